@@ -68,7 +68,7 @@ def prepare_config(config: AdaptConfig, output: Path, address: str | None = None
         "tokenizer": {"kind": "pretrained", "name": config.encoder, "trust_remote_code": config.trust_remote_code},
         "geometry": {"num_anchors": 1, "max_tokens": WINDOW_TOKENS},
         "short_documents": "fewer_anchors",
-        "held_out_share": HELD_OUT,
+        "validation_fraction": HELD_OUT,
         "session": {"address": address},
         "seed": config.seed,
     }

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common import seeding
-from pipeline.choosing.whitespace import normalise
 from pipeline.config import PipelineConfig
+from pipeline.filters.whitespace import normalise
 from pipeline.job.units import plan_units, read_unit
 from pipeline.readers.corpus import Document, LeftOut, document_id
 from pipeline.shards.shards import ShardSet

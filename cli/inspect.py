@@ -13,7 +13,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--documents", type=int, default=3, help="documents of shards to show with their spans (3)")
     parser.add_argument("--document", help="show one document of shards, by id, source or SOURCE:OFFSET")
     parser.add_argument("--config", help="YAML file with a `train` section: show its run's spans, views")
-    parser.add_argument("--branch", metavar="NAME", help="its branch `also.NAME`, whose views are shown")
+    parser.add_argument("--branch", metavar="NAME", help="its branch `auxiliary_tasks.NAME`, whose views are shown")
     parser.add_argument("--seed", type=int, help="seed of the spans shown (the config's, else 0)")
     parser.add_argument("--epoch", type=int, default=0, help="epoch of the spans shown (0)")
     given = parser.parse_args(arguments)
@@ -23,8 +23,8 @@ def run(arguments: list[str]) -> int:
     try:
         run = load_config(given.config, "train", TrainConfig, []) if given.config is not None else None
         if given.branch is not None:
-            if run is None or given.branch not in run.also:
-                names = ", ".join(run.also) or "no branch" if run else "no config, which --config names"
+            if run is None or given.branch not in run.auxiliary_tasks:
+                names = ", ".join(run.auxiliary_tasks) or "no branch" if run else "no config, which --config names"
                 raise ConfigError("--branch", [f"{given.branch}: is not a branch of the run; there is {names}"])
             run = run.of_branch(given.branch)
     except ConfigError as error:

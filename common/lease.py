@@ -96,12 +96,12 @@ class Lease(Watcher):
         holder = self._read(_ONCE)
         return holder is not None and holder.token == self._holder.token
 
-    def _read(self, patience: RetryPolicy) -> Holder | None:
-        return read_holder(read_file(self._url, patience) or b"", self._url)
+    def _read(self, retries: RetryPolicy) -> Holder | None:
+        return read_holder(read_file(self._url, retries) or b"", self._url)
 
-    def _write(self, patience: RetryPolicy) -> None:
+    def _write(self, retries: RetryPolicy) -> None:
         content = msgspec.structs.asdict(self._holder) | {"beat": time.time()}
-        write_file(self._url, msgspec.json.encode(content), patience)
+        write_file(self._url, msgspec.json.encode(content), retries)
 
     def _age_seconds(self) -> float:
         """Seconds since the lease was renewed, on the store's clock; infinite if it has been released."""

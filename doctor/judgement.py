@@ -87,7 +87,7 @@ def memory(node: str, facts: Facts, needs: Needs | None, nodes: int) -> Finding:
         "memory", node, f"{facts.ram_free_mib} of {facts.ram_mib} MiB free",
         limit=f"{least} MiB for weights, gradients and moments of its workers" if least else "",
         fail=least > facts.ram_mib, warn=least > facts.ram_free_mib,
-        remedy="use fewer workers per node, or scaling.shard_parameters",
+        remedy="use fewer workers per node, or scaling.fsdp",
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def cpus(of_nodes: Mapping[str, float], needs: Needs, own_session: bool) -> Find
     short = total < needs.cpus or places < needs.workers
     return judged(
         "CPUs", EVERYWHERE, f"{total:g} on {len(of_nodes)} node(s), room for {places} workers",
-        limit=f"{needs.workers} workers x {needs.cpus_per_worker} + {needs.storage_threads} for reading = {needs.cpus}",
+        limit=f"{needs.workers} workers x {needs.cpus_per_worker} + {needs.data_cpus} for reading = {needs.cpus}",
         fail=short and not own_session, warn=short,
         remedy="processes share cores, which is slow: use fewer workers" if own_session else
         "the run would wait for ever without a message: lower scaling.workers or cpus_per_worker, add nodes, or set "

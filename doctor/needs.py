@@ -31,7 +31,7 @@ class Needs:
         checkpoints: maximum number on the disk at one time: kept ones, and the one being written.
         workers: processes that train.
         cpus_per_worker: CPUs that each worker reserves.
-        storage_threads: CPUs for reading tasks.
+        data_cpus: CPUs for reading tasks.
         gpus: GPUs required to start; 0: none, or as available.
         wishes_gpus: whether it uses GPUs if there is one for every worker.
     """
@@ -41,14 +41,14 @@ class Needs:
     checkpoints: int
     workers: int
     cpus_per_worker: int
-    storage_threads: int
+    data_cpus: int
     gpus: int
     wishes_gpus: bool
 
     @property
     def cpus(self) -> int:
         """CPUs required; with fewer, workers and reading tasks wait for each other without a message."""
-        return self.workers * self.cpus_per_worker + self.storage_threads
+        return self.workers * self.cpus_per_worker + self.data_cpus
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -75,14 +75,14 @@ def needs_of(config: TrainConfig) -> Needs:
     """
     scaling = config.scaling
     encoder, *branches = _sizes(config)
-    turns = 1 if config.turns == "joint" else len(branches)
+    turns = 1 if config.task_schedule == "joint" else len(branches)
     return Needs(
         parameters=encoder + sum(branches),
         optimized=turns * encoder + sum(branches),
         checkpoints=_checkpoints(config),
         workers=scaling.least_workers,
         cpus_per_worker=scaling.cpus_per_worker,
-        storage_threads=scaling.storage_threads,
+        data_cpus=scaling.data_cpus,
         gpus=scaling.least_workers if scaling.device == "cuda" else 0,
         wishes_gpus=scaling.device == "auto",
     )

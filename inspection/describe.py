@@ -120,7 +120,10 @@ def row_lines(
         return
     run = run.model_copy(update={"data": str(path), "seed": seed})
     if problem := kind_problem(run, shards.manifest):
-        raise DescribeError(problem + (f"; or name a branch: --branch {' or '.join(run.also)}" if run.also else ""))
+        raise DescribeError(
+            problem
+            + (f"; or name a branch: --branch {' or '.join(run.auxiliary_tasks)}" if run.auxiliary_tasks else "")
+        )
     yield f"Spans and views that objective.kind = {run.objective.kind} makes in epoch {epoch} of seed {seed}:"
     from inspection.views import view_lines
 

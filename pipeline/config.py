@@ -8,8 +8,8 @@ from pydantic_core import PydanticKnownError
 from common.config import Strict, flat_keys
 from common.session_config import SessionConfig
 from common.storage import hash_json
-from pipeline.choosing.config import ChoosingConfig
 from pipeline.duplicates.config import DuplicatesConfig
+from pipeline.filters.config import FiltersConfig
 from pipeline.readers.corpus import FilesCorpus, HubCorpus
 from pipeline.readers.fields import FIELD_FORMATS
 from pipeline.readers.pydocs import PythonDocs
@@ -18,10 +18,10 @@ from pipeline.shards.windows import Geometry, ShortDocuments
 from pipeline.tokenizer.tokenization import TokenizerConfig
 
 _DOCUMENT_RULES = ("boilerplate", "c4", "gopher", "repetition")
-"""Rules of `choosing` that count words and lines of a page."""
+"""Rules of `filters` that count words and lines of a page."""
 # Settings that decide where and how the work runs, but not its result.
 _NO_INFLUENCE: dict[str, Any] = {
-    **dict.fromkeys(("output", "session", "max_error_share", "cache", "patience_seconds"), True),
+    **dict.fromkeys(("output", "session", "max_error_rate", "cache", "storage_retry_seconds"), True),
     "tokenizer": {"engine"},
 }
 
@@ -41,25 +41,25 @@ class PipelineConfig(Strict):
     """Treatment of documents under 2 * num_anchors * max_tokens tokens. drop: drop them, as in the paper.
     fewer_anchors: take as many anchors as fit. shrink_spans: take all anchors, with spans of at most
     1 / (2 * num_anchors) of the document, down to geometry.min_tokens."""
-    choosing: ChoosingConfig = ChoosingConfig()
+    filters: FiltersConfig = FiltersConfig()
     """Cleaning, language, quality, evaluation sets."""
     duplicates: DuplicatesConfig = DuplicatesConfig()
     """Copies of documents to remove."""
     write_rejected: bool = False
     """Also write every document that is not kept to `rejected/`, with the reason."""
-    max_error_share: float = Field(default=0.01, ge=0, le=1)
+    max_error_rate: float = Field(default=0.01, ge=0, le=1)
     """Share of the documents that may fail to be read; with more failures `prepare` ends with an error."""
-    held_out_share: float = Field(default=0.01, ge=0, lt=1)
+    validation_fraction: float = Field(default=0.01, ge=0, lt=1)
     """Share of documents kept from training, chosen by document id."""
     unit_mib: float = Field(default=32.0, gt=0)
     """Text that one task reads, MiB; a killed run loses at most this much a worker. A .gz file is never cut."""
-    block_documents: int = Field(default=1000, ge=1)
+    record_batch_rows: int = Field(default=1000, ge=1)
     """Rows of a record batch in a shard, which a reading task of the trainer loads at once."""
     seed: int = Field(default=0, ge=0)
     """Seed of the held-out split."""
     cache: str = "~/.cache/declutr"
     """Folder on each host for files on their way, if `output` is an address."""
-    patience_seconds: float = Field(default=600.0, ge=0)
+    storage_retry_seconds: float = Field(default=600.0, ge=0)
     """Time to retry a request while the store of `output` does not answer."""
     session: SessionConfig = SessionConfig()
 
@@ -94,9 +94,9 @@ def _content_problems(config: PipelineConfig) -> list[str]:
     if not keys:
         return found
     found += [
-        f"choosing.{name}: its rules are for long documents; content.kind = {kind} has short texts; remove it"
+        f"filters.{name}: its rules are for long documents; content.kind = {kind} has short texts; remove it"
         for name in _DOCUMENT_RULES
-        if getattr(config.choosing, name) is not None
+        if getattr(config.filters, name) is not None
     ]
     if isinstance(config.corpus, PythonDocs):
         found.append(f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub")
@@ -129,9 +129,9 @@ def _media_problems(config: PipelineConfig) -> list[str]:
     if config.tokenizer is not None:
         found.append(f"tokenizer: has no effect with content.kind = {kind}, whose rows have no text; remove it")
     found += [
-        f"choosing.{name}: is for texts; content.kind = {kind} has none; remove it"
-        for name in ChoosingConfig.model_fields
-        if getattr(config.choosing, name) != getattr(ChoosingConfig(), name)
+        f"filters.{name}: is for texts; content.kind = {kind} has none; remove it"
+        for name in FiltersConfig.model_fields
+        if getattr(config.filters, name) != getattr(FiltersConfig(), name)
     ]
     if config.duplicates.near is not None:
         found.append(f"duplicates.near: compares words; content.kind = {kind} has none; remove it (exact works)")
@@ -154,7 +154,7 @@ def identity(config: PipelineConfig) -> dict[str, Any]:
     if config.content.kind != "documents":
         del found["geometry"], found["short_documents"]
     if config.content.kind in MEDIA_KINDS:
-        del found["tokenizer"], found["choosing"]
+        del found["tokenizer"], found["filters"]
     return found
 
 

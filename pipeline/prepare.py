@@ -19,10 +19,10 @@ from common.lock import RunLockedError
 from common.meanings import annotated_yaml
 from common.session_config import SessionError
 from common.storage import write_aside, write_text
-from pipeline.choosing.config import problems as choosing_problems
-from pipeline.choosing.evaluation_sets import INDEX, build_index
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.duplicates.config import problems as duplicates_problems
+from pipeline.filters.config import problems as filter_problems
+from pipeline.filters.evaluation_sets import INDEX, build_index
 from pipeline.job.estimate import Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
 from pipeline.job.opened import Output
 from pipeline.job.opening import open_output, small_files
@@ -123,9 +123,9 @@ def _make(output: Output, units: Sequence[Unit], plan: PreparePlan) -> Manifest:
 
 def _equip(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo | None:
     """Writes the files that every task needs, unless they exist."""
-    if config.choosing.contamination and not (folder / INDEX).exists():
+    if config.filters.contamination and not (folder / INDEX).exists():
         with write_aside(folder / INDEX) as aside:
-            build_index(config.choosing.contamination, aside)
+            build_index(config.filters.contamination, aside)
     return output_tokenizer(config, folder, units)
 
 
@@ -183,7 +183,7 @@ def _examine(
     unread = any(problem.startswith("corpus.") for problem in places)
     units, found = ([], []) if unread else plan_units(config.corpus, config.unit_mib, skipped, config.content)
     found += places
-    found += choosing_problems(config.choosing) + duplicates_problems(config.duplicates)
+    found += filter_problems(config.filters) + duplicates_problems(config.duplicates)
     plan = None
     if not found and output is not None:  # missing inputs would also be reported as changed inputs
         units = mark_units(units)

@@ -186,7 +186,7 @@ def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[
         rows = fetched(shards[name], documents, epochs, getattr(feed, "fetch", None))
         shares[name] = feed.feed(rows, epochs)
         branches.append(branch)
-    batch = dataclasses.replace(shares.pop(""), also=shares)
+    batch = dataclasses.replace(shares.pop(""), auxiliary=shares)
     return build_turns(exact, branches, total_steps=1), batch
 
 
@@ -195,13 +195,13 @@ def _gradients(turns: list[Stepper], batch: RankBatch) -> dict[str, Tensor]:
     gradients: dict[str, Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
     for turn in turns:
-        share = batch.also[turn.name] if turn.name else batch
+        share = batch.auxiliary[turn.name] if turn.name else batch
         turn.optimizer.zero_grad(set_to_none=True)
         found = turn.gradients(share, 1)
         named = turn_parameters(turn)
         named = {name: p for name, p in named.items() if p.requires_grad}
         turn.world.sum_gradients(list(named.values()))
-        for branch, one in ((turn, found), *((each, found.also[each.name]) for each in turn.joined)):
+        for branch, one in ((turn, found), *((each, found.auxiliary[each.name]) for each in turn.joined)):
             mlm = turn.world.sum(one.mlm_sum) / max(1, one.num_selected)
             loss = sum(one.terms.values()) + branch.objective.config.mlm_weight * mlm
             total += branch.weight * loss.detach()

@@ -85,7 +85,7 @@ def _sentences(config: AdaptConfig, data: Path, start: TransformerEncoder) -> Pa
         "content": "sentences",
         "corpus": {"kind": "files", "paths": [str(file)]},
         "tokenizer": {"kind": "pretrained", "name": config.encoder},
-        "held_out_share": 0.0,
+        "validation_fraction": 0.0,
         "seed": config.seed,
     }
     prepare(PipelineConfig.model_validate(made))

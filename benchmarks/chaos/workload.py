@@ -11,8 +11,8 @@ from common import seeding
 _GEOMETRY = {"num_anchors": 2, "max_tokens": 64}
 _BATCH = 8
 _HELD_OUT = 0.05
-HANG_SECONDS = 15.0
-_SCRATCH = {
+WATCHDOG_TIMEOUT_SECONDS = 15.0
+_FROM_CONFIG = {
     "model_type": "roberta",
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -43,7 +43,7 @@ def prepare_values(corpus: Path, output: Path) -> dict[str, Any]:
         "corpus": {"kind": "files", "paths": [str(corpus)]},
         "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
         "geometry": _GEOMETRY,
-        "held_out_share": _HELD_OUT,
+        "validation_fraction": _HELD_OUT,
         "unit_mib": 1,
         "session": {"num_cpus": 1},
     }
@@ -54,7 +54,7 @@ def train_values(data: Path, run: Path, steps: int, seed: int) -> dict[str, Any]
     return {
         "run": str(run),
         "data": str(data),
-        "encoder": {"scratch": _SCRATCH, "dropout": 0.1},
+        "encoder": {"from_config": _FROM_CONFIG, "dropout": 0.1},
         "objective": {"queue_size": 24},
         "spans": {**_GEOMETRY, "num_positives": 2, "min_tokens": 16},
         "optim": {"lr": 0.0002},
@@ -66,8 +66,8 @@ def train_values(data: Path, run: Path, steps: int, seed: int) -> dict[str, Any]
         "scaling": {
             "workers": 2,
             "device": "cpu",
-            "storage_threads": 1,
-            "hang_seconds": HANG_SECONDS,
+            "data_cpus": 1,
+            "watchdog_timeout_seconds": WATCHDOG_TIMEOUT_SECONDS,
             "resize_seconds": 5,
         },
     }

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from tokenizers import Tokenizer
 
-from pipeline.choosing.whitespace import normalise
+from pipeline.filters.whitespace import normalise
 from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
 from pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
 

@@ -12,7 +12,7 @@ MAX_TOKENS = 32
 """Longest text, specials included."""
 _SPANS = {"num_anchors": 2, "num_positives": 2, "min_tokens": 8, "max_tokens": MAX_TOKENS - 2}
 # The encoder of the small configs.
-_SCRATCH = {
+_FROM_CONFIG = {
     "model_type": "bert",
     "hidden_size": 192,
     "num_hidden_layers": 3,
@@ -42,18 +42,18 @@ class Method:
         objective: the `objective` section.
         rows: rows of the shards in a step.
         settings: other sections.
-        also: name of the shards of a second branch.
+        auxiliary: name of the shards of a second branch.
     """
 
     shards: Literal["documents", "sentences", "pairs"]
     objective: dict[str, Any]
     rows: int = 64
     settings: dict[str, Any] = field(default_factory=dict)
-    also: Literal["images", "sounds"] | None = None
+    auxiliary: Literal["images", "sounds"] | None = None
 
 
 def _scl(share: float) -> Method:
-    return Method("pairs", {"kind": "scl", "contrast_share": share, "max_tokens": MAX_TOKENS}, rows=21)
+    return Method("pairs", {"kind": "scl", "contrastive_weight": share, "max_tokens": MAX_TOKENS}, rows=21)
 
 
 _CLIPS = {"objective": {"kind": "supcon"}, "batch_documents": 48}
@@ -61,8 +61,8 @@ _FRONTENDS = {"images": {"size": 32, "patch": [8, 8]}, "sounds": {"patch": [16, 
 _SIMCSE = {"kind": "simcse", "max_tokens": MAX_TOKENS}
 
 
-def _declutr(also: Literal["images"] | None = None) -> Method:
-    return Method("documents", {"kind": "declutr"}, rows=32, settings={"spans": _SPANS}, also=also)
+def _declutr(auxiliary: Literal["images"] | None = None) -> Method:
+    return Method("documents", {"kind": "declutr"}, rows=32, settings={"spans": _SPANS}, auxiliary=auxiliary)
 
 
 METHODS = {
@@ -75,8 +75,8 @@ METHODS = {
     "scl-0.3": _scl(0.3),
     "scl-1": _scl(1.0),
     "declutr": _declutr(),
-    "simcse-images": Method("sentences", _SIMCSE, also="images"),
-    "simcse-sounds": Method("sentences", _SIMCSE, also="sounds"),
+    "simcse-images": Method("sentences", _SIMCSE, auxiliary="images"),
+    "simcse-sounds": Method("sentences", _SIMCSE, auxiliary="sounds"),
     "declutr-images": _declutr("images"),
 }
 """The methods in the order of the table. SCD has the arms of its paper's ablation: both terms and each one alone. Those
@@ -111,7 +111,7 @@ def prepare_settings(data: Path, work: Path, tokenizer: Path | None) -> dict[str
     inputs: dict[str, tuple[Path, dict[str, Any]]] = {
         "documents": (data / "corpus", {"tokenizer": trained, "geometry": geometry}),
         "sentences": (data / "wiki" / "wiki_sentences_xprobe_en.txt", {"content": "sentences"}),
-        "pairs": (work / "nli" / "train.jsonl", {"content": {"kind": "pairs", "needs": list(_NLI)}}),
+        "pairs": (work / "nli" / "train.jsonl", {"content": {"kind": "pairs", "required_labels": list(_NLI)}}),
         "pairs-dev": (work / "nli" / "dev.jsonl", {"content": {"kind": "pairs"}}),
     }
     texts = {
@@ -119,21 +119,24 @@ def prepare_settings(data: Path, work: Path, tokenizer: Path | None) -> dict[str
             "output": str(shards / name),
             "corpus": {"kind": "files", "paths": [str(path)]},
             "tokenizer": used,
-            **({"held_out_share": 0.0} if name.startswith("pairs") else {}),
+            **({"validation_fraction": 0.0} if name.startswith("pairs") else {}),
             **settings,
         }
         for name, (path, settings) in inputs.items()
     }
     clips: dict[str, tuple[Path, dict[str, Any]]] = {
-        "images": (data / "images" / "cifar10_small" / "train", {"kind": "images", "side": 32}),
-        "sounds": (data / "audio" / "fsdd", {"kind": "audio", "sample_rate": 8000, "mels": 64, "label": r"^(\d)_"}),
+        "images": (data / "images" / "cifar10_small" / "train", {"kind": "images", "shortest_edge": 32}),
+        "sounds": (
+            data / "audio" / "fsdd",
+            {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 64, "label": r"^(\d)_"},
+        ),
     }
     return texts | {
         name: {
             "output": str(shards / name),
             "corpus": {"kind": "files", "paths": [str(path)]},
             "content": content,
-            "held_out_share": 0.0,
+            "validation_fraction": 0.0,
         }
         for name, (path, content) in clips.items()
     }
@@ -148,7 +151,7 @@ def start_settings(work: Path, stsb: Path, steps: int) -> dict[str, Any]:
     return {
         "run": str(work / "mlm"),
         "data": str(work / "shards" / "documents"),
-        "encoder": {"scratch": _SCRATCH, "attention_dropout": 0.0},
+        "encoder": {"from_config": _FROM_CONFIG, "attention_dropout": 0.0},
         "spans": _SPANS,
         "objective": {"kind": "declutr", "terms": "mlm"},
         "optim": {"lr": 1e-3, "schedule": "linear", "warmup_fraction": 0.1, "weight_decay": 0.01},
@@ -193,11 +196,11 @@ def run_settings(
         "checkpoint": {"every_steps": every},
         "scaling": _SCALING,
         **method.settings,
-        **({} if method.also is None else _branch(method.also, work)),
+        **({} if method.auxiliary is None else _branch(method.auxiliary, work)),
     }
 
 
 def _branch(shards: str, work: Path) -> dict[str, Any]:
     """The sections of a run with a second branch on images or sounds."""
     branch = {"data": str(work / "shards" / shards), "frontend": _FRONTENDS[shards], **_CLIPS}
-    return {"also": {shards: branch}, "turns": "alternating"}
+    return {"auxiliary_tasks": {shards: branch}, "task_schedule": "alternating"}

@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     needed = {
         "pairs-dev",
         *(METHODS[name].shards for name in given.methods),
-        *(also for name in given.methods if (also := METHODS[name].also)),
+        *(auxiliary for name in given.methods if (auxiliary := METHODS[name].auxiliary)),
         *(["documents"] if source is None else []),
     }
     prepared = {name: each for name, each in prepare_settings(data, work, source).items() if name in needed}
@@ -197,7 +197,7 @@ def branch_losses(run: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
             "mean_of_last_steps": round(statistics.fmean(step[f"{name}_supcon"] for step in steps), 4),
             "chance": round(math.log(2 * branch["batch_documents"] - 1), 4),
         }
-        for name, branch in settings.get("also", {}).items()
+        for name, branch in settings.get("auxiliary_tasks", {}).items()
     }
 
 

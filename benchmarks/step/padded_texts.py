@@ -158,7 +158,7 @@ class SclLoss(nn.Module):
             scores = u[anchor] @ v.T / self.config.temperature
             positive = (premises == premises[anchor]) & (labels == 0)
             contrast.append(-scores.log_softmax(dim=0)[positive].mean())
-        share = self.config.contrast_share
+        share = self.config.contrastive_weight
         return (1 - share) * F.cross_entropy(logits, labels) + share * torch.stack(contrast).mean()
 
 

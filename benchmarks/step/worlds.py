@@ -1,11 +1,11 @@
-"""Bits and cost of `scaling.bitwise`: the same training with several numbers of workers.
+"""Bits and cost of `scaling.elastic_determinism`: the same training with several numbers of workers.
 
     python -m benchmarks.step.worlds --json OUT [--model demo] [--worlds 1 2 3 7] [--steps 6] [--processes 2]
 
 Each number of workers trains from the same weights; one training changes its workers from 2 to 3 to 1 through
-checkpoints. The processes run on this machine's CPUs over gloo, one thread each. Ratios are those of bitwise steps to
-ordinary ones of `--processes` workers: times of steps that take turns, the growth of a worker's resident memory in a
-separate training, and the bytes that a worker gives to exchanges in a step.
+checkpoints. The processes run on this machine's CPUs over gloo, one thread each. Ratios are those of deterministic
+steps to ordinary ones of `--processes` workers: times of steps that take turns, the growth of a worker's resident
+memory in a separate training, and the bytes that a worker gives to exchanges in a step.
 """
 
 import argparse
@@ -37,21 +37,21 @@ from trainer.step.step import Stepper
 _CHANGES = [2, 3, 1]
 
 
-def stepper_of(options: argparse.Namespace, world: World, bitwise: bool) -> Stepper:
+def stepper_of(options: argparse.Namespace, world: World, deterministic: bool) -> Stepper:
     """The stepper of a worker, with weights drawn from the seed."""
     workload = packed.Workload.of(options, dropout=options.dropout)
-    made = workload.stepper(workload.encoder(), options.microbatch_tokens, replace(world, bitwise=bitwise))
-    if not bitwise:
+    made = workload.stepper(workload.encoder(), options.microbatch_tokens, replace(world, deterministic=deterministic))
+    if not deterministic:
         return made
     parameters = [p for group in made.optimizer.param_groups for p in group["params"]]
     sums = FixedPointSums(made.world, parameters, -(-options.documents // options.unit) + 1)
     return replace(made, sums=sums)
 
 
-def batch_of(options: argparse.Namespace, world: World, step: int, bitwise: bool) -> RankBatch:
+def batch_of(options: argparse.Namespace, world: World, step: int, deterministic: bool) -> RankBatch:
     """A worker's share of a step's batch."""
     workload = packed.Workload.of(options)
-    unit = options.unit if bitwise else None
+    unit = options.unit if deterministic else None
     plan = Plan(options.seed, options.documents, options.documents, unit)
     start, end = plan.slice(world.rank, world.size)
     rows = workload.rows(step * options.documents, options.documents).slice(start, end - start)
@@ -70,17 +70,17 @@ def checksum(stepper: Stepper) -> str:
 
 
 def train(
-    world: World, options: argparse.Namespace, bitwise: bool, first: int, last: int, folder: str | None = None
+    world: World, options: argparse.Namespace, deterministic: bool, first: int, last: int, folder: str | None = None
 ) -> dict[str, Any]:
     """Take the steps first..last, from the checkpoint of the step before and with one after the last if needed."""
     cpu = torch.device("cpu")
     before = memory.reset_peak(cpu)
-    stepper = stepper_of(options, world, bitwise)
+    stepper = stepper_of(options, world, deterministic)
     parts = stepper.encoder, stepper.optimizer, stepper.objective
     if folder is not None and first > 1:
         weights.load(checkpoint.checkpoint_path(Path(folder), first - 1), *parts)
     for step in range(first, last + 1):
-        stepper.step(batch_of(options, world, step, bitwise), step)
+        stepper.step(batch_of(options, world, step, deterministic), step)
     grown = memory.peak(cpu) - before
     if folder is not None:
         contents = weights.collect(*parts, keep=world.rank == 0)
@@ -93,17 +93,17 @@ def train(
 
 
 def turns(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of ordinary and bitwise steps that take turns, and the bytes of their exchanges."""
-    sides = {bitwise: stepper_of(options, world, bitwise) for bitwise in (False, True)}
+    """Seconds of ordinary and deterministic steps that take turns, and the bytes of their exchanges."""
+    sides = {deterministic: stepper_of(options, world, deterministic) for deterministic in (False, True)}
     seconds: dict[bool, list[float]] = {False: [], True: []}
     counted: dict[bool, int] = {}
     for step in range(1, options.steps + 2):  # the first is not measured
-        for bitwise, stepper in sides.items():
-            batch = batch_of(options, world, step, bitwise)
+        for deterministic, stepper in sides.items():
+            batch = batch_of(options, world, step, deterministic)
             world.largest(0)  # so that all start together
             begun = time.perf_counter()
-            counted[bitwise] = _exchanged(partial(stepper.step, batch, step))
-            seconds[bitwise].append(time.perf_counter() - begun)
+            counted[deterministic] = _exchanged(partial(stepper.step, batch, step))
+            seconds[deterministic].append(time.perf_counter() - begun)
     return {"seconds": [seconds[False][1:], seconds[True][1:]], "bytes": [counted[False], counted[True]]}
 
 
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     worlds.append({"world": " -> ".join(map(str, _CHANGES)), "checksum": changing(given)})
     ordinary = gloo.run(given.processes, train, given, False, 1, given.steps)
-    bitwise = trained.get(given.processes) or gloo.run(given.processes, train, given, True, 1, given.steps)
+    deterministic = trained.get(given.processes) or gloo.run(given.processes, train, given, True, 1, given.steps)
     measured = gloo.run(given.processes, turns, given)[0]
     plain, fixed = measured["seconds"]
     ratios = record.ratios(fixed, plain)
@@ -169,10 +169,10 @@ def main(arguments: list[str] | None = None) -> None:
         "ordinary_checksum": ordinary[0]["checksum"],
         "time_ratio": ratios["ratio_median"],
         "time_ratio_range": ratios["ratio_range"],
-        "memory_ratio": round(max(r["mib"] for r in bitwise) / max(r["mib"] for r in ordinary), 4),
+        "memory_ratio": round(max(r["mib"] for r in deterministic) / max(r["mib"] for r in ordinary), 4),
         "bytes_ratio": round(measured["bytes"][1] / max(1, measured["bytes"][0]), 4),
         "seconds": {"ordinary": statistics.median(plain), "bitwise": statistics.median(fixed)},
-        "mib": {"ordinary": [r["mib"] for r in ordinary], "bitwise": [r["mib"] for r in bitwise]},
+        "mib": {"ordinary": [r["mib"] for r in ordinary], "bitwise": [r["mib"] for r in deterministic]},
         "bytes": {"ordinary": measured["bytes"][0], "bitwise": measured["bytes"][1]},
         **record.facts("step.worlds", given.commit),
     }

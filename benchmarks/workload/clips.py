@@ -12,7 +12,7 @@ from trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from trainer.objectives.supcon.feed import ClipFeed
 
 _LABELS = 10
-_SIDES = (341, 256)  # of an image of 4:3 whose shorter side is the default of `content.side`
+_SIDES = (341, 256)  # of an image of 4:3 whose shorter side is the default of `content.shortest_edge`
 _FRAMES, _MELS = 1022, 128  # of a clip of 10.24 s
 _SHORT_FRAMES = 30  # of a clip of 0.3 s
 
@@ -51,7 +51,7 @@ class Clips:
             "frames": pa.array(frames, pa.list_(pa.float32())),
             "num_frames": pa.array(sizes.tolist(), pa.int32()),
         }
-        objective = SupconConfig(masks=MaskConfig(mels=48, frames=192))
+        objective = SupconConfig(masks=MaskConfig(freq_mask=48, time_mask=192))
         return Clips(pa.table(columns), ClipFeed(objective, FrontendConfig(patch=(24, 24), positions=False), seed))
 
 

@@ -50,7 +50,7 @@ def encoder(
 ) -> Encoder:
     """Build the trainer's encoder: packed, in training mode, float32, on the CPU."""
     config = EncoderConfig(
-        scratch=SIZES[size],
+        from_config=SIZES[size],
         dropout=dropout,
         attention_dropout=attention_dropout,
         pooling=pooling,
@@ -61,7 +61,7 @@ def encoder(
 
 def padded_model(size: str, dropout: float, seed: int, attention_dropout: float | None = None) -> PreTrainedModel:
     """Build transformers' model with the same weights, its own dropout layers, and torch's fused attention."""
-    config = EncoderConfig(scratch=SIZES[size], dropout=dropout, attention_dropout=attention_dropout)
+    config = EncoderConfig(from_config=SIZES[size], dropout=dropout, attention_dropout=attention_dropout)
     model = _model(size, config, seed)
     model.set_attn_implementation("sdpa")
     model.train()

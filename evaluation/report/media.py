@@ -51,7 +51,7 @@ def survey_media(folder: Path, manifest: Manifest) -> MediaSurvey | None:
             if isinstance(content, AudioContent):
                 lengths = columns[0].astype(np.float64)
                 found.longest_frames = max(found.longest_frames, int(lengths.max(initial=0)))
-                found.seconds += float(((lengths - 1) * content.shift_ms + content.frame_ms).sum()) / 1000
+                found.seconds += float(((lengths - 1) * content.hop_length_ms + content.frame_ms).sum()) / 1000
                 continue
             pairs, counts = np.unique(np.stack(columns), axis=1, return_counts=True)
             found.sizes.update(dict(zip(zip(*pairs.tolist(), strict=True), counts.tolist(), strict=True)))
@@ -121,7 +121,7 @@ def thumbnail(row: dict[str, Any]) -> str | None:
 
 
 def _grey(frames: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Energies `(num_frames, mels)` as an image with time to the right and low bands below."""
+    """Energies `(num_frames, num_mel_bins)` as an image with time to the right and low bands below."""
     low, high = float(frames.min()), float(frames.max())
     scaled = (frames - low) / max(high - low, 1e-9) * 255
     return np.ascontiguousarray(scaled.T[::-1].astype(np.uint8))

@@ -35,7 +35,7 @@ def _obstacles(content: Content) -> list[str]:
     if totals["kept_held_out"] < 2 * MIN_ROWS:
         found.append(
             f"{totals['kept_held_out']:,} held-out {content.noun} do not show whether training helped, which "
-            f"needs {2 * MIN_ROWS}; increase held_out_share or add {content.noun}"
+            f"needs {2 * MIN_ROWS}; increase validation_fraction or add {content.noun}"
         )
     kept, text_bytes = content.kept_tally.text_bytes, totals["text_bytes"]
     if 2 * kept < text_bytes and (reasons := content.reasons()):

@@ -25,7 +25,7 @@ NUM_BINS = 2 * _OCTAVES * BINS_PER_OCTAVE
 EXAMPLES_A_REASON = 3
 _KEPT_COPY = re.compile(r"^(?P<unit>\d+):(?P<ordinal>\d+) is kept")
 _MATCH = r"(?s)^(?P<name>.+): (?P<words>.*) \((?P<number>\d+) in all\)$"
-"""Form in which pipeline/choosing/chooser.py writes it."""
+"""Form in which pipeline/filters/document_filter.py writes it."""
 _PLACE_SHIFT = 40
 CONTAMINATED = "contaminated"
 """Fate of documents that share text with an evaluation set."""

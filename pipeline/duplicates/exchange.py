@@ -21,7 +21,7 @@ _THREADS = 8
 class Exchange:
     """The store of a search. Each host has one copy of all keys, and sends the pairs that it finds.
 
-    Every method raises RemoteError if the store refuses, or did not answer within `patience_seconds`.
+    Every method raises RemoteError if the store refuses, or did not answer within `storage_retry_seconds`.
     """
 
     address: str
@@ -30,11 +30,11 @@ class Exchange:
     """Folder for copies, which each host expands."""
     files: Mapping[str, FileRecord]
     """The keys of all units, by name from the address."""
-    patience_seconds: float
+    storage_retry_seconds: float
 
     @property
     def _retries(self) -> RetryPolicy:
-        return RetryPolicy(self.patience_seconds)
+        return RetryPolicy(self.storage_retry_seconds)
 
     def folder(self) -> Path:
         """This host's copy of the keys, fetched at the first use.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from common import seeding
-from pipeline.choosing.whitespace import normalise
 from pipeline.config import PipelineConfig
+from pipeline.filters.whitespace import normalise
 from pipeline.media.rows import LeftOutMedia, MediaRow
 from pipeline.readers.corpus import LeftOut, ReadFailure, Record, document_id
 from pipeline.shards.content import Layout
@@ -41,7 +41,7 @@ def splits_of(identities: Sequence[bytes], config: PipelineConfig) -> list[Split
     """Splits of documents, drawn by their ids so that equal texts are never in both splits."""
     keys = np.array([int.from_bytes(identity[:8], "little") for identity in identities], dtype=np.uint64)
     drawn = seeding.unit(seeding.words(config.seed, "held-out", keys, np.zeros_like(keys), 1))[:, 0]
-    return ["held-out" if held_out else "train" for held_out in (drawn < config.held_out_share).tolist()]
+    return ["held-out" if held_out else "train" for held_out in (drawn < config.validation_fraction).tolist()]
 
 
 def judge_unread(record: Record) -> Judged | None:

@@ -33,7 +33,7 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
     if not is_remote(config.output):
         yield Output(config, expand(config.output).absolute())
         return
-    store = OutputStore(config.output, config.cache, config.patience_seconds)
+    store = OutputStore(config.output, config.cache, config.storage_retry_seconds)
     try:
         store.room.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -49,7 +49,7 @@ def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[Read
     )
     if TOO_SHORT not in counts.dropped:
         what = others or "all are empty"
-        return f"corpus: none of {counts.read} documents is kept{could_not}: {what}; check the inputs and `choosing`"
+        return f"corpus: none of {counts.read} documents is kept{could_not}: {what}; check the inputs and `filters`"
     could_not += f" (others: {others})" if others else ""
     return (
         f"corpus: none of {counts.read} documents is long enough{could_not}: the longest has {counts.longest_tokens} "
@@ -77,13 +77,16 @@ def _no_row(counts: Counts, content: AnyContent, failures: Sequence[ReadFailure]
     keys = ", ".join(f"{setting}={key}" for setting, key in keys_of(content).items())
     message = f"corpus: none of {counts.read:,} records became a row of {content.kind}: {reasons}"
     if isinstance(content, PairsContent) and any(reason.startswith(LACKS) for reason in lost):
-        message += f"; content.needs = [{', '.join(content.needs)}] drops premises without a hypothesis of each label"
+        message += (
+            f"; content.required_labels = [{', '.join(content.required_labels)}] drops premises without a hypothesis "
+            "of each label"
+        )
     elif NO_LABEL in lost:
         message += "; content.label decides the labels, and null needs none"
     elif lost and keys:
         message += f"; read with {keys}"
     else:
-        settings = "" if content.kind in MEDIA_KINDS else ", corpus.format, corpus.text_field and `choosing`"
+        settings = "" if content.kind in MEDIA_KINDS else ", corpus.format, corpus.text_field and `filters`"
         message += f"; check corpus.paths{settings}"
     return f"{message}. The first failure: {failures[0]}" if failures else message
 
@@ -105,17 +108,17 @@ def lines_hint(
 
 
 def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: PipelineConfig) -> str | None:
-    """An error message if more documents failed than max_error_share allows."""
+    """An error message if more documents failed than max_error_rate allows."""
     failed = sum(counts.failed.values())
-    if failed <= config.max_error_share * counts.read:
+    if failed <= config.max_error_rate * counts.read:
         return None
     by_reason = ", ".join(f"{number:,} {reason}" for reason, number in counts.failed.items())
     examples = [f"  {example}" for sidecar in sidecars for example in sidecar.failures][:_EXAMPLES]
     share = failed / counts.read
     head = (
         f"{failed:,} of {counts.read:,} {noun_of(config.content.kind)} failed ({by_reason}): {share:.2%} is more than "
-        f"max_error_share = {config.max_error_share:g}. Repair the inputs and prepare into a new folder, or allow more "
-        f"with max_error_share={math.ceil(share * 1000) / 1000:g}; the same command then finishes at once. Examples:"
+        f"max_error_rate = {config.max_error_rate:g}. Repair the inputs and prepare into a new folder, or allow more "
+        f"with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same command then finishes at once. Examples:"
     )
     return "\n".join([head, *examples])
 

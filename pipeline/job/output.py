@@ -11,10 +11,10 @@ from common.config import Strict
 from common.lock import LOCK
 from common.storage import hash_json, write_text
 from common.stores.copies import PLAN
-from pipeline.choosing.config import fingerprints
-from pipeline.choosing.evaluation_sets import INDEX
 from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
 from pipeline.duplicates.table import DUPLICATES
+from pipeline.filters.config import fingerprints
+from pipeline.filters.evaluation_sets import INDEX
 from pipeline.job.estimate import ESTIMATE
 from pipeline.job.progress import BEATS, PROGRESS
 from pipeline.job.units import Unit, hash_unit
@@ -48,7 +48,7 @@ def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Sk
         config=identity(config),
         config_hash=config_hash(config),
         units={unit.name: hash_unit(unit) for unit in units},
-        files=fingerprints(config.choosing),
+        files=fingerprints(config.filters),
         sources={unit.name: unit.parts[0].source for unit in units},
         stamps={unit.name: unit.stamp for unit in units if unit.stamp},
         skipped=skipped or {},

@@ -45,18 +45,18 @@ Files = dict[str, FileRecord]
 class OutputStore:
     """The address of an output, and the folder for its files on each host.
 
-    Every method raises RemoteError if the store refuses, or did not answer within `patience_seconds`.
+    Every method raises RemoteError if the store refuses, or did not answer within `storage_retry_seconds`.
     """
 
     address: str
     cache: str
     """`cache` of the configuration; each host expands it."""
-    patience_seconds: float
+    storage_retry_seconds: float
 
     @property
     def retries(self) -> RetryPolicy:
         """Retries of every request."""
-        return RetryPolicy(self.patience_seconds)
+        return RetryPolicy(self.storage_retry_seconds)
 
     @property
     def room(self) -> Path:
@@ -110,7 +110,7 @@ class OutputStore:
         """The search for duplicates over candidates, whose files these are."""
         keys = {name.removeprefix(f"{CANDIDATES}/"): record for name, record in files.items()}
         cache = f"{self.cache}/{short_name(self.address)}/{_COPIES}"
-        return Exchange(self.at(CANDIDATES), cache, keys, self.patience_seconds)
+        return Exchange(self.at(CANDIDATES), cache, keys, self.storage_retry_seconds)
 
     @contextmanager
     def desk(self, shared: Mapping[str, FileRecord], own: Mapping[str, FileRecord], beats: Path) -> Iterator[Path]:

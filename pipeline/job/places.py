@@ -27,8 +27,8 @@ def look(values: Mapping[str, Any]) -> list[str]:
     found = [f"corpus.paths: {problem}" for path in local if (problem := _path_problem(path))]
     output = values.get("output")
     if isinstance(output, str):
-        patience = values.get("patience_seconds", _LOOK_SECONDS)
-        seconds = min(patience, _LOOK_SECONDS) if isinstance(patience, int | float) else _LOOK_SECONDS
+        given = values.get("storage_retry_seconds", _LOOK_SECONDS)
+        seconds = min(given, _LOOK_SECONDS) if isinstance(given, int | float) else _LOOK_SECONDS
         found += [f"output = {output!r}: {problem}" for problem in output_place_problems(output, listed, seconds)]
     name = tokenizer.get("name") if isinstance(tokenizer, Mapping) else None
     if isinstance(name, str) and looks_like_a_path(name):
@@ -39,16 +39,18 @@ def look(values: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def output_place_problems(output: str, inputs: Sequence[Any], patience_seconds: float = _LOOK_SECONDS) -> list[str]:
+def output_place_problems(
+    output: str, inputs: Sequence[Any], storage_retry_seconds: float = _LOOK_SECONDS
+) -> list[str]:
     """Reasons why an output cannot take the shards: it cannot be written to, or is inside an input.
 
     Args:
         output: a folder or an address.
         inputs: paths and addresses of the corpus; other types are ignored.
-        patience_seconds: time to retry a request while a store does not answer.
+        storage_retry_seconds: time to retry a request while a store does not answer.
     """
     if is_remote(output):
-        return _address_problems(output, [path for path in inputs if isinstance(path, str)], patience_seconds)
+        return _address_problems(output, [path for path in inputs if isinstance(path, str)], storage_retry_seconds)
     inputs = [path for path in inputs if isinstance(path, str) and not is_remote(path)]
     try:
         folder = expand(output)
@@ -64,7 +66,7 @@ def output_place_problems(output: str, inputs: Sequence[Any], patience_seconds: 
     return [*found, problem] if problem else found
 
 
-def _address_problems(output: str, inputs: Sequence[str], patience_seconds: float) -> list[str]:
+def _address_problems(output: str, inputs: Sequence[str], storage_retry_seconds: float) -> list[str]:
     """Reasons why an address cannot take the shards; writes and removes a small object there unless it is complete."""
     if refused := refusal(output):
         return [refused]
@@ -78,7 +80,7 @@ def _address_problems(output: str, inputs: Sequence[str], patience_seconds: floa
         found.append("names no folder in the bucket; add one, like s3://BUCKET/openwebtext")
     if found:
         return found
-    retries = RetryPolicy(patience_seconds)
+    retries = RetryPolicy(storage_retry_seconds)
     probe = child(output, f".declutr-{secrets.token_hex(4)}")
     try:
         if not is_whole(output, retries):  # nothing is written to a complete output, so reading it is enough

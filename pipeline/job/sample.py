@@ -7,8 +7,8 @@ from typing import Any
 
 from common.console.logs import get_logger
 from common.storage import folder_aside
-from pipeline.choosing.whitespace import normalise
 from pipeline.config import PipelineConfig
+from pipeline.filters.whitespace import normalise
 from pipeline.job.units import Unit, read_unit
 from pipeline.readers.corpus import MIB
 from pipeline.shards.manifest import TOKENIZER

@@ -16,10 +16,10 @@ from common.stores.copies import PLAN
 from common.stores.files import entries, pull_file, push_file, remove_file, remove_tree, write_file
 from common.stores.listing import LISTING, FileRecord, encoded, read_listing
 from common.stores.retry import RetryPolicy
-from pipeline.choosing.evaluation_sets import INDEX
 from pipeline.config import PipelineConfig
 from pipeline.duplicates.search import find_duplicates
 from pipeline.duplicates.table import DUPLICATES
+from pipeline.filters.evaluation_sets import INDEX
 from pipeline.job.estimate import ESTIMATE
 from pipeline.job.opened import Output
 from pipeline.job.output import PreparePlan

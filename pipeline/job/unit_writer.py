@@ -60,7 +60,7 @@ class UnitWriter(ExitStack):
         super().__init__()
         schema = _schema(config, tokenizer)
         self._folder, self._unit, self._config = folder, unit, config
-        self._shards = {s: ShardWriter(folder, unit.name, s, schema, config.block_documents) for s in SPLITS}
+        self._shards = {s: ShardWriter(folder, unit.name, s, schema, config.record_batch_rows) for s in SPLITS}
         self._ledger = LedgerWriter(folder, unit.name)
         self._failures: list[ReadFailure] = []
         self.tally = Tally()

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.choosing.chooser import Chooser
-from pipeline.choosing.config import ChoosingConfig
-from pipeline.choosing.evaluation_sets import INDEX
-from pipeline.choosing.whitespace import normalise
 from pipeline.config import PipelineConfig
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.keys import write_keys
 from pipeline.duplicates.signatures import Signer
+from pipeline.filters.config import FiltersConfig
+from pipeline.filters.document_filter import DocumentFilter
+from pipeline.filters.evaluation_sets import INDEX
+from pipeline.filters.whitespace import normalise
 from pipeline.job.judging import Judged, judge_unread, judged_media, splits_of
 from pipeline.job.progress import Done, Heartbeat
 from pipeline.job.unit_writer import UnitWriter
@@ -116,8 +116,8 @@ def _judged_texts(
     """Every text with its fate, in order, and its tokens `(num_tokens,)` if it is kept, else None."""
     # Both may be links in a temporary folder, to files that are the same for every task of a host.
     encoder = _encoder(str((folder / TOKENIZER).resolve()), tokenizer.fingerprint, engine)
-    chooser = _chooser(config.choosing.model_dump_json(), str((folder / INDEX).resolve()))
-    documents = (_judge(record, chooser, config) for record in records)
+    document_filter = _document_filter(config.filters.model_dump_json(), str((folder / INDEX).resolve()))
+    documents = (_judge(record, document_filter, config) for record in records)
     for batch in batches(documents, lambda judged: len(judged.text), _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
         going = [judged for judged in batch if not judged.entry.fate]
         encoded = iter(encoder.encode([text for judged in going for text in judged.texts or (judged.text,)]))
@@ -139,18 +139,18 @@ def _judged_texts(
             yield Judged(entry, judged.text, layout=None if reason else layout), None if reason else tokens
 
 
-def _judge(record: Record, chooser: Chooser, config: PipelineConfig) -> Judged:
+def _judge(record: Record, document_filter: DocumentFilter, config: PipelineConfig) -> Judged:
     """Judges a row before it is tokenized. Rules see its texts joined by newlines."""
     if (unread := judge_unread(record)) is not None:
         return unread
     assert isinstance(record, Document)
     if isinstance(record, TextRow):
-        finish = normalise if config.choosing.normalise_whitespace else str
+        finish = normalise if config.filters.normalise_whitespace else str
         texts = tuple(map(finish, record.texts))
-        choice = replace(chooser.choose("\n".join(texts)), text="\n".join(texts))
+        choice = replace(document_filter.apply("\n".join(texts)), text="\n".join(texts))
         identity, labels = row_id(texts, record.labels), record.labels
     else:
-        choice = chooser.choose(record.text)
+        choice = document_filter.apply(record.text)
         texts, labels = ((choice.text,), (NO_LABEL,)) if config.content.kind == "sentences" else ((), ())
         identity = document_id(choice.text.encode())
     raw = choice.text.encode()
@@ -175,7 +175,7 @@ def _encoder(folder: str, fingerprint: str, engine: EngineName) -> BatchTokenize
 
 
 @lru_cache(maxsize=2)
-def _chooser(config: str, index: str) -> Chooser:
-    """One chooser a process."""
+def _document_filter(config: str, index: str) -> DocumentFilter:
+    """One filter a process."""
     path = Path(index)
-    return Chooser(ChoosingConfig.model_validate_json(config), path if path.exists() else None)
+    return DocumentFilter(FiltersConfig.model_validate_json(config), path if path.exists() else None)

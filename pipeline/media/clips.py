@@ -80,23 +80,23 @@ def load_libraries(content: AudioContent) -> None:
     import soundfile  # noqa: F401
     import transformers.audio_utils  # noqa: F401
 
-    _filters(content.sample_rate, content.mels, frame_samples(content)[0])
+    _filters(content.sample_rate, content.num_mel_bins, frame_samples(content)[0])
 
 
 def frame_samples(content: AudioContent) -> tuple[int, int]:
     """Samples of a frame, and between the starts of two frames."""
     return max(2, int(content.sample_rate * content.frame_ms / 1000)), max(
-        1, int(content.sample_rate * content.shift_ms / 1000)
+        1, int(content.sample_rate * content.hop_length_ms / 1000)
     )
 
 
 def log_mel(samples: NDArray[np.float64], content: AudioContent) -> NDArray[np.float32]:
-    """Log-mel energies `(num_frames, mels)` of samples at `content.sample_rate`, at least one frame of them."""
+    """Log-mel energies `(num_frames, num_mel_bins)` of samples at `content.sample_rate`, at least one frame of them."""
     # Imported here because it takes a second, and tasks for texts do not need it.
     from transformers.audio_utils import spectrogram
 
     frame_length, hop_length = frame_samples(content)
-    window, filters, fft_length = _filters(content.sample_rate, content.mels, frame_length)
+    window, filters, fft_length = _filters(content.sample_rate, content.num_mel_bins, frame_length)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that energies are finite
         powers = spectrogram(
             samples.astype(np.float32),
@@ -175,8 +175,8 @@ def _resampled(samples: NDArray[np.float64], rate: int, wanted: int) -> NDArray[
 
 
 @lru_cache(maxsize=4)
-def _filters(sample_rate: int, mels: int, frame_length: int) -> tuple[NDArray[np.float64], Any, int]:
-    """The window, the sparse mel filters `(mels, bins)` and the length of the Fourier transform."""
+def _filters(sample_rate: int, num_mel_bins: int, frame_length: int) -> tuple[NDArray[np.float64], Any, int]:
+    """The window, the sparse mel filters `(num_mel_bins, bins)` and the length of the Fourier transform."""
     from scipy.sparse import csr_array
     from transformers.audio_utils import mel_filter_bank, window_function
 
@@ -185,7 +185,7 @@ def _filters(sample_rate: int, mels: int, frame_length: int) -> tuple[NDArray[np
         warnings.simplefilter("ignore")  # on filters narrower than a frequency bin, which stay at the floor
         filters = mel_filter_bank(
             num_frequency_bins=fft_length // 2 + 1,
-            num_mel_filters=mels,
+            num_mel_filters=num_mel_bins,
             min_frequency=_LOWEST_HZ,
             max_frequency=sample_rate // 2,
             sampling_rate=sample_rate,

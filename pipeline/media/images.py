@@ -1,4 +1,4 @@
-"""Decoding of images with Pillow: upright, RGB, 8 bits, shorter side at most `side`, stored as PNG.
+"""Decoding of images with Pillow: upright, RGB, 8 bits, shorter side at most `shortest_edge`, stored as PNG.
 
 Transparent parts become white. 16-bit grey values are scaled to 8 bits. Colour profiles are ignored. Of an animation or
 a file of several pages the first is taken.
@@ -20,7 +20,7 @@ from pipeline.shards.windows import EMPTY
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are tried; Pillow's others include interpreters of documents."""
 MAX_RATIO = 16
-"""A stored image is at most this many times `side` long."""
+"""A stored image is at most this many times `shortest_edge` long."""
 FIRST_FRAME = "first_frame"
 SMALLER = "smaller"
 BROKEN_EXIF = "broken_exif"
@@ -59,7 +59,7 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
 
     Raises:
         UndecodableError: `not_an_image`, `too_many_pixels`, `truncated` or `undecodable`.
-        UnsuitableError: the file is empty, or the image is longer than MAX_RATIO times `side`.
+        UnsuitableError: the file is empty, or the image is longer than MAX_RATIO times `shortest_edge`.
         MemoryError: the limit of the process is reached.
     """
     from PIL import Image as Pillow  # imported here because only images need it
@@ -72,7 +72,7 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
     except (Pillow.DecompressionBombError, *PILLOW_ERRORS) as error:
         raise _refused(error, "not_an_image") from error
     with opened:
-        _check_size(opened.width, opened.height, content.side)
+        _check_size(opened.width, opened.height, content.shortest_edge)
         try:
             if getattr(opened, "is_animated", False):
                 notes.append(FIRST_FRAME)
@@ -82,7 +82,7 @@ def decode_image(data: bytes, content: ImagesContent, label: str) -> Decoded:
         except (Pillow.DecompressionBombError, *PILLOW_ERRORS) as error:
             raise _refused(error, "undecodable") from error
     del opened  # it would hold the pixels in their first form
-    if (size := _stored_size(image.width, image.height, content.side)) != image.size:
+    if (size := _stored_size(image.width, image.height, content.shortest_edge)) != image.size:
         notes.append(SMALLER)
         image = image.resize(size, Pillow.Resampling.BICUBIC, reducing_gap=None)
     pixels = image.tobytes()
@@ -101,15 +101,16 @@ def load_formats() -> None:
     Pillow.init()
 
 
-def _stored_size(width: int, height: int, side: int) -> tuple[int, int]:
-    """Size in which an image is stored: its shorter side is at most `side`."""
+def _stored_size(width: int, height: int, shortest_edge: int) -> tuple[int, int]:
+    """Size in which an image is stored: its shorter side is at most `shortest_edge`."""
     shorter = min(width, height)
-    if shorter <= side:
+    if shorter <= shortest_edge:
         return width, height
-    return (width * side + shorter // 2) // shorter, (height * side + shorter // 2) // shorter
+    half = shorter // 2
+    return (width * shortest_edge + half) // shorter, (height * shortest_edge + half) // shorter
 
 
-def _check_size(width: int, height: int, side: int) -> None:
+def _check_size(width: int, height: int, shortest_edge: int) -> None:
     """Raises an error for the size in a header that is not decoded."""
     if width < 1 or height < 1:
         raise UndecodableError("undecodable", f"its header gives {width} x {height} pixels")
@@ -117,9 +118,9 @@ def _check_size(width: int, height: int, side: int) -> None:
         raise UndecodableError(
             "too_many_pixels", f"its header gives {width} x {height} pixels, at most {MAX_PIXELS} are decoded"
         )
-    if max(_stored_size(width, height, side)) > MAX_RATIO * side:
+    if max(_stored_size(width, height, shortest_edge)) > MAX_RATIO * shortest_edge:
         raise UnsuitableError(
-            TOO_ELONGATED, f"{width} x {height} pixels; the longer side may have {MAX_RATIO} * content.side"
+            TOO_ELONGATED, f"{width} x {height} pixels; the longer side may have {MAX_RATIO} * content.shortest_edge"
         )
 
 

@@ -131,7 +131,7 @@ class HubCorpus(Strict):
     config: str | None = None
     """Configuration ("subset") of the dataset; null takes the default one."""
     split: str = "train"
-    """Split of the dataset to read; held_out_share is drawn from it."""
+    """Split of the dataset to read; validation_fraction is drawn from it."""
     revision: str | None = None
     """Branch, tag or commit; null takes the newest commit. A branch or tag is resolved to its commit before reading."""
     text_field: TextField = "text"

@@ -18,7 +18,7 @@ TextKind = Literal["documents", "sentences", "pairs", "triples"]
 MediaKind = Literal["images", "audio"]
 ContentKind = TextKind | MediaKind
 MEDIA_KINDS: tuple[MediaKind, ...] = ("images", "audio")
-"""Kinds without text: no tokenizer, no windows, no rules of `choosing`."""
+"""Kinds without text: no tokenizer, no windows, no rules of `filters`."""
 _NOUNS = {"documents": "documents", "images": "images", "audio": "clips"}
 FOLDER = "folder"
 """Value of `content.label` that takes the name of the file's folder."""
@@ -78,7 +78,7 @@ class PairsContent(Strict):
     label: str = "label"
     """Key or column of the label: entailment, neutral, contradiction, or 0, 1, 2. Pairs with "-" or -1 are dropped.
     `gold_label` in SNLI's and MNLI's own files."""
-    needs: list[Label] = Field(default_factory=list)
+    required_labels: list[Label] = Field(default_factory=list)
     """Labels of which a premise must have a hypothesis each; others are dropped. [entailment, contradiction] for
     supervised SimCSE."""
 
@@ -121,7 +121,7 @@ class ImagesContent(Strict):
     """
 
     kind: Literal["images"]
-    side: int = Field(default=256, ge=8, le=2048)
+    shortest_edge: int = Field(default=256, ge=8, le=2048)
     """Longest shorter side in pixels; larger images are made smaller, others keep their size."""
     label: LabelRule = FOLDER
     r"""Label of a file. folder: the name of its folder. parent_folder: the name of the folder above it, such as the
@@ -146,11 +146,11 @@ class AudioContent(Strict):
     kind: Literal["audio"]
     sample_rate: int = Field(default=16_000, ge=1000, le=192_000)
     """Samples per second of the clips from which frames are made."""
-    mels: int = Field(default=128, ge=1, le=512)
+    num_mel_bins: int = Field(default=128, ge=1, le=512)
     """Mel bands of a frame."""
     frame_ms: float = Field(default=25.0, ge=1, le=1000)
     """Length of a frame, milliseconds."""
-    shift_ms: float = Field(default=10.0, ge=1, le=1000)
+    hop_length_ms: float = Field(default=10.0, ge=1, le=1000)
     """Distance between the starts of two frames, milliseconds."""
     max_seconds: float = Field(default=10.24, gt=0, le=600)
     """Longest clip in seconds; longer ones are cut there and counted."""

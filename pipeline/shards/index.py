@@ -30,7 +30,7 @@ class _Tokenizer(msgspec.Struct, frozen=True):
 
 class _Content(msgspec.Struct, frozen=True):
     kind: ContentKind = "documents"
-    mels: int = 0
+    num_mel_bins: int = 0
 
 
 class _Settings(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class ManifestIndex(msgspec.Struct, frozen=True):
         """Like `content_problem`, with this manifest's geometry and vocabulary."""
         kind = self.kind
         if kind == "images" or kind == "audio":
-            return media_problem(rows, kind, self.config.content.mels)
+            return media_problem(rows, kind, self.config.content.num_mel_bins)
         geometry = Geometry.model_validate(self.geometry)
         vocab_size = self.tokenizer.vocab_size if self.tokenizer else 0
         return content_problem(rows, geometry, self.config.short_documents, vocab_size, kind)

@@ -50,7 +50,7 @@ class Clip:
     """A stored clip.
 
     Attributes:
-        frames: `(num_frames, mels)` float32 log-mel energies.
+        frames: `(num_frames, num_mel_bins)` float32 log-mel energies.
         label: its label; "" without labels.
     """
 
@@ -121,17 +121,17 @@ def lists(column: pa.Array) -> Iterator[NDArray[Any]]:
         yield values[start:stop]
 
 
-def media_problem(batch: pa.RecordBatch, kind: MediaKind, mels: int) -> tuple[int, str] | None:
+def media_problem(batch: pa.RecordBatch, kind: MediaKind, num_mel_bins: int) -> tuple[int, str] | None:
     """The first row whose columns contradict each other, and its problem; None if all rows agree.
 
     Args:
         batch: rows of a shard without a `memory_problem`.
         kind: kind of rows in the manifest.
-        mels: bands of a frame in the manifest.
+        num_mel_bins: bands of a frame in the manifest.
     """
     if not len(batch):
         return None
-    return _images_problem(batch) if kind == "images" else _audio_problem(batch, mels)
+    return _images_problem(batch) if kind == "images" else _audio_problem(batch, num_mel_bins)
 
 
 def _images_problem(batch: pa.RecordBatch) -> tuple[int, str] | None:
@@ -153,17 +153,17 @@ def _images_problem(batch: pa.RecordBatch) -> tuple[int, str] | None:
     return None
 
 
-def _audio_problem(batch: pa.RecordBatch, mels: int) -> tuple[int, str] | None:
+def _audio_problem(batch: pa.RecordBatch, num_mel_bins: int) -> tuple[int, str] | None:
     """A wrong number of frames or energies, or an energy that is not finite."""
     column = batch.column("frames")
     lengths = np.diff(column.offsets.to_numpy().astype(np.int64))
     counted, said = batch.column("num_frames").to_numpy().astype(np.int64), batch.column("num_tokens").to_numpy()
-    wrong = (counted < 1) | (counted != said) | (counted * mels != lengths)
+    wrong = (counted < 1) | (counted != said) | (counted * num_mel_bins != lengths)
     if wrong.any():
         row = int(wrong.argmax())
         return row, (
-            f"num_tokens = {said[row]}, num_frames = {counted[row]}, and {lengths[row]} energies, with {mels} bands a "
-            "frame in the manifest"
+            f"num_tokens = {said[row]}, num_frames = {counted[row]}, and {lengths[row]} energies, with "
+            f"{num_mel_bins} bands a frame in the manifest"
         )
     if not (finite := np.isfinite(column.flatten().to_numpy())).all():
         row = int(np.searchsorted(np.cumsum(lengths), int((~finite).argmax()), side="right"))

@@ -38,13 +38,13 @@ Rows of images and audio have no tokens. Their other columns:
 | images | width      | int32         | pixels                                                                   |
 | images | height     | int32         | pixels                                                                   |
 | images | num_tokens | int64         | width * height: the size of a row by which the trainer plans its reading |
-| audio  | frames     | list<float32> | num_frames * mels log-mel energies, one frame after the other            |
+| audio  | frames     | list<float32> | num_frames * num_mel_bins log-mel energies, frame after frame            |
 | audio  | num_frames | int32         |                                                                          |
 | audio  | num_tokens | int64         | num_frames                                                               |
 | both   | label      | string        | label; "" if content.label is null                                       |
 
-`id` is a hash of the pixels and their size, or of the frames, without the label. `mels` and `sample_rate` are in the
-manifest's settings. `offset` is the row of a Parquet file, and 0 of any other file.
+`id` is a hash of the pixels and their size, or of the frames, without the label. `num_mel_bins` and `sample_rate` are
+in the manifest's settings. `offset` is the row of a Parquet file, and 0 of any other file.
 """
 
 from typing import cast

@@ -27,11 +27,11 @@ class ShardWriter(ExitStack):
     No file is written if no document was added.
     """
 
-    def __init__(self, folder: Path, unit: str, split: Split, schema: pa.Schema, block_documents: int) -> None:
+    def __init__(self, folder: Path, unit: str, split: Split, schema: pa.Schema, record_batch_rows: int) -> None:
         super().__init__()
         self._path = folder / f"{split}-{unit}.arrow"
         self._split: Split = split
-        self._schema, self._block_documents = schema, block_documents
+        self._schema, self._record_batch_rows = schema, record_batch_rows
         self._rows: list[tuple[bytes, Any, str, int, Layout | None]] = []
         self._held_tokens = self._held_bytes = self._num_documents = self._num_tokens = 0
         self._stream: Any = None
@@ -64,7 +64,7 @@ class ShardWriter(ExitStack):
         """Adds a row, and writes the collected ones if they fill a record batch."""
         self._rows.append(row)
         number = self._num_documents + len(self._rows) - 1
-        if full or len(self._rows) >= self._block_documents:
+        if full or len(self._rows) >= self._record_batch_rows:
             self._flush()
         return number
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pipeline.choosing.whitespace import normalise
+from pipeline.filters.whitespace import normalise
 from pipeline.readers.corpus import MIB, Fields, LeftOut, ReadFailure, Record, Value
 from pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, Label
 from pipeline.shards.windows import EMPTY
@@ -38,12 +38,12 @@ class _Premise:
     """Hypotheses as written, by normalised text and label."""
 
 
-def pair_rows(records: Iterator[Record], needs: Sequence[Label]) -> Iterator[Record]:
+def pair_rows(records: Iterator[Record], required_labels: Sequence[Label]) -> Iterator[Record]:
     """The failures and single pairs that a file leaves out, then a row for each premise, in order of first occurrence.
 
     Args:
         records: failures, and `Fields` of premise, hypothesis and label.
-        needs: labels of which a premise must have a hypothesis each.
+        required_labels: labels of which a premise must have a hypothesis each.
 
     Raises:
         OSError: the pairs of a file have too many characters.
@@ -68,15 +68,15 @@ def pair_rows(records: Iterator[Record], needs: Sequence[Label]) -> Iterator[Rec
                     f"{source}: its pairs have more than {MAX_FILE_BYTES // MIB:,} Mi characters, and the pairs of a "
                     "file are held in memory; split it into files with different premises"
                 )
-        yield from _grouped(source, premises, needs)
+        yield from _grouped(source, premises, required_labels)
 
 
-def _grouped(source: str, premises: dict[str, _Premise], needs: Sequence[Label]) -> Iterator[Record]:
-    """The row of each premise, or the premise as left out because it lacks a needed label."""
+def _grouped(source: str, premises: dict[str, _Premise], required_labels: Sequence[Label]) -> Iterator[Record]:
+    """The row of each premise, or the premise as left out because it lacks a required label."""
     for premise in premises.values():
         labels = tuple(label for _, label in premise.hypotheses)
         texts = (premise.text, *premise.hypotheses.values())
-        lacking = [label for label in needs if LABELS.index(label) not in labels]
+        lacking = [label for label in required_labels if LABELS.index(label) not in labels]
         if lacking:
             yield _left_out(texts, source, premise.offset, LACKS + lacking[0])
         else:

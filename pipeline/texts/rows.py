@@ -48,7 +48,7 @@ def rows(records: Iterator[Record], content: AnyContent) -> Iterator[Record]:
         case SentencesContent(split=True, language=language):
             return split_documents(records, language)
         case PairsContent():
-            return pair_rows(records, content.needs)
+            return pair_rows(records, content.required_labels)
         case TriplesContent():
             return triple_rows(records)
         case _:

@@ -84,7 +84,7 @@ def test_settings_are_valid(tmp_path, own):
         config = TrainConfig.model_validate(settings)
         assert config.objective.kind == method.objective["kind"]
         assert config.objective.mlm == (own and method.objective["kind"] == "declutr")
-        assert list(config.also) == ([method.also] if method.also else [])
+        assert list(config.auxiliary_tasks) == ([method.auxiliary] if method.auxiliary else [])
         assert (config.seed, config.steps, config.optim.lr, config.encoder.pooling) == (3, 500, 1e-4, "mean")
 
 

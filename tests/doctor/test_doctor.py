@@ -28,7 +28,7 @@ NEEDS = Needs(
     checkpoints=3,
     workers=4,
     cpus_per_worker=2,
-    storage_threads=2,
+    data_cpus=2,
     gpus=0,
     wishes_gpus=True,
 )
@@ -129,10 +129,12 @@ def test_branches_are_counted(tmp_path):
     branch = {"data": str(folder), "objective": {"kind": "supcon"}, "frontend": {"size": 16, "patch": [8, 8]}}
     found = {}
     for turns in ("joint", "alternating"):
-        config = runs.train_config(tmp_path / "data", tmp_path / "run", also={"image": branch}, turns=turns)
+        config = runs.train_config(
+            tmp_path / "data", tmp_path / "run", auxiliary_tasks={"image": branch}, task_schedule=turns
+        )
         found[turns] = needs_of(config)
     alone = needs_of(runs.train_config(tmp_path / "data", tmp_path / "run"))
-    width = runs.SCRATCH["hidden_size"]
+    width = runs.FROM_CONFIG["hidden_size"]
     own = (3 * 8 * 8 + 1) * width + (4 + 1) * width + width + (width + 1) * width
     assert found["joint"].parameters == found["alternating"].parameters == alone.parameters + own
     assert found["joint"].optimized == alone.parameters + own

@@ -20,7 +20,7 @@ def run(tmp_path):
     settings = {
         "run": "r",
         "data": "d",
-        "encoder": {"scratch": {"model_type": "roberta"}},
+        "encoder": {"from_config": {"model_type": "roberta"}},
         "checkpoint": {"every_steps": 2, "keep_last": 2, "keep_every_steps": 4},
         "validation": {"every_steps": 2, "score": "mrr"},
     }

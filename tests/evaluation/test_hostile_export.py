@@ -142,7 +142,7 @@ def run(plain, tmp_path):
 
 def scratch(**values):
     scratch = {"model_type": "roberta", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2} | values
-    train = {"run": "r", "data": "d", "encoder": {"scratch": scratch}}
+    train = {"run": "r", "data": "d", "encoder": {"from_config": scratch}}
     return lambda folder: (folder / "config.yaml").write_text(json.dumps(train))
 
 

@@ -30,7 +30,7 @@ def prepared(folder, content, rows):
             "corpus": {"kind": "files", "paths": [str(folder / "in.jsonl")]},
             "tokenizer": {"kind": "train", "vocab_size": 400},
             "content": content,
-            "held_out_share": 0.2,
+            "validation_fraction": 0.2,
             "duplicates": {"exact": False},
         }
     )

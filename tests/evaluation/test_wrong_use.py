@@ -13,7 +13,7 @@ import yaml
 from cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN = {"run": "r", "data": "d", "encoder": {"scratch": {"model_type": "roberta"}}}
+TRAIN = {"run": "r", "data": "d", "encoder": {"from_config": {"model_type": "roberta"}}}
 PREPARE = {
     "output": "o",
     "corpus": {"kind": "files", "paths": ["docs"]},

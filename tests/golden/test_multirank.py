@@ -21,7 +21,7 @@ def rank_gradients(world, arrays, name, tau, released):
     positives.retain_grad()
     settings = {
         "loss": {"kind": "ntxent", "temperature": tau},
-        "released_rank_scaling": world.size if released else None,
+        "reference_rank_scaling": world.size if released else None,
     }
     objective = declutr(DeclutrConfig(**settings), 1, positives.shape[1])
     rows = len(anchors)

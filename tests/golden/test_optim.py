@@ -54,7 +54,7 @@ def test_trajectories(figures, bias_correction, measured):
 def test_parameter_groups(figures):
     """The released regular expressions put the same names on the same sides, tied weights once."""
     for family, recorded in figures.json("optim")["param_groups"].items():
-        encoder = tiny_encoder(family, scratch={"num_hidden_layers": 1})
+        encoder = tiny_encoder(family, from_config={"num_hidden_layers": 1})
         names = {id(parameter): name for name, parameter in encoder.model.named_parameters()}
         decay, no_decay = parameter_groups(encoder, 0.1)
         assert sorted(names[id(p)] for p in decay["params"]) == sorted(recorded["decay"])

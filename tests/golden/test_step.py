@@ -46,7 +46,7 @@ class RecordersEncoder(Encoder):
 
 def stepper(case, arrays, world, layout="packed", microbatch_tokens=None, terms="both"):
     given = {key: value for key, value in case["config"].items() if key != "transformers_version"}
-    config = EncoderConfig(scratch=given, layout=layout)
+    config = EncoderConfig(from_config=given, layout=layout)
     model = build_model(config, load_hf_config(config, given["vocab_size"], {}), seed=0)
     weights = {key.removeprefix("init/"): torch.tensor(v) for key, v in arrays.items() if key.startswith("init/")}
     model.double().load_state_dict(weights)

@@ -87,7 +87,7 @@ def test_scd(figures):
 
 def scl_of(case, arrays, **settings):
     name, config = case["name"], {"positives": "all", "negatives": "all"}
-    config |= {"contrast_share": case["lamb"], "temperature": case["tau"], **settings}
+    config |= {"contrastive_weight": case["lamb"], "temperature": case["tau"], **settings}
     objective = Scl(SclConfig(**config), RunContext(), case["H"]).double()
     state = {"0.weight": "W1", "0.bias": "b1", "1.weight": "W2", "1.bias": "b2"}
     objective.classifier.load_state_dict({key: torch.tensor(arrays[f"{name}/{own}"]) for key, own in state.items()})
@@ -129,7 +129,7 @@ def test_scl_without_an_anchor_is_cross_entropy(figures):
     with_contrast = differentiated(scl_of(case, arrays), views.transpose(0, 1), facts)
     assert with_contrast["contrastive"] == 0
     gradient, views.grad = views.grad.clone(), None
-    alone = differentiated(scl_of(case, arrays, contrast_share=0.0), views.transpose(0, 1), facts)
+    alone = differentiated(scl_of(case, arrays, contrastive_weight=0.0), views.transpose(0, 1), facts)
     assert with_contrast["classification"] == pytest.approx((1 - case["lamb"]) * alone["classification"], rel=1e-14)
     torch.testing.assert_close(gradient, (1 - case["lamb"]) * views.grad)
 
@@ -143,8 +143,8 @@ def image_objective(case, **changes):
     [
         ("SupConLoss", "grad_SupConLoss", {}),
         ("SupConLoss_simclr", None, {"labels": False}),
-        ("new_SupCon_forward", "grad_new_SupCon", {"released_supcon": True}),
-        ("new_SimCLR_forward", "grad_new_SimCLR", {"released_supcon": True, "labels": False}),
+        ("new_SupCon_forward", "grad_new_SupCon", {"reference_supcon": True}),
+        ("new_SimCLR_forward", "grad_new_SimCLR", {"reference_supcon": True, "labels": False}),
     ],
 )
 def test_supcon(figures, recorded, gradient, changes):

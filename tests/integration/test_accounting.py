@@ -44,10 +44,10 @@ def prepared(tmp_path_factory):
         "corpus": {"kind": "files", "paths": [str(corpus)]},
         "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
         "geometry": {"num_anchors": 1, "max_tokens": 32},
-        "choosing": {"language": {"keep": ["en"]}, "contamination": {"paths": [str(folder / "questions.txt")]}},
+        "filters": {"language": {"keep": ["en"]}, "contamination": {"paths": [str(folder / "questions.txt")]}},
         "duplicates": {"near": {}},
         "write_rejected": True,
-        "max_error_share": 0.05,
+        "max_error_rate": 0.05,
         "unit_mib": 0.01,
     }
     (folder / "config.yaml").write_text(yaml.safe_dump({"prepare": config}))
@@ -154,12 +154,12 @@ def test_the_final_report_scores_the_estimate(prepared, capsys):
 
 def test_too_many_failures_are_an_error_until_they_are_allowed(prepared, tmp_path, capsys):
     config = [str(prepared / "config.yaml"), f"output={tmp_path / 'out'}"]
-    assert main([*config, "max_error_share=0.01"]) == 1
+    assert main([*config, "max_error_rate=0.01"]) == 1
     error = capsys.readouterr().err
-    assert "1 of 40 documents failed (1 invalid_utf8): 2.50% is more than max_error_share = 0.01" in error
+    assert "1 of 40 documents failed (1 invalid_utf8): 2.50% is more than max_error_rate = 0.01" in error
     assert "b.jsonl" in error
     assert not (tmp_path / "out" / "manifest.json").exists()
-    assert main([*config, "max_error_share=0.03"]) == 0
+    assert main([*config, "max_error_rate=0.03"]) == 0
     assert not (tmp_path / "out" / "candidates").exists()
 
 

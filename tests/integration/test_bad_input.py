@@ -54,7 +54,7 @@ def foreign(tmp_path):
     """A small pretrained model with a tokenizer of its own."""
     tokenizer = train_tokenizer(["other words altogether, again and again"] * 20, 300)
     tokenizer.save_pretrained(tmp_path / "model")
-    shape = {key: value for key, value in runs.SCRATCH.items() if key != "model_type"}
+    shape = {key: value for key, value in runs.FROM_CONFIG.items() if key != "model_type"}
     AutoModelForMaskedLM.from_config(RobertaConfig(vocab_size=400, **shape)).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -78,13 +78,13 @@ def test_missing_shards(run_bad, tmp_path):
 
 def test_unknown_keys_and_wrong_values_are_reported_together(run_bad):
     lines = run_bad(
-        "spans.max_token=8", "batch_documents=0", "optim.lr=fast", "objective.masking.select_share=2", "here"
+        "spans.max_token=8", "batch_documents=0", "optim.lr=fast", "objective.masking.mlm_probability=2", "here"
     )
     text = "\n".join(lines)
     assert "spans.max_token: unknown key; did you mean `spans.max_tokens`?" in text
     assert "batch_documents = 0" in text
     assert "optim.lr = 'fast'" in text
-    assert "objective.masking.select_share = 2" in text
+    assert "objective.masking.mlm_probability = 2" in text
     assert "'here' is not of the form key=value" in text
     assert len(lines) == 5
 
@@ -114,7 +114,7 @@ def test_everything_that_does_not_fit_the_shards_is_reported_together(run_bad, d
 
 def test_a_vocabulary_smaller_than_the_tokenizers(run_bad, data):
     size = load_manifest(data).tokenizer.vocab_size
-    (line,) = run_bad(f"encoder.scratch.vocab_size={size - 1}")
+    (line,) = run_bad(f"encoder.from_config.vocab_size={size - 1}")
     assert f"vocabulary of {size - 1} is smaller than the shards' tokenizer's {size}" in line
     assert f"token ids up to {size - 1} would be beyond it" in line
 
@@ -129,13 +129,16 @@ def test_a_vocabulary_smaller_than_the_tokenizers(run_bad, data):
         (["export=best", "validation.patience=2"], "needs .*every_steps above 0, or validation.score = followed"),
         (["validation.patience=0"], "validation.patience = 0: Input should be greater than 0"),
         (
-            ["scaling.shard_parameters=true", "microbatch_tokens=auto"],
-            "shard_parameters = True needs a fixed microbatch_tokens, not auto.*set a number of tokens, or null",
+            ["scaling.fsdp=true", "microbatch_tokens=auto"],
+            "fsdp = True needs a fixed microbatch_tokens, not auto.*set a number of tokens, or null",
         ),
-        (["encoder.scratch.max_position_embeddings=16"], "spans.max_tokens = 16: the encoder has positions for 14 tok"),
-        (["encoder.scratch.model_type=robberta"], "robberta"),
-        (["encoder.scratch.num_attention_heads=3"], "3"),
-        (["encoder.scratch={model_type: gpt2, n_embd: 32, n_head: 2, n_layer: 1}"], "gpt2"),
+        (
+            ["encoder.from_config.max_position_embeddings=16"],
+            "spans.max_tokens = 16: the encoder has positions for 14 tok",
+        ),
+        (["encoder.from_config.model_type=robberta"], "robberta"),
+        (["encoder.from_config.num_attention_heads=3"], "3"),
+        (["encoder.from_config={model_type: gpt2, n_embd: 32, n_head: 2, n_layer: 1}"], "gpt2"),
     ],
 )
 def test_settings_and_encoders_that_cannot_work(run_bad, overrides, message):
@@ -144,12 +147,12 @@ def test_settings_and_encoders_that_cannot_work(run_bad, overrides, message):
 
 
 def test_a_pretrained_model_that_is_not_there(run_bad, tmp_path):
-    (line,) = run_bad(encoder={"scratch": None, "pretrained": str(tmp_path / "nothing")})
+    (line,) = run_bad(encoder={"from_config": None, "pretrained": str(tmp_path / "nothing")})
     assert str(tmp_path / "nothing") in line
 
 
 def test_shards_of_another_tokenizer_than_the_models(run_bad, foreign):
-    (line,) = run_bad(encoder={"scratch": None, "pretrained": str(foreign)})
+    (line,) = run_bad(encoder={"from_config": None, "pretrained": str(foreign)})
     assert f"encoder.pretrained = {foreign}: its tokenizer" in line
     assert "is not the one that made the shards" in line
 
@@ -222,7 +225,7 @@ def test_what_print_config_shows_can_be_used_as_a_config(data, tmp_path, capsys)
     assert main([str(config), "seed=3", "--print-config"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["seed"] == 3
-    assert shown["encoder"]["scratch"]["model_type"] == "roberta"
+    assert shown["encoder"]["from_config"]["model_type"] == "roberta"
     assert not (tmp_path / "run").exists()
 
 

@@ -41,8 +41,11 @@ def prepared(session, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
     spread(folder / "clips", clips)
     contents = {
         "sentences": ("sentences.txt", "sentences"),
-        "images": ("pictures", {"kind": "images", "side": 18}),
-        "sounds": ("clips", {"kind": "audio", "sample_rate": 8000, "mels": 20, "max_seconds": 1, "label": r"^(\d)_"}),
+        "images": ("pictures", {"kind": "images", "shortest_edge": 18}),
+        "sounds": (
+            "clips",
+            {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": r"^(\d)_"},
+        ),
     }
     with_session = runs.prepare_values(folder / "sentences.txt", folder / "sentences")
     for name, (source, content) in contents.items():
@@ -50,17 +53,24 @@ def prepared(session, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
         values["corpus"] = {"kind": "files", "paths": [str(folder / source)]}
         del values["geometry"]
         if name != "sentences":
-            values = {key: values[key] for key in ("output", "corpus", "content", "held_out_share", "unit_mib")}
+            values = {key: values[key] for key in ("output", "corpus", "content", "validation_fraction", "unit_mib")}
         prepare(PipelineConfig.model_validate(values))
     return folder
 
 
-def values_of(prepared, run, objective=SIMCSE, turns="alternating", **changes):
-    also = {
+def values_of(prepared, run, objective=SIMCSE, task_schedule="alternating", **changes):
+    auxiliary_tasks = {
         "image": {"data": str(prepared / "images"), **IMAGE},
         "audio": {"data": str(prepared / "sounds"), **AUDIO},
     }
-    changes = {"encoder": {"dropout": 0.1}, "steps": 6, "objective": objective, "also": also, "turns": turns, **changes}
+    changes = {
+        "encoder": {"dropout": 0.1},
+        "steps": 6,
+        "objective": objective,
+        "auxiliary_tasks": auxiliary_tasks,
+        "task_schedule": task_schedule,
+        **changes,
+    }
     values = runs.train_values(prepared / "sentences", run, **changes)
     del values["spans"]
     return values
@@ -145,9 +155,9 @@ def test_the_export_has_the_encoder_alone(prepared, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("turns", ["joint", "alternating"])
-def test_verify_gradients_over_all_branches(prepared, tmp_path, turns):
-    config = config_of(prepared, tmp_path / "run", SCD, turns, batch_documents=5)
+@pytest.mark.parametrize("task_schedule", ["joint", "alternating"])
+def test_verify_gradients_over_all_branches(prepared, tmp_path, task_schedule):
+    config = config_of(prepared, tmp_path / "run", SCD, task_schedule, batch_documents=5)
     for difference in verify(config, 5, [2]):
         assert difference.within, difference
         if difference.case.precision == "float64":
@@ -158,8 +168,8 @@ def test_verify_gradients_over_all_branches(prepared, tmp_path, turns):
 def test_a_fork_adds_and_leaves_out_branches(prepared, tmp_path):
     both = config_of(prepared, tmp_path / "old", checkpoint={"every_steps": 2}, steps=4)
     train(both)
-    one = {"image": both.also["image"]}
-    left = both.model_copy(update={"also": one, "steps": 6})
+    one = {"image": both.auxiliary_tasks["image"]}
+    left = both.model_copy(update={"auxiliary_tasks": one, "steps": 6})
     train(fork(left, str(tmp_path / "left")))
     names = files_of(tmp_path / "left" / "checkpoints" / "step-00000006")
     assert "image.optimizer.safetensors" in names
@@ -170,14 +180,26 @@ def test_a_fork_adds_and_leaves_out_branches(prepared, tmp_path):
 
 
 WRONG = [
-    ({"image": {"batch_documents": 500}}, r"also.image.batch_documents = 500: the shards hold only \d+ training"),
-    ({"image": {"objective": SIMCSE}}, r"also.image.objective.kind = simcse reads sentences"),
-    ({"image": {"objective": {"kind": "declutr"}}}, "also.image.objective.kind = declutr reads documents"),
-    ({"image": {"data": "nowhere"}}, "also.image.data = nowhere"),
-    ({"image": {"frontend": {"size": 20, "patch": [8, 8]}}}, "also.image.frontend.size = 20: must be a multiple"),
-    ({"audio": {"frontend": {"patch": [8, 40]}}}, r"also.audio.frontend.patch = \[8, 40\]: the shards have 20 mel"),
-    ({"audio": {"frontend": {"pretrained": "x"}}}, "also.audio.frontend.pretrained: a ViT reads images, not sounds"),
-    ({"image": {"frontend": {"pretrained": "/nowhere/vit"}}}, "also.image.*nowhere"),
+    (
+        {"image": {"batch_documents": 500}},
+        r"auxiliary_tasks.image.batch_documents = 500: the shards hold only \d+ training",
+    ),
+    ({"image": {"objective": SIMCSE}}, r"auxiliary_tasks.image.objective.kind = simcse reads sentences"),
+    ({"image": {"objective": {"kind": "declutr"}}}, "auxiliary_tasks.image.objective.kind = declutr reads documents"),
+    ({"image": {"data": "nowhere"}}, "auxiliary_tasks.image.data = nowhere"),
+    (
+        {"image": {"frontend": {"size": 20, "patch": [8, 8]}}},
+        "auxiliary_tasks.image.frontend.size = 20: must be a multiple",
+    ),
+    (
+        {"audio": {"frontend": {"patch": [8, 40]}}},
+        r"auxiliary_tasks.audio.frontend.patch = \[8, 40\]: the shards have 20 mel",
+    ),
+    (
+        {"audio": {"frontend": {"pretrained": "x"}}},
+        "auxiliary_tasks.audio.frontend.pretrained: a ViT reads images, not sounds",
+    ),
+    ({"image": {"frontend": {"pretrained": "/nowhere/vit"}}}, "auxiliary_tasks.image.*nowhere"),
 ]
 
 
@@ -185,37 +207,39 @@ WRONG = [
 def test_problems_are_found_before_ray_starts(prepared, tmp_path, changes, message):
     values = values_of(prepared, tmp_path / "run")
     for name, change in changes.items():
-        values["also"][name] = values["also"][name] | change
+        values["auxiliary_tasks"][name] = values["auxiliary_tasks"][name] | change
     found = problems(TrainConfig.model_validate(values))
     assert sum(re.search(message, line) is not None for line in found) == 1, found
 
 
 def test_places_of_branches_are_checked_first():
-    also = {"image": {"data": "nowhere"}, "more": {"data": "d", "objective": {"kind": "nobodys"}}, "odd": 5}
-    found = place_problems({"data": "missing", "also": also})
+    auxiliary_tasks = {"image": {"data": "nowhere"}, "more": {"data": "d", "objective": {"kind": "nobodys"}}, "odd": 5}
+    found = place_problems({"data": "missing", "auxiliary_tasks": auxiliary_tasks})
     assert [line.partition(": ")[0] for line in found] == [
         "data = missing",
-        "also.image.data = nowhere",
-        "also.more.data = d",
-        "also.more.objective nobodys",
+        "auxiliary_tasks.image.data = nowhere",
+        "auxiliary_tasks.more.data = d",
+        "auxiliary_tasks.more.objective nobodys",
     ]
 
 
 def test_texts_have_no_frontend_and_images_no_main_branch(prepared, tmp_path):
-    also = {"more": {"data": str(prepared / "sentences"), "objective": SIMCSE, "frontend": {"size": 16}}}
-    found = problems(config_of(prepared, tmp_path / "run", also=also))
-    assert any("also.more.frontend: the shards hold sentences, which have no patches" in line for line in found)
+    auxiliary_tasks = {"more": {"data": str(prepared / "sentences"), "objective": SIMCSE, "frontend": {"size": 16}}}
+    found = problems(config_of(prepared, tmp_path / "run", auxiliary_tasks=auxiliary_tasks))
+    assert any(
+        "auxiliary_tasks.more.frontend: the shards hold sentences, which have no patches" in line for line in found
+    )
     images = config_of(prepared, tmp_path / "run").model_copy(update={"data": str(prepared / "images")})
     assert any("the main branch reads texts" in line for line in problems(images))
 
 
 def test_settings_that_have_no_effect_are_refused(prepared, tmp_path):
-    values = values_of(prepared, tmp_path / "run", turns="joint")
-    values["also"]["image"]["optim"] = {"lr": 1e-4}
-    with pytest.raises(ValueError, match=r"also.image.optim has no effect with turns = joint"):
+    values = values_of(prepared, tmp_path / "run", task_schedule="joint")
+    values["auxiliary_tasks"]["image"]["optim"] = {"lr": 1e-4}
+    with pytest.raises(ValueError, match=r"auxiliary_tasks.image.optim has no effect with task_schedule = joint"):
         TrainConfig.model_validate(values)
-    values = values_of(prepared, tmp_path / "run") | {"also": {}}
-    with pytest.raises(ValueError, match="turns = alternating has no effect without `also`"):
+    values = values_of(prepared, tmp_path / "run") | {"auxiliary_tasks": {}}
+    with pytest.raises(ValueError, match="task_schedule = alternating has no effect without auxiliary_tasks"):
         TrainConfig.model_validate(values)
 
 
@@ -223,6 +247,9 @@ def test_the_place_of_a_branchs_data_is_no_part_of_a_runs_identity(prepared, tmp
     moved = config_of(prepared, tmp_path / "run")
     shutil.copytree(prepared / "images", tmp_path / "copy")
     elsewhere = moved.model_copy(
-        update={"also": moved.also | {"image": moved.also["image"].model_copy(update={"data": str(tmp_path / "copy")})}}
+        update={
+            "auxiliary_tasks": moved.auxiliary_tasks
+            | {"image": moved.auxiliary_tasks["image"].model_copy(update={"data": str(tmp_path / "copy")})}
+        }
     )
     assert elsewhere.hash() == moved.hash()

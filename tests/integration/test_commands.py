@@ -100,7 +100,7 @@ def test_verify_gradients_on_a_users_configuration(data, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.count("float64") == shown.count("float32") == 5
     assert "APART" not in shown
-    sharded = ["scaling.shard_parameters=true", "--documents", "2", "--processes", "3"]  # one without a document
+    sharded = ["scaling.fsdp=true", "--documents", "2", "--processes", "3"]  # one without a document
     assert main(["verify-gradients", str(config), *sharded]) == 0
     shown = capsys.readouterr().out
     assert shown.count("        3 ") == 6

@@ -27,7 +27,7 @@ def test_a_gpu_that_fails_stops_the_run_and_never_moves_it(data, tmp_path, log):
     run = tmp_path / "run"
 
     def config(device):
-        scaling = {"device": device, "same_failures": 1}
+        scaling = {"device": device, "max_repeated_failures": 1}
         return runs.train_config(data, run, scaling=scaling, checkpoint={"every_steps": 2})
 
     with pytest.raises(TrainingFailedError, match=r"this run trains on GPUs, and torch .* can use none on host"):

@@ -113,8 +113,8 @@ def exported(data, run, family, pooling):
     from trainer.driver.export import export
     from trainer.step.optim import build_optimizer
 
-    scratch = {**runs.SCRATCH, "model_type": family}
-    changes = {"encoder": {"scratch": scratch, "pooling": pooling, "projection": {"kind": "mlp"}}}
+    scratch = {**runs.FROM_CONFIG, "model_type": family}
+    changes = {"encoder": {"from_config": scratch, "pooling": pooling, "projection": {"kind": "mlp"}}}
     config = runs.train_config(data, run, **changes)
     encoder = build_encoder(config, AutoTokenizer.from_pretrained(data / "tokenizer"))
     counts = {"step": 6, "documents": 48, "world_size": 1}

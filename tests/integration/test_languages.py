@@ -50,9 +50,9 @@ def test_from_texts_to_a_score(tmp_path):
     manifest = json.loads((tmp_path / "data" / MANIFEST).read_text())
     assert manifest["totals"]["kept"] > 100
     assert manifest["tokenizer"]["vocab_size"] == 500
-    size = [f"encoder.scratch.{name}={value}" for name, value in (("hidden_size", 32), ("num_hidden_layers", 2))]
-    size += ["encoder.scratch.intermediate_size=48", "encoder.scratch.num_attention_heads=2"]
-    size += ["encoder.scratch.max_position_embeddings=24", "spans.max_tokens=16", "spans.min_tokens=4"]
+    size = [f"encoder.from_config.{name}={value}" for name, value in (("hidden_size", 32), ("num_hidden_layers", 2))]
+    size += ["encoder.from_config.intermediate_size=48", "encoder.from_config.num_attention_heads=2"]
+    size += ["encoder.from_config.max_position_embeddings=24", "spans.max_tokens=16", "spans.min_tokens=4"]
     size += ["batch_documents=8", "epochs=null", "steps=4", "scaling.cpus_per_worker=1"]
     done = runs.run_command(
         "trainer.train", config, f"data={tmp_path / 'data'}", f"run={tmp_path / 'run'}", *size, timeout=300

@@ -54,4 +54,4 @@ def test_the_branch_of_the_page_is_valid():
     config = TrainConfig.model_validate(
         {"data": "data/texts", "run": "runs/any", **sections, "encoder": {"pretrained": "x"}}
     )
-    assert config.also["image"].batch_documents == 48
+    assert config.auxiliary_tasks["image"].batch_documents == 48

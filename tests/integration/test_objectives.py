@@ -41,8 +41,8 @@ VARIANTS = {
     "microbatches": DROPOUT | {"microbatch_tokens": 100},
     "bf16": DROPOUT | {"precision": "bf16"},
     "padded": {"encoder": {"dropout": 0.1, "layout": "padded"}},
-    "bert": {"encoder": {"dropout": 0.1, "scratch": {**runs.SCRATCH, "model_type": "bert"}}},
-    "modernbert": {"encoder": {"dropout": 0.1, "scratch": {**runs.SCRATCH, "model_type": "modernbert"}}},
+    "bert": {"encoder": {"dropout": 0.1, "from_config": {**runs.FROM_CONFIG, "model_type": "bert"}}},
+    "modernbert": {"encoder": {"dropout": 0.1, "from_config": {**runs.FROM_CONFIG, "model_type": "modernbert"}}},
     "uncorrected": DROPOUT | {"optim": {"bias_correction": False}},
     "adjacent": DROPOUT | {"spans": {"strategy": "adjacent"}},
     "subsuming": DROPOUT | {"spans": {"strategy": "subsuming"}},
@@ -137,7 +137,7 @@ def test_parameters_without_a_loss_stay_as_they_were(data):
 def test_a_checkpoint_of_another_encoder_is_refused(data, tmp_path):
     run = Run(data)
     path = checkpoint.save(tmp_path, run.state(1), collect(*run.parts()))
-    wider = Run(data, encoder={"scratch": {**runs.SCRATCH, "hidden_size": 16}})
+    wider = Run(data, encoder={"from_config": {**runs.FROM_CONFIG, "hidden_size": 16}})
     with pytest.raises(checkpoint.CheckpointError, match=r"has shape \[\d+, 32\], not \[\d+, 16\]"):
         load(path, *wider.parts())
     other = Run(data, encoder={"projection": {"kind": "linear"}})

@@ -32,9 +32,9 @@ def config_of(corpus, output, **changes):
         "corpus": {"kind": "files", "paths": [str(corpus)]},
         "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
         "geometry": {"num_anchors": 1, "max_tokens": 32},
-        "held_out_share": 0.2,
+        "validation_fraction": 0.2,
         "unit_mib": 0.1,
-        "block_documents": 20,
+        "record_batch_rows": 20,
     }
     return PipelineConfig.model_validate(values | changes)
 
@@ -142,7 +142,7 @@ def write_config(folder, config):
 
 def test_the_command_prints_one_line(corpus, tmp_path, capsys):
     config_path = write_config(tmp_path, config_of(corpus, tmp_path / "out"))
-    assert main([str(config_path), "held_out_share=0"]) == 0
+    assert main([str(config_path), "validation_fraction=0"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert "1,501 documents read" in line
     assert "0 held out" in line

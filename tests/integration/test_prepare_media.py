@@ -38,11 +38,11 @@ def values_of(corpus, output, **changes):
     values = {
         "output": str(output),
         "corpus": {"kind": "files", "paths": [str(corpus)]},
-        "content": {"kind": "images", "side": 24},
-        "held_out_share": 0.2,
-        "max_error_share": 0.05,
+        "content": {"kind": "images", "shortest_edge": 24},
+        "validation_fraction": 0.2,
+        "max_error_rate": 0.05,
         "unit_mib": 0.08,
-        "block_documents": 16,
+        "record_batch_rows": 16,
     }
     return values | changes
 

@@ -41,12 +41,12 @@ def config_of(corpus, output, cache, **changes):
         "corpus": {"kind": "files", "paths": [str(corpus)]},
         "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
         "geometry": {"num_anchors": 1, "max_tokens": 32},
-        "held_out_share": 0.2,
+        "validation_fraction": 0.2,
         "unit_mib": 0.1,
-        "block_documents": 20,
+        "record_batch_rows": 20,
         "write_rejected": True,
         "cache": str(cache),
-        "patience_seconds": 3,
+        "storage_retry_seconds": 3,
         "session": {"num_cpus": 2},
     }
     return PipelineConfig.model_validate(values | changes)
@@ -108,8 +108,8 @@ def test_a_stopped_command_continues_and_makes_only_what_is_missing(corpus, buck
     """As after kills: some units are whole, one lost a file, one has no list."""
     address = bucket("stopped")
     config = config_of(corpus, address, tmp_path / "cache")
-    with pytest.raises(ShardError, match="max_error_share"):
-        prepare(config.model_copy(update={"max_error_share": 0.0}))
+    with pytest.raises(ShardError, match="max_error_rate"):
+        prepare(config.model_copy(update={"max_error_rate": 0.0}))
     there = sizes(address)
     assert not is_whole(address)
     assert "manifest.json" not in there
@@ -201,7 +201,7 @@ def test_a_store_that_refuses_writes_ends_in_words_and_nothing_is_lost(
 ):
     """Before any work, while units are written, and while units without copies are written."""
     with faulty_store() as (address, faults):
-        config = config_of(corpus, address("out"), tmp_path / "cache", patience_seconds=1)
+        config = config_of(corpus, address("out"), tmp_path / "cache", storage_retry_seconds=1)
         faults.refuse(status, code, methods=("PUT", "POST"), after=after)
         fails(config, words)
         assert not is_whole(address("out"))
@@ -218,6 +218,6 @@ def test_a_store_that_refuses_writes_ends_in_words_and_nothing_is_lost(
 def test_throttling_for_a_while_changes_nothing(corpus, tmp_path, local):
     with faulty_store() as (address, faults):
         faults.refuse(503, "SlowDown", left=30)
-        prepare(config_of(corpus, address("out"), tmp_path / "cache", patience_seconds=60))
+        prepare(config_of(corpus, address("out"), tmp_path / "cache", storage_retry_seconds=60))
         assert faults.left == 0
         assert pulled(address("out"), tmp_path / "pulled") == local

@@ -57,10 +57,10 @@ def values_of(corpus, output, **changes):
         "output": str(output),
         "corpus": {"kind": "files", "paths": [str(corpus)]},
         "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
-        "content": {"kind": "pairs", "needs": NEEDS},
-        "held_out_share": 0.2,
+        "content": {"kind": "pairs", "required_labels": NEEDS},
+        "validation_fraction": 0.2,
         "unit_mib": 0.02,
-        "block_documents": 16,
+        "record_batch_rows": 16,
     }
     return values | changes
 
@@ -174,7 +174,7 @@ def test_a_file_without_contradictions_is_refused_with_the_counts(tmp_path, caps
     assert main([str(config)]) == 1
     told = capsys.readouterr().err
     assert "none of 8 records became a row of pairs: 8 lacks_contradiction" in told
-    assert "content.needs = [entailment, contradiction]" in told
+    assert "content.required_labels = [entailment, contradiction]" in told
 
 
 def test_too_many_unknown_labels_end_with_an_error(tmp_path, capsys):

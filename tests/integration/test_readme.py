@@ -23,8 +23,8 @@ SNIPPET = "\n".join(line for line in BLOCK if not line.startswith("declutr "))
 # What differs: everything is small.
 SHAPE = "{model_type: roberta, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 48}"
 SIZES = {
-    "prepare": ["held_out_share=0.1"],
-    "train": [f"encoder.scratch={SHAPE}"],
+    "prepare": ["validation_fraction=0.1"],
+    "train": [f"encoder.from_config={SHAPE}"],
     "evaluate": ["--allow-unchecked", "--tasks", "SST2,STS12"],
 }
 

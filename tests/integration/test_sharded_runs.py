@@ -41,7 +41,7 @@ def held_out_embeddings(world, values, chunk_documents):
 @pytest.mark.parametrize(("documents", "chunk"), [(40, 64), (40, 13), (2, 64)])
 def test_held_out_scores_with_unequal_shares(data, tmp_path, documents, chunk):
     """13, 13 and 14 documents in chunks of 64 and 13 (1, 1 and 2 chunks), and 2 documents for 3 ranks."""
-    changes = {"scaling": {"shard_parameters": True}, "validation": {"max_documents": documents, "every_steps": 1}}
+    changes = {"scaling": {"fsdp": True}, "validation": {"max_documents": documents, "every_steps": 1}}
     values = runs.train_values(data, tmp_path, **changes)
     expected = held_out_embeddings(World(), values, chunk)
     assert len(expected[0]) == documents
@@ -50,7 +50,7 @@ def test_held_out_scores_with_unequal_shares(data, tmp_path, documents, chunk):
 
 
 def config_of(data, run, workers, sharded, **changes):
-    scaling = {"workers": workers, "shard_parameters": sharded}
+    scaling = {"workers": workers, "fsdp": sharded}
     return runs.train_config(data, run, **runs.FINISHED | {"scaling": scaling} | changes)
 
 

@@ -53,7 +53,7 @@ def test_a_fork_carries_the_queue_where_there_is_room_for_it(data, copied, tmp_p
 
 
 def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_path):
-    wider = {"scratch": {**runs.SCRATCH, "intermediate_size": 64}}
+    wider = {"from_config": {**runs.FROM_CONFIG, "intermediate_size": 64}}
     for changes, message in (
         ({"encoder": wider, "steps": 10}, r"different shapes.*intermediate.*\[48, 32\].*\[64, 32\]"),
         ({"optim": {"lr": 0.1}}, "is at step 8 already, the new run ends at 8"),
@@ -138,7 +138,7 @@ def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data,
             content[start : start + windows.size] = b"\x7f" * windows.size
         path.write_bytes(content)
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    config = runs.finished_config(altered, copied, scaling={"same_failures": 2, "back_off_seconds": 0.1})
+    config = runs.finished_config(altered, copied, scaling={"max_repeated_failures": 2, "back_off_seconds": 0.1})
     with pytest.raises(TrainingFailedError) as ended:
         run_training(config)
     message = str(ended.value)

@@ -21,9 +21,9 @@ from trainer.train import train
 pytestmark = [pytest.mark.ray]
 
 FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
-SCL = {"kind": "scl", "contrast_share": 0.3, "max_tokens": 16, "negatives": 5}
+SCL = {"kind": "scl", "contrastive_weight": 0.3, "max_tokens": 16, "negatives": 5}
 WITH_MLM = SIMCSE | {"mlm_loss_weight": 0.1}
-LONGFORMER = runs.SCRATCH | {"model_type": "longformer", "attention_window": [8, 8]}
+LONGFORMER = runs.FROM_CONFIG | {"model_type": "longformer", "attention_window": [8, 8]}
 SUPERVISED = {"kind": "simcse", "supervised": True, "max_tokens": 16}
 
 
@@ -34,7 +34,7 @@ def texts(session, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
     write_texts(folder)
     for name, file, content in (
         ("sentences", "sentences.txt", "sentences"),
-        ("pairs", "pairs.jsonl", {"kind": "pairs", "needs": ["entailment", "contradiction"]}),
+        ("pairs", "pairs.jsonl", {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}),
     ):
         values = runs.prepare_values(folder / file, folder / name) | {"content": content, "unit_mib": 32}
         del values["geometry"]
@@ -162,13 +162,13 @@ WRONG = [
         "sentences",
         {
             "objective": SCD,
-            "encoder": {"scratch": LONGFORMER},
+            "encoder": {"from_config": LONGFORMER},
         },
         "model type longformer drops some values at a rate of the whole model",
     ),
     (
         "sentences",
-        {"objective": SIMCSE, "encoder": {"scratch": LONGFORMER, "dropout": 0.1}},
+        {"objective": SIMCSE, "encoder": {"from_config": LONGFORMER, "dropout": 0.1}},
         "model type longformer drops some values by torch's generator.*set encoder.attention_dropout=0",
     ),
     (

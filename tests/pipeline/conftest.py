@@ -30,7 +30,7 @@ def make_config(tmp_path: Path):
             "corpus": {"kind": "files", "paths": [str(path) for path in paths]},
             "tokenizer": {"kind": "train", "vocab_size": 300, "sample_mib": 0.1},
             "geometry": {"num_anchors": 1, "max_tokens": 16},
-            "held_out_share": 0.3,
+            "validation_fraction": 0.3,
             "duplicates": {"exact": False},
         }
         return PipelineConfig.model_validate(values | changes)

@@ -38,13 +38,13 @@ def test_our_configs_are_valid(name):
 
 
 def test_every_wrong_key_and_value_is_reported_at_once(write_config, corpus):
-    overrides = ["geometry.max_token=3", "held_out_share=1", "tokenizer.vocab_size=10", "corpus.format=xml"]
+    overrides = ["geometry.max_token=3", "validation_fraction=1", "tokenizer.vocab_size=10", "corpus.format=xml"]
     with pytest.raises(ConfigError) as caught:
         load_config(write_config(corpus), "prepare", PipelineConfig, overrides)
     assert len(caught.value.problems) == 4
     text = str(caught.value)
     assert "did you mean `geometry.max_tokens`" in text
-    for key in ("held_out_share", "vocab_size", "format"):
+    for key in ("validation_fraction", "vocab_size", "format"):
         assert key in text
 
 
@@ -123,7 +123,7 @@ def test_units_depend_on_the_inputs_and_the_sample_is_even_over_them(make_config
     ],
 )
 def test_an_address_that_cannot_take_the_shards_is_found_before_any_work(make_config, corpus, output, words):
-    found = problems(make_config(corpus, output=output, patience_seconds=0))
+    found = problems(make_config(corpus, output=output, storage_retry_seconds=0))
     assert any(re.search(words, line) for line in found), found
 
 

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.choosing.whitespace import normalise
+from pipeline.filters.whitespace import normalise
 from pipeline.tokenizer import batch_tokenizer
 from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from pipeline.tokenizer.engine import choose_engine, difficult_texts

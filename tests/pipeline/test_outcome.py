@@ -53,7 +53,7 @@ def test_what_is_not_read_is_in_the_manifest_the_message_and_the_report(made, ca
     assert "trafilatura" in page
     assert "text_file" in page
     assert "gone.jsonl" in str(too_many_failed(sidecar.counts, [sidecar], config))
-    assert too_many_failed(sidecar.counts, [sidecar], config.model_copy(update={"max_error_share": 0.03})) is None
+    assert too_many_failed(sidecar.counts, [sidecar], config.model_copy(update={"max_error_rate": 0.03})) is None
     assert not problems(config)
     assert "not read: 2 .html ('b.html')" in caplog.text
 

@@ -8,7 +8,7 @@ from corpora import files, read_all
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipeline.choosing.whitespace import normalise
+from pipeline.filters.whitespace import normalise
 from pipeline.readers.corpus import Document, ReadFailure, document_id
 from pipeline.readers.files import rules_of
 from pipeline.readers.parts import Meter, read_part

@@ -60,7 +60,7 @@ def test_short_documents_are_kept_with_windows_of_their_own(tmp_path, make_confi
     texts = [" ".join(f"span{number % (1 + i)}" for i in range(number)) for number in range(1, 60)]
     corpus.write_text("\n".join(texts))
     geometry = {"num_anchors": 2, "max_tokens": 16, "min_tokens": 5}
-    config = make_config(corpus, held_out_share=0, geometry=geometry, short_documents=mode)
+    config = make_config(corpus, validation_fraction=0, geometry=geometry, short_documents=mode)
     (unit,), _ = plan_units(config.corpus, config.unit_mib)
     sidecar = write_unit(unit, folder, config, info)
     lengths = [len(tokenizer(" " + text, add_special_tokens=False)["input_ids"]) for text in texts]
@@ -77,22 +77,22 @@ def test_short_documents_are_kept_with_windows_of_their_own(tmp_path, make_confi
 
 
 def test_the_split_is_by_content_and_of_the_asked_size(make_config, tmp_path):
-    config = make_config(tmp_path, held_out_share=0.2)
+    config = make_config(tmp_path, validation_fraction=0.2)
     ids = [document_id(b"%d" % number) for number in range(5000)]
     splits = splits_of(ids, config)
     assert 0.18 < splits.count("held-out") / 5000 < 0.22
     assert splits == [split for identity in ids for split in splits_of([identity], config)]
     assert splits_of([], config) == []
     assert set(splits) != {"held-out"}
-    other = make_config(tmp_path, held_out_share=0.2, seed=1)
+    other = make_config(tmp_path, validation_fraction=0.2, seed=1)
     assert splits != splits_of(ids, other)
-    none = make_config(tmp_path, held_out_share=0)
+    none = make_config(tmp_path, validation_fraction=0)
     assert set(splits_of(ids, none)) == {"train"}
 
 
 def test_shards_can_be_read_as_they_were_written(corpus, make_config, output, tokenizer):
     folder, info = output
-    config = make_config(corpus, held_out_share=0)
+    config = make_config(corpus, validation_fraction=0)
     (unit,), _ = plan_units(config.corpus, config.unit_mib)
     sidecar = write_unit(unit, folder, config, info)
     manifest = build_manifest([sidecar], info, config.geometry, {}, "")

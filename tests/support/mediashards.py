@@ -14,7 +14,7 @@ def prepare_media(folder, content, files):
         "output": str(folder / "out"),
         "corpus": {"kind": "files", "paths": [str(spread(folder / "in", files))]},
         "content": content,
-        "held_out_share": 0.2,
+        "validation_fraction": 0.2,
         "duplicates": {"exact": False},
     }
     config = PipelineConfig.model_validate(values)

@@ -29,7 +29,7 @@ VOCAB_SIZE = 64
 VOCABULARY = Vocabulary(size=VOCAB_SIZE, bos=0, eos=2, mask=63, special=(0, 1, 2, 3, 63))
 _SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 # What an objective can be, for those who try them all.
-HALF: dict[str, Any] = {"select_share": 0.5}
+HALF: dict[str, Any] = {"mlm_probability": 0.5}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "both": {"masking": HALF},
     "unmasked anchors": {"masking": HALF, "contrast_unmasked_anchors": True},
@@ -61,8 +61,8 @@ def tiny_encoder(
     family: str = "roberta", dtype: torch.dtype = torch.float64, seed: int = 0, **settings: Any
 ) -> Encoder:
     """An encoder with weights large enough that every part of it matters. `settings` are EncoderConfig's."""
-    scratch = {**FAMILIES[family], "initializer_range": 0.3, **settings.pop("scratch", {})}
-    config = EncoderConfig(scratch=scratch, **{"dropout": 0.0, **settings})
+    scratch = {**FAMILIES[family], "initializer_range": 0.3, **settings.pop("from_config", {})}
+    config = EncoderConfig(from_config=scratch, **{"dropout": 0.0, **settings})
     model = build_model(config, load_hf_config(config, VOCAB_SIZE, _IDS), seed)
     encoder = Encoder(config, model, seed).to(dtype)
     generator = torch.Generator().manual_seed(seed)

@@ -16,7 +16,7 @@ from trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16}
-SCRATCH = {
+FROM_CONFIG = {
     "model_type": "roberta",
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -50,9 +50,9 @@ def prepare_values(corpus, output, **changes):
         "corpus": {"kind": "files", "paths": [str(corpus)]},
         "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
         "geometry": GEOMETRY,
-        "held_out_share": 0.2,
+        "validation_fraction": 0.2,
         "unit_mib": 0.05,
-        "block_documents": 20,
+        "record_batch_rows": 20,
         "session": {"num_cpus": 1},
     } | changes
 
@@ -62,14 +62,14 @@ def train_values(data, run, **changes):
     values = {
         "run": str(run),
         "data": str(data),
-        "encoder": {"scratch": SCRATCH, "dropout": 0.0},
+        "encoder": {"from_config": FROM_CONFIG, "dropout": 0.0},
         "spans": {"num_anchors": 2, "num_positives": 2, "min_tokens": 4, "max_tokens": 16},
         "optim": {"lr": 0.001},
         "batch_documents": 8,
         "steps": 6,
         "validation": {"every_steps": 0, "max_documents": 40},
         "checkpoint": {"every_steps": 1000, "every_seconds": None},
-        "scaling": {"workers": 1, "device": "cpu", "storage_threads": 1},
+        "scaling": {"workers": 1, "device": "cpu", "data_cpus": 1},
     }
     for key, value in changes.items():
         merge = isinstance(value, dict) and isinstance(values.get(key), dict)
@@ -79,7 +79,7 @@ def train_values(data, run, **changes):
 
 def least_config(**changes):
     """A configuration of nothing but what has no default, and these settings."""
-    values = {"run": "r", "data": "d", "encoder": {"scratch": {"model_type": "roberta"}}}
+    values = {"run": "r", "data": "d", "encoder": {"from_config": {"model_type": "roberta"}}}
     return TrainConfig.model_validate(values | changes)
 
 

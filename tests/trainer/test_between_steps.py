@@ -52,7 +52,7 @@ def data(prepared, tmp_path):
 
 
 def worker(run, world=None, total_steps=6, **changes):
-    config = runs.least_config(**{"run": str(run), "data": str(run / "data"), "on_bad_loss": "skip"} | changes)
+    config = runs.least_config(**{"run": str(run), "data": str(run / "data"), "on_nonfinite_loss": "skip"} | changes)
     encoder = tiny_encoder()
     with torch.no_grad():
         encoder.model.base_model.embeddings.word_embeddings.weight[RARE] = 1e200
@@ -63,7 +63,7 @@ def worker(run, world=None, total_steps=6, **changes):
 
 def loop_of(config, run, stepper, data):
     """The loop of a worker, without batches and validation."""
-    turns = Turns([Turn(stepper, BadLosses(config.on_bad_loss == "skip", config.max_skipped_steps))])
+    turns = Turns([Turn(stepper, BadLosses(config.on_nonfinite_loss == "skip", config.max_skipped_steps))])
     heartbeat = Heartbeat(stepper.world.rank, stepper.world.size)
     hashes = {"": data_hash(load_manifest(data))}
     checkpointing = Checkpointing(config, run, hashes, turns, heartbeat)
@@ -145,10 +145,10 @@ def test_too_many_in_a_row_stop_the_run(tmp_path):
 
 
 def test_stopping_is_the_default(tmp_path):
-    one = worker(tmp_path, on_bad_loss="stop")
+    one = worker(tmp_path, on_nonfinite_loss="stop")
     with pytest.raises(NonFiniteLossError, match="step 2: loss nan"):
         take(one, 1, 6)
-    assert worker(tmp_path, on_bad_loss="stop").config.hash() == worker(tmp_path).config.hash()
+    assert worker(tmp_path, on_nonfinite_loss="stop").config.hash() == worker(tmp_path).config.hash()
 
 
 def on_ranks(world, folder):
@@ -233,7 +233,7 @@ def test_a_written_checkpoint_is_reported_once_and_the_last_before_the_end(tmp_p
 
 def test_every_worker_reports_equally_often_also_if_the_last_checkpoint_cannot_be_written(tmp_path):
     (tmp_path / "checkpoints").write_text("a file, not a folder")
-    one = worker(tmp_path, checkpoint={"patience_seconds": 0})
+    one = worker(tmp_path, checkpoint={"storage_retry_seconds": 0})
     one.checkpointing._reporter = reports = Reports()
     with one.checkpointing.writing(nothing), pytest.raises(SaveError, match="checkpoints"):
         one.checkpointing.after_step(6, {}, stop=False)

@@ -53,7 +53,7 @@ MIXUP = 0.6
 def branch_of(encoder, name, world, tokens, weight):
     context = RunContext(seed=len(name), batch_documents=len(ROWS[name]), frontend=FRONTENDS.get(name))
     config = (
-        SupconConfig(temperature=0.2, masks=MaskConfig(mels=2, frames=3), mixup=MIXUP)
+        SupconConfig(temperature=0.2, masks=MaskConfig(freq_mask=2, time_mask=3), mixup=MIXUP)
         if name in SHAPES
         else SimcseConfig()
     )
@@ -115,7 +115,7 @@ def batch_of(steppers, world=None, epoch=1):
     world = world or World()
     branches = [one for stepper in steppers for one in (stepper, *stepper.joined)]
     shares = {one.name: share_of(one, world, epoch) for one in branches}
-    return replace(shares.pop(""), also=shares)
+    return replace(shares.pop(""), auxiliary=shares)
 
 
 def gradients(names, world=None, tokens=None, joint=True, sharded=False, **encoder):
@@ -125,12 +125,12 @@ def gradients(names, world=None, tokens=None, joint=True, sharded=False, **encod
     batch, found, terms = batch_of(steppers, world), {}, {}
     for stepper in steppers:
         stepper.optimizer.zero_grad(set_to_none=True)
-        one = stepper.gradients(batch.also[stepper.name] if stepper.name else batch, 1)
+        one = stepper.gradients(batch.auxiliary[stepper.name] if stepper.name else batch, 1)
         reached = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
         parameters = {name: p for name, p in turn_parameters(stepper).items() if id(p) in reached}
         stepper.world.sum_gradients(list(parameters.values()))
         found |= {f"{stepper.name} {name}": whole(p.grad).clone() for name, p in parameters.items()}
-        for name, part in {stepper.name: one, **one.also}.items():
+        for name, part in {stepper.name: one, **one.auxiliary}.items():
             terms |= {f"{name}_{term}": value.item() for term, value in part.terms.items()}
     return found, terms
 
@@ -162,7 +162,7 @@ def every_case(world, sharded):
 
 def bits(world):
     """Parameters after two steps with fixed-point sums, by case; each update has sums of its own."""
-    world, found = replace(world, bitwise=True), {}
+    world, found = replace(world, deterministic=True), {}
     for name, (names, joint) in CASES.items():
         steppers = []
         for made in turns_of(tiny_encoder(dropout=0.2), names, world, joint=joint):
@@ -175,9 +175,9 @@ def bits(world):
                 start, end = Plan(0, len(rows), len(rows), 1).slice(world.rank, world.size)
                 epochs = np.full(end - start, step)
                 shares[one.name] = feed_units(feed_of(one), rows_of(one, start, end, step), epochs, start, 1)
-            batch = replace(shares.pop(""), also=shares)
+            batch = replace(shares.pop(""), auxiliary=shares)
             for stepper in steppers:
-                stepper.step(batch.also[stepper.name] if stepper.name else batch, step)
+                stepper.step(batch.auxiliary[stepper.name] if stepper.name else batch, step)
         named = {f"{one.name} {key}": p for one in steppers for key, p in turn_parameters(one).items()}
         found[name] = {key: p.detach().clone() for key, p in named.items()}
     return found
@@ -272,7 +272,7 @@ def test_a_bad_loss_stops_or_skips_its_own_turn():
     turns = Turns([Turn(stepper, BadLosses(True, 3)) for stepper in steppers])
     before = {name: p.detach().clone() for name, p in encoder.named_parameters()}
     measured = turns.take(batch_of(steppers), 1)
-    assert measured.also["image_skipped"]
+    assert measured.auxiliary["image_skipped"]
     assert not measured.skipped
     assert [turn.bad_losses.skipped for turn in turns.turns] == [1, 0]
     assert any(not torch.equal(p, before[name]) for name, p in encoder.named_parameters())

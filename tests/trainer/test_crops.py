@@ -61,7 +61,7 @@ def test_crops_are_as_often_portrait_as_landscape_and_inside_the_image():
 
 def test_areas_and_sides_of_crops_follow_the_plain_law():
     """An area is uniform, the ratio of the sides uniform in its logarithm; what does not fit is drawn again."""
-    found = boxes(least_area=0.36)
+    found = boxes(min_scale=0.36)
     area = (found[:, 2:] - found[:, :2]).prod(axis=1) / 200**2
     assert 0.355 < area.min() < 0.37
     rng = np.random.default_rng(1)
@@ -72,7 +72,7 @@ def test_areas_and_sides_of_crops_follow_the_plain_law():
 
 
 def test_large_crops_fit_as_often_as_in_the_plain_law():
-    found = boxes(least_area=0.9)
+    found = boxes(min_scale=0.9)
     whole = (found == [0, 0, 200, 200]).all(axis=1).mean()
     rng = np.random.default_rng(1)
     drawn, ratio = rng.uniform(0.9, 1, 20_000), (4 / 3) ** rng.uniform(-1, 1, 20_000)
@@ -92,7 +92,7 @@ def test_colours_change_by_their_own_draws():
 
 
 def test_where_no_crop_fits_it_is_the_whole_image():
-    assert (boxes(20, (400, 4), least_area=1.0) == [0, 0, 400, 4]).all()
+    assert (boxes(20, (400, 4), min_scale=1.0) == [0, 0, 400, 4]).all()
 
 
 def test_views_are_keyed_by_image_epoch_view_and_seed_and_by_nothing_else():

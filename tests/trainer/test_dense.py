@@ -61,7 +61,7 @@ def test_an_encoder_with_layers_is_a_start_that_embeds_as_before(tmp_path, layer
     write_encoder(scratch, tokenizer, folder)
     dense = [Dense(nn.Linear(scratch.hidden_size, 5), nn.Tanh())] * layers
     write_steps(folder, [Normalize(), *dense, Normalize()])
-    pretrained = config.encoder.model_copy(update={"pretrained": str(folder), "scratch": None})
+    pretrained = config.encoder.model_copy(update={"pretrained": str(folder), "from_config": None})
     config = config.model_copy(update={"encoder": pretrained})
     encoder = build_encoder(config, tokenizer).eval()
     assert encoder.output_size == encoder.embedding_size == (5 if layers else scratch.hidden_size)

@@ -100,7 +100,7 @@ def values(encoder, batch):
 
 
 def encoder_with(found, family):
-    encoder = tiny_encoder(family, torch.float32, scratch=WIDE, dropout=0.2)
+    encoder = tiny_encoder(family, torch.float32, from_config=WIDE, dropout=0.2)
     encoder._kernels[CPU, True] = found
     return encoder
 

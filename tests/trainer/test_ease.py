@@ -33,7 +33,7 @@ def test_a_batch_smaller_than_the_papers():
         ({}, 0.42, False),
         ({"batch_documents": 1, "spans": {"num_anchors": 1}}, 0.0, True),
         ({"objective": {"terms": "mlm"}}, 0.0, False),
-        ({"objective": {"released_rank_scaling": 4}}, 0.1, False),
+        ({"objective": {"reference_rank_scaling": 4}}, 0.1, False),
     ],
 )
 def test_a_first_loss_far_below_that_of_guessing(given, loss, remarked):

@@ -155,7 +155,7 @@ def test_a_run_that_has_weights_of_its_own_goes_on(data, tmp_path, pretrained):
 
 @pytest.mark.parametrize("family", PADDED)
 def test_a_family_that_cannot_pack_is_padded(data, tmp_path, log, family):
-    encoder = {"scratch": {"model_type": family, **PADDED[family]}}
+    encoder = {"from_config": {"model_type": family, **PADDED[family]}}
     config = given(data, tmp_path, encoder)
     assert problems(config) == []
     (line,) = log
@@ -167,7 +167,7 @@ def test_a_family_that_cannot_pack_is_padded(data, tmp_path, log, family):
 
 
 def test_dropout_by_torch_is_logged(data, tmp_path, log):
-    encoder = {"scratch": {"model_type": "longformer", **PADDED["longformer"]}, "layout": "padded", "dropout": 0.1}
+    encoder = {"from_config": {"model_type": "longformer", **PADDED["longformer"]}, "layout": "padded", "dropout": 0.1}
     assert problems(given(data, tmp_path, encoder)) == []
     (line,) = log
     assert "model type longformer drops some values by torch's generator" in line
@@ -175,7 +175,7 @@ def test_dropout_by_torch_is_logged(data, tmp_path, log):
 
 @pytest.mark.parametrize("family", ["nystromformer", "gpt2"])
 def test_a_family_that_cannot_be_trained(data, tmp_path, family):
-    encoder = {"scratch": {"model_type": family, **REFUSED.get(family, {"n_embd": 16, "n_layer": 2, "n_head": 2})}}
+    encoder = {"from_config": {"model_type": family, **REFUSED.get(family, {"n_embd": 16, "n_layer": 2, "n_head": 2})}}
     (problem,) = problems(given(data, tmp_path, encoder))
     assert problem.startswith("encoder = {'model_type': ")
     assert f"model type {family}" in problem
@@ -197,7 +197,9 @@ def test_an_untrained_head_is_not_exported(data, tmp_path, pretrained):
 
 def test_spans_shorter_than_the_windows_fit(data, tmp_path):
     def found(tokens):
-        return problems(given(data, tmp_path, {"scratch": runs.SCRATCH}, spans={"min_tokens": 4, "max_tokens": tokens}))
+        return problems(
+            given(data, tmp_path, {"from_config": runs.FROM_CONFIG}, spans={"min_tokens": 4, "max_tokens": tokens})
+        )
 
     assert found(16) == found(12) == []
     (problem,) = found(17)
@@ -210,7 +212,7 @@ def test_pooling_that_would_leave_out_the_first_word(data, tmp_path):
     settings = json.loads((bare / "tokenizer" / "tokenizer_config.json").read_text())
     kept = {key: value for key, value in settings.items() if key not in ("bos_token", "cls_token")}
     (bare / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(kept))
-    encoder = {"scratch": {**runs.SCRATCH, "model_type": "bert"}}
+    encoder = {"from_config": {**runs.FROM_CONFIG, "model_type": "bert"}}
     for pooling in ("mean", "mean_without_cls"):
         found = problems(given(bare, tmp_path, encoder | {"pooling": pooling}))
         refused = [line for line in found if "puts no special token before a text" in line]

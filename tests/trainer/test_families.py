@@ -19,13 +19,13 @@ from trainer.parallel.world import World
 
 MIXED = [9, 3, 30, 12, 12, 4]
 LENGTHS = [48, 70, 49, 60]
-HALF = {"select_share": 0.5}
+HALF = {"mlm_probability": 0.5}
 
 
 def family_encoder(family, dtype=torch.float64, **settings):
     """An encoder in the layout that was found to fit it, which is found in float32 as in a run."""
     scratch = {"model_type": family, **(TRAINED | REFUSED)[family]}
-    encoder = tiny_encoder("bert", torch.float32, scratch=scratch, **settings)
+    encoder = tiny_encoder("bert", torch.float32, from_config=scratch, **settings)
     encoder.set_layout(encoder.config.model_copy(update={"layout": fitting_layout(encoder, mlm=True)}))
     return encoder.to(dtype)
 
@@ -34,7 +34,7 @@ def family_encoder(family, dtype=torch.float64, **settings):
 def test_layout(family):
     """Packed where it is exact. Trying leaves no trace: neither in the encoder, nor in torch's random numbers."""
     state = torch.random.get_rng_state()
-    encoder = tiny_encoder("bert", torch.float32, scratch={"model_type": family, **TRAINED[family]}, dropout=0.1)
+    encoder = tiny_encoder("bert", torch.float32, from_config={"model_type": family, **TRAINED[family]}, dropout=0.1)
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
     wanted = "packed" if family in PACKED else "padded"
     assert fitting_layout(encoder, mlm=True) == wanted
@@ -50,7 +50,7 @@ def test_layout(family):
 @pytest.mark.parametrize("range_", [0.02, 0.3])
 def test_untrained_weights_are_enough_to_tell(family, range_):
     """Attention of new weights hardly differs from a mean: a leak must show all the same."""
-    settings = {"scratch": {"model_type": family, **TRAINED[family], "initializer_range": range_}}
+    settings = {"from_config": {"model_type": family, **TRAINED[family], "initializer_range": range_}}
     layout = fitting_layout(tiny_encoder("bert", torch.float32, **settings), mlm=False)
     assert layout == ("packed" if family in PACKED else "padded")
 
@@ -186,7 +186,7 @@ def test_refused_by_name(family):
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_no_encoder(family):
-    config = EncoderConfig(scratch={"model_type": family, **OTHERS[family]})
+    config = EncoderConfig(from_config={"model_type": family, **OTHERS[family]})
     with pytest.raises(
         UnfitEncoderError, match=f"model type {family} is not an encoder .* use one of roberta, xlm-roberta"
     ):

@@ -19,7 +19,7 @@ from trainer.objectives.span_settings import SpanConfig
 
 LENGTHS = [48, 70, 49, 131, 60]
 NO_MASKS = DeclutrConfig(terms="contrastive")
-HALF_MASKED = DeclutrConfig(masking={"select_share": 0.5})
+HALF_MASKED = DeclutrConfig(masking={"mlm_probability": 0.5})
 
 
 def rows(batch):
@@ -96,7 +96,7 @@ def test_masks_are_keyed_by_document_epoch_anchor_and_place():
 
 
 def test_unmasked_anchors_are_the_originals():
-    settings_ = {"masking": {"select_share": 0.5}, "contrast_unmasked_anchors": True}
+    settings_ = {"masking": {"mlm_probability": 0.5}, "contrast_unmasked_anchors": True}
     feed, table = tiny_feed(DeclutrConfig(**settings_)), documents(LENGTHS, 12)
     epochs = np.zeros(5, np.int64)
     got = rows(feed.batch(table, epochs))
@@ -106,7 +106,7 @@ def test_unmasked_anchors_are_the_originals():
 
 def test_mlm_alone_packs_no_positives():
     table, epochs = documents(LENGTHS, 12), np.zeros(5, np.int64)
-    only = tiny_feed(DeclutrConfig(terms="mlm", masking={"select_share": 0.5})).batch(table, epochs)
+    only = tiny_feed(DeclutrConfig(terms="mlm", masking={"mlm_probability": 0.5})).batch(table, epochs)
     both = tiny_feed(HALF_MASKED).batch(table, epochs)
     assert rows(only) == rows(both)[:10]
     assert torch.equal(only.labels, both.labels)

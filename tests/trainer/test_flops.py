@@ -16,7 +16,7 @@ def test_weights_by_hand():
 def test_equal_to_torchs_counter():
     """One span: what torch counts is what the formula says, but for attention, which torch leaves out on a CPU."""
     for family in FAMILIES:
-        encoder = tiny_encoder(family, layout="padded", scratch={"num_hidden_layers": 3})
+        encoder = tiny_encoder(family, layout="padded", from_config={"num_hidden_layers": 3})
         batch = random_spans([30], num_selected=7)
         with FlopCounterMode(display=False) as forward, torch.no_grad():
             encoder(batch)

@@ -26,13 +26,13 @@ STEP = 2
 def pictures(folder, first):
     folder.mkdir()
     files = {f"{'ab'[n % 2]}/{n}.png": png(n, (20, 18)) for n in range(first, first + 12)}
-    return prepare_media(folder, {"kind": "images", "side": 18}, files)[0]
+    return prepare_media(folder, {"kind": "images", "shortest_edge": 18}, files)[0]
 
 
 def config(root, **frontend):
     frontend = {"size": 16, "patch": [8, 8]} | frontend
     image = {"data": str(root / "images/out"), "objective": {"kind": "supcon"}, "batch_documents": 4}
-    return config_of(root / "data", root / "run", also={"image": image | {"frontend": frontend}})
+    return config_of(root / "data", root / "run", auxiliary_tasks={"image": image | {"frontend": frontend}})
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def made(tmp_path_factory):
 def test_a_fork_keeps_the_frontends_of_its_branches(made, tmp_path):
     with pytest.raises(ConfigError) as error:
         fork(config(made, patch=[4, 4]), str(tmp_path / "new"))
-    assert [line for line in error.value.problems if line.startswith("also.image: ") and "has shape" in line]
+    assert [line for line in error.value.problems if line.startswith("auxiliary_tasks.image: ") and "has shape" in line]
     assert not (tmp_path / "new").exists()
     forked = fork(config(made), str(tmp_path / "new"))
     _, state = checkpoint.find_latest(tmp_path / "new/checkpoints")
@@ -74,7 +74,7 @@ def test_a_fork_keeps_the_frontends_of_its_branches(made, tmp_path):
 
 def test_a_branch_that_is_new_starts_with_new_weights(made, tmp_path):
     settings = config(made, patch=[4, 4])
-    settings = settings.model_copy(update={"also": {"other": settings.also["image"]}})
+    settings = settings.model_copy(update={"auxiliary_tasks": {"other": settings.auxiliary_tasks["image"]}})
     fork(settings, str(tmp_path / "new"))
     assert not list((tmp_path / "new").rglob("image.*"))
 
@@ -84,4 +84,4 @@ def test_replaced_shards_are_named_by_their_branch(made, tmp_path):
     shutil.rmtree(root / "images")
     pictures(root / "images", 50)
     (line,) = problems(config(root))
-    assert f"was trained on other shards than also.image.data = {root}/images/out holds now" in line
+    assert f"was trained on other shards than auxiliary_tasks.image.data = {root}/images/out holds now" in line

@@ -16,7 +16,7 @@ KINDS = {**families.PACKED, **families.PADDED}
 
 
 def model_of(kind):
-    config = EncoderConfig(scratch={"model_type": kind, **KINDS[kind]})
+    config = EncoderConfig(from_config={"model_type": kind, **KINDS[kind]})
     return build_model(config, load_hf_config(config, 64, IDS), 0)
 
 

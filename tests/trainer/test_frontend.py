@@ -33,7 +33,7 @@ def clips(**frontend):
 
 
 def encoder_of(family):
-    settings = EncoderConfig(scratch={"model_type": family, **(PACKED | PADDED)[family]}, dropout=0.0)
+    settings = EncoderConfig(from_config={"model_type": family, **(PACKED | PADDED)[family]}, dropout=0.0)
     hf = load_hf_config(settings, 64, {"pad_token_id": 1})
     encoder = Encoder(settings, load_model(settings, hf, 0)[0], 0).double()
     encoder.set_layout(settings.model_copy(update={"layout": fitting_layout(encoder, mlm=False)}))

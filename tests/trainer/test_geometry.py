@@ -12,7 +12,7 @@ from trainer.driver.checks import problems
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import DECISIVE, with_geometry
 
-ENCODER = {"encoder": {"scratch": {"model_type": "roberta"}}}
+ENCODER = {"encoder": {"from_config": {"model_type": "roberta"}}}
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_a_package_that_cannot_be_used_stops_only_what_names_its_kind(tmp_path, 
 
     found = declutr("inspect", shards(tmp_path / "data"))
     assert (found.returncode, found.stdout[:6]) == (0, "Shards"), found.stderr
-    train = {"run": "r", "data": str(tmp_path / "data"), "encoder": {"scratch": {"model_type": "roberta"}}}
+    train = {"run": "r", "data": str(tmp_path / "data"), "encoder": {"from_config": {"model_type": "roberta"}}}
     config = runs.write_config(tmp_path / "c.yaml", train=train | {"objective": {"kind": "spoilt"}})
     found = declutr("train", config, "--print-config")
     assert found.returncode == 1

@@ -23,7 +23,7 @@ WIDE = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1}
 
 
 def encoder_with(kernel, family="roberta", **settings):
-    encoder = tiny_encoder(family, torch.float32, scratch=WIDE, **settings)
+    encoder = tiny_encoder(family, torch.float32, from_config=WIDE, **settings)
     for drops in (False, True):
         encoder._kernels[CPU, drops] = kernel and Kernels(kernel)
     return encoder

@@ -23,7 +23,7 @@ def tokens(count=400):
 def mask(given, config=None, seed=0):
     vocabulary = VOCABULARY
     return mask_tokens(
-        config or MaskingConfig(select_share=0.5),
+        config or MaskingConfig(mlm_probability=0.5),
         seed,
         *(given[name] for name in COLUMNS),
         vocabulary.size,
@@ -63,17 +63,17 @@ def test_given_tokens_stay_as_they_are():
 @pytest.mark.parametrize(
     ("shares", "kinds"),
     [
-        ({"select_share": 0.0}, set()),
-        ({"select_share": 1.0, "mask_share": 1.0, "random_share": 0.0}, {"mask"}),
-        ({"select_share": 1.0, "mask_share": 0.0, "random_share": 0.0}, {"kept"}),
-        ({"select_share": 1.0, "mask_share": 0.0, "random_share": 1.0}, {"kept", "mask", "other"}),
+        ({"mlm_probability": 0.0}, set()),
+        ({"mlm_probability": 1.0, "mask_replace_prob": 1.0, "random_replace_prob": 0.0}, {"mask"}),
+        ({"mlm_probability": 1.0, "mask_replace_prob": 0.0, "random_replace_prob": 0.0}, {"kept"}),
+        ({"mlm_probability": 1.0, "mask_replace_prob": 0.0, "random_replace_prob": 1.0}, {"kept", "mask", "other"}),
     ],
 )
 def test_shares_at_their_ends(shares, kinds):
     given = tokens()
     masked, selected = mask(given, MaskingConfig(**shares))
     special = np.isin(given["ids"], VOCABULARY.special)
-    assert (selected == (~special & (shares["select_share"] == 1.0))).all()
+    assert (selected == (~special & (shares["mlm_probability"] == 1.0))).all()
     found = np.where(masked == given["ids"], "kept", np.where(masked == VOCABULARY.mask, "mask", "other"))
     assert set(found[selected]) == kinds
 
@@ -82,7 +82,7 @@ def test_selected_tokens_are_masked_replaced_and_kept_as_often_as_asked():
     """Replacements are drawn from the whole vocabulary, whatever was drawn to decide on the replacement."""
     given = tokens(20_000)
     given["ids"] = np.full(20_000, 7)
-    masked, selected = mask(given, MaskingConfig(select_share=0.5, mask_share=0.6, random_share=0.3))
+    masked, selected = mask(given, MaskingConfig(mlm_probability=0.5, mask_replace_prob=0.6, random_replace_prob=0.3))
     assert selected.mean() == pytest.approx(0.5, abs=0.02)
     found = np.bincount(masked[selected], minlength=VOCABULARY.size) / selected.sum()
     expected = np.full(VOCABULARY.size, 0.3 / VOCABULARY.size)

@@ -22,7 +22,7 @@ from trainer.objectives.declutr.config import DeclutrConfig
 torch.set_num_threads(1)
 shape = {"hidden_size": 64, "intermediate_size": 8192}
 def gradient(microbatch):
-    stepper = tiny_stepper(tiny_encoder(scratch=shape, dropout=0.1))
+    stepper = tiny_stepper(tiny_encoder(from_config=shape, dropout=0.1))
     stepper.microbatch.max_tokens, stepper.microbatch.automatic = microbatch
     batch = rank_batch(tiny_feed(DeclutrConfig()), documents([200] * 50, 12))
     stepper.gradients(batch, 1)

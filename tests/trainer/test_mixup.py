@@ -87,7 +87,7 @@ def test_shares_follow_beta_and_half_of_the_clips_are_mixed():
 
 def test_a_mixture_is_near_that_of_the_waveforms():
     """As released, waveforms are mixed; the energies lack only the products of both sounds, whose mean is 0."""
-    content, generator = AudioContent(kind="audio", mels=32), np.random.default_rng(0)
+    content, generator = AudioContent(kind="audio", num_mel_bins=32), np.random.default_rng(0)
     first, second = (generator.normal(size=16_000) * scale for scale in (0.3, 0.1))
     for share in (0.5, 0.35, 0.7):
         expected = log_mel(share * first + (1 - share) * second, content)
@@ -107,7 +107,7 @@ def views_of(rows, epochs, **config):
 
 def test_one_masked_spectrogram_is_fed_twice():
     """Both views have equal input, the masks of the first of two different views, and different dropout keys."""
-    masks, epochs = {"mels": 3, "frames": 4}, np.arange(7)
+    masks, epochs = {"freq_mask": 3, "time_mask": 4}, np.arange(7)
     shared, spans = views_of(CLIPS, epochs, masks=masks | {"shared": True})
     apart, _ = views_of(CLIPS, epochs, masks=masks)
     for first, second, own in zip(shared[::2], shared[1::2], apart[::2], strict=True):
@@ -119,7 +119,7 @@ def test_one_masked_spectrogram_is_fed_twice():
 
 
 def test_mixed_clips_are_masked_afterwards():
-    epochs, masks = np.arange(7), {"mels": 3, "frames": 4, "shared": True}
+    epochs, masks = np.arange(7), {"freq_mask": 3, "time_mask": 4, "shared": True}
     found, _ = views_of(CLIPS, epochs, masks=masks, mixup=1.0)
     mixed = clips_of(Mixup(1.0, 3)(CLIPS, epochs, Rows(CLIPS)))
     for view, clip in zip(found[::2], mixed, strict=True):
@@ -148,10 +148,10 @@ def test_no_rows_of_a_worker():
 
 def test_tasks_that_read_shards_mix_as_the_worker_does(tmp_path):
     """A chunk of real shards, read by another process's copy of the fetch, for one worker and for two."""
-    content = {"kind": "audio", "label": r"^(\d)_", "mels": MELS}
+    content = {"kind": "audio", "label": r"^(\d)_", "num_mel_bins": MELS}
     folder, _ = prepare_media(tmp_path, content, {f"{n % 3}_{n}.wav": sound(tone(0.2, number=n)) for n in range(12)})
     shards = ShardSet(folder, "train")
-    feed = ClipFeed(SupconConfig(mixup=0.7, masks={"mels": 2, "shared": True}), FrontendConfig(patch=(2, MELS)), 3)
+    feed = ClipFeed(SupconConfig(mixup=0.7, masks={"freq_mask": 2, "shared": True}), FrontendConfig(patch=(2, MELS)), 3)
     plan = Plan(0, shards.num_documents, 6)
 
     def chunk(rank, workers):

@@ -180,22 +180,22 @@ def test_unknown_head():
         mlm_head(nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("sources", [{}, {"pretrained": "x", "scratch": {"model_type": "bert"}}])
+@pytest.mark.parametrize("sources", [{}, {"pretrained": "x", "from_config": {"model_type": "bert"}}])
 def test_one_source(sources):
     with pytest.raises(ValueError, match="exactly one of `pretrained`"):
         EncoderConfig(**sources)
 
 
 def test_an_unknown_type_is_named_with_the_nearest_one():
-    settings = EncoderConfig(scratch={"model_type": "robberta"})
+    settings = EncoderConfig(from_config={"model_type": "robberta"})
     with pytest.raises(UnfitEncoderError) as error:
         load_hf_config(settings, 100, {})
     assert str(error.value) == "transformers has no model type 'robberta'; did you mean `roberta`?"
 
 
 def test_scratch_needs_a_type():
-    with pytest.raises(ValueError, match="scratch needs `model_type`"):
-        EncoderConfig(scratch={"hidden_size": 8})
+    with pytest.raises(ValueError, match="from_config needs `model_type`"):
+        EncoderConfig(from_config={"hidden_size": 8})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -30,7 +30,7 @@ from trainer.step.settings import OptimConfig
 from trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]
-BOTH = DeclutrConfig(masking={"select_share": 0.5})
+BOTH = DeclutrConfig(masking={"mlm_probability": 0.5})
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.2}
 CASES = [(tokens, norm) for tokens in (None, 60) for norm in (1.0, 1e-3)]
 
@@ -240,7 +240,7 @@ def test_facts_of_one_worker_only_are_refused_on_all():
 def test_gradients_that_are_not_finite_are_not_verified(monkeypatch):
     gradients = {"loss": torch.zeros(1), "weight": torch.full((2,), float("nan")), "bias": torch.ones(2)}
     monkeypatch.setattr(verify, "_single", lambda *_: (gradients, 14))
-    config = TrainConfig(run="r", data="d", encoder={"scratch": {"model_type": "roberta"}})
+    config = TrainConfig(run="r", data="d", encoder={"from_config": {"model_type": "roberta"}})
     found = list(verify.verify(config, 4, []))
     assert found
     assert not any(row.within for row in found)

@@ -29,7 +29,7 @@ def test_declutr_drops_and_updates_as_released(name):
     """Dropout 0.1 of attention weights too, the optimizer of transformers 3.4, the gradient of four GPUs."""
     config = train_of(name)
     assert (config.encoder.dropout, config.encoder.attention_dropout) == (None, 0.1)
-    assert (config.optim.bias_correction, config.objective.released_rank_scaling) == (False, 4)
+    assert (config.optim.bias_correction, config.objective.reference_rank_scaling) == (False, 4)
     assert (config.optim.eps, config.optim.schedule, config.batch_documents) == (1e-6, "slanted_triangular", 16)
 
 
@@ -60,12 +60,12 @@ def test_simcse_has_the_table_of_its_readme(name, encoder, batch, rate, epochs):
 
 @pytest.mark.parametrize("name", ["simcse-unsup", "simcse-roberta", "simcse-sup", *VISUAL, "audiocse"])
 def test_no_sentence_is_held_back_where_stsb_validates(name):
-    assert (prepare_of(name).held_out_share, train_of(name).export) == (0, "best")
+    assert (prepare_of(name).validation_fraction, train_of(name).export) == (0, "best")
 
 
 @pytest.mark.parametrize("name", VISUAL)
 def test_visualcse_has_the_settings_of_its_scripts(name):
-    config, image = train_of(name), train_of(name).also["image"]
+    config, image = train_of(name), train_of(name).auxiliary_tasks["image"]
     texts = config.encoder.pretrained, config.batch_documents, config.optim.lr, config.epochs
     assert (*texts, image.weight, image.optim.lr, image.objective.temperature) == VISUAL[name]
     assert prepare_of(name).tokenizer.name == config.encoder.pretrained
@@ -76,6 +76,6 @@ def test_visualcse_has_the_settings_of_its_scripts(name):
 
 
 def test_audiocse_feeds_one_masked_mixture_twice():
-    objective = train_of("audiocse").also["audio"].objective
-    assert objective.masks.model_dump() == {"mels": 48, "frames": 192, "shared": True}
+    objective = train_of("audiocse").auxiliary_tasks["audio"].objective
+    assert objective.masks.model_dump() == {"freq_mask": 48, "time_mask": 192, "shared": True}
     assert objective.mixup == 0.5

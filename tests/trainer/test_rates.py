@@ -71,7 +71,7 @@ def test_attention_dropout_of_the_padded_layout_leaves_torchs_generator_alone():
 def test_heads_that_share_keys_drop_in_the_padded_layout():
     """EuroBERT with two query heads for one key head; at a rate of almost 0 it is the encoder without dropout."""
     shape = {**SHARED["eurobert"], "model_type": "eurobert", "num_key_value_heads": 1}
-    settings = {"scratch": shape, "layout": "padded"}
+    settings = {"from_config": shape, "layout": "padded"}
     encoder = tiny_encoder("roberta", dropout=0.0, attention_dropout=1e-9, **settings)
     plain = tiny_encoder("roberta", dropout=0.0, attention_dropout=0.0, **settings)
     torch.testing.assert_close(

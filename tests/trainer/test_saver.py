@@ -80,7 +80,7 @@ def test_a_full_disk_is_waited_out(volume, opened, log):
 
 @pytest.mark.parametrize("fault", ["full", "read-only"])
 def test_patience_ends_with_one_reason(volume, opened, fault):
-    one = opened(volume.path / "run" / "checkpoints", patience_seconds=0.7)
+    one = opened(volume.path / "run" / "checkpoints", storage_retry_seconds=0.7)
     give(one, 1)
     one.wait()
     if fault == "full":
@@ -94,7 +94,7 @@ def test_patience_ends_with_one_reason(volume, opened, fault):
         assert one.failed()
         words = "No space left on device" if fault == "full" else "Read-only file system"
         assert f"step 2 cannot be written to {one.folder} ({words}): it needs 1.0 MiB, " in str(given_up.value)
-        assert "checkpoint.patience_seconds" in str(given_up.value)
+        assert "checkpoint.storage_retry_seconds" in str(given_up.value)
         with pytest.raises(SaveError):
             one.reuse_memory()
         assert checkpoint.find_latest(one.folder)[1].step == 1
@@ -157,7 +157,7 @@ def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeyp
         clock=lambda: now[0],
         every_steps=2,
         every_seconds=60,
-        patience_seconds=100,
+        storage_retry_seconds=100,
     )
     give(one, 2)
     until(lambda: one._writing_since is not None, "the write")

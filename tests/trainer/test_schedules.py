@@ -55,7 +55,7 @@ def test_settings_that_change_the_result_change_the_hash():
         {"optim": {"max_grad_norm": None}},
         {"validation": {"stsb": "sts"}},
         {"validation": {"data": "other"}},
-        {"objective": {"released_rank_scaling": 4}},
+        {"objective": {"reference_rank_scaling": 4}},
     ):
         assert TrainConfig.model_validate(config | changed).hash() != plain
 

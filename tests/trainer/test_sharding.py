@@ -24,14 +24,14 @@ from trainer.step.step import NonFiniteLossError
 
 pytestmark = pytest.mark.dist
 LENGTHS = [48, 70, 49, 131, 60]
-HALF = {"select_share": 0.5}
+HALF = {"mlm_probability": 0.5}
 BOTH = {"masking": HALF}
 OBJECTIVES = {
     "both": BOTH,
     "mlm": {"terms": "mlm", "masking": HALF},
     "contrastive": {"terms": "contrastive"},
     "queue": {"masking": HALF, "queue_size": 13},
-    "nothing selected": {"masking": {"select_share": 0.0}},
+    "nothing selected": {"masking": {"mlm_probability": 0.0}},
 }
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.2, "projection": {"kind": "mlp", "size": 6}}
 CASES = {

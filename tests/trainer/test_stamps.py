@@ -68,7 +68,7 @@ def test_the_worker_whose_device_did_not_enter_the_exchange_hangs_although_all_p
     for heartbeat in heartbeats:
         heartbeat.steps = 5
         heartbeat.flight = ["5 nccl:all_reduce ['Float'][[7]]: scheduled"]
-    dog, hang = Watchdog(20.0, slow_factor=2.0), None
+    dog, hang = Watchdog(20.0, straggler_factor=2.0), None
     while hang is None and clock[0] < 100:
         clock[0] += 0.5
         hang = dog.look([heartbeat.snapshot() for heartbeat in heartbeats], clock[0])
@@ -82,7 +82,7 @@ def test_the_worker_whose_device_did_not_enter_the_exchange_hangs_although_all_p
 def test_a_slow_device_is_told_apart_from_those_that_wait_for_it():
     clock = [0.0]
     devices, heartbeats = group(clock)
-    dog, found = Watchdog(600.0, slow_factor=2.0), []
+    dog, found = Watchdog(600.0, straggler_factor=2.0), []
     for step in range(1, 60):
         before = clock[0]
         queue_step(devices, heartbeats, [0.1, 0.5, 0.1])

@@ -87,8 +87,8 @@ def test_both_terms_are_a_sum():
 
 def test_released_scaling_is_a_number_that_one_worker_repeats():
     """The gradient is mlm + contrastive / 4 whatever the number of workers; null is off."""
-    off, scaled = (gradients(*setup({"masking": HALF, "released_rank_scaling": number})) for number in (None, 4))
-    mlm = gradients(*setup({"masking": HALF, "released_rank_scaling": 10**12}))
+    off, scaled = (gradients(*setup({"masking": HALF, "reference_rank_scaling": number})) for number in (None, 4))
+    mlm = gradients(*setup({"masking": HALF, "reference_rank_scaling": 10**12}))
     assert scaled[0] == off[0]  # the loss that is shown is not divided
     assert deviation(scaled[3], [m + (g - m) / 4 for g, m in zip(off[3], mlm[3], strict=True)]) < 1e-10
     assert deviation(scaled[3], off[3]) > 1e-2
@@ -147,12 +147,12 @@ def test_a_step_leaves_the_global_generator_alone():
 
 
 def test_nothing_selected():
-    stepper, batch = setup({"masking": {"select_share": 0.0}})
+    stepper, batch = setup({"masking": {"mlm_probability": 0.0}})
     metrics = stepper.step(batch, 1)
     assert metrics.terms["mlm"] == 0.0
     assert metrics.num_selected == 0
     assert metrics.loss == metrics.terms["contrastive"] > 0
-    only_mlm, batch = setup({"terms": "mlm", "masking": {"select_share": 0.0}})
+    only_mlm, batch = setup({"terms": "mlm", "masking": {"mlm_probability": 0.0}})
     assert only_mlm.step(batch, 1).loss == 0.0
 
 
@@ -263,7 +263,7 @@ def test_any_number_of_ranks_takes_the_same_step(size):
 def rank_scaled(world):
     start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(world.rank, world.size)
     return [
-        gradients(*setup({**objective, "released_rank_scaling": scaled}, world=world, start=start, end=end))
+        gradients(*setup({**objective, "reference_rank_scaling": scaled}, world=world, start=start, end=end))
         for objective in (OBJECTIVES["contrastive"], OBJECTIVES["mlm"])
         for scaled in (None, 4)
     ]

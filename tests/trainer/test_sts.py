@@ -71,11 +71,11 @@ def test_equal_embeddings_score_zero_and_broken_ones_nothing():
 
 
 def test_all_rows_are_trained_on_if_stsb_validates(tmp_path):
-    """held_out_share=0, as in the papers' configs: only STS-B is scored. Without it, the run is refused."""
+    """validation_fraction=0, as in the papers' configs: only STS-B is scored. Without it, the run is refused."""
     write_prepared(tmp_path / "data", [[Row(f"word{n} " * 40) for n in range(9)]], geometry=runs.GEOMETRY)
     write(tmp_path, "\n".join(LINE.format(score=n, first=f"word{n}", second="word") for n in range(6)))
     settings = {"every_steps": 2, "stsb": str(tmp_path)}
-    changes = {"encoder": {"scratch": runs.SCRATCH}, "objective": {"kind": "declutr"}}
+    changes = {"encoder": {"from_config": runs.FROM_CONFIG}, "objective": {"kind": "declutr"}}
     config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes, validation=settings)
     shards = ShardSet(tmp_path / "data", "train")
     assert shards.manifest.totals["kept_held_out"] == 0

@@ -40,7 +40,7 @@ PAIRS = text_rows(
         [(2, -1), (5, 0), (7, 2)],
     ]
 )
-HALF = {"select_share": 0.5}
+HALF = {"mlm_probability": 0.5}
 CASES = {
     "simcse": (Simcse, SimcseConfig(temperature=0.2), SENTENCES),
     "simcse with mlm": (Simcse, SimcseConfig(temperature=0.2, mlm_loss_weight=0.1, masking=HALF), SENTENCES),
@@ -52,8 +52,8 @@ CASES = {
     "simcse supervised": (Simcse, SimcseConfig(supervised=True, temperature=0.2, hard_negative_weight=0.7), PAIRS),
     "scd": (Scd, ScdConfig(projector=[12, 8], decorrelation_weight=0.5), SENTENCES),
     "scd, attention apart": (Scd, ScdConfig(projector=[6], attention_rates=(0.2, 0.0)), SENTENCES),
-    "scl": (Scl, SclConfig(contrast_share=0.4), PAIRS),
-    "scl with draws": (Scl, SclConfig(contrast_share=0.4, positives=2, negatives=3), PAIRS),
+    "scl": (Scl, SclConfig(contrastive_weight=0.4), PAIRS),
+    "scl with draws": (Scl, SclConfig(contrastive_weight=0.4, positives=2, negatives=3), PAIRS),
 }
 
 
@@ -121,7 +121,7 @@ def test_any_number_of_workers_and_microbatches(single, size, sharded, shared_ro
 
 def bits(world):
     """Parameters after two steps with fixed-point sums, and the lines of the steps, by case."""
-    world, found = replace(world, bitwise=True), {}
+    world, found = replace(world, deterministic=True), {}
     for name, (_, _, rows) in CASES.items():
         stepper, _ = setup(name, world)
         parameters = trained_parameters(stepper.encoder, stepper.objective)
@@ -293,13 +293,13 @@ def test_scl_draws_the_numbers_it_is_told_and_always_its_own():
 
     def used(**changes):
         views.grad = None
-        objective = objective_of("scl with draws", contrast_share=1.0, **changes)
+        objective = objective_of("scl with draws", contrastive_weight=1.0, **changes)
         objective.loss(pairs(views, labels, premises))["contrastive"].backward()
         return int((views.grad[:, 1].abs().sum(1) > 0).sum())
 
     assert used(positives=1, negatives=1) >= 3 + 1
     assert used(positives="all", negatives="all") == 8
-    objective = objective_of("scl", contrast_share=1.0, positives=1, negatives=2)
+    objective = objective_of("scl", contrastive_weight=1.0, positives=1, negatives=2)
     found = {round(objective.loss(pairs(views, labels, premises, step))["contrastive"].item(), 9) for step in range(20)}
     assert len(found) > 5  # other negatives in other steps
     u, v = views.detach().unbind(1)
@@ -322,7 +322,7 @@ def test_equal_premises_of_two_rows_are_one_premise():
 
 def test_scl_without_contrast_is_cross_entropy():
     views = torch.randn(4, 2, 16, dtype=torch.float64)
-    objective = objective_of("scl", contrast_share=0.0)
+    objective = objective_of("scl", contrastive_weight=0.0)
     terms = objective.loss(pairs(views, [0, 1, 2, 0], [1, 1, 2, 3]))
     u, v = views.unbind(1)
     logits = objective.classifier(torch.cat([u, v, (u - v).abs()], dim=1))

@@ -31,9 +31,9 @@ def heartbeat(rank, step=7, entered=30, phase="gather", group="g", **more):
     } | more
 
 
-def watch(looks, hang_seconds=20.0, every=0.5):
+def watch(looks, watchdog_timeout_seconds=20.0, every=0.5):
     """Feeds `looks(seconds)` to a watchdog until it finds a hang; the hang and when."""
-    dog, now = Watchdog(hang_seconds, slow_factor=2.0), 0.0
+    dog, now = Watchdog(watchdog_timeout_seconds, straggler_factor=2.0), 0.0
     while now < 200:
         hang = dog.look(looks(now), now)
         if hang:
@@ -83,7 +83,8 @@ def test_where_all_wait_alike_that_is_said():
 def test_a_group_that_moves_does_not_hang_and_one_that_starts_has_a_minute():
     assert watch(lambda now: [heartbeat(rank, entered=int(now) // 15) for rank in range(3)])[0] is None
     _, at = watch(
-        lambda now: [heartbeat(rank, steps=0, phase="data", **alive(now)) for rank in range(3)], hang_seconds=5
+        lambda now: [heartbeat(rank, steps=0, phase="data", **alive(now)) for rank in range(3)],
+        watchdog_timeout_seconds=5,
     )
     assert at == pytest.approx(60, abs=1)
 
@@ -110,7 +111,7 @@ def test_who_fetches_does_not_hang_while_it_lives():
 
 def test_a_slow_worker_is_named_once_and_a_moment_of_slowness_is_not():
     def looks(own):
-        dog, found = Watchdog(600.0, slow_factor=2.0), []
+        dog, found = Watchdog(600.0, straggler_factor=2.0), []
         for look in range(100):
             dog.look(
                 [heartbeat(rank, steps=50, step=look, own_seconds=own(rank, look)) for rank in range(3)], look * 0.5
@@ -126,7 +127,7 @@ def test_a_slow_worker_is_named_once_and_a_moment_of_slowness_is_not():
 
 @pytest.mark.parametrize(("steps", "looks", "named"), [(20, 20, True), (20, 19, False), (19, 100, False)])
 def test_the_slower_of_two_workers_is_named_after_ten_seconds_and_twenty_steps(steps, looks, named):
-    dog, found = Watchdog(600.0, slow_factor=2.0), []
+    dog, found = Watchdog(600.0, straggler_factor=2.0), []
     for look in range(looks):
         dog.look([heartbeat(rank, steps=steps, own_seconds=(0.1, 0.25)[rank]) for rank in (0, 1)], look * 0.5)
         found += dog.slow()

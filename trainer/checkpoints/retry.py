@@ -23,11 +23,11 @@ class Job:
 
 
 class StorageRetry:
-    """Counts the failures of a storage until a write succeeds; it may fail for `patience_seconds`."""
+    """Counts the failures of a storage until a write succeeds; it may fail for `storage_retry_seconds`."""
 
-    def __init__(self, folder: Path, patience_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, folder: Path, storage_retry_seconds: float, clock: Callable[[], float]) -> None:
         self.folder = folder
-        self.patience_seconds = patience_seconds
+        self.storage_retry_seconds = storage_retry_seconds
         self.clock = clock
         self.since: float | None = None
         self.tries = 0
@@ -37,7 +37,7 @@ class StorageRetry:
         """Seconds until the next attempt, or None if the time limit is reached. Logs an error that is new."""
         now = self.clock()
         self.since = now if self.since is None else self.since
-        left = self.since + self.patience_seconds - now
+        left = self.since + self.storage_retry_seconds - now
         if left <= 0:
             return None
         if self.tries == 0 or error.errno != self.number:

@@ -123,7 +123,7 @@ class Saver:
     def failed(self) -> bool:
         """True if the storage has failed, or hung without an error, for longer than the settings allow."""
         since = self._writing_since
-        if since is not None and self._failure is None and self._clock() - since > self.config.patience_seconds:
+        if since is not None and self._failure is None and self._clock() - since > self.config.storage_retry_seconds:
             self._failure = (
                 f"the storage of {self.folder} has not finished a checkpoint for {self._clock() - since:.0f} s"
             )
@@ -132,7 +132,7 @@ class Saver:
     def check(self) -> None:
         """Raises the error of the writer, if any."""
         if self.failed():
-            raise self._error or SaveError(f"{self._failure}. See checkpoint.patience_seconds")
+            raise self._error or SaveError(f"{self._failure}. See checkpoint.storage_retry_seconds")
 
     def close(self) -> None:
         """Ends the thread after the last submitted checkpoint, unless the storage fails."""
@@ -154,7 +154,7 @@ class Saver:
 
     def _run(self) -> None:
         _lower_priority()
-        retry = StorageRetry(self.folder, self.config.patience_seconds, self._clock)
+        retry = StorageRetry(self.folder, self.config.storage_retry_seconds, self._clock)
         try:
             while (job := self._next()) is not None:
                 try:

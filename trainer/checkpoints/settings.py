@@ -21,7 +21,7 @@ class CheckpointConfig(Strict):
     """Number of newest checkpoints to keep. With 2, an older one remains if the newest is damaged."""
     keep_every_steps: int | None = Field(default=None, ge=1)
     """Save at all multiples of this step and keep these checkpoints permanently, to study how the encoder developed."""
-    patience_seconds: float = Field(default=600.0, ge=0)
+    storage_retry_seconds: float = Field(default=600.0, ge=0)
     """Time a storage may fail (full disk, missing file system) before the run ends with an error."""
 
     @model_validator(mode="after")

@@ -54,7 +54,7 @@ class RunState(Strict):
     sizes: dict[str, int] = Field(default_factory=dict)
     """Bytes of each of these files."""
     skipped: int = Field(default=0, ge=0)
-    """Number of steps so far that were skipped because their loss was not finite (`on_bad_loss`)."""
+    """Number of steps so far that were skipped because their loss was not finite (`on_nonfinite_loss`)."""
     skipped_in_a_row: int = Field(default=0, ge=0)
     """Number of skipped steps directly before and at `step`."""
     branches_skipped: dict[str, tuple[int, int]] = Field(default_factory=dict)

@@ -29,9 +29,9 @@ if TYPE_CHECKING:  # the driver needs no torch
 Found = tuple[Path, RunState] | None
 
 
-def store_of(address: str, folder: Path, patience: RetryPolicy = DEFAULT_RETRIES) -> "RunStore | None":
+def store_of(address: str, folder: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> "RunStore | None":
     """The store of the run at `address`, which is `run` of the configuration; None for a run in a folder."""
-    return RunStore(address, folder, patience) if is_remote(address) else None
+    return RunStore(address, folder, retries) if is_remote(address) else None
 
 
 def fetch_run(store: "RunStore", expected: Mapping[str, str], world: "World") -> None:
@@ -59,11 +59,11 @@ def after_save(address: str, folder: Path, config: CheckpointConfig, score: str)
 class RunStore:
     """A run in an object store, with the same layout as in a folder.
 
-    Every method raises RemoteError if the store refuses, or did not answer within the time of `patience`.
+    Every method raises RemoteError if the store refuses, or did not answer within the time of `retries`.
     """
 
-    def __init__(self, address: str, folder: Path, patience: RetryPolicy) -> None:
-        self.address, self.folder, self._patience = address, folder, patience
+    def __init__(self, address: str, folder: Path, retries: RetryPolicy) -> None:
+        self.address, self.folder, self._retries = address, folder, retries
         self._states: dict[int, RunState] = {}  # states read so far
 
     def fetch(self, files: Sequence[str] = (), expected: Mapping[str, str] | None = None) -> Found:
@@ -79,10 +79,10 @@ class RunStore:
             RemoteError: also if the address holds something other than a run.
             UnreadableError: the disk of this host fails.
         """
-        if is_whole(self.address, self._patience):  # then its checkpoints have no file lists
+        if is_whole(self.address, self._retries):  # then its checkpoints have no file lists
             raise RemoteError(f"{self.address} holds a folder that was pushed as a whole: name another address")
         for name in (METRICS, *files):
-            if not pull_file(child(self.address, name), self.folder / name, self._patience):
+            if not pull_file(child(self.address, name), self.folder / name, self._retries):
                 (self.folder / name).unlink(missing_ok=True)
         return self._fetch_first(list(reversed(self._steps())), expected)
 
@@ -99,7 +99,7 @@ class RunStore:
         """
         self._discard_all_but(step)
         pull_folder(
-            self._place(step), checkpoint.checkpoint_path(self.folder / CHECKPOINTS, step), self._patience, renew=True
+            self._place(step), checkpoint.checkpoint_path(self.folder / CHECKPOINTS, step), self._retries, renew=True
         )
 
     def save(self, config: CheckpointConfig, score: str, step: int) -> None:
@@ -108,10 +108,10 @@ class RunStore:
             METRICS, *(f"{TENSORBOARD}/{path.name}" for path in sorted((self.folder / TENSORBOARD).glob("*"))[-1:])
         )
         place = self._place(step)
-        if is_whole(place, self._patience):  # skipped as broken at the start; the run has now reached its step again
-            remove_folder(place, self._patience)
+        if is_whole(place, self._retries):  # skipped as broken at the start; the run has now reached its step again
+            remove_folder(place, self._retries)
         self._states.pop(step, None)
-        push_folder(checkpoint.checkpoint_path(self.folder / CHECKPOINTS, step), place, self._patience)
+        push_folder(checkpoint.checkpoint_path(self.folder / CHECKPOINTS, step), place, self._retries)
         try:
             self._prune(config, score, step)
         except OSError as error:  # the next call deletes them
@@ -121,9 +121,9 @@ class RunStore:
         """Sends files of the run's folder; files missing here are deleted in the store."""
         for name in files:
             if (self.folder / name).is_file():
-                push_file(self.folder / name, child(self.address, name), self._patience)
+                push_file(self.folder / name, child(self.address, name), self._retries)
             else:
-                remove_file(child(self.address, name), self._patience)
+                remove_file(child(self.address, name), self._retries)
 
     def send_folder(self, name: str) -> str:
         """Sends a folder of the run, whole or not at all; returns its address.
@@ -131,12 +131,12 @@ class RunStore:
         Sizes in the store are compared with the local ones; a file that was lost there is sent again.
         """
         address, local = child(self.address, name), self.folder / name
-        push_folder(local, address, self._patience)
+        push_folder(local, address, self._retries)
         for path in sorted(path for path in local.rglob("*") if path.is_file()):
             place = child(address, path.relative_to(local).as_posix())
-            if size_of(place, self._patience) != path.stat().st_size:
+            if size_of(place, self._retries) != path.stat().st_size:
                 get_logger().warning("%s is missing or truncated: sending it again", place)
-                push_file(path, place, self._patience)
+                push_file(path, place, self._retries)
         return address
 
     def _prune(self, config: CheckpointConfig, score: str, newest: int) -> None:
@@ -145,12 +145,12 @@ class RunStore:
         keep = retention.kept(self._scores(steps, score), config)
         for step in steps:
             if step not in keep:
-                remove_folder(self._place(step), self._patience)
+                remove_folder(self._place(step), self._retries)
                 self._states.pop(step, None)
 
     def _steps(self) -> list[int]:
         """Steps with a checkpoint in the store, whole or not, in order."""
-        return checkpoint.steps_among(names(child(self.address, CHECKPOINTS), self._patience))
+        return checkpoint.steps_among(names(child(self.address, CHECKPOINTS), self._retries))
 
     def _place(self, step: int) -> str:
         return child(child(self.address, CHECKPOINTS), checkpoint.checkpoint_path(Path(), step).name)
@@ -162,9 +162,9 @@ class RunStore:
             if step not in self._states:
                 place = self._place(step)
                 try:
-                    if not is_whole(place, self._patience):
+                    if not is_whole(place, self._retries):
                         continue
-                    raw = read_file(child(place, STATE), self._patience)
+                    raw = read_file(child(place, STATE), self._retries)
                     self._states[step] = RunState.model_validate_json(raw or b"")
                 except (AlteredError, ValidationError) as error:
                     get_logger().warning("skipping a broken checkpoint: %s: %s", place, error)

@@ -162,7 +162,7 @@ def turn_parameters(turn: Stepper) -> dict[str, nn.Parameter]:
 
 
 def own_parameters(branch: Branch) -> dict[str, nn.Parameter]:
-    """Parameters of an additional branch's objective and frontend by name."""
+    """Parameters of an additional branch's objective and frontend by name; files of checkpoints have these names."""
     parts = {"objective": branch.objective, "frontend": branch.frontend}
     return {
         f"also.{branch.name}.{part}.{name}": parameter

@@ -139,7 +139,7 @@ class RankBatch:
         views: `(m, V)` int64, number of the span of each view. None: the objective knows the order.
         facts: `(m,)` int64 each, properties of a row that the loss needs in addition to its views, such as a label.
         digest: digest of the spans (SpanBatch.digest); 0 if it was not computed.
-        also: the shares of the run's additional branches by name.
+        auxiliary: the shares of the run's additional branches by name.
         units: canonical microbatches of which the spans are composed; empty if there are none.
     """
 
@@ -149,7 +149,7 @@ class RankBatch:
     facts: dict[str, Tensor] = field(default_factory=dict)
     digest: int = 0
     views: Tensor | None = None
-    also: dict[str, "RankBatch"] = field(default_factory=dict)
+    auxiliary: dict[str, "RankBatch"] = field(default_factory=dict)
     units: tuple[Unit, ...] = ()
 
     @property
@@ -179,7 +179,7 @@ class RankBatch:
             spans=self.spans.to(device),
             facts={name: sent(values, device) for name, values in self.facts.items()},
             views=None if self.views is None else sent(self.views, device),
-            also={name: batch.to(device) for name, batch in self.also.items()},
+            auxiliary={name: batch.to(device) for name, batch in self.auxiliary.items()},
         )
         vars(made)["views_alike"] = self.views_alike  # on a GPU, `views` could not be read without waiting
         return made

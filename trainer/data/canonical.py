@@ -66,7 +66,7 @@ def units_of(batch: RankBatch) -> list[RankBatch]:
             facts={},
             views=None if batch.views is None else batch.views[row : row + unit.num_rows] - bound,
             units=(unit,),
-            also={},
+            auxiliary={},
         )
         for unit, part, bound, row in zip(batch.units, spans, bounds, rows, strict=False)
     ]

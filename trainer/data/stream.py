@@ -145,13 +145,13 @@ def batches(rank_plan: RankPlan, feed: Feed, device: torch.device) -> Iterator[R
         yield replace(batch, digest=batch.spans.digest()).to(device)
 
 
-def with_branches(main: Iterator[RankBatch], also: Mapping[str, Iterator[RankBatch]]) -> Iterator[RankBatch]:
+def with_branches(main: Iterator[RankBatch], auxiliary: Mapping[str, Iterator[RankBatch]]) -> Iterator[RankBatch]:
     """The batches of the main branch with those of the additional branches, step by step."""
-    if not also:
+    if not auxiliary:
         yield from main
         return
-    for batch, *others in zip(main, *also.values(), strict=True):
-        yield replace(batch, also=dict(zip(also, others, strict=True)))
+    for batch, *others in zip(main, *auxiliary.values(), strict=True):
+        yield replace(batch, auxiliary=dict(zip(auxiliary, others, strict=True)))
 
 
 @dataclass

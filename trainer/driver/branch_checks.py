@@ -20,14 +20,14 @@ def branch_problems(config: TrainConfig, manifests: dict[str, Manifest]) -> list
         manifests: manifests of the shards by name of the branch; "" for the main one.
     """
     found = []
-    for name in config.also:
+    for name in config.auxiliary_tasks:
         branch, manifest = config.of_branch(name), manifests[name]
         wrong = objective_problems(branch)
         if not wrong and manifest.content.kind in MEDIA_KINDS:
             wrong = _frontend_problems(config, name, manifest)
         elif not wrong:
             wrong = encoder_problems(branch, manifest)
-        found += [f"also.{name}.{line}" for line in wrong]
+        found += [f"auxiliary_tasks.{name}.{line}" for line in wrong]
     return found
 
 

@@ -42,9 +42,9 @@ def model_card(config: TrainConfig, state: RunState, verdict: str) -> str:
     objective, kind, tokenizer = config.objective, manifest.content.kind, manifest.text_tokenizer
     rows = _ROWS.get(kind, kind)
     scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
-    source = config.encoder.pretrained or f"from scratch ({config.encoder.scratch})"
+    source = config.encoder.pretrained or f"from scratch ({config.encoder.from_config})"
     dropped = "".join(f"Trained but not part of this encoder: {part}.\n" for part in objective.dropped)
-    also = "".join(_branch_lines(config))
+    auxiliary = "".join(_branch_lines(config))
     sts = "" if STSB not in state.scores else f" {STSB}: Spearman correlation on STS-B's development set, in percent."
     return f"""---
 library_name: sentence-transformers
@@ -55,7 +55,7 @@ tags: [sentence-transformers, feature-extraction, {objective.kind}]
 
 Start: {source}. Pooling: {config.encoder.pooling}. Dimensions and longest input: see `config.json`.
 Trained for {state.step} steps of {config.batch_documents} {rows} ({state.documents} {rows} read), {objective.learns}.
-{dropped}{also}
+{dropped}{auxiliary}
 {_USE.get(config.encoder.pooling, _SENTENCE_TRANSFORMERS)}
 ## Held-out scores of these weights
 {objective.scored}{sts} One half of the held-out rows chooses; `{REPORTED}` marks the other half.
@@ -79,8 +79,8 @@ Result on that other half: {verdict}.
 
 def _branch_lines(config: TrainConfig) -> Iterator[str]:
     """A sentence for each additional branch: its method, data and parts that are not exported."""
-    turn = "in the same update" if config.turns == "joint" else "in updates of its own before each step"
-    for name, branch in config.also.items():
+    turn = "in the same update" if config.task_schedule == "joint" else "in updates of its own before each step"
+    for name, branch in config.auxiliary_tasks.items():
         manifest = load_manifest(data_folder(branch.data, config.cache))
         kind, objective = manifest.content.kind, branch.objective
         parts = [*objective.dropped, *(["the embeddings of its patches"] if kind in MEDIA_KINDS else [])]

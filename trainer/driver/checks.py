@@ -45,11 +45,11 @@ def early_problems(config: TrainConfig) -> list[str]:
         return [
             *found,
             f"data = {config.data}: holds {main.content.kind}; the main branch reads texts, whose encoder is "
-            "exported: name it in a branch (also.NAME.data)",
+            "exported: name it in a branch (auxiliary_tasks.NAME.data)",
         ]
     for name, branch in config.branches().items():
         if name in manifests:
-            prefix = f"also.{name}." if name else ""
+            prefix = f"auxiliary_tasks.{name}." if name else ""
             found += [f"{prefix}{line}" for line in data_problems(branch, manifests[name])]
             found += [f"{prefix}{line}" for line in _misfits(config, name, manifests)] if name else []
     if kind_problem(config, main) is None:
@@ -70,9 +70,9 @@ def problems(config: TrainConfig) -> list[str]:
     began_before = bool(steps_in(run_folder(config.run, config.cache) / CHECKPOINTS))
     # The objective and the encoder of a run from scratch that has a checkpoint are not loaded for checks: with torch
     # and transformers that takes seconds of each start.
-    from_scratch = began_before and config.encoder.pretrained is None and not config.also
+    from_scratch = began_before and config.encoder.pretrained is None and not config.auxiliary_tasks
     found = stsb_problems(config) + ([] if from_scratch else objective_problems(config))
-    if config.also:
+    if config.auxiliary_tasks:
         from trainer.driver.branch_checks import branch_problems
 
         found += branch_problems(config, manifests)
@@ -89,7 +89,7 @@ def _shards(config: TrainConfig) -> tuple[list[tuple[str, str]], dict[str, Manif
     """Problems of the shards of all branches, each with its key, and the manifests of those that can be read."""
     found, manifests = [], {}
     for name, branch in config.branches().items():
-        key = f"also.{name}.data" if name else "data"
+        key = f"auxiliary_tasks.{name}.data" if name else "data"
         try:
             folder = data_folder(branch.data, config.cache)
             manifests[name] = load_manifest(folder)
@@ -102,7 +102,7 @@ def _shards(config: TrainConfig) -> tuple[list[tuple[str, str]], dict[str, Manif
 
 def _misfits(config: TrainConfig, name: str, manifests: Mapping[str, Manifest]) -> list[str]:
     """Problems of a branch whose texts do not fit its settings or the main branch."""
-    branch, main, own = config.also[name], manifests[""], manifests[name]
+    branch, main, own = config.auxiliary_tasks[name], manifests[""], manifests[name]
     if own.content.kind in MEDIA_KINDS:
         return []
     found = []
@@ -223,7 +223,9 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
 
 def _other_shards(config: TrainConfig, run: Path, now: dict[str, str]) -> list[str]:
     """Problems of a run that was trained on shards of other hashes; its next steps would read the wrong documents."""
-    places = {name: f"{f'also.{name}.data' if name else 'data'} = {config.branches()[name].data}" for name in now}
+    places = {
+        name: f"{f'auxiliary_tasks.{name}.data' if name else 'data'} = {config.branches()[name].data}" for name in now
+    }
     for _, state in checkpoint.states_in(run / CHECKPOINTS):
         if state.data_hash != joint_hash(now):
             before = state.branch_hashes

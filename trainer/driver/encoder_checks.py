@@ -163,5 +163,5 @@ def _unkeyed(config: TrainConfig, encoder: Encoder) -> str:
 
 
 def _unloadable(encoder: EncoderConfig, error: Exception) -> str:
-    source = encoder.pretrained if encoder.pretrained is not None else encoder.scratch
+    source = encoder.pretrained if encoder.pretrained is not None else encoder.from_config
     return f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"

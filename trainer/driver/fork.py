@@ -90,10 +90,12 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
             update={
                 "config_hash": config.hash(),
                 "data_hash": data,
-                "branch_hashes": hashes if config.also else {},
+                "branch_hashes": hashes if config.auxiliary_tasks else {},
                 "documents": state.step * config.batch_documents,
                 "files": files,
-                "branches_skipped": {name: n for name, n in state.branches_skipped.items() if name in config.also},
+                "branches_skipped": {
+                    name: n for name, n in state.branches_skipped.items() if name in config.auxiliary_tasks
+                },
                 "scores": state.scores if state.data_hash == data else {},
                 "reported": None,  # a fork starts with these weights, and validates them
                 "sizes": {name: (folder / name).stat().st_size for name in files},
@@ -113,7 +115,7 @@ def _kept_branches(config: TrainConfig, folder: Path, state: RunState) -> dict[s
     kept = dict(state.files)
     for file in state.files:
         name, _, rest = file.partition(".")
-        if rest.count(".") and name not in config.also:
+        if rest.count(".") and name not in config.auxiliary_tasks:
             (folder / file).unlink()
             del kept[file]
     dropped = sorted({file.partition(".")[0] for file in set(state.files) - set(kept)})
@@ -141,10 +143,13 @@ def _misfits(config: TrainConfig, path: Path, manifests: Mapping[str, Manifest])
         load_objective(path, build_objective(config, encoder, manifests[""]))
     except checkpoint.CheckpointError as error:
         found.append(f"objective = {config.objective.kind}: {error}; a fork keeps the objective's kind and layers")
-    for name in config.also:
+    for name in config.auxiliary_tasks:
         branch = build_branch(config, name, encoder, manifests[name], World(), Microbatch())
         try:
             load_branch(path, branch)
         except checkpoint.CheckpointError as error:
-            found.append(f"also.{name}: {error}; a fork keeps a branch's frontend and layers, or names the branch anew")
+            found.append(
+                f"auxiliary_tasks.{name}: {error}; a fork keeps a branch's frontend and layers, or gives the branch "
+                "a new name"
+            )
     return found

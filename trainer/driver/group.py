@@ -58,7 +58,7 @@ def build_group(
     # Ray's list of reported checkpoints of an earlier start. Ray would load it, and fail because of deleted ones.
     (run / CHECKPOINTS / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"  # through NCCL, numbers of the host would wait for the GPU
-    timeout = int(max(_BACKEND_SECONDS, 2 * scaling.hang_seconds))
+    timeout = int(max(_BACKEND_SECONDS, 2 * scaling.watchdog_timeout_seconds))
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     return TorchTrainer(
         train_loop,

@@ -25,9 +25,11 @@ def place_problems(values: Mapping[str, Any]) -> list[str]:
 
     A line starts with the key. The other settings may be invalid.
     """
-    encoder, also = values.get("encoder"), values.get("also")
+    encoder, auxiliary = values.get("encoder"), values.get("auxiliary_tasks")
     pretrained = encoder.get("pretrained") if isinstance(encoder, Mapping) else None
-    branches = {f"also.{name}.": one for name, one in also.items()} if isinstance(also, Mapping) else {}
+    branches = (
+        {f"auxiliary_tasks.{name}.": one for name, one in auxiliary.items()} if isinstance(auxiliary, Mapping) else {}
+    )
     branches = {prefix: one for prefix, one in branches.items() if isinstance(one, Mapping)}
     checks = (
         ("run", values.get("run"), _run_problem),

@@ -152,7 +152,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         finally:
             add_seconds(run, time.monotonic() - began)
             if store is not None:  # after a signal, do not wait ten minutes for a store that does not answer
-                hurried = RetryPolicy(total_seconds=config.scaling.stop_seconds)
+                hurried = RetryPolicy(total_seconds=config.scaling.shutdown_grace_seconds)
                 _send_at_the_end(store if signals.received is None else RunStore(config.run, run, hurried))
         if store is not None:
             store.fetch()
@@ -210,11 +210,11 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     update["encoder"] = _with_absolute_model(config.encoder)
     places = {key: _absolute(getattr(config.validation, key)) for key in ("data", "stsb")}
     update["validation"] = config.validation.model_copy(update=places)
-    update["also"] = {
+    update["auxiliary_tasks"] = {
         name: branch.model_copy(
             update={"data": _absolute(branch.data), "frontend": _with_absolute_model(branch.frontend)}
         )
-        for name, branch in config.also.items()
+        for name, branch in config.auxiliary_tasks.items()
     }
     return config.model_copy(update=update)
 

@@ -73,7 +73,7 @@ class Supervisor:
         self._num_read: dict[tuple[str, int], int] = {}
         self._logged: set[tuple[str, str]] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
-        self._watchdog = Watchdog(scaling.hang_seconds, scaling.slow_factor)
+        self._watchdog = Watchdog(scaling.watchdog_timeout_seconds, scaling.straggler_factor)
         self._hang: Hang | None = None
         self._notices = ""
         self._stopwatch = Stopwatch(marks)
@@ -88,7 +88,7 @@ class Supervisor:
             RunStoppedError: this process received SIGTERM, SIGINT or SIGHUP, or lost the run to another command.
         """
         while True:
-            self._watchdog = Watchdog(self.scaling.hang_seconds, self.scaling.slow_factor)
+            self._watchdog = Watchdog(self.scaling.watchdog_timeout_seconds, self.scaling.straggler_factor)
             self._hang = None
             kills_before = oom_kills()
             outcome = self._start_once()
@@ -160,7 +160,7 @@ class Supervisor:
             if self.signals.received is not None and asked_at is None:
                 asked_at = now
                 reader.stop_reason = self.signals.received
-            if asked_at is not None and (not reader.heartbeats or now - asked_at > self.scaling.stop_seconds):
+            if asked_at is not None and (not reader.heartbeats or now - asked_at > self.scaling.shutdown_grace_seconds):
                 if reader.heartbeats:
                     get_logger().warning("the workers did not stop within %.0f s", now - asked_at)
                 ray.shutdown()  # without heartbeats no worker could save yet
@@ -222,8 +222,8 @@ class Supervisor:
         where = f"after step {step}: {failure.summary}"
         rest = f"Checkpoints are in {self._checkpoints}, Ray's full error messages in {self.run / FAILURES}"
         why = ""
-        if times >= scaling.same_failures:
-            limit = f"scaling.same_failures = {scaling.same_failures}"
+        if times >= scaling.max_repeated_failures:
+            limit = f"scaling.max_repeated_failures = {scaling.max_repeated_failures}"
             why = f"The same failure happened {times} times in a row ({limit}), so it would happen again"
         elif self.restarts >= scaling.max_failures:
             limit = f"scaling.max_failures = {scaling.max_failures}"

@@ -73,7 +73,7 @@ def try_steps(config: TrainConfig, run: Path, shards: dict[str, ShardSet], total
         torch.set_num_threads(config.scaling.cpus_per_worker)
     tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
     encoder = build_encoder(config, tokenizer).to(device).train()
-    world = World(bitwise=config.scaling.bitwise)
+    world = World(deterministic=config.scaling.elastic_determinism)
     branches = [
         build_branch(config, name, encoder, one.manifest, world, Microbatch.of(config.microbatch_tokens, device))
         for name, one in shards.items()
@@ -86,7 +86,7 @@ def try_steps(config: TrainConfig, run: Path, shards: dict[str, ShardSet], total
         step = len(seconds)
         began = time.perf_counter()
         main, *others = (_batch(config, name, one, feeds[name], step, device) for name, one in shards.items())
-        batch = replace(main, also=dict(zip(list(shards)[1:], others, strict=True)))
+        batch = replace(main, auxiliary=dict(zip(list(shards)[1:], others, strict=True)))
         tokens.append(turns.take(batch, step + 1).num_tokens)
         seconds.append(time.perf_counter() - began)
         if seconds[0] > _SECONDS:

@@ -24,14 +24,14 @@ def validation_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
         return []
     if validation.data is None:
         scored, rows, where = manifest, manifest.totals["kept_held_out"], f"held-out {manifest.noun}"
-        few = "prepare with a larger held_out_share, or set validation.stsb, or every_steps to 0"
+        few = "prepare with a larger validation_fraction, or set validation.stsb, or every_steps to 0"
     else:
         try:
             scored = load_manifest(data_folder(validation.data, config.cache))
         except (ShardError, RemoteError, OSError) as error:
             return [f"validation.data = {validation.data}: {error}"]
         rows, where = scored.totals["kept_train"], f"training rows in {validation.data}"
-        few = "prepare it with held_out_share=0"
+        few = "prepare it with validation_fraction=0"
     found = []
     if rows < 2 and not (validation.data is None and validation.score == STSB):  # STS-B alone is scored
         found.append(
@@ -80,7 +80,7 @@ def validation_remarks(config: TrainConfig, manifest: Manifest, total_steps: int
     if validation.score == STSB:
         return found
     available = validated_rows(config, manifest)
-    remedy = "prepare with a larger held_out_share, or more documents"
+    remedy = "prepare with a larger validation_fraction, or more documents"
     if available == validation.max_documents:
         remedy = "increase validation.max_documents"
     elif validation.data is not None:

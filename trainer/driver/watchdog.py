@@ -49,15 +49,15 @@ class Watchdog:
     """Compares heartbeats from look to look.
 
     Attributes:
-        hang_seconds: a group without progress for this long hangs.
-        slow_factor: a worker is slow if its own time exceeds this factor times the others' median.
+        watchdog_timeout_seconds: a group without progress for this long hangs.
+        straggler_factor: a worker is slow if its own time exceeds this factor times the others' median.
         group: identity of the group that writes now.
         reached: last finished step that any worker has reported.
         named: slow workers that were already reported, as (group, rank).
     """
 
-    hang_seconds: float
-    slow_factor: float
+    watchdog_timeout_seconds: float
+    straggler_factor: float
     group: str = ""
     reached: int = -1
     named: set[tuple[str, int]] = field(default_factory=set)
@@ -86,10 +86,10 @@ class Watchdog:
             self._progress = (signs, now)
         still = now - self._progress[1]
         starting = any(heartbeat["steps"] == 0 for heartbeat, _ in current.values())
-        patience = max(self.hang_seconds, _START_SECONDS) if starting else self.hang_seconds
+        timeout = max(self.watchdog_timeout_seconds, _START_SECONDS) if starting else self.watchdog_timeout_seconds
         if all(now - at >= _SILENT_SECONDS for _, at in current.values()):
-            patience += _ALONE_SECONDS
-        if still < patience or all(p["phase"] == "ended" for p, _ in current.values()):
+            timeout += _ALONE_SECONDS
+        if still < timeout or all(p["phase"] == "ended" for p, _ in current.values()):
             return None
         if any(p["phase"] == "fetching" and now - at < _SILENT_SECONDS for p, at in current.values()):
             return None  # the store's retries have a separate time limit
@@ -126,7 +126,7 @@ class Watchdog:
         sentences = []
         for rank, own in means.items():
             median = statistics.median(mean for other, mean in means.items() if other != rank)
-            self._slow_looks[rank] = self._slow_looks.get(rank, 0) + 1 if own > self.slow_factor * median else 0
+            self._slow_looks[rank] = self._slow_looks.get(rank, 0) + 1 if own > self.straggler_factor * median else 0
             if self._slow_looks[rank] >= _SLOW_LOOKS and (self.group, rank) not in self.named:
                 self.named.add((self.group, rank))
                 heartbeat = self._written[(self.group, rank)][0]

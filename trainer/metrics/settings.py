@@ -21,7 +21,7 @@ class ValidationConfig(Strict):
     """Largest number of held-out documents to score."""
     data: str | None = None
     """Other prepared shards to score instead of the held-out split of `data`: all rows of their training split. Prepare
-    them with the same tokenizer and held_out_share=0."""
+    them with the same tokenizer and validation_fraction=0."""
     stsb: str | None = None
     """Folder with STS-B's `sts-dev.csv`. Adds the score `stsb_spearman` (Spearman correlation of cosines and
     judgements, in percent), which is then the default of `score`."""

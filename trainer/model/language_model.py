@@ -64,8 +64,8 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
             check_config(PretrainedConfig.get_config_dict(source)[0])
             hf = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     else:
-        assert config.scratch is not None
-        given = dict(config.scratch)
+        assert config.from_config is not None
+        given = dict(config.from_config)
         check_config(given)
         if given["model_type"] not in CONFIG_MAPPING:
             near = meant(str(given["model_type"]), list(MODEL_FOR_MASKED_LM_MAPPING_NAMES))

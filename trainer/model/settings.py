@@ -58,8 +58,8 @@ class EncoderConfig(Strict):
     """The encoder to train, and how it turns spans into embeddings."""
 
     pretrained: str | None = None
-    """Name or folder of a pretrained masked language model of transformers. Set either this or `scratch`."""
-    scratch: dict[str, Any] | None = None
+    """Name or folder of a pretrained masked language model of transformers. Set either this or `from_config`."""
+    from_config: dict[str, Any] | None = None
     """Config of transformers (with `model_type`) for an encoder whose weights are drawn from the run's seed, instead of
     `pretrained`. Vocabulary size and special ids come from the shards' tokenizer."""
     trust_remote_code: bool = False
@@ -91,12 +91,12 @@ class EncoderConfig(Strict):
 
     @model_validator(mode="after")
     def _one_source(self) -> "EncoderConfig":
-        if (self.pretrained is None) == (self.scratch is None):
+        if (self.pretrained is None) == (self.from_config is None):
             raise ValueError(
-                "give exactly one of `pretrained` (a name or folder) and `scratch` (a transformers config)"
+                "give exactly one of `pretrained` (a name or folder) and `from_config` (a transformers config)"
             )
-        if self.scratch is not None and "model_type" not in self.scratch:
-            raise ValueError("scratch needs `model_type`, for example roberta, bert or modernbert")
-        if self.scratch is not None and self.new_mlm_head:
-            raise ValueError("new_mlm_head = True needs `pretrained`; with `scratch`, every weight is new")
+        if self.from_config is not None and "model_type" not in self.from_config:
+            raise ValueError("from_config needs `model_type`, for example roberta, bert or modernbert")
+        if self.from_config is not None and self.new_mlm_head:
+            raise ValueError("new_mlm_head = True needs `pretrained`; with `from_config`, every weight is new")
         return self

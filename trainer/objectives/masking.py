@@ -23,11 +23,11 @@ _MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte
 class MaskingConfig(Strict):
     """Selection and replacement of tokens for MLM."""
 
-    select_share: float = Field(default=0.15, ge=0, le=1)
+    mlm_probability: float = Field(default=0.15, ge=0, le=1)
     """Probability that a token (never a special one) is selected and must be predicted."""
-    mask_share: float = Field(default=0.8, ge=0, le=1)
+    mask_replace_prob: float = Field(default=0.8, ge=0, le=1)
     """Share of the selected tokens to replace by the mask token."""
-    random_share: float = Field(default=0.1, ge=0, le=1)
+    random_replace_prob: float = Field(default=0.1, ge=0, le=1)
     """Share of the selected tokens to replace by a token drawn uniformly from the whole vocabulary. The other selected
     tokens stay unchanged."""
 
@@ -64,12 +64,12 @@ def mask_tokens(
     index = (anchor * _SPAN_STRIDE + place).astype(np.uint64)
     drawn = seeding.blocks(seed, "mlm", key, epoch, index)
     # A word w represents w / 2**32, so w is compared with share * 2**32, which is exact. Few tokens remain.
-    candidates = np.flatnonzero(drawn[:, 0] < config.select_share * 2.0**32)
+    candidates = np.flatnonzero(drawn[:, 0] < config.mlm_probability * 2.0**32)
     chosen = candidates[~np.isin(ids[candidates], special_ids)]
     selected = np.zeros(len(ids), np.bool_)
     selected[chosen] = True
     kind, value = seeding.unit(drawn[chosen, 1]), seeding.unit(drawn[chosen, 2])
-    hidden, randomised = kind < config.mask_share, kind < config.mask_share + config.random_share
+    hidden, randomised = kind < config.mask_replace_prob, kind < config.mask_replace_prob + config.random_replace_prob
     masked = ids.copy()
     masked[chosen] = np.where(hidden, mask_id, np.where(randomised, (value * vocab_size).astype(np.int64), ids[chosen]))
     return masked, selected

@@ -29,12 +29,12 @@ class World:
     Attributes:
         rank: number of this worker.
         size: number of workers; with 1 no process group is needed.
-        bitwise: results must not depend on `size` in any bit.
+        deterministic: results must not depend on `size` in any bit.
     """
 
     rank: int = 0
     size: int = 1
-    bitwise: bool = False
+    deterministic: bool = False
 
     def gather(self, rows: Tensor, start: int, total: int) -> Tensor:
         """Gathers all ranks' rows in the order of the global batch, `(total, D)`, differentiably.
@@ -68,7 +68,7 @@ class World:
 
     def part(self, total: int, chunk: int) -> tuple[int, int]:
         """This rank's part [start, end) of `total` rows; whole chunks if it must not matter who computes a row."""
-        unit = chunk if self.bitwise else 1
+        unit = chunk if self.deterministic else 1
         units = -(-total // unit)
         start, end = unit * (units * self.rank // self.size), unit * (units * (self.rank + 1) // self.size)
         return min(start, total), min(end, total)

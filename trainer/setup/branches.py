@@ -1,4 +1,4 @@
-"""The `also` section: additional branches of a run, each with its own data, objective and batch."""
+"""The `auxiliary_tasks` section: additional branches of a run, each with its own data, objective and batch."""
 
 from collections.abc import Mapping
 
@@ -23,9 +23,9 @@ class BranchConfig(Strict):
     batch_documents: int = Field(default=16, ge=1)
     """Number of its rows in one step over all workers."""
     weight: float = Field(default=1.0, ge=0)
-    """Factor of its loss. With `turns: alternating`, AdamW cancels most of it: it acts through clipping alone."""
+    """Factor of its loss. With `task_schedule: alternating`, AdamW cancels it except in clipping."""
     optim: OptimConfig | None = None
-    """Its own optimizer, with `turns: alternating`; null: the same settings as the run's `optim`."""
+    """Its own optimizer, with `task_schedule: alternating`; null: the same settings as the run's `optim`."""
     frontend: FrontendConfig = FrontendConfig()
 
 

@@ -63,7 +63,7 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     load = load_with_dropout_layers if any(one.sets_rates for one in objectives) else load_model
     model, unloaded = load(config.encoder, hf, config.seed)
     settings = config.encoder
-    if config.scaling.bitwise:  # compiled kernels depend on the lengths seen before
+    if config.scaling.elastic_determinism:  # compiled kernels depend on the lengths seen before
         settings = settings.model_copy(update={"compile": False})
     encoder = Encoder(settings, model, config.seed, unloaded, read_behind(config.encoder.pretrained))
     layout = fitting_layout(encoder, any(one.mlm for one in objectives))

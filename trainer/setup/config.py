@@ -42,10 +42,12 @@ class TrainConfig(Strict):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     scaling: ScalingConfig = ScalingConfig()
-    also: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]{0,31}$")], BranchConfig] = Field(default_factory=dict)
+    auxiliary_tasks: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]{0,31}$")], BranchConfig] = Field(
+        default_factory=dict
+    )
     """Additional branches by name, such as `image`: other data and objectives that train the same encoder. They take
     turns in the order of their names."""
-    turns: Literal["joint", "alternating"] = "joint"
+    task_schedule: Literal["joint", "alternating"] = "joint"
     """joint: one update for the sum of the losses with their weights. alternating: each additional branch updates the
     encoder before the main one, with its own optimizer, as in VisualCSE and AudioCSE."""
     batch_documents: int = Field(default=16, ge=1)
@@ -62,7 +64,7 @@ class TrainConfig(Strict):
     losses stay in float32. auto: bf16 on GPUs that compute in it, else fp32."""
     seed: int = Field(default=0, ge=0)
     """Seed of new weights, order of documents, spans, masks and dropout."""
-    on_bad_loss: Literal["stop", "skip"] = "stop"
+    on_nonfinite_loss: Literal["stop", "skip"] = "stop"
     """Reaction to a loss or gradient that is not finite. stop: end the run. skip: leave out that step's update and
     continue with the next documents. A stopped run can be resumed with `skip`."""
     max_skipped_steps: int = Field(default=10, ge=1)
@@ -102,22 +104,24 @@ class TrainConfig(Strict):
             )
         if self.optim.lr == 0:
             problems.append("optim.lr = 0: the run would learn nothing; set it above 0")
-        if self.turns == "alternating" and not self.also:
-            problems.append("turns = alternating has no effect without `also`; remove it, or add a branch")
-        problems += [
-            f"also.{name}.optim has no effect with turns = joint, which has one update; remove it, or set "
-            "turns=alternating"
-            for name, branch in self.also.items()
-            if branch.optim is not None and self.turns == "joint"
-        ]
-        if self.scaling.shard_parameters and self.microbatch_tokens == "auto":
+        if self.task_schedule == "alternating" and not self.auxiliary_tasks:
             problems.append(
-                "scaling.shard_parameters = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
+                "task_schedule = alternating has no effect without auxiliary_tasks; remove it, or add a branch"
+            )
+        problems += [
+            f"auxiliary_tasks.{name}.optim has no effect with task_schedule = joint, which has one update; remove it, "
+            "or set task_schedule=alternating"
+            for name, branch in self.auxiliary_tasks.items()
+            if branch.optim is not None and self.task_schedule == "joint"
+        ]
+        if self.scaling.fsdp and self.microbatch_tokens == "auto":
+            problems.append(
+                "scaling.fsdp = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; set a number of tokens, or null"
             )
         if self.unit_documents is not None:
             auto, compiled = self.microbatch_tokens == "auto", bool(self.encoder.compile)
-            problems += self.scaling.bitwise_problems(self.num_units, self.unit_documents, auto, compiled)
+            problems += self.scaling.determinism_problems(self.num_units, self.unit_documents, auto, compiled)
         if self.validation.stsb and not self.validation.every_steps:
             problems.append(
                 "validation.stsb needs validation.every_steps above 0; remove it, or set the number of steps"
@@ -148,14 +152,14 @@ class TrainConfig(Strict):
 
     @property
     def unit_documents(self) -> int | None:
-        """Documents of a canonical microbatch; None without `scaling.bitwise`."""
-        if not self.scaling.bitwise:
+        """Documents of a canonical microbatch; None without `scaling.elastic_determinism`."""
+        if not self.scaling.elastic_determinism:
             return None
-        return self.scaling.bitwise_documents or -(-self.batch_documents // _UNITS)
+        return self.scaling.deterministic_chunk_documents or -(-self.batch_documents // _UNITS)
 
     @property
     def num_units(self) -> int:
-        """Canonical microbatches of a batch; 0 without `scaling.bitwise`."""
+        """Canonical microbatches of a batch; 0 without `scaling.elastic_determinism`."""
         return 0 if self.unit_documents is None else -(-self.batch_documents // self.unit_documents)
 
     def _best_problems(self) -> list[str]:
@@ -184,7 +188,7 @@ class TrainConfig(Strict):
 
         Its seed is drawn from the run's, so that branches with the same data differ.
         """
-        branch = self.also[name]
+        branch = self.auxiliary_tasks[name]
         values = {
             "data": branch.data,
             "objective": branch.objective,
@@ -192,8 +196,8 @@ class TrainConfig(Strict):
             "batch_documents": branch.batch_documents,
             "optim": branch.optim or self.optim,
             "seed": seeding.torch_seed(self.seed, "branch", name),
-            "also": {},
-            "turns": "joint",
+            "auxiliary_tasks": {},
+            "task_schedule": "joint",
         }
         made = self.model_copy(update=values)
         made._frontend = branch.frontend
@@ -201,18 +205,18 @@ class TrainConfig(Strict):
 
     def branches(self) -> dict[str, "TrainConfig"]:
         """The main branch, named "", and the additional ones by name, so that their order in a file has no effect."""
-        return {"": self, **{name: self.of_branch(name) for name in sorted(self.also)}}
+        return {"": self, **{name: self.of_branch(name) for name in sorted(self.auxiliary_tasks)}}
 
     def decisive(self) -> dict[str, object]:
         """The settings that determine the result; a run is resumed only if they are unchanged.
 
-        `on_bad_loss` is not among them: it has no effect before a bad loss, and after one only `skip` continues.
+        `on_nonfinite_loss` is not among them: it has no effect before a bad loss, and after one only `skip` continues.
         Neither is `validation.patience`, which determines where a run ends, but not its steps.
         """
         places = ("run", "data", "cache")
-        free = (*places, "scaling", "checkpoint", "microbatch_tokens", "on_bad_loss", "max_skipped_steps")
+        free = (*places, "scaling", "checkpoint", "microbatch_tokens", "on_nonfinite_loss", "max_skipped_steps")
         found = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
-        for branch in found["also"].values():
+        for branch in found["auxiliary_tasks"].values():
             del branch["data"]
         return found
 

@@ -26,13 +26,13 @@ def with_geometry(config: TrainConfig, run: Path) -> TrainConfig:
         config: of the run.
         run: folder of the run.
     """
-    if not config.also and all(key in config.spans.model_fields_set for key in _KEYS):
+    if not config.auxiliary_tasks and all(key in config.spans.model_fields_set for key in _KEYS):
         return config
-    also = {
-        name: branch.model_copy(update={"spans": _spans(config.of_branch(name), run, ("also", name))})
-        for name, branch in config.also.items()
+    auxiliary_tasks = {
+        name: branch.model_copy(update={"spans": _spans(config.of_branch(name), run, ("auxiliary_tasks", name))})
+        for name, branch in config.auxiliary_tasks.items()
     }
-    return config.model_copy(update={"spans": _spans(config, run, ()), "also": also})
+    return config.model_copy(update={"spans": _spans(config, run, ()), "auxiliary_tasks": auxiliary_tasks})
 
 
 def _spans(config: TrainConfig, run: Path, section: tuple[str, ...]) -> SpanConfig:

@@ -22,16 +22,16 @@ class ScalingConfig(Strict):
     """CPUs that a worker reserves; without a GPU also its number of threads."""
     address: str | None = None
     """Address of a running Ray cluster; null: RAY_ADDRESS if it is set, else a session on this machine."""
-    shard_parameters: bool = False
+    fsdp: bool = False
     """Keep only a part of weights, gradients and optimizer state on each worker, and gather each layer when it is used
     (FSDP2). For encoders that are too large for one device. Same gradient, more communication; see docs/decisions."""
-    bitwise: bool = False
+    elastic_determinism: bool = False
     """Train to the same bits with any number of workers. Batches are cut into canonical microbatches, workers get whole
     ones, and gradients are added as 64-bit integers. It takes more time and memory, and twice the exchange."""
-    bitwise_documents: int | None = Field(default=None, ge=1)
+    deterministic_chunk_documents: int | None = Field(default=None, ge=1)
     """Documents of a canonical microbatch. More take less time, and the batch has fewer microbatches for the workers.
     The bits depend on it. null: a sixteenth of `batch_documents`, rounded up."""
-    gradient_sums: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which workers exchange gradients. bf16: half the bytes, and sums rounded to 3 digits; for slow
     networks."""
     resize_seconds: float = Field(default=60.0, gt=0)
@@ -39,28 +39,28 @@ class ScalingConfig(Strict):
     last checkpoint and repeats the steps since."""
     max_failures: int = Field(default=100, ge=0)
     """Largest total number of restarts after failures. Nodes that are removed with notice do not count."""
-    same_failures: int = Field(default=3, ge=1)
+    max_repeated_failures: int = Field(default=3, ge=1)
     """End the run when the same failure occurs this many times in a row at the same step."""
     back_off_seconds: float = Field(default=2.0, ge=0)
     """Pause before the second restart after failures without progress. It doubles each time, up to a minute. The first
     restart follows at once."""
-    hang_seconds: float = Field(default=600.0, ge=1)
+    watchdog_timeout_seconds: float = Field(default=600.0, ge=1)
     """Restart a group without progress for this long, and log the worker that holds it up. Must be longer than the
     longest step, validation and save."""
-    slow_factor: float = Field(default=2.0, gt=1)
+    straggler_factor: float = Field(default=2.0, gt=1)
     """Log a worker whose own time for a step exceeds this factor times the others'."""
-    stop_seconds: float = Field(default=25.0, gt=0)
+    shutdown_grace_seconds: float = Field(default=25.0, gt=0)
     """Time after SIGTERM or Ctrl-C for the workers to finish their step and save. Kubernetes kills after 30 s."""
     spot_notices: Literal["aws", "gcp"] | None = None
     """Cloud whose metadata server announces the end of a spot host. One worker of each host asks it every 5 seconds; a
     notice drains the node, so that the workers save and the group starts on other nodes. null: it is not asked."""
-    storage_threads: int = Field(default=2, ge=1)
+    data_cpus: int = Field(default=2, ge=1)
     """CPUs for the tasks that read shards, in a session on this machine."""
 
     @property
     def num_cpus(self) -> int:
         """CPUs of a session on this machine, for the workers and the tasks that read shards."""
-        return max(self.most_workers * self.cpus_per_worker + self.storage_threads, os.cpu_count() or 1)
+        return max(self.most_workers * self.cpus_per_worker + self.data_cpus, os.cpu_count() or 1)
 
     @property
     def least_workers(self) -> int:
@@ -76,22 +76,23 @@ class ScalingConfig(Strict):
     def _range(self) -> "ScalingConfig":
         if self.least_workers > self.most_workers:
             raise ValueError(f"workers = {list(self.workers)}: the first number must not exceed the second")  # type: ignore[arg-type]
-        if self.bitwise_documents is not None and not self.bitwise:
+        if self.deterministic_chunk_documents is not None and not self.elastic_determinism:
             raise ValueError(
-                f"bitwise_documents = {self.bitwise_documents} has no effect without bitwise = true; remove it"
+                f"deterministic_chunk_documents = {self.deterministic_chunk_documents} has no effect without "
+                "elastic_determinism = true; remove it"
             )
-        for name, value in (("bitwise", self.bitwise), ("shard_parameters", self.shard_parameters)):
-            if value and self.gradient_sums == "bf16":
-                raise ValueError(f"gradient_sums = bf16 has no effect with {name} = true; set it to fp32")
-        if self.bitwise and self.shard_parameters:
+        for name, value in (("elastic_determinism", self.elastic_determinism), ("fsdp", self.fsdp)):
+            if value and self.reduce_dtype == "bf16":
+                raise ValueError(f"reduce_dtype = bf16 has no effect with {name} = true; set it to fp32")
+        if self.elastic_determinism and self.fsdp:
             raise ValueError(
-                "bitwise = true and shard_parameters = true exclude each other: sharded gradients are added in an "
+                "elastic_determinism = true and fsdp = true exclude each other: sharded gradients are added in an "
                 "order that depends on the number of workers; set one of them to false"
             )
         return self
 
-    def bitwise_problems(self, num_units: int, unit_documents: int, automatic: bool, compiled: bool) -> list[str]:
-        """Settings that `bitwise` excludes, one line each.
+    def determinism_problems(self, num_units: int, unit_documents: int, automatic: bool, compiled: bool) -> list[str]:
+        """Settings that `elastic_determinism` excludes, one line each.
 
         Args:
             num_units: canonical microbatches of a batch.
@@ -102,17 +103,17 @@ class ScalingConfig(Strict):
         problems = []
         if automatic:
             problems.append(
-                "scaling.bitwise = True needs a fixed microbatch_tokens, not auto, because its microbatches must not "
-                "depend on memory; set a number of tokens, or null"
+                "scaling.elastic_determinism = True needs a fixed microbatch_tokens, not auto, because its "
+                "microbatches must not depend on memory; set a number of tokens, or null"
             )
         if self.most_workers > num_units:
             problems.append(
                 f"scaling.workers = {self.most_workers}: the {num_units} canonical microbatches of {unit_documents} "
-                "document(s) are fewer; lower workers or scaling.bitwise_documents"
+                "document(s) are fewer; lower workers or scaling.deterministic_chunk_documents"
             )
         if compiled:
             problems.append(
-                "scaling.bitwise = True needs encoder.compile = false: compiled kernels depend on the lengths seen "
-                "before; set one of them to false"
+                "scaling.elastic_determinism = True needs encoder.compile = false: compiled kernels depend on the "
+                "lengths seen before; set one of them to false"
             )
         return problems

@@ -44,7 +44,7 @@ def build_branch(
         autocast=autocast_type(config.precision, next(encoder.parameters()).device),
         name=name,
         frontend=build_frontend(settings, encoder, manifest.content),
-        weight=config.also[name].weight if name else 1.0,
+        weight=config.auxiliary_tasks[name].weight if name else 1.0,
     )
 
 
@@ -70,9 +70,9 @@ def build_turns(config: TrainConfig, branches: Sequence[Branch], total_steps: in
     main, *others = branches
     encoder = main.encoder
     freeze_unused(encoder, branches)
-    if config.scaling.shard_parameters:
+    if config.scaling.fsdp:
         shard(encoder, main.world)
-    if config.turns == "joint":
+    if config.task_schedule == "joint":
         return [_stepper(config, config.optim, [main, *others], total_steps)]
     settings = config.branches()
     return [_stepper(config, settings[branch.name].optim, [branch], total_steps) for branch in (*others, main)]
@@ -98,13 +98,13 @@ def _stepper(config: TrainConfig, optim: OptimConfig, branches: Sequence[Branch]
 def _with_sums(config: TrainConfig, optimizer: torch.optim.Optimizer, branches: Sequence[Branch]) -> list[Branch]:
     """The branches of an update, with the sums of its gradients if they are not the ordinary ones."""
     world, encoder = branches[0].world, branches[0].encoder
-    if world.bitwise:
+    if world.deterministic:
         settings = config.branches()
         num_terms = sum(settings[branch.name].num_units + 1 for branch in branches)  # one of the objective
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         sums = FixedPointSums(world, parameters, num_terms)
         return [replace(branch, sums=sums) for branch in branches]
-    compressed = torch.bfloat16 if config.scaling.gradient_sums == "bf16" else None
+    compressed = torch.bfloat16 if config.scaling.reduce_dtype == "bf16" else None
     # on CPUs there is nothing to overlap, and the order of terms, thus their rounding, stays as it was
     if world.size == 1 or encoder.sharded or (compressed is None and not next(encoder.parameters()).is_cuda):
         return list(branches)
@@ -182,5 +182,5 @@ def new_frontend(settings: FrontendConfig, content: ImagesContent | AudioContent
     if isinstance(content, ImagesContent):
         places = (settings.size // deep) * (settings.size // wide)
         return Frontend(settings, 3 * deep * wide, places, width, seed, (0.5, 0.5))
-    frames = int(content.max_seconds * 1000 / content.shift_ms)
-    return Frontend(settings, deep * wide, max(1, frames // deep) * (content.mels // wide), width, seed)
+    frames = int(content.max_seconds * 1000 / content.hop_length_ms)
+    return Frontend(settings, deep * wide, max(1, frames // deep) * (content.num_mel_bins // wide), width, seed)

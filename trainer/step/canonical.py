@@ -1,4 +1,4 @@
-"""One rank's part of the gradient when sums must not depend on the number of workers (`scaling.bitwise`).
+"""One rank's part of the gradient when sums must not depend on the number of workers (`scaling.elastic_determinism`).
 
 Each canonical microbatch has a separate forward and backward, and its gradient is a separate term of the sums
 (trainer/parallel/fixedpoint.py). The loss is computed from the embeddings of all, whole and the same on every worker.

@@ -49,14 +49,14 @@ class Gradients:
         mlm_sum: this rank's MLM loss, summed over its selected tokens.
         num_selected: selected tokens of all ranks.
         gathered: detached views of the global batch; None unless the objective needs them for `remember`.
-        also: results of the branches that join the update, by name.
+        auxiliary: results of the branches that join the update, by name.
     """
 
     terms: dict[str, Tensor]
     mlm_sum: Tensor
     num_selected: int
     gathered: Gathered | None
-    also: dict[str, "Gradients"] = field(default_factory=dict)
+    auxiliary: dict[str, "Gradients"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

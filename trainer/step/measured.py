@@ -26,7 +26,7 @@ class StepMetrics:
         batch_digest: digest of the main branch's global batch: documents, spans and masks; the same for any number of
             workers.
         skipped: true if the loss or the gradient was not finite, so that nothing was updated.
-        also: further numbers of additional branches, such as `image_batch_digest`.
+        auxiliary: further numbers of additional branches, such as `image_batch_digest`.
     """
 
     loss: float
@@ -39,13 +39,13 @@ class StepMetrics:
     flops: float
     batch_digest: int
     skipped: bool = False
-    also: dict[str, float] = field(default_factory=dict)
+    auxiliary: dict[str, float] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
         """The metrics by name, with an entry for each term, as in `metrics.jsonl`."""
         numbers = asdict(self)
-        also = numbers.pop("also")
-        return {"loss": numbers.pop("loss"), **numbers.pop("terms"), **numbers, **also}
+        auxiliary = numbers.pop("auxiliary")
+        return {"loss": numbers.pop("loss"), **numbers.pop("terms"), **numbers, **auxiliary}
 
 
 class NonFiniteLossError(ArithmeticError):

@@ -57,7 +57,7 @@ class Stepper(Branch):
         norm = clip_gradients(parameters, self.optim.max_grad_norm)
         rate = learning_rate(self.optim, step, self.total_steps)
         parts = [Counted.of(self, batch, found)]
-        parts += [Counted.of(each, batch.also[each.name], found.also[each.name]) for each in self.joined]
+        parts += [Counted.of(each, batch.auxiliary[each.name], found.auxiliary[each.name]) for each in self.joined]
         values = torch.cat([norm.double().view(1), *(part.numbers for part in parts)])
         pending = PendingStep(
             Reading(values),
@@ -72,7 +72,7 @@ class Stepper(Branch):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        for branch, one in ((self, found), *((each, found.also[each.name]) for each in self.joined)):
+        for branch, one in ((self, found), *((each, found.auxiliary[each.name]) for each in self.joined)):
             if one.gathered is not None:
                 branch.objective.remember(one.gathered)
         return pending
@@ -98,7 +98,9 @@ class Stepper(Branch):
                 summed = {id(p) for bucket in self._overlap.buckets for p in bucket.parameters}
             self.world.sum_gradients([p for p in parameters if id(p) not in summed])
         elif not self.sums.finish():
-            message = "a microbatch's gradient has an entry that is not finite or not below %g (scaling.bitwise)"
+            message = (
+                "a microbatch's gradient has an entry that is not finite or not below %g (scaling.elastic_determinism)"
+            )
             get_logger().warning(message, self.sums.limit)
 
     def _bad_loss(self, measured: StepMetrics, step: int) -> str:
@@ -108,8 +110,8 @@ class Stepper(Branch):
             f"{named}loss {measured.loss} "
             f"({', '.join(f'{name} {value}' for name, value in measured.terms.items())}), gradient norm "
             f"{measured.grad_norm}: not finite, nothing was updated{' by this branch' if self.name else ''}. Try a "
-            f"smaller {f'also.{self.name}.' if self.name else ''}optim.lr (now {self.optim.lr}), a larger temperature "
-            "if the loss has one, or precision: fp32"
+            f"smaller {f'auxiliary_tasks.{self.name}.' if self.name else ''}optim.lr (now {self.optim.lr}), a larger "
+            "temperature if the loss has one, or precision: fp32"
         )
 
     def gradients(self, batch: RankBatch, step: int) -> Gradients:
@@ -122,7 +124,7 @@ class Stepper(Branch):
         """
         parts: list[tuple[Branch, RankBatch]] = [
             (self, batch),
-            *((each, batch.also[each.name]) for each in self.joined),
+            *((each, batch.auxiliary[each.name]) for each in self.joined),
         ]
         buffers = [branch.buffers() for branch, _ in parts]
         while True:
@@ -133,8 +135,8 @@ class Stepper(Branch):
                     break
                 found.append(one)
             else:
-                also = {branch.name: one for branch, one in zip(self.joined, found[1:], strict=True)}
-                return replace(found[0], also=also)
+                auxiliary = {branch.name: one for branch, one in zip(self.joined, found[1:], strict=True)}
+                return replace(found[0], auxiliary=auxiliary)
             self._clear()
             self._restore(buffers)
             branch.microbatch.lower(part.spans, self.world)
@@ -156,7 +158,7 @@ def _metrics(parts: Sequence[Counted], numbers: list[float], rate: float) -> Ste
         rest = rest[size:]
     loss = sum(one.loss for one in read)
     places, tokens = sum(one.places for one in read), sum(one.tokens for one in read)
-    also: dict[str, float] = {
+    auxiliary: dict[str, float] = {
         f"{part.label}batch_digest": one.digest for part, one in zip(parts[1:], read[1:], strict=True)
     }
     return StepMetrics(
@@ -170,5 +172,5 @@ def _metrics(parts: Sequence[Counted], numbers: list[float], rate: float) -> Ste
         flops=sum(one.flops for one in read),
         batch_digest=read[0].digest,
         skipped=not (math.isfinite(loss) and math.isfinite(norm)),
-        also=also,
+        auxiliary=auxiliary,
     )

@@ -9,10 +9,10 @@ from trainer.step.step import Stepper
 
 @dataclass
 class BadLosses:
-    """Reads the metrics of steps, and skips those whose loss is not finite if `on_bad_loss` allows it.
+    """Reads the metrics of steps, and skips those whose loss is not finite if `on_nonfinite_loss` allows it.
 
     Attributes:
-        skip: skip such steps (`on_bad_loss: skip`) instead of stopping.
+        skip: skip such steps (`on_nonfinite_loss: skip`) instead of stopping.
         most_in_a_row: `max_skipped_steps`.
         skipped: steps so far whose update was skipped.
         in_a_row: skipped steps since the last good one.

@@ -58,7 +58,7 @@ class Checkpointing:
         self._reporter = reporter
         self._metrics: dict[int, dict[str, Any]] = {}  # of steps whose checkpoint is not reported yet
         self._identity = {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}
-        self._branch_hashes = hashes if config.also else {}
+        self._branch_hashes = hashes if config.auxiliary_tasks else {}
 
     def resume(self) -> int:
         """Loads the newest complete checkpoint of this run, if any; returns the steps done. Rank 0 chooses for all.

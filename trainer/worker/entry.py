@@ -77,7 +77,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     spot_watch = _spot_watch(config.scaling.spot_notices, context.get_local_rank(), heartbeat.node)
     device = _device(settings["device"])
     heartbeat.follow(device)
-    channel, still_seconds = ControlChannel(settings["channel"]), config.scaling.hang_seconds / 2
+    channel, still_seconds = ControlChannel(settings["channel"]), config.scaling.watchdog_timeout_seconds / 2
     with Listener(channel, heartbeat, still_seconds) as listener, spot_watch:
         return _train(config, device, heartbeat, stopwatch, listener, Reporter(settings["checkpoints"]))
 
@@ -105,12 +105,12 @@ def _train(
     listener: Listener,
     reporter: Reporter,
 ) -> dict[str, Any] | None:
-    world = CountedWorld(heartbeat.rank, heartbeat.size, config.scaling.bitwise, heartbeat)
+    world = CountedWorld(heartbeat.rank, heartbeat.size, config.scaling.elastic_determinism, heartbeat)
     if device.type == "cuda" and autocast_type(config.precision, device) is not None:
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
-    elif config.scaling.bitwise:
+    elif config.scaling.elastic_determinism:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True, warn_only=True)
     with heartbeat.doing("fetching"):
@@ -151,7 +151,7 @@ def _train(
         main, *others = ((name, read(name, done)) for name in settings)
         return Ahead(with_branches(main[1], dict(others)))
 
-    skips = config.on_bad_loss == "skip"
+    skips = config.on_nonfinite_loss == "skip"
     turns = Turns([Turn(stepper, BadLosses(skips, config.max_skipped_steps)) for stepper in steppers])
     checkpointing = Checkpointing(config, run, hashes, turns, heartbeat, reporter)
     loop = TrainingLoop(

@@ -59,7 +59,7 @@ class Turns:
         taken = TakenStep(self.turns, step)
         for turn in self.turns:
             name = turn.stepper.name
-            taken.pending.append(turn.stepper.begin(batch.also[name] if name else batch, step))
+            taken.pending.append(turn.stepper.begin(batch.auxiliary[name] if name else batch, step))
             if not self.late:
                 taken.read_next()
         return taken
@@ -110,7 +110,7 @@ def _together(main: StepMetrics, others: dict[str, StepMetrics]) -> StepMetrics:
     parts = [*others.values(), main]
     tokens = sum(part.num_tokens for part in parts)
     places = sum(part.num_tokens / max(1e-9, 1 - part.padding_share) for part in parts)
-    also = {
+    auxiliary = {
         f"{name}_{key}": getattr(part, key)
         for name, part in others.items()
         for key in ("grad_norm", "lr", "batch_digest", "skipped")
@@ -123,5 +123,5 @@ def _together(main: StepMetrics, others: dict[str, StepMetrics]) -> StepMetrics:
         num_tokens=tokens,
         padding_share=1 - tokens / max(1.0, places),
         flops=sum(part.flops for part in parts),
-        also=also,
+        auxiliary=auxiliary,
     )

@@ -69,7 +69,7 @@ def nan_stops(run: Run, steps: int, seconds: float, problem: str) -> Mark:
     return mark
 
 
-_SKIP = {"on_bad_loss": "skip"}
+_SKIP = {"on_nonfinite_loss": "skip"}
 _ONCE = partial(nan_stops, steps=1, seconds=60, problem="after a NaN loss")
 _FOR_EVER = partial(nan_stops, steps=10**9, seconds=90, problem="although no step could be taken")
 FAULTS = (

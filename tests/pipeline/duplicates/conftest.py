@@ -2,11 +2,11 @@
 
 import pytest
 
-from pipeline.choosing.whitespace import normalise
 from pipeline.duplicates.documents import Documents, number
 from pipeline.duplicates.keys import write_keys
 from pipeline.duplicates.pairs import bucket_pairs
 from pipeline.duplicates.signatures import Signer
+from pipeline.filters.whitespace import normalise
 from pipeline.readers.corpus import document_id
 
 

@@ -25,7 +25,7 @@ def make_media(tmp_path: Path):
             "output": str(tmp_path / "out"),
             "corpus": {"kind": "files", "paths": [str(path) for path in paths]},
             "content": content,
-            "held_out_share": 0,
+            "validation_fraction": 0,
             "duplicates": {"exact": False},
         }
         return PipelineConfig.model_validate(values | changes)

@@ -10,7 +10,7 @@ from pipeline.media.rows import media_rows
 from pipeline.readers.corpus import Blob, LeftOut, ReadFailure
 from pipeline.shards.content import AudioContent, ImagesContent
 
-IMAGES = ImagesContent(kind="images", side=32)
+IMAGES = ImagesContent(kind="images", shortest_edge=32)
 
 
 def blobs(*files):

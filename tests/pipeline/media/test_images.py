@@ -16,7 +16,7 @@ from pipeline.shards.content import ImagesContent
 from pipeline.shards.media import MAX_PIXELS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Pillow, as in the process that decodes
-CONTENT = ImagesContent(kind="images", side=32)
+CONTENT = ImagesContent(kind="images", shortest_edge=32)
 
 
 def pixels(data, content=CONTENT):

@@ -21,7 +21,8 @@ def test_no_tokenizer_is_needed_and_texts_still_need_one():
     config = PipelineConfig.model_validate(BASE | {"content": "images"})
     assert config.tokenizer is None
     assert identity(config).keys() == {
-        "corpus", "content", "duplicates", "write_rejected", "held_out_share", "unit_mib", "block_documents", "seed"
+        "corpus", "content", "duplicates", "write_rejected", "validation_fraction", "unit_mib", "record_batch_rows",
+        "seed",
     }  # fmt: skip
     for content in ("documents", "sentences", "pairs"):
         with pytest.raises(ValidationError, match=r"tokenizer\n  Field required"):
@@ -49,10 +50,10 @@ def test_printed_settings_can_be_given_back(tmp_path):
         ({"tokenizer": {"kind": "train", "vocab_size": 300}}, "tokenizer: has no effect with content.kind = images"),
         ({"geometry": {"max_tokens": 64}}, "geometry: has no effect with content.kind = images"),
         ({"short_documents": "shrink_spans"}, "short_documents: has no effect"),
-        ({"choosing": {"gopher": {}}}, "choosing.gopher: is for texts; content.kind = images has none"),
-        ({"choosing": {"language": {"keep": ["en"]}}}, "choosing.language: is for texts"),
-        ({"choosing": {"contamination": {"paths": ["x"]}}}, "choosing.contamination: is for texts"),
-        ({"choosing": {"normalise_whitespace": False}}, "choosing.normalise_whitespace: is for texts"),
+        ({"filters": {"gopher": {}}}, "filters.gopher: is for texts; content.kind = images has none"),
+        ({"filters": {"language": {"keep": ["en"]}}}, "filters.language: is for texts"),
+        ({"filters": {"contamination": {"paths": ["x"]}}}, "filters.contamination: is for texts"),
+        ({"filters": {"normalise_whitespace": False}}, "filters.normalise_whitespace: is for texts"),
         ({"duplicates": {"near": {}}}, r"duplicates.near: compares words; .* \(exact works\)"),
         ({"corpus": {"kind": "python_docs"}}, "corpus.kind = python_docs: has no images"),
         ({"corpus": BASE["corpus"] | {"text_field": "x"}}, "set content.image for Parquet"),
@@ -63,9 +64,9 @@ def test_printed_settings_can_be_given_back(tmp_path):
         ({"content": {"kind": "images", "max_labels": 0}}, "greater than or equal to 1"),
         ({"content": {"kind": "images", "max_labels": 2, "label": None}}, "content.label = null gives no labels"),
         ({"content": {"kind": "images", "max_labels": 2}, "duplicates": {"exact": False}}, "set duplicates.exact=true"),
-        ({"content": {"kind": "images", "side": 0}}, "greater than or equal to 8"),
+        ({"content": {"kind": "images", "shortest_edge": 0}}, "greater than or equal to 8"),
         ({"content": {"kind": "audio", "max_seconds": 0}}, "greater than 0"),
-        ({"content": {"kind": "audio", "side": 8}}, "Extra inputs"),
+        ({"content": {"kind": "audio", "shortest_edge": 8}}, "Extra inputs"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, told):

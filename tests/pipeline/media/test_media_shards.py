@@ -47,7 +47,7 @@ def folder(tmp_path):
 
 
 def test_rows_of_class_folders(folder, make_media, prepare_media):
-    manifest, ledger, out = prepare_media(make_media({"kind": "images", "side": 16}, folder))
+    manifest, ledger, out = prepare_media(make_media({"kind": "images", "shortest_edge": 16}, folder))
     rows = taken(out)
     assert manifest.labels == {"cats": 5, "dogs": 5}
     assert manifest.failed == {"no_label": 1, "not_an_image": 1}
@@ -302,7 +302,7 @@ def test_bytes_are_the_same_twice_also_of_failures(kind, tmp_path, make_media, p
     good, bad = (png, BAD_IMAGES) if kind == "images" else (lambda n: sound(tone(number=n)), BAD_SOUNDS)
     end = "png" if kind == "images" else "wav"
     files = {f"a/{n}.{end}": good(n) for n in range(4)} | {f"b/{n}.{end}": data for n, data in enumerate(bad)}
-    config = make_media(kind, spread(tmp_path / "in", files), held_out_share=0.3)
+    config = make_media(kind, spread(tmp_path / "in", files), validation_fraction=0.3)
     digests = []
     for name in ("one", "two"):
         manifest, ledger, out = prepare_media(config, tmp_path / name)

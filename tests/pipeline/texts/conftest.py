@@ -26,7 +26,7 @@ def make_texts(tmp_path: Path):
             "corpus": {"kind": "files", "paths": [str(path) for path in paths]},
             "tokenizer": {"kind": "train", "vocab_size": 300, "sample_mib": 0.1},
             "content": content,
-            "held_out_share": 0,
+            "validation_fraction": 0,
             "duplicates": {"exact": False},
         }
         return PipelineConfig.model_validate(values | changes)

@@ -39,10 +39,10 @@ def test_a_kind_alone_is_a_section():
     [
         ({"content": "sentences", "geometry": {"max_tokens": 64}}, "geometry: has no effect with content.kind = sent"),
         ({"content": "pairs", "short_documents": "shrink_spans"}, "short_documents: has no effect with content.kind"),
-        ({"content": "pairs", "choosing": {"gopher": {}}}, "choosing.gopher: its rules are for long documents"),
-        ({"content": "triples", "choosing": {"c4": {}}}, "choosing.c4: its rules are for long documents"),
-        ({"content": "triples", "choosing": {"repetition": {}}}, "choosing.repetition"),
-        ({"content": "pairs", "choosing": {"boilerplate": {}}}, "choosing.boilerplate"),
+        ({"content": "pairs", "filters": {"gopher": {}}}, "filters.gopher: its rules are for long documents"),
+        ({"content": "triples", "filters": {"c4": {}}}, "filters.c4: its rules are for long documents"),
+        ({"content": "triples", "filters": {"repetition": {}}}, "filters.repetition"),
+        ({"content": "pairs", "filters": {"boilerplate": {}}}, "filters.boilerplate"),
         ({"content": "pairs", "corpus": {"kind": "python_docs"}}, "corpus.kind = python_docs: has no pairs"),
         ({"content": "pairs", "corpus": BASE["corpus"] | {"text_field": "x"}}, "set content.premise, content.hypoth"),
         ({"content": "triples", "corpus": BASE["corpus"] | {"format": "text"}}, "corpus.format = text: has no columns"),
@@ -60,12 +60,12 @@ def test_all_problems_are_told_at_once(tmp_path):
         "prepare: {output: o, corpus: {kind: files, paths: [a]}, tokenizer: {kind: train, vocab_size: 300}}"
     )
     with pytest.raises(ConfigError) as error:
-        load_config(str(path), "prepare", PipelineConfig, ["content=pairs", "geometry.num_anchors=3", "choosing.c4={}"])
+        load_config(str(path), "prepare", PipelineConfig, ["content=pairs", "geometry.num_anchors=3", "filters.c4={}"])
     assert len(error.value.problems) == 2
     with pytest.raises(ConfigError, match="must be one of documents, sentences, pairs, triples"):
         load_config(str(path), "prepare", PipelineConfig, ["content=sentence"])
-    with pytest.raises(ConfigError, match=r"content\.needs"):
-        load_config(str(path), "prepare", PipelineConfig, ["content={kind: pairs, needs: [entails]}"])
+    with pytest.raises(ConfigError, match=r"content\.required_labels"):
+        load_config(str(path), "prepare", PipelineConfig, ["content={kind: pairs, required_labels: [entails]}"])
     with pytest.raises(ConfigError, match=r"content\.language"):
         load_config(str(path), "prepare", PipelineConfig, ["content={kind: sentences, language: English}"])
     found = load_config(str(path), "prepare", PipelineConfig, ["content.kind=pairs", "content.premise=sentence1"])
@@ -76,7 +76,7 @@ def test_a_printed_config_can_be_used_again(tmp_path, capsys):
     path = tmp_path / "c.yaml"
     path.write_text(
         "prepare: {output: o, corpus: {kind: files, paths: [a]}, tokenizer: {kind: train, vocab_size: 300}, "
-        "content: {kind: pairs, needs: [entailment]}}"
+        "content: {kind: pairs, required_labels: [entailment]}}"
     )
     assert main([str(path), "--print-config"]) == 0
     again = tmp_path / "again.yaml"

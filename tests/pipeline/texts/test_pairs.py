@@ -210,7 +210,7 @@ def test_a_premise_of_two_files_gives_two_rows_and_stays_in_one_split(
     for name in "ab":
         rows = [make_pair(f"Premise {n}.{' ' * (name == 'b')}", f"Hypothesis {name}.", 0) for n in range(60)]
         write_jsonl(tmp_path / f"{name}.jsonl", *rows)
-    config = make_texts("pairs", tmp_path / "a.jsonl", tmp_path / "b.jsonl", held_out_share=0.4)
+    config = make_texts("pairs", tmp_path / "a.jsonl", tmp_path / "b.jsonl", validation_fraction=0.4)
     manifest, _, folder = prepare_units(config)
     assert manifest.totals["kept"] == 120
     train, held = (Counter(row[0][0] for row in decode(folder, split)) for split in ("train", "held-out"))
@@ -233,7 +233,7 @@ def test_needs_drops_premises_that_lack_a_label(tmp_path, make_texts, prepare_un
         make_pair("c", "y", 2),
         make_pair("d", "x", 1),
     )
-    config = make_texts({"kind": "pairs", "needs": ["entailment", "contradiction"]}, path)
+    config = make_texts({"kind": "pairs", "required_labels": ["entailment", "contradiction"]}, path)
     manifest, _, _ = prepare_units(config)
     assert manifest.totals["kept"] == 1
     assert manifest.dropped == {"lacks_contradiction": 1, "lacks_entailment": 2}
@@ -249,10 +249,10 @@ def test_a_corpus_without_a_row_says_why(tmp_path, make_texts, output, write_jso
         sidecar = write_unit(unit, output[0], config, output[1])
         return nothing_kept(sum_counts([sidecar.counts]), config, sidecar.failures)
 
-    needs = {"kind": "pairs", "needs": ["entailment", "contradiction"]}
+    needs = {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}
     told = message(needs, make_pair("a", "x", 0), make_pair("b", "x", 0))
     assert "2 lacks_contradiction" in told
-    assert "content.needs = [entailment, contradiction]" in told
+    assert "content.required_labels = [entailment, contradiction]" in told
     told = message("pairs", {"sentence1": "a"})
     assert "1 missing_key" in told
     assert "content.premise=premise" in told
@@ -354,7 +354,7 @@ def test_counts_of_real_files_are_those_of_a_plain_reading(name, needs, make_tex
         repeated += key in mine
         mine[key] = None
     kept = [p for p, h in premises.items() if set(needs) <= {label for _, label in h}]
-    found = rows_of(make_texts({"kind": "pairs", "needs": needs}, path))
+    found = rows_of(make_texts({"kind": "pairs", "required_labels": needs}, path))
     rows = [record for record in found if isinstance(record, TextRow)]
     left = Counter(record.reason.partition("_")[0] for record in found if isinstance(record, LeftOut))
     assert not any(isinstance(record, ReadFailure) for record in found)

@@ -25,7 +25,7 @@ from pipeline.shards.windows import Geometry
 def prepared(tmp_path, make_texts, prepare_units, write_jsonl, make_pair):
     """30 premises with up to three hypotheses in one shard of record batches of 4 rows."""
     rows = [make_pair(f"Premise {n} is here.", f"Hypothesis {k}.", k) for n in range(30) for k in range(1 + n % 3)]
-    config = make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", *rows), block_documents=4)
+    config = make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", *rows), record_batch_rows=4)
     manifest, ledger, folder = prepare_units(config)
     return manifest, ledger, folder
 
@@ -180,7 +180,7 @@ def test_copies_and_near_copies_of_rows_are_removed_with_their_texts_kept_for_in
 
 
 def test_rules_and_evaluation_sets_look_at_all_texts_of_a_row(tmp_path, make_texts, output, write_jsonl, make_pair):
-    from pipeline.choosing.evaluation_sets import INDEX, build_index
+    from pipeline.filters.evaluation_sets import INDEX, build_index
 
     planted = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
     (tmp_path / "questions.txt").write_text(planted + "\n")
@@ -190,13 +190,13 @@ def test_rules_and_evaluation_sets_look_at_all_texts_of_a_row(tmp_path, make_tex
         make_pair("Another premise in English.", planted, 2),
         make_pair("Dieser Satz steht hier auf Deutsch geschrieben.", "Er ist ein deutscher Satz, den man liest.", 0),
     )
-    choosing = {
+    filters = {
         "language": {"keep": ["en"]},
         "contamination": {"paths": [str(tmp_path / "questions.txt")], "action": "drop"},
     }
-    config = make_texts("pairs", path, choosing=choosing, write_rejected=True)
+    config = make_texts("pairs", path, filters=filters, write_rejected=True)
     folder, tokenizer = output
-    build_index(config.choosing.contamination, folder / INDEX)
+    build_index(config.filters.contamination, folder / INDEX)
     (unit,), _ = plan_units(config.corpus, 1, None, config.content)
     sidecar = write_unit(unit, folder, config, tokenizer)
     assert sidecar.counts.dropped == {"contaminated": 1, "language_other": 1}

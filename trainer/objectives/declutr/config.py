@@ -97,7 +97,7 @@ class DeclutrConfig(ObjectiveConfig):
     """Embed anchors again without masks for the contrastive loss. The released code contrasts masked anchors."""
     queue_size: int = Field(default=0, ge=0)
     """Number of embeddings of earlier steps to keep as extra negatives (the paper's memory bank); 0: none."""
-    released_rank_scaling: Annotated[int, Field(ge=1)] | None = None
+    reference_rank_scaling: Annotated[int, Field(ge=1)] | None = None
     """Divide the gradient of the contrastive loss by this number, as the released configs do by the number of GPUs (4
     in the paper); the loss that is logged is not divided. null: off."""
 
@@ -171,7 +171,7 @@ class DeclutrConfig(ObjectiveConfig):
 
         Guessing among the 2M - 1 other embeddings of M anchors and their positives costs log(2M - 1).
         """
-        if not self.contrastive or self.loss.kind != "ntxent" or self.released_rank_scaling:
+        if not self.contrastive or self.loss.kind != "ntxent" or self.reference_rank_scaling:
             return None
         guessing = math.log(max(2, 2 * run.batch_documents * run.spans.num_anchors - 1))
         if terms["contrastive"] >= _EASY_SHARE * guessing:

@@ -81,8 +81,8 @@ class Declutr(Objective[DeclutrConfig]):
                 documents=batch.facts.get("document"),
                 queue_documents=self.queue_documents,
             )
-        if self.config.released_rank_scaling:
-            divided = value / self.config.released_rank_scaling
+        if self.config.reference_rank_scaling:
+            divided = value / self.config.reference_rank_scaling
             value = divided + (value - divided).detach()
         return {"contrastive": value}
 

@@ -19,7 +19,7 @@ class SclConfig(TextObjectiveConfig):
     method: ClassVar[str] = "SCL"
 
     kind: Literal["scl"] = "scl"
-    contrast_share: float = Field(default=0.3, ge=0, le=1)
+    contrastive_weight: float = Field(default=0.3, ge=0, le=1)
     """lambda: share of the contrastive loss; 0: cross entropy alone."""
     temperature: float = Field(default=1.0, gt=0)
     """Divisor of the dot products."""

@@ -74,10 +74,10 @@ class Scl(TextObjective[SclConfig]):
         with torch.autocast(batch.views.device.type, enabled=False):
             premises, hypotheses = batch.views.unbind(1)
             terms = {}
-            if config.contrast_share < 1:
+            if config.contrastive_weight < 1:
                 features = torch.cat([premises, hypotheses, (premises - hypotheses).abs()], dim=-1)
                 cross_entropy = F.cross_entropy(self.classifier(features), batch.facts["label"])
-                terms["classification"] = (1 - config.contrast_share) * cross_entropy
-            if config.contrast_share > 0:
-                terms["contrastive"] = config.contrast_share * contrast(batch, config)
+                terms["classification"] = (1 - config.contrastive_weight) * cross_entropy
+            if config.contrastive_weight > 0:
+                terms["contrastive"] = config.contrastive_weight * contrast(batch, config)
             return terms

@@ -26,7 +26,7 @@ class SimcseConfig(TextObjectiveConfig):
     kind: Literal["simcse"] = "simcse"
     supervised: bool = False
     """false: two forwards of a sentence with different dropout (content sentences). true: a premise, an entailed and
-    a contradicting hypothesis (content triples, or pairs with `needs: [entailment, contradiction]`)."""
+    a contradicting hypothesis (content triples, or pairs with `required_labels: [entailment, contradiction]`)."""
     temperature: float = Field(default=0.05, gt=0)
     """Divisor of the cosine similarities."""
     hard_negative_weight: float = 0.0
@@ -105,9 +105,9 @@ class SimcseConfig(TextObjectiveConfig):
                 "objective.supervised = true: the shards hold sentences; set it to false, or prepare triples or pairs "
                 "(content.kind)"
             ]
-        if kind == "pairs" and not set(_NEEDS) <= set(getattr(manifest.content, "needs", ())):
+        if kind == "pairs" and not set(_NEEDS) <= set(getattr(manifest.content, "required_labels", ())):
             return [
                 "objective.supervised = true: some premises of the shards may lack an entailment or a contradiction; "
-                f"prepare again with content.needs=[{', '.join(_NEEDS)}]"
+                f"prepare again with content.required_labels=[{', '.join(_NEEDS)}]"
             ]
         return []

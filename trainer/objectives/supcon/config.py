@@ -15,7 +15,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class CropConfig(Strict):
     """Two views of an image: crops with changed colours. The defaults are those of VisualCSE, as in SimCLR."""
 
-    least_area: float = Field(default=0.2, gt=0, le=1)
+    min_scale: float = Field(default=0.2, gt=0, le=1)
     """Smallest share of the image's area in a crop; the largest is 1. Crops have sides of 3:4 to 4:3."""
     flip: Share = 0.5
     """Probability of a horizontal flip."""
@@ -30,9 +30,9 @@ class CropConfig(Strict):
 class MaskConfig(Strict):
     """SpecAugment (Park et al. 2019): one band of mel bands and one of frames is set to 0. 0: dropout alone."""
 
-    mels: int = Field(default=0, ge=0)
+    freq_mask: int = Field(default=0, ge=0)
     """Largest number of mel bands that are masked (48 in AudioCSE)."""
-    frames: int = Field(default=0, ge=0)
+    time_mask: int = Field(default=0, ge=0)
     """Largest number of frames that are masked (192 in AudioCSE); at most half of a clip."""
     shared: bool = False
     """true: both views have the same masks and differ by dropout alone, as in AudioCSE. false: each has its own."""
@@ -53,7 +53,7 @@ class SupconConfig(ObjectiveConfig):
     """Divisor of the cosine similarities."""
     base_temperature: float = Field(default=0.07, gt=0)
     """The loss is multiplied by temperature / base_temperature, as in the published SupCon."""
-    released_supcon: bool = False
+    reference_supcon: bool = False
     """Compute the loss of VisualCSE's scripts (`--new_supcon`), whose target is the rank of a row's label in the batch:
     with 48 rows of 60 classes, it is a view of the same class in 4% of the rows. For reproductions alone."""
     head: bool = True
@@ -68,8 +68,8 @@ class SupconConfig(ObjectiveConfig):
 
     @model_validator(mode="after")
     def _scaled(self) -> "SupconConfig":
-        if self.released_supcon and "base_temperature" in self.model_fields_set:
-            raise ValueError("base_temperature has no effect with released_supcon = true; remove it")
+        if self.reference_supcon and "base_temperature" in self.model_fields_set:
+            raise ValueError("base_temperature has no effect with reference_supcon = true; remove it")
         return self
 
     @property
@@ -107,9 +107,9 @@ class SupconConfig(ObjectiveConfig):
         if content.kind == "audio":
             if isinstance(frontend.mean, tuple) or isinstance(frontend.std, tuple):
                 found.append("frontend.mean and frontend.std: sounds have one channel; give one number each")
-            mels = int(getattr(content, "mels", 0))
-            if width > mels:
-                found.append(f"frontend.patch = {list(frontend.patch)}: the shards have {mels} mel bands")
+            num_mel_bins = int(getattr(content, "num_mel_bins", 0))
+            if width > num_mel_bins:
+                found.append(f"frontend.patch = {list(frontend.patch)}: the shards have {num_mel_bins} mel bands")
             if frontend.pretrained is not None:
                 found.append("frontend.pretrained: a ViT reads images, not sounds; remove it")
         return found

@@ -72,7 +72,7 @@ class Crops:
         """Left, upper, right and lower edge of a crop; the whole image if none of the tries fits."""
         width, height = image.size
         for area, ratio, place in draws.reshape(_TRIES, 3):
-            pixels = width * height * (self.config.least_area + area * (1 - self.config.least_area))
+            pixels = width * height * (self.config.min_scale + area * (1 - self.config.min_scale))
             aspect = _RATIO ** (2 * ratio - 1)
             wide, high = round((pixels * aspect) ** 0.5), round((pixels / aspect) ** 0.5)
             if 0 < wide <= width and 0 < high <= height:

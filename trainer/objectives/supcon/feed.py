@@ -114,11 +114,11 @@ class Bands:
     draws: NDArray[np.float64]
 
     def applied(self, clip: NDArray[np.float32], row: int) -> NDArray[np.float32]:
-        """`(frames, mels)` values of a clip with both bands set to 0."""
-        if not (self.config.mels or self.config.frames):
+        """`(frames, num_mel_bins)` values of a clip with both bands set to 0."""
+        if not (self.config.freq_mask or self.config.time_mask):
             return clip
         masked = clip.copy()
-        limits = min(self.config.frames, len(clip) // 2), min(self.config.mels, clip.shape[1])
+        limits = min(self.config.time_mask, len(clip) // 2), min(self.config.freq_mask, clip.shape[1])
         for axis, limit in enumerate(limits):
             width, start = self.draws[row, 2 * axis : 2 * axis + 2]
             size = int(width * (limit + 1))

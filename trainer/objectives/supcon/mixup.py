@@ -67,8 +67,8 @@ def mixture(clip: NDArray[np.float32], other: NDArray[np.float32], share: float)
     followed by silence.
 
     Args:
-        clip: `(n, mels)` log energies a.
-        other: `(m, mels)` log energies b.
+        clip: `(n, num_mel_bins)` log energies a.
+        other: `(m, num_mel_bins)` log energies b.
         share: from 0 to 1.
     """
     powers = share**2 * np.exp(clip.astype(np.float64))
@@ -78,7 +78,7 @@ def mixture(clip: NDArray[np.float32], other: NDArray[np.float32], share: float)
 
 
 def clips_of(rows: pa.Table) -> list[NDArray[np.float32]]:
-    """Spectrograms `(num_frames, mels)` of rows."""
+    """Spectrograms `(num_frames, num_mel_bins)` of rows."""
     frames, offsets = ragged(rows.column("frames"))
     counts = rows.column("num_frames").to_numpy()
     parts = zip(offsets[:-1], offsets[1:], counts, strict=True)

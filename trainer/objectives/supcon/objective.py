@@ -24,7 +24,7 @@ class Supcon(Objective[SupconConfig]):
         self.head: nn.Module = nn.Identity()
         if config.head:
             self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())
-        self.shares = not (config.released_supcon and config.labels)  # that form needs the whole matrix of scores
+        self.shares = not (config.reference_supcon and config.labels)  # that form needs the whole matrix of scores
 
     def feed(self, vocabulary: Vocabulary, max_content: int) -> Feed:
         """Builds the feed that cuts two views of each clip into patches."""
@@ -37,7 +37,7 @@ class Supcon(Objective[SupconConfig]):
         """L_out of Khosla et al. times t / base_temperature; or the released form."""
         config, labels = self.config, batch.facts["label"]
         first, second = self.head(batch.views).unbind(1)
-        if config.released_supcon:
+        if config.reference_supcon:
             loss = (
                 by_rank_of_class(first, second, labels, config.temperature)
                 if config.labels

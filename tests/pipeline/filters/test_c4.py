@@ -1,8 +1,8 @@
 import pytest
 
-from pipeline.choosing.c4 import C4Rules
-from pipeline.choosing.chooser import Chooser
-from pipeline.choosing.config import ChoosingConfig, problems
+from pipeline.filters.c4 import C4Rules
+from pipeline.filters.config import FiltersConfig, problems
+from pipeline.filters.document_filter import DocumentFilter
 
 OFF = {
     name: None if name in ("min_line_words", "min_sentences", "bad_words") else False for name in C4Rules.model_fields
@@ -10,7 +10,7 @@ OFF = {
 
 
 def choose(text, **rules):
-    return Chooser(ChoosingConfig(c4=C4Rules(**OFF | rules), normalise_whitespace=False)).choose(text)
+    return DocumentFilter(FiltersConfig(c4=C4Rules(**OFF | rules), normalise_whitespace=False)).apply(text)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,6 @@ def test_a_list_that_cannot_be_used_is_a_problem(tmp_path):
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "latin").write_bytes(b"\xe9")
     for name, said in (("none", "No such file"), ("empty", "holds no word"), ("latin", "not UTF-8")):
-        (problem,) = problems(ChoosingConfig(c4=C4Rules(bad_words=str(tmp_path / name))))
-        assert "choosing.c4.bad_words" in problem
+        (problem,) = problems(FiltersConfig(c4=C4Rules(bad_words=str(tmp_path / name))))
+        assert "filters.c4.bad_words" in problem
         assert said in problem

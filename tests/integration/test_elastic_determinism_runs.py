@@ -1,4 +1,4 @@
-"""Runs with `scaling.bitwise`: the same files and numbers with any number of workers, also if it changes."""
+"""Runs with `scaling.elastic_determinism`: the same files and numbers with any, also changing, number of workers."""
 
 import shutil
 
@@ -14,7 +14,7 @@ FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors"
 
 
 def trained(data, run, workers):
-    scaling = {"workers": workers, "bitwise": True}
+    scaling = {"workers": workers, "elastic_determinism": True}
     kept = {"every_steps": 2, "keep_last": 2, "keep_every_steps": 2}
     train(runs.train_config(data, run, **runs.FINISHED | {"scaling": scaling, "checkpoint": kept}))
     return run

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.choosing.chooser import Chooser, ChooserResult
-from pipeline.choosing.config import ChoosingConfig, fingerprints, problems
-from pipeline.choosing.contamination import Contamination
-from pipeline.choosing.evaluation_sets import build_index
+from pipeline.filters.config import FiltersConfig, fingerprints, problems
+from pipeline.filters.contamination import Contamination
+from pipeline.filters.document_filter import DocumentFilter, FilterResult
+from pipeline.filters.evaluation_sets import build_index
 
 _DIGITS = re.compile(r"\d+")
 DOCUMENTED = {
     _DIGITS.sub("N", reason)
-    for reason in re.findall(r"`(\w+)`", (Path(__file__).parents[3] / "docs" / "choosing.md").read_text())
+    for reason in re.findall(r"`(\w+)`", (Path(__file__).parents[3] / "docs" / "filters.md").read_text())
 }
 ANY = st.text(alphabet=st.characters(exclude_categories=()), max_size=300)
 LINES = st.lists(
@@ -28,33 +28,33 @@ def everything(tmp_path_factory):
     contamination = Contamination(paths=[str(folder / "set.txt")], action="drop")
     build_index(contamination, folder / "index")
     sections = {name: {} for name in ("boilerplate", "c4", "gopher", "repetition")}
-    config = ChoosingConfig(**sections, language={"keep": ["en"], "min_score": 0.5}, contamination=contamination)
+    config = FiltersConfig(**sections, language={"keep": ["en"], "min_score": 0.5}, contamination=contamination)
     # The same without the rules that drop nearly everything, so that the later ones are reached.
-    late = ChoosingConfig(repetition={}, language={}, contamination=contamination)
-    return [Chooser(one, folder / "index") for one in (config, late)]
+    late = FiltersConfig(repetition={}, language={}, contamination=contamination)
+    return [DocumentFilter(one, folder / "index") for one in (config, late)]
 
 
 @settings(deadline=None)
 @given(st.one_of(ANY, LINES.map("\n".join), st.sampled_from("\n\x00\x1f a\ud800"), st.just("\n" * 1000)))
 def test_it_never_fails_and_its_reasons_are_the_documented(everything, text):
-    for chooser in everything:
-        choice = chooser.choose(text)
+    for document_filter in everything:
+        choice = document_filter.apply(text)
         assert choice.reason is None or _DIGITS.sub("N", choice.reason) in DOCUMENTED
         assert choice.text == " ".join(choice.text.split())
-        assert choice == chooser.choose(text)
+        assert choice == document_filter.apply(text)
         if choice.reason:
             assert (choice.text, bool(choice.detail)) == (" ".join(text.split()), True)
 
 
 @given(ANY)
 def test_by_default_only_whitespace_changes(text):
-    assert Chooser(ChoosingConfig()).choose(text) == ChooserResult(" ".join(text.split()), None, None, None)
-    untouched = Chooser(ChoosingConfig(normalise_whitespace=False))
-    assert untouched.choose(text) == ChooserResult(text, None, None, None)
+    assert DocumentFilter(FiltersConfig()).apply(text) == FilterResult(" ".join(text.split()), None, None, None)
+    untouched = DocumentFilter(FiltersConfig(normalise_whitespace=False))
+    assert untouched.apply(text) == FilterResult(text, None, None, None)
 
 
 def test_nothing_is_wrong_with_the_defaults_and_nothing_is_dropped():
-    assert problems(ChoosingConfig()) == []
+    assert problems(FiltersConfig()) == []
 
 
 def test_a_good_document_passes_everything(everything):
@@ -63,22 +63,22 @@ def test_a_good_document_passes_everything(everything):
         "Most of the people who lived on the other side had to take a boat with their bicycles to be at work in time.\n"
         "In autumn the mayor promised, with a smile that few trusted, to have it finished before the first snow.\n"
     )
-    for chooser in everything:
-        assert chooser.choose(text) == ChooserResult(" ".join(text.split()), None, "en", None)
+    for document_filter in everything:
+        assert document_filter.apply(text) == FilterResult(" ".join(text.split()), None, "en", None)
     planted = text + "He counted one two three four five six seven eight nine ten eleven twelve thirteen and stopped.\n"
-    assert everything[0].choose(planted).reason == "contaminated"
+    assert everything[0].apply(planted).reason == "contaminated"
 
 
 def test_all_problems_are_said_at_once():
-    config = ChoosingConfig(
+    config = FiltersConfig(
         c4={"bad_words": "/none"}, language={"keep": ["xx", "yy"]}, contamination={"paths": ["/none/at/all"]}
     )
     assert len(problems(config)) == 4
 
 
 def test_line_rules_see_the_lines_that_whitespace_loses():
-    chooser = Chooser(
-        ChoosingConfig(
+    document_filter = DocumentFilter(
+        FiltersConfig(
             gopher={
                 "max_bullet_lines": 0.5,
                 "min_words": 1,
@@ -87,20 +87,20 @@ def test_line_rules_see_the_lines_that_whitespace_loses():
             }
         )
     )
-    assert chooser.choose("- that\n- which\n- with").reason == "gopher_bullets"
-    assert chooser.choose("- that - which - with\nnone\nbe").reason is None
+    assert document_filter.apply("- that\n- which\n- with").reason == "gopher_bullets"
+    assert document_filter.apply("- that - which - with\nnone\nbe").reason is None
 
 
 def test_the_files_of_a_configuration_have_fingerprints(tmp_path):
     (tmp_path / "words").write_text("gadzooks")
-    config = ChoosingConfig(
+    config = FiltersConfig(
         c4={"bad_words": str(tmp_path / "words")}, contamination={"paths": [str(tmp_path / "words")]}
     )
     build_index(config.contamination, tmp_path / "index")
     first = fingerprints(config)
-    assert set(first) == {"choosing.c4.bad_words", "choosing.contamination.paths"}
+    assert set(first) == {"filters.c4.bad_words", "filters.contamination.paths"}
     (tmp_path / "words").write_text("bodkins, one two three four five six seven eight")
-    assert fingerprints(config)["choosing.c4.bad_words"] != first["choosing.c4.bad_words"]
+    assert fingerprints(config)["filters.c4.bad_words"] != first["filters.c4.bad_words"]
     build_index(config.contamination, tmp_path / "index")
     assert not set(fingerprints(config).values()) & set(first.values())
-    assert fingerprints(ChoosingConfig()) == {}
+    assert fingerprints(FiltersConfig()) == {}

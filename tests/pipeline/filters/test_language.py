@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
-from pipeline.choosing.chooser import Chooser
-from pipeline.choosing.config import ChoosingConfig, problems
-from pipeline.choosing.language import LanguageRule, identify, known_languages
+from pipeline.filters.config import FiltersConfig, problems
+from pipeline.filters.document_filter import DocumentFilter
+from pipeline.filters.language import LanguageRule, identify, known_languages
 
 SENTENCES = {
     "en": [
@@ -95,21 +95,21 @@ def test_it_needs_no_network(monkeypatch):
 
 def test_languages_are_kept_by_code_and_score():
     german, english = SENTENCES["de"][0], SENTENCES["en"][0]
-    chooser = Chooser(ChoosingConfig(language=LanguageRule(keep=["en", "fr"])))
-    assert chooser.choose(english).reason is None
-    choice = chooser.choose(german)
+    document_filter = DocumentFilter(FiltersConfig(language=LanguageRule(keep=["en", "fr"])))
+    assert document_filter.apply(english).reason is None
+    choice = document_filter.apply(german)
     assert (choice.reason, choice.language) == ("language_other", "de")
     _, score = identify(german)
     for least, reason in ((score, None), (score + 1e-6, "language_unsure")):
-        chooser = Chooser(ChoosingConfig(language=LanguageRule(min_score=min(1.0, least))))
-        assert chooser.choose(german).reason == (reason if least <= 1 else None)
+        document_filter = DocumentFilter(FiltersConfig(language=LanguageRule(min_score=min(1.0, least))))
+        assert document_filter.apply(german).reason == (reason if least <= 1 else None)
 
 
 def test_without_a_keep_list_languages_are_only_recorded():
-    chooser = Chooser(ChoosingConfig(language=LanguageRule()))
-    assert [chooser.choose(SENTENCES[code][1]).language for code in ("ja", "pt")] == ["ja", "pt"]
-    assert chooser.choose("12 + 30 = 42").language is None
-    assert Chooser(ChoosingConfig()).choose(SENTENCES["ja"][1]).language is None
+    document_filter = DocumentFilter(FiltersConfig(language=LanguageRule()))
+    assert [document_filter.apply(SENTENCES[code][1]).language for code in ("ja", "pt")] == ["ja", "pt"]
+    assert document_filter.apply("12 + 30 = 42").language is None
+    assert DocumentFilter(FiltersConfig()).apply(SENTENCES["ja"][1]).language is None
 
 
 def test_the_middle_of_a_long_text_counts():
@@ -118,6 +118,6 @@ def test_the_middle_of_a_long_text_counts():
 
 
 def test_an_unknown_code_is_a_problem():
-    (problem,) = problems(ChoosingConfig(language=LanguageRule(keep=["en", "english"])))
-    assert "choosing.language.keep: 'english'" in problem
+    (problem,) = problems(FiltersConfig(language=LanguageRule(keep=["en", "english"])))
+    assert "filters.language.keep: 'english'" in problem
     assert " de " in problem

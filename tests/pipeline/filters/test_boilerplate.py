@@ -1,8 +1,8 @@
 import pytest
 
-from pipeline.choosing.boilerplate import Boilerplate
-from pipeline.choosing.chooser import Chooser
-from pipeline.choosing.config import ChoosingConfig
+from pipeline.filters.boilerplate import Boilerplate
+from pipeline.filters.config import FiltersConfig
+from pipeline.filters.document_filter import DocumentFilter
 
 REMOVED = {
     "cookies": ["This website uses cookies to improve your experience.", "Accept all cookies", "Cookie settings"],
@@ -29,18 +29,20 @@ KEPT = [
 def test_a_line_of_a_kind_is_removed_by_its_kind_and_by_no_other(kind, line):
     text = f"A real sentence.\n  {line}\n\nAnother one."
     for other in REMOVED:
-        chooser = Chooser(ChoosingConfig(boilerplate=Boilerplate(kinds=[other]), normalise_whitespace=False))
-        assert chooser.choose(text).text == ("A real sentence.\n\nAnother one." if kind == other else text)
+        document_filter = DocumentFilter(
+            FiltersConfig(boilerplate=Boilerplate(kinds=[other]), normalise_whitespace=False)
+        )
+        assert document_filter.apply(text).text == ("A real sentence.\n\nAnother one." if kind == other else text)
 
 
 @pytest.mark.parametrize("line", KEPT)
 def test_text_stays(line):
-    chooser = Chooser(ChoosingConfig(boilerplate=Boilerplate(), normalise_whitespace=False))
-    assert chooser.choose(line).text == line
+    document_filter = DocumentFilter(FiltersConfig(boilerplate=Boilerplate(), normalise_whitespace=False))
+    assert document_filter.apply(line).text == line
 
 
 def test_a_document_of_nothing_else_is_dropped_and_shown_whole():
-    chooser = Chooser(ChoosingConfig(boilerplate=Boilerplate()))
-    choice = chooser.choose("Skip to content\n\n3 likes\n")
+    document_filter = DocumentFilter(FiltersConfig(boilerplate=Boilerplate()))
+    choice = document_filter.apply("Skip to content\n\n3 likes\n")
     assert (choice.reason, choice.text) == ("only_boilerplate", "Skip to content 3 likes")
-    assert chooser.choose("Skip to content\nA text.").text == "A text."
+    assert document_filter.apply("Skip to content\nA text.").text == "A text."

@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.choosing.chooser import Chooser
-from pipeline.choosing.config import ChoosingConfig
-from pipeline.choosing.repetition import GopherRepetition, repetition_drop
-from pipeline.choosing.words import hash_words
+from pipeline.filters.config import FiltersConfig
+from pipeline.filters.document_filter import DocumentFilter
+from pipeline.filters.repetition import GopherRepetition, repetition_drop
+from pipeline.filters.words import hash_words
 
 OFF = dict.fromkeys(GopherRepetition.model_fields)
 NEVER = (1.0,) * 6
 
 
 def reason_of(text, **rules):
-    return Chooser(ChoosingConfig(repetition=GopherRepetition(**OFF | rules))).choose(text).reason
+    return DocumentFilter(FiltersConfig(repetition=GopherRepetition(**OFF | rules))).apply(text).reason
 
 
 def numbered(count, start=0):

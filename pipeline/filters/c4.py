@@ -16,7 +16,7 @@ from pydantic import Field
 
 from common.config import Strict
 from common.paths import expand
-from pipeline.choosing.gopher import Drop
+from pipeline.filters.gopher import Drop
 
 _CLOSING = "\"'”’»)]"
 _TERMINAL = (".", "!", "?", '"', "”", "。", "！", "？")
@@ -59,11 +59,11 @@ def c4_problems(config: C4Rules) -> list[str]:
     try:
         found = _bad_words(path)
     except OSError as error:
-        return [f"choosing.c4.bad_words = {config.bad_words!r}: {error.strerror}; looked at {path.absolute()}"]
+        return [f"filters.c4.bad_words = {config.bad_words!r}: {error.strerror}; looked at {path.absolute()}"]
     except UnicodeDecodeError as error:
-        return [f"choosing.c4.bad_words = {config.bad_words!r}: not UTF-8 ({error.reason} at byte {error.start})"]
+        return [f"filters.c4.bad_words = {config.bad_words!r}: not UTF-8 ({error.reason} at byte {error.start})"]
     if not found.words and not found.phrases:
-        return [f"choosing.c4.bad_words = {config.bad_words!r}: holds no words; write one word or phrase a line"]
+        return [f"filters.c4.bad_words = {config.bad_words!r}: holds no words; write one word or phrase a line"]
     return []
 
 

@@ -32,7 +32,7 @@ def language_problems(config: LanguageRule) -> list[str]:
     """Finds problems of the settings, one line each."""
     unknown = [code for code in config.keep if code not in known_languages()]
     return [
-        f"choosing.language.keep: {code!r} is not a known language; the identifier knows {' '.join(known_languages())}"
+        f"filters.language.keep: {code!r} is not a known language; the identifier knows {' '.join(known_languages())}"
         for code in unknown
     ]
 

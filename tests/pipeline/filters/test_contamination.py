@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.choosing import evaluation_sets
-from pipeline.choosing.chooser import Chooser
-from pipeline.choosing.config import ChoosingConfig, problems
-from pipeline.choosing.contamination import Contamination, ContaminationIndex
-from pipeline.choosing.evaluation_sets import build_index
-from pipeline.choosing.words import folded_words
+from pipeline.filters import evaluation_sets
+from pipeline.filters.config import FiltersConfig, problems
+from pipeline.filters.contamination import Contamination, ContaminationIndex
+from pipeline.filters.document_filter import DocumentFilter
+from pipeline.filters.evaluation_sets import build_index
+from pipeline.filters.words import folded_words
 
 LONG = "The quick, brown fox -- they say -- jumps over the lazy dog's back; and then it isn't seen again!"
 SHORT = "What is the capital city of all Burgundy?"
@@ -38,7 +38,7 @@ def make(sets, tmp_path, **changes):
     config = Contamination(paths=[str(sets)], **changes)
     path = tmp_path / "index.arrow"
     build_index(config, path)
-    return Chooser(ChoosingConfig(contamination=config), path)
+    return DocumentFilter(FiltersConfig(contamination=config), path)
 
 
 @pytest.mark.parametrize("start", [0, 50_000, len(FILLER)])
@@ -54,15 +54,15 @@ def make(sets, tmp_path, **changes):
     ],
 )
 def test_planted_sentences_are_found_in_long_documents(sets, tmp_path, start, planted, name, example):
-    chooser = make(sets, tmp_path, action="drop")
-    assert chooser.choose(FILLER).reason is None
-    choice = chooser.choose(f"{FILLER[:start]} {planted} {FILLER[start:]}")
+    document_filter = make(sets, tmp_path, action="drop")
+    assert document_filter.apply(FILLER).reason is None
+    choice = document_filter.apply(f"{FILLER[:start]} {planted} {FILLER[start:]}")
     assert choice.reason == "contaminated"
     assert choice.detail.startswith(f"{name}: {example} (")
 
 
 def test_thirteen_words_match_and_twelve_do_not(sets, tmp_path):
-    chooser = make(sets, tmp_path, action="drop")
+    document_filter = make(sets, tmp_path, action="drop")
     num_words = len(folded_words(LONG))
     with pa.ipc.open_file(tmp_path / "index.arrow") as index:
         assert index.read_all().num_rows == num_words - 13 + 1 + 1
@@ -70,19 +70,19 @@ def test_thirteen_words_match_and_twelve_do_not(sets, tmp_path):
     words = LONG.replace("-- ", "").split()
     assert len(words) == num_words
     for start in range(num_words - 12):
-        assert chooser.choose(" ".join(words[start : start + 13])).reason == "contaminated"
-        assert chooser.choose(" ".join(["x", *words[start : start + 12], "y"])).reason is None
-    assert chooser.choose(SHORT[:-10]).reason is None
+        assert document_filter.apply(" ".join(words[start : start + 13])).reason == "contaminated"
+        assert document_filter.apply(" ".join(["x", *words[start : start + 12], "y"])).reason is None
+    assert document_filter.apply(SHORT[:-10]).reason is None
 
 
 def test_report_keeps_and_tells_and_matches_can_be_allowed(sets, tmp_path):
-    chooser = make(sets, tmp_path)
+    document_filter = make(sets, tmp_path)
     text = f"a {SHORT} b {SHORT}"
-    assert chooser.choose(text).reason is None
-    assert chooser.choose(text).detail.endswith("burgundy (1 in all)")
-    assert chooser.choose(text).text == text
-    assert make(sets, tmp_path, max_matches=1).choose(text).detail is None
-    assert make(sets, tmp_path, max_matches=1).choose(text + LONG).detail.startswith("sets/sub/short.jsonl")
+    assert document_filter.apply(text).reason is None
+    assert document_filter.apply(text).detail.endswith("burgundy (1 in all)")
+    assert document_filter.apply(text).text == text
+    assert make(sets, tmp_path, max_matches=1).apply(text).detail is None
+    assert make(sets, tmp_path, max_matches=1).apply(text + LONG).detail.startswith("sets/sub/short.jsonl")
 
 
 @settings(max_examples=40, deadline=None)
@@ -119,7 +119,7 @@ def test_formats(tmp_path):
     (folder / "g.txt.gz").write_bytes(gzip.compress(sentence.format(7).encode()))
     path = tmp_path / "index"
     config = Contamination(paths=[str(folder)], ngram=8)
-    assert problems(ChoosingConfig(contamination=config)) == []
+    assert problems(FiltersConfig(contamination=config)) == []
     build_index(config, path)
     index = ContaminationIndex(path)
     names = [index.find(f"and {sentence.format(number)} too").name for number in range(2, 8)]
@@ -137,7 +137,7 @@ def test_the_index_is_the_same_bytes_again_and_another_version_is_refused(sets, 
     with pytest.raises(ValueError, match="and it is built again"):
         ContaminationIndex(tmp_path / "old")
     with pytest.raises(ValueError, match="give the index"):
-        Chooser(ChoosingConfig(contamination=config))
+        DocumentFilter(FiltersConfig(contamination=config))
 
 
 def test_empty_sets_find_nothing(tmp_path):
@@ -151,9 +151,9 @@ def test_paths_that_cannot_be_read_are_all_problems(tmp_path):
     (tmp_path / "binary.bin").write_bytes(b"PK\0\0")
     (tmp_path / "broken.gz").write_bytes(b"no gzip")
     given = [str(tmp_path / name) for name in ("none", "empty", "binary.bin", "broken.gz")]
-    found = problems(ChoosingConfig(contamination=Contamination(paths=given)))
+    found = problems(FiltersConfig(contamination=Contamination(paths=given)))
     for problem, said in zip(found, ("does not exist", "holds no file", "is not text", "cannot be read"), strict=True):
-        assert problem.startswith("choosing.contamination.paths: ")
+        assert problem.startswith("filters.contamination.paths: ")
         assert said in problem
 
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from common.paths import expand
 from common.storage import hash_file, hash_json, write_aside
-from pipeline.choosing.contamination import SCHEMA_VERSION, Contamination, check_of, keys_of, ngram_hashes
-from pipeline.choosing.words import folded_words, hash_folded
+from pipeline.filters.contamination import SCHEMA_VERSION, Contamination, check_of, keys_of, ngram_hashes
+from pipeline.filters.words import folded_words, hash_folded
 
 INDEX = "contamination.arrow"
 _NOT_DATA = re.compile(r"(?:\d*[-_]?)?(?:readme|licen[cs]e|changelog|notice|correlation)\b", re.IGNORECASE)
@@ -28,19 +28,17 @@ def contamination_problems(config: Contamination) -> list[str]:
     for given in config.paths:
         root = expand(given)
         if not root.exists():
-            found.append(f"choosing.contamination.paths: {given!r} does not exist; looked at {root.absolute()}")
+            found.append(f"filters.contamination.paths: {given!r} does not exist; looked at {root.absolute()}")
             continue
         files = [path for path, _ in _files(root)]
         if not files:
-            found.append(f"choosing.contamination.paths: {given!r} holds no files")
+            found.append(f"filters.contamination.paths: {given!r} holds no files")
         for path in files:
             try:
                 if b"\0" in _head(path):
-                    found.append(
-                        f"choosing.contamination.paths: {path} is not text; give JSONL, CSV, TSV or plain text"
-                    )
+                    found.append(f"filters.contamination.paths: {path} is not text; give JSONL, CSV, TSV or plain text")
             except (OSError, EOFError) as error:
-                found.append(f"choosing.contamination.paths: {path} cannot be read: {error}")
+                found.append(f"filters.contamination.paths: {path} cannot be read: {error}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""`scaling.bitwise`: any number of workers takes the same steps to the bit."""
+"""`scaling.elastic_determinism`: any number of workers takes the same steps to the bit."""
 
 import dataclasses
 import hashlib
@@ -41,7 +41,7 @@ def stepper_of(
     world, objective=None, encoder=DROPOUT, family="roberta", tokens=None, dtype=torch.float32, num_terms=99
 ):
     config = DeclutrConfig(**(objective or {"masking": HALF}))
-    world = dataclasses.replace(world, bitwise=True)
+    world = dataclasses.replace(world, deterministic=True)
     optim = OptimConfig(lr=1e-2, bias_correction=False, max_grad_norm=0.1)
     made = tiny_stepper(
         tiny_encoder(family, dtype, **encoder), config, world=world, microbatch_tokens=tokens, optim=optim
@@ -196,16 +196,28 @@ def test_order_of_terms_changes_nothing():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scaling": {"bitwise": True, "shard_parameters": True}}, "exclude each other.*set one of them to false"),
-        ({"scaling": {"bitwise": True}, "microbatch_tokens": "auto"}, "needs a fixed microbatch_tokens, not auto"),
-        ({"scaling": {"bitwise_documents": 3}}, "bitwise_documents = 3 has no effect without bitwise = true"),
-        ({"scaling": {"bitwise": True, "gradient_sums": "bf16"}}, "gradient_sums = bf16 has no effect with bitwise"),
+        ({"scaling": {"elastic_determinism": True, "fsdp": True}}, "exclude each other.*set one of them to false"),
         (
-            {"scaling": {"bitwise": True, "workers": [1, 17]}},
+            {"scaling": {"elastic_determinism": True}, "microbatch_tokens": "auto"},
+            "needs a fixed microbatch_tokens, not auto",
+        ),
+        (
+            {"scaling": {"deterministic_chunk_documents": 3}},
+            "deterministic_chunk_documents = 3 has no effect without elastic_determinism = true",
+        ),
+        (
+            {"scaling": {"elastic_determinism": True, "reduce_dtype": "bf16"}},
+            "reduce_dtype = bf16 has no effect with elastic_determinism",
+        ),
+        (
+            {"scaling": {"elastic_determinism": True, "workers": [1, 17]}},
             "workers = 17: the 16 canonical microbatches",
         ),
         (
-            {"scaling": {"bitwise": True}, "encoder": {"scratch": {"model_type": "roberta"}, "compile": True}},
+            {
+                "scaling": {"elastic_determinism": True},
+                "encoder": {"from_config": {"model_type": "roberta"}, "compile": True},
+            },
             "needs encoder.compile = false",
         ),
     ],
@@ -217,9 +229,9 @@ def test_settings_that_exclude_each_other(changes, message):
 
 def test_units_of_a_batch_and_the_hash_of_a_run():
     assert least_config().unit_documents is None
-    assert least_config(scaling={"bitwise": True}).hash() == least_config().hash()
+    assert least_config(scaling={"elastic_determinism": True}).hash() == least_config().hash()
     for size, unit, number in [(1, 1, 1), (16, 1, 16), (17, 2, 9), (100, 7, 15)]:
-        config = least_config(batch_documents=size, scaling={"bitwise": True})
+        config = least_config(batch_documents=size, scaling={"elastic_determinism": True})
         assert (config.unit_documents, config.num_units) == (unit, number)
         for world in (1, 2, 5, 16):
             bounds = [Plan(0, 100, size, unit).slice(rank, world) for rank in range(world)]
@@ -229,8 +241,8 @@ def test_units_of_a_batch_and_the_hash_of_a_run():
 
 
 def test_the_rows_of_a_rank_are_whole_chunks_if_bits_must_not_depend_on_it():
-    for bitwise, parts in ((True, [(0, 4), (4, 10)]), (False, [(0, 5), (5, 10)])):
-        ranks = [dataclasses.replace(World(), rank=rank, size=2, bitwise=bitwise) for rank in (0, 1)]
+    for deterministic, parts in ((True, [(0, 4), (4, 10)]), (False, [(0, 5), (5, 10)])):
+        ranks = [dataclasses.replace(World(), rank=rank, size=2, deterministic=deterministic) for rank in (0, 1)]
         assert [rank.part(10, 4) for rank in ranks] == parts
 
 

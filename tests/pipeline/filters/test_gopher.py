@@ -1,14 +1,14 @@
 import pytest
 
-from pipeline.choosing.chooser import Chooser
-from pipeline.choosing.config import ChoosingConfig
-from pipeline.choosing.gopher import GopherQuality
+from pipeline.filters.config import FiltersConfig
+from pipeline.filters.document_filter import DocumentFilter
+from pipeline.filters.gopher import GopherQuality
 
 OFF = dict.fromkeys(GopherQuality.model_fields)
 
 
 def reason_of(text, **rules):
-    return Chooser(ChoosingConfig(gopher=GopherQuality(**OFF | rules))).choose(text).reason
+    return DocumentFilter(FiltersConfig(gopher=GopherQuality(**OFF | rules))).apply(text).reason
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_just_inside_and_just_outside(rule, inside, outside, reason):
 
 def test_the_defaults_are_the_published_thresholds_and_the_first_reason_wins():
     prose = "That is the way to be with people who have a mind of their own. " * 5
-    chooser = Chooser(ChoosingConfig(gopher=GopherQuality()))
-    assert chooser.choose(prose).reason is None
-    choice = chooser.choose("# # 1")
+    document_filter = DocumentFilter(FiltersConfig(gopher=GopherQuality()))
+    assert document_filter.apply(prose).reason is None
+    choice = document_filter.apply("# # 1")
     assert (choice.reason, choice.detail) == ("gopher_word_count", "3 words")

@@ -1,21 +1,21 @@
-"""Configuration of cleaning and choosing: the `choosing` section of `prepare`. A rule set to null is off."""
+"""Configuration of the filters: the `filters` section of `prepare`. A rule set to null is off."""
 
 from common.config import Strict
 from common.paths import expand
 from common.storage import hash_file
-from pipeline.choosing.boilerplate import Boilerplate
-from pipeline.choosing.c4 import C4Rules, c4_problems
-from pipeline.choosing.contamination import Contamination
-from pipeline.choosing.evaluation_sets import contamination_problems, hash_sets
-from pipeline.choosing.gopher import GopherQuality
-from pipeline.choosing.language import LanguageRule, language_problems
-from pipeline.choosing.repetition import GopherRepetition
+from pipeline.filters.boilerplate import Boilerplate
+from pipeline.filters.c4 import C4Rules, c4_problems
+from pipeline.filters.contamination import Contamination
+from pipeline.filters.evaluation_sets import contamination_problems, hash_sets
+from pipeline.filters.gopher import GopherQuality
+from pipeline.filters.language import LanguageRule, language_problems
+from pipeline.filters.repetition import GopherRepetition
 
 ONLY_BOILERPLATE = "only_boilerplate"
 CONTAMINATED = "contaminated"
 
 
-class ChoosingConfig(Strict):
+class FiltersConfig(Strict):
     """Rules that remove text or drop documents, in the order in which they are applied.
 
     A section given as `{}` is on, with its published thresholds.
@@ -37,7 +37,7 @@ class ChoosingConfig(Strict):
     """Collapse whitespace to single spaces, after all rules that look at lines."""
 
 
-def problems(config: ChoosingConfig) -> list[str]:
+def problems(config: FiltersConfig) -> list[str]:
     """Finds problems of the settings and of the files that they name, one line each."""
     found = c4_problems(config.c4) if config.c4 else []
     found += language_problems(config.language) if config.language else []
@@ -45,7 +45,7 @@ def problems(config: ChoosingConfig) -> list[str]:
     return found
 
 
-def fingerprints(config: ChoosingConfig) -> dict[str, str]:
+def fingerprints(config: FiltersConfig) -> dict[str, str]:
     """SHA-256 of the files that influence the choice, by setting; part of the identity of a run.
 
     Raises:
@@ -53,7 +53,7 @@ def fingerprints(config: ChoosingConfig) -> dict[str, str]:
     """
     found = {}
     if config.c4 and config.c4.bad_words:
-        found["choosing.c4.bad_words"] = hash_file(expand(config.c4.bad_words))
+        found["filters.c4.bad_words"] = hash_file(expand(config.c4.bad_words))
     if config.contamination:
-        found["choosing.contamination.paths"] = hash_sets(config.contamination)
+        found["filters.contamination.paths"] = hash_sets(config.contamination)
     return found

@@ -3,19 +3,19 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.choosing.boilerplate import BoilerplateRemover
-from pipeline.choosing.c4 import c4_lines, c4_page
-from pipeline.choosing.config import CONTAMINATED, ONLY_BOILERPLATE, ChoosingConfig
-from pipeline.choosing.contamination import ContaminationIndex
-from pipeline.choosing.gopher import Drop, quality_drop
-from pipeline.choosing.language import LanguageRule, identify
-from pipeline.choosing.repetition import repetition_drop
-from pipeline.choosing.whitespace import normalise
-from pipeline.choosing.words import hash_words
+from pipeline.filters.boilerplate import BoilerplateRemover
+from pipeline.filters.c4 import c4_lines, c4_page
+from pipeline.filters.config import CONTAMINATED, ONLY_BOILERPLATE, FiltersConfig
+from pipeline.filters.contamination import ContaminationIndex
+from pipeline.filters.gopher import Drop, quality_drop
+from pipeline.filters.language import LanguageRule, identify
+from pipeline.filters.repetition import repetition_drop
+from pipeline.filters.whitespace import normalise
+from pipeline.filters.words import hash_words
 
 
 @dataclass(frozen=True, slots=True)
-class ChooserResult:
+class FilterResult:
     """Result of the rules for one document."""
 
     text: str
@@ -28,10 +28,10 @@ class ChooserResult:
     """The figure that decided, or the matched text of a contaminated document."""
 
 
-class Chooser:
+class DocumentFilter:
     """Applies the rules of a configuration in order; the first rule that a document breaks gives the reason."""
 
-    def __init__(self, config: ChoosingConfig, contamination_index: Path | None = None) -> None:
+    def __init__(self, config: FiltersConfig, contamination_index: Path | None = None) -> None:
         """Opens the files that the rules need.
 
         Raises:
@@ -40,20 +40,20 @@ class Chooser:
         self._config = config
         self._remover = BoilerplateRemover(config.boilerplate) if config.boilerplate else None
         if config.contamination and contamination_index is None:
-            raise ValueError("choosing.contamination is on: give the index that build_index wrote")
+            raise ValueError("filters.contamination is on: give the index that build_index wrote")
         self._index = ContaminationIndex(contamination_index) if config.contamination and contamination_index else None
 
-    def choose(self, text: str) -> ChooserResult:
+    def apply(self, text: str) -> FilterResult:
         """Cleans and judges one document. Whitespace-only text is returned empty without applying any rule."""
         finish = normalise if self._config.normalise_whitespace else str
         if not text or text.isspace():
-            return ChooserResult(finish(text), None, None, None)
+            return FilterResult(finish(text), None, None, None)
         cleaned, drop = self._clean(text)
         language: str | None = None
         if drop is None:
             language, drop = self._judge(cleaned)
         if drop is not None:
-            return ChooserResult(finish(text), drop[0], language, drop[1])
+            return FilterResult(finish(text), drop[0], language, drop[1])
         return self._contaminated(cleaned, finish(text) if cleaned is text else finish(cleaned), language)
 
     def _clean(self, text: str) -> tuple[str, Drop | None]:
@@ -85,14 +85,14 @@ class Chooser:
             drop = repetition_drop(text, words, lines, config.repetition)
         return language, drop
 
-    def _contaminated(self, text: str, finished: str, language: str | None) -> ChooserResult:
+    def _contaminated(self, text: str, finished: str, language: str | None) -> FilterResult:
         """Applies the last rule, on contamination; returns the result of all rules."""
         rule = self._config.contamination
         match = self._index.find(text) if self._index else None
         if rule is None or match is None or match.num_ngrams <= rule.max_matches:
-            return ChooserResult(finished, None, language, None)
+            return FilterResult(finished, None, language, None)
         detail = f"{match.name}: {match.words} ({match.num_ngrams} in all)"
-        return ChooserResult(finished, CONTAMINATED if rule.action == "drop" else None, language, detail)
+        return FilterResult(finished, CONTAMINATED if rule.action == "drop" else None, language, detail)
 
 
 def _language(text: str, rule: LanguageRule) -> tuple[str | None, Drop | None]:

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from common.config import Strict
-from pipeline.choosing.gopher import Drop
-from pipeline.choosing.words import U64, WordHashes, extend_ngrams
+from pipeline.filters.gopher import Drop
+from pipeline.filters.words import U64, WordHashes, extend_ngrams
 
 _PARAGRAPHS = re.compile(r"\n\s*\n")
 _TOP = (2, 3, 4)

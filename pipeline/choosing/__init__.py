@@ -1,1 +1,0 @@
-"""Cleaning and choosing: rules that remove parts of a document's text or drop the document, with reasons."""
