@@ -24,14 +24,12 @@ def run(arguments: list[str]) -> int:
         parser.error("--documents and --processes must be at least 1")
     try:
         config = load_config(given.config, "train", TrainConfig, given.overrides, place_problems)
-        from trainer.driver.checks import problems, refuse
+        from trainer.driver.checks import load_problems, refuse, resolve
         from trainer.objectives.base import ObjectiveError
-        from trainer.setup.cache import run_folder
-        from trainer.setup.geometry import with_geometry
         from trainer.verify import verify
 
-        config = with_geometry(config, run_folder(config.run, config.cache))
-        refuse([problem for problem in problems(config) if not problem.startswith("run =")])
+        resolved = resolve(config, of_run=False)
+        refuse(load_problems(resolved))
     except ConfigError as error:
         return refused(error)
     print("gradient of one batch, compared with 1 process and the whole batch at once")
@@ -39,7 +37,7 @@ def run(arguments: list[str]) -> int:
     print("".join(f"{head:>11s}" for head in heads))
     apart = 0
     try:
-        for row in verify(config, given.documents, given.processes):
+        for row in verify(resolved.config, given.documents, given.processes):
             case, cut = row.case, row.case.microbatch_tokens or "whole"
             numbers = f"{row.loss:10.1e} {row.absolute:10.1e} {row.relative:10.1e}"
             within = "" if row.within else "  APART"

@@ -18,9 +18,7 @@ from doctor.facts import Facts
 from doctor.finding import EVERYWHERE, Finding, as_json, as_text, counts, judged
 from doctor.needs import Needs, needs_of
 from trainer.driver.checks import problems
-from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import with_geometry
 
 _HERE = "here"
 
@@ -45,8 +43,7 @@ def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str
 def _of_config(config: TrainConfig) -> tuple[Needs | None, list[Finding]]:
     """Findings about the configuration itself: everything that `train` would refuse before it starts."""
     remedy = "correct the setting; `declutr train` refuses it as well"
-    run = run_folder(config.run, config.cache)
-    wrong = problems(with_geometry(config, run))
+    wrong = problems(config)
     found = [judged("configuration", EVERYWHERE, problem, fail=True, remedy=remedy) for problem in wrong]
     try:
         needs = needs_of(config)

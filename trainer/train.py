@@ -27,8 +27,9 @@ from common.meanings import annotated_yaml
 from common.paths import expand
 from common.stores.address import is_remote
 from trainer.checkpoints.state import FORK
-from trainer.driver.checks import early_problems, refuse
+from trainer.driver.checks import refuse, resolve
 from trainer.driver.places import fork_problem, place_problems
+from trainer.driver.resolved import ResolvedRun, find_shards
 from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.geometry import unknown, with_geometry
@@ -93,10 +94,10 @@ def _began() -> float:
     return time.time() - running_seconds
 
 
-def _refuse_early(config: TrainConfig, new_run: str | None) -> None:
-    """Refuses a run whose folder and shards show a problem, before torch, transformers and Ray are loaded.
+def _resolve_early(config: TrainConfig, new_run: str | None) -> ResolvedRun | None:
+    """Resolves a run before torch, transformers and Ray are loaded.
 
-    Places at addresses are fetched, and read, while Ray starts.
+    None if places at addresses are to be fetched, while Ray starts, or if `fork` refuses the new run.
 
     Raises:
         ConfigError: with every such problem.
@@ -105,15 +106,16 @@ def _refuse_early(config: TrainConfig, new_run: str | None) -> None:
     started = config if new_run is None else config.model_copy(update={"run": new_run})
     data = [one.data for one in started.branches().values()]
     if any(is_remote(place) for place in (started.run, started.validation.data, *data) if place):
-        return
+        return None
     run = run_folder(started.run, started.cache)
     if new_run is not None and run.exists() and not (run / FORK).is_file():
-        return  # no fork, which `fork` refuses
-    refuse(early_problems(with_geometry(started, run)))
+        return None
+    resolved = resolve(started)
     refuse_held(run)
+    return resolved
 
 
-def _plan(config: TrainConfig) -> str:
+def _plan(run: ResolvedRun) -> str:
     """The text of `--plan`.
 
     Raises:
@@ -126,7 +128,7 @@ def _plan(config: TrainConfig) -> str:
     from trainer.step.microbatch import MicrobatchError
 
     try:
-        return "\n".join(plan_ahead(config).lines()) + "\n"
+        return "\n".join(plan_ahead(run).lines()) + "\n"
     except (ShardError, UnfitEncoderError, NonFiniteLossError, MicrobatchError, OSError) as error:
         raise ConfigError("train --plan", [str(error)]) from error
 
@@ -152,7 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:  # before loading torch and Ray, which takes many seconds on a busy machine
         config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)
         if arguments.print_config:
-            shown = config if is_remote(config.data) else with_geometry(config, run_folder(config.run, config.cache))
+            shown = config
+            if not is_remote(config.data):
+                shown = with_geometry(config, run_folder(config.run, config.cache), find_shards(config).manifests)
             sys.stdout.write(annotated_yaml(shown))
             if left := unknown(shown):
                 get_logger().warning(
@@ -166,9 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.fork is not None and (problem := fork_problem(arguments.fork, config.run)):
             wrong.append(problem)
         refuse(wrong)
-        _refuse_early(config, arguments.fork)
+        resolved = _resolve_early(config, arguments.fork)
         if arguments.plan:
-            sys.stdout.write(_plan(config))
+            sys.stdout.write(_plan(resolved or resolve(config)))
             return 0
     except (ConfigError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
@@ -185,8 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.fork is not None:
             from trainer.driver.fork import fork
 
-            config = fork(config, arguments.fork)
-        summary = run_training(config, _began(), early.wait if early else None)
+            config, resolved = fork(config, arguments.fork), None
+        summary = run_training(config, _began(), early.wait if early else None, resolved)
     except (ConfigError, ShardError, CheckpointError, DamagedError, TrainingFailedError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -103,7 +103,7 @@ def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
     for path in (copied / "checkpoints").glob("step-*"):
         (path / "state.json").unlink()
     with pytest.raises(checkpoint.CheckpointError, match="holds no whole checkpoint to export"):
-        export(runs.train_config(data, copied, **runs.FINISHED), copied)
+        export(runs.resolved(runs.train_config(data, copied, **runs.FINISHED)))
     assert not (copied / "export").exists()
 
 
@@ -122,7 +122,7 @@ def exported(data, run, family, pooling):
     objective = declutr(config.objective)
     contents = collect(encoder, build_optimizer(config.optim, encoder, objective), objective)
     checkpoint.save(run / "checkpoints", state, contents)
-    return encoder.eval(), export(config, run)
+    return encoder.eval(), export(runs.resolved(config))
 
 
 @pytest.mark.parametrize("family", ["roberta", "bert", "modernbert"])

@@ -37,7 +37,7 @@ def test_a_finished_run_is_scored_once_and_exports_the_best(data, copied, sets, 
     given = ["evaluate", "--follow", str(copied), "--data", str(sets), "--allow-unchecked", "--once"]
     given += ["--tasks", ",".join(TASKS), "--protocol", "simcse"]
     config = runs.train_config(data, copied, **runs.FINISHED | {"validation": {"score": "followed"}}, export="best")
-    assert read_json(export(config, copied) / "declutr.json")["step"] == 8
+    assert read_json(export(runs.resolved(config)) / "declutr.json")["step"] == 8
     assert sum("exporting the last checkpoint, because the checkpoints of steps" in line for line in log) == 1
     assert main(given) == 0
     lines = read_scores(copied)
@@ -50,7 +50,10 @@ def test_a_finished_run_is_scored_once_and_exports_the_best(data, copied, sets, 
         assert any("published" in warning for warning in line.warnings)  # the data are our own
     assert main(given) == 0
     assert read_scores(copied) == lines
-    assert read_json(export(config, copied) / "declutr.json")["step"] == max(lines, key=lambda line: line.score).step
+    assert (
+        read_json(export(runs.resolved(config)) / "declutr.json")["step"]
+        == max(lines, key=lambda line: line.score).step
+    )
     assert sum("have no score" in line for line in log) == 1, "nothing is missing any more"
     assert main([*given, "--protocol", "senteval"]) == 0  # another choice: its own lines
     assert len(read_scores(copied)) == 2 * len(lines)

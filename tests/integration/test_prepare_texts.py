@@ -17,6 +17,7 @@ from pipeline.prepare import main, prepare
 from pipeline.shards.shards import ShardSet, check_shards, load_manifest
 from trainer.data.chunks import read_chunk
 from trainer.driver.checks import problems
+from trainer.driver.resolved import find_shards
 from trainer.setup.geometry import unknown, with_geometry
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
@@ -207,7 +208,7 @@ def test_shards_of_texts_leave_spans_at_their_defaults(prepared, tmp_path):
     values = runs.train_values(prepared[0], tmp_path / "run")
     del values["spans"]
     before = runs.TrainConfig.model_validate(values)
-    after = with_geometry(before, tmp_path / "run")
+    after = with_geometry(before, tmp_path / "run", find_shards(before).manifests)
     assert after.spans == before.spans
     assert unknown(after) == []
 

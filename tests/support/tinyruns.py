@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 from waiting import until
 
+from trainer.driver.resolved import ResolvedRun, find_shards
 from trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +132,12 @@ def command(module, config, *overrides):
 def run_command(module, config, *overrides, timeout=150):
     """Runs it to its end; returns the finished process with its output."""
     return subprocess.run(**command(module, config, *overrides), timeout=timeout, check=False)
+
+
+def resolved(config, folder=None):
+    """As `resolve`, without its checks and for a run in another folder."""
+    shards = find_shards(config)
+    return ResolvedRun(config, Path(folder or config.run), shards.data, shards.manifests, shards.scored)
 
 
 def steps_of(run, kind="step"):

@@ -70,18 +70,17 @@ def test_a_plan_from_real_steps_and_its_score(data, tmp_path, capsys):
     assert "validations  none" in shown
     assert sorted(one.name for one in tmp_path.iterdir()) == ["run.estimate.json", "train.yaml"], "only the estimate"
     config = config_of(data, tmp_path / "run", batch_documents=16)
-    manifests = {"": ShardSet(data, "train").manifest}
-    found = find_estimate(config, manifests)
+    found = find_estimate(runs.resolved(config))
     assert found.steps == 6
     assert found.step_tokens == pytest.approx(16 * 2 * (3 + 2), rel=0.3)  # spans of 2 to 4 tokens, and two specials
     assert 0 < found.step_seconds < 60
-    assert find_estimate(config.model_copy(update={"batch_documents": 17}), manifests) is None
-    assert find_estimate(config.model_copy(update={"run": str(tmp_path / "other")}), manifests) is None
+    assert find_estimate(runs.resolved(config.model_copy(update={"batch_documents": 17}))) is None
+    assert find_estimate(runs.resolved(config.model_copy(update={"run": str(tmp_path / "other")}))) is None
     (tmp_path / "run.estimate.json").write_text("{}")
-    assert find_estimate(config, manifests) is None
+    assert find_estimate(runs.resolved(config)) is None
     (tmp_path / "run.estimate.json").unlink()
     (tmp_path / "run.estimate.json").mkdir()
-    assert find_estimate(config, manifests) is None, "a run ends also without it"
+    assert find_estimate(runs.resolved(config)) is None, "a run ends also without it"
 
 
 def test_a_finished_run_scores_its_plan(tmp_path):

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import tinyruns as runs
 from broken import empty, flip_a_bit, remove, truncate
 from madeup import finish, save
 
@@ -38,7 +39,7 @@ def test_a_damaged_export_is_made_again_and_nothing_is_lost(made, run, log, name
     whole = contents(run / "export")
     damage(run / "export" / name)
     damaged = contents(run / "export")
-    export(made[0], run)
+    export(runs.resolved(made[0], run))
     assert contents(run / "export") == whole
     assert any(name in line and "exporting again" in line for line in log)
     assert contents(run / "export.kept-1") == damaged
@@ -48,7 +49,7 @@ def test_a_whole_export_is_left_alone_with_what_others_put_there(made, run, log)
     (run / "export" / "onnx").mkdir()
     (run / "export" / "onnx" / "model.onnx").write_text("theirs")
     before = {path: path.stat().st_mtime_ns for path in (run / "export").rglob("*")}
-    export(made[0], run)
+    export(runs.resolved(made[0], run))
     assert {path: path.stat().st_mtime_ns for path in (run / "export").rglob("*")} == before
     assert log == []
 
@@ -60,7 +61,7 @@ def test_the_export_of_another_checkpoint_with_the_same_step_gives_way(made, run
         (run / "export" / "notes.txt").write_text("theirs")
     shutil.rmtree(run / "checkpoints")
     save(made[0], run, seed=1)
-    export(made[0], run)
+    export(runs.resolved(made[0], run))
     new = contents(run / "export")
     assert new["model.safetensors"] != old["model.safetensors"]
     assert any("was made from another checkpoint" in line for line in log)

@@ -9,8 +9,10 @@ from madeup import shards
 
 from common.config import config_yaml
 from trainer.driver.checks import problems
+from trainer.driver.resolved import find_shards
+from trainer.setup import geometry as module
 from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import DECISIVE, with_geometry
+from trainer.setup.geometry import DECISIVE
 
 ENCODER = {"encoder": {"from_config": {"model_type": "roberta"}}}
 
@@ -23,6 +25,10 @@ def data(tmp_path):
 def config(data, spans, **given):
     values = {"run": "unused", "data": str(data), **ENCODER, **given}
     return TrainConfig.model_validate(values | ({} if spans is None else {"spans": spans}))
+
+
+def with_geometry(config, run):
+    return module.with_geometry(config, run, find_shards(config).manifests)
 
 
 def geometry(found):

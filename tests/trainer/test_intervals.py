@@ -1,6 +1,7 @@
 """How often a run validates and saves: a share of its steps by default, and what is said of too few validations."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import tinyruns as runs
@@ -10,6 +11,7 @@ from prepared import Row, write_prepared
 
 from common.config import load_config
 from pipeline.shards.manifest import load_manifest
+from trainer.driver.resolved import ResolvedRun
 from trainer.driver.validation_checks import validation_remarks
 from trainer.metrics.interval import steps_between
 from trainer.setup.config import TrainConfig
@@ -71,7 +73,8 @@ def test_both_on_the_command_line_are_refused():
 
 def remarks(manifest, held_out=400, steps=100, **validation):
     manifest = manifest.model_copy(update={"totals": {"kept_held_out": held_out}})
-    return validation_remarks(runs.least_config(validation=validation), manifest, steps)
+    run = ResolvedRun(runs.least_config(validation=validation), Path("run"), {}, {"": manifest})
+    return validation_remarks(run, steps)
 
 
 def test_too_few_validations_or_rows_are_told_with_a_remedy(tmp_path):

@@ -79,14 +79,14 @@ def test_all_rows_are_trained_on_if_stsb_validates(tmp_path):
     config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes, validation=settings)
     shards = ShardSet(tmp_path / "data", "train")
     assert shards.manifest.totals["kept_held_out"] == 0
-    assert validation_problems(config, shards.manifest) == []
+    assert validation_problems(config, shards.manifest, None) == []
     tokenizer, _ = load_tokenizer(shards.folder)
     encoder = build_encoder(config, tokenizer)
     branch = build_branch(config, "", encoder, shards.manifest, World(), Microbatch(None))
     assert build_validator(config, branch, shards, tokenizer, torch.device("cpu")).scores(encoder).keys() == {STSB}
     for other in ({"every_steps": 2}, settings | {"score": "mrr"}):
         config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes, validation=other)
-        assert "the shards hold 0 held-out documents" in validation_problems(config, shards.manifest)[0]
+        assert "the shards hold 0 held-out documents" in validation_problems(config, shards.manifest, None)[0]
 
 
 def write(folder, text):

@@ -4,12 +4,11 @@ import json
 from collections.abc import Iterator
 
 from pipeline.shards.content import MEDIA_KINDS
-from pipeline.shards.manifest import data_hash, load_manifest
+from pipeline.shards.manifest import data_hash
 from trainer.checkpoints.state import RunState
+from trainer.driver.resolved import ResolvedRun
 from trainer.metrics.settings import STSB
 from trainer.objectives.row_score import REPORTED
-from trainer.setup.cache import data_folder
-from trainer.setup.config import TrainConfig
 
 _ROWS = {"pairs": "premises"}
 """Names of the rows of shards, where the kind of content is not their name."""
@@ -33,18 +32,18 @@ these lines:
 """How to load an encoder, by pooling."""
 
 
-def model_card(config: TrainConfig, state: RunState, verdict: str) -> str:
+def model_card(run: ResolvedRun, state: RunState, verdict: str) -> str:
     """Text of the model card: origin, data, configuration and scores of the encoder.
 
     `verdict` is a sentence that compares it with the start of the run.
     """
-    manifest = load_manifest(data_folder(config.data, config.cache))
+    config, manifest = run.config, run.manifest
     objective, kind, tokenizer = config.objective, manifest.content.kind, manifest.text_tokenizer
     rows = _ROWS.get(kind, kind)
     scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
     source = config.encoder.pretrained or f"from scratch ({config.encoder.from_config})"
     dropped = "".join(f"Trained but not part of this encoder: {part}.\n" for part in objective.dropped)
-    auxiliary = "".join(_branch_lines(config))
+    auxiliary = "".join(_branch_lines(run))
     sts = "" if STSB not in state.scores else f" {STSB}: Spearman correlation on STS-B's development set, in percent."
     return f"""---
 library_name: sentence-transformers
@@ -77,11 +76,12 @@ Result on that other half: {verdict}.
 """
 
 
-def _branch_lines(config: TrainConfig) -> Iterator[str]:
+def _branch_lines(run: ResolvedRun) -> Iterator[str]:
     """A sentence for each additional branch: its method, data and parts that are not exported."""
+    config = run.config
     turn = "in the same update" if config.task_schedule == "joint" else "in updates of its own before each step"
     for name, branch in config.auxiliary_tasks.items():
-        manifest = load_manifest(data_folder(branch.data, config.cache))
+        manifest = run.manifests[name]
         kind, objective = manifest.content.kind, branch.objective
         parts = [*objective.dropped, *(["the embeddings of its patches"] if kind in MEDIA_KINDS else [])]
         yield (

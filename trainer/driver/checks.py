@@ -9,9 +9,8 @@ from common.cluster import cluster_problem, named_cluster
 from common.config import ConfigError, flat_keys
 from common.console.logs import get_logger
 from common.records import DamagedError, read_record
-from common.stores.retry import RemoteError
 from pipeline.shards.content import MEDIA_KINDS
-from pipeline.shards.manifest import Manifest, ShardError, load_manifest
+from pipeline.shards.manifest import Manifest
 from pipeline.shards.shards import check_shards
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
@@ -19,33 +18,59 @@ from trainer.checkpoints.state import read_origin
 from trainer.driver.device import DEVICE, device_problem, kept_device
 from trainer.driver.objective_checks import data_problems, kind_problem, objective_problems
 from trainer.driver.places import place_problems
+from trainer.driver.resolved import Found, ResolvedRun, find_shards
 from trainer.driver.tokenizer_check import tokenizer_problem
 from trainer.driver.validation_checks import stsb_problems, validation_problems
 from trainer.setup.branches import data_hashes, joint_hash
-from trainer.setup.cache import data_folder, run_folder
+from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import DECISIVE
+from trainer.setup.geometry import DECISIVE, with_geometry
 
 
-def early_problems(config: TrainConfig) -> list[str]:
-    """Problems that the files of the run and the manifests of its shards show, without torch: one line each."""
+def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
+    """Looks up the places of a run, once; without torch.
+
+    Args:
+        config: of the run.
+        of_run: also look for problems of the run's folder, and of another run's results in it.
+
+    Raises:
+        ConfigError: with every problem that the files of the run and the manifests of its shards show, one line each.
+    """
     found = place_problems(config.model_dump())
-    if any(problem.startswith("run = ") for problem in found):
-        return found
-    run = run_folder(config.run, config.cache)
-    found += _run_problems(config, run)
-    if problem := device_problem(config.scaling, run):
-        found.append(problem)
-    unreadable, manifests = _shards(config)
-    found += [line for key, line in unreadable if not any(known.startswith(f"{key} = ") for known in found)]
-    main = manifests.get("")
-    if main is None:
-        return found
+    if not of_run:
+        found = [line for line in found if not line.startswith("run = ")]
+    elif any(line.startswith("run = ") for line in found):
+        raise ConfigError("train", found)
+    run, shards = run_folder(config.run, config.cache), find_shards(config)
+    config = with_geometry(config, run, shards.manifests)
+    if of_run:
+        found += _run_problems(config, run)
+        if problem := device_problem(config.scaling, run):
+            found.append(problem)
+    found += [line for key, line in shards.unreadable.items() if not any(one.startswith(f"{key} = ") for one in found)]
+    found += [
+        f"{f'auxiliary_tasks.{name}.data' if name else 'data'} = {one.data}: {problem}"
+        for name, one in config.branches().items()
+        if name in shards.manifests
+        for problem in check_shards(shards.data[name])
+    ]
+    if "" in shards.manifests:
+        found += _manifest_problems(config, shards)
+        if of_run and len(shards.manifests) == len(config.branches()):
+            found += _other_shards(config, run, data_hashes(shards.manifests))
+    refuse(found)
+    return ResolvedRun(config, run, shards.data, shards.manifests, shards.scored)
+
+
+def _manifest_problems(config: TrainConfig, shards: Found) -> list[str]:
+    """Problems of settings that do not fit the shards."""
+    manifests, found = shards.manifests, []
+    main = manifests[""]
     if main.content.kind in MEDIA_KINDS:
         return [
-            *found,
             f"data = {config.data}: holds {main.content.kind}; the main branch reads texts, whose encoder is "
-            "exported: name it in a branch (auxiliary_tasks.NAME.data)",
+            "exported: name it in a branch (auxiliary_tasks.NAME.data)"
         ]
     for name, branch in config.branches().items():
         if name in manifests:
@@ -53,21 +78,24 @@ def early_problems(config: TrainConfig) -> list[str]:
             found += [f"{prefix}{line}" for line in data_problems(branch, manifests[name])]
             found += [f"{prefix}{line}" for line in _misfits(config, name, manifests)] if name else []
     if kind_problem(config, main) is None:
-        found += validation_problems(config, main)
-    if problem := tokenizer_problem(config, main):
+        found += validation_problems(config, main, shards.scored)
+    if problem := tokenizer_problem(config, main, shards.data[""]):
         found.append(problem)
-    if len(manifests) == len(config.branches()):
-        found += _other_shards(config, run, data_hashes(manifests))
     return found
 
 
 def problems(config: TrainConfig) -> list[str]:
-    """All problems of this run, one line each: key, value, limit, remedy. Encoders are loaded if all else is well."""
-    if found := early_problems(config):
-        return found
-    manifests = {name: load_manifest(data_folder(one.data, config.cache)) for name, one in config.branches().items()}
-    main = manifests[""]
-    began_before = bool(steps_in(run_folder(config.run, config.cache) / CHECKPOINTS))
+    """All problems of a run, one line each: key, value, limit, remedy."""
+    try:
+        return load_problems(resolve(config))
+    except ConfigError as error:
+        return error.problems
+
+
+def load_problems(run: ResolvedRun) -> list[str]:
+    """Problems that show when objective and encoder are loaded, with torch and transformers."""
+    config = run.config
+    began_before = bool(steps_in(run.folder / CHECKPOINTS))
     # The objective and the encoder of a run from scratch that has a checkpoint are not loaded for checks: with torch
     # and transformers that takes seconds of each start.
     from_scratch = began_before and config.encoder.pretrained is None and not config.auxiliary_tasks
@@ -75,29 +103,15 @@ def problems(config: TrainConfig) -> list[str]:
     if config.auxiliary_tasks:
         from trainer.driver.branch_checks import branch_problems
 
-        found += branch_problems(config, manifests)
-    if not began_before and (remark := config.objective.remark_before(config.context(main.short_documents))):
+        found += branch_problems(run)
+    remark = None if began_before else config.objective.remark_before(config.context(run.manifest.short_documents))
+    if remark:
         get_logger().warning("%s", remark)
     if from_scratch:
         return found
     from trainer.driver.encoder_checks import encoder_problems
 
-    return list(dict.fromkeys([*found, *encoder_problems(config, main)]))  # both parts load the objective
-
-
-def _shards(config: TrainConfig) -> tuple[list[tuple[str, str]], dict[str, Manifest]]:
-    """Problems of the shards of all branches, each with its key, and the manifests of those that can be read."""
-    found, manifests = [], {}
-    for name, branch in config.branches().items():
-        key = f"auxiliary_tasks.{name}.data" if name else "data"
-        try:
-            folder = data_folder(branch.data, config.cache)
-            manifests[name] = load_manifest(folder)
-        except (ShardError, RemoteError, OSError) as error:  # `place_problems` may report it, too
-            found.append((key, f"{key} = {branch.data}: {error}"))
-        else:
-            found += [(key, f"{key} = {branch.data}: {problem}") for problem in check_shards(folder)]
-    return found, manifests
+    return list(dict.fromkeys([*found, *encoder_problems(run)]))  # both parts load the objective
 
 
 def _misfits(config: TrainConfig, name: str, manifests: Mapping[str, Manifest]) -> list[str]:
@@ -126,11 +140,12 @@ def refuse(found: list[str]) -> None:
         raise ConfigError("train", found)
 
 
-def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
+def ray_problems(resolved: ResolvedRun, own_session: bool) -> list[str]:
     """Problems with Ray for this run: its version, a cluster that does not answer, too few GPUs on this machine.
 
     A finished run needs no Ray. Without `own_session`, another session of this process may use any cluster.
     """
+    config, run = resolved.config, resolved.folder
     if (run / "summary.json").is_file():
         return []
     from trainer.worker.ray_internals import unsupported_ray  # loads Ray

@@ -13,6 +13,7 @@ from pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.data.tokenrates import limit
+from trainer.driver.resolved import ResolvedRun
 from trainer.model.encoder import Encoder
 from trainer.model.freezing import frozen_parameters
 from trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
@@ -21,7 +22,6 @@ from trainer.model.sentences import left_out
 from trainer.model.settings import EncoderConfig
 from trainer.objectives.base import ObjectiveError
 from trainer.setup.build import build_encoder, build_objective
-from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 
 _TRIED = 0.1  # rate of dropout in the test of an encoder
@@ -29,24 +29,26 @@ _TRIED = 0.1  # rate of dropout in the test of an encoder
 _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
-def encoder_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
+def encoder_problems(run: ResolvedRun, branch: str = "") -> list[str]:
     """Problems of the encoder, its vocabulary, positions and weights, one line each.
 
     Args:
-        config: configuration of the run.
-        manifest: manifest of its shards.
+        run: without problems that its files show.
+        branch: the name of an additional branch that reads texts.
     """
+    config = run.config.branches()[branch]
     advice = f" ({config.objective.without_mlm} trains without MLM)"
-    return [line + advice if "without MLM" in line else line for line in _problems(config, manifest)]
+    return [line + advice if "without MLM" in line else line for line in _problems(run, config, branch)]
 
 
-def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
+def _problems(run: ResolvedRun, config: TrainConfig, branch: str) -> list[str]:
     from transformers import AutoModelForMaskedLM
 
+    manifest = run.manifests[branch]
     encoder, info = config.encoder, manifest.tokenizer
     if info is None:  # images or audio, which kind_problem reports
         return []
-    folder = data_folder(config.data, config.cache) / TOKENIZER
+    folder = run.data[branch] / TOKENIZER
     try:
         tokenizer = load_tokenizer(str(folder))
     except ConfigError:
@@ -99,7 +101,7 @@ def _problems(config: TrainConfig, manifest: Manifest) -> list[str]:
             f"{setting}.max_tokens = {tokens}: the encoder has positions for {positions} tokens, specials included; "
             f"use shorter {'spans (and prepare again)' if texts is None else 'texts'} or an encoder with more positions"
         )
-    if found or checkpoint.steps_in(run_folder(config.run, config.cache) / CHECKPOINTS):  # they contain its weights
+    if found or checkpoint.steps_in(run.folder / CHECKPOINTS):  # they contain its weights
         return found
     return _weight_problems(config, tokenizer, manifest)
 

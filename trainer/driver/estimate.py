@@ -11,19 +11,16 @@ from pydantic import Field, ValidationError
 from common.config import Strict
 from common.console.logs import get_logger
 from common.storage import hash_json, write_text
-from pipeline.shards.manifest import Manifest
 from pipeline.shards.shards import ShardSet
-from trainer.data.plan import Plan
-from trainer.driver.checks import problems, refuse
+from trainer.driver.checks import load_problems, refuse
+from trainer.driver.resolved import ResolvedRun
 from trainer.driver.summary import read_seconds
 from trainer.driver.validation_checks import validated_rows, validation_remarks
 from trainer.metrics.interval import steps_between
 from trainer.metrics.metrics import read_metrics
 from trainer.setup.branches import data_hashes
-from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.coverage import Coverage, coverage
-from trainer.setup.geometry import with_geometry
 from trainer.setup.steps import total_steps
 
 _LEAST_SECONDS = 60.0
@@ -123,7 +120,7 @@ def score(compared: Mapping[str, tuple[float, float]]) -> str:
     return "estimated before: " + ", ".join(told)
 
 
-def plan_ahead(config: TrainConfig) -> TrainEstimate:
+def plan_ahead(run: ResolvedRun) -> TrainEstimate:
     """Estimates a run, and saves the estimate next to its folder, where the run finds it. The folder is only read.
 
     Raises:
@@ -131,22 +128,20 @@ def plan_ahead(config: TrainConfig) -> TrainEstimate:
         ShardError: the shards cannot be read.
         NonFiniteLossError: the losses of the first steps are not finite.
     """
-    run = run_folder(config.run, config.cache)
-    config = with_geometry(config, run)
-    refuse(problems(config))
-    shards = {name: ShardSet(data_folder(one.data, config.cache), "train") for name, one in config.branches().items()}
+    refuse(load_problems(run))
+    config, manifest, shards = run.config, run.manifest, run.training_shards()
     main = shards[""]
-    manifest, size = main.manifest, main.num_documents
-    steps = total_steps(config, Plan(config.seed, size, config.batch_documents))
+    size = main.num_documents
+    steps = total_steps(config, run.plan)
     passes = steps * config.batch_documents / size
     every_steps = steps_between(config.validation.every_steps, steps)
-    scored = validated_rows(config, manifest) if every_steps else 0
+    scored = validated_rows(run) if every_steps else 0
     read = _coverage(config, main, passes)
     from trainer.driver.trial import try_steps  # loads torch
 
-    trial = try_steps(config, run, shards, steps, scored)
+    trial = try_steps(config, run.folder, shards, steps, scored)
     made = TrainEstimate(
-        plan_hash=plan_hash(config, {name: one.manifest for name, one in shards.items()}),
+        plan_hash=plan_hash(run),
         noun=manifest.noun,
         steps=steps,
         batch_documents=config.batch_documents,
@@ -167,8 +162,8 @@ def plan_ahead(config: TrainConfig) -> TrainEstimate:
         validation_seconds=trial.validation_seconds,
         memory_mib=trial.memory_mib * (_GROWTH if trial.device == "cpu" else 1),
     )
-    made = made.model_copy(update={"advice": _advice(config, made, main)})
-    path = _path(run)
+    made = made.model_copy(update={"advice": _advice(run, made, main)})
+    path = _path(run.folder)
     try:
         write_text(path, made.model_dump_json(indent=1) + "\n")
     except OSError as error:
@@ -176,18 +171,19 @@ def plan_ahead(config: TrainConfig) -> TrainEstimate:
     return made
 
 
-def plan_hash(config: TrainConfig, manifests: Mapping[str, Manifest]) -> str:
+def plan_hash(run: ResolvedRun) -> str:
     """Identity of a plan: all settings but places, and the data."""
-    return hash_json([config.model_dump(mode="json", exclude={"run", "data", "cache"}), data_hashes(manifests)])
+    settings = run.config.model_dump(mode="json", exclude={"run", "data", "cache"})
+    return hash_json([settings, data_hashes(run.manifests)])
 
 
-def find_estimate(config: TrainConfig, manifests: Mapping[str, Manifest]) -> TrainEstimate | None:
+def find_estimate(run: ResolvedRun) -> TrainEstimate | None:
     """The estimate of this run; None if there is none that can be read, or it is of other settings or data."""
     try:
-        found = TrainEstimate.model_validate_json(_path(run_folder(config.run, config.cache)).read_bytes())
+        found = TrainEstimate.model_validate_json(_path(run.folder).read_bytes())
     except (OSError, ValidationError):  # must not stop the end of a run
         return None
-    return found if found.plan_hash == plan_hash(config, manifests) else None
+    return found if found.plan_hash == plan_hash(run) else None
 
 
 def _path(run: Path) -> Path:
@@ -198,13 +194,12 @@ def _coverage(config: TrainConfig, shards: ShardSet, passes: float) -> Coverage:
     return coverage(config.objective, config.context(shards.manifest.short_documents), shards, passes)
 
 
-def _advice(config: TrainConfig, made: TrainEstimate, shards: ShardSet) -> list[str]:
+def _advice(run: ResolvedRun, made: TrainEstimate, shards: ShardSet) -> list[str]:
     """What to change, and why."""
-    manifest = shards.manifest
-    found = validation_remarks(config, manifest, made.steps)
+    found = validation_remarks(run, made.steps)
     if made.read_share < _LITTLE:
         more = math.ceil(_MORE * made.passes)
-        share = _coverage(config, shards, more).share
+        share = _coverage(run.config, shards, more).share
         found.append(
             f"{1 - made.read_share:.0%} of the tokens are never read: epochs={more} reads {share:.0%} of them in "
             f"{_duration(made.seconds * more / made.passes)}"

@@ -8,7 +8,6 @@ from typing import Any
 from common.console.logs import get_logger
 from common.records import DamagedError
 from common.storage import folder_aside, hash_file, hash_json, set_aside, write_json, write_text
-from pipeline.shards.manifest import load_manifest
 from trainer.checkpoints import checkpoint, ranking
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import RunState
@@ -16,6 +15,7 @@ from trainer.checkpoints.weights import load_objective, load_parameters
 from trainer.driver.card import model_card
 from trainer.driver.dense import write_steps
 from trainer.driver.exported import EXPORT, SETTINGS, read_settings
+from trainer.driver.resolved import ResolvedRun
 from trainer.driver.verdict import verdict_of
 from trainer.metrics.settings import FOLLOWED
 from trainer.model.behind import steps_of
@@ -23,12 +23,11 @@ from trainer.model.encoder import Encoder
 from trainer.model.language_model import max_span_tokens
 from trainer.model.silence import silence
 from trainer.setup.build import build_encoder, build_objective, load_tokenizer
-from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 
 
-def export(config: TrainConfig, run: Path) -> Path:
-    """Writes `run/export` from the run's last or best checkpoint: weights, tokenizer, pooling, model card.
+def export(resolved: ResolvedRun) -> Path:
+    """Writes the run's folder `export` from its last or best checkpoint: weights, tokenizer, pooling, model card.
 
     The best checkpoint is chosen by the scores known now; if a follower has scored none, the last is exported. An
     existing folder is kept if it was made from the same checkpoint and all of its files verify.
@@ -36,6 +35,7 @@ def export(config: TrainConfig, run: Path) -> Path:
     Raises:
         CheckpointError: no checkpoint of the run verifies.
     """
+    config, run = resolved.config, resolved.folder
     target = run / EXPORT
     folder = run / CHECKPOINTS
     found = _chosen(config, folder)
@@ -46,18 +46,18 @@ def export(config: TrainConfig, run: Path) -> Path:
         return target
     for left in run.glob(f".{EXPORT}.*.tmp"):  # left by a killed export
         shutil.rmtree(left)
-    tokenizer, _ = load_tokenizer(data_folder(config.data, config.cache))
+    tokenizer, _ = load_tokenizer(resolved.data[""], resolved.manifest)
     encoder = build_encoder(config, tokenizer)
     load_parameters(path, encoder)
     with folder_aside(target, replace=True) as aside:
         # a head that is neither pretrained nor trained by this run would look like a trained one
         write_encoder(encoder, tokenizer, aside, () if config.objective.mlm else encoder.unloaded.head)
-        objective = build_objective(config, encoder, load_manifest(data_folder(config.data, config.cache)))
+        objective = build_objective(config, encoder, resolved.manifest)
         if layers := objective.exported():
             load_objective(path, objective)
         write_steps(aside, [*steps_of(encoder.behind), *layers])
         verdict = verdict_of(config, state)
-        write_text(aside / "README.md", model_card(config, state, verdict["sentence"]))
+        write_text(aside / "README.md", model_card(resolved, state, verdict["sentence"]))
         settings = {
             "step": state.step,
             "verdict": verdict,

@@ -6,7 +6,6 @@ rate schedule), the metrics up to it, and the state of the objective. The old ru
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import safe_open
@@ -16,21 +15,18 @@ from common.console.logs import get_logger
 from common.paths import expand
 from common.storage import folder_aside, write_json, write_text
 from common.stores.address import is_remote
-from pipeline.shards.manifest import Manifest, load_manifest
-from pipeline.shards.shards import ShardSet
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import FORK, RunState, read_origin
 from trainer.checkpoints.weights import load_branch, load_objective
-from trainer.data.plan import Plan
-from trainer.driver.checks import changes, problems, read_decisive, refuse
+from trainer.driver.checks import changes, load_problems, read_decisive, refuse, resolve
+from trainer.driver.resolved import ResolvedRun
 from trainer.metrics.metrics import METRICS, read_metrics
 from trainer.parallel.world import World
 from trainer.setup.branches import data_hashes, joint_hash
 from trainer.setup.build import build_encoder, build_objective, load_tokenizer
-from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import DECISIVE, with_geometry
+from trainer.setup.geometry import DECISIVE
 from trainer.setup.steps import total_steps
 from trainer.setup.turns import build_branch
 from trainer.step.microbatch import Microbatch
@@ -63,21 +59,18 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
         raise ConfigError(
             "train", [f"--fork {new_run}: exists already and is not a fork of {config.run}; name a new folder"]
         )
-    forked = with_geometry(forked, new)
-    config = config.model_copy(update={"spans": forked.spans})
-    refuse(problems(forked))
+    resolved = resolve(forked)
+    refuse(load_problems(resolved))
+    config, manifests = resolved.config, resolved.manifests
     found = checkpoint.find_latest(old / CHECKPOINTS)
     if found is None:
-        raise ConfigError("train", [f"run = {config.run}: has no good checkpoint to fork from"])
+        raise ConfigError("train", [f"run = {old}: has no good checkpoint to fork from"])
     path, state = found
-    shards = ShardSet(data_folder(config.data, config.cache), "train")
-    steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
-    manifests = {name: load_manifest(data_folder(one.data, config.cache)) for name, one in config.branches().items()}
-    wrong = _misfits(config, path, manifests)
+    steps = total_steps(config, resolved.plan)
+    wrong = _misfits(resolved, path)
     if state.step >= steps:
         wrong.append(
-            f"--fork {new_run}: {config.run} is at step {state.step} already, the new run ends at {steps}; "
-            "increase steps"
+            f"--fork {new_run}: {old} is at step {state.step} already, the new run ends at {steps}; increase steps"
         )
     refuse(wrong)
     with folder_aside(new) as aside:
@@ -107,7 +100,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
         before = read_decisive(old) or {}
         write_json(aside / DECISIVE, config.decisive())
         write_json(aside / FORK, {"from": str(old), "step": state.step, "changed": changes(before, config.decisive())})
-    return forked
+    return config
 
 
 def _kept_branches(config: TrainConfig, folder: Path, state: RunState) -> dict[str, str]:
@@ -124,9 +117,10 @@ def _kept_branches(config: TrainConfig, folder: Path, state: RunState) -> dict[s
     return kept
 
 
-def _misfits(config: TrainConfig, path: Path, manifests: Mapping[str, Manifest]) -> list[str]:
+def _misfits(run: ResolvedRun, path: Path) -> list[str]:
     """Parts of the checkpoint that the new configuration's encoder, objectives and frontends cannot take over."""
-    tokenizer, _ = load_tokenizer(data_folder(config.data, config.cache), manifests[""])
+    config = run.config
+    tokenizer, _ = load_tokenizer(run.data[""], run.manifest)
     encoder = build_encoder(config, tokenizer)
     with safe_open(path / checkpoint.ENCODER, "pt") as stream:  # reads only the header
         stored = {name: stream.get_slice(name).get_shape() for name in stream.keys()}  # noqa: SIM118 - not a dict
@@ -140,11 +134,11 @@ def _misfits(config: TrainConfig, path: Path, manifests: Mapping[str, Manifest])
     if different:
         found.append(f"encoder: {path} has {len(different)} different shapes: {'; '.join(different[:3])}")
     try:
-        load_objective(path, build_objective(config, encoder, manifests[""]))
+        load_objective(path, build_objective(config, encoder, run.manifest))
     except checkpoint.CheckpointError as error:
         found.append(f"objective = {config.objective.kind}: {error}; a fork keeps the objective's kind and layers")
     for name in config.auxiliary_tasks:
-        branch = build_branch(config, name, encoder, manifests[name], World(), Microbatch())
+        branch = build_branch(config, name, encoder, run.manifests[name], World(), Microbatch())
         try:
             load_branch(path, branch)
         except checkpoint.CheckpointError as error:

@@ -5,7 +5,6 @@ import shutil
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from common.config import config_yaml
@@ -17,28 +16,27 @@ from common.scores import SCORES
 from common.storage import folder_aside, write_json, write_text
 from common.stores.address import is_remote
 from common.stores.retry import RetryPolicy
-from pipeline.shards.manifest import TOKENIZER, load_manifest
-from pipeline.shards.shards import ShardSet
+from pipeline.shards.manifest import TOKENIZER
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
 from trainer.checkpoints.ranking import BestScore, history
 from trainer.checkpoints.store import RunStore, store_of
-from trainer.data.plan import Plan
-from trainer.driver.checks import problems, ray_problems, refuse
+from trainer.driver.checks import load_problems, ray_problems, refuse, resolve
 from trainer.driver.device import DEVICE, choose_device
 from trainer.driver.estimate import find_estimate
 from trainer.driver.exported import EXPORT, read_settings
 from trainer.driver.failure import FAILURES
 from trainer.driver.progress import ProgressBar
+from trainer.driver.resolved import ResolvedRun
 from trainer.driver.signals import Signals
 from trainer.driver.summary import SECONDS, SUMMARY, add_seconds, ended_early, first_and_last_scores, read_seconds
 from trainer.driver.supervisor import Supervisor
 from trainer.driver.validation_checks import validation_remarks
 from trainer.driver.waiting import oversubscribed
 from trainer.model.settings import EncoderConfig, FrontendConfig
-from trainer.setup.cache import data_folder, run_folder
+from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import DECISIVE, with_geometry
+from trainer.setup.geometry import DECISIVE
 from trainer.setup.steps import total_steps
 
 Model = TypeVar("Model", EncoderConfig, FrontendConfig)
@@ -47,7 +45,10 @@ _FILES = ("config.yaml", DECISIVE, DEVICE, SECONDS, FAILURES, SUMMARY)  # writte
 
 
 def run_training(
-    config: TrainConfig, started: float | None = None, wait_for_ray: Callable[[], None] | None = None
+    config: TrainConfig,
+    started: float | None = None,
+    wait_for_ray: Callable[[], None] | None = None,
+    resolved: ResolvedRun | None = None,
 ) -> dict[str, Any]:
     """Trains to the last step, continuing from the run folder's newest checkpoint, and exports the encoder.
 
@@ -55,6 +56,7 @@ def run_training(
         config: of the run.
         started: start time of the command (Unix time), for the log of its start; None: called from Python.
         wait_for_ray: waits until a Ray that is starting in a thread is ready.
+        resolved: `resolve(config)`, if the caller has it.
 
     Returns:
         The run's summary, as written to `summary.json`: final and initial scores, the last step and the reason it was
@@ -72,9 +74,9 @@ def run_training(
     with contextlib.ExitStack() as stack:
         if is_remote(config.run):  # the checks need the run's files on this host
             _lock_and_fetch(config, signals, stack)
-        run = run_folder(config.run, config.cache)
-        config = _with_geometry(config, run)
-        refuse([*problems(config), *ray_problems(config, run, wait_for_ray is not None)])
+        resolved = resolved or resolve(config)
+        _log_geometry(config, resolved.config)
+        refuse([*load_problems(resolved), *ray_problems(resolved, wait_for_ray is not None)])
         marks["checks"] = time.time()
         if wait_for_ray:
             import ray.train.torch  # noqa: F401 - loads torch while Ray starts
@@ -83,16 +85,14 @@ def run_training(
         stack.enter_context(signals)
         if not is_remote(config.run):
             _lock_and_fetch(config, signals, stack)
-        return _train(config, run, signals, marks)
+        return _train(resolved, signals, marks)
 
 
-def _with_geometry(config: TrainConfig, run: Path) -> TrainConfig:
-    """The configuration with the shards' geometry; logs the values that are not the defaults."""
-    completed = with_geometry(config, run)
-    before, after = config.spans.model_dump(), completed.spans.model_dump()
+def _log_geometry(given: TrainConfig, completed: TrainConfig) -> None:
+    """Logs the spans' geometry that is not what the user gave or the defaults."""
+    before, after = given.spans.model_dump(), completed.spans.model_dump()
     if taken := [f"spans.{key} = {value}" for key, value in after.items() if value != before[key]]:
         get_logger().info("%s: taken from the shards or the started run", ", ".join(taken))
-    return completed
 
 
 def _lock_and_fetch(config: TrainConfig, signals: Signals, stack: contextlib.ExitStack) -> None:
@@ -109,15 +109,15 @@ def _lock_and_fetch(config: TrainConfig, signals: Signals, stack: contextlib.Exi
         store.fetch(_FILES)
 
 
-def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, float]) -> dict[str, Any]:
+def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> dict[str, Any]:
+    config, run = resolved.config, resolved.folder
     store = store_of(config.run, run)
     write_text(run / "config.yaml", config_yaml(config))
     write_json(run / DECISIVE, config.decisive())
-    shards = ShardSet(data_folder(config.data, config.cache), "train")
     if is_remote(config.data) and not (run / TOKENIZER).is_dir():  # readers of the run open no address that it names
         with folder_aside(run / TOKENIZER) as aside:
-            shutil.copytree(shards.folder / TOKENIZER, aside, dirs_exist_ok=True)
-    steps = total_steps(config, Plan(config.seed, shards.num_documents, config.batch_documents))
+            shutil.copytree(resolved.data[""] / TOKENIZER, aside, dirs_exist_ok=True)
+    steps = total_steps(config, resolved.plan)
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
     if latest is not None and done > steps:
@@ -138,7 +138,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
             store.send(*_FILES)
             if (run / TOKENIZER).is_dir():
                 store.send_folder(TOKENIZER)
-        warnings = [oversubscribed(config.scaling), *validation_remarks(config, shards.manifest, steps)]
+        warnings = [oversubscribed(config.scaling), *validation_remarks(resolved, steps)]
         for sentence in filter(None, warnings):
             get_logger().warning("%s", sentence)
         began = time.monotonic()
@@ -146,7 +146,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         device = partial(choose_device, config.scaling, run, store)
         supervisor = Supervisor(config.scaling, settings, run, steps, signals, marks, device)
         try:
-            rows = "docs" if shards.manifest.noun == "documents" else "rows"
+            rows = "docs" if resolved.manifest.noun == "documents" else "rows"
             with ProgressBar(lambda: supervisor.line, steps, terms_of(config), rows, done):
                 done = supervisor.run_to_end()
         finally:
@@ -167,7 +167,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         store.fetch_best(config.validation.score)
     from trainer.driver.export import export  # loads torch and transformers, which no start waits for
 
-    folder = export(config, run)
+    folder = export(resolved)
     exported = read_settings(folder)
     summary = {
         "run": config.run,
@@ -180,8 +180,7 @@ def _train(config: TrainConfig, run: Path, signals: Signals, marks: dict[str, fl
         "verdict": exported.verdict,
         **first_and_last_scores(run),
     }
-    manifests = {name: load_manifest(data_folder(one.data, config.cache)) for name, one in config.branches().items()}
-    if planned := find_estimate(config, manifests):
+    if planned := find_estimate(resolved):
         summary["estimate"] = planned.against(run)
     write_json(run / SUMMARY, summary)
     if store is not None:

@@ -5,21 +5,25 @@ from pathlib import Path
 from common.paths import expand
 from common.storage import read_json
 from pipeline.shards.manifest import TOKENIZER, Manifest
-from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 
 _FILE = "tokenizer.json"
 
 
-def tokenizer_problem(config: TrainConfig, manifest: Manifest) -> str | None:
+def tokenizer_problem(config: TrainConfig, manifest: Manifest, data: Path) -> str | None:
     """The problem of an encoder whose tokenizer has another id for a token of the shards' tokenizer.
 
     A tokenizer that is not on this machine, or differs otherwise, is compared when it is loaded (`encoder_problems`).
+
+    Args:
+        config: of the run.
+        manifest: of its shards.
+        data: folder of its shards.
     """
     name = config.encoder.pretrained
     if name is None or manifest.tokenizer is None:
         return None
-    shards, encoder = _ids(data_folder(config.data, config.cache) / TOKENIZER / _FILE), _ids(_file_of(name))
+    shards, encoder = _ids(data / TOKENIZER / _FILE), _ids(_file_of(name))
     token = next((token for token in shards if encoder.get(token, shards[token]) != shards[token]), None)
     if token is None:
         return None

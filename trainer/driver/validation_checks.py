@@ -2,45 +2,41 @@
 
 from common.bootstrap import MIN_ROWS
 from common.paths import expand
-from common.stores.retry import RemoteError
-from pipeline.shards.manifest import Manifest, ShardError, data_hash, load_manifest
+from pipeline.shards.manifest import Manifest, data_hash
+from trainer.driver.resolved import ResolvedRun
 from trainer.metrics.interval import steps_between
 from trainer.metrics.settings import FOLLOWED, STSB
-from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 
 _MIN_VALIDATIONS = 5
 
 
-def validation_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
+def validation_problems(config: TrainConfig, manifest: Manifest, scored: Manifest | None) -> list[str]:
     """Reasons why the configured scores cannot be computed, one line each.
 
     Args:
         config: configuration of the run.
         manifest: manifest of the run's shards.
+        scored: manifest of `validation.data`; None without, or if it cannot be read.
     """
     validation = config.validation
-    if not validation.every_steps:
+    if not validation.every_steps or (validation.data is not None and scored is None):
         return []
-    if validation.data is None:
-        scored, rows, where = manifest, manifest.totals["kept_held_out"], f"held-out {manifest.noun}"
+    if scored is None:
+        rows, where = manifest.totals["kept_held_out"], f"held-out {manifest.noun}"
         few = "prepare with a larger validation_fraction, or set validation.stsb, or every_steps to 0"
     else:
-        try:
-            scored = load_manifest(data_folder(validation.data, config.cache))
-        except (ShardError, RemoteError, OSError) as error:
-            return [f"validation.data = {validation.data}: {error}"]
         rows, where = scored.totals["kept_train"], f"training rows in {validation.data}"
         few = "prepare it with validation_fraction=0"
     found = []
-    if rows < 2 and not (validation.data is None and validation.score == STSB):  # STS-B alone is scored
+    if rows < 2 and not (scored is None and validation.score == STSB):  # STS-B alone is scored
         found.append(
             f"validation.every_steps = {validation.every_steps}: the shards hold {rows} {where}, at least 2 are "
             f"needed; {few}"
         )
-    if validation.data is not None:
+    if scored is not None:
         found += _other_data_problems(config, manifest, scored)
-    return found + _score_problems(config, scored)
+    return found + _score_problems(config, scored or manifest)
 
 
 def stsb_problems(config: TrainConfig) -> list[str]:
@@ -57,15 +53,14 @@ def stsb_problems(config: TrainConfig) -> list[str]:
     return []
 
 
-def validation_remarks(config: TrainConfig, manifest: Manifest, total_steps: int) -> list[str]:
+def validation_remarks(run: ResolvedRun, total_steps: int) -> list[str]:
     """Warnings about validations that are too few, or of too few rows, to tell an effect from chance.
 
     Args:
-        config: configuration of a run without `validation_problems`.
-        manifest: manifest of the run's shards.
+        run: without `validation_problems`.
         total_steps: number of steps of the run.
     """
-    validation, found = config.validation, []
+    validation, found = run.config.validation, []
     every_steps = steps_between(validation.every_steps, total_steps)
     if not every_steps or validation.score == FOLLOWED:
         return []
@@ -79,7 +74,7 @@ def validation_remarks(config: TrainConfig, manifest: Manifest, total_steps: int
         )
     if validation.score == STSB:
         return found
-    available = validated_rows(config, manifest)
+    available = validated_rows(run)
     remedy = "prepare with a larger validation_fraction, or more documents"
     if available == validation.max_documents:
         remedy = "increase validation.max_documents"
@@ -87,19 +82,17 @@ def validation_remarks(config: TrainConfig, manifest: Manifest, total_steps: int
         remedy = "prepare more rows in validation.data"
     if available < 2 * MIN_ROWS:
         found.append(
-            f"{available} held-out {manifest.noun} are validated, and half of them report the result: an interval "
+            f"{available} held-out {run.manifest.noun} are validated, and half of them report the result: an interval "
             f"needs {2 * MIN_ROWS}; {remedy}"
         )
     return found
 
 
-def validated_rows(config: TrainConfig, manifest: Manifest) -> int:
-    """Number of rows of each validation; `manifest` is that of the run's shards."""
-    if config.validation.data is None:
-        available = manifest.totals["kept_held_out"]
-    else:
-        available = load_manifest(data_folder(config.validation.data, config.cache)).totals["kept_train"]
-    return min(available, config.validation.max_documents)
+def validated_rows(run: ResolvedRun) -> int:
+    """Number of rows of each validation."""
+    scored = run.scored
+    available = run.manifest.totals["kept_held_out"] if scored is None else scored.totals["kept_train"]
+    return min(available, run.config.validation.max_documents)
 
 
 def _other_data_problems(config: TrainConfig, manifest: Manifest, scored: Manifest) -> list[str]:

@@ -1,13 +1,13 @@
 """Span lengths and anchors that the user leaves to the shards."""
 
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from common.storage import read_json
-from pipeline.shards.manifest import ShardError, load_manifest
+from pipeline.shards.manifest import Manifest
 from trainer.objectives.span_settings import SpanConfig
-from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 
 DECISIVE = "decisive.json"
@@ -16,31 +16,36 @@ DECISIVE = "decisive.json"
 _KEYS = ("num_anchors", "max_tokens", "min_tokens")
 
 
-def with_geometry(config: TrainConfig, run: Path) -> TrainConfig:
+def with_geometry(config: TrainConfig, run: Path, manifests: Mapping[str, Manifest]) -> TrainConfig:
     """The configuration with the shards' geometry for `spans` without `num_anchors`, `max_tokens` or `min_tokens`.
 
-    A run that has started keeps the values it started with. Without shards that can be read the defaults stay; the
-    checks before a run name that problem. `min_tokens` is at most `max_tokens`.
+    A run that has started keeps the values it started with. Without a manifest the defaults stay. `min_tokens` is at
+    most `max_tokens`.
 
     Args:
         config: of the run.
         run: folder of the run.
+        manifests: of the branches' shards that can be read; "" for the main one.
     """
     if not config.auxiliary_tasks and all(key in config.spans.model_fields_set for key in _KEYS):
         return config
     auxiliary_tasks = {
-        name: branch.model_copy(update={"spans": _spans(config.of_branch(name), run, ("auxiliary_tasks", name))})
+        name: branch.model_copy(
+            update={"spans": _spans(config.of_branch(name), run, ("auxiliary_tasks", name), manifests.get(name))}
+        )
         for name, branch in config.auxiliary_tasks.items()
     }
-    return config.model_copy(update={"spans": _spans(config, run, ()), "auxiliary_tasks": auxiliary_tasks})
+    return config.model_copy(
+        update={"spans": _spans(config, run, (), manifests.get("")), "auxiliary_tasks": auxiliary_tasks}
+    )
 
 
-def _spans(config: TrainConfig, run: Path, section: tuple[str, ...]) -> SpanConfig:
+def _spans(config: TrainConfig, run: Path, section: tuple[str, ...], manifest: Manifest | None) -> SpanConfig:
     """The completed spans of a branch, whose settings are below `section` in those of the run."""
     missing = [key for key in _KEYS if key not in config.spans.model_fields_set]
     if not missing:
         return config.spans
-    values = _started_with(run, section) or _of_shards(config)
+    values = _started_with(run, section) or _of_shards(config, manifest)
     found = {key: values[key] for key in missing if key in values}
     if "min_tokens" in found:
         longest = found.get("max_tokens", config.spans.max_tokens)
@@ -64,11 +69,9 @@ def _started_with(run: Path, section: tuple[str, ...]) -> dict[str, Any]:
         return {}
 
 
-def _of_shards(config: TrainConfig) -> dict[str, Any]:
-    try:
-        manifest = load_manifest(data_folder(config.data, config.cache))
-        # Rows of short texts have no spans: the defaults stay.
-        found = manifest.geometry if manifest.content.kind == "documents" else config.spans
-        return {key: getattr(found, key) for key in _KEYS}
-    except (ShardError, OSError):  # the checks report it
+def _of_shards(config: TrainConfig, manifest: Manifest | None) -> dict[str, Any]:
+    if manifest is None:
         return {}
+    # Rows of short texts have no spans: the defaults stay.
+    found = manifest.geometry if manifest.content.kind == "documents" else config.spans
+    return {key: getattr(found, key) for key in _KEYS}
