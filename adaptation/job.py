@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from adaptation.candidates import CLOSED, ORDER, Workshop, wanted
-from adaptation.config import AdaptConfig, located, prepare_config
+from adaptation.config import WINDOW_TOKENS, AdaptConfig, located, prepare_config
 from adaptation.crossfit import cross_fitted
 from adaptation.documents import Split, all_documents, held_out_documents
 from adaptation.general import STSB_TEST, compare_stsb, moved
@@ -29,6 +29,7 @@ from common.lock import RunLock
 from common.paths import expand
 from common.storage import folder_aside, hash_json, read_json, write_json, write_text
 from evaluation.encoders.loading import load_encoder
+from evaluation.encoders.names import missing
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.transformer import TransformerEncoder
 from evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test
@@ -64,12 +65,19 @@ def adapt(config: AdaptConfig, output: Path, address: str | None = None) -> Resu
     lost = f"another command has taken over {output}"
     with RunLock(output, lambda: get_logger().error(lost)), opened(config, output) as state:
         start = load_transformer(config.encoder, config.trust_remote_code)
+        if start.max_tokens < WINDOW_TOKENS:
+            raise AdaptError(
+                f"{config.encoder}: reads at most {start.max_tokens} tokens of a text, and passages have "
+                f"{WINDOW_TOKENS}; name an encoder that reads longer texts"
+            )
         return _Adaptation(config, output, address, state, start, pairs).run()
 
 
 def _checked(config: AdaptConfig) -> RetrievalTest | None:
-    """The user's pairs; all problems of the files that can be found before any work."""
+    """The user's pairs; all problems of encoder and files that can be found before any work."""
     problems, pairs = [], None
+    if problem := missing(config.encoder):
+        problems.append(problem)
     if config.pairs is not None:
         try:
             pairs = read_test(expand(config.pairs))

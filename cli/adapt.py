@@ -36,13 +36,14 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the encoder")
     named = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     output, address = named.pop("output"), named.pop("address", None)
+    from common.config import first_problem
     from common.console.logs import setup_logging
 
     setup_logging("adapt")
     try:
         config = AdaptConfig.model_validate(named)
     except ValueError as error:
-        return refused(error)
+        return refused(first_problem(error, AdaptConfig))
     from adaptation.job import REPORT, adapt
     from adaptation.state import AdaptError
     from adaptation.whitening import WhiteningError

@@ -26,6 +26,7 @@ def run(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     from adaptation.whiten import WhitenConfig, whiten
     from adaptation.whitening import WhiteningError
+    from common.config import first_problem
     from common.console.logs import setup_logging
     from common.session_config import SessionError
     from evaluation.encoders.protocol import EncoderError
@@ -38,6 +39,6 @@ def run(arguments: list[str]) -> int:
         config = WhitenConfig.model_validate(named | {"shards": str(given.shards)})
         sums = whiten(config, output, address)
     except (WhiteningError, EncoderError, ShardError, SessionError, ValueError, OSError) as error:
-        return refused(error)
+        return refused(first_problem(error, WhitenConfig) if isinstance(error, ValueError) else error)
     print(f"{output}: whitened by {sums.spans:,} passages of {sums.documents:,} documents; rebuild existing indexes")
     return 0

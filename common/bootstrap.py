@@ -93,7 +93,8 @@ def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> 
     before, after = np.asarray(before, np.float64), np.asarray(after, np.float64)
     if before.shape != after.shape:
         raise ValueError(f"values of {before.shape} and {after.shape} are not of the same rows")
-    present = ~np.isnan(before + after).reshape(len(before), -1).any(axis=1)
+    missing = np.isnan(before + after)
+    present = ~(missing.any(axis=1) if missing.ndim > 1 else missing)
     before, after = before[present], after[present]
     if not len(before):
         return Comparison(np.nan, np.nan, 0, None)

@@ -1,6 +1,7 @@
 """`declutr adapt` from documents to a verdict, with a tiny encoder."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -71,14 +72,31 @@ def test_adapt_of_few_documents_tells_nothing(encoder, tmp_path):
     assert not (tmp_path / "adapted" / "encoder").exists()
 
 
-def test_adapt_refuses_all_poor_inputs_at_once(encoder, tmp_path, capsys):
+def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):
     (tmp_path / "pairs.csv").write_text("question,answer\na,b\n")
     given = ["--pairs", str(tmp_path / "pairs.csv"), "--stsb", str(tmp_path), "--output", str(tmp_path / "out")]
-    assert run([str(encoder), str(tmp_path), *given]) == 1
+    assert run(["./no", str(tmp_path), *given]) == 1
     told = capsys.readouterr().err
+    assert "./no cannot be loaded: there is no such folder" in told
     assert "has no query and no text" in told
     assert "holds no sts-test.csv" in told
     assert not (tmp_path / "out").exists()
+
+
+def test_adapt_of_an_encoder_for_short_texts_is_refused(encoder, tmp_path):
+    short = tmp_path / "short"
+    shutil.copytree(encoder, short)
+    BertForMaskedLM(BertConfig.from_pretrained(encoder, max_position_embeddings=40)).save_pretrained(short)
+    with pytest.raises(AdaptError, match="reads at most 40 tokens of a text, and passages have 64"):
+        adapt(AdaptConfig(encoder=str(short), corpus=["-"]), tmp_path / "out")
+
+
+@pytest.mark.parametrize(("option", "told"), [("--minutes", "minutes = 0.0: "), ("--seed", "seed = -1: ")])
+def test_adapt_refuses_a_poor_setting_in_one_line(tmp_path, capsys, option, told):
+    value = "0" if option == "--minutes" else "-1"
+    assert run(["x", str(tmp_path), "--output", str(tmp_path / "out"), option, value]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(told)
 
 
 def test_write_between_is_the_start_at_0_and_the_end_at_1(encoder, tmp_path):

@@ -64,3 +64,8 @@ def test_sentences():
     assert compare(np.full(3, np.nan), np.ones(3), 0).sentence() == "not comparable: no row has both values"
     with pytest.raises(ValueError, match="not of the same rows"):
         compare(np.ones(3), np.ones(4), 0)
+
+
+@pytest.mark.parametrize("empty", [np.empty(0), np.empty((0, 2))])
+def test_compare_without_rows_is_not_comparable(empty):
+    assert compare(empty, empty, 0).sentence() == "not comparable: no row has both values"
