@@ -114,5 +114,9 @@ def _first(test: RetrievalTest, scores: F32) -> F64:
 
 
 def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
-    """Differences of two candidates by measure."""
-    return {name: compare(before[name], after[name], seed, STATISTICS[name]) for name in before if name in after}
+    """Differences of two candidates by measure; documents without headings are no rows of that measure."""
+    found = {}
+    for name in (name for name in before if name in after):
+        rows = before[name][:, 1] > 0 if name == HEADINGS else slice(None)
+        found[name] = compare(before[name][rows], after[name][rows], seed, STATISTICS[name])
+    return found

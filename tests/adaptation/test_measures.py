@@ -6,6 +6,7 @@ from transformers import AutoTokenizer
 
 from adaptation.documents import HeldOutDocument
 from adaptation.measures import Passages, make_passages, share
+from adaptation.scores import HEADINGS, compared
 from pipeline.tokenizer.tokenization import train_tokenizer
 
 WORDS = [f"word{number}" for number in range(50)]
@@ -61,6 +62,17 @@ def test_headings_equal_a_plain_writing():
     found = passages.headings(scores)
     assert np.array_equal(found, expected)
     assert share(found) == pytest.approx(expected[:, 0].sum() / 12)
+
+
+def test_compared_leaves_out_documents_without_headings():
+    """Most documents have none: a draw of documents without any would have no score."""
+    start = np.zeros((400, 2))
+    start[:110, 1] = 2
+    better = start.copy()
+    better[:110:2, 0] = 1
+    found = compared({HEADINGS: start}, {HEADINGS: better}, 0)[HEADINGS]
+    assert (found.rows, found.difference) == (110, 0.25)
+    assert 0 < found.interval[0] < 0.25 < found.interval[1] < 0.5
 
 
 def test_scores_that_tell_nothing_apart_find_nothing():
