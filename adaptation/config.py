@@ -106,12 +106,12 @@ def train_config(
             "min_distance_tokens": 96,
         },
         "objective": {"kind": "declutr", "terms": "contrastive", "loss": {"temperature": 0.05}},
-        "optim": {"lr": 5e-5, "weight_decay": 0.01, "schedule": "linear", "warmup_fraction": 0.1, "max_grad_norm": 1.0},
+        "optim": {"lr": 5e-5, "weight_decay": 0.01, "schedule": "linear", "warmup_ratio": 0.1, "max_grad_norm": 1.0},
         "batch_documents": BATCH_DOCUMENTS,
         "microbatch_tokens": 8192,
         "steps": steps,
         "seed": config.seed,
         "validation": {"every_steps": 0},
-        "scaling": {"workers": 1, "cpus_per_worker": 2 if address else os.cpu_count() or 1, "address": address},
+        "scaling": {"num_workers": 1, "cpus_per_worker": 2 if address else os.cpu_count() or 1, "address": address},
     }
     return TrainConfig.model_validate(settings)

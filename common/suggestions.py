@@ -25,14 +25,12 @@ _OTHER_WORDS = {
     "model_name": "pretrained",
     "model_name_or_path": "pretrained",
     "num_epochs": "epochs",
-    "num_gpus": "workers",
+    "num_gpus": "num_workers",
     "num_train_epochs": "epochs",
-    "num_workers": "workers",
     "save_steps": "checkpoint.every_steps",
     "test_size": "validation_fraction",
     "text_column": "text_field",
-    "warmup_ratio": "warmup_fraction",
-    "warmup_steps": "warmup_fraction",
+    "warmup_steps": "warmup_ratio",
 }
 """The names that other libraries have for settings and values, and ours."""
 

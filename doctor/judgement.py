@@ -57,8 +57,8 @@ def gpus(nodes: Nodes, needs: Needs | None) -> list[Finding]:
         judged(
             "GPUs", EVERYWHERE, _by_value(kinds), limit=f"{wanted} needed" if wanted else "",
             fail=total < wanted, warn=idle or len({gpu.name for facts in nodes.values() for gpu in facts.gpus}) > 1,
-            remedy="use one GPU per worker (scaling.workers); with fewer, `device: cuda` waits, `device: auto` uses "
-            "CPUs; among different kinds, the slowest sets the pace",
+            remedy="use one GPU per worker (scaling.num_workers); with fewer, `device: cuda` waits, `device: auto` "
+            "uses CPUs; among different kinds, the slowest sets the pace",
         )
     ]  # fmt: skip
     for node, facts in nodes.items():
@@ -148,8 +148,8 @@ def cpus(of_nodes: Mapping[str, float], needs: Needs, own_session: bool) -> Find
         limit=f"{needs.workers} workers x {needs.cpus_per_worker} + {needs.data_cpus} for reading = {needs.cpus}",
         fail=short and not own_session, warn=short,
         remedy="processes share cores, which is slow: use fewer workers" if own_session else
-        "the run would wait for ever without a message: lower scaling.workers or cpus_per_worker, add nodes, or set "
-        "more CPUs with `ray start --num-cpus`",
+        "the run would wait for ever without a message: lower scaling.num_workers or cpus_per_worker, add nodes, or "
+        "set more CPUs with `ray start --num-cpus`",
     )  # fmt: skip
 
 

@@ -48,13 +48,13 @@ class PipelineConfig(Strict):
     write_rejected: bool = False
     """Also write every document that is not kept to `rejected/`, with the reason."""
     max_error_rate: float = Field(default=0.01, ge=0, le=1)
-    """Share of the documents that may fail to be read; with more failures `prepare` ends with an error."""
+    """Largest fraction of documents that may fail to be read; with more failures `prepare` ends with an error."""
     validation_fraction: float = Field(default=0.01, ge=0, lt=1)
-    """Share of documents kept from training, chosen by document id."""
+    """Fraction of documents held out for validation, chosen by document id."""
     unit_mib: float = Field(default=32.0, gt=0)
     """Text that one task reads, MiB; a killed run loses at most this much a worker. A .gz file is never cut."""
     record_batch_rows: int = Field(default=1000, ge=1)
-    """Rows of a record batch in a shard, which a reading task of the trainer loads at once."""
+    """Rows of an Arrow record batch in a shard, which a reading task of the trainer loads at once."""
     seed: int = Field(default=0, ge=0)
     """Seed of the held-out split."""
     cache: str = "~/.cache/declutr"

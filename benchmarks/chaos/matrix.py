@@ -182,7 +182,7 @@ class Bench:
                 run.nodes = made
                 run.values["scaling"] |= {"address": made.address, "cpus_per_worker": _CPUS_ON_NODES}
                 if setting == "elastic":
-                    run.values["scaling"]["workers"] = [1, 3]
+                    run.values["scaling"]["num_workers"] = [1, 3]
                 yield
             finally:
                 run.end()

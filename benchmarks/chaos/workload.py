@@ -64,10 +64,10 @@ def train_values(data: Path, run: Path, steps: int, seed: int) -> dict[str, Any]
         "validation": {"every_steps": steps // 2, "max_documents": 40},
         "checkpoint": {"every_steps": 20, "keep_last": 4},
         "scaling": {
-            "workers": 2,
+            "num_workers": 2,
             "device": "cpu",
             "data_cpus": 1,
             "watchdog_timeout_seconds": WATCHDOG_TIMEOUT_SECONDS,
-            "resize_seconds": 5,
+            "elastic_resize_interval_seconds": 5,
         },
     }

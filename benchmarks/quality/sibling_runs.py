@@ -20,12 +20,12 @@ _FROM_CONFIG = {
     "intermediate_size": 768,
     "max_position_embeddings": 130,
 }
-_SCALING = {"workers": 1, "device": "cpu", "cpus_per_worker": 2}
+_SCALING = {"num_workers": 1, "device": "cpu", "cpus_per_worker": 2}
 _NLI = ("entailment", "contradiction")
 _SCD = {
     "kind": "scd",
-    "rates": [0.05, 0.15],
-    "attention_rates": [0.0, 0.0],
+    "dropout_rates": [0.05, 0.15],
+    "attention_dropout_rates": [0.0, 0.0],
     "decorrelation_weight": 0.005,
     "off_diagonal_weight": 0.013,
     "projector": [512, 1024],
@@ -57,7 +57,10 @@ def _scl(share: float) -> Method:
 
 
 _CLIPS = {"objective": {"kind": "supcon"}, "batch_documents": 48}
-_FRONTENDS = {"images": {"size": 32, "patch": [8, 8]}, "sounds": {"patch": [16, 16], "mean": -4.0, "std": 4.0}}
+_FRONTENDS = {
+    "images": {"image_size": 32, "patch_size": [8, 8]},
+    "sounds": {"patch_size": [16, 16], "mean": -4.0, "std": 4.0},
+}
 _SIMCSE = {"kind": "simcse", "max_tokens": MAX_TOKENS}
 
 
@@ -154,7 +157,7 @@ def start_settings(work: Path, stsb: Path, steps: int) -> dict[str, Any]:
         "encoder": {"from_config": _FROM_CONFIG, "attention_dropout": 0.0},
         "spans": _SPANS,
         "objective": {"kind": "declutr", "terms": "mlm"},
-        "optim": {"lr": 1e-3, "schedule": "linear", "warmup_fraction": 0.1, "weight_decay": 0.01},
+        "optim": {"lr": 1e-3, "schedule": "linear", "warmup_ratio": 0.1, "weight_decay": 0.01},
         "batch_documents": 64,
         "steps": steps,
         "validation": {"every_steps": steps, "stsb": str(stsb)},
@@ -188,7 +191,7 @@ def run_settings(
         "data": str(work / "shards" / method.shards),
         "encoder": {"pretrained": str(start), "pooling": "mean", "attention_dropout": 0.0},
         "objective": method.objective | terms,
-        "optim": {"lr": lr, "schedule": "linear", "warmup_fraction": 0.1, "weight_decay": 0.0},
+        "optim": {"lr": lr, "schedule": "linear", "warmup_ratio": 0.1, "weight_decay": 0.0},
         "batch_documents": method.rows,
         "steps": steps,
         "seed": seed,

@@ -73,9 +73,9 @@ class ClipSetting(packed.Workload):
     def frontend(self) -> Frontend:
         """Build the frontend, with weights drawn from the seed."""
         config = Clips.of(self.content, 0, 0).feed.frontend
-        high, wide = config.patch
+        high, wide = config.patch_size
         if self.content == "images":
-            shape, normal = (3 * high * wide, (config.size // high) * (config.size // wide)), _PIXELS
+            shape, normal = (3 * high * wide, (config.image_size // high) * (config.image_size // wide)), _PIXELS
         else:
             shape, normal = (high * wide, self.released_patches()), (0.0, 1.0)
         width = int(models.SIZES[self.size]["hidden_size"])
@@ -83,7 +83,7 @@ class ClipSetting(packed.Workload):
 
     def released_patches(self) -> int:
         """P of sounds."""
-        high, wide = Clips.of("audio", 0, 0).feed.frontend.patch
+        high, wide = Clips.of("audio", 0, 0).feed.frontend.patch_size
         return (_FRAMES // high) * (_MELS // wide)
 
     def ours(self) -> Side:

@@ -34,7 +34,7 @@ class TextSetting(packed.TextWorkload):
         """The same setting in float32 without dropout, also of SCD, whose settings refuse it."""
         objective = self.objective
         if isinstance(objective, ScdConfig):
-            objective = objective.model_copy(update={"rates": _NOTHING, "attention_rates": _NOTHING})
+            objective = objective.model_copy(update={"dropout_rates": _NOTHING, "attention_dropout_rates": _NOTHING})
         plain = {"dropout": 0.0, "attention_dropout": 0.0, "autocast": None, "compile": False}
         return dataclasses.replace(self, objective=objective, **plain)  # type: ignore[arg-type]
 
@@ -42,7 +42,9 @@ class TextSetting(packed.TextWorkload):
         """The setting with or without dropout of attention weights, at the rate of the hidden states."""
         objective = self.objective
         if isinstance(objective, ScdConfig):
-            objective = objective.model_copy(update={"attention_rates": objective.rates if wanted else _NOTHING})
+            objective = objective.model_copy(
+                update={"attention_dropout_rates": objective.dropout_rates if wanted else _NOTHING}
+            )
         return dataclasses.replace(self, objective=objective, attention_dropout=self.dropout if wanted else 0.0)
 
     def ours(self) -> Side:
@@ -65,7 +67,11 @@ class TextSetting(packed.TextWorkload):
         """Build the side of the released layout, with the same weights."""
         model = models.padded_model(self.size, self.dropout, self.seed, self.attention_dropout).to(self.device)
         if isinstance(self.objective, ScdConfig):
-            alternate_dropout(model, self.objective.rates, self.objective.attention_rates or self.objective.rates)
+            alternate_dropout(
+                model,
+                self.objective.dropout_rates,
+                self.objective.attention_dropout_rates or self.objective.dropout_rates,
+            )
         if self.compile:
             model.base_model.compile(dynamic=True)
         size = int(model.config.hidden_size)
@@ -127,7 +133,7 @@ def measure(given: argparse.Namespace, steps: int) -> dict[str, Any]:
     kept = batches[given.warm_up :]
     padded = [setting.padded(batch) for batch in kept]
     real = [batch.spans.num_tokens for batch in kept]
-    rates = objective.rates if isinstance(objective, ScdConfig) else (given.dropout,) * 2
+    rates = objective.dropout_rates if isinstance(objective, ScdConfig) else (given.dropout,) * 2
     return {
         "documents": rows,
         "dropout": list(rates),

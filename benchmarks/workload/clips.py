@@ -52,7 +52,7 @@ class Clips:
             "num_frames": pa.array(sizes.tolist(), pa.int32()),
         }
         objective = SupconConfig(masks=MaskConfig(freq_mask=48, time_mask=192))
-        return Clips(pa.table(columns), ClipFeed(objective, FrontendConfig(patch=(24, 24), positions=False), seed))
+        return Clips(pa.table(columns), ClipFeed(objective, FrontendConfig(patch_size=(24, 24), positions=False), seed))
 
 
 def _png(generator: np.random.Generator) -> bytes:

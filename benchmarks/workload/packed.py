@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 TOTAL_STEPS = 1000  # length of the learning rate's schedule
 OBJECTIVES: dict[str, TextObjectiveConfig] = {
     "simcse": SimcseConfig(),
-    "scd": ScdConfig(rates=(0.05, 0.15), decorrelation_weight=0.005, off_diagonal_weight=0.013),
+    "scd": ScdConfig(dropout_rates=(0.05, 0.15), decorrelation_weight=0.005, off_diagonal_weight=0.013),
     "scl": SclConfig(max_tokens=128),
 }
 """Settings of the papers' BERT runs."""

@@ -79,8 +79,7 @@ class PairsContent(Strict):
     """Key or column of the label: entailment, neutral, contradiction, or 0, 1, 2. Pairs with "-" or -1 are dropped.
     `gold_label` in SNLI's and MNLI's own files."""
     required_labels: list[Label] = Field(default_factory=list)
-    """Labels of which a premise must have a hypothesis each; others are dropped. [entailment, contradiction] for
-    supervised SimCSE."""
+    """Drop premises without a hypothesis of every listed label. [entailment, contradiction] for supervised SimCSE."""
 
 
 class TriplesContent(Strict):
@@ -122,7 +121,7 @@ class ImagesContent(Strict):
 
     kind: Literal["images"]
     shortest_edge: int = Field(default=256, ge=8, le=2048)
-    """Longest shorter side in pixels; larger images are made smaller, others keep their size."""
+    """Resize the shorter side to at most this many pixels; never upscale."""
     label: LabelRule = FOLDER
     r"""Label of a file. folder: the name of its folder. parent_folder: the name of the folder above it, such as the
     speaker in LibriSpeech. A regular expression with one group, such as `^(\d)_`, is searched in the path relative to

@@ -1,6 +1,8 @@
 """Philox's published answers, and draws that depend on their position alone."""
 
+import ast
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,3 +91,23 @@ def test_positions_and_seeds_have_their_places():
     assert np.array_equal(seeding.blocks(3, "spans", major, minor, index), expected)
     digest = hashlib.blake2b(b"3\0dropout\0001\0002", digest_size=8).digest()
     assert seeding.torch_seed(3, "dropout", 1, 2) == int.from_bytes(digest, "little") // 2
+
+
+PURPOSES = {
+    "adaptation pairs", "adaptation split", "branch", "choosing half", "collapse", "coverage", "crop {view}",
+    "difficult texts", "dropout", "explore", "frontend", "hashed-words", "held-out", "label {label}", "mask {view}",
+    "mixup", "mlm", "objective", "order", "paired bootstrap", "projection", "report", "scl", "spans", "text", "weights",
+}  # fmt: skip
+
+
+def test_purposes_of_draws_stay_when_code_is_renamed():
+    """A changed purpose changes every number drawn for it: splits, spans, masks, weights and dropout."""
+    root, found = Path(seeding.__file__).parents[1], set()
+    for package in ("adaptation", "common", "evaluation", "pipeline", "trainer"):
+        for path in (root / package).rglob("*.py"):
+            text = path.read_text()
+            for node in ast.walk(ast.parse(text)) if "seeding." in text else ():
+                name = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
+                if name in ("blocks", "key_for", "torch_seed", "words") and ast.unparse(node.func) == f"seeding.{name}":
+                    found.add(ast.unparse(node.args[1]).lstrip("f").strip("'"))
+    assert found - {"purpose"} | {"spans"} == PURPOSES

@@ -126,7 +126,11 @@ def test_branches_are_counted(tmp_path):
     texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(12)]
     write_prepared(tmp_path / "data", [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
     folder, _ = prepare_media(tmp_path / "images", "images", {f"{'ab'[n % 2]}/{n}.png": png(n) for n in range(4)})
-    branch = {"data": str(folder), "objective": {"kind": "supcon"}, "frontend": {"size": 16, "patch": [8, 8]}}
+    branch = {
+        "data": str(folder),
+        "objective": {"kind": "supcon"},
+        "frontend": {"image_size": 16, "patch_size": [8, 8]},
+    }
     found = {}
     for turns in ("joint", "alternating"):
         config = runs.train_config(

@@ -38,7 +38,7 @@ def cluster(disks):
 
 def test_every_check_on_two_nodes(cluster, disks):
     """One folder that both see, and one that is another disk on each."""
-    config = runs.train_config(disks / "nothing", disks / "run", scaling={"workers": 4, "data_cpus": 1})
+    config = runs.train_config(disks / "nothing", disks / "run", scaling={"num_workers": 4, "data_cpus": 1})
     found = examination.examine(config, cluster.address, ["$DECLUTR_DISK"])
     by_name = {finding.name: finding for finding in found}
     status = {name: finding.status for name, finding in by_name.items()}

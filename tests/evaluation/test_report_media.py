@@ -124,8 +124,8 @@ def test_inspect_shows_the_clips_of_a_branch(images, clips, tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(
         "train: {run: r, data: d, encoder: {pretrained: x}, objective: {kind: simcse}, auxiliary_tasks: {image: {"
-        "data: i, objective: {kind: supcon}, frontend: {size: 16, patch: [8, 8]}}, sound: {data: s, "
-        "objective: {kind: supcon}, frontend: {patch: [16, 16]}}}}"
+        "data: i, objective: {kind: supcon}, frontend: {image_size: 16, patch_size: [8, 8]}}, sound: {data: s, "
+        "objective: {kind: supcon}, frontend: {patch_size: [16, 16]}}}}"
     )
     folder, _ = images
     shown = ["inspect", str(folder), "--config", str(config), "--documents", "2"]

@@ -27,8 +27,12 @@ from trainer.verify import verify
 
 pytestmark = [pytest.mark.ray]
 
-IMAGE = {"objective": {"kind": "supcon"}, "batch_documents": 6, "frontend": {"size": 16, "patch": [8, 8]}}
-AUDIO = {"objective": {"kind": "supcon"}, "batch_documents": 5, "frontend": {"patch": [8, 8], "mean": -4.0, "std": 4.0}}
+IMAGE = {"objective": {"kind": "supcon"}, "batch_documents": 6, "frontend": {"image_size": 16, "patch_size": [8, 8]}}
+AUDIO = {
+    "objective": {"kind": "supcon"},
+    "batch_documents": 5,
+    "frontend": {"patch_size": [8, 8], "mean": -4.0, "std": 4.0},
+}
 
 
 @pytest.fixture(scope="module")
@@ -188,12 +192,12 @@ WRONG = [
     ({"image": {"objective": {"kind": "declutr"}}}, "auxiliary_tasks.image.objective.kind = declutr reads documents"),
     ({"image": {"data": "nowhere"}}, "auxiliary_tasks.image.data = nowhere"),
     (
-        {"image": {"frontend": {"size": 20, "patch": [8, 8]}}},
-        "auxiliary_tasks.image.frontend.size = 20: must be a multiple",
+        {"image": {"frontend": {"image_size": 20, "patch_size": [8, 8]}}},
+        "auxiliary_tasks.image.frontend.image_size = 20: must be a multiple",
     ),
     (
-        {"audio": {"frontend": {"patch": [8, 40]}}},
-        r"auxiliary_tasks.audio.frontend.patch = \[8, 40\]: the shards have 20 mel",
+        {"audio": {"frontend": {"patch_size": [8, 40]}}},
+        r"auxiliary_tasks.audio.frontend.patch_size = \[8, 40\]: the shards have 20 mel",
     ),
     (
         {"audio": {"frontend": {"pretrained": "x"}}},
@@ -224,7 +228,9 @@ def test_places_of_branches_are_checked_first():
 
 
 def test_texts_have_no_frontend_and_images_no_main_branch(prepared, tmp_path):
-    auxiliary_tasks = {"more": {"data": str(prepared / "sentences"), "objective": SIMCSE, "frontend": {"size": 16}}}
+    auxiliary_tasks = {
+        "more": {"data": str(prepared / "sentences"), "objective": SIMCSE, "frontend": {"image_size": 16}}
+    }
     found = problems(config_of(prepared, tmp_path / "run", auxiliary_tasks=auxiliary_tasks))
     assert any(
         "auxiliary_tasks.more.frontend: the shards hold sentences, which have no patches" in line for line in found

@@ -18,7 +18,7 @@ from benchmarks.prepare.lab import Lab, missing
 ADDRESSES = {"head": "10.77.0.1", "worker1": "10.77.0.2", "worker2": "10.77.0.3", "laptop": "10.77.0.9"}
 STEPS, KILLED_AT = 60, 25
 CHANGES = {"steps": STEPS, "checkpoint": {"every_steps": 10, "keep_last": 2}, "validation": {"every_steps": 30}}
-SCALING = {"workers": 2, "cpus_per_worker": 2}
+SCALING = {"num_workers": 2, "cpus_per_worker": 2}
 
 # In place of `pip install`: a virtual environment that sees the packages of this one, and the code that came along.
 INSTALL = (

@@ -14,7 +14,7 @@ FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors"
 
 
 def trained(data, run, workers):
-    scaling = {"workers": workers, "elastic_determinism": True}
+    scaling = {"num_workers": workers, "elastic_determinism": True}
     kept = {"every_steps": 2, "keep_last": 2, "keep_every_steps": 2}
     train(runs.train_config(data, run, **runs.FINISHED | {"scaling": scaling, "checkpoint": kept}))
     return run

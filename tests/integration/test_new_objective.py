@@ -45,7 +45,7 @@ def config(data, tmp_path_factory):
         encoder={"dropout": 0.1},
         steps=12,
         checkpoint={"every_steps": 4},
-        scaling={"workers": 2},
+        scaling={"num_workers": 2},
     )
     return runs.write_config(folder / "config.yaml", train=values)
 

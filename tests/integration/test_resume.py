@@ -101,7 +101,7 @@ def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_worke
     left_behind.mkdir()
     (left_behind / "encoder.safetensors").write_text("half")
     shutil.rmtree(copied / "export")
-    moved = runs.finished_config(data, copied, scaling={"workers": 2}, checkpoint={"every_steps": 1})
+    moved = runs.finished_config(data, copied, scaling={"num_workers": 2}, checkpoint={"every_steps": 1})
     assert problems(moved) == []
     train(moved)
     assert any("skipping a broken checkpoint" in line and "step-00000008" in line for line in log)

@@ -50,7 +50,7 @@ def test_held_out_scores_with_unequal_shares(data, tmp_path, documents, chunk):
 
 
 def config_of(data, run, workers, sharded, **changes):
-    scaling = {"workers": workers, "fsdp": sharded}
+    scaling = {"num_workers": workers, "fsdp": sharded}
     return runs.train_config(data, run, **runs.FINISHED | {"scaling": scaling} | changes)
 
 

@@ -138,7 +138,7 @@ def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data,
             content[start : start + windows.size] = b"\x7f" * windows.size
         path.write_bytes(content)
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    config = runs.finished_config(altered, copied, scaling={"max_repeated_failures": 2, "back_off_seconds": 0.1})
+    config = runs.finished_config(altered, copied, scaling={"max_repeated_failures": 2, "restart_backoff_seconds": 0.1})
     with pytest.raises(TrainingFailedError) as ended:
         run_training(config)
     message = str(ended.value)

@@ -134,7 +134,7 @@ def test_nothing_spins_while_blocks_wait_for_their_reader(data, monkeypatch):
 
 
 def curve(data, run, workers):
-    changes = {"steps": 30, "validation": {"every_steps": 15}, "scaling": {"workers": workers}}
+    changes = {"steps": 30, "validation": {"every_steps": 15}, "scaling": {"num_workers": workers}}
     train(runs.train_config(data, run, **changes))
     return runs.steps_of(run), runs.steps_of(run, "validation")
 

@@ -8,7 +8,13 @@ from trainer.setup.config import TrainConfig
 from trainer.train import train
 
 LABELS = ("entailment", "neutral", "contradiction")
-SCD = {"kind": "scd", "rates": [0.05, 0.2], "projector": [24, 16], "max_tokens": 16, "decorrelation_weight": 0.05}
+SCD = {
+    "kind": "scd",
+    "dropout_rates": [0.05, 0.2],
+    "projector": [24, 16],
+    "max_tokens": 16,
+    "decorrelation_weight": 0.05,
+}
 SIMCSE = {"kind": "simcse", "max_tokens": 16}
 
 
@@ -38,7 +44,7 @@ def whole_run(folder, values_of):
     """
 
     def values(run, workers=2):
-        return values_of(run, steps=12, checkpoint={"every_steps": 4}, scaling={"workers": workers})
+        return values_of(run, steps=12, checkpoint={"every_steps": 4}, scaling={"num_workers": workers})
 
     train(TrainConfig.model_validate(values(folder)))
     return folder, values

@@ -70,7 +70,7 @@ def train_values(data, run, **changes):
         "steps": 6,
         "validation": {"every_steps": 0, "max_documents": 40},
         "checkpoint": {"every_steps": 1000, "every_seconds": None},
-        "scaling": {"workers": 1, "device": "cpu", "data_cpus": 1},
+        "scaling": {"num_workers": 1, "device": "cpu", "data_cpus": 1},
     }
     for key, value in changes.items():
         merge = isinstance(value, dict) and isinstance(values.get(key), dict)

@@ -43,7 +43,10 @@ ROWS = {
     "audio": clip_rows([9, 4, 13, 2, 7]),
     "more": sentences([4, 9, 6, 11], seed=1),
 }
-FRONTENDS = {"image": FrontendConfig(patch=(4, 4), size=8), "audio": FrontendConfig(patch=(3, 2), positions=False)}
+FRONTENDS = {
+    "image": FrontendConfig(patch_size=(4, 4), image_size=8),
+    "audio": FrontendConfig(patch_size=(3, 2), positions=False),
+}
 SHAPES = {"image": (48, 4, (0.5, 0.5)), "audio": (6, 12, (0.0, 1.0))}
 
 

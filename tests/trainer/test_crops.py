@@ -11,7 +11,7 @@ from pipeline.shards.shards import ShardError
 from trainer.objectives.supcon.config import CropConfig
 from trainer.objectives.supcon.crops import VIEWS, Crops
 
-PLAIN = {"flip": 0.0, "color": 0.0, "gray": 0.0}
+PLAIN = {"hflip": 0.0, "color_jitter_prob": 0.0, "grayscale_prob": 0.0}
 SIZE = (200, 200)
 
 
@@ -81,7 +81,7 @@ def test_large_crops_fit_as_often_as_in_the_plain_law():
 
 
 def test_colours_change_by_their_own_draws():
-    crops, image = Crops(CropConfig(**(PLAIN | {"color": 1.0})), 16, 0), picture()
+    crops, image = Crops(CropConfig(**(PLAIN | {"color_jitter_prob": 1.0})), 16, 0), picture()
     draws = np.random.default_rng(0).random(40)
     found = [np.asarray(crops.view(image, draws))]
     for place in range(33, 37):  # brightness, contrast, saturation, hue
@@ -107,11 +107,13 @@ def test_views_are_keyed_by_image_epoch_view_and_seed_and_by_nothing_else():
 
 def test_flips_colours_and_grays_are_as_often_as_asked():
     table, plain = rows([picture()] * 60), views(rows([picture()] * 60), [0] * 60)
-    flipped, gray, colored = (views(table, [0] * 60, **{name: 1.0}) for name in ("flip", "gray", "color"))
+    flipped, gray, colored = (
+        views(table, [0] * 60, **{name: 1.0}) for name in ("hflip", "grayscale_prob", "color_jitter_prob")
+    )
     assert all(np.array_equal(one[:, :, ::-1], other) for one, other in zip(plain, flipped, strict=True))
     assert all((one[..., :1] == one).all() for one in gray)
     assert all(not np.array_equal(one, other) for one, other in zip(plain, colored, strict=True))
-    often = views(table, [0] * 60, flip=0.25)
+    often = views(table, [0] * 60, hflip=0.25)
     same = sum(np.array_equal(a[view], b[view]) for a, b in zip(plain, often, strict=True) for view in (0, 1))
     assert 75 < same < 105
 

@@ -29,7 +29,7 @@ def with_checkpoint(run):
     ("workers", "device"), [(1, "cuda"), (2, "cuda"), (3, "cpu"), ((2, 5), "cuda"), ((3, 5), "cpu")]
 )
 def test_auto_takes_gpus_if_there_is_one_for_every_worker(tmp_path, log, workers, device):
-    assert choose(tmp_path, TWO_GPUS, workers=workers) == device
+    assert choose(tmp_path, TWO_GPUS, num_workers=workers) == device
     assert read_json(tmp_path / DEVICE) == {"device": device}
     (line,) = log
     assert line.startswith(f"training on {device} (scaling.device = auto, and Ray has 2 GPU(s) for at least ")
@@ -62,9 +62,9 @@ def test_another_device_is_refused_once_there_is_a_checkpoint(tmp_path, log):
 
 def test_a_run_on_gpus_does_not_continue_on_a_machine_without(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    choose(tmp_path, {"CPU": 8.0, "GPU": 99.0}, workers=99)
+    choose(tmp_path, {"CPU": 8.0, "GPU": 99.0}, num_workers=99)
     with_checkpoint(tmp_path)
-    config = runs.train_config("data", tmp_path, scaling={"workers": 99, "device": "auto"})
+    config = runs.train_config("data", tmp_path, scaling={"num_workers": 99, "device": "auto"})
     (problem,) = ray_problems(config, tmp_path, own_session=True)
     assert "this run was started on GPUs" in problem
     assert "99 workers need a GPU each" in problem

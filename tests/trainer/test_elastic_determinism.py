@@ -210,8 +210,8 @@ def test_order_of_terms_changes_nothing():
             "reduce_dtype = bf16 has no effect with elastic_determinism",
         ),
         (
-            {"scaling": {"elastic_determinism": True, "workers": [1, 17]}},
-            "workers = 17: the 16 canonical microbatches",
+            {"scaling": {"elastic_determinism": True, "num_workers": [1, 17]}},
+            "num_workers = 17: the 16 canonical microbatches",
         ),
         (
             {

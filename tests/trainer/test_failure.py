@@ -80,4 +80,4 @@ def test_a_container_that_is_too_small_is_named(small_cgroup):
     assert ended.returncode == -signal.SIGKILL
     summary = blame_memory(failure, before).summary
     assert "worker 0 died; the kernel killed 1 process of this host for lack of memory" in summary
-    assert "scaling.workers" in summary
+    assert "scaling.num_workers" in summary

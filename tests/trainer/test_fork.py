@@ -30,7 +30,7 @@ def pictures(folder, first):
 
 
 def config(root, **frontend):
-    frontend = {"size": 16, "patch": [8, 8]} | frontend
+    frontend = {"image_size": 16, "patch_size": [8, 8]} | frontend
     image = {"data": str(root / "images/out"), "objective": {"kind": "supcon"}, "batch_documents": 4}
     return config_of(root / "data", root / "run", auxiliary_tasks={"image": image | {"frontend": frontend}})
 
@@ -64,7 +64,7 @@ def made(tmp_path_factory):
 
 def test_a_fork_keeps_the_frontends_of_its_branches(made, tmp_path):
     with pytest.raises(ConfigError) as error:
-        fork(config(made, patch=[4, 4]), str(tmp_path / "new"))
+        fork(config(made, patch_size=[4, 4]), str(tmp_path / "new"))
     assert [line for line in error.value.problems if line.startswith("auxiliary_tasks.image: ") and "has shape" in line]
     assert not (tmp_path / "new").exists()
     forked = fork(config(made), str(tmp_path / "new"))
@@ -73,7 +73,7 @@ def test_a_fork_keeps_the_frontends_of_its_branches(made, tmp_path):
 
 
 def test_a_branch_that_is_new_starts_with_new_weights(made, tmp_path):
-    settings = config(made, patch=[4, 4])
+    settings = config(made, patch_size=[4, 4])
     settings = settings.model_copy(update={"auxiliary_tasks": {"other": settings.auxiliary_tasks["image"]}})
     fork(settings, str(tmp_path / "new"))
     assert not list((tmp_path / "new").rglob("image.*"))

@@ -19,7 +19,7 @@ from trainer.objectives.config import RunContext
 from trainer.objectives.supcon.config import SupconConfig
 from trainer.objectives.supcon.objective import Supcon
 
-SIZES = {"patch": (4, 4), "size": 8}
+SIZES = {"patch_size": (4, 4), "image_size": 8}
 
 
 def clips(**frontend):
@@ -128,8 +128,8 @@ def test_every_channel_has_its_mean_and_deviation():
 @pytest.mark.parametrize(
     ("changes", "width", "message"),
     [
-        ({"size": 12}, 16, "image_size is 8, and this run needs 12"),
-        ({"patch": (2, 2)}, 16, "patch_size is 4, and this run needs 2"),
+        ({"image_size": 12}, 16, "image_size is 8, and this run needs 12"),
+        ({"patch_size": (2, 2)}, 16, "patch_size is 4, and this run needs 2"),
         ({}, 24, "hidden_size is 16, and this run needs 24; use a ViT as wide as the encoder"),
     ],
 )
@@ -149,9 +149,9 @@ def test_another_model_is_no_vit(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"size": 100_000, "patch": [1, 1]}, "makes 10,000,000,000 patches"),
-        ({"patch": [1_000_000, 1]}, "has 1,000,000 values"),
-        ({"patch": [0, 8]}, "both numbers must be at least 1"),
+        ({"image_size": 100_000, "patch_size": [1, 1]}, "makes 10,000,000,000 patches"),
+        ({"patch_size": [1_000_000, 1]}, "has 1,000,000 values"),
+        ({"patch_size": [0, 8]}, "both numbers must be at least 1"),
         ({"mean": float("nan")}, "finite"),
         ({"std": float("inf")}, "finite"),
         ({"std": (0.2, 0.0, 0.2)}, "greater than 0"),

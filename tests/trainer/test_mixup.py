@@ -99,7 +99,7 @@ def test_a_mixture_is_near_that_of_the_waveforms():
 
 
 def views_of(rows, epochs, **config):
-    feed = ClipFeed(SupconConfig(**config), FrontendConfig(patch=(1, MELS)), 3)
+    feed = ClipFeed(SupconConfig(**config), FrontendConfig(patch_size=(1, MELS)), 3)
     spans = feed.feed(fetched(Rows(rows), np.arange(len(rows)), epochs, feed.fetch), epochs).spans
     clips = spans.values.numpy().reshape(-1, MELS)
     return [clip[1:] for clip in np.split(clips, np.cumsum(spans.lengths.numpy())[:-1])], spans
@@ -129,14 +129,14 @@ def test_mixed_clips_are_masked_afterwards():
 
 
 def test_clips_that_were_not_mixed_are_refused():
-    feed = ClipFeed(SupconConfig(mixup=0.5), FrontendConfig(patch=(1, MELS)), 3)
+    feed = ClipFeed(SupconConfig(mixup=0.5), FrontendConfig(patch_size=(1, MELS)), 3)
     with pytest.raises(ValueError, match=r"objective\.mixup = 0\.5: the clips were not mixed; call `fetch` first"):
         feed.feed(CLIPS, np.zeros(7, np.int64))
 
 
 def test_images_are_neither_mixed_nor_masked():
     rows = image_rows([(9, 9)] * 3)
-    feed = ClipFeed(SupconConfig(mixup=1.0), FrontendConfig(patch=(4, 4), size=8), 3)
+    feed = ClipFeed(SupconConfig(mixup=1.0), FrontendConfig(patch_size=(4, 4), image_size=8), 3)
     assert "mixed" not in feed.fetch(rows, np.zeros(3, np.int64), Rows(rows)).column_names
 
 
@@ -151,7 +151,9 @@ def test_tasks_that_read_shards_mix_as_the_worker_does(tmp_path):
     content = {"kind": "audio", "label": r"^(\d)_", "num_mel_bins": MELS}
     folder, _ = prepare_media(tmp_path, content, {f"{n % 3}_{n}.wav": sound(tone(0.2, number=n)) for n in range(12)})
     shards = ShardSet(folder, "train")
-    feed = ClipFeed(SupconConfig(mixup=0.7, masks={"freq_mask": 2, "shared": True}), FrontendConfig(patch=(2, MELS)), 3)
+    feed = ClipFeed(
+        SupconConfig(mixup=0.7, masks={"freq_mask": 2, "shared": True}), FrontendConfig(patch_size=(2, MELS)), 3
+    )
     plan = Plan(0, shards.num_documents, 6)
 
     def chunk(rank, workers):

@@ -19,7 +19,7 @@ NAMES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warm
 def test_rates_are_those_of_transformers(schedule, steps, warmup):
     """The rate of each update, of which the first is that of the scheduler before its first step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-5)
-    config = OptimConfig(lr=3e-5, schedule=schedule, warmup_fraction=warmup)
+    config = OptimConfig(lr=3e-5, schedule=schedule, warmup_ratio=warmup)
     warmup_steps = -(-steps * round(100 * warmup) // 100)  # rounded up, as TrainingArguments does
     scheduler = get_scheduler(NAMES[schedule], optimizer, warmup_steps, steps)
     for step in range(1, steps + 1):
@@ -31,7 +31,7 @@ def test_rates_are_those_of_transformers(schedule, steps, warmup):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup_fraction": 0.1}, "has no effect with schedule = slanted_triangular"),
+        ({"warmup_ratio": 0.1}, "has no effect with schedule = slanted_triangular"),
         ({"schedule": "linear", "cut_fraction": 0.2}, "have no effect with schedule = linear"),
         ({"schedule": "cosine", "ratio": 8}, "have no effect with schedule = cosine"),
         ({"schedule": "triangular"}, "slanted_triangular"),
@@ -51,7 +51,7 @@ def test_settings_that_change_the_result_change_the_hash():
         {"encoder": {"pretrained": "x", "num_trainable_layers": 2}},
         {"encoder": {"pretrained": "x", "new_mlm_head": True}},
         {"optim": {"schedule": "linear"}},
-        {"optim": {"schedule": "constant", "warmup_fraction": 0.1}},
+        {"optim": {"schedule": "constant", "warmup_ratio": 0.1}},
         {"optim": {"max_grad_norm": None}},
         {"validation": {"stsb": "sts"}},
         {"validation": {"data": "other"}},

@@ -51,7 +51,7 @@ CASES = {
     ),
     "simcse supervised": (Simcse, SimcseConfig(supervised=True, temperature=0.2, hard_negative_weight=0.7), PAIRS),
     "scd": (Scd, ScdConfig(projector=[12, 8], decorrelation_weight=0.5), SENTENCES),
-    "scd, attention apart": (Scd, ScdConfig(projector=[6], attention_rates=(0.2, 0.0)), SENTENCES),
+    "scd, attention apart": (Scd, ScdConfig(projector=[6], attention_dropout_rates=(0.2, 0.0)), SENTENCES),
     "scl": (Scl, SclConfig(contrastive_weight=0.4), PAIRS),
     "scl with draws": (Scl, SclConfig(contrastive_weight=0.4, positives=2, negatives=3), PAIRS),
 }
@@ -349,10 +349,10 @@ def test_views_with_one_dropout_key_are_refused(name):
 
 def test_scd_drops_each_view_at_its_own_rates():
     """The first rate of a pair is that of the first view; hidden states and attention weights have separate pairs."""
-    objective = objective_of("scd", rates=(0.1, 0.2), attention_rates=(0.3, 0.4))
+    objective = objective_of("scd", dropout_rates=(0.1, 0.2), attention_dropout_rates=(0.3, 0.4))
     batch = objective.feed(VOCABULARY, 30).feed(SENTENCES, np.zeros(7, np.int64))
     assert batch.spans.rates.tolist() == [[0.1, 0.3], [0.2, 0.4]] * 7
-    hidden_only = objective_of("scd", rates=(0.0, 0.5), attention_rates=(0.0, 0.0))
+    hidden_only = objective_of("scd", dropout_rates=(0.0, 0.5), attention_dropout_rates=(0.0, 0.0))
     spans = hidden_only.feed(VOCABULARY, 30).feed(SENTENCES, np.zeros(7, np.int64)).spans
     encoder = tiny_encoder(dropout=0.2, attention_dropout=0.2)
     with torch.no_grad():

@@ -18,7 +18,7 @@ def heartbeat(phase, steps=0, size=4):
 
 
 def test_it_says_what_is_missing_and_who_has_begun():
-    waiting = Waiting(ScalingConfig(workers=4), "cuda", {"CPU": 2.0}, began=100.0)
+    waiting = Waiting(ScalingConfig(num_workers=4), "cuda", {"CPU": 2.0}, began=100.0)
     assert waiting.look([], 109.0) is None
     told = waiting.look([], 110.0)
     assert told == (
@@ -37,18 +37,18 @@ def test_it_says_what_is_missing_and_who_has_begun():
 def test_more_workers_than_cpus_are_named(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     many = (os.cpu_count() or 1) + 1
-    assert f"scaling.workers = {many} with 1 CPU(s) each" in oversubscribed(ScalingConfig(workers=many))
-    assert oversubscribed(ScalingConfig(workers=1)) is None
-    assert oversubscribed(ScalingConfig(workers=many, address="head:6379")) is None
+    assert f"scaling.num_workers = {many} with 1 CPU(s) each" in oversubscribed(ScalingConfig(num_workers=many))
+    assert oversubscribed(ScalingConfig(num_workers=1)) is None
+    assert oversubscribed(ScalingConfig(num_workers=many, address="head:6379")) is None
 
 
 def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     workers = torch.cuda.device_count() + 1
-    config = runs.train_config("data", tmp_path, scaling={"device": "cuda", "workers": workers})
+    config = runs.train_config("data", tmp_path, scaling={"device": "cuda", "num_workers": workers})
     (problem,) = ray_problems(config, tmp_path, own_session=True)
     assert problem.startswith(f"scaling.device = cuda: {workers} workers need a GPU each")
-    auto = runs.train_config("data", tmp_path, scaling={"device": "auto", "workers": workers})
+    auto = runs.train_config("data", tmp_path, scaling={"device": "auto", "num_workers": workers})
     assert ray_problems(auto, tmp_path, own_session=True) == []
     (tmp_path / "summary.json").write_text("{}")
     assert ray_problems(config, tmp_path, own_session=True) == []

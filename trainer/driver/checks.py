@@ -175,7 +175,7 @@ def ray_problems(resolved: ResolvedRun, own_session: bool) -> list[str]:
     cpus = "start a new run with its weights: --fork NEW_RUN scaling.device=cpu" if trained else "set it to cpu"
     return [
         f"scaling.device = {scaling.device}: {kept}{least} workers need a GPU each, and this machine has {gpus} that "
-        f"torch can use; {cpus}, lower scaling.workers, or name a cluster (scaling.address)"
+        f"torch can use; {cpus}, lower scaling.num_workers, or name a cluster (scaling.address)"
     ]
 
 

@@ -132,7 +132,7 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
             return [_unkeyed(config, built)]
         get_logger().warning(
             "encoder: model type %s drops some values by torch's generator, so gradients change with "
-            "microbatch_tokens and scaling.workers; encoder.dropout=0 encoder.attention_dropout=0 avoids this",
+            "microbatch_tokens and scaling.num_workers; encoder.dropout=0 encoder.attention_dropout=0 avoids this",
             built.model.config.model_type,
         )
     if remark := built.unloaded.remark(encoder.pretrained):

@@ -103,7 +103,7 @@ def blame_memory(failure: GroupFailure, kills_before: int) -> GroupFailure:
     if kills <= 0:
         return failure
     cause = f"the kernel killed {kills} process{'es' if kills > 1 else ''} of this host for lack of memory"
-    remedy = "lower microbatch_tokens or scaling.workers, or raise the container's memory limit"
+    remedy = "lower microbatch_tokens or scaling.num_workers, or raise the container's memory limit"
     return replace(failure, summary=f"{failure.summary}; {cause}: {remedy}")
 
 

@@ -70,10 +70,10 @@ def build_group(
             "checkpoints": str(run / CHECKPOINTS),
         },
         scaling_config=ray.train.ScalingConfig(
-            num_workers=scaling.workers,
+            num_workers=scaling.num_workers,
             use_gpu=use_gpu,
             resources_per_worker=per_worker,
-            elastic_resize_monitor_interval_s=scaling.resize_seconds,
+            elastic_resize_monitor_interval_s=scaling.elastic_resize_interval_seconds,
         ),
         torch_config=GroupConfig(backend=backend, timeout_s=timeout),
         run_config=ray.train.RunConfig(

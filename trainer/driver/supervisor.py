@@ -231,7 +231,7 @@ class Supervisor:
         if why:
             raise TrainingFailedError(f"{where}\n{why}. {rest}")
         self.restarts += 1
-        pause = 0.0 if times == 1 else min(_MOST_PAUSE_SECONDS, scaling.back_off_seconds * 2 ** (times - 2))
+        pause = 0.0 if times == 1 else min(_MOST_PAUSE_SECONDS, scaling.restart_backoff_seconds * 2 ** (times - 2))
         get_logger().warning(
             "%s; starting again%s (restart %d of at most %d)",
             where,

@@ -60,6 +60,6 @@ def oversubscribed(scaling: ScalingConfig) -> str | None:
     if named_cluster(scaling.address)[1] or workers * each <= there:
         return None
     return (
-        f"scaling.workers = {workers} with {each} CPU(s) each exceed the {there} CPUs of this machine: the start and "
-        "every step take longer than with fewer workers"
+        f"scaling.num_workers = {workers} with {each} CPU(s) each exceed the {there} CPUs of this machine: the start "
+        "and every step take longer than with fewer workers"
     )

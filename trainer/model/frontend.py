@@ -92,7 +92,12 @@ def load_vit(frontend: Frontend) -> None:
         if found.model_type != "vit":
             raise UnfitEncoderError(f"{named}: is of type {found.model_type}, not vit; name a ViT")
         width = frontend.cls.shape[0]
-        wanted = {"hidden_size": width, "patch_size": config.patch[0], "image_size": config.size, "num_channels": 3}
+        wanted = {
+            "hidden_size": width,
+            "patch_size": config.patch_size[0],
+            "image_size": config.image_size,
+            "num_channels": 3,
+        }
         for name, value in wanted.items():
             own = getattr(found, name)
             own = own[0] if isinstance(own, (list, tuple)) else own

@@ -26,9 +26,9 @@ class FrontendConfig(Strict):
     pretrained: str | None = None
     """Name or folder of a ViT of transformers whose patch, CLS and position embeddings are used; null: new ones, drawn
     from the run's seed. Images only."""
-    patch: tuple[int, int] = (16, 16)
+    patch_size: tuple[int, int] = (16, 16)
     """Height and width of a patch in pixels; frames and mel bands of a patch of a spectrogram."""
-    size: int = Field(default=224, ge=1)
+    image_size: int = Field(default=224, ge=1)
     """Height and width in pixels of the square crops of images."""
     positions: bool = True
     """Add a learned embedding for each place of a patch."""
@@ -41,15 +41,17 @@ class FrontendConfig(Strict):
 
     @model_validator(mode="after")
     def _fits(self) -> "FrontendConfig":
-        if min(self.patch) < 1:
-            raise ValueError(f"patch = {list(self.patch)}: both numbers must be at least 1")
-        (high, wide), most = self.patch, _MOST_PATCHES
+        if min(self.patch_size) < 1:
+            raise ValueError(f"patch_size = {list(self.patch_size)}: both numbers must be at least 1")
+        (high, wide), most = self.patch_size, _MOST_PATCHES
         if high * wide > most:
-            raise ValueError(f"patch = {list(self.patch)}: has {high * wide:,} values; at most {most:,} are possible")
-        if (patches := (self.size // high) * (self.size // wide)) > most:
             raise ValueError(
-                f"size = {self.size} makes {patches:,} patches of {list(self.patch)}; at most {most:,} are possible: "
-                "make the patch larger or the size smaller"
+                f"patch_size = {list(self.patch_size)}: has {high * wide:,} values; at most {most:,} are possible"
+            )
+        if (patches := (self.image_size // high) * (self.image_size // wide)) > most:
+            raise ValueError(
+                f"image_size = {self.image_size} makes {patches:,} patches of {list(self.patch_size)}; at most "
+                f"{most:,} are possible: make the patches larger or the image smaller"
             )
         return self
 

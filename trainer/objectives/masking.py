@@ -26,10 +26,10 @@ class MaskingConfig(Strict):
     mlm_probability: float = Field(default=0.15, ge=0, le=1)
     """Probability that a token (never a special one) is selected and must be predicted."""
     mask_replace_prob: float = Field(default=0.8, ge=0, le=1)
-    """Share of the selected tokens to replace by the mask token."""
+    """Probability that a selected token is replaced by the mask token."""
     random_replace_prob: float = Field(default=0.1, ge=0, le=1)
-    """Share of the selected tokens to replace by a token drawn uniformly from the whole vocabulary. The other selected
-    tokens stay unchanged."""
+    """Probability that a selected token is replaced by one drawn uniformly from the whole vocabulary. The other
+    selected tokens stay unchanged."""
 
 
 def mask_tokens(
@@ -47,7 +47,7 @@ def mask_tokens(
     """Masked copy of the tokens, and the selection of tokens to be predicted.
 
     Args:
-        config: shares of selected and replaced tokens.
+        config: probabilities of selection and replacement.
         seed: the run's seed.
         ids: `(t,)` tokens.
         key: `(t,)` key of each token's document.

@@ -11,7 +11,7 @@ from common.config import Strict
 class ScalingConfig(Strict):
     """Workers, devices and handling of failures. These settings do not change the batches."""
 
-    workers: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = 1
+    num_workers: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = 1
     """Number of training processes, one for each GPU if GPUs are used. `[least, most]`: as many as fit on the cluster;
     the number changes when nodes leave or join, while the command keeps running."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -23,8 +23,8 @@ class ScalingConfig(Strict):
     address: str | None = None
     """Address of a running Ray cluster; null: RAY_ADDRESS if it is set, else a session on this machine."""
     fsdp: bool = False
-    """Keep only a part of weights, gradients and optimizer state on each worker, and gather each layer when it is used
-    (FSDP2). For encoders that are too large for one device. Same gradient, more communication; see docs/decisions."""
+    """Shard weights, gradients and optimizer state over the workers, and gather each layer when it is used (FSDP2).
+    For encoders that are too large for one device. Same gradient, more communication; see docs/decisions."""
     elastic_determinism: bool = False
     """Train to the same bits with any number of workers. Batches are cut into canonical microbatches, workers get whole
     ones, and gradients are added as 64-bit integers. It takes more time and memory, and twice the exchange."""
@@ -32,23 +32,23 @@ class ScalingConfig(Strict):
     """Documents of a canonical microbatch. More take less time, and the batch has fewer microbatches for the workers.
     The bits depend on it. null: a sixteenth of `batch_documents`, rounded up."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which workers exchange gradients. bf16: half the bytes, and sums rounded to 3 digits; for slow
+    """Data type in which gradients are summed over workers. bf16: all-reduce in bfloat16, with half the bytes; for slow
     networks."""
-    resize_seconds: float = Field(default=60.0, gt=0)
+    elastic_resize_interval_seconds: float = Field(default=60.0, gt=0)
     """Seconds between checks whether a group of `[least, most]` workers can grow. Growing restarts the group from the
     last checkpoint and repeats the steps since."""
     max_failures: int = Field(default=100, ge=0)
     """Largest total number of restarts after failures. Nodes that are removed with notice do not count."""
     max_repeated_failures: int = Field(default=3, ge=1)
     """End the run when the same failure occurs this many times in a row at the same step."""
-    back_off_seconds: float = Field(default=2.0, ge=0)
+    restart_backoff_seconds: float = Field(default=2.0, ge=0)
     """Pause before the second restart after failures without progress. It doubles each time, up to a minute. The first
     restart follows at once."""
     watchdog_timeout_seconds: float = Field(default=600.0, ge=1)
     """Restart a group without progress for this long, and log the worker that holds it up. Must be longer than the
     longest step, validation and save."""
     straggler_factor: float = Field(default=2.0, gt=1)
-    """Log a worker whose own time for a step exceeds this factor times the others'."""
+    """Log a straggler: a worker whose own time for a step exceeds this factor times the others'."""
     shutdown_grace_seconds: float = Field(default=25.0, gt=0)
     """Time after SIGTERM or Ctrl-C for the workers to finish their step and save. Kubernetes kills after 30 s."""
     spot_notices: Literal["aws", "gcp"] | None = None
@@ -65,17 +65,17 @@ class ScalingConfig(Strict):
     @property
     def least_workers(self) -> int:
         """Least number of workers."""
-        return self.workers if isinstance(self.workers, int) else self.workers[0]
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
 
     @property
     def most_workers(self) -> int:
         """Largest number of workers."""
-        return self.workers if isinstance(self.workers, int) else self.workers[1]
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
     @model_validator(mode="after")
     def _range(self) -> "ScalingConfig":
         if self.least_workers > self.most_workers:
-            raise ValueError(f"workers = {list(self.workers)}: the first number must not exceed the second")  # type: ignore[arg-type]
+            raise ValueError(f"num_workers = {list(self.num_workers)}: the first number must not exceed the second")  # type: ignore[arg-type]
         if self.deterministic_chunk_documents is not None and not self.elastic_determinism:
             raise ValueError(
                 f"deterministic_chunk_documents = {self.deterministic_chunk_documents} has no effect without "
@@ -108,8 +108,8 @@ class ScalingConfig(Strict):
             )
         if self.most_workers > num_units:
             problems.append(
-                f"scaling.workers = {self.most_workers}: the {num_units} canonical microbatches of {unit_documents} "
-                "document(s) are fewer; lower workers or scaling.deterministic_chunk_documents"
+                f"scaling.num_workers = {self.most_workers}: the {num_units} canonical microbatches of "
+                f"{unit_documents} document(s) are fewer; lower num_workers or scaling.deterministic_chunk_documents"
             )
         if compiled:
             problems.append(

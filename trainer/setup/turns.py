@@ -178,9 +178,9 @@ def new_frontend(settings: FrontendConfig, content: ImagesContent | AudioContent
         width: size of the hidden states.
         seed: of the weights.
     """
-    deep, wide = settings.patch
+    deep, wide = settings.patch_size
     if isinstance(content, ImagesContent):
-        places = (settings.size // deep) * (settings.size // wide)
+        places = (settings.image_size // deep) * (settings.image_size // wide)
         return Frontend(settings, 3 * deep * wide, places, width, seed, (0.5, 0.5))
     frames = int(content.max_seconds * 1000 / content.hop_length_ms)
     return Frontend(settings, deep * wide, max(1, frames // deep) * (content.num_mel_bins // wide), width, seed)

@@ -20,7 +20,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     Slanted triangular (Howard and Ruder 2018, eq. 3): cut = int(cut_fraction * T); p = t / cut before the cut, else
     1 - (t - cut) / (T - cut); rate = lr * (1 + (ratio - 1) * p) / ratio.
 
-    The others are those of transformers, whose steps s = t - 1 start at 0: W = ceil(warmup_fraction * T); rate =
+    The others are those of transformers, whose steps s = t - 1 start at 0: W = ceil(warmup_ratio * T); rate =
     lr * s / W for s < W, then with p = (s - W) / (T - W): linear lr * (1 - p), cosine lr * (1 + cos(pi p)) / 2,
     constant lr.
     """
@@ -28,7 +28,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
         cut = int(config.cut_fraction * total_steps)
         share = step / cut if step < cut else 1 - (step - cut) / max(1, total_steps - cut)
         return config.lr * (1 + (config.ratio - 1) * share) / config.ratio
-    done, warmup = step - 1, math.ceil(config.warmup_fraction * total_steps)
+    done, warmup = step - 1, math.ceil(config.warmup_ratio * total_steps)
     if done < warmup:
         return config.lr * done / warmup
     share = (done - warmup) / max(1, total_steps - warmup)

@@ -11,13 +11,13 @@ class OptimConfig(Strict):
     """AdamW and its schedule; the defaults are DeCLUTR's."""
 
     lr: float = Field(default=5e-5, ge=0)
-    """Highest learning rate, reached when the learning rate stops rising. 0, of a branch alone: it is measured, and
-    changes nothing."""
+    """Highest learning rate, reached when the learning rate stops rising. 0 (auxiliary tasks only): log the loss, do
+    not train."""
     schedule: Literal["slanted_triangular", "linear", "cosine", "constant"] = "slanted_triangular"
     """Learning rate over the steps. slanted_triangular: up for `cut_fraction` of the run, then down to lr / `ratio`.
-    linear, cosine, constant: those of transformers, from 0 up for `warmup_fraction` of the run, then down to 0 in a
+    linear, cosine, constant: those of transformers, from 0 up for `warmup_ratio` of the run, then down to 0 in a
     line or half a cosine, or constant."""
-    warmup_fraction: float = Field(default=0.0, ge=0, lt=1)
+    warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
     """Share of the run's steps during which the learning rate rises from 0; for linear, cosine and constant."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
@@ -38,14 +38,14 @@ class OptimConfig(Strict):
     @model_validator(mode="after")
     def _fits_schedule(self) -> "OptimConfig":
         slanted = self.schedule == "slanted_triangular"
-        if slanted and self.warmup_fraction:
+        if slanted and self.warmup_ratio:
             raise ValueError(
-                f"warmup_fraction = {self.warmup_fraction} has no effect with schedule = slanted_triangular; set "
+                f"warmup_ratio = {self.warmup_ratio} has no effect with schedule = slanted_triangular; set "
                 "cut_fraction, or schedule to linear, cosine or constant"
             )
         if not slanted and (self.cut_fraction, self.ratio) != (0.1, 32.0):
             raise ValueError(
                 f"cut_fraction = {self.cut_fraction} and ratio = {self.ratio} have no effect with schedule = "
-                f"{self.schedule}; remove them, or set warmup_fraction"
+                f"{self.schedule}; remove them, or set warmup_ratio"
             )
         return self

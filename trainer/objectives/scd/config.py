@@ -23,10 +23,10 @@ class ScdConfig(TextObjectiveConfig):
     method: ClassVar[str] = "SCD"
 
     kind: Literal["scd"] = "scd"
-    rates: tuple[Rate, Rate] = (0.05, 0.155)
+    dropout_rates: tuple[Rate, Rate] = (0.05, 0.155)
     """Dropout rates of the two views' hidden states, instead of the encoder's."""
-    attention_rates: tuple[Rate, Rate] | None = None
-    """Dropout rates of the two views' attention weights; null: the same as `rates`, as released."""
+    attention_dropout_rates: tuple[Rate, Rate] | None = None
+    """Dropout rates of the two views' attention weights; null: the same as `dropout_rates`, as released."""
     repulsion_weight: float = Field(default=1.0, ge=0)
     """alpha (task_alpha of the released code): weight of the mean cosine of the two views, which becomes small."""
     decorrelation_weight: float = Field(default=0.005225, ge=0)
@@ -43,8 +43,11 @@ class ScdConfig(TextObjectiveConfig):
 
     @model_validator(mode="after")
     def _views_differ(self) -> "ScdConfig":
-        if not any((*self.rates, *(self.attention_rates or ()))):
-            raise ValueError(f"rates = {list(self.rates)}: nothing is dropped, so both views would be equal; raise one")
+        if not any((*self.dropout_rates, *(self.attention_dropout_rates or ()))):
+            raise ValueError(
+                f"dropout_rates = {list(self.dropout_rates)}: nothing is dropped, so both views would be "
+                "equal; raise one"
+            )
         return self
 
     @property

@@ -62,7 +62,7 @@ class Scd(TextObjective[ScdConfig]):
 
     def feed(self, vocabulary: Vocabulary, max_content: int) -> ScdFeed:
         """Builds the feed that packs two views of each sentence."""
-        rates = [self.config.rates, self.config.attention_rates or self.config.rates]
+        rates = [self.config.dropout_rates, self.config.attention_dropout_rates or self.config.dropout_rates]
         return ScdFeed(self.packer(vocabulary, max_content), np.array(rates, np.float64).T)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ class SclConfig(TextObjectiveConfig):
 
     kind: Literal["scl"] = "scl"
     contrastive_weight: float = Field(default=0.3, ge=0, le=1)
-    """lambda: share of the contrastive loss; 0: cross entropy alone."""
+    """lambda: weight of the contrastive loss, whose complement weighs the cross entropy; 0: cross entropy alone."""
     temperature: float = Field(default=1.0, gt=0)
     """Divisor of the dot products."""
     positives: Most = "all"

@@ -16,19 +16,20 @@ class CropConfig(Strict):
     """Two views of an image: crops with changed colours. The defaults are those of VisualCSE, as in SimCLR."""
 
     min_scale: float = Field(default=0.2, gt=0, le=1)
-    """Smallest share of the image's area in a crop; the largest is 1. Crops have sides of 3:4 to 4:3."""
-    flip: Share = 0.5
+    """Smallest area of a crop as a fraction of the image's (`scale` in torchvision); the largest is 1. Crops have
+    sides of 3:4 to 4:3."""
+    hflip: Share = 0.5
     """Probability of a horizontal flip."""
-    color: Share = 0.8
+    color_jitter_prob: Share = 0.8
     """Probability of changed brightness, contrast, saturation and hue."""
-    strength: float = Field(default=0.4, ge=0, le=1)
+    color_jitter: float = Field(default=0.4, ge=0, le=1)
     """Largest change of brightness, contrast and saturation; of hue, a quarter of it."""
-    gray: Share = 0.2
+    grayscale_prob: Share = 0.2
     """Probability of a grey image."""
 
 
 class MaskConfig(Strict):
-    """SpecAugment (Park et al. 2019): one band of mel bands and one of frames is set to 0. 0: dropout alone."""
+    """SpecAugment (Park et al. 2019): one range of mel bands and one of frames is set to 0. 0: dropout alone."""
 
     freq_mask: int = Field(default=0, ge=0)
     """Largest number of mel bands that are masked (48 in AudioCSE)."""
@@ -96,11 +97,11 @@ class SupconConfig(ObjectiveConfig):
             found.append("objective.labels = true: the shards have no labels; set it to false, or prepare with labels")
         if run.batch_documents < 2:
             found.append(f"batch_documents = {run.batch_documents}: a contrast needs at least 2 rows")
-        height, width = frontend.patch
-        if content.kind == "images" and (frontend.size % height or frontend.size % width):
+        height, width = frontend.patch_size
+        if content.kind == "images" and (frontend.image_size % height or frontend.image_size % width):
             found.append(
-                f"frontend.size = {frontend.size}: must be a multiple of both sides of frontend.patch = "
-                f"{list(frontend.patch)}"
+                f"frontend.image_size = {frontend.image_size}: must be a multiple of both sides of "
+                f"frontend.patch_size = {list(frontend.patch_size)}"
             )
         if content.kind == "images" and (self.mixup or self.masks != MaskConfig()):
             found.append("objective.mixup and objective.masks are for sounds; the shards hold images; remove them")
@@ -109,7 +110,9 @@ class SupconConfig(ObjectiveConfig):
                 found.append("frontend.mean and frontend.std: sounds have one channel; give one number each")
             num_mel_bins = int(getattr(content, "num_mel_bins", 0))
             if width > num_mel_bins:
-                found.append(f"frontend.patch = {list(frontend.patch)}: the shards have {num_mel_bins} mel bands")
+                found.append(
+                    f"frontend.patch_size = {list(frontend.patch_size)}: the shards have {num_mel_bins} mel bands"
+                )
             if frontend.pretrained is not None:
                 found.append("frontend.pretrained: a ViT reads images, not sounds; remove it")
         return found

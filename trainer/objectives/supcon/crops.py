@@ -61,7 +61,7 @@ class Crops:
         """One view of an image, from at least 40 numbers in [0, 1)."""
         config, (box, rest) = self.config, np.split(draws, [3 * _TRIES])
         view = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=self._box(image, box))
-        flip, color, gray = rest[:3] < (config.flip, config.color, config.gray)
+        flip, color, gray = rest[:3] < (config.hflip, config.color_jitter_prob, config.grayscale_prob)
         if flip:
             view = ImageOps.mirror(view)
         if color:
@@ -82,8 +82,8 @@ class Crops:
 
     def _colored(self, view: Image.Image, draws: NDArray[np.float64]) -> Image.Image:
         """Changes brightness, contrast, saturation and hue, in a drawn order."""
-        factors = 1 + self.config.strength * (2 * draws[:3] - 1)
-        hue = self.config.strength / 4 * (2 * draws[3] - 1)
+        factors = 1 + self.config.color_jitter * (2 * draws[:3] - 1)
+        hue = self.config.color_jitter / 4 * (2 * draws[3] - 1)
         for step in np.argsort(_order(draws[4:7])):
             if step == 3:
                 shifted = np.array(view.convert("HSV"))

@@ -42,7 +42,7 @@ class ClipFeed:
     def fetch(self) -> ClipFetch:
         """The work of the tasks that read shards: views of images, mixtures of sounds."""
         mixup = Mixup(self.config.mixup, self.seed) if self.config.mixup else None
-        return ClipFetch(Crops(self.config.crops, self.frontend.size, self.seed), mixup)
+        return ClipFetch(Crops(self.config.crops, self.frontend.image_size, self.seed), mixup)
 
     def feed(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
         """The clips of n rows of images or sounds.
@@ -74,7 +74,7 @@ class ClipFeed:
 
     def _images(self, rows: pa.Table) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """`(patches, F)` values in the order of a convolution's weights (channel, row, column), and numbers by view."""
-        size, (high, wide) = self.frontend.size, self.frontend.patch
+        size, (high, wide) = self.frontend.image_size, self.frontend.patch_size
         raw = b"".join(rows.column(VIEWS).to_pylist())
         images = np.frombuffer(raw, np.uint8).reshape(-1, size // high, high, size // wide, wide, 3)
         patches = images.transpose(0, 1, 3, 5, 2, 4).reshape(-1, 3 * high * wide)
@@ -84,7 +84,7 @@ class ClipFeed:
         self, rows: pa.Table, keys: seeding.U64, epochs: seeding.U64
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """`(patches, F)` values, the patches of the first frames first, and the number of patches of each view."""
-        deep, wide = self.frontend.patch
+        deep, wide = self.frontend.patch_size
         parts, sizes = [], []
         views = [0] * NUM_VIEWS if self.config.masks.shared else range(NUM_VIEWS)
         masks = [masked_bands(self.config.masks, self.seed, view, keys, epochs) for view in views]
