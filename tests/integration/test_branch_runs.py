@@ -9,7 +9,7 @@ import tinyruns as runs
 import torch
 from mediafiles import png, sound, spread, tone
 from sentence_transformers import SentenceTransformer
-from textruns import SCD, SIMCSE, change_workers, whole_run, write_texts
+from textruns import SCD, SCL, SIMCSE, change_workers, whole_run, write_texts
 
 from common.storage import hash_file
 from evaluation.encoders.loading import load_encoder
@@ -33,11 +33,12 @@ AUDIO = {
     "batch_documents": 5,
     "frontend": {"patch_size": [8, 8], "mean": -4.0, "std": 4.0},
 }
+BRANCHES = ("image", "audio", "pairs")
 
 
 @pytest.fixture(scope="module")
 def prepared(session, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
-    """Folder with the shards `sentences`, `images` and `sounds`."""
+    """Folder with the shards `sentences`, `pairs`, `images` and `sounds`."""
     folder = tmp_path_factory.mktemp("branches")
     write_texts(folder)
     spread(folder / "pictures", {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)})
@@ -45,6 +46,7 @@ def prepared(session, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
     spread(folder / "clips", clips)
     contents = {
         "sentences": ("sentences.txt", "sentences"),
+        "pairs": ("pairs.jsonl", {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}),
         "images": ("pictures", {"kind": "images", "shortest_edge": 18}),
         "sounds": (
             "clips",
@@ -56,7 +58,9 @@ def prepared(session, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
         values = with_session | {"output": str(folder / name), "content": content, "unit_mib": 32}
         values["corpus"] = {"kind": "files", "paths": [str(folder / source)]}
         del values["geometry"]
-        if name != "sentences":
+        if name == "pairs":
+            values["tokenizer"] = {"kind": "pretrained", "name": str(folder / "sentences" / "tokenizer")}
+        elif name != "sentences":
             values = {key: values[key] for key in ("output", "corpus", "content", "validation_fraction", "unit_mib")}
         prepare(PipelineConfig.model_validate(values))
     return folder
@@ -90,11 +94,14 @@ def files_of(checkpoint):
 
 @pytest.fixture(scope="module")
 def whole(request, prepared, tmp_path_factory):
-    """Folder with a finished run of SCD and both branches on two workers, and `values(run)` for another one."""
-    return whole_run(
-        tmp_path_factory.mktemp("whole"),
-        lambda run, **settings: values_of(prepared, run, SCD, request.param, **settings),
-    )
+    """Folder with a finished run of SCD, SCL and both media on two workers, and `values(run)` for another one."""
+
+    def values(run, **settings):
+        found = values_of(prepared, run, SCD, request.param, **settings)
+        found["auxiliary_tasks"]["pairs"] = {"data": str(prepared / "pairs"), "objective": SCL, "batch_documents": 5}
+        return found
+
+    return whole_run(tmp_path_factory.mktemp("whole"), values)
 
 
 @pytest.mark.usefixtures("session")
@@ -106,7 +113,7 @@ def test_other_numbers_of_workers_read_the_same_batches(whole, tmp_path):
     found, expected = runs.steps_of(tmp_path / "run"), runs.steps_of(finished)
     assert list(found) == list(range(1, 13))
     for step, line in expected.items():
-        for name in ("batch_digest", "image_batch_digest", "audio_batch_digest"):
+        for name in ("batch_digest", *(f"{branch}_batch_digest" for branch in BRANCHES)):
             assert found[step][name] == line[name], (step, name)
         assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
 
@@ -114,22 +121,19 @@ def test_other_numbers_of_workers_read_the_same_batches(whole, tmp_path):
 @pytest.mark.usefixtures("session")
 @pytest.mark.parametrize("whole", ["alternating"], indirect=True)
 def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
-    """Frontends, heads, SCD's projector with its statistics, three optimizers and three streams, on two workers."""
+    """Frontends, heads, SCD's projector with its statistics, SCL's classifier, four optimizers and streams."""
     finished, values = whole
     killed = tmp_path / "killed"
     config = runs.write_config(tmp_path / "config.yaml", train=values(killed))
     runs.kill_at_checkpoint(runs.command("trainer.train", config), killed, 4)
     train(TrainConfig.model_validate(values(killed)))
     found, expected = runs.steps_of(killed), runs.steps_of(finished)
-    digests = ("batch_digest", "image_batch_digest", "audio_batch_digest", "image_supcon", "audio_supcon", "loss")
-    for step, line in expected.items():
-        assert {name: found[step][name] for name in digests} == {name: line[name] for name in digests}
+    assert found == expected
+    assert all(f"{branch}_batch_digest" in expected[1] for branch in BRANCHES)
     last = [files_of(run / "checkpoints" / "step-00000012") for run in (finished, killed)]
     assert last[0] == last[1]
-    branch_files = {
-        f"{name}.{part}.safetensors" for name in ("image", "audio") for part in ("frontend", "objective", "optimizer")
-    }
-    assert branch_files < set(last[0])
+    branch_files = {f"{name}.{part}.safetensors" for name in BRANCHES for part in ("objective", "optimizer")}
+    assert branch_files | {"image.frontend.safetensors", "audio.frontend.safetensors"} < set(last[0])
 
 
 def test_an_epoch_of_a_branch_reads_every_row_once(prepared):

@@ -1,4 +1,4 @@
-"""SimCSE, SCD and SCL as ordinary runs: prepare, train, kill, continue, other numbers of workers, export, checks."""
+"""SimCSE, SCD and SCL as ordinary runs: prepare, train, export, checks; test_branch_runs.py kills and resizes them."""
 
 import json
 import re
@@ -7,10 +7,9 @@ import pytest
 import tinyruns as runs
 import torch
 from sentence_transformers import SentenceTransformer
-from textruns import SCD, SIMCSE, change_workers, whole_run, write_texts
+from textruns import SCD, SCL, SIMCSE, write_texts
 
 from common.config import ConfigError
-from common.storage import hash_file
 from evaluation.encoders.loading import load_encoder
 from pipeline.config import PipelineConfig
 from pipeline.prepare import prepare
@@ -20,8 +19,6 @@ from trainer.train import train
 
 pytestmark = [pytest.mark.ray]
 
-FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
-SCL = {"kind": "scl", "contrastive_weight": 0.3, "max_tokens": 16, "negatives": 5}
 WITH_MLM = SIMCSE | {"mlm_loss_weight": 0.1}
 LONGFORMER = runs.FROM_CONFIG | {"model_type": "longformer", "attention_window": [8, 8]}
 SUPERVISED = {"kind": "simcse", "supervised": True, "max_tokens": 16}
@@ -54,36 +51,6 @@ def values_of(texts, run, objective, **changes):
 
 def config_of(*arguments, **changes):
     return TrainConfig.model_validate(values_of(*arguments, **changes))
-
-
-@pytest.fixture(scope="module")
-def whole(texts, tmp_path_factory):
-    """Folder with SCL's finished run on two workers, and `values(run)` for another; test_branch_runs.py has SCD."""
-    return whole_run(tmp_path_factory.mktemp("whole"), lambda run, **settings: values_of(texts, run, SCL, **settings))
-
-
-def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
-    """The classifier and its moments are restored, on two workers."""
-    finished, values = whole
-    killed = tmp_path / "killed"
-    config = runs.write_config(tmp_path / "config.yaml", train=values(killed))
-    runs.kill_at_checkpoint(runs.command("trainer.train", config), killed, 4)
-    train(TrainConfig.model_validate(values(killed)))
-    assert runs.steps_of(killed) == runs.steps_of(finished)
-    last = [run / "checkpoints" / "step-00000012" for run in (finished, killed)]
-    for name in FILES:
-        assert hash_file(last[0] / name) == hash_file(last[1] / name), name
-
-
-def test_other_numbers_of_workers_read_the_same_batches(whole, tmp_path):
-    """Two workers, then three, then one, in one run; compared with two workers throughout."""
-    finished, values = whole
-    change_workers(finished, tmp_path / "run", values)
-    found, expected = runs.steps_of(tmp_path / "run"), runs.steps_of(finished)
-    assert list(found) == list(range(1, 13))
-    for step, line in expected.items():
-        assert found[step]["batch_digest"] == line["batch_digest"]
-        assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
 
 
 @pytest.mark.usefixtures("session")

@@ -15,6 +15,7 @@ SCD = {
     "max_tokens": 16,
     "decorrelation_weight": 0.05,
 }
+SCL = {"kind": "scl", "contrastive_weight": 0.3, "max_tokens": 16, "negatives": 5}
 SIMCSE = {"kind": "simcse", "max_tokens": 16}
 
 
