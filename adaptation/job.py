@@ -26,7 +26,7 @@ from common.bootstrap import MIN_ROWS, Comparison
 from common.console.logs import get_logger
 from common.excerpt import shorten
 from common.lock import RunLock
-from common.paths import expand
+from common.paths import expand, folder_problem
 from common.storage import folder_aside, hash_json, read_json, write_json, write_text
 from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.names import missing
@@ -60,7 +60,7 @@ def adapt(config: AdaptConfig, output: Path, address: str | None = None) -> Resu
         RunLockedError: another command works in the folder.
     """
     config, output = located(config), output.absolute()
-    pairs = _checked(config)
+    pairs = _checked(config, output)
     output.mkdir(parents=True, exist_ok=True)
     lost = f"another command has taken over {output}"
     with RunLock(output, lambda: get_logger().error(lost)), opened(config, output) as state:
@@ -73,11 +73,13 @@ def adapt(config: AdaptConfig, output: Path, address: str | None = None) -> Resu
         return _Adaptation(config, output, address, state, start, pairs).run()
 
 
-def _checked(config: AdaptConfig) -> RetrievalTest | None:
+def _checked(config: AdaptConfig, output: Path) -> RetrievalTest | None:
     """The user's pairs; all problems of encoder and files that can be found before any work."""
     problems, pairs = [], None
     if problem := missing(config.encoder):
         problems.append(problem)
+    if problem := folder_problem(output):
+        problems.append(f"--output {output}: {problem}")
     if config.pairs is not None:
         try:
             pairs = read_test(expand(config.pairs))

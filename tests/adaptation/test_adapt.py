@@ -74,13 +74,14 @@ def test_adapt_of_few_documents_tells_nothing(encoder, tmp_path):
 
 def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):
     (tmp_path / "pairs.csv").write_text("question,answer\na,b\n")
-    given = ["--pairs", str(tmp_path / "pairs.csv"), "--stsb", str(tmp_path), "--output", str(tmp_path / "out")]
+    output = tmp_path / "pairs.csv" / "out"
+    given = ["--pairs", str(tmp_path / "pairs.csv"), "--stsb", str(tmp_path), "--output", str(output)]
     assert run(["./no", str(tmp_path), *given]) == 1
     told = capsys.readouterr().err
     assert "./no cannot be loaded: there is no such folder" in told
     assert "has no query and no text" in told
     assert "holds no sts-test.csv" in told
-    assert not (tmp_path / "out").exists()
+    assert f"--output {output}: " in told
 
 
 def test_adapt_of_an_encoder_for_short_texts_is_refused(encoder, tmp_path):
