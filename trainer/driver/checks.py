@@ -140,12 +140,11 @@ def refuse(found: list[str]) -> None:
         raise ConfigError("train", found)
 
 
-def ray_problems(resolved: ResolvedRun, own_session: bool) -> list[str]:
+def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
     """Problems with Ray for this run: its version, a cluster that does not answer, too few GPUs on this machine.
 
     A finished run needs no Ray. Without `own_session`, another session of this process may use any cluster.
     """
-    config, run = resolved.config, resolved.folder
     if (run / "summary.json").is_file():
         return []
     from trainer.worker.ray_internals import unsupported_ray  # loads Ray

@@ -76,7 +76,7 @@ def run_training(
             _lock_and_fetch(config, signals, stack)
         resolved = resolved or resolve(config)
         _log_geometry(config, resolved.config)
-        refuse([*load_problems(resolved), *ray_problems(resolved, wait_for_ray is not None)])
+        refuse([*load_problems(resolved), *ray_problems(resolved.config, resolved.folder, wait_for_ray is not None)])
         marks["checks"] = time.time()
         if wait_for_ray:
             import ray.train.torch  # noqa: F401 - loads torch while Ray starts
