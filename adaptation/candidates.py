@@ -7,7 +7,7 @@ import torch
 
 from adaptation.config import BATCH_DOCUMENTS, PASSAGE_TOKENS, WINDOW_TOKENS, AdaptConfig, train_config
 from adaptation.whiten import WhitenConfig, whiten
-from common.storage import folder_aside
+from common.storage import atomic_folder
 from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.transformer import TransformerEncoder
 from evaluation.encoders.written import write_transformer
@@ -34,7 +34,7 @@ ORDER = (CLOSED, *(halfway(part) for part in SHARES), TRAINED, BOTH)
 
 
 @dataclass(frozen=True)
-class Workshop:
+class CandidateBuilder:
     """Makes candidates in a folder; what exists there is kept.
 
     Attributes:
@@ -83,7 +83,7 @@ class Workshop:
             part = next(share for share in SHARES if halfway(share) == name)
             trained = load_encoder(str(self.make(TRAINED, start, steps)))
             assert isinstance(trained, TransformerEncoder)
-            with folder_aside(place) as aside:
+            with atomic_folder(place) as aside:
                 write_between(start, trained, part, aside)
         return place
 

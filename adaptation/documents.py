@@ -11,9 +11,9 @@ from common import seeding
 from pipeline.config import PipelineConfig
 from pipeline.filters.whitespace import normalise
 from pipeline.job.units import plan_units, read_unit
-from pipeline.readers.corpus import Document, LeftOut, document_id
+from pipeline.readers.corpus import Document, Rejected, document_id
 from pipeline.shards.shards import ShardSet
-from trainer.data.rows import document_keys
+from trainer.data.shard_columns import document_keys
 
 Split = Literal["development", "test"]
 MOST_DOCUMENTS = 500
@@ -80,7 +80,7 @@ def _read(config: PipelineConfig, wanted: dict[bytes, int]) -> dict[bytes, HeldO
         for record in read_unit(unit, config.corpus):
             if len(found) == len(wanted):
                 return found
-            if isinstance(record, Document) and not isinstance(record, LeftOut):
+            if isinstance(record, Document) and not isinstance(record, Rejected):
                 identity = document_id(normalise(record.text).encode())
                 if identity in wanted:
                     found.setdefault(identity, HeldOutDocument(int(wanted[identity]), record.source, record.text))

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from adaptation.candidates import CLOSED, ORDER, Workshop, wanted
+from adaptation.candidates import CLOSED, ORDER, CandidateBuilder, wanted
 from adaptation.config import WINDOW_TOKENS, AdaptConfig, located, prepare_config
 from adaptation.crossfit import cross_fitted
 from adaptation.documents import Split, all_documents, held_out_documents
 from adaptation.general import STSB_TEST, compare_stsb, moved
 from adaptation.measures import Passages, make_passages
 from adaptation.page import page
-from adaptation.result import Example, Result, Row, write_result
+from adaptation.result import Result, Row, SearchExample, write_result
 from adaptation.scores import DISTANT, PAIRS, TestSet, Values, compared
 from adaptation.state import AdaptError, State, opened
 from adaptation.verdict import Verdict, choose, judge
@@ -27,7 +27,7 @@ from common.console.logs import get_logger
 from common.excerpt import shorten
 from common.lock import RunLock
 from common.paths import expand, folder_problem
-from common.storage import folder_aside, hash_json, read_json, write_json, write_text
+from common.storage import atomic_folder, hash_json, read_json, write_json, write_text
 from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.names import missing
 from evaluation.encoders.protocol import EncoderError
@@ -116,8 +116,8 @@ class _Adaptation:
     pairs: RetrievalTest | None
 
     @cached_property
-    def shop(self) -> Workshop:
-        return Workshop(self.config, self.output / "data", self.output / "candidates", self.address)
+    def builder(self) -> CandidateBuilder:
+        return CandidateBuilder(self.config, self.output / "data", self.output / "candidates", self.address)
 
     @property
     def primary(self) -> str:
@@ -160,7 +160,7 @@ class _Adaptation:
         names = wanted(steps)
         for number, name in enumerate(names, 1):
             self._say(f"candidate {number} of {len(names)}: {name}")
-            folder = self.shop.make(name, self.start, steps)
+            folder = self.builder.make(name, self.start, steps)
             found[name] = self._scored(test, load_transformer(str(folder), self.config.trust_remote_code))
             self._tell(name, found[_START], found[name])
         self._keep("development", found)
@@ -184,8 +184,8 @@ class _Adaptation:
         began = time.monotonic()
         self.start.embed_ids(some)
         rate = sum(map(len, some)) / max(1e-3, time.monotonic() - began)
-        trained_on = ShardSet(self.shop.data, "train").num_documents
-        steps = self.shop.steps_within(self.state.seconds_left, rate, trained_on)
+        trained_on = ShardSet(self.builder.data, "train").num_documents
+        steps = self.builder.steps_within(self.state.seconds_left, rate, trained_on)
         self.state.decide_steps(steps)
         if not steps:
             get_logger().warning(
@@ -198,7 +198,9 @@ class _Adaptation:
         """The verdict on the chosen candidate, with every row of the table on test documents."""
         self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
         looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps")
-        encoders = {name: load_transformer(str(self.shop.place(name)), self.config.trust_remote_code) for name in made}
+        encoders = {
+            name: load_transformer(str(self.builder.place(name)), self.config.trust_remote_code) for name in made
+        }
         start = self._scored(test, self.start)
         values = {name: self._scored(test, one) for name, one in encoders.items()}
         self._keep("test", {_START: start, **values})
@@ -225,8 +227,8 @@ class _Adaptation:
         seed = self.config.seed
         rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]
         looks = self.state.look(CLOSED)
-        self.shop.make(CLOSED, self.start, 0)
-        encoder = load_transformer(str(self.shop.place(CLOSED)), self.config.trust_remote_code)
+        self.builder.make(CLOSED, self.start, 0)
+        encoder = load_transformer(str(self.builder.place(CLOSED)), self.config.trust_remote_code)
         verdict = judge(start, values, DISTANT, seed)
         return self._finish(verdict, CLOSED, encoder, rows, looks, [])
 
@@ -237,14 +239,14 @@ class _Adaptation:
         encoder: TransformerEncoder | None,
         rows: list[Row],
         looks: int,
-        examples: list[Example],
+        examples: list[SearchExample],
     ) -> Result:
         """Writes the result, the page and, if it is better, the encoder."""
         stsb, general = self._general(encoder)
         better, place = verdict.outcome == "better", self.output / ENCODER
         if better:
-            with folder_aside(place, replace=True) as aside:
-                shutil.copytree(self.shop.place(chosen), aside, dirs_exist_ok=True)
+            with atomic_folder(place, replace=True) as aside:
+                shutil.copytree(self.builder.place(chosen), aside, dirs_exist_ok=True)
             general += ". Rebuild existing indexes: the embeddings differ from those of the start."
         elif place.exists():
             shutil.rmtree(place)
@@ -325,7 +327,7 @@ def _plain(values: Values) -> dict[str, list[float | None]]:
     return {key: [None if value != value else value for value in each.tolist()] for key, each in values.items()}
 
 
-def _examples(test: TestSet, before: TransformerEncoder, after: TransformerEncoder) -> list[Example]:
+def _examples(test: TestSet, before: TransformerEncoder, after: TransformerEncoder) -> list[SearchExample]:
     """Passages that find their document only after the adaptation, and passages that found it only before."""
     passages = test.passages
     first, second = test.nearest(before), test.nearest(after)
@@ -336,7 +338,7 @@ def _examples(test: TestSet, before: TransformerEncoder, after: TransformerEncod
         return shorten(" ".join(passages.texts[place].split()), _SHOWN_CHARACTERS), own
 
     return [
-        Example(
+        SearchExample(
             told(place, own=True)[0],
             told(first[place], bool(right[0][place])),
             told(second[place], bool(right[1][place])),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from adaptation.result import Example, Result, Row
+from adaptation.result import Result, Row, SearchExample
 from adaptation.scores import MEANING
 from evaluation.report.markup import Html, join, table, tag
 from evaluation.report.page import document
@@ -78,7 +78,7 @@ def _picture(rows: Sequence[Row], measure: str) -> Html:
     return tag("svg", title, *parts, role="img", class_="histogram", height=f"{height}")
 
 
-def _example(example: Example) -> Html:
+def _example(example: SearchExample) -> Html:
     def told(one: tuple[str, bool]) -> Html:
         return join(tag("strong", "same document: " if one[1] else "another document: "), one[0])
 

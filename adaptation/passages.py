@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trainer.data.rows import ragged
+from trainer.data.shard_columns import ragged
 from trainer.data.vocabulary import Vocabulary
 
 

@@ -42,7 +42,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Example:
+class SearchExample:
     """A passage whose nearest other passage changed.
 
     Attributes:
@@ -83,7 +83,7 @@ class Result:
     stsb: Comparison | None
     looks: int
     encoder: Path | None
-    examples: list[Example] = field(default_factory=list)
+    examples: list[SearchExample] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
 
 

@@ -16,7 +16,7 @@ from adaptation.whitening import WhiteningError, WithinSums, whitening
 from common.config import Strict
 from common.console.bars import bar
 from common.paths import expand
-from common.storage import folder_aside, write_json, write_text
+from common.storage import atomic_folder, write_json, write_text
 from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.transformer import TransformerEncoder
 from evaluation.encoders.written import write_transformer
@@ -67,7 +67,7 @@ def whiten(config: WhitenConfig, output: Path, address: str | None = None) -> Wi
         raise FileExistsError(f"--output {output} exists already; name another folder, or delete it")
     encoder = load(config)
     sums = within_sums(config, address)
-    with folder_aside(output) as aside:
+    with atomic_folder(output) as aside:
         write_whitened(config, encoder, sums, aside)
     return sums
 

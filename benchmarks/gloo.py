@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from common.storage import write_text
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 
 
 def run(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run `work(world, *arguments)` in `size` processes with one thread each; return the answers, as JSON, by rank."""
+    """Run `work(comm, *arguments)` in `size` processes with one thread each; return the answers, as JSON, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         # "forkserver" for the same reason as in trainer/verify.py
         start_processes(_rank, (folder, size, work, arguments), nprocs=size, start_method="forkserver")
@@ -26,6 +26,6 @@ def _rank(rank: int, folder: str, size: int, work: Callable[..., Any], arguments
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
     try:
-        write_text(Path(folder) / f"{rank}.json", json.dumps(work(World(rank, size), *arguments)))
+        write_text(Path(folder) / f"{rank}.json", json.dumps(work(Communicator(rank, size), *arguments)))
     finally:
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ def run(arguments: list[str]) -> int:
     from common.config import ConfigError, load_config
     from common.console.logs import setup_logging
     from pipeline.config import PipelineConfig
-    from pipeline.job.places import look as look_for_data
+    from pipeline.job.path_checks import look as look_for_data
     from trainer.setup.config import TrainConfig
 
     try:  # before the corpus is prepared, and before torch is loaded

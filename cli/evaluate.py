@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> int:
             f"--data {given.data}: no such folder; `declutr evaluate --download {given.data}` fetches SentEval's data"
         )
     from evaluation.senteval.checks.checking import inspect
-    from evaluation.senteval.classifier.settings import ClassifierConfig
+    from evaluation.senteval.classifier.config import ClassifierConfig
     from evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
     from evaluation.senteval.download.overview import overview
     from evaluation.senteval.runner.plan import SETS, ScoringChoice, choose_tasks

@@ -11,7 +11,7 @@ from common.config import ConfigError
 from common.console.terminal import shown
 from common.credentials import refused_argument
 from common.paths import PathError
-from common.suggestions import meant
+from common.suggestions import suggest
 
 _COMMANDS = {
     "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", "pipeline.prepare:main"),
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"declutr {version('declutr-ray')}")
         return 0
     if arguments[0] not in _COMMANDS:
-        near = meant(arguments[0], list(_COMMANDS))
+        near = suggest(arguments[0], list(_COMMANDS))
         print(f"declutr: there is no command {arguments[0]!r}{near}\ndeclutr --help lists all", file=sys.stderr)
         return 1
     command, *given = arguments

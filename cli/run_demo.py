@@ -20,7 +20,7 @@ from pipeline.job.outcome import summary
 from pipeline.prepare import prepare
 from pipeline.shards.manifest import TOKENIZER
 from pipeline.shards.shards import ShardSet
-from trainer.data.rows import ragged
+from trainer.data.shard_columns import ragged
 from trainer.setup.config import TrainConfig
 from trainer.train import train
 

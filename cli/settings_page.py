@@ -1,6 +1,6 @@
 """The page docs/settings.md, generated from the configuration models: `make settings`."""
 
-from common.meanings import settings_tables
+from common.config_docs import settings_tables
 from pipeline.config import PipelineConfig
 from trainer.setup.config import TrainConfig
 

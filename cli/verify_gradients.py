@@ -17,7 +17,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="numbers of workers to try (2 3)")
     given = parser.parse_intermixed_args(arguments)
     from common.config import ConfigError, load_config
-    from trainer.driver.places import place_problems
+    from trainer.driver.path_checks import place_problems
     from trainer.setup.config import TrainConfig
 
     if given.documents < 1 or min(given.processes) < 1:

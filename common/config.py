@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from common.credentials import redact, refused_settings, shown_value
 from common.numbers import number_problems
 from common.overrides import apply_overrides
-from common.suggestions import choices_of, meant, unknown_key
+from common.suggestions import choices_of, suggest, unknown_key
 from common.yamlfile import YamlError, read_yaml_file
 
 SECTIONS = ("prepare", "train")
@@ -20,7 +20,7 @@ _MOST_HINTS = 50  # a comparison with all known keys takes milliseconds
 
 
 class Strict(BaseModel):
-    """Base of every configuration branch: unknown keys and infinite numbers are errors, values are frozen."""
+    """Base of every configuration section: unknown keys and infinite numbers are errors, values are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -56,7 +56,7 @@ def find_config(name: str) -> Path:
         raise ConfigError(name, ["is a folder; name a YAML file"])
     files = [str(given.parent / path.name) for place in candidates for path in place.parent.glob("*.y*ml")]
     looked = " and ".join(map(str, candidates))
-    raise ConfigError(name, [f"no such config file; looked at {looked}{meant(name, files)}"])
+    raise ConfigError(name, [f"no such config file; looked at {looked}{suggest(name, files)}"])
 
 
 def load_config(
@@ -121,7 +121,7 @@ def _read_sections(name: str, section: str, model: type[BaseModel]) -> dict[str,
             found = str(sorted(map(str, tree)))
             odd = next(str(key) for key in tree if key not in SECTIONS)
             flat = odd in model.model_fields
-            hint = f"; put the settings below `{section}:`" if flat else meant(odd, SECTIONS)
+            hint = f"; put the settings below `{section}:`" if flat else suggest(odd, SECTIONS)
         raise ConfigError(name, [f"top level must hold the sections {' and/or '.join(SECTIONS)}, found {found}{hint}"])
     if section not in tree:
         raise ConfigError(name, [f"has no section `{section}`, which this command reads; it has {sorted(tree)}"])
@@ -182,7 +182,7 @@ def describe(
             given = item["input"].get(kind) if isinstance(item["input"], dict) else item["input"]
             choices = re.findall("'(.+?)'", item["ctx"].get("expected_tags", "")) or choices_of([*path, kind], model)
             said = f"{key}.{kind} = {shown_value(given)}: "
-            message = f"must be one of {', '.join(choices)}{meant(str(given), choices)}" if choices else "missing"
+            message = f"must be one of {', '.join(choices)}{suggest(str(given), choices)}" if choices else "missing"
         elif not item["loc"]:
             lines |= {line: [] for line in item["msg"].removeprefix("Value error, ").splitlines()}
             continue
@@ -191,7 +191,7 @@ def describe(
             if item["input"] is None:
                 message = f"is empty. {message}"
             elif item["type"] == "literal_error":
-                message += meant(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]))
+                message += suggest(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]))
             elif item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
                 message += "; put it into quotes within quotes, as in key='\"12\"'"
             elif item["type"] in ("model_type", "dict_type"):

@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 
 from common.console.logs import get_logger
-from common.lock import LOCK, Holder, RunLockedError, lives, read_holder, refusal, this_process
+from common.lock import LOCK, Holder, RunLockedError, is_alive, read_holder, refusal, this_process
 from common.stores.address import child
 from common.stores.files import modified, read_file, remove_file, write_file
 from common.stores.retry import RetryPolicy
@@ -57,7 +57,7 @@ class Lease(Watcher):
 
     def __enter__(self) -> Self:
         holder = self._read(RetryPolicy())
-        if holder is not None and lives(holder, self._age_seconds):
+        if holder is not None and is_alive(holder, self._age_seconds):
             raise self._refused(holder)
         self._write(RetryPolicy())
         if self._settle_seconds:

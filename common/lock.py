@@ -118,7 +118,7 @@ def refuse_held(run: Path) -> None:
 def _refuse(path: Path, stream: BinaryIO) -> None:
     stream.seek(0)
     holder = read_holder(stream.read(), str(path))
-    if holder is not None and lives(holder, lambda: _age_seconds(path)):
+    if holder is not None and is_alive(holder, lambda: _age_seconds(path)):
         raise RunLockedError(f"{refusal(path.parent, holder)}; wait for it, stop it, or name another folder")
 
 
@@ -163,7 +163,7 @@ def refusal(run: str | Path, holder: Holder) -> str:
     return f"{run}: another command works here (host {holder.host}, pid {holder.pid}, since {holder.since})"
 
 
-def lives(holder: Holder, age_seconds: Callable[[], float]) -> bool:
+def is_alive(holder: Holder, age_seconds: Callable[[], float]) -> bool:
     """Returns True if the holder still runs, by its process on this host or its last heartbeat on another host.
 
     `age_seconds` returns the age of the last heartbeat by the clock of the storage that holds the lock. A heartbeat

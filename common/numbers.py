@@ -63,6 +63,6 @@ def _kinds(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[Any]:
     """The types that a key may hold; an entry of a list has those of the list."""
     while path and path[-1].isdigit():
         path = path[:-1]
-    for branch in below((model,), path[:-1]):
-        if path[-1] in branch.model_fields:
-            yield from kinds_of(branch.model_fields[path[-1]].annotation)
+    for section in below((model,), path[:-1]):
+        if path[-1] in section.model_fields:
+            yield from kinds_of(section.model_fields[path[-1]].annotation)

@@ -100,7 +100,7 @@ def _apply(tree: dict[str, Any], text: str) -> str | None:
         if tree.get(parent) is None:  # absent, or a key without a value
             tree[parent] = {}
         if not isinstance(tree[parent], dict):
-            return f"override {key}: `{parent}` holds {shown_value(tree[parent])}, not a branch with keys"
+            return f"override {key}: `{parent}` holds {shown_value(tree[parent])}, not a section with keys"
         tree = tree[parent]
     tree[last] = parsed
     return None

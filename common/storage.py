@@ -22,7 +22,7 @@ def fsync_path(path: Path) -> None:
 
 
 @contextmanager
-def write_aside(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Yields a temporary sibling of `path` to write a file to; it takes the name `path` only if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -36,7 +36,7 @@ def write_aside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def folder_aside(path: Path, replace: bool = False) -> Iterator[Path]:
+def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     """Yields an empty temporary sibling folder of `path`; it takes the name `path` only if the block succeeds.
 
     Args:
@@ -82,7 +82,7 @@ def _before(path: Path) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a whole text file or nothing."""
-    with write_aside(path) as aside:
+    with atomic_file(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
 

@@ -35,7 +35,7 @@ _OTHER_WORDS = {
 """The names that other libraries have for settings and values, and ours."""
 
 
-def meant(word: str, choices: Sequence[str]) -> str:
+def suggest(word: str, choices: Sequence[str]) -> str:
     """`; did you mean ...?` with the choice nearest to a word; empty if none is near."""
     lower = {choice.lower(): choice for choice in choices}
     if (ours := _OTHER_WORDS.get(word.lower())) in choices:
@@ -47,10 +47,10 @@ def meant(word: str, choices: Sequence[str]) -> str:
 def unknown_key(
     path: Sequence[str], model: type[BaseModel], section: str = "", others: Mapping[str, Any] | None = None
 ) -> str:
-    """Advice on an unknown key: the nearest key of its branch, one of its name elsewhere, or all keys of its branch.
+    """Advice on an unknown key: the nearest key of its section, one of its name elsewhere, or all keys of its section.
 
     Args:
-        path: the key and the branches above it.
+        path: the key and the sections above it.
         model: model of the whole section.
         section: name of the section, with which a key may start by mistake.
         others: settings of the file's other sections, by the section's name.
@@ -59,20 +59,20 @@ def unknown_key(
     everywhere = list(dict.fromkeys(".".join(key) for key in _keys((model,))))
     if path[0] == section and len(path) > 1:
         rest = ".".join(path[1:])
-        known = f": write `{rest}`" if rest in everywhere else meant(rest, everywhere)
+        known = f": write `{rest}`" if rest in everywhere else suggest(rest, everywhere)
         return f"; settings of the section `{section}` are named without it{known}"
     for other, settings in (others or {}).items():
         theirs = isinstance(settings, dict) and path[0] in settings and path[0] not in model.model_fields
         if theirs or path[0] == other:
             return f"; it is a setting of the section `{other}`, which only `declutr {other}` reads"
-    owners = [branch for branch in below((model,), parents) if last in branch.model_fields]
+    owners = [section for section in below((model,), parents) if last in section.model_fields]
     needed = [
         str(kind)
         for one in owners
         if "kind" in one.model_fields
         for kind in get_args(one.model_fields["kind"].annotation)
     ]
-    beside = {name: ".".join([*parents, name]) for branch in below((model,), parents) for name in branch.model_fields}
+    beside = {name: ".".join([*parents, name]) for section in below((model,), parents) for name in section.model_fields}
     ours = _OTHER_WORDS.get(last, last)
     if ours in beside and ours != last:
         return f"; did you mean `{beside[ours]}`?"
@@ -95,8 +95,8 @@ def unknown_key(
 
 
 def choices_of(path: Sequence[str], model: type[BaseModel]) -> list[str]:
-    """The names that a key such as `kind` may hold, over all branches that have it; arguments as for `unknown_key`."""
-    fields = [branch.model_fields.get(path[-1]) for branch in below((model,), path[:-1])]
+    """The names that a key such as `kind` may hold, over all sections that have it; arguments as for `unknown_key`."""
+    fields = [section.model_fields.get(path[-1]) for section in below((model,), path[:-1])]
     return [str(choice) for field in fields if field for choice in get_args(field.annotation)]
 
 
@@ -107,34 +107,34 @@ def kinds_of(annotation: Any) -> Iterator[Any]:
         yield from kinds_of(part)
 
 
-def branches_of(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The branches that a field may hold."""
+def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a field may hold."""
     for kind in kinds_of(annotation):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield kind
 
 
 def below(models: Sequence[type[BaseModel]], path: Sequence[str]) -> list[type[BaseModel]]:
-    """The branches at a place of a configuration, as far down as it goes."""
+    """The sections at a place of a configuration, as far down as it goes."""
     if not path:
         return list(models)
     found = []
     for field in (model.model_fields[path[0]] for model in models if path[0] in model.model_fields):
         named = _is_named(field.annotation)
         if not named or len(path) > 1:
-            found += below(list(branches_of(field.annotation)), path[2 if named else 1 :])
+            found += below(list(sections_of(field.annotation)), path[2 if named else 1 :])
     return found
 
 
 def _keys(models: Sequence[type[BaseModel]]) -> Iterator[tuple[str, ...]]:
-    """Every key at and below these branches; NAME stands for the names that the user chooses."""
+    """Every key at and below these sections; NAME stands for the names that the user chooses."""
     for model in models:
         for name, field in model.model_fields.items():
             yield (name,)
-            for key in _keys(list(branches_of(field.annotation))):
+            for key in _keys(list(sections_of(field.annotation))):
                 yield (name, "NAME", *key) if _is_named(field.annotation) else (name, *key)
 
 
 def _is_named(annotation: Any) -> bool:
-    """Whether a field holds branches by name."""
+    """Whether a field holds sections by name."""
     return get_origin(annotation) is dict

@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from doctor import collective
-from doctor.finding import EVERYWHERE, Finding, judged
+from doctor.finding import EVERYWHERE, Finding, make_finding
 
 ANSWER_SECONDS = 60.0
 _CLOCK_ROUNDS = 5
@@ -49,7 +49,9 @@ def nodes_of_cluster() -> tuple[list[Node], list[Finding]]:
     dead = sorted({one["NodeManagerAddress"] for one in listed if not one["Alive"]})
     remedy = "expected after a planned stop; otherwise read the node's raylet.err and start Ray there again"
     limit = f"{len(dead)} dead: {', '.join(dead)}" if dead else ""
-    return nodes, [judged("nodes", EVERYWHERE, f"{len(nodes)} alive", limit=limit, warn=bool(dead), remedy=remedy)]
+    return nodes, [
+        make_finding("nodes", EVERYWHERE, f"{len(nodes)} alive", limit=limit, warn=bool(dead), remedy=remedy)
+    ]
 
 
 class Examiner:
@@ -59,33 +61,33 @@ class Examiner:
         """Call a function on this node."""
         return function(*arguments)
 
-    def open_door(self) -> int:
-        """Listen for the other nodes until `close_door`; return the port."""
-        self._door = socket.create_server(("", 0))
-        threading.Thread(target=_welcome, args=(self._door,), daemon=True).start()
-        port: int = self._door.getsockname()[1]
+    def listen(self) -> int:
+        """Listen for the other nodes until `stop_listening`; return the port."""
+        self._socket = socket.create_server(("", 0))
+        threading.Thread(target=_accept_all, args=(self._socket,), daemon=True).start()
+        port: int = self._socket.getsockname()[1]
         return port
 
-    def close_door(self) -> None:
+    def stop_listening(self) -> None:
         """Stop listening."""
-        self._door.close()
+        self._socket.close()
 
 
-def knock(doors: dict[str, tuple[str, int]]) -> dict[str, str]:
+def probe(addresses: dict[str, tuple[str, int]]) -> dict[str, str]:
     """Connect to other nodes' ports; return the errors by node."""
     shut = {}
-    for node, door in doors.items():
+    for node, address in addresses.items():
         try:
-            socket.create_connection(door, timeout=_CONNECT_SECONDS).close()
+            socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
         except OSError as error:
             shut[node] = str(error)
     return shut
 
 
-def _welcome(door: socket.socket) -> None:
+def _accept_all(listening: socket.socket) -> None:
     while True:
         try:
-            door.accept()[0].close()
+            listening.accept()[0].close()
         except OSError:  # closed
             return
 
@@ -123,7 +125,7 @@ class Examiners:
                 except ray.exceptions.RayError as error:
                     why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             remedy = "read the node's logs (`ray logs`); check the installed project and the free disk space"
-            self.findings.append(judged(f"answers ({what})", node, why, fail=True, remedy=remedy))
+            self.findings.append(make_finding(f"answers ({what})", node, why, fail=True, remedy=remedy))
         return answers
 
     def clocks(self) -> dict[str, tuple[float, float]]:
@@ -143,17 +145,17 @@ class Examiners:
                 found[node] = (offset, half)
         return found
 
-    def doors(self) -> list[Finding]:
+    def reachability(self) -> list[Finding]:
         """Check that every node can connect to every other."""
         if len(self._actors) < 2:
             return []
-        ports = self.ask("open a port", lambda _, actor: actor.open_door.remote())
-        doors = {node: (self.nodes[node].address, port) for node, port in ports.items()}
-        shut = self.ask("connect", lambda _, actor: actor.call.remote(knock, doors))
-        self.ask("close the port", lambda _, actor: actor.close_door.remote())
+        ports = self.ask("open a port", lambda _, actor: actor.listen.remote())
+        addresses = {node: (self.nodes[node].address, port) for node, port in ports.items()}
+        shut = self.ask("connect", lambda _, actor: actor.call.remote(probe, addresses))
+        self.ask("close the port", lambda _, actor: actor.stop_listening.remote())
         blocked = [f"{node} to {other} ({why})" for node, found in shut.items() for other, why in found.items()]
         return [
-            judged(
+            make_finding(
                 "nodes reach each other", EVERYWHERE, "; ".join(blocked) or f"{len(shut)} nodes, any port",
                 fail=bool(blocked), remedy="allow all TCP ports between the nodes in the firewall or security group",
             )
@@ -180,7 +182,7 @@ class Examiners:
             for rank, (node, actor) in enumerate(actors.items())
         }
         found = self._wait(f"all-reduce by {backend}", asked) if port else {}
-        return collective.judge(
+        return collective.check(
             backend, {node: found.get(node, collective.Summed(error="no answer")) for node in actors}
         )
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from common.cluster import use_network_of
-from doctor.finding import EVERYWHERE, Finding, judged
+from doctor.finding import EVERYWHERE, Finding, make_finding
 
 LIMIT_SECONDS = 60
 _ELEMENTS = 1 << 20
@@ -89,13 +89,13 @@ def alone() -> dict[str, Summed]:
     return found
 
 
-def judge(backend: str, found: Mapping[str, Summed]) -> Finding:
+def check(backend: str, found: Mapping[str, Summed]) -> Finding:
     """Check that all processes got the sum."""
     name, size = f"all-reduce ({backend})", len(found)
     expected = size * (size + 1) / 2
     wrong = [f"{who}: {one.error or f'sum {one.value}'}" for who, one in found.items() if one.value != expected]
     slowest = max((one.seconds for one in found.values()), default=0.0)
-    return judged(
+    return make_finding(
         name,
         EVERYWHERE,
         "; ".join(wrong) or f"{size} processes, 4 MiB in {1000 * slowest:.1f} ms",

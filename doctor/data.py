@@ -11,7 +11,7 @@ from common.storage import hash_file
 from common.stores.address import child, is_remote
 from common.stores.files import read_file
 from common.stores.folders import is_whole
-from doctor.finding import EVERYWHERE, Finding, judged
+from doctor.finding import EVERYWHERE, Finding, make_finding
 from pipeline.shards.shards import MANIFEST, Manifest, ShardSet
 
 _TRIED = 16  # shards opened on each node, spread over all shards
@@ -48,16 +48,18 @@ def _look_from_afar(address: str) -> Seen:
     return Seen(hashlib.sha256(raw).hexdigest()[:12], Manifest.model_validate_json(raw).totals["kept_train"])
 
 
-def judge(folder: str, found: Mapping[str, Seen]) -> list[Finding]:
+def check(folder: str, found: Mapping[str, Seen]) -> list[Finding]:
     """Check that all nodes see the same shards."""
     name = f"{folder} readable"
     remedy = "mount the shared folder on this node, or prepare the corpus to its end"
-    broken = [judged(name, node, seen.error, fail=True, remedy=remedy) for node, seen in found.items() if seen.error]
+    broken = [
+        make_finding(name, node, seen.error, fail=True, remedy=remedy) for node, seen in found.items() if seen.error
+    ]
     whole = {node: seen for node, seen in found.items() if not seen.error}
     kinds = {seen.manifest for seen in whole.values()}
     holders = {seen: ", ".join(n for n, other in whole.items() if other == seen) for seen in whole.values()}
     words = "; ".join(f"{s.documents} documents (manifest {s.manifest}) on {who}" for s, who in holders.items())
     if whole:
         remedy = "the nodes have copies that differ: use one shared folder, or the same copy everywhere"
-        broken.append(judged(name, EVERYWHERE, words, fail=len(kinds) > 1, remedy=remedy))
+        broken.append(make_finding(name, EVERYWHERE, words, fail=len(kinds) > 1, remedy=remedy))
     return broken

@@ -12,10 +12,10 @@ import ray
 from common.cluster import cluster_problem
 from common.config import ConfigError, load_config
 from common.session import start_ray
-from doctor import collective, data, exposure, facts, judgement, storage
+from doctor import checks, collective, data, facts, network, storage
 from doctor.cluster import Examiners, nodes_of_cluster
 from doctor.facts import Facts
-from doctor.finding import EVERYWHERE, Finding, as_json, as_text, counts, judged
+from doctor.finding import EVERYWHERE, Finding, as_json, as_text, counts, make_finding
 from doctor.needs import Needs, needs_of
 from trainer.driver.checks import problems
 from trainer.setup.config import TrainConfig
@@ -36,7 +36,7 @@ def examine(config: TrainConfig | None, address: str | None, paths: Sequence[str
         return [*findings, *_alone(config, needs, paths)]
     if problem := cluster_problem("address", address):
         remedy = "check that Ray runs there (`ray status`), the port is right, and no firewall blocks it"
-        return [*findings, judged("cluster", EVERYWHERE, problem, fail=True, remedy=remedy)]
+        return [*findings, make_finding("cluster", EVERYWHERE, problem, fail=True, remedy=remedy)]
     return [*findings, *_cluster(config, needs, address, paths)]
 
 
@@ -44,33 +44,33 @@ def _of_config(config: TrainConfig) -> tuple[Needs | None, list[Finding]]:
     """Findings about the configuration itself: everything that `train` would refuse before it starts."""
     remedy = "correct the setting; `declutr train` refuses it as well"
     wrong = problems(config)
-    found = [judged("configuration", EVERYWHERE, problem, fail=True, remedy=remedy) for problem in wrong]
+    found = [make_finding("configuration", EVERYWHERE, problem, fail=True, remedy=remedy) for problem in wrong]
     try:
         needs = needs_of(config)
     except (OSError, ValueError, KeyError, TypeError):  # already among the problems
         return None, found
     words = f"{needs.parameters / 1e6:.1f} million parameters, {needs.checkpoint_bytes / 2**30:.2f} GiB per checkpoint"
-    return needs, found or [judged("configuration", EVERYWHERE, words)]
+    return needs, found or [make_finding("configuration", EVERYWHERE, words)]
 
 
 def _alone(config: TrainConfig | None, needs: Needs | None, paths: Sequence[str]) -> list[Finding]:
     found, exposed = _gather()
-    findings = [*of_facts({_HERE: found}, needs, {}), exposure.judge_ports(_HERE, exposed)]
+    findings = [*of_facts({_HERE: found}, needs, {}), network.check_ports(_HERE, exposed)]
     if needs:
-        findings.append(judgement.cpus({_HERE: found.cpus}, needs, own_session=True))
+        findings.append(checks.cpus({_HERE: found.cpus}, needs, own_session=True))
     if config:
-        findings += data.judge(config.data, {_HERE: data.look(storage.located(config.data))})
+        findings += data.check(config.data, {_HERE: data.look(storage.located(config.data))})
     for path in _written(config, paths):
         folder, mark = storage.standing(storage.located(path)), _mark()
         try:
             written = {_HERE: storage.write(folder, mark, _HERE)}
-            findings += storage.judge(path, written, _disk_bytes(config, needs, path))
+            findings += storage.check(path, written, _disk_bytes(config, needs, path))
             if not written[_HERE].error:
-                findings.append(storage.judge_shared(path, {_HERE: storage.seen(folder, mark, [_HERE])}))
+                findings.append(storage.check_shared(path, {_HERE: storage.seen(folder, mark, [_HERE])}))
         finally:
             storage.clear(folder, mark, _HERE)
     backend = "nccl" if found.gpus else "gloo"
-    return [*findings, collective.judge(backend, collective.alone())]
+    return [*findings, collective.check(backend, collective.alone())]
 
 
 def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, paths: Sequence[str]) -> list[Finding]:
@@ -79,7 +79,7 @@ def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, path
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "start Ray (`ray start --head`), or give the address of its head; with tokens, set RAY_AUTH_MODE=token"
-        return [judged("cluster", EVERYWHERE, f"{address}: {why}", fail=True, remedy=remedy)]
+        return [make_finding("cluster", EVERYWHERE, f"{address}: {why}", fail=True, remedy=remedy)]
     nodes, findings = nodes_of_cluster()
     examiners = Examiners(nodes)
     try:
@@ -87,23 +87,23 @@ def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, path
         found = {node: both[0] for node, both in gathered.items()}
         findings += of_facts(found, needs, {node.name: node.store_mib for node in nodes})
         for node, (_, exposed) in gathered.items():
-            findings += [exposure.judge_ports(node, exposed), exposure.judge_token(node, exposed)]
-        findings += [judgement.clock(node, *known) for node, known in examiners.clocks().items()]
+            findings += [network.check_ports(node, exposed), network.check_token(node, exposed)]
+        findings += [checks.clock(node, *known) for node, known in examiners.clocks().items()]
         if needs:
-            findings.append(judgement.cpus({node.name: node.cpus for node in nodes}, needs, own_session=False))
+            findings.append(checks.cpus({node.name: node.cpus for node in nodes}, needs, own_session=False))
         if config:
             place = storage.located(config.data)
-            findings += data.judge(config.data, examiners.ask("shards", lambda _, a: a.call.remote(data.look, place)))
+            findings += data.check(config.data, examiners.ask("shards", lambda _, a: a.call.remote(data.look, place)))
         for path in _written(config, paths):
             findings += _shared(examiners, path, _disk_bytes(config, needs, path))
-        findings += [*examiners.doors(), *examiners.sums()]
+        findings += [*examiners.reachability(), *examiners.sums()]
         return [*findings, *examiners.findings]
     finally:
         examiners.close()
 
 
-def _gather() -> tuple[Facts, exposure.Exposure]:
-    return facts.gather(), exposure.gather()
+def _gather() -> tuple[Facts, network.Exposure]:
+    return facts.gather(), network.gather()
 
 
 def _shared(examiners: Examiners, path: str, needed_bytes: int) -> list[Finding]:
@@ -111,11 +111,11 @@ def _shared(examiners: Examiners, path: str, needed_bytes: int) -> list[Finding]
     folder, mark = storage.standing(storage.located(path)), _mark()
     try:
         written = examiners.ask("write", lambda node, actor: actor.call.remote(storage.write, folder, mark, node))
-        findings = storage.judge(path, written, needed_bytes)
+        findings = storage.check(path, written, needed_bytes)
         able = [node for node, one in written.items() if not one.error]
         if len(able) == len(written):
             unseen = examiners.ask("see", lambda _, actor: actor.call.remote(storage.seen, folder, mark, able))
-            findings.append(storage.judge_shared(path, unseen))
+            findings.append(storage.check_shared(path, unseen))
         return findings
     finally:
         examiners.ask("clear", lambda node, actor: actor.call.remote(storage.clear, folder, mark, node))
@@ -123,11 +123,11 @@ def _shared(examiners: Examiners, path: str, needed_bytes: int) -> list[Finding]
 
 def of_facts(nodes: dict[str, Facts], needs: Needs | None, store_mib: dict[str, int]) -> list[Finding]:
     """Findings from the facts alone, about all nodes and about each."""
-    findings = [*judgement.versions(nodes), *judgement.settings(nodes), *judgement.gpus(nodes, needs)]
+    findings = [*checks.versions(nodes), *checks.settings(nodes), *checks.gpus(nodes, needs)]
     for node, one in nodes.items():
-        findings.append(judgement.memory(node, one, needs, len(nodes)))
-        findings.append(judgement.object_store(node, one, store_mib.get(node)))
-        findings += [judgement.open_files(node, one), judgement.session_disk(node, one)]
+        findings.append(checks.memory(node, one, needs, len(nodes)))
+        findings.append(checks.object_store(node, one, store_mib.get(node)))
+        findings += [checks.open_files(node, one), checks.session_disk(node, one)]
     return findings
 
 

@@ -36,7 +36,7 @@ class Finding:
         return f"{self.status:4s}  {self.node:{node_width}s}  {self.name}: {self.value}{limit}{remedy}"
 
 
-def judged(
+def make_finding(
     name: str, node: str, value: str, *, limit: str = "", fail: bool = False, warn: bool = False, remedy: str = ""
 ) -> Finding:
     """Make a finding; its remedy is kept only if something must be fixed."""

@@ -15,7 +15,7 @@ from trainer.objectives.base import implementation_of
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.steps import total_steps
-from trainer.setup.turns import new_frontend
+from trainer.setup.tasks import new_frontend
 
 _WEIGHT_BYTES = 4
 _MOMENTS_BYTES = 8  # AdamW's two moments of a parameter, float32
@@ -27,7 +27,7 @@ class Needs:
 
     Attributes:
         parameters: parameters of encoder, projection, objectives and frontends; shared ones count once.
-        optimized: parameters of each optimizer, added up; branches that take turns have one each.
+        optimized: parameters of each optimizer, added up; tasks with alternating updates have one each.
         checkpoints: maximum number on the disk at one time: kept ones, and the one being written.
         workers: processes that train.
         cpus_per_worker: CPUs that each worker reserves.
@@ -74,11 +74,11 @@ def needs_of(config: TrainConfig) -> Needs:
         reasons.
     """
     scaling = config.scaling
-    encoder, *branches = _sizes(config)
-    turns = 1 if config.task_schedule == "joint" else len(branches)
+    encoder, *tasks = _sizes(config)
+    updates = 1 if config.task_schedule == "joint" else len(tasks)
     return Needs(
-        parameters=encoder + sum(branches),
-        optimized=turns * encoder + sum(branches),
+        parameters=encoder + sum(tasks),
+        optimized=updates * encoder + sum(tasks),
         checkpoints=_checkpoints(config),
         workers=scaling.least_workers,
         cpus_per_worker=scaling.cpus_per_worker,
@@ -105,7 +105,7 @@ def _checkpoints(config: TrainConfig) -> int:
 
 
 def _sizes(config: TrainConfig) -> list[int]:
-    """Number of parameters of the encoder with its projection; of each branch's objective and frontend."""
+    """Number of parameters of the encoder with its projection; of each task's objective and frontend."""
     encoder = config.encoder
     vocabulary, ids = 0, {}
     if encoder.pretrained is None:
@@ -119,20 +119,20 @@ def _sizes(config: TrainConfig) -> list[int]:
             hidden, size = size, encoder.projection.size
             number += (hidden + 1) * size + (size + 1) * size
         found = [number]
-        for one in config.branches().values():
+        for one in config.tasks().values():
             objective = implementation_of(one.objective)(one.objective, one.context("drop"), size)
             found.append(_count(objective) + _frontend_size(one, embedding_width(model)))
     return found
 
 
-def _frontend_size(branch: TrainConfig, width: int) -> int:
-    settings = branch.context("drop").frontend
+def _frontend_size(task: TrainConfig, width: int) -> int:
+    settings = task.context("drop").frontend
     if settings is None:
         return 0
-    content = load_manifest(data_folder(branch.data, branch.cache)).content
+    content = load_manifest(data_folder(task.data, task.cache)).content
     if not isinstance(content, ImagesContent | AudioContent):
         return 0
-    return _count(new_frontend(settings, content, width, branch.seed))
+    return _count(new_frontend(settings, content, width, task.seed))
 
 
 def _count(module: torch.nn.Module) -> int:

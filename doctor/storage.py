@@ -13,7 +13,7 @@ from common.paths import expand, expand_known
 from common.storage import fsync_path
 from common.stores.address import filesystem, is_remote
 from doctor.facts import nearest_existing
-from doctor.finding import EVERYWHERE, Finding, judged
+from doctor.finding import EVERYWHERE, Finding, make_finding
 
 SEEN_SECONDS = 10.0
 _SLOW_SECONDS = 2.0
@@ -163,33 +163,33 @@ def clear(path: str, mark: str, node: str) -> None:
         files.rmdir(f"{root}/{mark}")
 
 
-def judge(path: str, found: dict[str, Written], needed_bytes: int) -> list[Finding]:
+def check(path: str, found: dict[str, Written], needed_bytes: int) -> list[Finding]:
     """Judge the nodes' tests in a folder; `needed_bytes` is the maximum size of a run's files, 0 if unknown."""
     findings = []
     for node, one in found.items():
         if one.error:
             remedy = "mount or create it on this node, writable for this user"
-            findings.append(judged(f"{path} writable", node, one.error, fail=True, remedy=remedy))
+            findings.append(make_finding(f"{path} writable", node, one.error, fail=True, remedy=remedy))
             continue
-        findings.append(judged(f"{path} writable", node, one.folder))
+        findings.append(make_finding(f"{path} writable", node, one.folder))
         if one.sync_ms is not None:
             findings.append(
-                judged(
+                make_finding(
                     f"{path} fsync", node, f"{one.sync_ms:.1f} ms", limit=f"{_SYNC_LIMIT_MS:.0f} ms",
                     warn=one.sync_ms > _SYNC_LIMIT_MS,
                     remedy="checkpoints and shards wait for the disk several times each; use a faster disk for `run`",
                 )
             )  # fmt: skip
             findings.append(
-                judged(
+                make_finding(
                     f"{path} rename", node, f"{one.torn} torn reads" if one.torn else "whole", fail=one.torn > 0,
                     remedy="renames are not atomic here, so half-written checkpoints could be read; use another disk",
                 )
             )  # fmt: skip
-    return findings + _judge_space(path, found, needed_bytes)
+    return findings + _check_space(path, found, needed_bytes)
 
 
-def _judge_space(path: str, found: dict[str, Written], needed_bytes: int) -> list[Finding]:
+def _check_space(path: str, found: dict[str, Written], needed_bytes: int) -> list[Finding]:
     free = {node: one.free_bytes for node, one in found.items() if one.free_bytes is not None}
     if not free:
         return []
@@ -200,21 +200,21 @@ def _judge_space(path: str, found: dict[str, Written], needed_bytes: int) -> lis
     limit = needed and f"needs {needed}"
     value = f"{least / 2**30:.2f} GiB free"
     tight = needed_bytes > 0 and least < 2 * needed_bytes
-    return [judged(f"{path} space", node, value, limit=limit, fail=short, warn=tight, remedy=remedy)]
+    return [make_finding(f"{path} space", node, value, limit=limit, fail=short, warn=tight, remedy=remedy)]
 
 
-def judge_shared(path: str, unseen: dict[str, tuple[list[str], float]]) -> Finding:
+def check_shared(path: str, unseen: dict[str, tuple[list[str], float]]) -> Finding:
     """Check that all nodes see the files of every node."""
     name, limit = f"{path} shared", f"within {SEEN_SECONDS:.0f} s"
     blind = [f"{node} does not see {', '.join(missing)}" for node, (missing, _) in unseen.items() if missing]
     if blind:
-        return judged(
+        return make_finding(
             name, EVERYWHERE, "; ".join(blind), limit=limit, fail=True,
             remedy="the nodes use different disks under one name: mount one shared file system there on every node "
             "(NFS, EFS, FSx, Lustre)",
         )  # fmt: skip
     slowest = max((seconds for _, seconds in unseen.values()), default=0.0)
-    return judged(
+    return make_finding(
         name, EVERYWHERE,
         f"all {len(unseen)} nodes see all files, after at most {slowest:.1f} s" if len(unseen) > 1 else "one node",
         limit=limit if len(unseen) > 1 else "", warn=slowest > _SLOW_SECONDS,

@@ -17,12 +17,12 @@ from pipeline.shards.shards import ShardSet, check_shards
 from pipeline.shards.windows import Geometry, ShortDocuments
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.data.rows import document_keys, ragged
+from trainer.data.shard_columns import document_keys, ragged
 from trainer.driver.exported import EXPORT, SETTINGS, read_settings
 from trainer.driver.objective_checks import kind_problem
 from trainer.metrics.metrics import read_metrics
 from trainer.objectives.declutr.spans import draw, place
-from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.span_config import SpanConfig
 from trainer.setup.config import TrainConfig
 
 _SHOWN_CHARACTERS = 160
@@ -122,7 +122,11 @@ def row_lines(
     if problem := kind_problem(run, shards.manifest):
         raise DescribeError(
             problem
-            + (f"; or name a branch: --branch {' or '.join(run.auxiliary_tasks)}" if run.auxiliary_tasks else "")
+            + (
+                f"; or name an auxiliary task: --auxiliary-task {' or '.join(run.auxiliary_tasks)}"
+                if run.auxiliary_tasks
+                else ""
+            )
         )
     yield f"Spans and views that objective.kind = {run.objective.kind} makes in epoch {epoch} of seed {seed}:"
     from inspection.views import view_lines

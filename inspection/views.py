@@ -22,7 +22,7 @@ _ANY_LENGTH = 2**30  # inspect loads no encoder, whose positions the checks befo
 
 
 def view_lines(folder: Path, config: TrainConfig, rows: Sequence[int], epoch: int) -> Iterator[str]:
-    """Show rows of the training split, each with its spans, views and facts as the run's feed makes them.
+    """Show rows of the training split, each with its spans, views and facts as the run's collator makes them.
 
     Args:
         folder: the shards.
@@ -34,16 +34,18 @@ def view_lines(folder: Path, config: TrainConfig, rows: Sequence[int], epoch: in
     tokenizer, vocabulary = (None, _NO_TOKENS)
     if shards.manifest.tokenizer is not None:
         tokenizer, vocabulary = load_tokenizer(folder, shards.manifest)
-    with torch.device("meta"):  # the feed needs no weights
+    with torch.device("meta"):  # the collator needs no weights
         run = config.context(shards.manifest.short_documents)
         objective = implementation_of(config.objective)(config.objective, run, 1)
-    feed = objective.feed(vocabulary, _ANY_LENGTH)
+    collator = objective.collator(vocabulary, _ANY_LENGTH)
     for row in rows:
         table = shards.take(np.array([row], np.int64))
         source, offset = table["source"][0].as_py(), table["offset"][0].as_py()
         yield f"row {row}, {source} at {offset}, id {table['id'][0].as_py().hex()}"
         epochs = np.array([epoch], np.int64)
-        batch = feed.feed(fetched(shards, np.array([row], np.int64), epochs, getattr(feed, "fetch", None)), epochs)
+        batch = collator.collate(
+            fetched(shards, np.array([row], np.int64), epochs, getattr(collator, "fetch", None)), epochs
+        )
         if tokenizer is None:
             yield from _clip_lines(batch)
         else:

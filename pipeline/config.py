@@ -1,4 +1,4 @@
-"""Configuration of `prepare`, composed of branches that are defined next to the code they configure."""
+"""Configuration of `prepare`, composed of sections that are defined next to the code they configure."""
 
 from typing import Annotated, Any
 

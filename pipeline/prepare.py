@@ -13,12 +13,12 @@ from pathlib import Path
 
 from common.commandline import config_parser
 from common.config import ConfigError, load_config
+from common.config_docs import annotated_yaml
 from common.console.logs import get_logger, setup_logging
 from common.credentials import refused_settings
 from common.lock import RunLockedError
-from common.meanings import annotated_yaml
 from common.session_config import SessionError
-from common.storage import write_aside, write_text
+from common.storage import atomic_file, write_text
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.duplicates.config import problems as duplicates_problems
 from pipeline.filters.config import problems as filter_problems
@@ -28,12 +28,12 @@ from pipeline.job.opened import Output
 from pipeline.job.opening import open_output, small_files
 from pipeline.job.outcome import labels_hint, lines_hint, nothing_kept, summary, too_many_failed
 from pipeline.job.output import PreparePlan, hash_plan, output_problems, plan_of
-from pipeline.job.places import look
+from pipeline.job.path_checks import look
 from pipeline.job.progress import seconds_spent
 from pipeline.job.recheck import content_problems
 from pipeline.job.sample import output_tokenizer
 from pipeline.job.stages import run_stages
-from pipeline.job.units import Unit, mark_units, plan_units
+from pipeline.job.units import Unit, plan_units, with_file_states
 from pipeline.readers.skipped import Skipped, describe_skipped
 from pipeline.shards.manifest import (
     MANIFEST,
@@ -100,8 +100,8 @@ def _lost() -> None:
 def _make(output: Output, units: Sequence[Unit], plan: PreparePlan) -> Manifest:
     """Completes an output that this process holds."""
     config, folder = output.config, output.folder
-    output.claim(plan)
-    tokenizer = _equip(config, folder, units)
+    output.write_plan(plan)
+    tokenizer = _write_shared_files(config, folder, units)
     output.share()
     sidecars = run_stages(output, units, tokenizer)
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
@@ -121,10 +121,10 @@ def _make(output: Output, units: Sequence[Unit], plan: PreparePlan) -> Manifest:
     return manifest
 
 
-def _equip(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo | None:
+def _write_shared_files(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo | None:
     """Writes the files that every task needs, unless they exist."""
     if config.filters.contamination and not (folder / INDEX).exists():
-        with write_aside(folder / INDEX) as aside:
+        with atomic_file(folder / INDEX) as aside:
             build_index(config.filters.contamination, aside)
     return output_tokenizer(config, folder, units)
 
@@ -148,7 +148,7 @@ def plan_ahead(config: PipelineConfig) -> Estimate:
                     shutil.copytree(folder / TOKENIZER, Path(work, TOKENIZER))
                 if (folder / INDEX).exists():
                     shutil.copyfile(folder / INDEX, Path(work, INDEX))
-                made = estimate(config, Path(work), units, _equip(config, Path(work), units))
+                made = estimate(config, Path(work), units, _write_shared_files(config, Path(work), units))
         except OSError as error:
             raise ShardError(f"--plan: {error}; nothing was written") from error
         keep_estimate(made.model_copy(update={"plan_hash": hash_plan(plan)}), output.estimate_path)
@@ -186,7 +186,7 @@ def _examine(
     found += filter_problems(config.filters) + duplicates_problems(config.duplicates)
     plan = None
     if not found and output is not None:  # missing inputs would also be reported as changed inputs
-        units = mark_units(units)
+        units = with_file_states(units)
         plan = plan_of(config, units, skipped.kinds())
         for line in describe_skipped(plan.skipped):
             get_logger().warning(line)

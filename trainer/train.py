@@ -20,15 +20,15 @@ os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 from common.commandline import config_parser
 from common.config import ConfigError, load_config
+from common.config_docs import annotated_yaml
 from common.console.logs import get_logger, setup_logging
 from common.credentials import redact
 from common.lock import RunLockedError, refuse_held
-from common.meanings import annotated_yaml
 from common.paths import expand
 from common.stores.address import is_remote
 from trainer.checkpoints.state import FORK
 from trainer.driver.checks import refuse, resolve
-from trainer.driver.places import fork_problem, place_problems
+from trainer.driver.path_checks import fork_problem, place_problems
 from trainer.driver.resolved import ResolvedRun, find_shards
 from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
@@ -104,7 +104,7 @@ def _resolve_early(config: TrainConfig, new_run: str | None) -> ResolvedRun | No
         RunLockedError: another command works on the run folder.
     """
     started = config if new_run is None else config.model_copy(update={"run": new_run})
-    data = [one.data for one in started.branches().values()]
+    data = [one.data for one in started.tasks().values()]
     if any(is_remote(place) for place in (started.run, started.validation.data, *data) if place):
         return None
     run = run_folder(started.run, started.cache)
@@ -124,8 +124,8 @@ def _plan(run: ResolvedRun) -> str:
     from pipeline.shards.shards import ShardError
     from trainer.driver.estimate import plan_ahead
     from trainer.model.language_model import UnfitEncoderError
-    from trainer.step.measured import NonFiniteLossError
     from trainer.step.microbatch import MicrobatchError
+    from trainer.step.step_metrics import NonFiniteLossError
 
     try:
         return "\n".join(plan_ahead(run).lines()) + "\n"

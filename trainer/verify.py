@@ -20,19 +20,19 @@ from torch.multiprocessing.spawn import start_processes
 from transformers.utils import logging as transformers_logging
 
 from pipeline.shards.shards import ShardSet
-from trainer.checkpoints.weights import turn_parameters
+from trainer.checkpoints.weights import step_parameters
 from trainer.data.batches import RankBatch
 from trainer.data.chunks import fetched
 from trainer.data.plan import Plan
 from trainer.model.encoder import Encoder
-from trainer.parallel.sharding import whole
-from trainer.parallel.world import World
-from trainer.setup.build import build_encoder, build_feed, load_tokenizer
+from trainer.parallel.communicator import Communicator
+from trainer.parallel.sharding import full_tensor
+from trainer.setup.build import build_collator, build_encoder, load_tokenizer
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
-from trainer.setup.turns import build_branch, build_turns
+from trainer.setup.tasks import build_task, build_train_steps
 from trainer.step.microbatch import Microbatch
-from trainer.step.step import Stepper
+from trainer.step.step import TrainStep
 
 Precision = Literal["float32", "float64"]
 # Splitting a sum changes its rounding; a larger difference is a mistake. Rounding in float32 grows with the number of
@@ -106,7 +106,8 @@ def verify(config: TrainConfig, documents: int, processes: list[int]) -> Iterato
 def _distance(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, float]:
     """Largest difference of a gradient's entry, and the largest one relative to the largest entry of the reference.
 
-    Encoder, objectives and frontends are compared separately, because their gradients differ in size; so are the turns.
+    Encoder, objectives and frontends are compared separately, because their gradients differ in size; so are the train
+    steps.
     """
     parts: dict[str, list[str]] = {}
     for name in reference:
@@ -122,11 +123,11 @@ def _distance(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[f
 
 
 def _part(name: str) -> str:
-    """The turn and module of a parameter: encoder, `objective`, `also.NAME.objective` or `also.NAME.frontend`."""
-    turn, _, parameter = name.rpartition(" ")
+    """The train step and module of a parameter: encoder, `objective`, `also.NAME.objective` or `also.NAME.frontend`."""
+    train_step, _, parameter = name.rpartition(" ")
     if parameter.startswith("also."):
-        return f"{turn} {'.'.join(parameter.split('.')[:3])}"
-    return f"{turn} {'objective' if parameter.startswith('objective.') else 'encoder'}"
+        return f"{train_step} {'.'.join(parameter.split('.')[:3])}"
+    return f"{train_step} {'objective' if parameter.startswith('objective.') else 'encoder'}"
 
 
 def _largest(values: list[float]) -> float:
@@ -135,8 +136,8 @@ def _largest(values: list[float]) -> float:
 
 
 def _single(config: TrainConfig, size: int, case: Case) -> tuple[dict[str, Tensor], int]:
-    turns, batch = _prepare(config, size, case, World())
-    return _gradients(turns, batch), batch.spans.num_tokens
+    train_steps, batch = _prepare(config, size, case, Communicator())
+    return _gradients(train_steps, batch), batch.spans.num_tokens
 
 
 def _group(config: TrainConfig, size: int, cases: list[Case]) -> list[dict[str, Tensor]]:
@@ -155,58 +156,58 @@ def _result(folder: str, number: int) -> Path:
 
 def _rank(rank: int, config: dict[str, object], size: int, cases: list[dict[str, Any]], folder: str) -> None:
     """Runs one worker: joins the group and computes its share of each case; rank 0 writes the summed gradients."""
-    world = World(rank, cases[0]["processes"])
+    comm = Communicator(rank, cases[0]["processes"])
     init = f"file://{folder}/group"
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world.size, timeout=_TIMEOUT)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=comm.size, timeout=_TIMEOUT)
     torch.set_num_threads(1)
     try:
         for number, case in enumerate(cases):
-            found = _gradients(*_prepare(TrainConfig.model_validate(config), size, Case(**case), world))
+            found = _gradients(*_prepare(TrainConfig.model_validate(config), size, Case(**case), comm))
             if rank == 0:
                 save_file(found, _result(folder, number))
     finally:
         dist.destroy_process_group()
 
 
-def _prepare(config: TrainConfig, size: int, case: Case, world: World) -> tuple[list[Stepper], RankBatch]:
-    """The configuration's steppers, and this rank's share of the run's first batch."""
+def _prepare(config: TrainConfig, size: int, case: Case, comm: Communicator) -> tuple[list[TrainStep], RankBatch]:
+    """The configuration's train steps, and this rank's share of the run's first batch."""
     transformers_logging.disable_progress_bar()  # one per case and process
-    settings = config.branches()
+    settings = config.tasks()
     shards = {name: ShardSet(data_folder(one.data, config.cache), "train") for name, one in settings.items()}
     tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
     encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()
     exact = config.model_copy(update={"precision": "fp32"})
-    branches, shares = [], {}
+    tasks, shares = [], {}
     for name, one in settings.items():
         microbatch = Microbatch(case.microbatch_tokens)
-        branch = build_branch(exact, name, encoder, shards[name].manifest, world, microbatch)
+        task = build_task(exact, name, encoder, shards[name].manifest, comm, microbatch)
         plan = Plan(one.seed, shards[name].num_documents, size if not name else min(size, one.batch_documents))
-        epochs, documents = plan.documents(0, 1, *plan.slice(world.rank, world.size))
-        feed = build_feed(branch.objective, encoder, vocabulary)
-        rows = fetched(shards[name], documents, epochs, getattr(feed, "fetch", None))
-        shares[name] = feed.feed(rows, epochs)
-        branches.append(branch)
+        epochs, documents = plan.documents(0, 1, *plan.slice(comm.rank, comm.size))
+        collator = build_collator(task.objective, encoder, vocabulary)
+        rows = fetched(shards[name], documents, epochs, getattr(collator, "fetch", None))
+        shares[name] = collator.collate(rows, epochs)
+        tasks.append(task)
     batch = dataclasses.replace(shares.pop(""), auxiliary=shares)
-    return build_turns(exact, branches, total_steps=1), batch
+    return build_train_steps(exact, tasks, total_steps=1), batch
 
 
-def _gradients(turns: list[Stepper], batch: RankBatch) -> dict[str, Tensor]:
-    """Summed gradients of each turn by parameter name, and the loss."""
+def _gradients(train_steps: list[TrainStep], batch: RankBatch) -> dict[str, Tensor]:
+    """Summed gradients of each train step by parameter name, and the loss."""
     gradients: dict[str, Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
-    for turn in turns:
-        share = batch.auxiliary[turn.name] if turn.name else batch
-        turn.optimizer.zero_grad(set_to_none=True)
-        found = turn.gradients(share, 1)
-        named = turn_parameters(turn)
+    for train_step in train_steps:
+        share = batch.auxiliary[train_step.name] if train_step.name else batch
+        train_step.optimizer.zero_grad(set_to_none=True)
+        found = train_step.gradients(share, 1)
+        named = step_parameters(train_step)
         named = {name: p for name, p in named.items() if p.requires_grad}
-        turn.world.sum_gradients(list(named.values()))
-        for branch, one in ((turn, found), *((each, found.auxiliary[each.name]) for each in turn.joined)):
-            mlm = turn.world.sum(one.mlm_sum) / max(1, one.num_selected)
-            loss = sum(one.terms.values()) + branch.objective.config.mlm_weight * mlm
-            total += branch.weight * loss.detach()
-        prefix = f"{turn.name} " if turn.name else ""
-        gradients |= {prefix + name: whole(p.grad).clone() for name, p in named.items() if p.grad is not None}
+        train_step.comm.all_reduce_gradients(list(named.values()))
+        for task, one in ((train_step, found), *((each, found.auxiliary[each.name]) for each in train_step.joined)):
+            mlm = train_step.comm.all_reduce_sum(one.mlm_sum) / max(1, one.num_selected)
+            loss = sum(one.terms.values()) + task.objective.config.mlm_weight * mlm
+            total += task.weight * loss.detach()
+        prefix = f"{train_step.name} " if train_step.name else ""
+        gradients |= {prefix + name: full_tensor(p.grad).clone() for name, p in named.items() if p.grad is not None}
         for parameter in named.values():
             parameter.grad = None
     return {"loss": total.reshape(1), **gradients}

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from adaptation.candidates import Workshop
+from adaptation.candidates import CandidateBuilder
 from adaptation.config import AdaptConfig
 from adaptation.general import stsb_values
 from adaptation.job import adapt, load_transformer
@@ -115,8 +115,10 @@ def _stsb(given: argparse.Namespace, row: Row, output: Path, result: Result, see
         return result.stsb
     if row.kind != "candidate" or given.stsb is None:
         return None
-    shop = Workshop(AdaptConfig(encoder=str(given.start), corpus=["-"]), output / "data", output / "candidates")
-    other = load_transformer(str(shop.place(row.name)))
+    builder = CandidateBuilder(
+        AdaptConfig(encoder=str(given.start), corpus=["-"]), output / "data", output / "candidates"
+    )
+    other = load_transformer(str(builder.place(row.name)))
     return compare(_start_values(given.start, given.stsb), stsb_values(other, given.stsb), seed, spearman)
 
 

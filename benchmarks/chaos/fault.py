@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from benchmarks.chaos.run import Mark, Run
+from benchmarks.chaos.run import Run, Snapshot
 
 _WORDS_SECONDS = 5.0  # a worker's message reaches the command's output through the control channel
 Setting = Literal["machine", "cluster", "elastic", "skip"]
@@ -32,7 +32,7 @@ class Fault:
     """
 
     name: str
-    inject: Callable[[Run], Mark]
+    inject: Callable[[Run], Snapshot]
     said: str
     setting: Setting = "machine"
     restarts: bool = True
@@ -46,16 +46,16 @@ class Fault:
         """Return whether the fault can be caused here."""
         return not self.needs_root or os.geteuid() == 0
 
-    def see(self, run: Run, mark: Mark, row: "FaultRow") -> None:
+    def see(self, run: Run, snapshot: Snapshot, row: "FaultRow") -> None:
         """Record the line that informed the user, and a problem with the output, if any."""
-        said, told = run.said(mark), ""
+        said, told = run.said(snapshot), ""
         until = time.monotonic() + _WORDS_SECONDS * run.patience
         while True:
             told = next((line for line in said.splitlines() if re.search(self.said, line)), "")
             if told or time.monotonic() > until:
                 break
             time.sleep(0.2)
-            said = run.said(mark)
+            said = run.said(snapshot)
         row.seen_by_user = told[:300]
         if "Traceback (most recent call last)" in said:
             fail(row, "a Traceback was shown")
@@ -94,38 +94,41 @@ class FaultRow:
     loss_difference: float | None = None
 
 
-def observe(run: Run, fault: Fault) -> tuple[FaultRow, Mark]:
+def observe(run: Run, fault: Fault) -> tuple[FaultRow, Snapshot]:
     """Cause the fault, wait for the first new step, and measure the loss.
 
     Raises:
         ChaosError: the run did not continue.
     """
     starts = run.starts
-    mark = fault.inject(run)
+    snapshot = fault.inject(run)
     row = FaultRow(fault.name, commands=run.starts - starts)
     if not fault.trains:
         row.lost_seconds = 0.0
-        row.recovery_seconds = run.ended - mark.seconds
-        return row, mark
-    line = run.wait_for(f"a step after {fault.name}", _first_new(run, mark, fault.restarts), 240, every_seconds=0.1)
-    kept, begun = line["step"] - 1, min((line["time"] - line["seconds"] for line in mark.lines.values()), default=None)
-    moment = mark.lines[kept]["time"] if kept in mark.lines else begun if kept == 0 else None
+        row.recovery_seconds = run.ended - snapshot.seconds
+        return row, snapshot
+    line = run.wait_for(f"a step after {fault.name}", _first_new(run, snapshot, fault.restarts), 240, every_seconds=0.1)
+    kept, begun = (
+        line["step"] - 1,
+        min((line["time"] - line["seconds"] for line in snapshot.lines.values()), default=None),
+    )
+    moment = snapshot.lines[kept]["time"] if kept in snapshot.lines else begun if kept == 0 else None
     # a kept step that was not seen before the fault was completed after it
-    row.lost_seconds = 0.0 if moment is None or not fault.restarts else max(0.0, mark.seconds - moment)
-    row.recovery_seconds = line["time"] - mark.seconds
-    return row, mark
+    row.lost_seconds = 0.0 if moment is None or not fault.restarts else max(0.0, snapshot.seconds - moment)
+    row.recovery_seconds = line["time"] - snapshot.seconds
+    return row, snapshot
 
 
-def _first_new(run: Run, mark: Mark, restarts: bool) -> Callable[[], dict[str, Any] | None]:
+def _first_new(run: Run, snapshot: Snapshot, restarts: bool) -> Callable[[], dict[str, Any] | None]:
     """Return a function that finds the line of the first step after a fault."""
     seen_at: list[float] = []
 
     def look() -> dict[str, Any] | None:
-        now = run.mark()
-        after = [line for step, line in sorted(now.lines.items()) if line["time"] > mark.seconds]
+        now = run.snapshot()
+        after = [line for step, line in sorted(now.lines.items()) if line["time"] > snapshot.seconds]
         if not restarts:
-            return next((line for line in after if line["step"] > mark.step), None)
-        if now.inode in (None, mark.inode):
+            return next((line for line in after if line["step"] > snapshot.step), None)
+        if now.inode in (None, snapshot.inode):
             return None
         seen_at.append(now.seconds)
         if not any(line["time"] > seen_at[0] for line in after):

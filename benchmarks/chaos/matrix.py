@@ -19,7 +19,7 @@ from benchmarks.chaos.compare import End, compare
 from benchmarks.chaos.fault import Fault, FaultRow, fail, observe
 from benchmarks.chaos.faults import files, kills, nodes, workers
 from benchmarks.chaos.place import Nodes, environment, leave_mounts_to_ourselves, mounts_below, small_disks, temporary
-from benchmarks.chaos.run import ChaosError, Mark, Run
+from benchmarks.chaos.run import ChaosError, Run, Snapshot
 from benchmarks.record import progress
 from common import seeding
 
@@ -124,23 +124,23 @@ class Bench:
             step = 0
             for place, fault in enumerate(faults):
                 started = time.monotonic()
-                mark = None
+                snapshot = None
                 try:
                     if fault.trains:
                         run.wait_step(step + self.gap(fault))
-                    row, mark = observe(run, fault)
+                    row, snapshot = observe(run, fault)
                     step = run.last_step()
                 except (ChaosError, LookupError, IndexError, OSError, ValueError, subprocess.SubprocessError) as error:
                     row = FaultRow(fault.name)
                     fail(row, f"{type(error).__name__}: {error}")
-                if mark is not None:
-                    fault.see(run, mark, row)
+                if snapshot is not None:
+                    fault.see(run, snapshot, row)
                 rows.append(row)
                 progress(f"{fault.name}: {row.problem or 'continues'} ({time.monotonic() - started:.0f} s)")
-                if row.problem and mark is None:
+                if row.problem and snapshot is None:
                     run.end()
                     row.seen_by_user = row.seen_by_user or _last_line(run)
-                    progress("\n".join(run.said(Mark(0, 0, None, {})).splitlines()[-_TAIL_LINES:]))
+                    progress("\n".join(run.said(Snapshot(0, 0, None, {})).splitlines()[-_TAIL_LINES:]))
                     if rows[:-1]:  # the earlier faults can only be judged at the end
                         run.start()
                         self._finish(run, rows[:-1], faults[0])
@@ -224,6 +224,6 @@ def chains(faults: Sequence[Fault], short: bool) -> list[list[Fault]]:
 
 def _last_line(run: Run) -> str:
     lines = [
-        line for line in run.said(Mark(0, 0, None, {})).splitlines() if "\x1b" not in line
+        line for line in run.said(Snapshot(0, 0, None, {})).splitlines() if "\x1b" not in line
     ]  # Ray's own lines are coloured
     return (lines or [""])[-1][-300:]

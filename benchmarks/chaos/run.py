@@ -29,7 +29,7 @@ class ChaosError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Mark:
+class Snapshot:
     """Moment of a run, for comparisons.
 
     Attributes:
@@ -146,16 +146,16 @@ class Run:
         line = read_last_step(self.folder / METRICS)
         return 0 if line is None else int(line["step"])
 
-    def mark(self) -> Mark:
+    def snapshot(self) -> Snapshot:
         """Record this moment."""
         path = self.folder / METRICS
         inode = path.stat().st_ino if path.is_file() else None
-        return Mark(time.time(), self.output.stat().st_size, inode, self.lines())
+        return Snapshot(time.time(), self.output.stat().st_size, inode, self.lines())
 
-    def said(self, mark: Mark) -> str:
+    def said(self, snapshot: Snapshot) -> str:
         """Output of the command since a moment, without the progress bar."""
         with self.output.open("rb") as stream:
-            stream.seek(mark.characters)
+            stream.seek(snapshot.characters)
             text = stream.read().decode(errors="replace")
         lines = [_BAR.sub("", part).strip() for line in text.split("\n") for part in line.split("\r")]
         return "\n".join(line for line in lines if line)
@@ -178,7 +178,7 @@ class Run:
                 raise ChaosError(f"waited {seconds:.0f} s for {what}")
             time.sleep(every_seconds)
 
-    def wait_step(self, step: int, since: Mark | None = None, seconds: float = 120) -> None:
+    def wait_step(self, step: int, since: Snapshot | None = None, seconds: float = 120) -> None:
         """Wait until a step is done; with `since`, by workers that started after that moment."""
 
         def reached() -> bool:

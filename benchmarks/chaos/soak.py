@@ -40,8 +40,8 @@ def soak(bench: Bench, run: Run, seed: int, rows: list[FaultRow]) -> None:
             break
         fault = kinds[seeding.torch_seed(seed, "chaos", len(rows)) % len(kinds)]
         due = time.monotonic() + _EVERY_SECONDS
-        row, mark = observe(run, fault)
-        fault.see(run, mark, row)
+        row, snapshot = observe(run, fault)
+        fault.see(run, snapshot, row)
         rows.append(row)
         progress(f"{len(rows)}: {fault.name}: {row.problem or 'continues'}, step {run.last_step()}")
     if status := run.wait(900):

@@ -25,12 +25,12 @@ import torch
 from benchmarks import record
 from benchmarks.evaluate.embed import SIZES, write_encoder
 from benchmarks.evaluate.official import Checkout, Plain
-from common.storage import folder_aside, hash_json, read_json, write_json
+from common.storage import atomic_folder, hash_json, read_json, write_json
 from evaluation.encoders.loading import load_encoder
 from evaluation.encoders.protocol import SentenceEncoder
 from evaluation.encoders.words import HashedWords
 from evaluation.senteval.checks.checking import inspect
-from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.classifier.config import ClassifierConfig
 from evaluation.senteval.data.findings import Inspection
 from evaluation.senteval.data.taskdata import sentence_rows, sentences
 from evaluation.senteval.data.tasks import find
@@ -129,7 +129,7 @@ def _encoders(given: argparse.Namespace, folder: Path, texts: list[str]) -> list
             made_of = [given.model, given.vocab_size, given.seed, texts_hash(texts)]
             model = folder / f"encoder-{hash_json(made_of)[:16]}"
             if not model.is_dir():
-                with folder_aside(model) as aside:
+                with atomic_folder(model) as aside:
                     some = texts[:: max(1, len(texts) // 50_000)]
                     write_encoder(aside, given.model, some, given.vocab_size, given.seed)
             made.append(load_encoder(str(model), device="cpu"))

@@ -23,7 +23,7 @@ from sklearn.metrics import f1_score
 
 from benchmarks import record
 from benchmarks.evaluate import released as plain
-from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.classifier.config import ClassifierConfig
 from evaluation.senteval.data.taskdata import EMPTY, Split, TaskData
 from evaluation.senteval.scores.relatedness import bins
 

@@ -63,13 +63,13 @@ def compiled_against_eager(workload: packed.Workload, documents: int) -> dict[st
 
 def without_syncs(workload: packed.Workload, documents: int) -> dict[str, Any]:
     """Take steps in which a wait for the GPU is an error."""
-    stepper = workload.stepper(_encoder(workload, compiled=True), late=True)
+    train_step = workload.train_step(_encoder(workload, compiled=True), late=True)
     batches = [workload.batch(step * documents, documents) for step in range(_WARM_UP + 2)]
     for step, batch in enumerate(batches[:_WARM_UP], start=1):
-        stepper.begin(batch, step).read()
+        train_step.begin(batch, step).read()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pending = [stepper.begin(batch, _WARM_UP + 1) for batch in batches[_WARM_UP:]]
+        pending = [train_step.begin(batch, _WARM_UP + 1) for batch in batches[_WARM_UP:]]
     except RuntimeError as error:
         return {"passed": False, "why": str(error)}
     finally:
@@ -79,28 +79,28 @@ def without_syncs(workload: packed.Workload, documents: int) -> dict[str, Any]:
 
 def timed(workload: packed.Workload, documents: int, folder: Path) -> dict[str, Any]:
     """Time steps, and write a table and a trace of their kernels."""
-    stepper = workload.stepper(_encoder(workload, compiled=True), late=True)
+    train_step = workload.train_step(_encoder(workload, compiled=True), late=True)
     batches = [workload.batch(step * documents, documents) for step in range(_WARM_UP + _TIMED)]
     for step, batch in enumerate(batches[:_WARM_UP], start=1):
-        stepper.begin(batch, step).read()
+        train_step.begin(batch, step).read()
     torch.cuda.reset_peak_memory_stats()
     seconds = []
     for step, batch in enumerate(batches[_WARM_UP:], start=_WARM_UP + 1):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        stepper.begin(batch, step)
+        train_step.begin(batch, step)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     with torch.profiler.profile() as profile:
         for batch in batches[-_PROFILED:]:
-            stepper.begin(batch, 1)
+            train_step.begin(batch, 1)
         torch.cuda.synchronize()
     folder.mkdir(parents=True, exist_ok=True)
     profile.export_chrome_trace(str(folder / "trace.json"))
     table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=30)
     (folder / "kernels.txt").write_text(table, encoding="utf-8")
     timed_batches = [batch.tokens for batch in batches[_WARM_UP:]]
-    model = stepper.encoder.model
+    model = train_step.encoder.model
     flops = sum(step_flops(model, linear_weights(model), each.lengths, len(each.labels)) for each in timed_batches)
     tokens, peak = sum(each.num_tokens for each in timed_batches), peak_flops(gpu_name(_DEVICE), half=True)
     return {

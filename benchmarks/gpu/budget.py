@@ -62,15 +62,15 @@ def measure(workload: packed.Workload, documents: int) -> dict[str, Any]:
     batch, mode = workload.batch(0, documents), FakeTensorMode()
     with _autocast_as_on_a_gpu():
         with mode:
-            stepper = workload.stepper(_encoder(workload), late=True)
-            for parameter in stepper.encoder.parameters():
+            train_step = workload.train_step(_encoder(workload), late=True)
+            for parameter in train_step.encoder.parameters():
                 parameter.grad = torch.empty_like(parameter)
         with counting(mode) as traffic:
             traffic.paused = True
-            stepper.optimizer.step()  # creates its state
+            train_step.optimizer.step()  # creates its state
             faked = _faked(batch, mode)
             traffic.paused = False
-            stepper.begin(faked, 2)
+            train_step.begin(faked, 2)
     return {
         "tokens": batch.spans.num_tokens,
         "operations": sum(traffic.operations.values()),

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import record
 from common.config import load_config
-from common.storage import folder_aside, hash_json, read_json, write_json
+from common.storage import atomic_folder, hash_json, read_json, write_json
 from evaluation.senteval.data.tasks import find
 from trainer.driver.export import write_encoder
 from trainer.driver.exported import EXPORT
@@ -127,7 +127,7 @@ def _untrained(config: TrainConfig, shards: Path, folder: Path) -> int:
     tokenizer, _ = load_tokenizer(shards)
     encoder = build_encoder(config, tokenizer)
     if not folder.is_dir():
-        with folder_aside(folder) as aside:
+        with atomic_folder(folder) as aside:
             write_encoder(encoder, tokenizer, aside)
     return encoder.hidden_size
 

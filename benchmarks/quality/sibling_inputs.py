@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from common.storage import write_text
-from trainer.model.silence import silence
+from trainer.model.hf_logging import silence
 
 _HELD_OUT_PREMISES = 500
 

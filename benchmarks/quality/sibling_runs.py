@@ -42,7 +42,7 @@ class Method:
         objective: the `objective` section.
         rows: rows of the shards in a step.
         settings: other sections.
-        auxiliary: name of the shards of a second branch.
+        auxiliary: name of the shards of an auxiliary task.
     """
 
     shards: Literal["documents", "sentences", "pairs"]
@@ -83,7 +83,7 @@ METHODS = {
     "declutr-images": _declutr("images"),
 }
 """The methods in the order of the table. SCD has the arms of its paper's ablation: both terms and each one alone. Those
-with images or sounds train a second branch in turns, as VisualCSE and AudioCSE do."""
+with images or sounds train an auxiliary task in turns, as VisualCSE and AudioCSE do."""
 PAIRS = (
     ("simcse-sup", "simcse-unsup"),
     ("scd", "simcse-unsup"),
@@ -199,11 +199,11 @@ def run_settings(
         "checkpoint": {"every_steps": every},
         "scaling": _SCALING,
         **method.settings,
-        **({} if method.auxiliary is None else _branch(method.auxiliary, work)),
+        **({} if method.auxiliary is None else _task(method.auxiliary, work)),
     }
 
 
-def _branch(shards: str, work: Path) -> dict[str, Any]:
-    """The sections of a run with a second branch on images or sounds."""
-    branch = {"data": str(work / "shards" / shards), "frontend": _FRONTENDS[shards], **_CLIPS}
-    return {"auxiliary_tasks": {shards: branch}, "task_schedule": "alternating"}
+def _task(shards: str, work: Path) -> dict[str, Any]:
+    """The sections of a run with an auxiliary task on images or sounds."""
+    task = {"data": str(work / "shards" / shards), "frontend": _FRONTENDS[shards], **_CLIPS}
+    return {"auxiliary_tasks": {shards: task}, "task_schedule": "alternating"}

@@ -29,17 +29,17 @@ from benchmarks import record
 from benchmarks.quality.encoders import declutr, once
 from benchmarks.quality.sibling_inputs import keep_lower_layers, split_nli
 from benchmarks.quality.sibling_runs import MAX_TOKENS, METHODS, PAIRS, prepare_settings, run_settings, start_settings
-from common.storage import folder_aside, read_json, write_text
+from common.storage import atomic_folder, read_json, write_text
 from pipeline.shards.shards import ShardSet
 from trainer.driver.exported import EXPORT
 from trainer.driver.summary import SUMMARY
+from trainer.metrics.config import STSB
 from trainer.metrics.metrics import read_metrics
-from trainer.metrics.settings import STSB
 from trainer.metrics.sts import StsValidator, read_stsb, together
 from trainer.objectives.held_out import held_out_rows
+from trainer.objectives.text_packing import TextPacker
 from trainer.objectives.text_validation import TextValidator
-from trainer.objectives.texts import TextPacker
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 from trainer.setup.build import build_encoder, load_tokenizer, max_content
 from trainer.setup.config import TrainConfig
 
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
             settings = run_settings(name, seed, work, start, stsb, given.steps, given.lr, source is None)
             _run(work, f"{name}-{seed}", "train", settings)
             run = Path(settings["run"])
-            found = scores_of_run(run, score(run / EXPORT, pairs, stsb), scored_start) | branch_losses(run, settings)
+            found = scores_of_run(run, score(run / EXPORT, pairs, stsb), scored_start) | task_losses(run, settings)
             record.progress(f"{name}, seed {seed}: {_line(found)}")
             runs.append({"method": name, "seed": seed, "start": work.name, **found})
     figures = {
@@ -133,7 +133,7 @@ def _given_start(given: argparse.Namespace, work: Path) -> Path:
         return source
     target = work / "start"
     if not target.is_dir():
-        with folder_aside(target) as aside:
+        with atomic_folder(target) as aside:
             keep_lower_layers(source, given.start_layers, aside)
     return target
 
@@ -157,7 +157,9 @@ def score(encoder_folder: Path, shards: Path, stsb: Path) -> dict[str, float]:
     packer = TextPacker(vocabulary, min(room, MAX_TOKENS - vocabulary.num_specials), seed=0)
     chosen = held_out_rows(rows.num_documents, rows.num_documents, seed=0)
     pairs = read_stsb(stsb, tokenizer, room + vocabulary.num_specials)
-    validator = together([TextValidator(packer, rows, chosen, [], World(), cpu), StsValidator(pairs, [], World(), cpu)])
+    validator = together(
+        [TextValidator(packer, rows, chosen, [], Communicator(), cpu), StsValidator(pairs, [], Communicator(), cpu)]
+    )
     return _named((validator.scores(encoder) if validator else None) or {})
 
 
@@ -186,8 +188,8 @@ def scores_of_run(run: Path, last: Mapping[str, float], start: Mapping[str, floa
     }
 
 
-def branch_losses(run: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Loss of each second branch, as the mean of its last steps, and that of embeddings that are all equal.
+def task_losses(run: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Loss of each auxiliary task, as the mean of its last steps, and that of embeddings that are all equal.
 
     Equal embeddings of the 2N views of a batch have the loss ln(2N - 1): chance.
     """
@@ -195,9 +197,9 @@ def branch_losses(run: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         f"{name}_loss": {
             "mean_of_last_steps": round(statistics.fmean(step[f"{name}_supcon"] for step in steps), 4),
-            "chance": round(math.log(2 * branch["batch_documents"] - 1), 4),
+            "chance": round(math.log(2 * task["batch_documents"] - 1), 4),
         }
-        for name, branch in settings.get("auxiliary_tasks", {}).items()
+        for name, task in settings.get("auxiliary_tasks", {}).items()
     }
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from benchmarks import gloo
 from benchmarks.record import figure
 from trainer.objectives.declutr.ntxent import ntxent
-from trainer.objectives.share import Share
-from trainer.parallel.world import World
+from trainer.objectives.row_shard import RowShard
+from trainer.parallel.communicator import Communicator
 
 _MIB = 2**20
 _SHARES = 4  # workers whose share of the loss is measured
@@ -25,14 +25,14 @@ def _seconds(work: Callable[[], Any]) -> float:
     return time.process_time() - begun
 
 
-def share_seconds(world: World, rows: int, size: int, seed: int) -> float:
+def share_seconds(comm: Communicator, rows: int, size: int, seed: int) -> float:
     """Processor seconds of this worker's share of NT-Xent, forward and backward."""
     pairs = rows // 2
-    share = Share(world, pairs * world.rank // world.size, pairs * (world.rank + 1) // world.size, pairs)
+    row_shard = RowShard(comm, pairs * comm.rank // comm.size, pairs * (comm.rank + 1) // comm.size, pairs)
     embeddings = torch.randn(rows, size, generator=torch.Generator().manual_seed(seed), requires_grad=True)
 
     def step() -> None:
-        ntxent(embeddings, 0.05, share=share).backward()
+        ntxent(embeddings, 0.05, row_shard=row_shard).backward()
 
     step()
     return min(_seconds(step) for _ in range(3))

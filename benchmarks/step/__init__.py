@@ -1,1 +1,1 @@
-"""Time and memory of a training step, and the throughput of its feed."""
+"""Time and memory of a training step, and the throughput of its collator."""

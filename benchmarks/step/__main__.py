@@ -52,7 +52,7 @@ class Setting(packed.Workload):
         encoder = self.encoder()
         if self.compile:
             encoder.model.base_model.compile(dynamic=True)
-        made = self.stepper(encoder)
+        made = self.train_step(encoder)
 
         def prepare(spans: SpanBatch) -> RankBatch:
             contrasted = self.documents * self.spans.num_anchors if self.objective.contrastive else 0

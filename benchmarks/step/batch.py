@@ -22,7 +22,7 @@ import torch
 from benchmarks import memory, record
 from benchmarks.workload import models, packed
 from trainer.data.batches import RankBatch
-from trainer.step.step import Stepper
+from trainer.step.step import TrainStep
 
 SIZES = {"declutr": (16, 64, 256, 1024, 4096), "simcse": (64, 256, 1024, 4096, 16384)}
 # 64 documents fill a microbatch (13,000 tokens), and so do 64 sentences in two views (2,894 tokens with seed 0): with a
@@ -41,14 +41,14 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
         torch.zeros(1, device=device)  # so that CUDA's own memory is not counted
     before = memory.reset_peak(device)
     encoder = workload.encoder()
-    stepper = workload.stepper(encoder, options.microbatch_tokens)
-    stepper.step(workload.batch(0, min(_FIRST, count)), 1)
+    train_step = workload.train_step(encoder, options.microbatch_tokens)
+    train_step.step(workload.batch(0, min(_FIRST, count)), 1)
     measured = workload.batch(0, count)
     memory.reset_peak(device)
     begun = time.perf_counter()
     rows = {measured.spans.num_spans, measured.num_rows, 2 * measured.num_rows}
     with memory.EmbeddingState(rows, encoder.embedding_size) as counted:
-        stepper.step(measured, 2)
+        train_step.step(measured, 2)
     figures: dict[str, Any] = {
         "peak_mib": round(memory.peak(device) - before, 1),
         "embedding_state_mib": round(counted.peak_bytes / memory.MIB, 2),
@@ -56,10 +56,10 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - begun, 3),
         "tokens": measured.spans.num_tokens,
         "spans": measured.spans.num_spans,
-        "microbatches": len(stepper.microbatch.cut(measured.spans)),
+        "microbatches": len(train_step.microbatch.cut(measured.spans)),
     }
     if count <= options.direct_limit:
-        figures["grad_rel_diff"] = difference(stepper, measured, options.microbatch_tokens)
+        figures["grad_rel_diff"] = difference(train_step, measured, options.microbatch_tokens)
     return figures
 
 
@@ -71,14 +71,14 @@ def workload_of(options: argparse.Namespace) -> packed.Workload:
     return packed.TextWorkload.of(options, options.device, options.precision, **settings)
 
 
-def difference(stepper: Stepper, batch: RankBatch, microbatch_tokens: int) -> float:
+def difference(train_step: TrainStep, batch: RankBatch, microbatch_tokens: int) -> float:
     """Largest difference of gradient entries between microbatches and the whole batch, over the largest entry."""
     found = []
     for limit in (microbatch_tokens, None):
-        stepper.optimizer.zero_grad(set_to_none=True)
-        stepper.microbatch.max_tokens = limit
-        stepper.gradients(batch, 4)
-        parameters = stepper.encoder.named_parameters()
+        train_step.optimizer.zero_grad(set_to_none=True)
+        train_step.microbatch.max_tokens = limit
+        train_step.gradients(batch, 4)
+        parameters = train_step.encoder.named_parameters()
         found.append({name: p.grad.clone() for name, p in parameters if p.grad is not None})
     cut, direct = found
     largest = max(float(gradient.abs().max()) for gradient in direct.values())

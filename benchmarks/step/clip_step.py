@@ -23,9 +23,9 @@ from trainer.data.batches import RankBatch
 from trainer.data.patches import PatchBatch
 from trainer.model.frontend import Frontend
 from trainer.objectives.supcon.loss import supcon
-from trainer.parallel.world import World
-from trainer.step.branch import Branch
+from trainer.parallel.communicator import Communicator
 from trainer.step.microbatch import Microbatch
+from trainer.step.task import TrainTask
 
 ROWS = 8
 _PIXELS = 0.5, 0.5
@@ -68,11 +68,11 @@ class ClipSetting(packed.Workload):
 
     def _batch(self, rows: int, seed: int) -> RankBatch:
         clips = Clips.of(self.content, rows, seed, self.mixed)
-        return clips.feed.feed(clips.rows, np.zeros(rows, np.int64))
+        return clips.collator.collate(clips.rows, np.zeros(rows, np.int64))
 
     def frontend(self) -> Frontend:
         """Build the frontend, with weights drawn from the seed."""
-        config = Clips.of(self.content, 0, 0).feed.frontend
+        config = Clips.of(self.content, 0, 0).collator.frontend
         high, wide = config.patch_size
         if self.content == "images":
             shape, normal = (3 * high * wide, (config.image_size // high) * (config.image_size // wide)), _PIXELS
@@ -83,7 +83,7 @@ class ClipSetting(packed.Workload):
 
     def released_patches(self) -> int:
         """P of sounds."""
-        high, wide = Clips.of("audio", 0, 0).feed.frontend.patch_size
+        high, wide = Clips.of("audio", 0, 0).collator.frontend.patch_size
         return (_FRAMES // high) * (_MELS // wide)
 
     def ours(self) -> Side:
@@ -91,10 +91,10 @@ class ClipSetting(packed.Workload):
         encoder = self.encoder()
         if self.compile:
             encoder.model.base_model.compile(dynamic=True)
-        branch = Branch(
+        task = TrainTask(
             encoder=encoder,
             objective=self.loss(encoder.embedding_size),
-            world=World(),
+            comm=Communicator(),
             seed=self.seed,
             microbatch=Microbatch(None),
             autocast=self.autocast,
@@ -102,11 +102,11 @@ class ClipSetting(packed.Workload):
         )
 
         def gradients(batch: RankBatch) -> Tensor:
-            found = branch.attempt(batch, 1)
+            found = task.attempt(batch, 1)
             assert found is not None
             return found.terms["supcon"]
 
-        both = {"encoder": encoder.model, "objective": branch.objective, "frontend": branch.frontend}
+        both = {"encoder": encoder.model, "objective": task.objective, "frontend": task.frontend}
         return Side(
             "ours",
             nn.ModuleDict(both),
@@ -165,7 +165,7 @@ def _measure(given: argparse.Namespace, steps: int, rows: int, content: Any) -> 
         given,
         given.device,
         given.precision,
-        objective=Clips.of(content, 0, 0).feed.config,
+        objective=Clips.of(content, 0, 0).collator.config,
         dropout=given.dropout,
         attention_dropout=0.0,
         pooling="cls",

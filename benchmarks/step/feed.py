@@ -1,4 +1,4 @@
-"""Throughput of the feed on one core: spans drawn, cut, masked and packed.
+"""Throughput of the collator on one core: spans drawn, cut, masked and packed.
 
     python -m benchmarks.step.feed --json OUT [--documents 16] [--seconds 3]
     python -m benchmarks.step.feed --content images|audio --json OUT
@@ -18,8 +18,8 @@ import torch
 from benchmarks import record
 from benchmarks.workload import packed, texts
 from benchmarks.workload.clips import Clips
-from trainer.objectives.declutr.feed import SpanFeed
-from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.declutr.collator import SpanCollator
+from trainer.objectives.span_config import SpanConfig
 
 _TABLES = 8  # tables of documents, used in turns, so that they do not all stay in the processor's cache
 _PAPER, _SHORT = (32, 512), (8, 64)
@@ -28,15 +28,15 @@ _PAPER, _SHORT = (32, 512), (8, 64)
 def measure(spans: tuple[int, int], count: int, seconds: float, seed: int) -> dict[str, Any]:
     """Measure tokens per second of processor time with spans of these lengths."""
     setting = SpanConfig(min_tokens=spans[0], max_tokens=spans[1])
-    feed = packed.Workload("distilroberta", setting, seed).feed()
-    assert isinstance(feed, SpanFeed)
-    size = feed.vocabulary.size
+    collator = packed.Workload("distilroberta", setting, seed).collator()
+    assert isinstance(collator, SpanCollator)
+    size = collator.vocabulary.size
     tables = [texts.documents(step * count, count, setting, size, seed) for step in range(_TABLES)]
-    feed.batch(tables[0], np.zeros(count, np.int64))
+    collator.batch(tables[0], np.zeros(count, np.int64))
     tokens = steps = 0
     begun, waited = time.process_time(), time.perf_counter()
     while steps < _TABLES or time.process_time() - begun < seconds:
-        batch = feed.batch(tables[steps % _TABLES], np.full(count, steps, np.int64))
+        batch = collator.batch(tables[steps % _TABLES], np.full(count, steps, np.int64))
         tokens += batch.num_tokens
         steps += 1
     # Processor time of all threads: other programs on the machine do not count, and a second core would not help.
@@ -58,9 +58,9 @@ def measure_clips(content: str, count: int, seconds: float, seed: int) -> dict[s
     while steps < 2 or times.sum() < seconds:
         epochs = np.full(count, steps)
         begun = time.process_time()
-        rows = clips.feed.fetch.crops(clips.rows, epochs) if content == "images" else clips.rows
+        rows = clips.collator.fetch.crops(clips.rows, epochs) if content == "images" else clips.rows
         fetched = time.process_time()
-        clips.feed.feed(rows, epochs).spans.digest()
+        clips.collator.collate(rows, epochs).spans.digest()
         times += [fetched - begun, time.process_time() - fetched]
         steps += 1
     return {

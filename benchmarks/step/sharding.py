@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 from benchmarks import gloo, memory, record
 from benchmarks.workload import models, packed
 from trainer.data.plan import Plan
+from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import shard
-from trainer.parallel.world import World
-from trainer.step.step import Stepper
+from trainer.step.step import TrainStep
 
 
-def kept_mib(stepper: Stepper) -> dict[str, float]:
+def kept_mib(train_step: TrainStep) -> dict[str, float]:
     """MiB of parameters, gradients and moments that this worker holds after a step."""
-    parameters = list(stepper.encoder.parameters())
+    parameters = list(train_step.encoder.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
-    moments = [value for p in parameters for value in stepper.optimizer.state[p].values()]
+    moments = [value for p in parameters for value in train_step.optimizer.state[p].values()]
     found = {"parameters": _mib(parameters), "gradients": _mib(gradients), "moments": _mib(moments)}
     return {name: round(size, 3) for name, size in {**found, "all": sum(found.values())}.items()}
 
@@ -38,27 +38,29 @@ def _mib(tensors: list[Any]) -> float:
     return sum(pieces.values()) / memory.MIB
 
 
-def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
+def measure(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """Measure this worker's figures."""
     workload = packed.Workload.of(options, dropout=options.dropout)
-    start, end = Plan(options.seed, options.documents, options.documents).slice(world.rank, world.size)
+    start, end = Plan(options.seed, options.documents, options.documents).slice(comm.rank, comm.size)
     batch = workload.batch(start, end - start)
-    steppers = {}
+    train_steps = {}
     for name in ("whole", "sharded"):
         encoder = workload.encoder()
         if name == "sharded":
-            shard(encoder, world)
-        steppers[name] = workload.stepper(encoder, options.microbatch_tokens, world)
-    losses = {name: stepper.step(batch, 1).loss for name, stepper in steppers.items()}  # creates the optimizer's state
-    seconds: dict[str, list[float]] = {name: [] for name in steppers}
+            shard(encoder, comm)
+        train_steps[name] = workload.train_step(encoder, options.microbatch_tokens, comm)
+    losses = {
+        name: train_step.step(batch, 1).loss for name, train_step in train_steps.items()
+    }  # creates the optimizer's state
+    seconds: dict[str, list[float]] = {name: [] for name in train_steps}
     for number in range(options.steps):
-        for name, stepper in steppers.items():
-            world.largest(0)  # so that all start together
+        for name, train_step in train_steps.items():
+            comm.all_reduce_max(0)  # so that all start together
             begun = time.perf_counter()
-            losses[name] = stepper.step(batch, number + 2).loss
+            losses[name] = train_step.step(batch, number + 2).loss
             seconds[name].append(time.perf_counter() - begun)
     ratios = [after / before for before, after in zip(seconds["whole"], seconds["sharded"], strict=True)]
-    kept = {name: kept_mib(stepper) for name, stepper in steppers.items()}
+    kept = {name: kept_mib(train_step) for name, train_step in train_steps.items()}
     return {
         "kept_mib": kept,
         "kept_ratio": round(kept["sharded"]["all"] / kept["whole"]["all"], 4),

@@ -52,7 +52,7 @@ class TextSetting(packed.TextWorkload):
         encoder = self.encoder()
         if self.compile:
             encoder.model.base_model.compile(dynamic=True)
-        made = self.stepper(encoder)
+        made = self.train_step(encoder)
 
         def gradients(batch: RankBatch) -> Tensor:
             return torch.stack(list(made.gradients(batch, 1).terms.values())).sum()

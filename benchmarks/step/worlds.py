@@ -28,81 +28,88 @@ from benchmarks.workload import models, packed
 from trainer.checkpoints import checkpoint, weights
 from trainer.checkpoints.state import RunState
 from trainer.data.batches import RankBatch
-from trainer.data.canonical import feed_units
+from trainer.data.canonical import collate_canonical
 from trainer.data.plan import Plan
-from trainer.parallel.fixedpoint import FixedPointSums
-from trainer.parallel.world import World
-from trainer.step.step import Stepper
+from trainer.parallel.communicator import Communicator
+from trainer.parallel.fixedpoint import FixedPointReducer
+from trainer.step.step import TrainStep
 
 _CHANGES = [2, 3, 1]
 
 
-def stepper_of(options: argparse.Namespace, world: World, deterministic: bool) -> Stepper:
-    """The stepper of a worker, with weights drawn from the seed."""
+def train_step_of(options: argparse.Namespace, comm: Communicator, deterministic: bool) -> TrainStep:
+    """The train step of a worker, with weights drawn from the seed."""
     workload = packed.Workload.of(options, dropout=options.dropout)
-    made = workload.stepper(workload.encoder(), options.microbatch_tokens, replace(world, deterministic=deterministic))
+    made = workload.train_step(
+        workload.encoder(), options.microbatch_tokens, replace(comm, deterministic=deterministic)
+    )
     if not deterministic:
         return made
     parameters = [p for group in made.optimizer.param_groups for p in group["params"]]
-    sums = FixedPointSums(made.world, parameters, -(-options.documents // options.unit) + 1)
-    return replace(made, sums=sums)
+    reducer = FixedPointReducer(made.comm, parameters, -(-options.documents // options.unit) + 1)
+    return replace(made, reducer=reducer)
 
 
-def batch_of(options: argparse.Namespace, world: World, step: int, deterministic: bool) -> RankBatch:
+def batch_of(options: argparse.Namespace, comm: Communicator, step: int, deterministic: bool) -> RankBatch:
     """A worker's share of a step's batch."""
     workload = packed.Workload.of(options)
     unit = options.unit if deterministic else None
     plan = Plan(options.seed, options.documents, options.documents, unit)
-    start, end = plan.slice(world.rank, world.size)
+    start, end = plan.slice(comm.rank, comm.size)
     rows = workload.rows(step * options.documents, options.documents).slice(start, end - start)
     epochs = np.zeros(len(rows), np.int64)
     if unit is None:
-        return workload.feed().feed(rows, epochs)
-    return feed_units(workload.feed(), rows, epochs, start // unit, unit)
+        return workload.collator().collate(rows, epochs)
+    return collate_canonical(workload.collator(), rows, epochs, start // unit, unit)
 
 
-def checksum(stepper: Stepper) -> str:
+def checksum(train_step: TrainStep) -> str:
     """SHA-256 of the encoder's parameters."""
     found = hashlib.sha256()
-    for parameter in stepper.encoder.parameters():
+    for parameter in train_step.encoder.parameters():
         found.update(parameter.detach().numpy().tobytes())
     return found.hexdigest()
 
 
 def train(
-    world: World, options: argparse.Namespace, deterministic: bool, first: int, last: int, folder: str | None = None
+    comm: Communicator,
+    options: argparse.Namespace,
+    deterministic: bool,
+    first: int,
+    last: int,
+    folder: str | None = None,
 ) -> dict[str, Any]:
     """Take the steps first..last, from the checkpoint of the step before and with one after the last if needed."""
     cpu = torch.device("cpu")
     before = memory.reset_peak(cpu)
-    stepper = stepper_of(options, world, deterministic)
-    parts = stepper.encoder, stepper.optimizer, stepper.objective
+    train_step = train_step_of(options, comm, deterministic)
+    parts = train_step.encoder, train_step.optimizer, train_step.objective
     if folder is not None and first > 1:
         weights.load(checkpoint.checkpoint_path(Path(folder), first - 1), *parts)
     for step in range(first, last + 1):
-        stepper.step(batch_of(options, world, step, deterministic), step)
+        train_step.step(batch_of(options, comm, step, deterministic), step)
     grown = memory.peak(cpu) - before
     if folder is not None:
-        contents = weights.collect(*parts, keep=world.rank == 0)
-        if world.rank == 0:
-            done: dict[str, Any] = {"step": last, "documents": last * options.documents, "world_size": world.size}
+        contents = weights.collect(*parts, keep=comm.rank == 0)
+        if comm.rank == 0:
+            done: dict[str, Any] = {"step": last, "documents": last * options.documents, "world_size": comm.size}
             state = RunState(**done, config_hash="", data_hash="", scores={}, files={})
             checkpoint.save(Path(folder), state, contents)
-        world.largest(0)  # the next workers read it
-    return {"checksum": checksum(stepper), "mib": grown}
+        comm.all_reduce_max(0)  # the next workers read it
+    return {"checksum": checksum(train_step), "mib": grown}
 
 
-def turns(world: World, options: argparse.Namespace) -> dict[str, Any]:
+def turns(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of ordinary and deterministic steps that take turns, and the bytes of their exchanges."""
-    sides = {deterministic: stepper_of(options, world, deterministic) for deterministic in (False, True)}
+    sides = {deterministic: train_step_of(options, comm, deterministic) for deterministic in (False, True)}
     seconds: dict[bool, list[float]] = {False: [], True: []}
     counted: dict[bool, int] = {}
     for step in range(1, options.steps + 2):  # the first is not measured
-        for deterministic, stepper in sides.items():
-            batch = batch_of(options, world, step, deterministic)
-            world.largest(0)  # so that all start together
+        for deterministic, train_step in sides.items():
+            batch = batch_of(options, comm, step, deterministic)
+            comm.all_reduce_max(0)  # so that all start together
             begun = time.perf_counter()
-            counted[deterministic] = _exchanged(partial(stepper.step, batch, step))
+            counted[deterministic] = _exchanged(partial(train_step.step, batch, step))
             seconds[deterministic].append(time.perf_counter() - begun)
     return {"seconds": [seconds[False][1:], seconds[True][1:]], "bytes": [counted[False], counted[True]]}
 

@@ -1,4 +1,4 @@
-"""Made-up images and sounds as the shards hold them, and their feed."""
+"""Made-up images and sounds as the shards hold them, and their collator."""
 
 import io
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from trainer.model.settings import FrontendConfig
+from trainer.model.config import FrontendConfig
+from trainer.objectives.supcon.collator import ClipCollator
 from trainer.objectives.supcon.config import MaskConfig, SupconConfig
-from trainer.objectives.supcon.feed import ClipFeed
 
 _LABELS = 10
 _SIDES = (341, 256)  # of an image of 4:3 whose shorter side is the default of `content.shortest_edge`
@@ -19,15 +19,15 @@ _SHORT_FRAMES = 30  # of a clip of 0.3 s
 
 @dataclass(frozen=True)
 class Clips:
-    """Rows of one kind of content in memory, and their feed.
+    """Rows of one kind of content in memory, and their collator.
 
     Attributes:
         rows: rows of the shards.
-        feed: of a branch with the settings of VisualCSE or AudioCSE.
+        collator: of a task with the settings of VisualCSE or AudioCSE.
     """
 
     rows: pa.Table
-    feed: ClipFeed
+    collator: ClipCollator
 
     @staticmethod
     def of(content: str, count: int, seed: int, mixed: bool = False) -> "Clips":
@@ -44,7 +44,7 @@ class Clips:
                 "width": pa.array([width] * count, pa.int32()),
                 "height": pa.array([height] * count, pa.int32()),
             }
-            return Clips(pa.table(columns), ClipFeed(SupconConfig(), FrontendConfig(), seed))
+            return Clips(pa.table(columns), ClipCollator(SupconConfig(), FrontendConfig(), seed))
         sizes = generator.integers(_SHORT_FRAMES if mixed else _FRAMES, _FRAMES + 1, count)
         frames = [generator.normal(-4, 4, size * _MELS).astype(np.float32) for size in sizes.tolist()]
         columns |= {
@@ -52,7 +52,9 @@ class Clips:
             "num_frames": pa.array(sizes.tolist(), pa.int32()),
         }
         objective = SupconConfig(masks=MaskConfig(freq_mask=48, time_mask=192))
-        return Clips(pa.table(columns), ClipFeed(objective, FrontendConfig(patch_size=(24, 24), positions=False), seed))
+        return Clips(
+            pa.table(columns), ClipCollator(objective, FrontendConfig(patch_size=(24, 24), positions=False), seed)
+        )
 
 
 def _png(generator: np.random.Generator) -> bytes:

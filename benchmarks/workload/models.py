@@ -5,9 +5,9 @@ from typing import Any, Literal
 from transformers import PreTrainedModel
 
 from trainer.data.vocabulary import Vocabulary
+from trainer.model.config import EncoderConfig
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import build_model, load_hf_config
-from trainer.model.settings import EncoderConfig
 
 POSITIONS = 514  # RoBERTa's first two are never used
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks import record
 from benchmarks.workload import models, texts
 from trainer.data.batches import RankBatch
-from trainer.data.feed import Feed
+from trainer.data.collator import Collator
 from trainer.model.encoder import Encoder
 from trainer.objectives.base import Objective, implementation_of
 from trainer.objectives.config import ObjectiveConfig, RunContext
@@ -19,13 +19,13 @@ from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.scd.config import ScdConfig
 from trainer.objectives.scl.config import SclConfig
 from trainer.objectives.simcse.config import SimcseConfig
-from trainer.objectives.span_settings import SpanConfig
-from trainer.objectives.text_settings import TextObjectiveConfig
-from trainer.parallel.world import World
+from trainer.objectives.span_config import SpanConfig
+from trainer.objectives.text_config import TextObjectiveConfig
+from trainer.parallel.communicator import Communicator
+from trainer.step.config import OptimConfig
 from trainer.step.microbatch import Microbatch
 from trainer.step.optim import build_optimizer
-from trainer.step.settings import OptimConfig
-from trainer.step.step import Stepper
+from trainer.step.step import TrainStep
 
 _CPU = torch.device("cpu")
 TOTAL_STEPS = 1000  # length of the learning rate's schedule
@@ -73,9 +73,9 @@ class Workload:
             made = implementation_of(self.objective)(self.objective, RunContext(self.seed, self.spans), embedding_size)
         return made.to(self.device).train()
 
-    def feed(self) -> Feed:
-        """Build the feed; a span leaves room for its two special tokens."""
-        return self.loss(1).feed(models.vocabulary(self.size), models.POSITIONS - 4)
+    def collator(self) -> Collator:
+        """Build the collator; a span leaves room for its two special tokens."""
+        return self.loss(1).collator(models.vocabulary(self.size), models.POSITIONS - 4)
 
     def rows(self, first: int, count: int) -> pa.Table:
         """Rows [first, first + count) of the shards."""
@@ -83,25 +83,29 @@ class Workload:
 
     def batch(self, first: int, count: int) -> RankBatch:
         """Build one worker's batch of a step from rows [first, first + count)."""
-        return self.feed().feed(self.rows(first, count), np.zeros(count, np.int64)).to(self.device)
+        return self.collator().collate(self.rows(first, count), np.zeros(count, np.int64)).to(self.device)
 
     def encoder(self) -> Encoder:
         """Build the trainer's encoder: packed, in training mode, float32."""
         made = models.encoder(self.size, self.dropout, self.seed, self.attention_dropout, self.pooling)
         return made.to(self.device)
 
-    def stepper(
-        self, encoder: Encoder, microbatch_tokens: int | None = None, world: World | None = None, late: bool = False
-    ) -> Stepper:
-        """Build a stepper with the trainer's default optimizer, for one worker by default."""
+    def train_step(
+        self,
+        encoder: Encoder,
+        microbatch_tokens: int | None = None,
+        comm: Communicator | None = None,
+        late: bool = False,
+    ) -> TrainStep:
+        """Build a train step with the trainer's default optimizer, for one worker by default."""
         optim = OptimConfig()
         loss = self.loss(encoder.embedding_size)
-        return Stepper(
+        return TrainStep(
             encoder=encoder,
             objective=loss,
             optimizer=build_optimizer(optim, encoder, loss, fused=late or None),
             optim=optim,
-            world=world or World(),
+            comm=comm or Communicator(),
             seed=self.seed,
             total_steps=TOTAL_STEPS,
             microbatch=Microbatch(microbatch_tokens),

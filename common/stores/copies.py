@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.console.logs import get_logger
 from common.excerpt import excerpt
-from common.storage import folder_aside, put_back, write_text
+from common.storage import atomic_folder, put_back, write_text
 from common.stores.address import child
 from common.stores.files import fetch_file
 from common.stores.listing import FileRecord, decoded, encoded, records, tree
@@ -58,7 +58,7 @@ def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> i
         new = [name for name, record in wanted.items() if record is None or here.get(name) != record]
         if here != wanted:
             get_logger().info("fetching %d of %d files from %s", len(new), len(wanted), url)
-            with folder_aside(local, replace=True) as aside:
+            with atomic_folder(local, replace=True) as aside:
                 here = fetch_all(url, wanted, aside, retries, local, here)
                 if _stamps(local) != stamps:
                     raise RemoteError(f"{local} changed during the fetch and was not replaced; name a new folder")

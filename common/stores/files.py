@@ -15,7 +15,7 @@ from typing import Any, cast
 from fsspec.implementations.arrow import ArrowFSWrapper
 
 from common.credentials import redact
-from common.storage import fsync_path, write_aside
+from common.storage import atomic_file, fsync_path
 from common.stores.address import filesystem, network_errors
 from common.stores.retry import DEFAULT_RETRIES, AlteredError, Answer, RemoteError, RetryPolicy, explained, with_retries
 
@@ -51,7 +51,7 @@ def pull_file(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> 
     """Fetches one file and replaces the local one; returns False if the remote file does not exist."""
     if not _ask(url, retries, lambda files, place: bool(files.info(place)["type"] == "file")):
         return False
-    with write_aside(local) as aside:
+    with atomic_file(local) as aside:
         fetch_file(url, aside, retries)
     return True
 

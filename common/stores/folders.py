@@ -16,7 +16,7 @@ import msgspec
 
 from common.console.logs import get_logger, setup_logging
 from common.paths import expand
-from common.storage import folder_aside
+from common.storage import atomic_folder
 from common.stores.address import child, is_remote, short_name
 from common.stores.copies import fetch_all, pull_all
 from common.stores.files import push_file, remove_file, remove_tree, write_file
@@ -102,7 +102,7 @@ def _pull(url: str, listing: Mapping[str, FileRecord], local: Path, retries: Ret
         fcntl.flock(lock, fcntl.LOCK_EX)
         if local.exists() and (not renew or records(local) == listing):
             return
-        with folder_aside(local, replace=True) as aside:
+        with atomic_folder(local, replace=True) as aside:
             fetch_all(url, listing, aside, retries)
 
 

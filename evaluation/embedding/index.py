@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from common.config import Strict, first_problem
 from common.console.bars import bar
-from common.storage import folder_aside, hash_file, hash_json, write_json
+from common.storage import atomic_folder, hash_file, hash_json, write_json
 from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from evaluation.embedding.graphs import Graphs, write_graphs
 from evaluation.embedding.output import read_note, unit_vectors, write_npy_header
@@ -81,7 +81,7 @@ def build_index(
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
         raise EmbedError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
     kind = kind or ("exact" if note.rows <= EXACT_ROWS else "graph")
-    with folder_aside(output) as aside:
+    with atomic_folder(output) as aside:
         if _write_texts(aside / _TEXTS, config, source_field) != note.rows:
             raise EmbedError(
                 f"{embeddings}: its inputs have another number of texts than it has embeddings; embed again"

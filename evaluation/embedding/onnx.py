@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.storage import folder_aside, write_json
+from common.storage import atomic_folder, write_json
 from evaluation.encoders.protocol import EncoderError, SentenceEncoder
 from evaluation.encoders.transformer import TransformerEncoder
 
@@ -75,7 +75,7 @@ def export_onnx(encoder: SentenceEncoder, output: Path) -> None:
     before = encoder.encoder.config
     encoder.encoder.set_layout(before.model_copy(update={"layout": "padded"}))
     try:
-        with folder_aside(output) as aside:
+        with atomic_folder(output) as aside:
             _write_graph(_Graph(encoder).eval(), aside / "model.onnx", encoder.device)
             (aside / "tokenizer.json").write_text(_tokenizer(encoder), encoding="utf-8")
             settings = {

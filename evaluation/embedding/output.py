@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 from pydantic import ValidationError
 
 from common.config import Strict, first_problem
-from common.storage import write_aside
+from common.storage import atomic_file
 from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from evaluation.embedding.stored import CHUNK_ROWS, mapped
 from evaluation.embedding.units import EmbeddingSidecar, part_schema, shaped
@@ -62,7 +62,7 @@ def assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig
     """Write the output from the parts, in the order of the inputs; return its number of rows."""
     schema = part_schema(size, config)
     rows = sum(sidecar.written for sidecar in sidecars)
-    with write_aside(config.output) as aside:
+    with atomic_file(config.output) as aside:
         if config.output.suffix == ".npy":
             kind = schema.field("embedding").type
             with aside.open("wb") as stream:

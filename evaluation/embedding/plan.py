@@ -7,7 +7,7 @@ from common.paths import expand
 from common.storage import hash_json
 from evaluation.embedding.config import EmbedConfig, EmbedError
 from evaluation.embedding.units import corpus_of
-from pipeline.job.units import Unit, hash_unit, mark_units, plan_units
+from pipeline.job.units import Unit, hash_unit, plan_units, with_file_states
 from pipeline.readers.skipped import Skipped, describe_skipped
 
 _MIB = 2**20
@@ -24,7 +24,7 @@ def located(config: EmbedConfig) -> EmbedConfig:
 
 
 def plan(config: EmbedConfig) -> list[Unit]:
-    """Plan the units of the inputs, with the marks of their files.
+    """Plan the units of the inputs, with the states of their files.
 
     Raises:
         EmbedError: every problem that can be found before any work.
@@ -52,11 +52,14 @@ def plan(config: EmbedConfig) -> list[Unit]:
         raise EmbedError("\n".join(problems))
     for line in describe_skipped(skipped.kinds()):
         get_logger().warning(line)
-    return mark_units(units)
+    return with_file_states(units)
 
 
 def identify(config: EmbedConfig, units: list[Unit], fingerprint: str) -> list[str]:
     """SHA-256 for each unit of its input, the encoder and the settings that decide its embeddings."""
     settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
     settings |= {"precision": config.choice.precision, "fingerprint": fingerprint, "suffix": config.output.suffix}
-    return [hash_json([settings, hash_unit(unit), unit.stamp.model_dump() if unit.stamp else None]) for unit in units]
+    return [
+        hash_json([settings, hash_unit(unit), unit.input_state.model_dump() if unit.input_state else None])
+        for unit in units
+    ]

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from common.config import Strict
-from common.storage import write_aside, write_text
+from common.storage import atomic_file, write_text
 from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from evaluation.encoders.protocol import SentenceEncoder
-from pipeline.job.units import Unit, read_unit, stamp_read
+from pipeline.job.units import Unit, input_state_read, read_unit
 from pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, Record
 
 MAX_TEXT_MIB = 512
@@ -72,10 +72,10 @@ def embed_unit(
     skipped: Counter[str] = Counter()
     examples: list[str] = []
     read = written = seen_bytes = 0
-    with write_aside(folder / f"{unit.name}.arrow") as aside:
-        reading = read_unit(unit, corpus_of(config, config.text_field))
+    with atomic_file(folder / f"{unit.name}.arrow") as aside:
+        reader = read_unit(unit, corpus_of(config, config.text_field))
         with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for window in _windows(keyed(unit, reading, config)):
+            for window in _windows(keyed(unit, reader, config)):
                 rows, ids, texts = [], [], []
                 for record, key in window:
                     problem = (
@@ -102,10 +102,10 @@ def embed_unit(
                         )
                     writer.write_batch(_batch(schema, rows, ids, values))
                 if told is not None:
-                    now = reading.bytes_read
+                    now = reader.bytes_read
                     told(len(texts), now - seen_bytes)
                     seen_bytes = now
-    stamp_read(unit)
+    input_state_read(unit)
     path = folder / f"{unit.name}.arrow"
     sidecar = EmbeddingSidecar(
         unit=unit.name,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from common.hub import looks_like_a_path
 from common.paths import expand
-from common.suggestions import meant
+from common.suggestions import suggest
 
 
 def missing(name: str) -> str | None:
@@ -17,7 +17,7 @@ def missing(name: str) -> str | None:
 def near(name: str) -> str:
     """A suggestion of the nearest path in the folder above a path, if there is one."""
     above = expand(name).parent
-    return meant(name, [str(Path(name).parent / path.name) for path in above.iterdir()]) if above.is_dir() else ""
+    return suggest(name, [str(Path(name).parent / path.name) for path in above.iterdir()]) if above.is_dir() else ""
 
 
 def no_encoder(folder: Path) -> str | None:

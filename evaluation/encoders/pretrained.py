@@ -23,10 +23,10 @@ from trainer.model.bounds import (
     check_steps,
     check_tokenizer,
 )
+from trainer.model.config import EncoderConfig
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import UnfitEncoderError
 from trainer.model.layouts import embedding_layout
-from trainer.model.settings import EncoderConfig
 
 Loaded = tuple[Encoder, Any, Recipe | None, tuple[str, ...]]
 """Encoder, tokenizer, recipe of the steps after pooling, and unused parts of its files."""

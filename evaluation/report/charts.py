@@ -41,7 +41,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Mark:
+class ReferenceLine:
     """A vertical line at a value."""
 
     value: float
@@ -59,7 +59,7 @@ class Histogram:
     edges: NDArray[np.float64]
     """`(num_bins + 1,)`, ascending, positive."""
     series: list[Series]
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[ReferenceLine] = field(default_factory=list)
 
     def trimmed(self) -> "Histogram":
         """Copy without the empty bins at both ends. Every mark stays inside."""

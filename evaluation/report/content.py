@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.report.charts import Bar, Bars, Histogram, Mark, Role, Series
+from evaluation.report.charts import Bar, Bars, Histogram, ReferenceLine, Role, Series
 from evaluation.report.clusters import Clusters, find_clusters
 from evaluation.report.examples import Example, kept_examples, rejected_examples
 from evaluation.report.grouping import group_sources
@@ -14,7 +14,7 @@ from evaluation.report.markup import share
 from evaluation.report.media import MediaSurvey, media_bars, survey_media
 from evaluation.report.survey import NUM_BINS, Survey, survey
 from evaluation.report.tally import Tally, total
-from evaluation.report.texts import TextSurvey, survey_texts, text_bars
+from evaluation.report.text_survey import TextSurvey, survey_texts, text_bars
 from pipeline.job.estimate import Estimate, load_estimate
 from pipeline.job.progress import seconds_spent
 from pipeline.shards.content import size_noun
@@ -23,7 +23,7 @@ from pipeline.shards.shards import ShardSet, check_shards
 from pipeline.shards.windows import TOO_SHORT
 from trainer.objectives.config import RunContext
 from trainer.objectives.registry import DEFAULT
-from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.span_config import SpanConfig
 from trainer.setup.coverage import Coverage, coverage
 
 _SHOWN_NAMES = 20
@@ -44,7 +44,7 @@ class Content:
     estimate: Estimate | None
     seconds: float | None
     """Duration of the preparation, summed over all its runs."""
-    fates: dict[str, Tally]
+    statuses: dict[str, Tally]
     texts: TextSurvey | None
     """Figures of short texts; None for documents, images and audio."""
     media: MediaSurvey | None
@@ -60,7 +60,7 @@ class Content:
     @property
     def kept_tally(self) -> Tally:
         """All kept documents."""
-        return total(self.fates.get(split, Tally()) for split in SPLITS)
+        return total(self.statuses.get(split, Tally()) for split in SPLITS)
 
     def reasons(self) -> list[tuple[str, Role, Tally]]:
         """Reasons for which documents are not kept, the most frequent first."""
@@ -70,7 +70,7 @@ class Content:
                 "failed" if reason in self.manifest.failed else "short" if reason == TOO_SHORT else "dropped",
                 tally,
             )
-            for reason, tally in self.fates.items()
+            for reason, tally in self.statuses.items()
             if reason not in SPLITS
         ]
         return sorted(told, key=lambda item: (-item[2].read, item[0]))
@@ -113,7 +113,7 @@ def gather(folder: Path) -> Content:
         rejected=rejected_examples(folder, found),
         estimate=load_estimate(folder),
         seconds=seconds_spent(folder),
-        fates=found.fates.all(),
+        statuses=found.statuses.all(),
         texts=survey_texts(folder, manifest),
         media=survey_media(folder, manifest),
         coverage=_coverage(folder, manifest),
@@ -135,18 +135,20 @@ def _coverage(folder: Path, manifest: Manifest) -> Coverage | None:
 
 
 def lengths_chart(content: Content) -> Histogram:
-    """Lengths of all documents that were tokenized, by fate."""
+    """Lengths of all documents that were tokenized, by status."""
     lengths, geometry = content.found.lengths, content.manifest.geometry
     none = np.zeros(NUM_BINS, np.int64)
     kept = np.sum([lengths.get(split, none) for split in SPLITS], axis=0)
     short = lengths.get(TOO_SHORT, none)
-    others = np.sum([counts for fate, counts in lengths.items() if fate not in (*SPLITS, TOO_SHORT)] or [none], axis=0)
+    others = np.sum(
+        [counts for status, counts in lengths.items() if status not in (*SPLITS, TOO_SHORT)] or [none], axis=0
+    )
     series = [Series("kept", "kept", kept), Series("short", "too short", short)]
     if others.any():
         series.append(Series("dropped", "dropped for other reasons", others))
     told = {geometry.max_tokens: "longest span", geometry.min_document_tokens: "room for all anchors"}
     told[content.found.shortest] = "shortest document kept"
-    marks = [Mark(limit, f"{limit:,}: {told[limit]}") for limit in content.found.limits]
+    marks = [ReferenceLine(limit, f"{limit:,}: {told[limit]}") for limit in content.found.limits]
     edges = content.found.bin_edges()
     if content.media is not None:
         axis = f"{size_noun(content.manifest.content.kind)} (logarithmic)"

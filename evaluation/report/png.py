@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from common.storage import write_aside
+from common.storage import atomic_file
 from evaluation.report.charts import Bars, Histogram, count_ticks, short_number
 from evaluation.report.markup import visible
 
@@ -94,5 +94,5 @@ def _drawable(label: str) -> str:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    with write_aside(path) as aside:
+    with atomic_file(path) as aside:
         figure.savefig(aside, format="png")

@@ -31,8 +31,8 @@ def lengths(content: Content) -> Html:
     chart = lengths_chart(content)
     limits = content.found.limits
     kept, short, others = (np.zeros((len(limits) + 1, 2), np.int64) for _ in range(3))
-    for fate, counts in content.found.bands.items():
-        kind = kept if fate in SPLITS else short if fate == TOO_SHORT else others
+    for status, counts in content.found.bands.items():
+        kind = kept if status in SPLITS else short if status == TOO_SHORT else others
         kind += counts
     every = kept + short + others
     names = [f"under {limits[0]:,}", *(f"{low:,} to {high - 1:,}" for low, high in pairwise(limits))]
@@ -133,9 +133,9 @@ def duplicates(content: Content) -> Html:
 def contamination(content: Content) -> Html:
     """Documents that share text with evaluation sets, dropped or kept with a note."""
     matches = sorted(content.found.matches.values(), key=lambda one: (-one.kept - one.dropped, one.name))
-    if not matches and not content.fates.get(CONTAMINATED):
+    if not matches and not content.statuses.get(CONTAMINATED):
         return _NOTHING
-    kept, dropped = sum(one.kept for one in matches), content.fates.get(CONTAMINATED, Tally()).read
+    kept, dropped = sum(one.kept for one in matches), content.statuses.get(CONTAMINATED, Tally()).read
     rows: list[list[object]] = [
         [
             join(tag("span", one.name or "(other notes)", class_="label"), tag("small", f"e.g. “{one.words[:160]}”")),
@@ -208,5 +208,5 @@ def estimate(content: Content) -> Html:
 def _entry(entry: Entry) -> Html:
     kept = (entry.detail or "").partition("similarity ")[2]
     facts = [f"{entry.num_tokens:,} tokens"] if entry.num_tokens is not None else []
-    facts += [f"similarity {kept}"] if kept and entry.fate not in SPLITS else []
+    facts += [f"similarity {kept}"] if kept and entry.status not in SPLITS else []
     return join(place(entry.source, entry.offset), " ", tag("span", ", ".join(facts), class_="note"))

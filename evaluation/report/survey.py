@@ -66,14 +66,14 @@ class Survey:
     limits: list[int]
     """Lengths in tokens that divide the bands, ascending."""
     seed: int
-    fates: Tallies = field(default_factory=Tallies)
+    statuses: Tallies = field(default_factory=Tallies)
     sources: Tallies = field(default_factory=Tallies)
     """Tallies by top level: a file, or the archive that contains the document."""
     languages: Tallies = field(default_factory=Tallies)
     lengths: dict[str, I64] = field(default_factory=dict)
-    """Documents by length for each fate, `(NUM_BINS,)`; bounds in `bin_edges`."""
+    """Documents by length for each status, `(NUM_BINS,)`; bounds in `bin_edges`."""
     bands: dict[str, I64] = field(default_factory=dict)
-    """Documents and tokens, `(num_limits + 1, 2)`, below each limit and from the last one on, for each fate."""
+    """Documents and tokens, `(num_limits + 1, 2)`, below each limit and from the last one on, for each status."""
     matches: dict[str, Matches] = field(default_factory=dict)
     """Matches by evaluation set; notes of another form count under the empty name."""
     drawn: dict[str, list[Drawn]] = field(default_factory=dict)
@@ -96,9 +96,9 @@ class Survey:
 
         `line` is the number of the unit's rejected documents before this batch; returns their number after it.
         """
-        fates = batch.column("fate").dictionary_encode()
-        names: list[str] = fates.dictionary.to_pylist()
-        codes = fates.indices.to_numpy()
+        statuses = batch.column("status").dictionary_encode()
+        names: list[str] = statuses.dictionary.to_pylist()
+        codes = statuses.indices.to_numpy()
         self._count(batch)
         self._measure(batch.column("num_tokens"), codes, names)
         self._match(batch)
@@ -115,7 +115,7 @@ class Survey:
         columns = tally_columns(batch)
         top = pc.replace_substring_regex(batch.column("source"), pattern="(?s)!.*", replacement="")
         self.sources.add(top, columns)
-        self.fates.add(batch.column("fate"), columns)
+        self.statuses.add(batch.column("status"), columns)
         self.languages.add(batch.column("language"), columns)
 
     def _measure(self, column: pa.Array, codes: I64, names: list[str]) -> None:
@@ -136,13 +136,13 @@ class Survey:
 
     def _match(self, batch: pa.RecordBatch) -> None:
         """Counts kept and contaminated documents that hold text of evaluation sets."""
-        fates = batch.column("fate")
-        noted = pc.and_(pc.is_in(fates, pa.array([*SPLITS, CONTAMINATED])), batch.column("detail").is_valid())
+        statuses = batch.column("status")
+        noted = pc.and_(pc.is_in(statuses, pa.array([*SPLITS, CONTAMINATED])), batch.column("detail").is_valid())
         details = batch.column("detail").filter(noted)
         if not len(details):
             return
         found = pc.extract_regex(details, _MATCH)
-        kept = pc.not_equal(fates.filter(noted), CONTAMINATED)
+        kept = pc.not_equal(statuses.filter(noted), CONTAMINATED)
         columns = {
             "name": pc.fill_null(pc.struct_field(found, "name"), ""),
             "number": pc.fill_null(pc.struct_field(found, "number").cast(pa.int64()), 0),
@@ -201,9 +201,9 @@ def survey(folder: Path, manifest: Manifest) -> Survey:
         for batch in ledger_batches(path):
             line = found.add(batch, int(path.stem), start, line)
             start += batch.num_rows
-    counted = {fate: tally.read for fate, tally in found.fates.all().items()}
+    counted = {status: tally.read for status, tally in found.statuses.all().items()}
     totals = {"train": manifest.totals["kept_train"], "held-out": manifest.totals["kept_held_out"]}
     told = totals | manifest.dropped | manifest.failed
-    if counted != {fate: number for fate, number in told.items() if number}:
+    if counted != {status: number for status, number in told.items() if number}:
         raise ShardError(f"{folder}: the ledgers count {counted}, the manifest says {told}; prepare it again")
     return found

@@ -34,7 +34,7 @@ def total(tallies: Iterable[Tally]) -> Tally:
 
 def tally_columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
     """Columns to sum over rows of a ledger, named as `Tally`'s fields."""
-    kept = pc.is_in(batch.column("fate"), pa.array(SPLITS)).cast(pa.int64())
+    kept = pc.is_in(batch.column("status"), pa.array(SPLITS)).cast(pa.int64())
     size = batch.column("text_bytes")
     tokens = pc.fill_null(batch.column("num_tokens"), 0)
     read = pa.repeat(pa.scalar(1, pa.int64()), batch.num_rows)

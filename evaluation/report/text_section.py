@@ -3,7 +3,7 @@
 from evaluation.report.content import Content
 from evaluation.report.markup import Html, join, table, tag
 from evaluation.report.svg import draw_bar
-from evaluation.report.texts import text_bars
+from evaluation.report.text_survey import text_bars
 
 _QUANTILES = (0.5, 0.95, 0.99, 1.0)
 

@@ -24,7 +24,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Scored:
+class RetrievalScores:
     """One row of the table.
 
     Attributes:
@@ -57,13 +57,13 @@ def embed_windows(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[F32, 
     return unit_rows(found), owners
 
 
-def score_lexical(test: RetrievalTest, lexicon: Lexicon) -> list[Scored]:
+def score_lexical(test: RetrievalTest, lexicon: Lexicon) -> list[RetrievalScores]:
     """The rows of the baselines."""
     kinds = {BM25: lexicon.bm25, IDF: lexicon.idf_cosine}
-    return [Scored(name, _by_chunks(test, scores)) for name, scores in kinds.items()]
+    return [RetrievalScores(name, _by_chunks(test, scores)) for name, scores in kinds.items()]
 
 
-def score_encoder(test: RetrievalTest, encoder: SentenceEncoder, lexicon: Lexicon) -> list[Scored]:
+def score_encoder(test: RetrievalTest, encoder: SentenceEncoder, lexicon: Lexicon) -> list[RetrievalScores]:
     """The rows of an encoder: alone, and with the IDF cosine added to its cosine.
 
     The score of a text is that of its best window.
@@ -77,12 +77,14 @@ def score_encoder(test: RetrievalTest, encoder: SentenceEncoder, lexicon: Lexico
 
     name = encoder.name
     return [
-        Scored(name, _by_chunks(test, cosines)),
-        Scored(f"{name} + {IDF}", _by_chunks(test, lambda queries: cosines(queries) + lexicon.idf_cosine(queries))),
+        RetrievalScores(name, _by_chunks(test, cosines)),
+        RetrievalScores(
+            f"{name} + {IDF}", _by_chunks(test, lambda queries: cosines(queries) + lexicon.idf_cosine(queries))
+        ),
     ]
 
 
-def differences(first: Scored, second: Scored) -> dict[str, Comparison]:
+def differences(first: RetrievalScores, second: RetrievalScores) -> dict[str, Comparison]:
     """The second row minus the first, by measure, by a paired bootstrap over queries."""
     return {
         name: compare(before, after, SEED)
@@ -90,7 +92,9 @@ def differences(first: Scored, second: Scored) -> dict[str, Comparison]:
     }
 
 
-def write_comparison(test: RetrievalTest, scored: Sequence[Scored], encoders: Sequence[str], folder: Path) -> str:
+def write_comparison(
+    test: RetrievalTest, scored: Sequence[RetrievalScores], encoders: Sequence[str], folder: Path
+) -> str:
     """Write `pairs.json` and `pairs.md`; return the table.
 
     Every further encoder is compared with the first of `encoders`.
@@ -127,7 +131,7 @@ def _by_chunks(test: RetrievalTest, scores: Callable[[Sequence[str]], F32]) -> F
 
 def _table(
     test: RetrievalTest,
-    scored: Sequence[Scored],
+    scored: Sequence[RetrievalScores],
     encoders: Sequence[str],
     found: dict[str, dict[str, Comparison]],
 ) -> Iterator[str]:

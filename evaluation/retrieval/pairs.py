@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.excerpt import excerpt
-from common.suggestions import meant
+from common.suggestions import suggest
 
 MOST_BYTES = 2**30
 """Largest file of pairs or documents, because both are held in memory."""
@@ -78,7 +78,7 @@ def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
 
 
 def _missing(pairs: Path, missing: list[str], names: set[str], documents: Path | None) -> str:
-    near = "".join(meant(name, sorted(names)) for name in missing)
+    near = "".join(suggest(name, sorted(names)) for name in missing)
     other = "; with --documents FILE, pairs may have `id` instead of `text`" if documents is None else ""
     return (
         f"--pairs {pairs}: has no {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(names))}{other}"

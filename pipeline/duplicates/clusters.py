@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.duplicates.documents import I64
-from pipeline.duplicates.pairs import Pairs
+from pipeline.duplicates.pairs import DuplicatePairs
 
 _OPEN, _KEPT, _DROPPED = 0, 1, 2
 
@@ -32,7 +32,7 @@ class Decisions:
     """Number of documents that the kept one represents, including itself."""
 
 
-def decide(pairs: Pairs) -> Decisions:
+def decide(pairs: DuplicatePairs) -> Decisions:
     """Drops every document that pairs with an earlier kept one.
 
     Of equal texts only the first has near pairs (pipeline/duplicates/pairs.py); the others follow its decision.

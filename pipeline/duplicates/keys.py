@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from common.storage import write_aside
+from common.storage import atomic_file
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.signatures import band_keys
 from pipeline.readers.corpus import ID_BYTES
@@ -140,7 +140,7 @@ def write_keys(
     columns = [_one_row(array, field.type) for array, field in zip(arrays, schema, strict=False)]
     if labels:
         columns.append(pa.array([labels], _LABELS.type))
-    with write_aside(keys_path(folder, unit)) as aside, pa.ipc.new_file(str(aside), schema) as stream:
+    with atomic_file(keys_path(folder, unit)) as aside, pa.ipc.new_file(str(aside), schema) as stream:
         stream.write_batch(pa.record_batch(columns, schema=schema))
 
 

@@ -23,7 +23,7 @@ _EXACT_BIT = np.uint64(1)
 
 
 @dataclass(frozen=True)
-class Pairs:
+class DuplicatePairs:
     """Pairs of similar documents, by number, sorted by (later, earlier), without repeats."""
 
     later: I64
@@ -37,7 +37,7 @@ class Pairs:
         return len(self.later)
 
 
-def join(parts: Sequence[Pairs]) -> Pairs:
+def join(parts: Sequence[DuplicatePairs]) -> DuplicatePairs:
     """All pairs of the parts."""
     later = np.concatenate([part.later for part in parts] or [np.empty(0, np.int64)])
     earlier = np.concatenate([part.earlier for part in parts] or [np.empty(0, np.int64)])
@@ -45,10 +45,10 @@ def join(parts: Sequence[Pairs]) -> Pairs:
     exact = np.concatenate([part.exact for part in parts] or [np.empty(0, np.bool_)])
     order = np.lexsort((~exact, earlier, later))
     order = order[_first_of_runs(later[order], earlier[order])]
-    return Pairs(later[order], earlier[order], similarity[order], exact[order])
+    return DuplicatePairs(later[order], earlier[order], similarity[order], exact[order])
 
 
-def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, num_buckets: int) -> Pairs:
+def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, num_buckets: int) -> DuplicatePairs:
     """The pairs found by the keys of one bucket, [bucket, bucket + 1) * 2**64 / num_buckets.
 
     Raises:
@@ -95,14 +95,14 @@ def _in_runs(groups: I64) -> NDArray[np.bool_]:
     return ~alone
 
 
-def _exact_pairs(members: I64, ids: U64) -> Pairs:
+def _exact_pairs(members: I64, ids: U64) -> DuplicatePairs:
     """Each document with the first of the same id."""
     order = np.lexsort((members, ids[:, 1], ids[:, 0]))
     members, ids = members[order], ids[order]
     first = _first_of_runs(ids[:, 0], ids[:, 1])
     earlier = members[np.flatnonzero(first)[np.cumsum(first) - 1]]
     later, earlier = members[~first], earlier[~first]
-    return Pairs(later, earlier, np.ones(len(later), np.float32), np.ones(len(later), np.bool_))
+    return DuplicatePairs(later, earlier, np.ones(len(later), np.float32), np.ones(len(later), np.bool_))
 
 
 def _first_of_text(groups: I64, members: I64, ids: U64) -> NDArray[np.bool_]:
@@ -113,7 +113,7 @@ def _first_of_text(groups: I64, members: I64, ids: U64) -> NDArray[np.bool_]:
     return first
 
 
-def _window_pairs(members: I64, groups: I64, documents: Documents, near: NearConfig) -> Iterator[Pairs]:
+def _window_pairs(members: I64, groups: I64, documents: Documents, near: NearConfig) -> Iterator[DuplicatePairs]:
     """Each document with the similar ones among the `WINDOW` documents before it in its group."""
     for start in range(0, len(members), _BATCH):
         base = max(0, start - WINDOW)
@@ -134,7 +134,7 @@ def _large_groups(members: I64, groups: I64) -> Iterator[I64]:
         yield members[cuts[index] : cuts[index + 1]]
 
 
-def _leader_pairs(members: I64, documents: Documents, near: NearConfig) -> Iterator[Pairs]:
+def _leader_pairs(members: I64, documents: Documents, near: NearConfig) -> Iterator[DuplicatePairs]:
     """Each document of a group with the first similar leader of the group."""
     leaders: list[int] = []
     signed: list[NDArray[np.uint16]] = []
@@ -171,8 +171,8 @@ def _least_equal(near: NearConfig) -> int:
     return int(np.ceil(near.similarity * near.num_slots - 1e-9))
 
 
-def _alike(later: I64, earlier: I64, equal: I64, near: NearConfig) -> Pairs:
+def _alike(later: I64, earlier: I64, equal: I64, near: NearConfig) -> DuplicatePairs:
     """The candidates with enough equal slots."""
     alike = equal >= _least_equal(near)
     similarity = (equal[alike] / near.num_slots).astype(np.float32)
-    return Pairs(later[alike], earlier[alike], similarity, np.zeros(len(similarity), np.bool_))
+    return DuplicatePairs(later[alike], earlier[alike], similarity, np.zeros(len(similarity), np.bool_))

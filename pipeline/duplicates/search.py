@@ -10,13 +10,13 @@ import ray
 
 from common.console.logs import get_logger
 from common.session import SessionConfig, start_ray
-from common.storage import hash_json, write_aside
+from common.storage import atomic_file, hash_json
 from pipeline.duplicates.clusters import decide
 from pipeline.duplicates.config import DuplicatesConfig
 from pipeline.duplicates.documents import Documents, Numbering, number
 from pipeline.duplicates.exchange import PAIRS, Exchange
 from pipeline.duplicates.keys import KeysError
-from pipeline.duplicates.pairs import Pairs, bucket_pairs, join
+from pipeline.duplicates.pairs import DuplicatePairs, bucket_pairs, join
 from pipeline.duplicates.table import DUPLICATES, STAMP, stamp_of, write_duplicates
 
 KEYS_PER_BUCKET = 1 << 22
@@ -122,18 +122,18 @@ def _write_pairs(bucket: int, numbering: Numbering, config: DuplicatesConfig, nu
         }
     ).replace_schema_metadata({STAMP: stamp})
     path = pairs_path(numbering.folder, bucket)
-    with write_aside(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
+    with atomic_file(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
         stream.write_batch(batch)
 
 
-def _read_all(paths: Sequence[Path]) -> Pairs:
+def _read_all(paths: Sequence[Path]) -> DuplicatePairs:
     """The pairs of all buckets. Most pairs share several bands and therefore occur in several buckets."""
     joined = join([])
-    parts: list[Pairs] = []
+    parts: list[DuplicatePairs] = []
     for path in paths:
         batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
         names = ("later", "earlier", "similarity", "exact")
-        parts.append(Pairs(*(batch.column(name).to_numpy(zero_copy_only=False) for name in names)))
+        parts.append(DuplicatePairs(*(batch.column(name).to_numpy(zero_copy_only=False) for name in names)))
         if sum(map(len, parts)) > max(_JOINED, len(joined)):
             joined, parts = join([joined, *parts]), []
     return join([joined, *parts])

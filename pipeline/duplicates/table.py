@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from common.storage import write_aside
+from common.storage import atomic_file
 from pipeline.duplicates.clusters import Decisions
 from pipeline.duplicates.documents import I64, Documents
 from pipeline.readers.corpus import ID_BYTES
@@ -76,7 +76,7 @@ def write_duplicates(
     batch = pa.record_batch(columns)
     kept = {} if labels is None else {LABELS: json.dumps(labels)}
     batch = batch.replace_schema_metadata({STAMP: stamp, **kept})
-    with write_aside(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
+    with atomic_file(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
         stream.write_batch(batch)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.paths import expand
-from common.storage import hash_file, hash_json, write_aside
+from common.storage import atomic_file, hash_file, hash_json
 from pipeline.filters.contamination import SCHEMA_VERSION, Contamination, check_of, keys_of, ngram_hashes
 from pipeline.filters.words import folded_words, hash_folded
 
@@ -84,7 +84,7 @@ def build_index(config: Contamination, path: Path) -> None:
             "head": str(shortest),
         }
     )
-    with write_aside(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+    with atomic_file(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
 
 

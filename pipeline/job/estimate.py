@@ -17,13 +17,13 @@ from common.config import Strict
 from common.console.logs import get_logger
 from common.storage import write_text
 from pipeline.config import PipelineConfig, identity
-from pipeline.job.judging import Judged
+from pipeline.job.decisions import Decision
 from pipeline.job.outcome import lines_hint, nothing_kept
 from pipeline.job.sample import output_engine
-from pipeline.job.strata import Found, Stratum, bites, draw_strata
-from pipeline.job.unit_writer import Tally
+from pipeline.job.strata import SampleTotals, Stratum, chunks, draw_strata
+from pipeline.job.unit_writer import RunningCounts
 from pipeline.job.units import Unit, read_unit
-from pipeline.job.worker import judged_records
+from pipeline.job.worker import decide_records
 from pipeline.readers.corpus import MIB, ReadFailure
 from pipeline.shards.content import ContentKind, bytes_noun, noun_of, size_noun
 from pipeline.shards.manifest import SPLITS, Manifest
@@ -146,29 +146,29 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
         ConfigError: the engine in tokenizer.engine does not give the same ids.
     """
     engine = output_engine(config, folder, units)
-    judge = partial(judged_records, folder=folder, config=config, tokenizer=tokenizer, engine=engine)
-    list(judge(iter(())))  # load the tokenizer before the clock starts
-    seen = Tally()
+    decide = partial(decide_records, folder=folder, config=config, tokenizer=tokenizer, engine=engine)
+    list(decide(iter(())))  # load the tokenizer before the clock starts
+    seen = RunningCounts()
     failures: list[ReadFailure] = []
     strata = draw_strata([part for unit in units for part in unit.parts])
     total = sum(stratum.num_bytes for stratum in strata)
     for stratum in strata:
         for one in stratum.sampled:
             began, started = time.perf_counter(), time.process_time()
-            reading = read_unit(Unit(name="00000", parts=[one.part]), config.corpus, config.content)
-            for records, num_bytes in bites(reading, one.part.num_bytes):
+            reader = read_unit(Unit(name="00000", parts=[one.part]), config.corpus, config.content)
+            for records, num_bytes in chunks(reader, one.part.num_bytes):
                 failures += [record for record in records if isinstance(record, ReadFailure)][:1]
-                found = _judge(judge(iter(records)), seen)
+                found = _totals_of(decide(iter(records)), seen)
                 now = time.process_time()
-                one.bites.append((replace(found, cpu_seconds=now - started), num_bytes))
+                one.chunks.append((replace(found, cpu_seconds=now - started), num_bytes))
                 started = now
                 if time.perf_counter() - began > _SAMPLE_SECONDS * one.stands_for / total:
                     break
     counts = seen.counts()
     if problem := nothing_kept(counts, config, failures):
         get_logger().warning("in the sample: %s", problem)
-    found = sum((stratum.estimate() for stratum in strata), Found())
-    spread = sum((stratum.variance() for stratum in strata), Found())
+    found = sum((stratum.estimate() for stratum in strata), SampleTotals())
+    spread = sum((stratum.variance() for stratum in strata), SampleTotals())
     num_cpus = config.session.num_cpus or os.cpu_count() or 1
     token_bytes = (2 if tokenizer.vocab_size <= UINT16_VOCABULARY else 4) if tokenizer else 0
     window_bytes = 4 / config.geometry.max_tokens if config.content.kind == "documents" else 0
@@ -204,15 +204,17 @@ def _longest_unit(units: Sequence[Unit], strata: Sequence[Stratum]) -> float:
     return max(costs, default=0)
 
 
-def _judge(records: Iterable[tuple[Judged, NDArray[np.uint32] | Media | None]], seen: Tally) -> Found:
-    """Sums over some records; counts their fates in `seen`."""
-    found = Found()
-    for judged, content in records:
-        kept, entry = content is not None, judged.entry
-        num_texts = 0 if judged.layout is None else len(judged.layout.starts)
+def _totals_of(
+    records: Iterable[tuple[Decision, NDArray[np.uint32] | Media | None]], seen: RunningCounts
+) -> SampleTotals:
+    """Sums over some records; counts their statuses in `seen`."""
+    found = SampleTotals()
+    for decision, content in records:
+        kept, entry = content is not None, decision.entry
+        num_texts = 0 if decision.layout is None else len(decision.layout.starts)
         media_bytes = content.num_bytes if isinstance(content, Image | Clip) else 0
         size = (entry.num_tokens or 0) if kept else 0
-        found += Found(1, int(kept), size, entry.text_bytes, num_texts=num_texts, media_bytes=media_bytes)
+        found += SampleTotals(1, int(kept), size, entry.text_bytes, num_texts=num_texts, media_bytes=media_bytes)
         seen.add(entry, kept)
     return found
 

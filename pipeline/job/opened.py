@@ -12,7 +12,7 @@ from pipeline.config import PipelineConfig
 from pipeline.duplicates.search import find_duplicates
 from pipeline.duplicates.table import DUPLICATES
 from pipeline.job.estimate import ESTIMATE
-from pipeline.job.output import PreparePlan, claim, discard
+from pipeline.job.output import PreparePlan, discard, write_plan
 from pipeline.job.output_store import Files, OutputStore
 from pipeline.job.unit_writer import finished_sidecar
 from pipeline.job.units import Unit
@@ -76,9 +76,9 @@ class Output:
     def refresh(self) -> None:
         """Looks at the output again; other commands may have worked on it."""
 
-    def claim(self, plan: PreparePlan) -> None:
+    def write_plan(self, plan: PreparePlan) -> None:
         """Writes the plan unless it exists."""
-        claim(self.folder, plan)
+        write_plan(self.folder, plan)
 
     def share(self) -> None:
         """Makes the tokenizer and the index of evaluation sets readable for all hosts."""

@@ -35,19 +35,22 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
         return
     store = OutputStore(config.output, config.cache, config.storage_retry_seconds)
     try:
-        store.room.mkdir(parents=True, exist_ok=True)
+        store.cache_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = f"cache = {config.cache}: {error.strerror}; name a folder of this host that can be written"
         raise ConfigError("prepare", [problem]) from error
-    for left in store.room.glob("command-*"):
+    for left in store.cache_dir.glob("command-*"):
         _remove_unless_held(left)
-    with tempfile.TemporaryDirectory(prefix="command-", dir=store.room) as name, Path(name, _HELD).open("w") as held:
+    with (
+        tempfile.TemporaryDirectory(prefix="command-", dir=store.cache_dir) as name,
+        Path(name, _HELD).open("w") as held,
+    ):
         fcntl.flock(held, fcntl.LOCK_EX)
         output = StoredOutput(config, store, Path(name))
         output.refresh()
         yield output
     with contextlib.suppress(OSError):  # other files of this output are left
-        store.room.rmdir()
+        store.cache_dir.rmdir()
 
 
 def _remove_unless_held(folder: Path) -> None:

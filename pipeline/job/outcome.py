@@ -134,7 +134,7 @@ def labels_hint(manifest: Manifest) -> str | None:
 
 
 def summary(manifest: Manifest, output: str) -> str:
-    """One line with the output folder, the documents read and their fates."""
+    """One line with the output folder, the documents read and their statuses."""
     totals = manifest.totals
     lost = ", ".join(f"{number:,} {reason}" for reason, number in [*manifest.dropped.items(), *manifest.failed.items()])
     return (

@@ -16,11 +16,11 @@ from pipeline.duplicates.table import DUPLICATES
 from pipeline.filters.config import fingerprints
 from pipeline.filters.evaluation_sets import INDEX
 from pipeline.job.estimate import ESTIMATE
-from pipeline.job.progress import BEATS, PROGRESS
+from pipeline.job.progress import HEARTBEATS, PROGRESS
 from pipeline.job.units import Unit, hash_unit
 from pipeline.job.worker import CANDIDATES
+from pipeline.readers.input_state import InputState
 from pipeline.readers.skipped import Skip
-from pipeline.readers.stamp import Stamp
 from pipeline.shards.ledger import LEDGERS, REJECTED
 from pipeline.shards.manifest import MANIFEST, TOKENIZER
 
@@ -36,7 +36,7 @@ class PreparePlan(Strict):
     """Hash of other files that influence the choice, by setting."""
     sources: dict[str, str]
     """First source of each unit, by unit name, for messages on changed inputs."""
-    stamps: dict[str, Stamp]
+    input_states: dict[str, InputState]
     """State of each unit's inputs, by unit name."""
     skipped: dict[str, Skip] = Field(default_factory=dict)
     """Skipped files, by kind; without influence on whether a folder can be continued."""
@@ -50,7 +50,7 @@ def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Sk
         units={unit.name: hash_unit(unit) for unit in units},
         files=fingerprints(config.filters),
         sources={unit.name: unit.parts[0].source for unit in units},
-        stamps={unit.name: unit.stamp for unit in units if unit.stamp},
+        input_states={unit.name: unit.input_state for unit in units if unit.input_state},
         skipped=skipped or {},
     )
 
@@ -60,7 +60,7 @@ def hash_plan(plan: PreparePlan) -> str:
     return hash_json([plan.config_hash, plan.units, plan.files])
 
 
-def claim(folder: Path, plan: PreparePlan) -> None:
+def write_plan(folder: Path, plan: PreparePlan) -> None:
     """Writes the plan to the folder and removes temporary files of a killed run."""
     if not (folder / PLAN).exists():
         write_text(folder / PLAN, plan.model_dump_json(indent=1) + "\n")
@@ -73,7 +73,7 @@ def claim(folder: Path, plan: PreparePlan) -> None:
 
 def discard(folder: Path) -> None:
     """Removes everything that a preparation wrote, except its lock."""
-    for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES, BEATS):
+    for name in (TOKENIZER, "units", LEDGERS, REJECTED, CANDIDATES, HEARTBEATS):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in [*folder.glob("train-*.arrow"), *folder.glob("held-out-*.arrow")]:
         path.unlink()

@@ -27,7 +27,7 @@ from common.stores.folders import local_files
 from common.stores.listing import FileRecord, decoded, encoded
 from common.stores.retry import RetryPolicy
 from pipeline.duplicates.exchange import Exchange
-from pipeline.job.progress import BEATS
+from pipeline.job.progress import HEARTBEATS
 from pipeline.job.units import Unit
 from pipeline.job.worker import CANDIDATES
 
@@ -59,7 +59,7 @@ class OutputStore:
         return RetryPolicy(self.storage_retry_seconds)
 
     @property
-    def room(self) -> Path:
+    def cache_dir(self) -> Path:
         """Folder of this host for files of this output."""
         return expand(self.cache).absolute() / short_name(self.address)
 
@@ -113,23 +113,25 @@ class OutputStore:
         return Exchange(self.at(CANDIDATES), cache, keys, self.storage_retry_seconds)
 
     @contextmanager
-    def desk(self, shared: Mapping[str, FileRecord], own: Mapping[str, FileRecord], beats: Path) -> Iterator[Path]:
+    def staging_dir(
+        self, shared: Mapping[str, FileRecord], own: Mapping[str, FileRecord], heartbeats: Path
+    ) -> Iterator[Path]:
         """A temporary folder of this host with the layout of an output folder, for one task.
 
         Args:
             shared: files that all tasks need; a host fetches them once.
             own: files that this task needs.
-            beats: folder for heartbeats, which exists on the host of the command only.
+            heartbeats: folder for heartbeats, which exists on the host of the command only.
         """
-        copy = local_files(self.address, shared, self.room / _COPIES, self.retries)
-        (self.room / _TASKS).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.room / _TASKS) as name:
+        copy = local_files(self.address, shared, self.cache_dir / _COPIES, self.retries)
+        (self.cache_dir / _TASKS).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.cache_dir / _TASKS) as name:
             folder = Path(name)
             for path in copy.iterdir():
                 (folder / path.name).symlink_to(path)
-            if beats.parent.is_dir():
-                beats.mkdir(exist_ok=True)
-                (folder / beats.name).symlink_to(beats)
+            if heartbeats.parent.is_dir():
+                heartbeats.mkdir(exist_ok=True)
+                (folder / heartbeats.name).symlink_to(heartbeats)
             self.fetch(own, folder)
             yield folder
 
@@ -148,7 +150,7 @@ class OutputStore:
 
 def _sweep(store: OutputStore) -> None:
     for name in (_COPIES, _TASKS):
-        shutil.rmtree(store.room / name, ignore_errors=True)
+        shutil.rmtree(store.cache_dir / name, ignore_errors=True)
 
 
 def holds(there: Mapping[str, int], files: Mapping[str, FileRecord]) -> bool:
@@ -157,11 +159,11 @@ def holds(there: Mapping[str, int], files: Mapping[str, FileRecord]) -> bool:
 
 
 def made_in(folder: Path, needs: Mapping[str, FileRecord]) -> list[str]:
-    """Names of the files that a task has made at its desk, the sidecar last."""
+    """Names of the files that a task has made in its staging folder, the sidecar last."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     names = {path.relative_to(folder).as_posix() for path in files} - needs.keys()
     return sorted(
-        (name for name in names if not name.startswith(f"{BEATS}/")), key=lambda name: ("units/" in name, name)
+        (name for name in names if not name.startswith(f"{HEARTBEATS}/")), key=lambda name: ("units/" in name, name)
     )
 
 
@@ -172,7 +174,7 @@ def refuse_missing(unit: Unit) -> None:
         FileNotFoundError: it does not.
     """
     for part in unit.parts:
-        if unit.marks.get(part.path) and not is_remote(part.path) and not Path(part.path).exists():
+        if unit.file_states.get(part.path) and not is_remote(part.path) and not Path(part.path).exists():
             raise FileNotFoundError(
                 f"{part.path} is not on host {socket.gethostname()}; put the corpus into a folder that all hosts see, "
                 "or into an object store, and name it in corpus.paths"

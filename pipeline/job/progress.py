@@ -18,7 +18,7 @@ from pipeline.shards.content import ContentKind, bytes_noun, noun_of
 from pipeline.shards.manifest import Counts, Sidecar
 
 PROGRESS = "progress.jsonl"
-BEATS = "beats"
+HEARTBEATS = "heartbeats"
 """Folder in the output folder for the heartbeats of tasks; removed at the end of a stage."""
 _MIB = 2**20
 _BEAT_SECONDS = 2.0
@@ -48,7 +48,7 @@ class Done(Strict):
 
 
 @dataclass
-class Heartbeat:
+class UnitHeartbeat:
     """Writes the progress of one unit, at most every two seconds. A lost heartbeat does no harm."""
 
     folder: Path
@@ -62,7 +62,7 @@ class Heartbeat:
     def beat(self, done: Done) -> None:
         """Replaces this unit's last heartbeat."""
         self._last = time.monotonic()
-        path = self.folder / BEATS / self.unit
+        path = self.folder / HEARTBEATS / self.unit
         aside = path.with_name(f".{self.unit}.{os.getpid()}.tmp")
         with contextlib.suppress(OSError):  # a full disk ends the unit where it writes what matters
             path.parent.mkdir(exist_ok=True)
@@ -99,7 +99,7 @@ class Progress(Watcher):
             unit_divisor=1024,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
         )
-        shutil.rmtree(folder / BEATS, ignore_errors=True)
+        shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)
 
     def add(self, sidecar: Sidecar) -> None:
         """Counts one more finished unit."""
@@ -116,7 +116,7 @@ class Progress(Watcher):
     def _under_way(self) -> Done:
         """Work of unfinished units so far."""
         total = Done()
-        for path in (self._folder / BEATS).glob("[0-9]*"):
+        for path in (self._folder / HEARTBEATS).glob("[0-9]*"):
             if path.name not in self._finished:
                 try:
                     total += Done.model_validate_json(path.read_bytes())
@@ -150,7 +150,7 @@ class Progress(Watcher):
         super().__exit__()
         self._bar.close()
         self._log.close()
-        shutil.rmtree(self._folder / BEATS, ignore_errors=True)
+        shutil.rmtree(self._folder / HEARTBEATS, ignore_errors=True)
 
 
 def seconds_spent(folder: Path) -> float | None:

@@ -14,7 +14,7 @@ from pipeline.job.output import PreparePlan
 from pipeline.job.unit_writer import load_sidecar
 from pipeline.job.units import Unit
 from pipeline.job.worker import CANDIDATES
-from pipeline.readers.stamp import Stamp, digest_parts
+from pipeline.readers.input_state import InputState, digest_parts
 from pipeline.shards.manifest import MANIFEST
 
 _THREADS = 4
@@ -38,21 +38,21 @@ def content_problems(folder: Path, config: PipelineConfig, units: Sequence[Unit]
         plan = PreparePlan.model_validate_json((folder / PLAN).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValidationError):
         return []
-    judge = _Judge(folder, plan, verify)
+    check = _InputCheck(folder, plan, verify)
     with ThreadPoolExecutor(_THREADS) as pool:
-        changed = [unit for unit, same in zip(units, pool.map(judge.is_same, units), strict=True) if not same]
+        changed = [unit for unit, same in zip(units, pool.map(check.is_same, units), strict=True) if not same]
     if changed:
         return [
             f"output = {config.output!r} was started with other contents of its inputs: {len(changed)} of {len(units)} "
             f"units changed although names and sizes are the same, the first at {changed[0].parts[0].source}; restore "
             "the earlier files, name another folder or delete this one"
         ]
-    judge.tell(len(units))
+    check.tell(len(units))
     return []
 
 
-class _Judge:
-    """Compares the inputs of units with their recorded stamps."""
+class _InputCheck:
+    """Compares the inputs of units with their recorded states."""
 
     def __init__(self, folder: Path, plan: PreparePlan, verify: bool) -> None:
         self._folder, self._plan, self._verify = folder, plan, verify
@@ -62,7 +62,7 @@ class _Judge:
 
     def is_same(self, unit: Unit) -> bool:
         """Returns True if a unit's inputs match their record."""
-        now, noted = unit.stamp, self._noted(unit)
+        now, noted = unit.input_state, self._noted(unit)
         if now is None:
             return True
         if noted is None or now.sample != noted.sample:
@@ -77,11 +77,11 @@ class _Judge:
         (self._verified if self._verify else self._touched).append(unit.name)
         return digest_parts(unit.parts) == noted.digest
 
-    def _noted(self, unit: Unit) -> Stamp | None:
+    def _noted(self, unit: Unit) -> InputState | None:
         for folder in (self._folder, self._folder / CANDIDATES):
-            if (sidecar := load_sidecar(folder, unit.name)) and sidecar.stamp:
-                return sidecar.stamp
-        return self._plan.stamps.get(unit.name)
+            if (sidecar := load_sidecar(folder, unit.name)) and sidecar.input_state:
+                return sidecar.input_state
+        return self._plan.input_states.get(unit.name)
 
     def tell(self, num_units: int) -> None:
         """Logs which units were accepted as unchanged, and why."""

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from common.console.logs import get_logger
-from common.storage import folder_aside
+from common.storage import atomic_folder
 from pipeline.config import PipelineConfig
 from pipeline.filters.whitespace import normalise
 from pipeline.job.units import Unit, read_unit
 from pipeline.readers.corpus import MIB
 from pipeline.shards.manifest import TOKENIZER
-from pipeline.texts.rows import texts_of
+from pipeline.texts.text_rows import texts_of
 from pipeline.tokenizer.batch_tokenizer import EngineName
 from pipeline.tokenizer.engine import choose_engine
 from pipeline.tokenizer.tokenization import (
@@ -60,7 +60,7 @@ def output_tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]
             made = train_tokenizer(texts, tokenizer.vocab_size)
         else:
             made = load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
-        with folder_aside(folder / TOKENIZER) as aside:
+        with atomic_folder(folder / TOKENIZER) as aside:
             _save(made, aside)
     return describe_tokenizer(load_tokenizer(str(folder / TOKENIZER)), tokenizer.kind)
 

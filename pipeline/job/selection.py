@@ -60,7 +60,7 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
             if entry.row is None:
                 writer.reject(entry, next(texts) if texts else "")
                 continue
-            content, layout = next(kept_rows[entry.fate])
+            content, layout = next(kept_rows[entry.status])
             copy = copies.get(ordinal)
             if (
                 copy is None
@@ -69,7 +69,7 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
                 and content.label not in labels
             ):
                 told = f"label {content.label!r} is not one of the {len(labels)} most frequent"
-                writer.reject(replace(entry, fate=RARE_LABEL, row=None, detail=told), "")
+                writer.reject(replace(entry, status=RARE_LABEL, row=None, detail=told), "")
             elif copy is None:
                 writer.keep(entry, content, layout)
             else:
@@ -77,14 +77,14 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
                 text = (
                     "" if decoder is None or isinstance(content, Image | Clip) else _decoded(decoder, content, layout)
                 )
-                fate = REASONS[copy.kind]
+                status = REASONS[copy.kind]
                 if copy.kept_label is not None and isinstance(content, Image | Clip):
-                    fate = OTHER_LABEL
+                    status = OTHER_LABEL
                     kept += f", label {copy.kept_label!r} there, {content.label!r} here"
                     writer.conflict = writer.conflict or f"{entry.source!r}: {kept}"
-                writer.reject(replace(entry, fate=fate, row=None, detail=kept), text)
+                writer.reject(replace(entry, status=status, row=None, detail=kept), text)
     noted = load_sidecar(candidates, unit.name)
-    return writer.finish(noted.stamp if noted else None)
+    return writer.finish(noted.input_state if noted else None)
 
 
 def _decoded(decoder: Tokenizer, ids: NDArray[np.uint32], layout: Layout | None) -> str:

@@ -20,7 +20,7 @@ from pipeline.duplicates.keys import KeysError
 from pipeline.duplicates.table import DUPLICATES
 from pipeline.job.opened import Output
 from pipeline.job.output_store import Files, OutputStore, made_in, refuse_missing
-from pipeline.job.progress import BEATS, Progress
+from pipeline.job.progress import HEARTBEATS, Progress
 from pipeline.job.sample import output_engine
 from pipeline.job.selection import most_frequent_labels, write_selected
 from pipeline.job.units import Unit
@@ -128,7 +128,7 @@ def work_on(
         else:
             refuse_missing(unit)
             needs = decoded(row["needs"], unit.name)
-            with store.desk(shared or {}, needs, Path(folder) / BEATS) as place:
+            with store.staging_dir(shared or {}, needs, Path(folder) / HEARTBEATS) as place:
                 sidecar = write(place)
                 sent = encoded(store.send_finished(stage, unit.name, place, made_in(place, needs)))
     except (OSError, ShardError) as error:

@@ -62,7 +62,7 @@ class StoredOutput(Output):
     @property
     def estimate_path(self) -> Path:
         """Path of the estimate of `--plan` in the cache of this host."""
-        return self.store.room.with_name(f"{self.store.room.name}.{ESTIMATE}")
+        return self.store.cache_dir.with_name(f"{self.store.cache_dir.name}.{ESTIMATE}")
 
     @property
     def session(self) -> SessionConfig:
@@ -126,9 +126,9 @@ class StoredOutput(Output):
         path = self.folder / name
         return path.exists() and hash_file(path) == record.sha256
 
-    def claim(self, plan: PreparePlan) -> None:
+    def write_plan(self, plan: PreparePlan) -> None:
         """Sends the plan unless the store has one."""
-        super().claim(plan)
+        super().write_plan(plan)
         if PLAN not in self._there:
             push_file(self.folder / PLAN, self.store.at(PLAN), self.store.retries)
 

@@ -1,6 +1,6 @@
 """A stratified sample of a corpus: parts of each folder and each format.
 
-A part is read in bites: a few records with the number of their input bytes.
+A part is read in chunks: a few records with the number of their input bytes.
 """
 
 import math
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipeline.job.units import Reading
+from pipeline.job.units import UnitReader
 from pipeline.readers.corpus import Document, Part, Record
 from pipeline.readers.names import bare_suffix
 
@@ -19,14 +19,14 @@ MAX_STRATA = 16
 SAMPLED_PARTS = 64
 LEAST_PARTS = 4
 """Least number of sampled parts of a stratum, because a small file may hold most of the documents."""
-_BITE_DOCUMENTS = 256
-_BITE_CHARACTERS = 1_000_000
+_CHUNK_DOCUMENTS = 256
+_CHUNK_CHARACTERS = 1_000_000
 _UNKNOWN_SPREAD = 0.3
-"""Assumed relative standard deviation of a rate if only one bite of a part was read."""
+"""Assumed relative standard deviation of a rate if only one chunk of a part was read."""
 
 
 @dataclass(frozen=True)
-class Found:
+class SampleTotals:
     """Sums over the sample, or estimated sums over the input that it represents."""
 
     documents: float = 0
@@ -39,11 +39,11 @@ class Found:
     media_bytes: float = 0
     """Bytes of kept images and clips."""
 
-    def __add__(self, other: "Found") -> "Found":
-        return Found(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: "SampleTotals") -> "SampleTotals":
+        return SampleTotals(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
-    def __mul__(self, factor: float) -> "Found":
-        return Found(*(value * factor for value in astuple(self)))
+    def __mul__(self, factor: float) -> "SampleTotals":
+        return SampleTotals(*(value * factor for value in astuple(self)))
 
 
 @dataclass
@@ -53,21 +53,21 @@ class Sampled:
     Attributes:
         part: the part, of which at least the beginning is read.
         stands_for: input bytes of its stratum that it represents.
-        bites: sums and input bytes of each bite, in order.
+        chunks: sums and input bytes of each chunk, in order.
     """
 
     part: Part
     stands_for: float
-    bites: list[tuple[Found, int]]
+    chunks: list[tuple[SampleTotals, int]]
 
     @property
     def num_bytes(self) -> int:
         """Input bytes that were read."""
-        return sum(size for _, size in self.bites)
+        return sum(size for _, size in self.chunks)
 
-    def estimate(self) -> Found:
+    def estimate(self) -> SampleTotals:
         """Estimated sums over the bytes that it represents."""
-        return sum((found for found, _ in self.bites), Found()) * (self.stands_for / max(1, self.num_bytes))
+        return sum((found for found, _ in self.chunks), SampleTotals()) * (self.stands_for / max(1, self.num_bytes))
 
 
 @dataclass
@@ -84,11 +84,11 @@ class Stratum:
         """Input bytes of all its parts."""
         return sum(part.num_bytes for part in self.parts)
 
-    def estimate(self) -> Found:
+    def estimate(self) -> SampleTotals:
         """Estimated sums over all of its parts."""
-        return sum((one.estimate() for one in self.sampled), Found())
+        return sum((one.estimate() for one in self.sampled), SampleTotals())
 
-    def variance(self) -> Found:
+    def variance(self) -> SampleTotals:
         """Variances of `estimate`: between parts, if not all were read, and within partly read ones."""
         totals = np.array([astuple(one.estimate()) for one in self.sampled])
         found = np.zeros(totals.shape[1])
@@ -103,13 +103,13 @@ class Stratum:
             found += between * (1 - count / len(self.parts))
         for one, total in zip(self.sampled, totals, strict=True):
             unread = max(0.0, 1 - one.num_bytes / max(1, one.part.num_bytes))
-            sizes = np.array([size for _, size in one.bites], dtype=float)
+            sizes = np.array([size for _, size in one.chunks], dtype=float)
             if unread and len(sizes) > 1:
-                rates = np.array([astuple(bite) for bite, _ in one.bites]) / np.maximum(1, sizes)[:, None]
+                rates = np.array([astuple(chunk) for chunk, _ in one.chunks]) / np.maximum(1, sizes)[:, None]
                 found += one.stands_for**2 * rates.var(axis=0, ddof=1) / len(sizes) * unread
             elif unread:
                 found += (_UNKNOWN_SPREAD * total) ** 2 * unread
-        return Found(*found.tolist())
+        return SampleTotals(*found.tolist())
 
 
 def draw_strata(parts: Sequence[Part]) -> list[Stratum]:
@@ -130,17 +130,17 @@ def draw_strata(parts: Sequence[Part]) -> list[Stratum]:
     return [_draw(groups[kind], total) for kind in sorted(groups)]
 
 
-def bites(reading: Reading, num_bytes: int) -> Iterator[tuple[list[Record], int]]:
-    """The records of a part in bites, each with the number of input bytes that it was read from.
+def chunks(reader: UnitReader, num_bytes: int) -> Iterator[tuple[list[Record], int]]:
+    """The records of a part in chunks, each with the number of input bytes that it was read from.
 
     A reader takes its input in pieces, so its consumed bytes are ahead of its records. The two agree when the reader
-    requests another piece, so a bite ends there.
+    requests another piece, so a chunk ends there.
     """
     held: list[Record] = []
     before = mark = characters = 0
-    for record in reading:
-        now = reading.bytes_read
-        if now > mark and (len(held) >= _BITE_DOCUMENTS or characters >= _BITE_CHARACTERS):
+    for record in reader:
+        now = reader.bytes_read
+        if now > mark and (len(held) >= _CHUNK_DOCUMENTS or characters >= _CHUNK_CHARACTERS):
             yield held, mark - before
             held, before, characters = [], mark, 0
         mark = now

@@ -15,7 +15,7 @@ from common.storage import write_text
 from pipeline.config import PipelineConfig, config_hash
 from pipeline.job.units import Unit, hash_unit
 from pipeline.readers.corpus import ReadFailure
-from pipeline.readers.stamp import Stamp
+from pipeline.readers.input_state import InputState
 from pipeline.shards.content import LABELS, NO_LABEL, Layout
 from pipeline.shards.ledger import Entry, LedgerWriter, rejected_writer
 from pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
@@ -26,7 +26,7 @@ from pipeline.tokenizer.tokenization import TokenizerInfo
 
 
 @dataclass
-class Tally:
+class RunningCounts:
     """Counts of the documents read so far."""
 
     read: int = 0
@@ -43,7 +43,7 @@ class Tally:
         self.read += 1
         self.kept += kept
         if not kept:
-            (self.failed if entry.id is None else self.dropped)[entry.fate] += 1
+            (self.failed if entry.id is None else self.dropped)[entry.status] += 1
         self.text_bytes += entry.text_bytes
         self.longest_tokens = max(self.longest_tokens, entry.num_tokens or 0)
 
@@ -63,7 +63,7 @@ class UnitWriter(ExitStack):
         self._shards = {s: ShardWriter(folder, unit.name, s, schema, config.record_batch_rows) for s in SPLITS}
         self._ledger = LedgerWriter(folder, unit.name)
         self._failures: list[ReadFailure] = []
-        self.tally = Tally()
+        self.running = RunningCounts()
         self.conflict: str | None = None
         """An example of a copy whose label differs from that of the kept row."""
 
@@ -75,7 +75,7 @@ class UnitWriter(ExitStack):
         return self
 
     def keep(self, entry: Entry, content: NDArray[np.uint32] | Media, layout: Layout | None = None) -> None:
-        """Adds a row to the shard of the split that its fate names.
+        """Adds a row to the shard of the split that its status names.
 
         Args:
             entry: its ledger row.
@@ -86,34 +86,34 @@ class UnitWriter(ExitStack):
             ShardError: a token id is beyond the vocabulary.
         """
         assert entry.id is not None
-        shard = self._shards[entry.fate]  # type: ignore[index]
+        shard = self._shards[entry.status]  # type: ignore[index]
         if isinstance(content, Image | Clip):
             row = shard.add_media(entry.id, content, entry.source, entry.offset)
-            self.tally.labels.update([content.label] if content.label else [])
-            self.tally.notes.update(notes_of(entry.detail))
+            self.running.labels.update([content.label] if content.label else [])
+            self.running.notes.update(notes_of(entry.detail))
         else:
             row = shard.add(entry.id, content, entry.source, entry.offset, layout)
         if layout is not None:
-            self.tally.labels.update(LABELS[label] for label in layout.labels.tolist() if label != NO_LABEL)
-        self.tally.add(entry, True)
+            self.running.labels.update(LABELS[label] for label in layout.labels.tolist() if label != NO_LABEL)
+        self.running.add(entry, True)
         self._ledger.add(replace(entry, row=row))
 
     def reject(self, entry: Entry, text: str) -> None:
-        """Adds a document that is dropped or, if it has no id, could not be read; its fate is the reason."""
+        """Adds a document that is dropped or, if it has no id, could not be read; its status is the reason."""
         if entry.id is None and len(self._failures) < MAX_EXAMPLES:
-            example = {"reason": entry.fate, "source": entry.source, "offset": entry.offset}
+            example = {"reason": entry.status, "source": entry.source, "offset": entry.offset}
             self._failures.append(ReadFailure.model_validate(example | {"message": entry.detail or ""}))
-        self.tally.add(entry, False)
+        self.running.add(entry, False)
         self._ledger.add(entry)
         self._write_rejected(entry, text)
 
-    def finish(self, stamp: Stamp | None = None) -> Sidecar:
+    def finish(self, input_state: InputState | None = None) -> Sidecar:
         """Writes the sidecar with the state of the inputs: the unit is finished.
 
         Raises:
             ShardError: the counts do not balance.
         """
-        counts = self.tally.counts()
+        counts = self.running.counts()
         counts.check(f"unit {self._unit.name}")
         sidecar = Sidecar(
             unit=self._unit.name,
@@ -124,7 +124,7 @@ class UnitWriter(ExitStack):
             failures=self._failures,
             shards=[shard for split in SPLITS for shard in self._shards[split].result()],
             ledger=self._ledger.result(),
-            stamp=stamp,
+            input_state=input_state,
             conflict=self.conflict,
         )
         write_text(sidecar_path(self._folder, self._unit.name), sidecar.model_dump_json(indent=1) + "\n")

@@ -6,17 +6,17 @@ from pydantic import Field
 
 from common.config import Strict
 from common.storage import hash_json
-from pipeline.media.rows import blob_rules, media_rows
+from pipeline.media.media_rows import blob_rules, media_rows
 from pipeline.readers.corpus import MIB, FilesCorpus, HubCorpus, Part, Record
 from pipeline.readers.files import Rules, rules_of
+from pipeline.readers.input_state import FileState, InputState, digest_parts, input_state_of, read_file_states
 from pipeline.readers.parts import Meter, read_part
 from pipeline.readers.planning import file_parts
 from pipeline.readers.pydocs import PythonDocs, python_parts, read_python
 from pipeline.readers.skipped import Skipped
-from pipeline.readers.stamp import Mark, Stamp, digest_parts, mark_files, stamp_of
 from pipeline.shards.content import AnyContent, AudioContent, DocumentsContent, ImagesContent, keys_of
 from pipeline.texts.pairs import MAX_FILE_BYTES
-from pipeline.texts.rows import rows
+from pipeline.texts.text_rows import rows
 
 Corpus = FilesCorpus | HubCorpus | PythonDocs
 DOCUMENTS = DocumentsContent()
@@ -28,13 +28,13 @@ class Unit(Strict):
     name: str
     """The unit's place in the plan, five or more digits."""
     parts: list[Part]
-    marks: dict[str, Mark | None] = Field(default_factory=dict)
-    """State of its files when the plan was made, by path; empty without a call of `mark_units`."""
+    file_states: dict[str, FileState | None] = Field(default_factory=dict)
+    """State of its files when the plan was made, by path; empty without a call of `with_file_states`."""
 
     @property
-    def stamp(self) -> Stamp | None:
+    def input_state(self) -> InputState | None:
         """State of its inputs when the plan was made."""
-        return stamp_of(self.parts, self.marks) if self.marks else None
+        return input_state_of(self.parts, self.file_states) if self.file_states else None
 
     @property
     def num_bytes(self) -> int:
@@ -47,7 +47,7 @@ class Unit(Strict):
         return sum(part.weight for part in self.parts)
 
 
-class Reading(Iterator[Record]):
+class UnitReader(Iterator[Record]):
     """Every document and failure of a unit, in order, and the input bytes read for them so far."""
 
     def __init__(self, unit: Unit, corpus: Corpus, content: AnyContent) -> None:
@@ -63,7 +63,7 @@ class Reading(Iterator[Record]):
         else:
             self._records = rows(self._read(), content)
 
-    def __iter__(self) -> "Reading":
+    def __iter__(self) -> "UnitReader":
         return self
 
     def __next__(self) -> Record:
@@ -117,28 +117,30 @@ def hash_unit(unit: Unit) -> str:
     return hash_json([part.model_dump(exclude={"path"}) for part in unit.parts])
 
 
-def mark_units(units: Sequence[Unit]) -> list[Unit]:
-    """The units with the marks of their files; each file is examined once."""
-    marks = mark_files(part for unit in units for part in unit.parts)
-    return [unit.model_copy(update={"marks": {part.path: marks[part.path] for part in unit.parts}}) for unit in units]
+def with_file_states(units: Sequence[Unit]) -> list[Unit]:
+    """The units with the states of their files; each file is examined once."""
+    states = read_file_states(part for unit in units for part in unit.parts)
+    return [
+        unit.model_copy(update={"file_states": {part.path: states[part.path] for part in unit.parts}}) for unit in units
+    ]
 
 
-def stamp_read(unit: Unit) -> Stamp | None:
-    """The stamp of a unit that was just read; None if `mark_units` has not recorded the state of its files.
+def input_state_read(unit: Unit) -> InputState | None:
+    """The input state of a unit that was just read; None if `with_file_states` has not recorded the state of its files.
 
     Raises:
         OSError: a file was changed after planning. (A missing file is already counted as a failure.)
     """
-    if not unit.marks:
+    if not unit.file_states:
         return None
     digest = digest_parts(unit.parts)
-    now = mark_files(unit.parts)
+    now = read_file_states(unit.parts)
     for part in unit.parts:
-        if now[part.path] is not None and now[part.path] != unit.marks[part.path]:
+        if now[part.path] is not None and now[part.path] != unit.file_states[part.path]:
             raise OSError(f"{part.source} was changed while the corpus was being read; do not modify inputs meanwhile")
-    return stamp_of(unit.parts, unit.marks, digest)
+    return input_state_of(unit.parts, unit.file_states, digest)
 
 
-def read_unit(unit: Unit, corpus: Corpus, content: AnyContent = DOCUMENTS) -> Reading:
+def read_unit(unit: Unit, corpus: Corpus, content: AnyContent = DOCUMENTS) -> UnitReader:
     """Every row and failure of a unit, in order."""
-    return Reading(unit, corpus, content)
+    return UnitReader(unit, corpus, content)

@@ -17,17 +17,17 @@ from pipeline.filters.config import FiltersConfig
 from pipeline.filters.document_filter import DocumentFilter
 from pipeline.filters.evaluation_sets import INDEX
 from pipeline.filters.whitespace import normalise
-from pipeline.job.judging import Judged, judge_unread, judged_media, splits_of
-from pipeline.job.progress import Done, Heartbeat
+from pipeline.job.decisions import Decision, decide_media, decide_unread, splits_of
+from pipeline.job.progress import Done, UnitHeartbeat
 from pipeline.job.unit_writer import UnitWriter
-from pipeline.job.units import Unit, read_unit, stamp_read
+from pipeline.job.units import Unit, input_state_read, read_unit
 from pipeline.readers.corpus import Document, Record, document_id
 from pipeline.shards.content import NO_LABEL, Layout
 from pipeline.shards.ledger import Entry
 from pipeline.shards.manifest import TOKENIZER, Sidecar
 from pipeline.shards.media import Clip, Image, Media
 from pipeline.shards.windows import EMPTY, drop_reason
-from pipeline.texts.rows import TextRow, row_id
+from pipeline.texts.text_rows import TextRow, row_id
 from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
 from pipeline.tokenizer.tokenization import TokenizerInfo
 
@@ -61,20 +61,20 @@ def write_unit(
     writer = UnitWriter(target, unit, config, tokenizer)
     keys = _Keys(config.duplicates) if config.duplicates.enabled else None
     with writer:
-        reading, heartbeat = read_unit(unit, config.corpus, config.content), Heartbeat(folder, unit.name)
-        for ordinal, (judged, content) in enumerate(judged_records(reading, folder, config, tokenizer, engine)):
-            entry = judged.entry
+        reader, heartbeat = read_unit(unit, config.corpus, config.content), UnitHeartbeat(folder, unit.name)
+        for ordinal, (decision, content) in enumerate(decide_records(reader, folder, config, tokenizer, engine)):
+            entry = decision.entry
             if content is None:
-                writer.reject(entry, judged.text)
+                writer.reject(entry, decision.text)
             else:
-                writer.keep(entry, content, judged.layout)
+                writer.keep(entry, content, decision.layout)
                 if keys is not None:
-                    keys.add(ordinal, judged, content)
+                    keys.add(ordinal, decision, content)
             if heartbeat.due():
-                heartbeat.beat(Done.of(writer.tally.counts(), reading.bytes_read))
+                heartbeat.beat(Done.of(writer.running.counts(), reader.bytes_read))
     if keys is not None:
         write_keys(target, unit.name, config.duplicates, keys.ids, keys.ordinals, keys.signatures, keys.labels)
-    return writer.finish(stamp_read(unit))
+    return writer.finish(input_state_read(unit))
 
 
 class _Keys:
@@ -87,61 +87,61 @@ class _Keys:
         self.labels: list[str] = []
         self._signer = Signer(config.near) if config.near else None
 
-    def add(self, ordinal: int, judged: Judged, content: NDArray[np.uint32] | Media) -> None:
+    def add(self, ordinal: int, decision: Decision, content: NDArray[np.uint32] | Media) -> None:
         """Adds a candidate."""
-        self.ids.append(judged.entry.id or b"")
+        self.ids.append(decision.entry.id or b"")
         self.ordinals.append(ordinal)
         if isinstance(content, Image | Clip) and content.label:
             self.labels.append(content.label)
         if self._signer is not None:
-            self.signatures.append(self._signer.sign(judged.text))
+            self.signatures.append(self._signer.sign(decision.text))
 
 
-def judged_records(
+def decide_records(
     records: Iterator[Record],
     folder: Path,
     config: PipelineConfig,
     tokenizer: TokenizerInfo | None,
     engine: EngineName | None,
-) -> Iterator[tuple[Judged, NDArray[np.uint32] | Media | None]]:
-    """Every record with its fate, in order, and its tokens, image or clip if it is kept, else None."""
+) -> Iterator[tuple[Decision, NDArray[np.uint32] | Media | None]]:
+    """Every record with its status, in order, and its tokens, image or clip if it is kept, else None."""
     if tokenizer is None or engine is None:
-        return judged_media(records, config)
-    return _judged_texts(records, folder, config, tokenizer, engine)
+        return decide_media(records, config)
+    return _decide_texts(records, folder, config, tokenizer, engine)
 
 
-def _judged_texts(
+def _decide_texts(
     records: Iterator[Record], folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo, engine: EngineName
-) -> Iterator[tuple[Judged, NDArray[np.uint32] | None]]:
-    """Every text with its fate, in order, and its tokens `(num_tokens,)` if it is kept, else None."""
+) -> Iterator[tuple[Decision, NDArray[np.uint32] | None]]:
+    """Every text with its status, in order, and its tokens `(num_tokens,)` if it is kept, else None."""
     # Both may be links in a temporary folder, to files that are the same for every task of a host.
     encoder = _encoder(str((folder / TOKENIZER).resolve()), tokenizer.fingerprint, engine)
     document_filter = _document_filter(config.filters.model_dump_json(), str((folder / INDEX).resolve()))
-    documents = (_judge(record, document_filter, config) for record in records)
-    for batch in batches(documents, lambda judged: len(judged.text), _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
-        going = [judged for judged in batch if not judged.entry.fate]
-        encoded = iter(encoder.encode([text for judged in going for text in judged.texts or (judged.text,)]))
-        splits = iter(splits_of([judged.split_key for judged in going], config))
-        for judged in batch:
-            if judged.entry.fate:
-                yield judged, None
+    documents = (_decide(record, document_filter, config) for record in records)
+    for batch in batches(documents, lambda decision: len(decision.text), _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
+        going = [decision for decision in batch if not decision.entry.status]
+        encoded = iter(encoder.encode([text for decision in going for text in decision.texts or (decision.text,)]))
+        splits = iter(splits_of([decision.split_key for decision in going], config))
+        for decision in batch:
+            if decision.entry.status:
+                yield decision, None
                 continue
-            texts, split = list(islice(encoded, max(1, len(judged.texts)))), next(splits)
+            texts, split = list(islice(encoded, max(1, len(decision.texts)))), next(splits)
             tokens = texts[0] if len(texts) == 1 else np.concatenate(texts)
-            if not judged.texts:
+            if not decision.texts:
                 reason = drop_reason(len(tokens), config.geometry, config.short_documents)
                 layout = None
             else:
                 reason = None if all(map(len, texts)) else EMPTY
                 starts = np.cumsum([0, *map(len, texts[:-1])]).astype(np.int32)
-                layout = Layout(starts, np.array(judged.labels, np.int8))
-            entry = replace(judged.entry, num_tokens=len(tokens), fate=reason or split)
-            yield Judged(entry, judged.text, layout=None if reason else layout), None if reason else tokens
+                layout = Layout(starts, np.array(decision.labels, np.int8))
+            entry = replace(decision.entry, num_tokens=len(tokens), status=reason or split)
+            yield Decision(entry, decision.text, layout=None if reason else layout), None if reason else tokens
 
 
-def _judge(record: Record, document_filter: DocumentFilter, config: PipelineConfig) -> Judged:
-    """Judges a row before it is tokenized. Rules see its texts joined by newlines."""
-    if (unread := judge_unread(record)) is not None:
+def _decide(record: Record, document_filter: DocumentFilter, config: PipelineConfig) -> Decision:
+    """Decides on a row before it is tokenized. Rules see its texts joined by newlines."""
+    if (unread := decide_unread(record)) is not None:
         return unread
     assert isinstance(record, Document)
     if isinstance(record, TextRow):
@@ -165,7 +165,7 @@ def _judge(record: Record, document_filter: DocumentFilter, config: PipelineConf
         None,
         choice.detail,
     )
-    return Judged(entry, choice.text, texts, labels)
+    return Decision(entry, choice.text, texts, labels)
 
 
 @lru_cache(maxsize=2)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.readers.corpus import Blob, Document, LeftOut, ReadFailure, Record
+from pipeline.readers.corpus import Blob, Document, ReadFailure, Record, Rejected
 from pipeline.readers.lines import unreadable
 from pipeline.readers.names import bare_suffix
 from pipeline.readers.streams import READ_ERRORS, ByteStream
@@ -62,7 +62,7 @@ def blob_format(head: bytes, name: str, blobs: BlobRules) -> BlobFormat:
 def read_blob(stream: ByteStream, source: str, known: BlobFormat, max_bytes: int) -> Iterator[Record]:
     """The record of one file: an image or clip, a label, or a file that is neither."""
     if known == "other":
-        yield LeftOut("", source, 0, OTHER_FILE)
+        yield Rejected("", source, 0, OTHER_FILE)
         return
     held, limit = bytearray(), _LABEL_BYTES if known == "label" else max_bytes
     try:
@@ -106,7 +106,7 @@ def with_labels(records: Iterator[Record], max_bytes: int) -> Iterator[Record]:
         if isinstance(record, _Label) and label is None:
             label = record
         elif isinstance(record, _Label):
-            yield LeftOut("", record.source, 0, LABEL_ALONE)
+            yield Rejected("", record.source, 0, LABEL_ALONE)
         elif isinstance(record, Blob) and record.label is None:
             held.append(record)
             while len(held) > 1 and sum(len(blob.data) for blob in held) > max_bytes:
@@ -120,7 +120,7 @@ def with_labels(records: Iterator[Record], max_bytes: int) -> Iterator[Record]:
 def _released(held: list[Blob], label: _Label | None, used: bool) -> Iterator[Record]:
     """The held images or clips with their label; the label itself as left out if there are none."""
     if label is not None and not held and not used:
-        yield LeftOut("", label.source, 0, LABEL_ALONE)
+        yield Rejected("", label.source, 0, LABEL_ALONE)
     for blob in held:
         yield _labelled(blob, label)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from common.excerpt import shorten
-from common.suggestions import meant
+from common.suggestions import suggest
 
 NO_TEXT = "no_text_field"
 TEXT_SETTING = "corpus.text_field"
@@ -27,7 +27,7 @@ def missing(names: Names, found: Sequence[str], what: str = "column") -> str | N
     """A message on the first of these names that was not found, with the nearest of those that were; else None."""
     for name in names:
         if name not in found:
-            hint = separated(found) or meant(name, found)
+            hint = separated(found) or suggest(name, found)
             return f"no {what} {name!r}; found {shorten(', '.join(found), _SHOWN_CHARACTERS)}{hint}"
     return None
 

@@ -30,7 +30,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut(Document):
+class Rejected(Document):
     """A record that forms no row, although it could be read."""
 
     reason: str

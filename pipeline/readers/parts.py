@@ -11,9 +11,9 @@ from pipeline.readers.blobs import read_parquet_blobs
 from pipeline.readers.corpus import END, Part, ReadFailure, Record
 from pipeline.readers.fields import read_json_fields, read_parquet_fields
 from pipeline.readers.files import Rules, read_archive, read_stream
+from pipeline.readers.inputs import open_input, stream_of
 from pipeline.readers.jsonl import read_jsonl
 from pipeline.readers.lines import read_text, unreadable
-from pipeline.readers.places import open_input, stream_of
 from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, Allowance, ByteStream, compression_of, decompressed
 from pipeline.readers.tables import Rows, read_arrow_batches, read_parquet
 

@@ -22,8 +22,8 @@ from pipeline.readers.encodings import encoding_of
 from pipeline.readers.fields import FIELD_FORMATS, fields_problem
 from pipeline.readers.files import Rules, format_of, is_json_lines, rules_of
 from pipeline.readers.hub import hub_inputs
+from pipeline.readers.inputs import find_inputs, open_input, stream_of
 from pipeline.readers.names import JSON_SUFFIX, TAR_SUFFIX, bare_suffix
-from pipeline.readers.places import find_inputs, open_input, stream_of
 from pipeline.readers.skipped import EXCLUDED, UNREADABLE, Skipped, advice_on, describe_skipped
 from pipeline.readers.streams import (
     BLOCK_BYTES,

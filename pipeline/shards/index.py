@@ -8,10 +8,10 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from pipeline.shards.content import ContentKind
+from pipeline.shards.integrity import content_problem
 from pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
 from pipeline.shards.media import media_problem
 from pipeline.shards.schema import SCHEMA_VERSION
-from pipeline.shards.soundness import content_problem
 from pipeline.shards.windows import Geometry, ShortDocuments
 
 

@@ -1,4 +1,4 @@
-"""The ledger of a unit: one row for every document that was read, with its place and its fate.
+"""The ledger of a unit: one row for every document that was read, with its place and its status.
 
 | column     | type                  | meaning                                                                       |
 |------------|-----------------------|-------------------------------------------------------------------------------|
@@ -8,7 +8,7 @@
 | text_bytes | int64                 | UTF-8 bytes of the text after cleaning                                        |
 | num_tokens | int64                 | null if the text was not tokenized                                            |
 | language   | string                | null if it was not identified                                                 |
-| fate       | string                | `train`, `held-out`, or the reason why the document was dropped or failed     |
+| status       | string                | `train`, `held-out`, or the reason why the document was dropped or failed     |
 | row        | int64                 | row in the unit's shard of that split; null if the document is in no shard    |
 | detail     | string                | message of a failure, deciding figure or matched text; null if there is none  |
 
@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.config import Strict
-from common.storage import hash_file, write_aside
+from common.storage import atomic_file, hash_file
 from pipeline.readers.corpus import ID_BYTES
 
 LEDGERS = "ledger"
@@ -47,7 +47,7 @@ SCHEMA = pa.schema(
         pa.field("text_bytes", pa.int64(), nullable=False),
         pa.field("num_tokens", pa.int64()),
         pa.field("language", pa.string()),
-        pa.field("fate", pa.string(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),
         pa.field("row", pa.int64()),
         pa.field("detail", pa.string()),
     ]
@@ -66,7 +66,7 @@ class Entry:
     text_bytes: int
     num_tokens: int | None
     language: str | None
-    fate: str
+    status: str
     row: int | None
     detail: str | None
 
@@ -91,7 +91,7 @@ class LedgerWriter(ExitStack):
         self._entries: list[Entry] = []
 
     def __enter__(self) -> Self:
-        aside = self.enter_context(write_aside(self._path))
+        aside = self.enter_context(atomic_file(self._path))
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         self._stream = self.enter_context(pa.ipc.new_file(str(aside), SCHEMA, options=options))
         self.push(self._end)
@@ -131,14 +131,14 @@ def rejected_writer(folder: Path, unit: str, enabled: bool) -> Iterator[Callable
         return
     # No name and no time in the header, so that equal documents give equal bytes.
     with (
-        write_aside(folder / REJECTED / f"{unit}.jsonl.gz") as aside,
+        atomic_file(folder / REJECTED / f"{unit}.jsonl.gz") as aside,
         aside.open("wb") as raw,
         gzip.GzipFile("", "wb", 6, raw, mtime=0) as stream,
     ):
 
         def add(entry: Entry, text: str) -> None:
             facts = {"id": entry.id.hex() if entry.id else None, "source": entry.source, "offset": entry.offset}
-            facts |= {"reason": entry.fate, "detail": entry.detail, "text": text}
+            facts |= {"reason": entry.status, "detail": entry.detail, "text": text}
             stream.write(json.dumps(facts, ensure_ascii=False).encode() + b"\n")
 
         yield add

@@ -9,8 +9,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from common.config import Strict, describe
 from common.storage import hash_json
 from pipeline.readers.corpus import ReadFailure
+from pipeline.readers.input_state import InputState
 from pipeline.readers.skipped import Skip
-from pipeline.readers.stamp import Stamp
 from pipeline.shards.content import MEDIA_KINDS, AnyContent, noun_of
 from pipeline.shards.counts import Counts as Counts
 from pipeline.shards.counts import ShardError as ShardError
@@ -68,8 +68,8 @@ class Sidecar(Strict):
     failures: list[ReadFailure]
     shards: list[Shard]
     ledger: LedgerFile
-    stamp: Stamp | None = None
-    """State of the inputs when they were read; None if the plan did not mark them."""
+    input_state: InputState | None = None
+    """State of the inputs when they were read; None if the plan has none."""
     conflict: str | None = None
     """An example of a copy whose label differs from that of the kept row."""
 
@@ -80,7 +80,7 @@ class Manifest(Strict):
     schema_version: int
     shards: list[Shard]
     ledgers: list[LedgerFile]
-    """Ledgers with the fate of each document: one file a unit, in plan order."""
+    """Ledgers with the status of each document: one file a unit, in plan order."""
     totals: dict[str, int]
     """read, kept, dropped, failed (documents); kept_train, kept_held_out; num_tokens (kept); num_bytes (input);
     text_bytes; longest_tokens."""

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from common.storage import hash_file, write_aside
+from common.storage import atomic_file, hash_file
 from pipeline.shards.content import Layout
 from pipeline.shards.manifest import Shard, ShardError, Split
 from pipeline.shards.media import Media, media_arrays
@@ -73,7 +73,7 @@ class ShardWriter(ExitStack):
         if not self._rows:
             return
         if self._stream is None:
-            aside = self.enter_context(write_aside(self._path))
+            aside = self.enter_context(atomic_file(self._path))
             self._stream = self.enter_context(pa.ipc.new_file(str(aside), self._schema))
         ids, contents, sources, offsets, layouts = zip(*self._rows, strict=True)
         columns = {"id": ids, "source": sources, "offset": offsets}

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from pipeline.filters.whitespace import normalise
-from pipeline.readers.corpus import MIB, Fields, LeftOut, ReadFailure, Record, Value
+from pipeline.readers.corpus import MIB, Fields, ReadFailure, Record, Rejected, Value
 from pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, Label
 from pipeline.shards.windows import EMPTY
-from pipeline.texts.rows import make_row
+from pipeline.texts.text_rows import make_row
 
 MAX_FILE_BYTES = 1024 * MIB
 """Largest file of pairs, and most characters of the pairs of a file that are held."""
@@ -59,7 +59,7 @@ def pair_rows(records: Iterator[Record], required_labels: Sequence[Label]) -> It
             premise = premises.setdefault(normalise(pair.premise), _Premise(pair.premise, pair.offset))
             key = (normalise(pair.hypothesis), pair.label)
             if key in premise.hypotheses:
-                yield _left_out((pair.premise, pair.hypothesis), source, pair.offset, REPEATED)
+                yield _rejected((pair.premise, pair.hypothesis), source, pair.offset, REPEATED)
                 continue
             premise.hypotheses[key] = pair.hypothesis
             held += len(pair.premise) + len(pair.hypothesis)
@@ -78,7 +78,7 @@ def _grouped(source: str, premises: dict[str, _Premise], required_labels: Sequen
         texts = (premise.text, *premise.hypotheses.values())
         lacking = [label for label in required_labels if LABELS.index(label) not in labels]
         if lacking:
-            yield _left_out(texts, source, premise.offset, LACKS + lacking[0])
+            yield _rejected(texts, source, premise.offset, LACKS + lacking[0])
         else:
             yield make_row(texts, (NO_LABEL, *labels), source, premise.offset)
 
@@ -101,7 +101,7 @@ def _pair(record: Record) -> _Pair | Record:
     if not isinstance(record, Fields):
         return record
     if not record.values:
-        return _left_out(("",), record.source, record.offset, EMPTY)
+        return _rejected(("",), record.source, record.offset, EMPTY)
     given = record.values[-1]
     label = _label(given)
     if label is None:
@@ -112,7 +112,7 @@ def _pair(record: Record) -> _Pair | Record:
     if not isinstance(texts, tuple):
         return texts
     if label == NO_LABEL:
-        return _left_out(texts, record.source, record.offset, NO_GOLD_LABEL)
+        return _rejected(texts, record.source, record.offset, NO_GOLD_LABEL)
     premise, hypothesis = texts
     return _Pair(premise, hypothesis, label, record.offset)
 
@@ -130,7 +130,7 @@ def _label(given: Value) -> int | None:
 def _texts(record: Fields, names: Sequence[str]) -> tuple[str, ...] | Record:
     """The texts of a record; its failure if one is a number, and the left-out row if one is empty or null."""
     if not record.values:
-        return _left_out(("",), record.source, record.offset, EMPTY)
+        return _rejected(("",), record.source, record.offset, EMPTY)
     texts = record.values[: len(names)]
     for name, text in zip(names, texts, strict=True):
         if isinstance(text, int):
@@ -139,12 +139,12 @@ def _texts(record: Fields, names: Sequence[str]) -> tuple[str, ...] | Record:
     written = tuple(str(text or "") for text in texts)
     for name, text in zip(names, written, strict=True):
         if not text.strip():
-            return _left_out(written, record.source, record.offset, f"empty_{name}")
+            return _rejected(written, record.source, record.offset, f"empty_{name}")
     return written
 
 
-def _left_out(texts: tuple[str, ...], source: str, offset: int, reason: str) -> LeftOut:
-    return LeftOut("\n".join(map(normalise, texts)), source, offset, reason)
+def _rejected(texts: tuple[str, ...], source: str, offset: int, reason: str) -> Rejected:
+    return Rejected("\n".join(map(normalise, texts)), source, offset, reason)
 
 
 def _shown(value: Value) -> str:

@@ -28,7 +28,7 @@ from pipeline.shards.windows import Geometry, window_starts
 from pipeline.tokenizer.tokenization import train_tokenizer
 from trainer.data.plan import permute
 from trainer.model import flops
-from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.span_config import SpanConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"hardware", "versions", "commit", "command"}
@@ -94,7 +94,7 @@ def test_embed(tmp_path):
     assert min(map(len, embed.paragraphs_of(["A sentence."], 2))) >= 2400
 
 
-def test_feed(tmp_path):
+def test_collator(tmp_path):
     found = figures(feed.main, tmp_path, "--documents", "2", "--seconds", "0.01")
     assert found["tokens_per_second_per_core"] == found["paper_spans"]["tokens_per_second_per_core"] > 0
     assert found["short_spans"]["tokens_per_step"] < found["paper_spans"]["tokens_per_step"]

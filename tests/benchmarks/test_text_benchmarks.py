@@ -10,8 +10,8 @@ from benchmarks.step import __main__ as step
 from benchmarks.step import batch, feed, padded_texts
 from benchmarks.workload import models, packed, texts
 from pipeline.shards.content import NO_LABEL
-from trainer.objectives.span_settings import SpanConfig
-from trainer.objectives.texts import Texts
+from trainer.objectives.span_config import SpanConfig
+from trainer.objectives.text_packing import Texts
 
 TINY = ["--model", "tiny", "--device", "cpu"]
 

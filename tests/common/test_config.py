@@ -71,15 +71,15 @@ def test_values_and_overrides(load):
     assert config.name == "b"
 
 
-def test_a_branch_can_be_replaced(load):
+def test_a_section_can_be_replaced(load):
     assert load("train: {name: a, inner: {size: 2}}", "inner={rate: 2}").inner == Inner(rate=2)
 
 
-def test_an_override_may_open_an_absent_branch(load):
+def test_an_override_may_open_an_absent_section(load):
     assert load("train: {name: a}", "inner.size=9").inner.size == 9
 
 
-def test_a_key_left_empty_takes_branch_overrides(load):
+def test_a_key_left_empty_takes_section_overrides(load):
     assert load("train:\n  name: a\n  inner:\n", "inner.size=9").inner.size == 9
 
 
@@ -96,7 +96,7 @@ def test_every_problem_at_once(load):
 
 def test_override_through_a_value(load):
     found = problems(load, "train: {name: a, low: 1}", "low.x=1")
-    assert found == ["override low.x: `low` holds 1, not a branch with keys"]
+    assert found == ["override low.x: `low` holds 1, not a section with keys"]
 
 
 @pytest.mark.parametrize("text", ["=3", "inner.size", ""])

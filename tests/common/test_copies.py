@@ -198,7 +198,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(sent, tmp_path):
 
 def test_a_folder_that_cannot_take_its_name_leaves_the_old_one(tmp_path):
     def fail():
-        with storage.folder_aside(tmp_path / "run", replace=True) as aside:
+        with storage.atomic_folder(tmp_path / "run", replace=True) as aside:
             (aside / "b").write_text("new")
             aside.rename(tmp_path / "stolen")
 

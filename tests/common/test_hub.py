@@ -10,7 +10,7 @@ from common import hub
 from common.config import ConfigError
 from pipeline.readers.corpus import HubCorpus
 from pipeline.readers.hub import hub_inputs
-from pipeline.readers.places import find_inputs
+from pipeline.readers.inputs import find_inputs
 from pipeline.readers.skipped import Skipped
 from pipeline.tokenizer.tokenization import load_tokenizer
 

@@ -74,7 +74,7 @@ def test_a_pid_that_is_used_again_is_not_the_holder(tmp_path):
     take(tmp_path)
 
 
-def test_of_another_host_the_heartbeat_decides(tmp_path, holder):
+def test_heartbeat_on_other_host_decides_liveness(tmp_path, holder):
     record = json.loads((tmp_path / LOCK).read_text()) | {"host": "elsewhere"}
     (tmp_path / LOCK).write_text(json.dumps(record))
     with pytest.raises(RunLockedError, match="host elsewhere"):

@@ -15,7 +15,7 @@ def names(folder):
 
 def test_a_file_appears_whole(tmp_path):
     target = tmp_path / "new" / "a.txt"
-    with storage.write_aside(target) as aside:
+    with storage.atomic_file(target) as aside:
         aside.write_text("half")
         assert not target.exists()
         aside.write_text("whole")
@@ -28,7 +28,7 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
     storage.write_text(target, "old")
 
     def fail():
-        with storage.write_aside(target) as aside:
+        with storage.atomic_file(target) as aside:
             aside.write_text("half")
             raise KeyboardInterrupt
 
@@ -40,7 +40,7 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
 
 def test_a_folder_appears_whole(tmp_path):
     target = tmp_path / "run"
-    with storage.folder_aside(target) as aside:
+    with storage.atomic_folder(target) as aside:
         (aside / "sub").mkdir()
         (aside / "sub" / "a.txt").write_text("a")
         assert not target.exists()
@@ -50,7 +50,7 @@ def test_a_folder_appears_whole(tmp_path):
 
 def test_an_error_leaves_no_folder(tmp_path):
     def fail():
-        with storage.folder_aside(tmp_path / "run") as aside:
+        with storage.atomic_folder(tmp_path / "run") as aside:
             (aside / "a.txt").write_text("half")
             raise ValueError("no")
 
@@ -62,7 +62,7 @@ def test_an_error_leaves_no_folder(tmp_path):
 def test_a_finished_folder_is_not_replaced(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "a.txt").write_text("kept")
-    with pytest.raises(FileExistsError, match="run exists already"), storage.folder_aside(tmp_path / "run"):
+    with pytest.raises(FileExistsError, match="run exists already"), storage.atomic_folder(tmp_path / "run"):
         pass
     assert names(tmp_path) == ["run"]
     assert (tmp_path / "run" / "a.txt").read_text() == "kept"
@@ -70,7 +70,7 @@ def test_a_finished_folder_is_not_replaced(tmp_path):
 
 def test_a_folder_gives_way_to_a_whole_one_alone(tmp_path):
     def write(fail):
-        with storage.folder_aside(tmp_path / "run", replace=True) as aside:
+        with storage.atomic_folder(tmp_path / "run", replace=True) as aside:
             (aside / "b.txt").write_text("new")
             if fail:
                 raise ValueError("no")
@@ -101,7 +101,7 @@ def prepare(here):
     (here / "run").mkdir()
     (here / "run" / "a").write_text("old")
 def act(here):
-    with storage.folder_aside(here / "run", replace=True) as aside:
+    with storage.atomic_folder(here / "run", replace=True) as aside:
         (aside / "sub").mkdir()
         (aside / "sub" / "b").write_text("new")
 """
@@ -154,7 +154,7 @@ def fail(event, given):
         raise OSError(5, "Input/output error")
 sys.addaudithook(fail)
 try:
-    with storage.folder_aside(Path(sys.argv[1]), replace=True) as aside:
+    with storage.atomic_folder(Path(sys.argv[1]), replace=True) as aside:
         (aside / "b").write_text("new")
 except OSError as error:
     print(error.strerror)

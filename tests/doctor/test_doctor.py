@@ -14,12 +14,12 @@ from mediashards import prepare_media
 from prepared import Row, write_prepared
 from transformers import AutoTokenizer
 
-from doctor import collective, data, examination, exposure, facts, judgement, storage
-from doctor.cluster import Examiner, knock
-from doctor.exposure import Exposure, Listener
+from doctor import checks, collective, data, examination, facts, network, storage
+from doctor.cluster import Examiner, probe
 from doctor.facts import Gpu
 from doctor.finding import Finding, as_text, counts
 from doctor.needs import Needs, needs_of
+from doctor.network import Exposure, ListeningPort
 from trainer.setup.build import build_encoder
 
 NEEDS = Needs(
@@ -118,15 +118,15 @@ def test_a_run_that_fits(tmp_path):
         assert needs_of(config).checkpoints == number
     seen = data.look(str(tmp_path / "data"))
     assert (seen.documents, seen.error) == (12, "")
-    assert data.judge("d", {"n1": seen})[0].status == "ok"
+    assert data.check("d", {"n1": seen})[0].status == "ok"
 
 
-def test_branches_are_counted(tmp_path):
+def test_tasks_are_counted(tmp_path):
     """Frontends and heads, and an optimizer for each turn."""
     texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(12)]
     write_prepared(tmp_path / "data", [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
     folder, _ = prepare_media(tmp_path / "images", "images", {f"{'ab'[n % 2]}/{n}.png": png(n) for n in range(4)})
-    branch = {
+    task = {
         "data": str(folder),
         "objective": {"kind": "supcon"},
         "frontend": {"image_size": 16, "patch_size": [8, 8]},
@@ -134,7 +134,7 @@ def test_branches_are_counted(tmp_path):
     found = {}
     for turns in ("joint", "alternating"):
         config = runs.train_config(
-            tmp_path / "data", tmp_path / "run", auxiliary_tasks={"image": branch}, task_schedule=turns
+            tmp_path / "data", tmp_path / "run", auxiliary_tasks={"image": task}, task_schedule=turns
         )
         found[turns] = needs_of(config)
     alone = needs_of(runs.train_config(tmp_path / "data", tmp_path / "run"))
@@ -159,7 +159,7 @@ def test_a_folder_of_each_nodes_own_is_not_shared(tmp_path):
         folder.mkdir()
         assert storage.write(str(folder), ".mark", node).error == ""
     unseen = {node: storage.seen(str(folder), ".mark", ["n1", "n2"], 0.2) for node, folder in folders.items()}
-    found = storage.judge_shared("/shared", unseen)
+    found = storage.check_shared("/shared", unseen)
     assert (found.status, found.value) == ("FAIL", "n1 does not see n2; n2 does not see n1")
     assert "mount one shared file system" in found.remedy
 
@@ -168,8 +168,8 @@ def test_a_shared_folder_and_an_address(tmp_path):
     for place in (str(tmp_path), f"file://{tmp_path}"):
         written = {node: storage.write(place, ".mark", node) for node in ("n1", "n2/b")}
         unseen = {node: storage.seen(place, ".mark", ["n1", "n2/b"], 1.0) for node in written}
-        assert storage.judge_shared(place, unseen).status == "ok"
-        assert counts(storage.judge(place, written, 1000))["FAIL"] == 0
+        assert storage.check_shared(place, unseen).status == "ok"
+        assert counts(storage.check(place, written, 1000))["FAIL"] == 0
         for node in written:
             storage.clear(place, ".mark", node)
         assert list(tmp_path.iterdir()) == []
@@ -177,13 +177,13 @@ def test_a_shared_folder_and_an_address(tmp_path):
 
 def test_a_disk_that_is_full_or_read_only(small_disk):
     written = {"n1": storage.write(str(small_disk), ".mark", "n1")}
-    space = one(storage.judge("run", written, NEEDS.disk_bytes), "space")
+    space = one(storage.check("run", written, NEEDS.disk_bytes), "space")
     assert (space.status, space.limit) == ("FAIL", "needs 3.35 GiB for the checkpoints")
     storage.clear(str(small_disk), ".mark", "n1")
     (small_disk / "fill").write_bytes(b"0" * (2**20 - 4096))
     assert "No space left" in storage.write(str(small_disk), ".mark", "n1").error
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    found = one(storage.judge("run", {"n1": storage.write(str(small_disk), ".other", "n1")}, 0), "writable")
+    found = one(storage.check("run", {"n1": storage.write(str(small_disk), ".other", "n1")}, 0), "writable")
     assert found.status == "FAIL"
     assert "Read-only file system" in found.value
 
@@ -192,10 +192,10 @@ def test_a_small_shm_and_a_full_session_disk(small_disk, monkeypatch):
     monkeypatch.setattr(facts, "_folders", lambda: (str(small_disk / "session"), str(small_disk)))
     found = facts.gather()
     assert found.shm_mib == 1
-    assert judgement.object_store("n1", found, 100).status == "warn"
-    assert judgement.session_disk("n1", found).status == "ok"
+    assert checks.object_store("n1", found, 100).status == "warn"
+    assert checks.session_disk("n1", found).status == "ok"
     (small_disk / "fill").write_bytes(b"0" * (2**20 - 4096))
-    assert judgement.session_disk("n1", facts.gather()).status == "FAIL"
+    assert checks.session_disk("n1", facts.gather()).status == "FAIL"
 
 
 def test_a_folder_that_is_not_there_on_a_node(tmp_path):
@@ -204,7 +204,7 @@ def test_a_folder_that_is_not_there_on_a_node(tmp_path):
 
 
 def test_a_slow_disk_and_a_torn_rename():
-    found = storage.judge("run", {"n1": storage.Written("run", "", 2**40, 250.0, 3)}, 1)
+    found = storage.check("run", {"n1": storage.Written("run", "", 2**40, 250.0, 3)}, 1)
     assert one(found, "fsync").status == "warn"
     assert one(found, "rename").status == "FAIL"
 
@@ -214,16 +214,16 @@ def test_versions_and_settings_that_differ_are_named_with_their_nodes(here):
         here, versions=here.versions | {"ray": "2.59.0", "CUDA driver": "1"}, settings={"NCCL_DEBUG": "INFO"}
     )
     nodes = {"n1": edited(here, settings={}), "n2": other, "n3": edited(here, settings={})}
-    found = judgement.versions(nodes)
+    found = checks.versions(nodes)
     assert one(found, "version of ray").status == "FAIL"
     assert one(found, "version of ray").value == f"{here.versions['ray']} on n1, n3; 2.59.0 on n2"
     assert one(found, "driver").status == "warn"
     assert one(found, "version of torch").status == "ok"
-    (setting,) = judgement.settings(nodes)
+    (setting,) = checks.settings(nodes)
     assert (setting.name, setting.status, setting.value) == ("NCCL_DEBUG", "warn", "(not set) on n1, n3; INFO on n2")
-    assert [f.status for f in judgement.settings({"n1": here, "n2": here})] == ["ok"]
+    assert [f.status for f in checks.settings({"n1": here, "n2": here})] == ["ok"]
     absent = edited(here, versions={"ray": "not installed"})
-    assert one(judgement.versions({"n1": absent, "n2": absent}), "version of ray").status == "FAIL"
+    assert one(checks.versions({"n1": absent, "n2": absent}), "version of ray").status == "FAIL"
 
 
 def test_a_secret_in_the_environment_is_not_shown():
@@ -247,20 +247,20 @@ def test_gpus(here):
     assert listed[1] == Gpu("NVIDIA A", 81559, 40000, 97)
     assert facts.parse_smi("NVIDIA GB, [N/A], [N/A], 0, 580\n")[0] == (Gpu("NVIDIA GB", 0, 0, 0),)
     nodes = {"n1": edited(here, gpus=listed), "n2": edited(here, gpus=())}
-    found = judgement.gpus(nodes, dataclasses.replace(NEEDS, gpus=4))
+    found = checks.gpus(nodes, dataclasses.replace(NEEDS, gpus=4))
     assert (found[0].status, found[0].value) == ("FAIL", "2 x NVIDIA A 81559 MiB on n1; none on n2")
     assert (found[1].node, found[1].status) == ("n1", "warn")
     assert found[1].value == "GPU 1: 40000 of 81559 MiB used, 97% busy"
-    assert judgement.gpus(nodes, NEEDS)[0].status == "warn"  # auto: too few, so CPUs would train
-    assert judgement.gpus({"n2": edited(here, gpus=())}, NEEDS)[0].status == "ok"
+    assert checks.gpus(nodes, NEEDS)[0].status == "warn"  # auto: too few, so CPUs would train
+    assert checks.gpus({"n2": edited(here, gpus=())}, NEEDS)[0].status == "ok"
     enough = {node: edited(here, gpus=(Gpu("NVIDIA A", 81559, 3, 0),) * 2) for node in ("n1", "n2")}
-    assert [finding.status for finding in judgement.gpus(enough, NEEDS)] == ["ok", "ok", "ok"]  # one per worker
+    assert [finding.status for finding in checks.gpus(enough, NEEDS)] == ["ok", "ok", "ok"]  # one per worker
 
 
 @pytest.mark.parametrize(("used_mib", "busy_percent", "status"), [(40000, 0, "warn"), (3, 97, "warn"), (3, 0, "ok")])
 def test_a_gpu_is_in_use_by_its_memory_or_its_work(here, used_mib, busy_percent, status):
     nodes = {"n1": edited(here, gpus=(Gpu("NVIDIA A", 81559, used_mib, busy_percent),))}
-    assert one(judgement.gpus(nodes, None), "GPUs free").status == status
+    assert one(checks.gpus(nodes, None), "GPUs free").status == status
 
 
 @pytest.mark.parametrize(
@@ -273,28 +273,28 @@ def test_a_gpu_is_in_use_by_its_memory_or_its_work(here, used_mib, busy_percent,
     ],
 )
 def test_cpus(cpus, own_session, status):
-    assert judgement.cpus(cpus, NEEDS, own_session).status == status
+    assert checks.cpus(cpus, NEEDS, own_session).status == status
 
 
 def test_limits_of_a_node(here):
-    assert judgement.open_files("n", edited(here, open_files=256)).status == "FAIL"
-    assert judgement.open_files("n", edited(here, open_files=4096)).status == "warn"
-    assert judgement.open_files("n", edited(here, open_files=-1)).status == "ok"
-    assert judgement.memory("n", edited(here, ram_mib=4000, ram_free_mib=4000), NEEDS, 2).status == "ok"
-    assert judgement.memory("n", edited(here, ram_mib=4000, ram_free_mib=3000), NEEDS, 2).status == "warn"
-    assert judgement.memory("n", edited(here, ram_mib=4000, ram_free_mib=3000), NEEDS, 1).status == "FAIL"
-    assert judgement.memory("n", edited(here, ram_mib=4000, ram_free_mib=3000), NEEDS, 3).status == "warn"  # 2 on one
-    assert judgement.object_store("n", edited(here, shm_mib=99), 100).status == "warn"
-    assert judgement.object_store("n", edited(here, shm_mib=100), 100).status == "ok"
+    assert checks.open_files("n", edited(here, open_files=256)).status == "FAIL"
+    assert checks.open_files("n", edited(here, open_files=4096)).status == "warn"
+    assert checks.open_files("n", edited(here, open_files=-1)).status == "ok"
+    assert checks.memory("n", edited(here, ram_mib=4000, ram_free_mib=4000), NEEDS, 2).status == "ok"
+    assert checks.memory("n", edited(here, ram_mib=4000, ram_free_mib=3000), NEEDS, 2).status == "warn"
+    assert checks.memory("n", edited(here, ram_mib=4000, ram_free_mib=3000), NEEDS, 1).status == "FAIL"
+    assert checks.memory("n", edited(here, ram_mib=4000, ram_free_mib=3000), NEEDS, 3).status == "warn"  # 2 on one
+    assert checks.object_store("n", edited(here, shm_mib=99), 100).status == "warn"
+    assert checks.object_store("n", edited(here, shm_mib=100), 100).status == "ok"
     for share, status in ((0.8, "ok"), (0.9, "warn"), (0.96, "FAIL")):
-        assert judgement.session_disk("n", edited(here, session_used_share=share)).status == status
+        assert checks.session_disk("n", edited(here, session_used_share=share)).status == status
 
 
 @pytest.mark.parametrize(
     ("offset", "uncertain", "status"), [(0.1, 0.2, "ok"), (-3.0, 0.2, "warn"), (3.0, 4.0, "ok"), (900.0, 0.1, "FAIL")]
 )
 def test_clock(offset, uncertain, status):
-    assert judgement.clock("n", offset, uncertain).status == status
+    assert checks.clock("n", offset, uncertain).status == status
 
 
 CLOSED = Exposure((), ("127.0.0.1", "10.0.0.3"), "token", "/h/.ray/auth_token", 0o600, True)
@@ -304,17 +304,17 @@ CLOSED = Exposure((), ("127.0.0.1", "10.0.0.3"), "token", "/h/.ray/auth_token", 
     ("changes", "status"),
     [
         ({}, "ok"),
-        ({"listeners": (Listener("gcs", "::", 6379),)}, "ok"),  # within a private network
-        ({"listeners": (Listener("gcs", "::", 6379),), "addresses": ("8.8.8.8",)}, "warn"),
-        ({"listeners": (Listener("gcs", "::", 6379),), "addresses": ("8.8.8.8",), "auth_mode": ""}, "FAIL"),
-        ({"listeners": (Listener("gcs", "10.0.0.3", 6379),), "addresses": ("8.8.8.8",), "auth_mode": ""}, "ok"),
-        ({"listeners": (Listener("dashboard", "0.0.0.0", 8265),), "auth_mode": ""}, "warn"),
-        ({"listeners": (Listener("Ray client", "0.0.0.0", 10001),), "auth_mode": ""}, "warn"),
+        ({"listeners": (ListeningPort("gcs", "::", 6379),)}, "ok"),  # within a private network
+        ({"listeners": (ListeningPort("gcs", "::", 6379),), "addresses": ("8.8.8.8",)}, "warn"),
+        ({"listeners": (ListeningPort("gcs", "::", 6379),), "addresses": ("8.8.8.8",), "auth_mode": ""}, "FAIL"),
+        ({"listeners": (ListeningPort("gcs", "10.0.0.3", 6379),), "addresses": ("8.8.8.8",), "auth_mode": ""}, "ok"),
+        ({"listeners": (ListeningPort("dashboard", "0.0.0.0", 8265),), "auth_mode": ""}, "warn"),
+        ({"listeners": (ListeningPort("Ray client", "0.0.0.0", 10001),), "auth_mode": ""}, "warn"),
         ({"listeners": None}, "warn"),
     ],
 )
 def test_ports(changes, status):
-    assert exposure.judge_ports("n", dataclasses.replace(CLOSED, **changes)).status == status
+    assert network.check_ports("n", dataclasses.replace(CLOSED, **changes)).status == status
 
 
 def test_a_real_port_is_seen_with_its_process():
@@ -324,49 +324,49 @@ def test_a_real_port_is_seen_with_its_process():
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         try:
             port = int(child.stdout.readline())
-            assert Listener("dashboard", "0.0.0.0", port) in exposure.gather().listeners
+            assert ListeningPort("dashboard", "0.0.0.0", port) in network.gather().listeners
         finally:
             child.stdin.close()
 
 
 def test_token(tmp_path):
     home = {"HOME": str(tmp_path)}
-    assert exposure.find_token(home) == ("", None, False)
+    assert network.find_token(home) == ("", None, False)
     token = tmp_path / ".ray" / "auth_token"
     token.parent.mkdir()
     token.write_text("secret")
     token.chmod(0o644)
     for mode, expected in ((0o644, "FAIL"), (0o600, "ok")):
         token.chmod(mode)
-        found = exposure.Exposure((), (), "token", *exposure.find_token(home))
-        assert exposure.judge_token("n", found).status == expected
-    assert exposure.judge_token("n", dataclasses.replace(CLOSED, token="")).status == "FAIL"
-    assert exposure.judge_token("n", dataclasses.replace(CLOSED, auth_mode="disabled")).status == "FAIL"
-    assert exposure.find_token(home | {"RAY_AUTH_TOKEN": "secret"}) == ("RAY_AUTH_TOKEN", None, True)
-    assert exposure.find_token(home | {"RAY_AUTH_TOKEN_PATH": str(token)})[0] == str(token)
+        found = network.Exposure((), (), "token", *network.find_token(home))
+        assert network.check_token("n", found).status == expected
+    assert network.check_token("n", dataclasses.replace(CLOSED, token="")).status == "FAIL"
+    assert network.check_token("n", dataclasses.replace(CLOSED, auth_mode="disabled")).status == "FAIL"
+    assert network.find_token(home | {"RAY_AUTH_TOKEN": "secret"}) == ("RAY_AUTH_TOKEN", None, True)
+    assert network.find_token(home | {"RAY_AUTH_TOKEN_PATH": str(token)})[0] == str(token)
 
 
 def test_shards_that_differ_or_are_missing(tmp_path):
     assert "holds no manifest.json" in data.look(str(tmp_path)).error
-    found = data.judge("d", {"n1": data.Seen("aa", 5), "n2": data.Seen("bb", 5), "n3": data.Seen(error="gone")})
+    found = data.check("d", {"n1": data.Seen("aa", 5), "n2": data.Seen("bb", 5), "n3": data.Seen(error="gone")})
     assert [finding.status for finding in found] == ["FAIL", "FAIL"]
-    assert data.judge("d", {"n1": data.Seen("aa", 5), "n2": data.Seen("aa", 5)})[0].status == "ok"
+    assert data.check("d", {"n1": data.Seen("aa", 5), "n2": data.Seen("aa", 5)})[0].status == "ok"
 
 
 def test_doors():
     first = Examiner()
-    port = first.open_door()
+    port = first.listen()
     with socket.socket() as shut:
         shut.bind(("127.0.0.1", 0))  # bound, but nobody listens
-        doors = {"n1": ("127.0.0.1", port), "n2": ("127.0.0.1", shut.getsockname()[1])}
-        assert list(knock(doors)) == ["n2"]
-    first.close_door()
+        addresses = {"n1": ("127.0.0.1", port), "n2": ("127.0.0.1", shut.getsockname()[1])}
+        assert list(probe(addresses)) == ["n2"]
+    first.stop_listening()
 
 
 def test_a_sum_that_is_wrong_or_fails():
     good = collective.Summed(3.0, 0.01)
-    assert collective.judge("gloo", {"a": good, "b": good}).status == "ok"
-    assert collective.judge("gloo", {"a": good, "b": collective.Summed(error="refused")}).value == "b: refused"
+    assert collective.check("gloo", {"a": good, "b": good}).status == "ok"
+    assert collective.check("gloo", {"a": good, "b": collective.Summed(error="refused")}).value == "b: refused"
 
 
 def test_a_cluster_that_does_not_answer():

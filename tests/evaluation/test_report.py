@@ -12,7 +12,7 @@ from PIL import Image
 from prepared import Row, write_prepared
 
 from cli.main import main
-from evaluation.report.charts import Histogram, Mark, Series, count_ticks, short_number
+from evaluation.report.charts import Histogram, ReferenceLine, Series, count_ticks, short_number
 from evaluation.report.clusters import find_clusters
 from evaluation.report.content import gather, lengths_chart
 from evaluation.report.header import header
@@ -36,11 +36,11 @@ def entries(folder):
 
 def test_fates_are_those_of_the_ledgers_to_the_byte(prepared, content):
     rows = entries(prepared[0])
-    for fate, tally in content.fates.items():
-        mine = [row for row in rows if row.fate == fate]
+    for status, tally in content.statuses.items():
+        mine = [row for row in rows if row.status == status]
         assert (tally.read, tally.text_bytes) == (len(mine), sum(row.text_bytes for row in mine))
     totals = prepared[1].totals
-    assert sum(tally.read for tally in content.fates.values()) == totals["read"] == len(rows)
+    assert sum(tally.read for tally in content.statuses.values()) == totals["read"] == len(rows)
     kept = content.kept_tally
     assert (kept.kept, kept.kept_tokens) == (totals["kept"], totals["num_tokens"])
     assert [(reason, role) for reason, role, _ in content.reasons()][:2] == [
@@ -130,7 +130,7 @@ def test_examples_are_of_their_reason_and_carry_their_text(prepared, content):
             assert same["reason"] == reason
             assert example.text == same["text"][:600]
     assert len(content.kept) == len({example.offset for example in content.kept})
-    texts = {(row.source, row.offset) for row in entries(folder) if row.fate == "train"}
+    texts = {(row.source, row.offset) for row in entries(folder) if row.status == "train"}
     assert {(example.source, example.offset) for example in content.kept} <= texts
 
 
@@ -199,7 +199,7 @@ def test_hostile_text_is_text():
 
 def batch_of(names, tokens):
     columns = {field.name: pa.nulls(len(names), field.type) for field in SCHEMA}
-    columns["fate"] = pa.array(["train" if n % 2 else "too_short" for n in range(len(names))])
+    columns["status"] = pa.array(["train" if n % 2 else "too_short" for n in range(len(names))])
     columns["text_bytes"], columns["num_tokens"] = pa.array(tokens, pa.int64()), pa.array(tokens, pa.int64())
     return pa.record_batch(columns), pa.array(names)
 
@@ -226,7 +226,7 @@ def test_axes_have_round_values_that_reach_far_enough():
         assert 2 <= len(ticks) <= 6
     assert [short_number(value) for value in (0, 999, 2_500, 20_000, 3_000_000)] == ["0", "999", "2.5k", "20k", "3M"]
     chart = Histogram(
-        "x", "", "", np.array([10.0, 100.0, 1000.0]), [Series("kept", "", np.array([0, 5]))], [Mark(20, "")]
+        "x", "", "", np.array([10.0, 100.0, 1000.0]), [Series("kept", "", np.array([0, 5]))], [ReferenceLine(20, "")]
     )
     assert chart.trimmed().edges.tolist() == [10, 100, 1000]
     assert chart.place(100) == pytest.approx(0.5)
@@ -248,7 +248,7 @@ def test_the_report_answers_whether_to_train(content):
     assert f"{totals['kept_held_out']} held-out documents do not show whether training helped" in told
     assert told in header(content)
     enough = content.manifest.model_copy(update={"totals": totals | {"kept_train": 900, "kept_held_out": 200}})
-    kept = replace(content, manifest=enough, fates={"train": content.kept_tally})
+    kept = replace(content, manifest=enough, statuses={"train": content.kept_tally})
     assert "Nothing here speaks against it: 900 training documents" in readiness(kept)
     read = content.coverage
     assert f"three passes read {100 * read.share:.1f}%" in readiness(kept)

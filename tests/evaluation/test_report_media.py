@@ -52,7 +52,7 @@ def test_charts_are_those_of_the_shards(images, clips):
     frames = [1 + (int(16_000 * (0.2 + 0.05 * n)) - 400) // 160 for n in range(12)]
     assert content.media.longest_frames == max(frames)
     assert content.media.seconds == pytest.approx(sum((n - 1) * 0.01 + 0.025 for n in frames))
-    assert content.fates["train"].kept_tokens + content.fates["held-out"].kept_tokens == sum(frames)
+    assert content.statuses["train"].kept_tokens + content.statuses["held-out"].kept_tokens == sum(frames)
 
 
 def test_the_page_shows_thumbnails_and_permits_nothing_else(images, tmp_path):
@@ -120,7 +120,7 @@ def test_inspect_shows_sizes_and_labels(images, clips, capsys):
     assert "frames, energies" in capsys.readouterr().out
 
 
-def test_inspect_shows_the_clips_of_a_branch(images, clips, tmp_path, capsys):
+def test_inspect_shows_the_clips_of_a_task(images, clips, tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(
         "train: {run: r, data: d, encoder: {pretrained: x}, objective: {kind: simcse}, auxiliary_tasks: {image: {"
@@ -129,15 +129,15 @@ def test_inspect_shows_the_clips_of_a_branch(images, clips, tmp_path, capsys):
     )
     folder, _ = images
     shown = ["inspect", str(folder), "--config", str(config), "--documents", "2"]
-    assert main([*shown, "--branch", "image"]) == 0
+    assert main([*shown, "--auxiliary-task", "image"]) == 0
     told = capsys.readouterr().out
     assert "objective.kind = supcon makes in epoch 0" in told
     assert len(re.findall(r"^  clip [01]: 4 patches of 192 values from \d+ to \d+$", told, re.MULTILINE)) == 4
     assert len(re.findall(r"^  views 0: spans 0 and 1, label -?\d+$", told, re.MULTILINE)) == 2
-    assert main(["inspect", str(clips[0]), "--config", str(config), "--branch", "sound"]) == 0
+    assert main(["inspect", str(clips[0]), "--config", str(config), "--auxiliary-task", "sound"]) == 0
     assert "patches of 256 values from -" in capsys.readouterr().out
     assert main(shown) == 1
-    assert "or name a branch: --branch image or sound" in capsys.readouterr().err
-    for wrong, names in (([*shown, "--branch", "video"], "there is image, sound"), (shown[:2], "no config")):
-        assert main([*wrong, *([] if "--branch" in wrong else ["--branch", "image"])]) == 1
+    assert "or name an auxiliary task: --auxiliary-task image or sound" in capsys.readouterr().err
+    for wrong, names in (([*shown, "--auxiliary-task", "video"], "there is image, sound"), (shown[:2], "no config")):
+        assert main([*wrong, *([] if "--auxiliary-task" in wrong else ["--auxiliary-task", "image"])]) == 1
         assert names in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from cli.main import main
 from evaluation.report.content import bar_charts, gather
 from evaluation.report.page import write_report
-from evaluation.report.texts import TextLengths
+from evaluation.report.text_survey import TextLengths
 from pipeline.config import PipelineConfig, config_hash, identity
 from pipeline.job.units import plan_units
 from pipeline.job.worker import write_unit

@@ -168,16 +168,16 @@ PREPARE = (
     ],
 )
 def test_a_file_of_settings_grants_no_trust(tmp_path, text, section, model, key):
-    branch = key.partition(".")[0]
+    section = key.partition(".")[0]
     path = tmp_path / "c.yaml"
     for value in ("true", "1", "'yes'", "null"):
         path.write_text(text % value)
         with pytest.raises(ConfigError, match=f"{key} = true: a file cannot grant trust"):
             load_config(str(path), section, model)
-        assert getattr(load_config(str(path), section, model, [f"{key}=true"]), branch).trust_remote_code
-        assert not getattr(load_config(str(path), section, model, [f"{key}=false"]), branch).trust_remote_code
+        assert getattr(load_config(str(path), section, model, [f"{key}=true"]), section).trust_remote_code
+        assert not getattr(load_config(str(path), section, model, [f"{key}=false"]), section).trust_remote_code
     path.write_text(text % "false")
-    assert not getattr(load_config(str(path), section, model), branch).trust_remote_code
+    assert not getattr(load_config(str(path), section, model), section).trust_remote_code
 
 
 @pytest.fixture

@@ -59,9 +59,9 @@ def read(seed: int, number: int, folder: Path) -> Counter[str]:
         units, problems = plan_units(corpus, unit_mib)
         records = []
         for unit in units:
-            reading = read_unit(unit, corpus)
-            records += list(reading)
-            assert reading.bytes_read == unit.num_bytes, "bytes_read is not all of the input"
+            reader = read_unit(unit, corpus)
+            records += list(reader)
+            assert reader.bytes_read == unit.num_bytes, "bytes_read is not all of the input"
         for record in records:
             assert isinstance(record, Document | ReadFailure)
             assert record.source == path.name or record.source.startswith(f"{path.name}!"), record.source

@@ -7,8 +7,8 @@ from threads import one_thread
 
 from evaluation.senteval.classifier import protocols
 from evaluation.senteval.classifier.classifier import examples
+from evaluation.senteval.classifier.config import ClassifierConfig
 from evaluation.senteval.classifier.features import pair_table, table
-from evaluation.senteval.classifier.settings import ClassifierConfig
 from evaluation.senteval.scores.relatedness import Pairs, bins, relatedness
 from evaluation.senteval.scores.retrieval import recalls
 

@@ -11,25 +11,25 @@ from trainer.objectives.declutr.config import DeclutrConfig
 pytestmark = [pytest.mark.golden, pytest.mark.dist]
 
 
-def rank_gradients(world, arrays, name, tau, released):
+def rank_gradients(comm, arrays, name, tau, released):
     """Encoder tanh(Wx + b) and the objective's loss on this rank's slice; what a rank ends up with."""
     get = {key: torch.tensor(arrays[f"{name}/in/{key}"]) for key in ("W", "b", "xa", "xp")}
     weight, bias = get["W"].requires_grad_(True), get["b"].requires_grad_(True)
-    anchors = torch.tanh(get["xa"][world.rank] @ weight.T + bias)
-    positives = torch.tanh(get["xp"][world.rank] @ weight.T + bias)
+    anchors = torch.tanh(get["xa"][comm.rank] @ weight.T + bias)
+    positives = torch.tanh(get["xp"][comm.rank] @ weight.T + bias)
     anchors.retain_grad()
     positives.retain_grad()
     settings = {
         "loss": {"kind": "ntxent", "temperature": tau},
-        "reference_rank_scaling": world.size if released else None,
+        "reference_rank_scaling": comm.size if released else None,
     }
     objective = declutr(DeclutrConfig(**settings), 1, positives.shape[1])
     rows = len(anchors)
     views = objective.views(torch.cat([anchors, positives.flatten(0, 1)]), rows_of(anchors, rows))
-    gathered = world.gather(views.flatten(1), world.rank * rows, world.size * rows).view(world.size * rows, 2, -1)
+    gathered = comm.all_gather(views.flatten(1), comm.rank * rows, comm.size * rows).view(comm.size * rows, 2, -1)
     value = contrastive(objective, gathered)
     value.backward()
-    world.sum_gradients([weight, bias])
+    comm.all_reduce_gradients([weight, bias])
     return {
         "loss": value.item(),
         "weight": weight.grad,
@@ -39,9 +39,9 @@ def rank_gradients(world, arrays, name, tau, released):
     }
 
 
-def all_cases(world, arrays, cases):
+def all_cases(comm, arrays, cases):
     return {
-        (case["name"], released): rank_gradients(world, arrays, case["name"], case["tau"], released)
+        (case["name"], released): rank_gradients(comm, arrays, case["name"], case["tau"], released)
         for case in cases
         for released in (False, True)
     }

@@ -8,7 +8,7 @@ from scipy import stats
 
 from pipeline.shards.windows import window_starts
 from trainer.objectives.declutr.spans import Draws, draw, place
-from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.span_config import SpanConfig
 
 pytestmark = pytest.mark.golden
 

@@ -8,15 +8,15 @@ from tiny import declutr
 
 from trainer.data.batches import RankBatch, SpanBatch, pad_rows
 from trainer.model.attention import PACKED
+from trainer.model.config import EncoderConfig
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import build_model, load_hf_config, mlm_head
-from trainer.model.settings import EncoderConfig
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
+from trainer.step.config import OptimConfig
 from trainer.step.microbatch import Microbatch
 from trainer.step.optim import build_optimizer
-from trainer.step.settings import OptimConfig
-from trainer.step.step import Stepper
+from trainer.step.step import TrainStep
 
 pytestmark = pytest.mark.golden
 
@@ -44,7 +44,7 @@ class RecordersEncoder(Encoder):
         return self.pool(hidden[~padding], lengths), loss
 
 
-def stepper(case, arrays, world, layout="packed", microbatch_tokens=None, terms="both"):
+def train_step(case, arrays, comm, layout="packed", microbatch_tokens=None, terms="both"):
     given = {key: value for key, value in case["config"].items() if key != "transformers_version"}
     config = EncoderConfig(from_config=given, layout=layout)
     model = build_model(config, load_hf_config(config, given["vocab_size"], {}), seed=0)
@@ -54,22 +54,22 @@ def stepper(case, arrays, world, layout="packed", microbatch_tokens=None, terms=
     objective = DeclutrConfig(terms=terms, loss={"kind": "ntxent", "temperature": case["tau"]})
     optim = OptimConfig(lr=case["base_lr"], bias_correction=False)
     loss = declutr(objective, case["A"], case["P"])
-    return Stepper(
+    return TrainStep(
         encoder=encoder,
         objective=loss,
         optimizer=build_optimizer(optim, encoder, loss),
         optim=optim,
-        world=world,
+        comm=comm,
         seed=0,
         total_steps=case["T_total"],
         microbatch=Microbatch(microbatch_tokens),
     )
 
 
-def share_of(case, arrays, number, world, positives=True):
+def share_of(case, arrays, number, comm, positives=True):
     """This rank's documents of a recorded step, packed from the recorded padded arrays."""
     pad, total = case["config"]["pad_token_id"], case["N"]
-    start, end = total * world.rank // world.size, total * (world.rank + 1) // world.size
+    start, end = total * comm.rank // comm.size, total * (comm.rank + 1) // comm.size
     get = {
         key: torch.tensor(arrays[f"step{number}/{key}"]) for key in ("anchors", "positives", "masked_anchors", "labels")
     }
@@ -89,13 +89,13 @@ def recorded(arrays, prefix):
     return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
 
 
-def run(world, case, arrays, layout, microbatch_tokens):
+def run(comm, case, arrays, layout, microbatch_tokens):
     """Largest deviation of each kind over all recorded steps."""
-    runner = stepper(case, arrays, world, layout, microbatch_tokens)
+    runner = train_step(case, arrays, comm, layout, microbatch_tokens)
     worst = {"losses": 0.0, "grad_norm": 0.0, "lr": 0.0, "parameters": 0.0}
     for step in case["steps"]:
         number = step["step"]
-        metrics = runner.step(share_of(case, arrays, number, world), number)
+        metrics = runner.step(share_of(case, arrays, number, comm), number)
         assert metrics.num_selected == step["n_masked"]
         after = recorded(arrays, f"after{number}/")
         state = runner.encoder.model.state_dict()
@@ -116,13 +116,13 @@ def run(world, case, arrays, layout, microbatch_tokens):
 @pytest.mark.parametrize("microbatch_tokens", [None, 60], ids=["whole", "microbatched"])
 def test_steps(figures, layout, microbatch_tokens, measured):
     """Parameters relative to the largest entry of all: key biases, whose true gradient is 0, hold rounding noise."""
-    worst = run(World(), figures.json("e2e_step"), figures.arrays("e2e_step"), layout, microbatch_tokens)
+    worst = run(Communicator(), figures.json("e2e_step"), figures.arrays("e2e_step"), layout, microbatch_tokens)
     measured(worst)
     assert max(worst.values()) < 1e-10, worst
 
 
-def both_ways(world, case, arrays):
-    return [run(world, case, arrays, "packed", microbatch_tokens) for microbatch_tokens in (None, 60)]
+def both_ways(comm, case, arrays):
+    return [run(comm, case, arrays, "packed", microbatch_tokens) for microbatch_tokens in (None, 60)]
 
 
 @pytest.mark.dist
@@ -139,8 +139,8 @@ def test_steps_of_two_processes(figures, measured):
 def test_gradients_of_each_term(figures, terms, microbatch_tokens, measured):
     """Step 1's gradient of each loss alone. (The recorded contrastive gradient, too, is of masked anchors.)"""
     case, arrays = figures.json("e2e_step"), figures.arrays("e2e_step")
-    runner = stepper(case, arrays, World(), microbatch_tokens=microbatch_tokens, terms=terms)
-    batch = share_of(case, arrays, 1, World(), positives=terms == "contrastive")
+    runner = train_step(case, arrays, Communicator(), microbatch_tokens=microbatch_tokens, terms=terms)
+    batch = share_of(case, arrays, 1, Communicator(), positives=terms == "contrastive")
     if terms == "contrastive":
         nothing = torch.empty(0, dtype=torch.int64)
         spans = SpanBatch(batch.spans.input_ids, batch.spans.lengths, nothing, nothing)
@@ -158,7 +158,7 @@ def test_gradients_of_each_term(figures, terms, microbatch_tokens, measured):
 
 def test_embeddings(figures):
     case, arrays = figures.json("e2e_step"), figures.arrays("e2e_step")
-    runner = stepper(case, arrays, World())
-    embedded = runner.encoder.embed(share_of(case, arrays, 1, World()).spans)
+    runner = train_step(case, arrays, Communicator())
+    embedded = runner.encoder.embed(share_of(case, arrays, 1, Communicator()).spans)
     expected = [arrays["step1/anchor_emb"], arrays["step1/positive_emb"]]
     assert deviation([embedded[: case["N"] * case["A"]], embedded[case["N"] * case["A"] :]], expected) < 1e-10

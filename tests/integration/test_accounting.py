@@ -89,7 +89,7 @@ def test_a_row_of_the_ledger_leads_to_the_row_of_the_shard(finished):
         shards, number = ShardSet(finished, split), 0
         for ledger in manifest.ledgers:
             for entry in ledger_entries(finished / ledger.name):
-                if entry.fate == split:
+                if entry.status == split:
                     row = shards.take([number])
                     assert row.column("id")[0].as_py() == entry.id
                     assert row.column("num_tokens")[0].as_py() == entry.num_tokens
@@ -102,7 +102,9 @@ def test_a_row_of_the_ledger_leads_to_the_row_of_the_shard(finished):
 
 
 def test_inspect_says_where_a_document_is_and_why_it_was_dropped(finished, capsys):
-    entries = {entry.fate: entry for path in sorted((finished / "ledger").iterdir()) for entry in ledger_entries(path)}
+    entries = {
+        entry.status: entry for path in sorted((finished / "ledger").iterdir()) for entry in ledger_entries(path)
+    }
     entry = entries["near_duplicate"]
     lines = "\n".join(command(capsys, "inspect", finished, "--document", entry.id.hex()))
     assert "dropped: near_duplicate" in lines
@@ -125,7 +127,7 @@ def test_inspect_says_where_a_document_is_and_why_it_was_dropped(finished, capsy
 
 
 def test_a_planted_question_is_noted(finished):
-    noted = [e for path in sorted((finished / "ledger").iterdir()) for e in ledger_entries(path) if e.fate == "train"]
+    noted = [e for path in sorted((finished / "ledger").iterdir()) for e in ledger_entries(path) if e.status == "train"]
     noted = [entry for entry in noted if entry.detail]
     assert len(noted) == 1
     assert "questions.txt" in noted[0].detail

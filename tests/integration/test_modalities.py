@@ -49,7 +49,7 @@ def test_the_commands_do_what_they_say(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs" / "visualcse-small" / "export" / "model.safetensors").is_file()
 
 
-def test_the_branch_of_the_page_is_valid():
+def test_the_task_of_the_page_is_valid():
     sections = yaml.safe_load(BLOCKS[2])["train"]
     config = TrainConfig.model_validate(
         {"data": "data/texts", "run": "runs/any", **sections, "encoder": {"pretrained": "x"}}

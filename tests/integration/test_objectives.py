@@ -14,9 +14,9 @@ from trainer.checkpoints.state import RunState
 from trainer.checkpoints.weights import collect, load
 from trainer.data.plan import Plan
 from trainer.model.language_model import vocabulary_of
-from trainer.parallel.world import World
-from trainer.setup.build import build_encoder, build_feed
-from trainer.setup.turns import build_branch, build_turns
+from trainer.parallel.communicator import Communicator
+from trainer.setup.build import build_collator, build_encoder
+from trainer.setup.tasks import build_task, build_train_steps
 from trainer.step.microbatch import Microbatch
 
 STEPS = 24
@@ -60,19 +60,19 @@ class Run:
         self.shards = ShardSet(data, "train")
         self.plan = Plan(config.seed, self.shards.num_documents, config.batch_documents)
         microbatch = Microbatch.of(config.microbatch_tokens, torch.device("cpu"))
-        branch = build_branch(config, "", encoder, self.shards.manifest, World(), microbatch)
-        self.feed = build_feed(branch.objective, encoder, vocabulary_of(tokenizer))
-        [self.stepper] = build_turns(config, [branch], STEPS)
+        task = build_task(config, "", encoder, self.shards.manifest, Communicator(), microbatch)
+        self.collator = build_collator(task.objective, encoder, vocabulary_of(tokenizer))
+        [self.train_step] = build_train_steps(config, [task], STEPS)
 
     def steps(self, first, last):
         measured = []
         for step in range(first, last + 1):
             epochs, rows = self.plan.documents(step - 1, step)
-            measured.append(self.stepper.step(self.feed.feed(self.shards.take(rows), epochs), step))
+            measured.append(self.train_step.step(self.collator.collate(self.shards.take(rows), epochs), step))
         return measured
 
     def parts(self):
-        return self.stepper.encoder, self.stepper.optimizer, self.stepper.objective
+        return self.train_step.encoder, self.train_step.optimizer, self.train_step.objective
 
     def state(self, step):
         numbers = {"step": step, "documents": step * self.config.batch_documents, "world_size": 1}
@@ -106,8 +106,8 @@ def test_it_learns_and_resumes_to_the_bit(data, tmp_path, name):
     resumed = Run(data, **changes)
     load(path, *resumed.parts())
     assert resumed.steps(STEPS // 2 + 1, STEPS) == measured[STEPS // 2 :]
-    for name, parameter in whole.stepper.encoder.named_parameters():
-        assert torch.equal(parameter, dict(resumed.stepper.encoder.named_parameters())[name]), name
+    for name, parameter in whole.train_step.encoder.named_parameters():
+        assert torch.equal(parameter, dict(resumed.train_step.encoder.named_parameters())[name]), name
 
 
 def test_what_was_loaded_is_the_file_no_longer(data, tmp_path):
@@ -127,9 +127,9 @@ def test_what_was_loaded_is_the_file_no_longer(data, tmp_path):
 def test_parameters_without_a_loss_stay_as_they_were(data):
     for terms, untouched in (("contrastive", "lm_head"), ("mlm", "projection")):
         run = Run(data, objective={"terms": terms}, encoder={"projection": {"kind": "mlp"}})
-        before = {name: p.detach().clone() for name, p in run.stepper.encoder.named_parameters()}
+        before = {name: p.detach().clone() for name, p in run.train_step.encoder.named_parameters()}
         run.steps(1, 3)
-        for name, parameter in run.stepper.encoder.named_parameters():
+        for name, parameter in run.train_step.encoder.named_parameters():
             still = torch.equal(before[name], parameter)
             assert still == (untouched in name), name
 

@@ -162,7 +162,7 @@ def test_too_many_files_without_a_label_end_with_an_error(tmp_path, capsys):
 def test_a_text_objective_refuses_images(prepared):
     config = runs.train_config(prepared[0], "unused")
     (told,) = [problem for problem in problems(config) if "reads" in problem]
-    assert "holds images; the main branch reads texts" in told
+    assert "holds images; the main task reads texts" in told
 
 
 def test_a_tar_in_a_tar_in_a_tar_is_read_and_a_deeper_one_is_a_failure(tmp_path):

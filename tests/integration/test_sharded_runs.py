@@ -14,26 +14,26 @@ from safetensors.torch import load_file
 from common.storage import hash_file
 from pipeline.shards.shards import ShardSet
 from trainer.checkpoints.checkpoint import steps_in
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 from trainer.setup.build import build_encoder, build_validator, load_tokenizer
 from trainer.setup.config import TrainConfig
-from trainer.setup.turns import build_branch, build_turns
+from trainer.setup.tasks import build_task, build_train_steps
 from trainer.step.microbatch import Microbatch
 from trainer.train import train
 
 FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
 
 
-def held_out_embeddings(world, values, chunk_documents):
+def held_out_embeddings(comm, values, chunk_documents):
     """Embeddings of the held-out split by untrained weights."""
     config = TrainConfig.model_validate(values)
     tokenizer, _ = load_tokenizer(runs.Path(config.data))
     encoder = build_encoder(config, tokenizer).double().train()
     shards = ShardSet(runs.Path(config.data), "train")
-    branch = build_branch(config, "", encoder, shards.manifest, world, Microbatch())
-    [stepper] = build_turns(config, [branch], 1)
-    assert encoder.sharded == (world.size > 1)
-    validator = build_validator(config, stepper, shards, tokenizer, torch.device("cpu"))
+    task = build_task(config, "", encoder, shards.manifest, comm, Microbatch())
+    [train_step] = build_train_steps(config, [task], 1)
+    assert encoder.sharded == (comm.size > 1)
+    validator = build_validator(config, train_step, shards, tokenizer, torch.device("cpu"))
     return dataclasses.replace(validator, chunk_documents=chunk_documents).embed(encoder)
 
 
@@ -43,7 +43,7 @@ def test_held_out_scores_with_unequal_shares(data, tmp_path, documents, chunk):
     """13, 13 and 14 documents in chunks of 64 and 13 (1, 1 and 2 chunks), and 2 documents for 3 ranks."""
     changes = {"scaling": {"fsdp": True}, "validation": {"max_documents": documents, "every_steps": 1}}
     values = runs.train_values(data, tmp_path, **changes)
-    expected = held_out_embeddings(World(), values, chunk)
+    expected = held_out_embeddings(Communicator(), values, chunk)
     assert len(expected[0]) == documents
     for found in run_group(3, held_out_embeddings, values, chunk):
         assert deviation(found, expected) < 1e-10

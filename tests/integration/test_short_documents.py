@@ -14,7 +14,7 @@ from pipeline.config import PipelineConfig
 from pipeline.prepare import prepare
 from pipeline.shards.shards import ShardSet
 from trainer.driver.checks import problems
-from trainer.setup.build import build_encoder, build_feed, build_objective, load_tokenizer
+from trainer.setup.build import build_collator, build_encoder, build_objective, load_tokenizer
 from trainer.verify import verify
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
@@ -53,8 +53,8 @@ def test_shorter_documents_are_kept_and_the_trainer_follows(prepared):
         assert problems(config) == []
         tokenizer, vocabulary = load_tokenizer(folder)
         encoder = build_encoder(config, tokenizer)
-        feed = build_feed(build_objective(config, encoder, shards.manifest), encoder, vocabulary)
-        spans = feed.sample(table, np.zeros(len(table), np.int64))
+        collator = build_collator(build_objective(config, encoder, shards.manifest), encoder, vocabulary)
+        spans = collator.sample(table, np.zeros(len(table), np.int64))
         anchors = np.minimum(2, lengths // 32) if mode == "fewer_anchors" else np.full(len(table), 2)
         assert spans.present.sum(axis=1).tolist() == anchors.tolist()
         assert (anchors.min() == 1) == (mode == "fewer_anchors")

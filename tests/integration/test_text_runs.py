@@ -1,4 +1,4 @@
-"""SimCSE, SCD and SCL as ordinary runs: prepare, train, export, checks; test_branch_runs.py kills and resizes them."""
+"""SimCSE, SCD and SCL as ordinary runs: prepare, train, export, checks; test_task_runs.py kills and resizes them."""
 
 import json
 import re

@@ -16,9 +16,9 @@ from pipeline.shards.shards import ShardSet
 from trainer.data import stream
 from trainer.data.chunks import rank_plan
 from trainer.data.plan import Plan
-from trainer.data.stream import Ahead, batches, documents
+from trainer.data.stream import Prefetcher, batches, documents
 from trainer.model.language_model import vocabulary_of
-from trainer.setup.build import build_encoder, build_feed, build_objective
+from trainer.setup.build import build_collator, build_encoder, build_objective
 from trainer.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
@@ -27,12 +27,12 @@ BATCH = 8
 
 
 @pytest.fixture(scope="module")
-def feed(data):
+def collator(data):
     config = runs.train_config(data, "unused")
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
     encoder = build_encoder(config, tokenizer)
     objective = build_objective(config, encoder, ShardSet(data, "train").manifest)
-    return build_feed(objective, encoder, vocabulary_of(tokenizer))
+    return build_collator(objective, encoder, vocabulary_of(tokenizer))
 
 
 def rank_plans(data, world, first=0, last=STEPS, chunk_steps=None):
@@ -48,9 +48,9 @@ def spans_of(batch):
     return [(p.input_ids.tolist(), p.selected.tolist(), p.labels.tolist()) for p in pieces]
 
 
-def global_steps(data, feed, world, **sizes):
+def global_steps(data, collator, world, **sizes):
     """What all ranks together read at each step, through Ray Data, in the order of the global batch."""
-    ranks = [list(Ahead(batches(p, feed, torch.device("cpu")))) for p in rank_plans(data, world, **sizes)]
+    ranks = [list(Prefetcher(batches(p, collator, torch.device("cpu")))) for p in rank_plans(data, world, **sizes)]
     assert len({len(rank) for rank in ranks}) == 1
     steps = []
     for parts in zip(*ranks, strict=True):
@@ -64,19 +64,19 @@ def global_steps(data, feed, world, **sizes):
     return steps
 
 
-def test_every_world_reads_the_same_spans_at_every_step(data, feed, monkeypatch):
-    alone = global_steps(data, feed, 1)
+def test_every_world_reads_the_same_spans_at_every_step(data, collator, monkeypatch):
+    alone = global_steps(data, collator, 1)
     assert len(alone) == STEPS
     assert all(len(anchors) == 2 * BATCH and len(positives) == 4 * BATCH for anchors, positives in alone)
     assert any(places for _, places, _ in alone[0][0]), "nothing is masked"
-    assert global_steps(data, feed, 2, chunk_steps=7) == alone
+    assert global_steps(data, collator, 2, chunk_steps=7) == alone
     monkeypatch.setattr("trainer.data.stream._MOST_CHUNKS", 3)  # several Datasets, one after the other
-    assert global_steps(data, feed, 3, chunk_steps=11) == alone
+    assert global_steps(data, collator, 3, chunk_steps=11) == alone
 
 
-def test_a_stream_can_begin_at_any_step_with_more_ranks_than_documents(data, feed):
-    alone = global_steps(data, feed, 1, first=0, last=36)
-    assert global_steps(data, feed, BATCH + 1, first=30, last=36) == alone[30:]
+def test_a_stream_can_begin_at_any_step_with_more_ranks_than_documents(data, collator):
+    alone = global_steps(data, collator, 1, first=0, last=36)
+    assert global_steps(data, collator, BATCH + 1, first=30, last=36) == alone[30:]
 
 
 @ray.remote(num_cpus=6)

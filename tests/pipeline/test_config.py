@@ -9,7 +9,7 @@ import yaml
 
 from common.config import ConfigError, load_config
 from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
-from pipeline.job.places import output_place_problems
+from pipeline.job.path_checks import output_place_problems
 from pipeline.job.sample import sample_texts
 from pipeline.job.units import plan_units
 from pipeline.prepare import main, problems

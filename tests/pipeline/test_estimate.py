@@ -9,7 +9,7 @@ from prepared import Row, write_prepared
 
 from pipeline.job import estimate as estimating
 from pipeline.job.progress import PROGRESS, seconds_spent
-from pipeline.job.strata import MAX_STRATA, bites, draw_strata
+from pipeline.job.strata import MAX_STRATA, chunks, draw_strata
 from pipeline.job.units import plan_units, read_unit
 from pipeline.prepare import plan_ahead
 
@@ -137,7 +137,7 @@ def test_the_bytes_of_a_bite_are_those_of_its_records(tmp_path, make_config, nam
     (tmp_path / name).write_bytes(gzip.compress(raw, 0) if name.endswith("gz") else raw)
     config = make_config(tmp_path / name)
     (unit,), _ = plan_units(config.corpus, 32.0)
-    found = [(len(records), size) for records, size in bites(read_unit(unit, config.corpus), unit.num_bytes)]
+    found = [(len(records), size) for records, size in chunks(read_unit(unit, config.corpus), unit.num_bytes)]
     assert len(found) > 3
     assert sum(records for records, _ in found) == 30_000
     assert sum(size for _, size in found) == unit.num_bytes

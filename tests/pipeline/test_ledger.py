@@ -14,7 +14,7 @@ def entry(number: int, **changes) -> Entry:
         "text_bytes": number,
         "num_tokens": number,
         "language": None,
-        "fate": "train",
+        "status": "train",
         "row": number,
         "detail": None,
     }
@@ -23,7 +23,7 @@ def entry(number: int, **changes) -> Entry:
 
 @pytest.fixture
 def folder(tmp_path):
-    failed = entry(25_001, id=None, fate="invalid_utf8", row=None, num_tokens=None, detail="byte 3")
+    failed = entry(25_001, id=None, status="invalid_utf8", row=None, num_tokens=None, detail="byte 3")
     with LedgerWriter(tmp_path, "00000") as ledger:
         for number in range(25_000):
             ledger.add(entry(number))
@@ -85,7 +85,7 @@ def test_a_ledger_whose_writer_fails_is_absent(tmp_path):
 def test_rejected_documents_are_written_with_their_reason_and_equal_ones_give_equal_bytes(tmp_path):
     for name in ("a", "b"):
         with rejected_writer(tmp_path / name, "00000", enabled=True) as rejected:
-            rejected(entry(1, fate="too_short", row=None), "grüße")
+            rejected(entry(1, status="too_short", row=None), "grüße")
     paths = [tmp_path / name / "rejected" / "00000.jsonl.gz" for name in ("a", "b")]
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert paths[0].read_bytes()[4:8] == bytes(4), "the time in the header of a gzip file"

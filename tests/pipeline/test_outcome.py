@@ -8,7 +8,7 @@ from evaluation.report.header import header
 from pipeline.config import identity
 from pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
 from pipeline.job.output import plan_of
-from pipeline.job.units import mark_units, plan_units
+from pipeline.job.units import plan_units, with_file_states
 from pipeline.job.worker import write_unit
 from pipeline.prepare import problems
 from pipeline.readers.skipped import Skipped
@@ -30,7 +30,7 @@ def made(tmp_path, make_config, output):
             (corpus / name).write_text("<p>not read</p>")
         config = make_config(corpus)
         skipped = Skipped()
-        (unit,) = mark_units(plan_units(config.corpus, config.unit_mib, skipped)[0])
+        (unit,) = with_file_states(plan_units(config.corpus, config.unit_mib, skipped)[0])
         sidecar = write_unit(unit, folder, config, tokenizer)
         plan = plan_of(config, [unit], skipped.kinds())
         manifest = build_manifest([sidecar], tokenizer, config.geometry, identity(config), "", plan.skipped)

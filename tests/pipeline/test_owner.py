@@ -9,8 +9,8 @@ from volumes import small_volume
 
 from common.lock import LOCK, RunLock, RunLockedError
 from pipeline.job.estimate import adopt_estimate, load_estimate
-from pipeline.job.output import claim, hash_plan, plan_of
-from pipeline.job.units import mark_units, plan_units
+from pipeline.job.output import hash_plan, plan_of, write_plan
+from pipeline.job.units import plan_units, with_file_states
 from pipeline.job.worker import write_unit
 from pipeline.prepare import main, plan_ahead, prepare
 
@@ -59,8 +59,8 @@ def test_a_second_command_is_refused_with_words_and_changes_nothing(tmp_path, gi
 def test_plan_leaves_a_folder_at_work_as_it_is(make_config, corpus, output):
     folder, tokenizer = output
     config = make_config(corpus, unit_mib=0.01)
-    units = mark_units(plan_units(config.corpus, config.unit_mib)[0])
-    claim(folder, plan_of(config, units))
+    units = with_file_states(plan_units(config.corpus, config.unit_mib)[0])
+    write_plan(folder, plan_of(config, units))
     write_unit(units[0], folder, config, tokenizer)
     (folder / ".train-00001.arrow.1.tmp").write_text("being written")
     before = files(folder)

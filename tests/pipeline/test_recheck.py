@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.job.output import claim, plan_of
+from pipeline.job.output import plan_of, write_plan
 from pipeline.job.recheck import content_problems
 from pipeline.job.unit_writer import sidecar_path
-from pipeline.job.units import mark_units, plan_units
+from pipeline.job.units import plan_units, with_file_states
 from pipeline.job.worker import write_unit
 from pipeline.prepare import main, problems
-from pipeline.readers.stamp import digest_parts
+from pipeline.readers.input_state import digest_parts
 from pipeline.shards.manifest import MANIFEST
 
 CHANGED = "1 of {} units changed although names and sizes are the same, the first at corpus"
@@ -67,7 +67,7 @@ def begun(tmp_path, make_config, output):
         os.utime(path, (1_700_000_000, 1_700_000_000))
         config = make_config(path, unit_mib=0.1)
         units = look(config)
-        claim(folder, plan_of(config, units))
+        write_plan(folder, plan_of(config, units))
         for unit in units[:num_finished]:
             write_unit(unit, folder, config, tokenizer)
         return path, config, folder
@@ -78,7 +78,7 @@ def begun(tmp_path, make_config, output):
 def look(config):
     units, found = plan_units(config.corpus, config.unit_mib)
     assert not found
-    return mark_units(units)
+    return with_file_states(units)
 
 
 def put(path, place, keep_time=False):

@@ -11,9 +11,9 @@ from corpora import files, outcomes, read_all, tar, write_table
 from nobody import shared_folder, without_rights
 
 from pipeline.job.units import hash_unit, plan_units, read_unit
+from pipeline.readers.input_state import digest_parts
 from pipeline.readers.planning import file_parts
 from pipeline.readers.skipped import Skipped, describe_skipped
-from pipeline.readers.stamp import digest_parts
 
 
 @pytest.fixture

@@ -68,13 +68,13 @@ def read_all(corpus, unit_mib=64.0):
     assert not problems
     records = []
     for unit in units:
-        reading = read_unit(unit, corpus)
+        reader = read_unit(unit, corpus)
         seen = 0
-        for record in reading:
+        for record in reader:
             records.append(record)
-            assert seen <= reading.bytes_read <= unit.num_bytes
-            seen = reading.bytes_read
-        assert reading.bytes_read == unit.num_bytes
+            assert seen <= reader.bytes_read <= unit.num_bytes
+            seen = reader.bytes_read
+        assert reader.bytes_read == unit.num_bytes
     return records
 
 

@@ -1,4 +1,4 @@
-"""Kernels for the CPU behind torch's variable-length attention, so that tests run the branch of a GPU.
+"""Kernels for the CPU behind torch's variable-length attention, so that tests run the code path of a GPU.
 
 The kernels of a GPU compute the same in another order. Import the file once; torch registers a kernel for a process.
 """

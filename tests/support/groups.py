@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 
 # Ranks are forked from a server that has imported the slow packages once and has run nothing.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -25,7 +25,7 @@ _TIMEOUT_SECONDS = 120
 
 
 def run_group(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Results of `function(world, *arguments)` of `size` processes, in rank order.
+    """Results of `function(comm, *arguments)` of `size` processes, in rank order.
 
     Args:
         size: number of processes.
@@ -66,7 +66,7 @@ def _rank(rank: int, size: int, target: tuple[str, str], name: str, path: list[s
             timeout=timedelta(seconds=_TIMEOUT_SECONDS // 2),
         )
         arguments = torch.load(folder / "arguments.pt", weights_only=False)
-        result = getattr(module, target[1])(World(rank, size), *arguments)
+        result = getattr(module, target[1])(Communicator(rank, size), *arguments)
         torch.save(result, folder / f"result{rank}.pt")
         dist.destroy_process_group()
     except BaseException:  # the parent shows it

@@ -1,4 +1,4 @@
-"""Prepared folders made document by document, by the writers that `prepare` uses, with fates as a test wants them."""
+"""Prepared folders made document by document, by the writers that `prepare` uses, with the statuses of a test."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ class Row:
     """A document as it was read, and what became of it. A failure has the text None."""
 
     text: str | None
-    fate: str = "train"
+    status: str = "train"
     source: str = "a.jsonl"
     detail: str | None = None
     language: str | None = None
@@ -49,8 +49,10 @@ def write_prepared(folder: Path, units: list[list[Row]], **settings) -> Manifest
                 tokens = encoder.encode([text])[0]
                 num_tokens = len(tokens) if identity_ and row.tokenized else None
                 size = len(text.encode())
-                entry = Entry(identity_, row.source, offset, size, num_tokens, row.language, row.fate, None, row.detail)
-                if row.fate in ("train", "held-out"):
+                entry = Entry(
+                    identity_, row.source, offset, size, num_tokens, row.language, row.status, None, row.detail
+                )
+                if row.status in ("train", "held-out"):
                     writer.keep(entry, tokens)
                 else:
                     writer.reject(entry, text)

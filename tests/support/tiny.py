@@ -9,21 +9,21 @@ import torch
 from pipeline.shards.windows import window_starts
 from trainer.data.batches import RankBatch, SpanBatch
 from trainer.data.vocabulary import Vocabulary
+from trainer.model.config import EncoderConfig
 from trainer.model.encoder import Encoder
 from trainer.model.language_model import build_model, load_hf_config
-from trainer.model.settings import EncoderConfig
 from trainer.objectives.base import Gathered
 from trainer.objectives.config import RunContext
+from trainer.objectives.declutr.collator import SpanCollator
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.declutr.objective import Declutr
-from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.span_config import SpanConfig
+from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import shard
-from trainer.parallel.world import World
+from trainer.step.config import OptimConfig
 from trainer.step.microbatch import Microbatch
 from trainer.step.optim import build_optimizer
-from trainer.step.settings import OptimConfig
-from trainer.step.step import Stepper
+from trainer.step.step import TrainStep
 
 VOCAB_SIZE = 64
 VOCABULARY = Vocabulary(size=VOCAB_SIZE, bos=0, eos=2, mask=63, special=(0, 1, 2, 3, 63))
@@ -99,10 +99,12 @@ def documents(lengths: list[int], max_tokens: int, seed: int = 0) -> pa.Table:
     )
 
 
-def tiny_feed(objective: DeclutrConfig | None = None, spans: SpanConfig | None = None, seed: int = 0) -> SpanFeed:
-    """The feed that an objective asks for."""
+def tiny_collator(
+    objective: DeclutrConfig | None = None, spans: SpanConfig | None = None, seed: int = 0
+) -> SpanCollator:
+    """The collator that an objective asks for."""
     objective = objective or DeclutrConfig()
-    return SpanFeed(
+    return SpanCollator(
         spans=spans or SpanConfig(num_anchors=2, num_positives=2, min_tokens=3, max_tokens=12),
         masking=objective.masking if objective.mlm else None,
         unmasked_anchors=objective.unmasked_anchors,
@@ -134,26 +136,28 @@ def rows_of(spans: torch.Tensor | SpanBatch, num_rows: int, num_documents: int =
     return RankBatch(made, num_documents, num_rows)
 
 
-def tiny_stepper(encoder: Encoder, objective: DeclutrConfig | None = None, **settings: Any) -> Stepper:
-    """A stepper for 2 anchors with 2 positives each. `settings` are Stepper's, `sharded` and `loss`."""
+def tiny_train_step(encoder: Encoder, objective: DeclutrConfig | None = None, **settings: Any) -> TrainStep:
+    """A train step for 2 anchors with 2 positives each. `settings` are TrainStep's, `sharded` and `loss`."""
     optim = settings.pop("optim", OptimConfig(lr=1e-2, bias_correction=False))
     shape = {"num_anchors": settings.pop("num_anchors", 2), "num_positives": settings.pop("num_positives", 2)}
     loss = settings.pop("loss", None) or declutr(objective, **shape, size=encoder.embedding_size)
     settings["microbatch"] = Microbatch(settings.pop("microbatch_tokens", None))
     if settings.pop("sharded", False):
-        shard(encoder, settings["world"])
+        shard(encoder, settings["comm"])
     given = {
         "optimizer": build_optimizer(optim, encoder, loss),
-        "world": World(),
+        "comm": Communicator(),
         "seed": 0,
         "total_steps": 10,
         **settings,
     }
-    return Stepper(encoder=encoder, objective=loss, optim=optim, **given)
+    return TrainStep(encoder=encoder, objective=loss, optim=optim, **given)
 
 
-def rank_batch(feed: SpanFeed, table: pa.Table, start: int = 0, end: int | None = None, epoch: int = 0) -> RankBatch:
+def rank_batch(
+    collator: SpanCollator, table: pa.Table, start: int = 0, end: int | None = None, epoch: int = 0
+) -> RankBatch:
     """Rows [start, end) of a global batch of all the rows."""
     end = len(table) if end is None else end
     part = table.slice(start, end - start)
-    return feed.feed(part, np.full(end - start, epoch))
+    return collator.collate(part, np.full(end - start, epoch))

@@ -59,7 +59,7 @@ def prepare_values(corpus, output, **changes):
 
 
 def train_values(data, run, **changes):
-    """The `train` section of a tiny run; branches in `changes` are merged, everything else is replaced."""
+    """The `train` section of a tiny run; sections in `changes` are merged, everything else is replaced."""
     values = {
         "run": str(run),
         "data": str(data),
@@ -89,18 +89,18 @@ def train_config(data, run, **changes):
 
 
 def span_validator(config, encoder, vocabulary):
-    """The objective's validator of the held-out split, without a stepper."""
+    """The objective's validator of the held-out split, without a train_step."""
     import torch
 
     from pipeline.shards.shards import ShardSet
-    from trainer.parallel.world import World
+    from trainer.parallel.communicator import Communicator
     from trainer.setup.build import build_objective, max_content
 
     held_out = ShardSet(Path(config.data), "held-out")
     room = max_content(encoder, vocabulary)
     objective = build_objective(config, encoder, held_out.manifest)
     maximum = config.validation.max_documents
-    return objective.validator(held_out, vocabulary, room, maximum, World(), torch.device("cpu"))
+    return objective.validator(held_out, vocabulary, room, maximum, Communicator(), torch.device("cpu"))
 
 
 def finished_config(data, run, **changes):

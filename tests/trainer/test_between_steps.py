@@ -10,7 +10,7 @@ import tinyruns as runs
 import torch
 from groups import run_group
 from prepared import Row, write_prepared
-from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
 from common.scores import ScoreLine, append_score
 from pipeline.shards.manifest import data_hash, load_manifest
@@ -18,21 +18,21 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.saver import SaveError
 from trainer.checkpoints.store import fetch_run, store_of
 from trainer.checkpoints.weights import collect
-from trainer.data.stream import Ahead
+from trainer.data.stream import Prefetcher
 from trainer.metrics.metrics import MetricsWriter, read_metrics
 from trainer.model.language_model import UnfitEncoderError
-from trainer.model.unloaded import Unloaded
+from trainer.model.load_report import LoadReport
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.row_score import RowScore, choosing_rows
-from trainer.parallel.world import Request, World
+from trainer.parallel.communicator import Communicator, Request
 from trainer.setup.cache import run_folder
 from trainer.step.step import NonFiniteLossError
-from trainer.worker.bad_losses import BadLosses
 from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import Heartbeat
 from trainer.worker.loop import TrainingLoop
+from trainer.worker.nonfinite_losses import NonFiniteLosses
+from trainer.worker.scheduler import ScheduledStep, TaskScheduler
 from trainer.worker.stopwatch import Stopwatch
-from trainer.worker.turns import Turn, Turns
 
 RARE = 62
 """A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""
@@ -51,29 +51,31 @@ def data(prepared, tmp_path):
     (tmp_path / "data").symlink_to(prepared)
 
 
-def worker(run, world=None, total_steps=6, **changes):
+def worker(run, comm=None, total_steps=6, **changes):
     config = runs.least_config(**{"run": str(run), "data": str(run / "data"), "on_nonfinite_loss": "skip"} | changes)
     encoder = tiny_encoder()
     with torch.no_grad():
         encoder.model.base_model.embeddings.word_embeddings.weight[RARE] = 1e200
     objective = DeclutrConfig(terms="contrastive", queue_size=6)
-    stepper = tiny_stepper(encoder, objective, world=world or World(), total_steps=total_steps)
-    return loop_of(config, run, stepper, run / "data")
+    train_step = tiny_train_step(encoder, objective, comm=comm or Communicator(), total_steps=total_steps)
+    return loop_of(config, run, train_step, run / "data")
 
 
-def loop_of(config, run, stepper, data):
+def loop_of(config, run, train_step, data):
     """The loop of a worker, without batches and validation."""
-    turns = Turns([Turn(stepper, BadLosses(config.on_nonfinite_loss == "skip", config.max_skipped_steps))])
-    heartbeat = Heartbeat(stepper.world.rank, stepper.world.size)
+    scheduler = TaskScheduler(
+        [ScheduledStep(train_step, NonFiniteLosses(config.on_nonfinite_loss == "skip", config.max_skipped_steps))]
+    )
+    heartbeat = Heartbeat(train_step.comm.rank, train_step.comm.size)
     hashes = {"": data_hash(load_manifest(data))}
-    checkpointing = Checkpointing(config, run, hashes, turns, heartbeat)
+    checkpointing = Checkpointing(config, run, hashes, scheduler, heartbeat)
     return TrainingLoop(
         config,
         run,
         torch.device("cpu"),
-        turns,
+        scheduler,
         checkpointing,
-        prefetch=lambda done: Ahead(iter(())),  # noqa: ARG005
+        prefetch=lambda done: Prefetcher(iter(())),  # noqa: ARG005
         validator=None,
         stop=lambda: False,
         heartbeat=heartbeat,
@@ -85,22 +87,24 @@ def nothing():
     """No metrics are written before a checkpoint."""
 
 
-def batch(step, world=None, bad=BAD):
+def batch(step, comm=None, bad=BAD):
     table = documents([60, 50, 70, 55], 12, seed=step)
     clean = [np.where(np.array(row) == RARE, 4, row).tolist() for row in table["tokens"].to_pylist()]
     if step in bad:
         clean[0] = [RARE] * len(clean[0])
     table = table.set_column(1, "tokens", pa.array(clean, pa.list_(pa.uint16())))
-    size, rank = (world.size, world.rank) if world else (1, 0)
-    return rank_batch(tiny_feed(DeclutrConfig(terms="contrastive")), table, rank * 4 // size, (rank + 1) * 4 // size)
+    size, rank = (comm.size, comm.rank) if comm else (1, 0)
+    return rank_batch(
+        tiny_collator(DeclutrConfig(terms="contrastive")), table, rank * 4 // size, (rank + 1) * 4 // size
+    )
 
 
-def take(one, first, last, world=None, bad=BAD):
-    return [one.turns.take(batch(step, world, bad), step) for step in range(first, last + 1)]
+def take(one, first, last, comm=None, bad=BAD):
+    return [one.scheduler.take(batch(step, comm, bad), step) for step in range(first, last + 1)]
 
 
 def tensors(one):
-    contents = collect(one.stepper.encoder, one.stepper.optimizer, one.stepper.objective)
+    contents = collect(one.train_step.encoder, one.train_step.optimizer, one.train_step.objective)
     return {f"{file}:{name}": tensor for file, named in contents.items() for name, tensor in named.items()}
 
 
@@ -112,10 +116,10 @@ def test_a_bad_loss_changes_nothing_but_the_count(tmp_path, log):
     one, other = worker(tmp_path), worker(tmp_path)
     measured = take(one, 1, 6)
     assert [m.skipped for m in measured] == [step in BAD for step in range(1, 7)]
-    assert (one.turns.main.bad_losses.skipped, one.turns.main.bad_losses.in_a_row) == (2, 0)
+    assert (one.scheduler.main.nonfinite_losses.skipped, one.scheduler.main.nonfinite_losses.in_a_row) == (2, 0)
     assert len([line for line in log if "skipped" in line]) == 2
     for step in sorted(set(range(1, 7)) - BAD):
-        assert other.turns.take(batch(step), step) == measured[step - 1]
+        assert other.scheduler.take(batch(step), step) == measured[step - 1]
     assert same(tensors(one), tensors(other))
 
 
@@ -129,10 +133,10 @@ def test_it_is_exact_over_a_resume(tmp_path):
         first.checkpointing.saver.wait()
     second = worker(tmp_path)
     assert second.checkpointing.resume() == 2
-    assert (second.turns.main.bad_losses.skipped, second.turns.main.bad_losses.in_a_row) == (1, 1)
+    assert (second.scheduler.main.nonfinite_losses.skipped, second.scheduler.main.nonfinite_losses.in_a_row) == (1, 1)
     again = take(second, 3, 6)
     assert [m.loss for m in again if not m.skipped] == [m.loss for m in whole[2:] if not m.skipped]
-    assert second.turns.main.bad_losses.skipped == 2
+    assert second.scheduler.main.nonfinite_losses.skipped == 2
     assert same(tensors(second), tensors(one))
 
 
@@ -151,17 +155,17 @@ def test_stopping_is_the_default(tmp_path):
     assert worker(tmp_path, on_nonfinite_loss="stop").config.hash() == worker(tmp_path).config.hash()
 
 
-def on_ranks(world, folder):
+def on_ranks(comm, folder):
     """A bad loss on one rank's share alone, a notice on the last rank alone, a storage that only rank 0 sees fail."""
-    union = world.agree(Request.SAVE if world.rank == 0 else Request.STOP if world.rank == 1 else Request(0))
-    no_request = world.agree(Request(0))
-    one = worker(folder, world)
-    skipped = [m.skipped for m in take(one, 1, 3, world)]
-    one.checkpointing.early_stopping.request = Request.EARLY if world.rank == 0 else Request(0)
+    union = comm.all_reduce_or(Request.SAVE if comm.rank == 0 else Request.STOP if comm.rank == 1 else Request(0))
+    no_request = comm.all_reduce_or(Request(0))
+    one = worker(folder, comm)
+    skipped = [m.skipped for m in take(one, 1, 3, comm)]
+    one.checkpointing.early_stopping.request = Request.EARLY if comm.rank == 0 else Request(0)
     with one.checkpointing.writing(nothing):
-        ended = one.checkpointing.after_step(3, {}, stop=world.rank == world.size - 1) and one.checkpointing.early
-    world.largest(0)
-    other = worker(folder, world)
+        ended = one.checkpointing.after_step(3, {}, stop=comm.rank == comm.size - 1) and one.checkpointing.early
+    comm.all_reduce_max(0)
+    other = worker(folder, comm)
     resumed = other.checkpointing.resume()
     words = ""
     with other.checkpointing.writing(nothing):
@@ -178,7 +182,7 @@ def on_ranks(world, folder):
         skipped,
         ended,
         resumed,
-        other.turns.main.bad_losses.skipped,
+        other.scheduler.main.nonfinite_losses.skipped,
         same(tensors(other), tensors(one)),
         words,
     )
@@ -248,11 +252,11 @@ def test_the_copy_is_of_the_step_and_not_of_what_comes_after(tmp_path):
     """While the writer has not begun, training goes on: what is written are the weights of the step that was saved."""
     one = worker(tmp_path)
     take(one, 1, 1, bad=())
-    contents = collect(one.stepper.encoder, one.stepper.optimizer, one.stepper.objective)
+    contents = collect(one.train_step.encoder, one.train_step.optimizer, one.train_step.objective)
     kept = copy.deepcopy(contents)
     take(one, 2, 3, bad=())
     assert all(torch.equal(contents[file][name], kept[file][name]) for file in kept for name in kept[file])
-    parts = one.stepper.encoder, one.stepper.optimizer, one.stepper.objective
+    parts = one.train_step.encoder, one.train_step.optimizer, one.train_step.objective
     again = collect(*parts, memory=contents)
     assert again["encoder.safetensors"].keys() == kept["encoder.safetensors"].keys()
     name = "model.roberta.embeddings.LayerNorm.bias"
@@ -312,8 +316,8 @@ def test_patience_ends_a_run_at_an_address_on_whatever_host_it_goes_on(tmp_path)
         config = one.config.model_copy(update={"run": f"file://{tmp_path}/there", "cache": str(tmp_path / host)})
         run = run_folder(config.run, config.cache)
         expected = {"config_hash": config.hash(), "data_hash": data_hash(load_manifest(tmp_path / "data"))}
-        fetch_run(store_of(config.run, run), expected, World())
-        return loop_of(config, run, one.stepper, tmp_path / "data")
+        fetch_run(store_of(config.run, run), expected, Communicator())
+        return loop_of(config, run, one.train_step, tmp_path / "data")
 
     assert go_on(on("one"), kill_after=7) is None
     assert go_on(on("two")) == (8, True)
@@ -349,18 +353,18 @@ def test_patience_with_a_follower_that_scores_in_its_own_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("unloaded", "encoder", "refused"),
+    ("load_report", "encoder", "refused"),
     [
-        (Unloaded(encoder=("bert.a",)), {}, "bert.a"),
-        (Unloaded(head=("cls.a",)), {}, "has no MLM head"),
-        (Unloaded(head=("cls.a",)), {"new_mlm_head": True}, None),
-        (Unloaded(unused=("adapter",)), {}, None),
+        (LoadReport(encoder=("bert.a",)), {}, "bert.a"),
+        (LoadReport(head=("cls.a",)), {}, "has no MLM head"),
+        (LoadReport(head=("cls.a",)), {"new_mlm_head": True}, None),
+        (LoadReport(unused=("adapter",)), {}, None),
     ],
 )
-def test_random_weights_take_no_step(tmp_path, unloaded, encoder, refused):
+def test_random_weights_take_no_step(tmp_path, load_report, encoder, refused):
     """The driver may have looked at another copy of the encoder than a worker loads."""
     one = worker(tmp_path, encoder={"pretrained": "somewhere", **encoder})
-    one.stepper.encoder.unloaded = unloaded
+    one.train_step.encoder.load_report = load_report
     if refused is None:
         one.refuse_random_weights()
         return
@@ -377,9 +381,9 @@ def test_an_error_of_the_reading_thread_is_raised_in_its_reader():
 
     found = []
     with pytest.raises(OSError, match="a shard is gone"):
-        found.extend(Ahead(items()))
+        found.extend(Prefetcher(items()))
     assert found == [1, 2]
-    assert list(Ahead(iter(range(20)))) == list(range(20))
+    assert list(Prefetcher(iter(range(20)))) == list(range(20))
 
 
 class Numbers:

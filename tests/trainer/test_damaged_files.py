@@ -63,7 +63,7 @@ READERS = {
     "fork.json": [train, fork_onto],
     "export/declutr.json": [inspect_export],
     "metrics.jsonl": [train, inspect, fork_from],
-    "decisive.json": [fork_from],
+    "resume_settings.json": [fork_from],
     STATE: [inspect, list_checkpoints, fork_from],
 }
 """The commands that read a file and do not write it anew; those are below."""
@@ -83,7 +83,7 @@ def test_a_command_goes_on_or_names_the_file(made, run, name, damage):
         assert name.rpartition("/")[2] in told or "no good checkpoint" in told
 
 
-@pytest.mark.parametrize("name", ["summary.json", "seconds.json", "decisive.json", "export/declutr.json"])
+@pytest.mark.parametrize("name", ["summary.json", "seconds.json", "resume_settings.json", "export/declutr.json"])
 @pytest.mark.parametrize("damage", ["empty", "an empty object", "an empty list", "garbage", "nested deeply"])
 def test_the_command_mends_what_it_wrote_itself(made, run, log, name, damage):
     (run / name).write_bytes(DAMAGES[damage])
@@ -104,9 +104,9 @@ def test_the_command_mends_what_it_wrote_itself(made, run, log, name, damage):
 
 @pytest.mark.parametrize("content", [None, b"", b"{}"])
 def test_without_a_word_on_its_configuration_the_checkpoints_are_asked(made, run, content):
-    (run / "decisive.json").unlink() if content is None else (run / "decisive.json").write_bytes(content)
+    (run / "resume_settings.json").unlink() if content is None else (run / "resume_settings.json").write_bytes(content)
     other = config_of(made[0].data, run, optim={"lr": 0.5})
-    with pytest.raises(ConfigError, match=r"is of another configuration, and decisive\.json"):
+    with pytest.raises(ConfigError, match=r"is of another configuration, and resume_settings\.json"):
         run_training(other)
     train(made[0], run)
 

@@ -14,9 +14,9 @@ from trainer.data.batches import SpanBatch
 from trainer.driver.dense import write_steps
 from trainer.driver.export import write_encoder
 from trainer.model.behind import Dense, Normalize, steps_of
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 from trainer.setup.build import build_encoder
-from trainer.setup.turns import build_branch, used_parameters
+from trainer.setup.tasks import build_task, used_parameters
 from trainer.step.microbatch import Microbatch
 
 TEXTS = ["some words", "others", "some words and others"]
@@ -78,7 +78,7 @@ def test_an_encoder_with_layers_is_a_start_that_embeds_as_before(tmp_path, layer
     assert np.abs(own - before).max() < 1e-5
     assert trained.shape == (3, encoder.output_size)
     assert used_parameters(
-        encoder, [build_branch(config, "", encoder, load_manifest(data), World(), Microbatch())]
+        encoder, [build_task(config, "", encoder, load_manifest(data), Communicator(), Microbatch())]
     ) >= {id(parameter) for parameter in encoder.behind.parameters()}
     again = tmp_path / "again"
     again.mkdir()

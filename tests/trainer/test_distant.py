@@ -13,7 +13,7 @@ from tinyruns import span_validator
 
 from trainer.objectives.declutr.distant import DISTANT, place_distant
 from trainer.objectives.declutr.spans import draw, pair_lengths
-from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.span_config import SpanConfig
 from trainer.setup.build import build_encoder, load_tokenizer
 
 
@@ -111,8 +111,8 @@ def test_a_score_is_not_fooled_by_what_only_touching_spans_share(tmp_path):
     for name, documents in texts.items():
         validator, encoder, held_out = scored(tmp_path / name, ["train " * 60, *documents])
         table = validator.shards.take(validator.rows)
-        touching = encoder.eval().embed(validator.feed.batch(table, np.full(len(table), 2**32 - 1)))
-        assert torch.equal(torch.cat(held_out[:2]), touching.double()), "the touching spans are those of the feed"
+        touching = encoder.eval().embed(validator.collator.batch(table, np.full(len(table), 2**32 - 1)))
+        assert torch.equal(torch.cat(held_out[:2]), touching.double()), "the touching spans are those of the collator"
         scores[name] = held_out.scores(np.arange(len(held_out.anchors), dtype=np.uint64))
         assert scores[name]["distant_share"] == 1
     one, many = scores.values()

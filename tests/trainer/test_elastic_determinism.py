@@ -8,17 +8,17 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
-from tiny import HALF, documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from tinyruns import least_config
 
-from trainer.data.canonical import feed_units, units_of
+from trainer.data.canonical import canonical_microbatches, collate_canonical
 from trainer.data.plan import Plan
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.parallel import fixedpoint
-from trainer.parallel.fixedpoint import SCALE, FixedPointSums
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
+from trainer.parallel.fixedpoint import SCALE, FixedPointReducer
+from trainer.step.config import OptimConfig
 from trainer.step.optim import build_optimizer
-from trainer.step.settings import OptimConfig
 from trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60, 99, 52, 77, 64]
@@ -37,48 +37,48 @@ CASES = {
 }
 
 
-def stepper_of(
-    world, objective=None, encoder=DROPOUT, family="roberta", tokens=None, dtype=torch.float32, num_terms=99
+def train_step_of(
+    comm, objective=None, encoder=DROPOUT, family="roberta", tokens=None, dtype=torch.float32, num_terms=99
 ):
     config = DeclutrConfig(**(objective or {"masking": HALF}))
-    world = dataclasses.replace(world, deterministic=True)
+    comm = dataclasses.replace(comm, deterministic=True)
     optim = OptimConfig(lr=1e-2, bias_correction=False, max_grad_norm=0.1)
-    made = tiny_stepper(
-        tiny_encoder(family, dtype, **encoder), config, world=world, microbatch_tokens=tokens, optim=optim
+    made = tiny_train_step(
+        tiny_encoder(family, dtype, **encoder), config, comm=comm, microbatch_tokens=tokens, optim=optim
     )
     optimizer = build_optimizer(optim, made.encoder, made.objective)
-    sums = FixedPointSums(world, [p for group in optimizer.param_groups for p in group["params"]], num_terms)
-    return dataclasses.replace(made, optimizer=optimizer, sums=sums), tiny_feed(config)
+    reducer = FixedPointReducer(comm, [p for group in optimizer.param_groups for p in group["params"]], num_terms)
+    return dataclasses.replace(made, optimizer=optimizer, reducer=reducer), tiny_collator(config)
 
 
-def batch_of(feed, world, step, unit=1, lengths=LENGTHS):
+def batch_of(collator, comm, step, unit=1, lengths=LENGTHS):
     table = documents(lengths, 12)
-    start, end = Plan(0, len(lengths), len(lengths), unit).slice(world.rank, world.size)
-    return feed_units(feed, table.slice(start, end - start), np.full(end - start, step), start // unit, unit)
+    start, end = Plan(0, len(lengths), len(lengths), unit).slice(comm.rank, comm.size)
+    return collate_canonical(collator, table.slice(start, end - start), np.full(end - start, step), start // unit, unit)
 
 
 def checksum(parameters):
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in parameters)).hexdigest()
 
 
-def trained(world, cases, steps=3):
+def trained(comm, cases, steps=3):
     """Checksum of the parameters and the lines of the steps, by case."""
     found = {}
     for name, case in cases.items():
         unit = case.get("unit", 1)
-        stepper, feed = stepper_of(world, **{key: value for key, value in case.items() if key != "unit"})
+        train_step, collator = train_step_of(comm, **{key: value for key, value in case.items() if key != "unit"})
         lines = []
         for step in range(1, steps + 1):
-            batch = batch_of(feed, world, step, unit)
+            batch = batch_of(collator, comm, step, unit)
             batch = dataclasses.replace(batch, digest=batch.spans.digest())
-            lines.append(stepper.step(batch, step).line())
-        found[name] = checksum(stepper.encoder.parameters()), lines
+            lines.append(train_step.step(batch, step).line())
+        found[name] = checksum(train_step.encoder.parameters()), lines
     return found
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return trained(World(), CASES)
+    return trained(Communicator(), CASES)
 
 
 @pytest.mark.dist
@@ -94,24 +94,26 @@ def test_any_number_of_workers_has_the_same_bits(alone, size):
             assert found == alone[name][0], name
 
 
-def gradients(stepper, batch):
-    stepper._clear()
-    stepper.gradients(batch, 1)
-    stepper._sum([p for group in stepper.optimizer.param_groups for p in group["params"]])
-    return [p.grad.clone() for p in stepper.encoder.parameters()]
+def gradients(train_step, batch):
+    train_step._clear()
+    train_step.gradients(batch, 1)
+    train_step._sum([p for group in train_step.optimizer.param_groups for p in group["params"]])
+    return [p.grad.clone() for p in train_step.encoder.parameters()]
 
 
 @pytest.mark.parametrize("unit", [1, 2, 9])
 def test_gradient_is_that_of_the_whole_batch(unit):
-    stepper, feed = stepper_of(World(), dtype=torch.float64)
-    plain = tiny_stepper(tiny_encoder("roberta", torch.float64, **DROPOUT), DeclutrConfig(masking=HALF))
+    train_step, collator = train_step_of(Communicator(), dtype=torch.float64)
+    plain = tiny_train_step(tiny_encoder("roberta", torch.float64, **DROPOUT), DeclutrConfig(masking=HALF))
     plain.optimizer.zero_grad()
-    whole = rank_batch(feed, documents(LENGTHS, 12))
+    whole = rank_batch(collator, documents(LENGTHS, 12))
     plain.gradients(whole, 1)
-    batch = batch_of(feed, World(), 0, unit)
+    batch = batch_of(collator, Communicator(), 0, unit)
     assert batch.spans.digest() == whole.spans.digest()
-    assert [part.num_documents for part in units_of(batch)] == [unit] * (9 // unit) + ([1] if unit == 2 else [])
-    found = gradients(stepper, batch)
+    assert [part.num_documents for part in canonical_microbatches(batch)] == [unit] * (9 // unit) + (
+        [1] if unit == 2 else []
+    )
+    found = gradients(train_step, batch)
     expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain.encoder.parameters()]
     assert max((a - b).abs().max() for a, b in zip(found, expected, strict=True)) <= 10 / SCALE
     assert deviation(found, expected) < 1e-10
@@ -119,55 +121,55 @@ def test_gradient_is_that_of_the_whole_batch(unit):
 
 def test_units_have_their_numbers_in_the_global_batch():
     """By which the dropout of attention weights in the padded layout is keyed on any worker."""
-    feed, table = stepper_of(World())[1], documents(LENGTHS, 12)
-    batch = feed_units(feed, table.slice(4, 5), np.zeros(5, np.int64), 2, 2)
-    assert [unit.number for unit in batch.units] == [2, 3, 4]
-    assert [unit.num_documents for unit in batch.units] == [2, 2, 1]
+    collator, table = train_step_of(Communicator())[1], documents(LENGTHS, 12)
+    batch = collate_canonical(collator, table.slice(4, 5), np.zeros(5, np.int64), 2, 2)
+    assert [unit.number for unit in batch.canonical] == [2, 3, 4]
+    assert [unit.num_documents for unit in batch.canonical] == [2, 2, 1]
 
 
 def test_a_gradient_that_could_overflow_is_found():
     """The limit is of each term; the message names it, and nothing is updated."""
-    stepper, feed = stepper_of(World())
-    before = checksum(stepper.encoder.parameters())
-    stepper.sums.limit = 1e-6
+    train_step, collator = train_step_of(Communicator())
+    before = checksum(train_step.encoder.parameters())
+    train_step.reducer.limit = 1e-6
     with pytest.raises(NonFiniteLossError, match="nothing was updated"):
-        stepper.step(batch_of(feed, World(), 1), 1)
-    assert checksum(stepper.encoder.parameters()) == before
-    stepper.sums.limit = 2.0**12
-    stepper.step(batch_of(feed, World(), 1), 1)
-    assert checksum(stepper.encoder.parameters()) != before
+        train_step.step(batch_of(collator, Communicator(), 1), 1)
+    assert checksum(train_step.encoder.parameters()) == before
+    train_step.reducer.limit = 2.0**12
+    train_step.step(batch_of(collator, Communicator(), 1), 1)
+    assert checksum(train_step.encoder.parameters()) != before
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0**40, -(2.0**40)])
 def test_terms_beyond_the_limit_are_refused(value):
     parameter = torch.nn.Parameter(torch.zeros(5))
-    sums = FixedPointSums(World(), [parameter], 3)
-    sums.begin()
+    reducer = FixedPointReducer(Communicator(), [parameter], 3)
+    reducer.begin()
     (parameter * torch.tensor([1.0, 2, 3, 4, 5])).sum().backward()
     (parameter * torch.tensor([0.0, value, 0, 0, 0])).sum().backward()
-    assert not sums.finish()
+    assert not reducer.finish()
     assert parameter.grad.isnan().all()
 
 
 def test_sums_below_the_limit_are_exact():
     """As many terms as allowed, each just below the limit, do not overflow."""
     parameter = torch.nn.Parameter(torch.zeros(4))
-    sums = FixedPointSums(World(), [parameter], 3)
-    sums.begin()
-    term = torch.full((4,), sums.limit).nextafter(torch.tensor(0.0))
+    reducer = FixedPointReducer(Communicator(), [parameter], 3)
+    reducer.begin()
+    term = torch.full((4,), reducer.limit).nextafter(torch.tensor(0.0))
     for _ in range(3):
         (parameter * term).sum().backward()
-    assert sums.finish()
+    assert reducer.finish()
     assert torch.equal(parameter.grad, (3 * term.double()).float())
 
 
 def test_a_term_at_the_limit_is_refused_and_gradients_outside_a_step_are_plain():
     parameter = torch.nn.Parameter(torch.zeros(4))
-    sums = FixedPointSums(World(), [parameter], 2)
+    reducer = FixedPointReducer(Communicator(), [parameter], 2)
     for value, allowed in ((2.0**18, False), (2.0**17, True)):
-        sums.begin()
+        reducer.begin()
         (parameter * value).sum().backward()
-        assert sums.finish() == allowed
+        assert reducer.finish() == allowed
         parameter.grad = None
         (parameter * value).sum().backward()
         assert parameter.grad.tolist() == [value] * 4
@@ -182,11 +184,11 @@ def test_order_of_terms_changes_nothing():
     found = []
     for some in (terms, terms[::-1], terms[7:] + terms[:7]):
         parameter = torch.nn.Parameter(torch.zeros(1000))
-        sums = FixedPointSums(World(), [parameter], 20)
-        sums.begin()
+        reducer = FixedPointReducer(Communicator(), [parameter], 20)
+        reducer.begin()
         for term in some:
             (parameter * term).sum().backward()
-        assert sums.finish()
+        assert reducer.finish()
         found.append(parameter.grad)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -228,13 +230,13 @@ def test_settings_that_exclude_each_other(changes, message):
 
 
 def test_units_of_a_batch_and_the_hash_of_a_run():
-    assert least_config().unit_documents is None
+    assert least_config().canonical_documents is None
     assert least_config(scaling={"elastic_determinism": True}).hash() == least_config().hash()
     for size, unit, number in [(1, 1, 1), (16, 1, 16), (17, 2, 9), (100, 7, 15)]:
         config = least_config(batch_documents=size, scaling={"elastic_determinism": True})
-        assert (config.unit_documents, config.num_units) == (unit, number)
-        for world in (1, 2, 5, 16):
-            bounds = [Plan(0, 100, size, unit).slice(rank, world) for rank in range(world)]
+        assert (config.canonical_documents, config.num_canonical) == (unit, number)
+        for comm in (1, 2, 5, 16):
+            bounds = [Plan(0, 100, size, unit).slice(rank, comm) for rank in range(comm)]
             assert [start for start, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
             assert bounds[-1][1] == size
             assert all(start % unit == 0 for start, _ in bounds if start < size)
@@ -242,35 +244,35 @@ def test_units_of_a_batch_and_the_hash_of_a_run():
 
 def test_the_rows_of_a_rank_are_whole_chunks_if_bits_must_not_depend_on_it():
     for deterministic, parts in ((True, [(0, 4), (4, 10)]), (False, [(0, 5), (5, 10)])):
-        ranks = [dataclasses.replace(World(), rank=rank, size=2, deterministic=deterministic) for rank in (0, 1)]
-        assert [rank.part(10, 4) for rank in ranks] == parts
+        ranks = [dataclasses.replace(Communicator(), rank=rank, size=2, deterministic=deterministic) for rank in (0, 1)]
+        assert [rank.row_range(10, 4) for rank in ranks] == parts
 
 
 def test_large_parameters_are_summed_to_their_last_element():
     """Elements are converted a million at a time, and sent 16 millions at a time."""
     sizes = [3, fixedpoint._CHUNK + 5, 2 * fixedpoint._CHUNK, 7]
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
-    sums = FixedPointSums(World(), parameters, 2)
-    sums.begin()
+    reducer = FixedPointReducer(Communicator(), parameters, 2)
+    reducer.begin()
     terms = [torch.arange(1, size + 1) / 2.0**22 for size in sizes]
     for _ in range(2):
         sum((p * term).sum() for p, term in zip(parameters, terms, strict=True)).backward()
-    assert sums.finish()
+    assert reducer.finish()
     assert all(torch.equal(p.grad, 2 * term) for p, term in zip(parameters, terms, strict=True))
 
 
 def test_terms_are_rounded_to_the_nearest_multiple():
     parameter = torch.nn.Parameter(torch.zeros(4))
-    sums = FixedPointSums(World(), [parameter], 3)
-    sums.begin()
+    reducer = FixedPointReducer(Communicator(), [parameter], 3)
+    reducer.begin()
     for _ in range(3):
         (parameter * torch.tensor([0.6, 1.4, -0.6, -1.4]) / SCALE).sum().backward()
-    assert sums.finish()
+    assert reducer.finish()
     assert (parameter.grad * SCALE).tolist() == [3, 3, -3, -3]
 
 
 @pytest.mark.parametrize("num_terms", [1, 3, 1000])
 def test_the_limit_is_the_largest_that_cannot_overflow(num_terms):
     """In integers: that many terms at the limit are 2^63, the first number that 64 bits cannot hold."""
-    limit = FixedPointSums(World(), [torch.nn.Parameter(torch.zeros(1))], num_terms).limit
+    limit = FixedPointReducer(Communicator(), [torch.nn.Parameter(torch.zeros(1))], num_terms).limit
     assert limit * num_terms * SCALE == pytest.approx(2.0**63, rel=1e-12)

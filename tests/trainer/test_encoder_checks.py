@@ -187,7 +187,7 @@ def test_an_untrained_head_is_not_exported(data, tmp_path, pretrained):
     config = given(data, tmp_path, {"pretrained": str(pretrained(BertModel))}, objective={"terms": "contrastive"})
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
     encoder = build_encoder(config, tokenizer)
-    write_encoder(encoder, tokenizer, tmp_path, encoder.unloaded.head)
+    write_encoder(encoder, tokenizer, tmp_path, encoder.load_report.head)
     names = set(load_file(tmp_path / "model.safetensors"))
     assert names
     assert not any(name.startswith("cls.") for name in names)

@@ -15,7 +15,7 @@ from trainer.driver.estimate import TrainEstimate, find_estimate, score
 from trainer.objectives.config import RunContext
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.sampling import sample_spans
-from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.span_config import SpanConfig
 from trainer.setup.coverage import coverage
 from trainer.train import main
 

@@ -7,15 +7,15 @@ import torch
 from families import OTHERS, PACKED, PADDED, REFUSED, TRAINED
 from groups import run_group
 from measures import deviation
-from tiny import documents, random_spans, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import documents, random_spans, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
 from trainer.data.batches import SpanBatch, pad_rows
 from trainer.driver.export import write_encoder
+from trainer.model.config import EncoderConfig
 from trainer.model.language_model import FAMILIES, UnfitEncoderError, load_hf_config
 from trainer.model.layouts import drops_by_key, fitting_layout
-from trainer.model.settings import EncoderConfig
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 
 MIXED = [9, 3, 30, 12, 12, 4]
 LENGTHS = [48, 70, 49, 60]
@@ -105,28 +105,28 @@ def test_an_export_loads_as_it_was(tmp_path, family):
     assert deviation([means], [expected]) < 1e-5
 
 
-def taken(world, family, layout, tokens, dropout, steps):
+def taken(comm, family, layout, tokens, dropout, steps):
     """Losses and gradient norms of some steps, in a layout or, without one, in that which fits."""
     objective = DeclutrConfig(masking=HALF)
     dtype = torch.float32 if family == "longformer" else torch.float64  # transformers' own gives NaN in float64
     settings = {"layout": layout} if layout else {}
     encoder = family_encoder(family, dtype, dropout=dropout, attention_dropout=dropout, **settings)
-    made = {"world": world, "microbatch_tokens": tokens, "sharded": world.size > 1}
-    stepper = tiny_stepper(encoder, objective, **made)
+    made = {"comm": comm, "microbatch_tokens": tokens, "sharded": comm.size > 1}
+    train_step = tiny_train_step(encoder, objective, **made)
     table = documents(LENGTHS, 12)
-    start, end = len(table) * world.rank // world.size, len(table) * (world.rank + 1) // world.size
+    start, end = len(table) * comm.rank // comm.size, len(table) * (comm.rank + 1) // comm.size
     found = []
     for number in range(1, steps + 1):
-        measured = stepper.step(rank_batch(tiny_feed(objective), table, start, end, epoch=number), number)
+        measured = train_step.step(rank_batch(tiny_collator(objective), table, start, end, epoch=number), number)
         found += [measured.loss, measured.grad_norm]
     return found
 
 
 @pytest.mark.parametrize("family", TRAINED)
 def test_steps_are_those_of_the_padded_layout(family):
-    reference = taken(World(), family, "padded", None, 0.0, 3)
+    reference = taken(Communicator(), family, "padded", None, 0.0, 3)
     assert all(map(math.isfinite, reference))
-    assert deviation(taken(World(), family, None, None, 0.0, 3), reference) < 1e-5
+    assert deviation(taken(Communicator(), family, None, None, 0.0, 3), reference) < 1e-5
 
 
 KEYED = [family for family in TRAINED if family != "longformer"]
@@ -135,9 +135,9 @@ KEYED = [family for family in TRAINED if family != "longformer"]
 @pytest.mark.parametrize("family", KEYED)
 def test_microbatches_change_nothing_with_dropout(family):
     """Also where attention weights are written out by the family itself, and with DeBERTa's distances."""
-    whole = taken(World(), family, None, None, 0.2, 2)
-    assert deviation(taken(World(), family, None, 60, 0.2, 2), whole) < 1e-6
-    assert deviation(taken(World(), family, None, None, 0.0, 2), whole) > 1e-3
+    whole = taken(Communicator(), family, None, None, 0.2, 2)
+    assert deviation(taken(Communicator(), family, None, 60, 0.2, 2), whole) < 1e-6
+    assert deviation(taken(Communicator(), family, None, None, 0.0, 2), whole) > 1e-3
 
 
 @pytest.mark.parametrize("family", TRAINED)
@@ -161,18 +161,18 @@ def test_any_draw_is_found():
 
 @pytest.mark.parametrize("family", PADDED)
 def test_dropout_of_padded_families_trains(family):
-    assert all(map(math.isfinite, taken(World(), family, None, 60, 0.2, 2)))
+    assert all(map(math.isfinite, taken(Communicator(), family, None, 60, 0.2, 2)))
 
 
-def sharded(world, families):
+def sharded(comm, families):
     """Microbatches of 160 tokens: every one is an exchange for each layer."""
-    return [taken(world, family, None, 160, 0.0, 2) for family in families]
+    return [taken(comm, family, None, 160, 0.0, 2) for family in families]
 
 
 @pytest.mark.dist
 def test_every_family_can_be_sharded():
     families = [family for family in TRAINED if family not in ("xlm-roberta", "camembert")]  # RoBERTa's own layers
-    single = sharded(World(), families)
+    single = sharded(Communicator(), families)
     for found in run_group(2, sharded, families):
         for family, its, expected in zip(families, found, single, strict=True):
             assert deviation(its, expected) < 1e-5, family

@@ -1,4 +1,4 @@
-"""Forks and changed shards of a run with an additional branch, found before any worker starts. No Ray."""
+"""Forks and changed shards of a run with an auxiliary task, found before any worker starts. No Ray."""
 
 import shutil
 
@@ -14,10 +14,10 @@ from trainer.checkpoints.state import RunState
 from trainer.checkpoints.weights import collect
 from trainer.driver.checks import problems
 from trainer.driver.fork import fork
-from trainer.parallel.world import World
-from trainer.setup.branches import data_hashes, joint_hash
+from trainer.parallel.communicator import Communicator
+from trainer.setup.auxiliary import data_hashes, joint_hash
 from trainer.setup.build import build_encoder, load_tokenizer
-from trainer.setup.turns import build_branch, build_turns
+from trainer.setup.tasks import build_task, build_train_steps
 from trainer.step.microbatch import Microbatch
 
 STEP = 2
@@ -44,9 +44,9 @@ def made(tmp_path_factory):
     settings = config(root)
     manifests = {"": load_manifest(root / "data"), "image": load_manifest(root / "images/out")}
     encoder = build_encoder(settings, load_tokenizer(root / "data")[0])
-    branches = [build_branch(settings, name, encoder, manifests[name], World(), Microbatch()) for name in manifests]
-    turns = build_turns(settings, branches, 6)
-    contents = collect(encoder, turns[-1].optimizer, turns[-1].objective, turns=turns)
+    tasks = [build_task(settings, name, encoder, manifests[name], Communicator(), Microbatch()) for name in manifests]
+    train_steps = build_train_steps(settings, tasks, 6)
+    contents = collect(encoder, train_steps[-1].optimizer, train_steps[-1].objective, train_steps=train_steps)
     hashes = data_hashes(manifests)
     state = RunState(
         step=STEP,
@@ -54,7 +54,7 @@ def made(tmp_path_factory):
         world_size=1,
         config_hash=settings.hash(),
         data_hash=joint_hash(hashes),
-        branch_hashes=hashes,
+        task_hashes=hashes,
         scores={},
         files={},
     )
@@ -62,24 +62,24 @@ def made(tmp_path_factory):
     return root
 
 
-def test_a_fork_keeps_the_frontends_of_its_branches(made, tmp_path):
+def test_a_fork_keeps_the_frontends_of_its_tasks(made, tmp_path):
     with pytest.raises(ConfigError) as error:
         fork(config(made, patch_size=[4, 4]), str(tmp_path / "new"))
     assert [line for line in error.value.problems if line.startswith("auxiliary_tasks.image: ") and "has shape" in line]
     assert not (tmp_path / "new").exists()
     forked = fork(config(made), str(tmp_path / "new"))
     _, state = checkpoint.find_latest(tmp_path / "new/checkpoints")
-    assert (state.step, state.config_hash, sorted(state.branch_hashes)) == (STEP, forked.hash(), ["", "image"])
+    assert (state.step, state.config_hash, sorted(state.task_hashes)) == (STEP, forked.hash(), ["", "image"])
 
 
-def test_a_branch_that_is_new_starts_with_new_weights(made, tmp_path):
+def test_a_task_that_is_new_starts_with_new_weights(made, tmp_path):
     settings = config(made, patch_size=[4, 4])
     settings = settings.model_copy(update={"auxiliary_tasks": {"other": settings.auxiliary_tasks["image"]}})
     fork(settings, str(tmp_path / "new"))
     assert not list((tmp_path / "new").rglob("image.*"))
 
 
-def test_replaced_shards_are_named_by_their_branch(made, tmp_path):
+def test_replaced_shards_are_named_by_their_task(made, tmp_path):
     root = shutil.copytree(made, tmp_path / "copy")
     shutil.rmtree(root / "images")
     pictures(root / "images", 50)

@@ -3,13 +3,13 @@
 import families
 import pytest
 from measures import deviation
-from tiny import FAMILIES, HALF, documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import FAMILIES, HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
+from trainer.model.config import EncoderConfig
 from trainer.model.freezing import frozen_parameters
 from trainer.model.language_model import UnfitEncoderError, build_model, load_hf_config
-from trainer.model.settings import EncoderConfig
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.setup.turns import freeze_unused
+from trainer.setup.tasks import freeze_unused
 
 IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 KINDS = {**families.PACKED, **families.PADDED}
@@ -49,10 +49,10 @@ def gradients(family, num_trainable_layers, tokens):
     encoder = tiny_encoder(
         family, projection={"kind": "mlp", "size": 6}, num_trainable_layers=num_trainable_layers, dropout=0.1
     )
-    stepper = tiny_stepper(encoder, config, microbatch_tokens=tokens)
-    freeze_unused(encoder, [stepper])
-    stepper.optimizer.zero_grad()
-    stepper.gradients(rank_batch(tiny_feed(config), documents([48, 70, 49], 12), 0, None), 1)
+    train_step = tiny_train_step(encoder, config, microbatch_tokens=tokens)
+    freeze_unused(encoder, [train_step])
+    train_step.optimizer.zero_grad()
+    train_step.gradients(rank_batch(tiny_collator(config), documents([48, 70, 49], 12), 0, None), 1)
     return {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
 
 

@@ -10,11 +10,11 @@ from tiny import VOCABULARY, tiny_encoder
 from transformers import BertConfig, ViTConfig, ViTModel
 
 from trainer.data.patches import PatchBatch
+from trainer.model.config import EncoderConfig, FrontendConfig
 from trainer.model.encoder import Encoder
 from trainer.model.frontend import Frontend, embedding_width, load_vit
 from trainer.model.language_model import UnfitEncoderError, load_hf_config, load_model
 from trainer.model.layouts import fitting_layout, patch_problem
-from trainer.model.settings import EncoderConfig, FrontendConfig
 from trainer.objectives.config import RunContext
 from trainer.objectives.supcon.config import SupconConfig
 from trainer.objectives.supcon.objective import Supcon
@@ -25,7 +25,11 @@ SIZES = {"patch_size": (4, 4), "image_size": 8}
 def clips(**frontend):
     """Clips of real images, whose lengths are made to differ by leaving out the last patches of some."""
     context = RunContext(frontend=FrontendConfig(**(SIZES | frontend)))
-    spans = Supcon(SupconConfig(), context, 8).feed(VOCABULARY, 9).feed(image_rows([(9, 9)] * 3), np.zeros(3, np.int64))
+    spans = (
+        Supcon(SupconConfig(), context, 8)
+        .collator(VOCABULARY, 9)
+        .collate(image_rows([(9, 9)] * 3), np.zeros(3, np.int64))
+    )
     batch = spans.spans
     kept = torch.cat([torch.arange(5 * i, 5 * i + size) for i, size in enumerate((5, 3, 5, 2, 4, 5))])
     lengths = torch.tensor([5, 3, 5, 2, 4, 5])

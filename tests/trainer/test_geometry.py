@@ -12,7 +12,7 @@ from trainer.driver.checks import problems
 from trainer.driver.resolved import find_shards
 from trainer.setup import geometry as module
 from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import DECISIVE
+from trainer.setup.geometry import RESUME_SETTINGS
 
 ENCODER = {"encoder": {"from_config": {"model_type": "roberta"}}}
 
@@ -56,10 +56,10 @@ def test_the_shards_give_what_the_user_does_not(data, tmp_path):
 
 def test_a_run_keeps_the_values_it_started_with(data, tmp_path):
     started = config(data, {"num_anchors": 2, "min_tokens": 32, "max_tokens": 512})
-    (tmp_path / DECISIVE).write_text(json.dumps(started.decisive()))
+    (tmp_path / RESUME_SETTINGS).write_text(json.dumps(started.resume_settings()))
     again = with_geometry(config(data, None), tmp_path)
     assert again.hash() == started.hash()
-    (tmp_path / DECISIVE).write_text("[]")
+    (tmp_path / RESUME_SETTINGS).write_text("[]")
     assert geometry(with_geometry(config(data, None), tmp_path)) == prepared(data)
 
 

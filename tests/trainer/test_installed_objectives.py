@@ -12,7 +12,7 @@ import tinyruns as runs
 from madeup import shards
 
 from trainer.driver.objective_checks import objective_problems
-from trainer.driver.places import place_problems
+from trainer.driver.path_checks import place_problems
 from trainer.objectives.config import ObjectiveConfig
 from trainer.objectives.registry import load_kinds
 
@@ -117,7 +117,7 @@ class Unfit(ObjectiveConfig):
         ("trainer.objectives.base:Nothing", "AttributeError: "),
         ("trainer.objectives.base", "AttributeError: "),
         ("json:JSONDecoder", "is not a subclass of Objective"),
-        ("trainer.objectives.base:Objective", "does not define feed, loss"),
+        ("trainer.objectives.base:Objective", "does not define collator, loss"),
     ],
 )
 def test_an_implementation_that_cannot_be_used_is_found_before_ray_starts(tmp_path, monkeypatch, implementation, said):

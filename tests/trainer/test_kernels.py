@@ -1,4 +1,5 @@
-"""The branch of a GPU, with kernels for the CPU: attention in one call, in one graph for all lengths, and its guard."""
+"""The code path of a GPU, with kernels for the CPU: attention in one call, in one graph for all lengths, and its
+guard."""
 
 import sys
 

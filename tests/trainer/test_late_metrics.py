@@ -6,24 +6,24 @@ import math
 import pytest
 import torch
 from measures import deviation
-from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
+from trainer.step.config import OptimConfig
 from trainer.step.microbatch import out_of_memory
 from trainer.step.optim import UncorrectedAdamW, build_optimizer
-from trainer.step.settings import OptimConfig
 from trainer.step.step import NonFiniteLossError
-from trainer.worker.bad_losses import BadLosses
-from trainer.worker.turns import Turn, Turns
+from trainer.worker.nonfinite_losses import NonFiniteLosses
+from trainer.worker.scheduler import ScheduledStep, TaskScheduler
 
 
-def stepper(late, corrected=False):
+def train_step(late, corrected=False):
     encoder = tiny_encoder(dtype=torch.float32)
     optim = OptimConfig(lr=1e-2, bias_correction=corrected)
-    return tiny_stepper(encoder, optim=optim, optimizer=build_optimizer(optim, encoder, fused=True), late=late)
+    return tiny_train_step(encoder, optim=optim, optimizer=build_optimizer(optim, encoder, fused=True), late=late)
 
 
 def batch(number=0):
-    return rank_batch(tiny_feed(seed=number), documents([48, 70, 49], 12, seed=number))
+    return rank_batch(tiny_collator(seed=number), documents([48, 70, 49], 12, seed=number))
 
 
 def parameters(one):
@@ -32,7 +32,7 @@ def parameters(one):
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_the_same_steps(corrected):
-    early, late = stepper(False, corrected), stepper(True, corrected)
+    early, late = train_step(False, corrected), train_step(True, corrected)
     expected = [early.step(batch(number), number).line() for number in (1, 2, 3)]
     pending = [late.begin(batch(number), number) for number in (1, 2, 3)]
     assert [one.read().line() for one in pending] == expected
@@ -42,7 +42,7 @@ def test_the_same_steps(corrected):
 @pytest.mark.parametrize("corrected", [False, True])
 def test_a_bad_loss_changes_nothing(corrected):
     """Neither parameters nor moments; the next good step continues as if the bad one had not been."""
-    one, other = stepper(True, corrected), stepper(True, corrected)
+    one, other = train_step(True, corrected), train_step(True, corrected)
     for each in (one, other):
         each.step(batch(1), 1)
     before = parameters(one), copy.deepcopy(one.optimizer.state_dict()["state"])
@@ -60,13 +60,13 @@ def test_a_bad_loss_changes_nothing(corrected):
 
 
 def test_skipped_steps_are_counted_when_they_are_read():
-    one = stepper(True)
-    turns = Turns([Turn(one, BadLosses(skip=True, most_in_a_row=1))])
+    one = train_step(True)
+    scheduler = TaskScheduler([ScheduledStep(one, NonFiniteLosses(skip=True, most_in_a_row=1))])
     one.encoder.model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * math.nan)
-    first, second = turns.begin(batch(1), 1), turns.begin(batch(2), 2)
-    assert turns.main.bad_losses.skipped == 0
+    first, second = scheduler.begin(batch(1), 1), scheduler.begin(batch(2), 2)
+    assert scheduler.main.nonfinite_losses.skipped == 0
     assert first.read().skipped
-    assert turns.main.bad_losses.skipped == 1
+    assert scheduler.main.nonfinite_losses.skipped == 1
     with pytest.raises(NonFiniteLossError, match="max_skipped_steps = 1"):
         second.read()
 

@@ -8,26 +8,26 @@ import pytest
 import torch
 from tiny import random_spans
 
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 from trainer.step.microbatch import Microbatch, MicrobatchError
 
 # A process of its own, because the limit on its memory cannot be taken back.
 SCRIPT = """
 import json, resource, sys
 import torch
-from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import documents, rank_batch, tiny_encoder, tiny_collator, tiny_train_step
 from trainer.step.microbatch import Microbatch
 from trainer.objectives.declutr.config import DeclutrConfig
 
 torch.set_num_threads(1)
 shape = {"hidden_size": 64, "intermediate_size": 8192}
 def gradient(microbatch):
-    stepper = tiny_stepper(tiny_encoder(from_config=shape, dropout=0.1))
-    stepper.microbatch.max_tokens, stepper.microbatch.automatic = microbatch
-    batch = rank_batch(tiny_feed(DeclutrConfig()), documents([200] * 50, 12))
-    stepper.gradients(batch, 1)
-    grads = torch.cat([p.grad.flatten() for p in stepper.encoder.parameters() if p.grad is not None])
-    return grads, stepper.microbatch.max_tokens, batch.spans.num_tokens
+    train_step = tiny_train_step(tiny_encoder(from_config=shape, dropout=0.1))
+    train_step.microbatch.max_tokens, train_step.microbatch.automatic = microbatch
+    batch = rank_batch(tiny_collator(DeclutrConfig()), documents([200] * 50, 12))
+    train_step.gradients(batch, 1)
+    grads = torch.cat([p.grad.flatten() for p in train_step.encoder.parameters() if p.grad is not None])
+    return grads, train_step.microbatch.max_tokens, batch.spans.num_tokens
 
 expected, _, tokens = gradient((500, False))
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -59,10 +59,10 @@ def test_lowering_halves_and_ends():
     spans = random_spans([6, 20, 9])
     microbatch = Microbatch(None, automatic=True)
     for expected in (20,):
-        microbatch.lower(spans, World())
+        microbatch.lower(spans, Communicator())
         assert microbatch.max_tokens == expected
     with pytest.raises(MicrobatchError, match="one span of 20 tokens"):
-        microbatch.lower(spans, World())
+        microbatch.lower(spans, Communicator())
 
 
 def test_settings():

@@ -16,10 +16,10 @@ from pipeline.shards.content import AudioContent
 from pipeline.shards.shards import ShardSet
 from trainer.data.chunks import fetched, rank_plan, read_chunk
 from trainer.data.plan import Plan
-from trainer.data.rows import document_keys
-from trainer.model.settings import FrontendConfig
+from trainer.data.shard_columns import document_keys
+from trainer.model.config import FrontendConfig
+from trainer.objectives.supcon.collator import ClipCollator
 from trainer.objectives.supcon.config import SupconConfig
-from trainer.objectives.supcon.feed import ClipFeed
 from trainer.objectives.supcon.mixup import Mixup, clips_of, mixture
 
 CLIPS = clip_rows([9, 4, 13, 2, 7, 5, 8], labels="wxyz")
@@ -99,8 +99,8 @@ def test_a_mixture_is_near_that_of_the_waveforms():
 
 
 def views_of(rows, epochs, **config):
-    feed = ClipFeed(SupconConfig(**config), FrontendConfig(patch_size=(1, MELS)), 3)
-    spans = feed.feed(fetched(Rows(rows), np.arange(len(rows)), epochs, feed.fetch), epochs).spans
+    collator = ClipCollator(SupconConfig(**config), FrontendConfig(patch_size=(1, MELS)), 3)
+    spans = collator.collate(fetched(Rows(rows), np.arange(len(rows)), epochs, collator.fetch), epochs).spans
     clips = spans.values.numpy().reshape(-1, MELS)
     return [clip[1:] for clip in np.split(clips, np.cumsum(spans.lengths.numpy())[:-1])], spans
 
@@ -129,15 +129,15 @@ def test_mixed_clips_are_masked_afterwards():
 
 
 def test_clips_that_were_not_mixed_are_refused():
-    feed = ClipFeed(SupconConfig(mixup=0.5), FrontendConfig(patch_size=(1, MELS)), 3)
+    collator = ClipCollator(SupconConfig(mixup=0.5), FrontendConfig(patch_size=(1, MELS)), 3)
     with pytest.raises(ValueError, match=r"objective\.mixup = 0\.5: the clips were not mixed; call `fetch` first"):
-        feed.feed(CLIPS, np.zeros(7, np.int64))
+        collator.collate(CLIPS, np.zeros(7, np.int64))
 
 
 def test_images_are_neither_mixed_nor_masked():
     rows = image_rows([(9, 9)] * 3)
-    feed = ClipFeed(SupconConfig(mixup=1.0), FrontendConfig(patch_size=(4, 4), image_size=8), 3)
-    assert "mixed" not in feed.fetch(rows, np.zeros(3, np.int64), Rows(rows)).column_names
+    collator = ClipCollator(SupconConfig(mixup=1.0), FrontendConfig(patch_size=(4, 4), image_size=8), 3)
+    assert "mixed" not in collator.fetch(rows, np.zeros(3, np.int64), Rows(rows)).column_names
 
 
 def test_no_rows_of_a_worker():
@@ -151,20 +151,20 @@ def test_tasks_that_read_shards_mix_as_the_worker_does(tmp_path):
     content = {"kind": "audio", "label": r"^(\d)_", "num_mel_bins": MELS}
     folder, _ = prepare_media(tmp_path, content, {f"{n % 3}_{n}.wav": sound(tone(0.2, number=n)) for n in range(12)})
     shards = ShardSet(folder, "train")
-    feed = ClipFeed(
+    collator = ClipCollator(
         SupconConfig(mixup=0.7, masks={"freq_mask": 2, "shared": True}), FrontendConfig(patch_size=(2, MELS)), 3
     )
     plan = Plan(0, shards.num_documents, 6)
 
     def chunk(rank, workers):
-        part = rank_plan(plan, shards, rank, workers, 0, 2, fetch=pickle.loads(pickle.dumps(feed.fetch)))
+        part = rank_plan(plan, shards, rank, workers, 0, 2, fetch=pickle.loads(pickle.dumps(collator.fetch)))
         return read_chunk({"id": np.zeros(1, np.int64)}, part, 0)
 
     alone = chunk(0, 1)
     assert 0 < sum(alone["mixed"].to_pylist()) < len(alone)
     epochs, documents = plan.documents(0, 2, 0, 6)
-    assert alone.equals(fetched(shards, documents, epochs, feed.fetch))
+    assert alone.equals(fetched(shards, documents, epochs, collator.fetch))
     for step in (0, 1):
         halves = pa.concat_tables([chunk(rank, 2).slice(3 * step, 3) for rank in (0, 1)])
         assert halves.equals(alone.slice(6 * step, 6))
-    assert feed.feed(alone, alone["epoch"].to_numpy()).num_rows == 12
+    assert collator.collate(alone, alone["epoch"].to_numpy()).num_rows == 12

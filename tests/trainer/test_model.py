@@ -10,9 +10,9 @@ from torch import nn
 
 from trainer.data.batches import SpanBatch
 from trainer.model.attention import AttentionLayout
+from trainer.model.config import EncoderConfig
 from trainer.model.language_model import UnfitEncoderError, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.model.layouts import embedding_layout
-from trainer.model.settings import EncoderConfig
 
 POOLINGS = ["mean", "cls", "max", "mean_without_cls"]
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]  # the window of ModernBERT's local layers is 5

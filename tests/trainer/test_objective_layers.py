@@ -9,7 +9,7 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
-from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from torch import nn
 
 from trainer import verify
@@ -22,11 +22,11 @@ from trainer.objectives.config import RunContext
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.ntxent import ntxent
 from trainer.objectives.declutr.objective import Declutr
-from trainer.parallel.sharding import whole
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
+from trainer.parallel.sharding import full_tensor
 from trainer.setup.config import TrainConfig
+from trainer.step.config import OptimConfig
 from trainer.step.microbatch import Microbatch
-from trainer.step.settings import OptimConfig
 from trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]
@@ -52,30 +52,30 @@ class Projected(Declutr):
         return {"contrastive": ntxent(projected, 0.3)}
 
 
-def setup(world, tokens=None, norm=1.0, sharded=False, start=0, end=None):
+def setup(comm, tokens=None, norm=1.0, sharded=False, start=0, end=None):
     encoder = tiny_encoder(**DROPOUT)
     loss = Projected(BOTH, RunContext(), encoder.embedding_size).double()
     optim = OptimConfig(lr=1e-2, max_grad_norm=norm)
-    given = {"world": world, "microbatch_tokens": tokens, "optim": optim, "sharded": sharded, "loss": loss}
-    return tiny_stepper(encoder, BOTH, **given), rank_batch(tiny_feed(BOTH), documents(LENGTHS, 12), start, end)
+    given = {"comm": comm, "microbatch_tokens": tokens, "optim": optim, "sharded": sharded, "loss": loss}
+    return tiny_train_step(encoder, BOTH, **given), rank_batch(tiny_collator(BOTH), documents(LENGTHS, 12), start, end)
 
 
-def named(stepper):
-    return trained_parameters(stepper.encoder, stepper.objective)
+def named(train_step):
+    return trained_parameters(train_step.encoder, train_step.objective)
 
 
-def steps(world, sharded=False):
+def steps(comm, sharded=False):
     """Gradients, and after two steps norms, parameters, moments and statistics, for each case."""
-    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(world.rank, world.size)
+    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(comm.rank, comm.size)
     results = []
     for tokens, norm in CASES:
-        stepper, batch = setup(world, tokens, norm, sharded, start, end)
-        stepper.gradients(batch, 1)
-        stepper.world.sum_gradients(list(named(stepper).values()))
-        gradients = {name: whole(p.grad).clone() for name, p in named(stepper).items()}
-        stepper, batch = setup(world, tokens, norm, sharded, start, end)
-        norms = [stepper.step(batch, number).grad_norm for number in (1, 2)]
-        contents = collect(stepper.encoder, stepper.optimizer, stepper.objective)
+        train_step, batch = setup(comm, tokens, norm, sharded, start, end)
+        train_step.gradients(batch, 1)
+        train_step.comm.all_reduce_gradients(list(named(train_step).values()))
+        gradients = {name: full_tensor(p.grad).clone() for name, p in named(train_step).items()}
+        train_step, batch = setup(comm, tokens, norm, sharded, start, end)
+        norms = [train_step.step(batch, number).grad_norm for number in (1, 2)]
+        contents = collect(train_step.encoder, train_step.optimizer, train_step.objective)
         results.append((gradients, norms, contents))
     return results
 
@@ -89,7 +89,7 @@ def apart(found, expected):
 
 @pytest.fixture(scope="module")
 def single():
-    return steps(World())
+    return steps(Communicator())
 
 
 @pytest.mark.dist
@@ -113,43 +113,43 @@ def test_microbatches_change_nothing(single):
 
 
 def test_a_checkpoint_holds_the_layers_their_moments_and_statistics(tmp_path):
-    stepper, batch = setup(World())
-    stepper.step(batch, 1)
+    train_step, batch = setup(Communicator())
+    train_step.step(batch, 1)
     state = RunState(step=1, documents=5, world_size=1, config_hash="", data_hash="", scores={}, files={})
-    path = checkpoint.save(tmp_path, state, collect(stepper.encoder, stepper.optimizer, stepper.objective))
-    after = stepper.step(batch, 2)
-    again, batch = setup(World())
+    path = checkpoint.save(tmp_path, state, collect(train_step.encoder, train_step.optimizer, train_step.objective))
+    after = train_step.step(batch, 2)
+    again, batch = setup(Communicator())
     load(path, again.encoder, again.optimizer, again.objective)
     assert again.step(batch, 2) == after
-    for found, expected in zip(again.objective.state().values(), stepper.objective.state().values(), strict=True):
+    for found, expected in zip(again.objective.state().values(), train_step.objective.state().values(), strict=True):
         assert torch.equal(found, expected)
 
 
 def test_layers_of_another_shape_are_refused(tmp_path):
-    stepper, _ = setup(World())
+    train_step, _ = setup(Communicator())
     state = RunState(step=1, documents=5, world_size=1, config_hash="", data_hash="", scores={}, files={})
-    path = checkpoint.save(tmp_path, state, collect(stepper.encoder, stepper.optimizer, stepper.objective))
-    stepper.objective.projector[3] = nn.Linear(12, 9).double()
+    path = checkpoint.save(tmp_path, state, collect(train_step.encoder, train_step.optimizer, train_step.objective))
+    train_step.objective.projector[3] = nn.Linear(12, 9).double()
     with pytest.raises(checkpoint.CheckpointError, match=r"objective\.safetensors does not fit the objective"):
-        load(path, stepper.encoder, stepper.optimizer, stepper.objective)
+        load(path, train_step.encoder, train_step.optimizer, train_step.objective)
 
 
 def test_a_skipped_step_leaves_the_statistics_alone():
-    stepper, batch = setup(World())
-    stepper.step(batch, 1)
-    before = {name: value.clone() for name, value in stepper.objective.state().items()}
+    train_step, batch = setup(Communicator())
+    train_step.step(batch, 1)
+    before = {name: value.clone() for name, value in train_step.objective.state().items()}
     with torch.no_grad():
-        stepper.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
+        train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
     with pytest.raises(NonFiniteLossError, match="nothing was updated"):
-        stepper.step(batch, 2)
-    assert all(torch.equal(value, before[name]) for name, value in stepper.objective.state().items())
+        train_step.step(batch, 2)
+    assert all(torch.equal(value, before[name]) for name, value in train_step.objective.state().items())
 
 
 def test_an_unknown_term_is_refused():
-    stepper, batch = setup(World())
-    stepper.objective.loss = lambda batch: {"other": batch.views.sum()}
+    train_step, batch = setup(Communicator())
+    train_step.objective.loss = lambda batch: {"other": batch.views.sum()}
     with pytest.raises(ValueError, match=r"terms \['other'\]; add them to its config\.metrics"):
-        stepper.step(batch, 1)
+        train_step.step(batch, 1)
 
 
 WRONG_TERMS = [
@@ -166,19 +166,19 @@ WRONG_TERMS = [
 @pytest.mark.parametrize("tokens", [None, 60])
 @pytest.mark.parametrize(("terms", "said"), WRONG_TERMS)
 def test_terms_that_cannot_be_trained_are_refused(terms, said, tokens):
-    stepper, batch = setup(World(), tokens)
-    stepper.objective.loss = lambda gathered: terms(gathered.views)
+    train_step, batch = setup(Communicator(), tokens)
+    train_step.objective.loss = lambda gathered: terms(gathered.views)
     with pytest.raises(ObjectiveError, match=said) as raised:
-        stepper.step(batch, 1)
+        train_step.step(batch, 1)
     assert "objective declutr: `loss` " in str(raised.value)
 
 
-def detached_on_ranks(world):
+def detached_on_ranks(comm):
     """The second of two ranks has no rows, so its part of the views never has a gradient."""
-    stepper, batch = setup(world, start=0, end=0 if world.rank else len(LENGTHS))
-    stepper.objective.loss = lambda gathered: {"contrastive": gathered.views.detach().sum()}
+    train_step, batch = setup(comm, start=0, end=0 if comm.rank else len(LENGTHS))
+    train_step.objective.loss = lambda gathered: {"contrastive": gathered.views.detach().sum()}
     try:
-        stepper.step(batch, 1)
+        train_step.step(batch, 1)
     except ObjectiveError as error:
         return str(error)
     return ""
@@ -190,20 +190,20 @@ def test_a_rank_without_rows_refuses_detached_terms_as_the_others_do():
 
 
 def test_a_term_of_one_entry_is_a_scalar():
-    stepper, batch = setup(World())
-    stepper.objective.loss = lambda gathered: {"contrastive": gathered.views.square().sum().reshape(1)}
-    assert stepper.step(batch, 1).grad_norm > 0
+    train_step, batch = setup(Communicator())
+    train_step.objective.loss = lambda gathered: {"contrastive": gathered.views.square().sum().reshape(1)}
+    assert train_step.step(batch, 1).grad_norm > 0
 
 
 def test_views_of_another_shape_are_refused():
-    stepper, batch = setup(World())
+    train_step, batch = setup(Communicator())
     rows = batch.num_rows
-    stepper.objective.views = lambda embeddings, _: embeddings
+    train_step.objective.views = lambda embeddings, _: embeddings
     with pytest.raises(ValueError, match=rf"objective declutr: `views` returned the shape .*, not \[{rows}, 2, D\]"):
-        stepper.step(batch, 1)
-    stepper.objective.views = lambda embeddings, given: Objective.views(stepper.objective, embeddings, given)
+        train_step.step(batch, 1)
+    train_step.objective.views = lambda embeddings, given: Objective.views(train_step.objective, embeddings, given)
     with pytest.raises(ValueError, match=rf"spans do not match {rows} rows with 2 views each"):
-        stepper.step(batch, 1)
+        train_step.step(batch, 1)
 
 
 @pytest.mark.parametrize(
@@ -214,17 +214,17 @@ def test_views_of_another_shape_are_refused():
     ],
 )
 def test_facts_that_do_not_fit_the_rows_are_refused(values, said):
-    stepper, batch = setup(World())
+    train_step, batch = setup(Communicator())
     with pytest.raises(ObjectiveError, match=f"objective declutr: the fact {said}"):
-        stepper.step(replace(batch, facts={"label": values}), 1)
+        train_step.step(replace(batch, facts={"label": values}), 1)
 
 
-def facts_on_one_rank(world):
-    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(world.rank, world.size)
-    stepper, batch = setup(world, start=start, end=end)
-    facts = {"label": torch.arange(batch.num_rows)} if world.rank else {}
+def facts_on_one_rank(comm):
+    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(comm.rank, comm.size)
+    train_step, batch = setup(comm, start=start, end=end)
+    facts = {"label": torch.arange(batch.num_rows)} if comm.rank else {}
     try:
-        stepper.step(replace(batch, facts=facts), 1)
+        train_step.step(replace(batch, facts=facts), 1)
     except ObjectiveError as error:
         return str(error)
     return ""
@@ -233,8 +233,8 @@ def facts_on_one_rank(world):
 @pytest.mark.dist
 def test_facts_of_one_worker_only_are_refused_on_all():
     first, second = run_group(2, facts_on_one_rank)
-    assert "the facts of the feed differ between workers; worker 0 has none" in first
-    assert "the facts of the feed differ between workers; worker 1 has label" in second
+    assert "the facts of the collator differ between workers; worker 0 has none" in first
+    assert "the facts of the collator differ between workers; worker 1 has label" in second
 
 
 def test_gradients_that_are_not_finite_are_not_verified(monkeypatch):
@@ -250,9 +250,9 @@ def test_a_step_that_ran_out_of_memory_counts_its_statistics_once():
     """Memory ran out in the second backward, after the loss and a part of the gradient; both are computed again."""
     found, weights = [], []
     for fails in (True, False):
-        stepper, batch = setup(World(), 60)
-        stepper = replace(stepper, microbatch=Microbatch(60, automatic=True))
-        forward, failures = stepper.encoder.forward, [False, fails]
+        train_step, batch = setup(Communicator(), 60)
+        train_step = replace(train_step, microbatch=Microbatch(60, automatic=True))
+        forward, failures = train_step.encoder.forward, [False, fails]
 
         def once(*given, forward=forward, failures=failures):
             if torch.is_grad_enabled() and failures.pop(0) and not failures.append(False):
@@ -260,11 +260,11 @@ def test_a_step_that_ran_out_of_memory_counts_its_statistics_once():
             failures.append(False)
             return forward(*given)
 
-        stepper.encoder.forward = once
-        stepper.step(batch, 1)
-        assert (stepper.microbatch.max_tokens < 60) == fails
-        found.append(stepper.objective.state())
-        weights.append([parameter.detach().clone() for parameter in stepper.encoder.parameters()])
+        train_step.encoder.forward = once
+        train_step.step(batch, 1)
+        assert (train_step.microbatch.max_tokens < 60) == fails
+        found.append(train_step.objective.state())
+        weights.append([parameter.detach().clone() for parameter in train_step.encoder.parameters()])
     statistics = [[value for name, value in state.items() if "running" in name] for state in found]
     assert deviation(*statistics) < 1e-12
     assert deviation(*weights) < 1e-10
@@ -273,16 +273,16 @@ def test_a_step_that_ran_out_of_memory_counts_its_statistics_once():
 @pytest.mark.parametrize("tokens", [None, 60])
 def test_gradients_are_announced_before_the_last_backward_and_no_earlier(tokens):
     """Then all but the last microbatch are in the gradient, and the last one's forward is done."""
-    stepper, batch = setup(World(), tokens)
-    calls, forward = [], stepper.encoder.forward
+    train_step, batch = setup(Communicator(), tokens)
+    calls, forward = [], train_step.encoder.forward
 
     def counted(*given):
         calls.append("forward" if torch.is_grad_enabled() else "without a graph")
         return forward(*given)
 
-    stepper.encoder.forward = counted
-    passes = replace(stepper._passes(batch, 1), before_last=lambda: calls.append("announced"))
-    pieces = stepper._pieces(batch)
+    train_step.encoder.forward = counted
+    passes = replace(train_step._passes(batch, 1), before_last=lambda: calls.append("announced"))
+    pieces = train_step._pieces(batch)
     passes.differentiate(batch, pieces, passes.embed(pieces), passes.count(batch))
     assert (len(pieces) > 1) == (tokens is not None)
     assert calls[-1] == "announced"

@@ -6,11 +6,11 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
-from tiny import HALF, documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
 from trainer.data.plan import Plan
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel.overlap import OverlappedSums
+from trainer.parallel.overlap import BucketedReducer
 from trainer.step.microbatch import Microbatch
 from trainer.step.step import NonFiniteLossError
 
@@ -27,35 +27,37 @@ CASES = {
 }
 
 
-def setup(world, overlap, objective=None, tokens=None, lengths=LENGTHS, bytes=4096, compressed=None):
+def setup(comm, overlap, objective=None, tokens=None, lengths=LENGTHS, bytes=4096, compressed=None):
     config = DeclutrConfig(**(objective or {"masking": HALF}))
-    stepper = tiny_stepper(tiny_encoder(dtype=torch.float64, **DROPOUT), config, world=world, microbatch_tokens=tokens)
+    train_step = tiny_train_step(
+        tiny_encoder(dtype=torch.float64, **DROPOUT), config, comm=comm, microbatch_tokens=tokens
+    )
     if overlap:
-        body = list(stepper.encoder.model.base_model.parameters())
-        heads = [p for p in stepper.encoder.parameters() if id(p) not in {id(one) for one in body}]  # sent last
-        sums = OverlappedSums(world, [*heads, *body], compressed, bytes)
-        stepper = dataclasses.replace(stepper, overlap=sums)
-    start, end = Plan(0, len(lengths), len(lengths)).slice(world.rank, world.size)
-    return stepper, rank_batch(tiny_feed(config), documents(lengths, 12), start, end)
+        body = list(train_step.encoder.model.base_model.parameters())
+        heads = [p for p in train_step.encoder.parameters() if id(p) not in {id(one) for one in body}]  # sent last
+        sums = BucketedReducer(comm, [*heads, *body], compressed, bytes)
+        train_step = dataclasses.replace(train_step, overlap=sums)
+    start, end = Plan(0, len(lengths), len(lengths)).slice(comm.rank, comm.size)
+    return train_step, rank_batch(tiny_collator(config), documents(lengths, 12), start, end)
 
 
-def sums_of(world, overlap, case):
+def sums_of(comm, overlap, case):
     """Gradients summed over ranks, parameters after two steps, and the buckets sent when the backward ended."""
-    stepper, batch = setup(world, overlap, **case)
-    stepper._clear()
-    stepper.gradients(batch, 1)
-    buckets = stepper.overlap.buckets if overlap else []
+    train_step, batch = setup(comm, overlap, **case)
+    train_step._clear()
+    train_step.gradients(batch, 1)
+    buckets = train_step.overlap.buckets if overlap else []
     sent = sum(bucket.work is not None for bucket in buckets), len(buckets)
-    parameters = list(stepper.encoder.parameters())
-    stepper._sum(parameters)
+    parameters = list(train_step.encoder.parameters())
+    train_step._sum(parameters)
     gradients = [p.grad.clone() for p in parameters]
     for step in (1, 2):
-        stepper.step(batch, step)
+        train_step.step(batch, step)
     return gradients, [p.detach().clone() for p in parameters], sent
 
 
-def both(world):
-    return {name: [sums_of(world, overlap, case) for overlap in (False, True)] for name, case in CASES.items()}
+def both(comm):
+    return {name: [sums_of(comm, overlap, case) for overlap in (False, True)] for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -74,9 +76,9 @@ def test_sums_are_those_after_the_backward(size):
         assert 5 < buckets / 2 < sent <= buckets  # most are on their way when the backward ends
 
 
-def compressed(world):
-    exact = sums_of(world, False, {})[0]
-    return exact, sums_of(world, True, {"compressed": torch.bfloat16})[0]
+def compressed(comm):
+    exact = sums_of(comm, False, {})[0]
+    return exact, sums_of(comm, True, {"compressed": torch.bfloat16})[0]
 
 
 def test_compressed_sums_keep_three_digits():
@@ -89,26 +91,26 @@ def test_compressed_sums_keep_three_digits():
     assert deviation(found, exact) > 1e-6  # it is compressed
 
 
-def failing(world):
+def failing(comm):
     """One rank runs out of memory once, in the first or the last backward of a step; both repeat the step."""
     results = []
     for at in (0, 1, 2):
-        stepper, batch = setup(world, True)
-        stepper = dataclasses.replace(stepper, microbatch=Microbatch(30, automatic=True))
-        expected, _ = setup(world, False)
+        train_step, batch = setup(comm, True)
+        train_step = dataclasses.replace(train_step, microbatch=Microbatch(30, automatic=True))
+        expected, _ = setup(comm, False)
         calls = iter(range(1000))
-        embed = stepper.encoder.forward
+        embed = train_step.encoder.forward
 
         def forward(*arguments, at=at, calls=calls, embed=embed):
-            if world.rank == 1 and torch.is_grad_enabled() and next(calls) == at:
+            if comm.rank == 1 and torch.is_grad_enabled() and next(calls) == at:
                 raise torch.OutOfMemoryError("DefaultCPUAllocator: given to this test")
             return embed(*arguments)
 
-        stepper.encoder.forward = forward
-        stepper.step(batch, 1)
+        train_step.encoder.forward = forward
+        train_step.step(batch, 1)
         expected.step(batch, 1)
-        pairs = zip(stepper.encoder.parameters(), expected.encoder.parameters(), strict=True)
-        results.append((stepper.microbatch.max_tokens, max(float((a - b).abs().max().detach()) for a, b in pairs)))
+        pairs = zip(train_step.encoder.parameters(), expected.encoder.parameters(), strict=True)
+        results.append((train_step.microbatch.max_tokens, max(float((a - b).abs().max().detach()) for a, b in pairs)))
     return results
 
 
@@ -119,12 +121,12 @@ def test_a_step_that_ran_out_of_memory_is_repeated():
             assert apart < 1e-12
 
 
-def not_finite(world):
-    stepper, batch = setup(world, True)
+def not_finite(comm):
+    train_step, batch = setup(comm, True)
     with torch.no_grad():
-        stepper.encoder.projection[0].weight[0, 0] = torch.nan
+        train_step.encoder.projection[0].weight[0, 0] = torch.nan
     try:
-        stepper.step(batch, 1)
+        train_step.step(batch, 1)
     except NonFiniteLossError:
         return True
     return False

@@ -11,8 +11,8 @@ from states import state_of
 
 from common.scores import ScoreLine, append_score, scoring
 from trainer.checkpoints import checkpoint, retention
+from trainer.checkpoints.config import CheckpointConfig
 from trainer.checkpoints.ranking import FOLLOWED, BestScore, EarlyStopping, find_best, history, unscored
-from trainer.checkpoints.settings import CheckpointConfig
 from trainer.metrics.metrics import MetricsWriter
 from trainer.parallel.request import Request
 
@@ -124,8 +124,8 @@ def test_patience_is_no_part_of_a_runs_identity_and_the_score_is():
     saving = {"every_steps": 100}
     plain, patient = config_of(checkpoint=saving), config_of(checkpoint=saving, validation={"patience": 3})
     assert plain.hash() == patient.hash()
-    assert plain.decisive()["validation"]["score"] == "distant_recall_at_1"
-    assert "patience" not in plain.decisive()["validation"]
+    assert plain.resume_settings()["validation"]["score"] == "distant_recall_at_1"
+    assert "patience" not in plain.resume_settings()["validation"]
     assert plain.hash() != config_of(validation={"score": "followed"}).hash()
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from states import state_of
 
 from trainer.checkpoints import checkpoint, retention
+from trainer.checkpoints.config import CheckpointConfig
 from trainer.checkpoints.retention import kept
-from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
 
 HISTORIES = st.dictionaries(st.integers(1, 60), st.none() | st.floats(0, 1), max_size=20)

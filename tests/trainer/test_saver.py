@@ -11,9 +11,9 @@ from volumes import small_volume
 from waiting import until
 
 from trainer.checkpoints import checkpoint, saver
+from trainer.checkpoints.config import CheckpointConfig
 from trainer.checkpoints.retry import Job, StorageRetry
 from trainer.checkpoints.saver import SaveError, Saver
-from trainer.checkpoints.settings import CheckpointConfig
 
 MIB = 2**20
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from pydantic import ValidationError
-from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from transformers import get_scheduler
 
 from trainer.setup.config import TrainConfig
+from trainer.step.config import OptimConfig
 from trainer.step.optim import learning_rate
-from trainer.step.settings import OptimConfig
 
 NAMES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
@@ -65,9 +65,9 @@ def test_without_a_limit_gradients_are_not_scaled():
     found = []
     for limit in (None, 1e9, 1e-3):
         optim = OptimConfig(lr=1e-2, max_grad_norm=limit)
-        stepper = tiny_stepper(tiny_encoder(), optim=optim)
-        metrics = stepper.step(rank_batch(tiny_feed(), documents([48, 70, 49], 12)), 1)
-        found.append((metrics.grad_norm, torch.cat([p.flatten() for p in stepper.encoder.parameters()])))
+        train_step = tiny_train_step(tiny_encoder(), optim=optim)
+        metrics = train_step.step(rank_batch(tiny_collator(), documents([48, 70, 49], 12)), 1)
+        found.append((metrics.grad_norm, torch.cat([p.flatten() for p in train_step.encoder.parameters()])))
     assert found[0][0] == found[1][0] == found[2][0] > 1e-3
     assert torch.equal(found[0][1], found[1][1])
     assert not torch.equal(found[0][1], found[2][1])

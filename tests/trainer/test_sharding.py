@@ -8,7 +8,7 @@ import torch
 from groups import run_group
 from measures import deviation
 from safetensors.torch import load_file
-from tiny import documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoints import checkpoint
@@ -17,9 +17,9 @@ from trainer.checkpoints.weights import collect, load
 from trainer.data.plan import Plan
 from trainer.model.freezing import frozen_parameters
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel.sharding import whole
-from trainer.parallel.world import World
-from trainer.step.settings import OptimConfig
+from trainer.parallel.communicator import Communicator
+from trainer.parallel.sharding import full_tensor
+from trainer.step.config import OptimConfig
 from trainer.step.step import NonFiniteLossError
 
 pytestmark = pytest.mark.dist
@@ -55,8 +55,8 @@ CASES = {
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def setup(world, objective=BOTH, lengths=LENGTHS, tokens=None, encoder=DROPOUT, family="roberta", optim=None, **given):
-    """A stepper, sharded where there are several ranks, and this rank's share of a batch."""
+def setup(comm, objective=BOTH, lengths=LENGTHS, tokens=None, encoder=DROPOUT, family="roberta", optim=None, **given):
+    """A train step, sharded where there are several ranks, and this rank's share of a batch."""
     config = DeclutrConfig(**objective)
     optim = OptimConfig(**{"lr": 1e-2, "bias_correction": False, **(optim or {})})
     model = tiny_encoder(family, given.pop("dtype", torch.float64), **encoder)
@@ -65,34 +65,38 @@ def setup(world, objective=BOTH, lengths=LENGTHS, tokens=None, encoder=DROPOUT, 
         parameter.requires_grad_(frozen is None or not name.startswith(frozen))
     for parameter in frozen_parameters(model.model, model.config.num_trainable_layers):
         parameter.requires_grad_(False)
-    made = {"world": world, "microbatch_tokens": tokens, "optim": optim, "sharded": world.size > 1, **given}
-    stepper = tiny_stepper(model, config, **made)
-    start, end = Plan(0, len(lengths), len(lengths)).slice(world.rank, world.size)
-    return stepper, rank_batch(tiny_feed(config), documents(lengths, 12), start, end)
+    made = {"comm": comm, "microbatch_tokens": tokens, "optim": optim, "sharded": comm.size > 1, **given}
+    train_step = tiny_train_step(model, config, **made)
+    start, end = Plan(0, len(lengths), len(lengths)).slice(comm.rank, comm.size)
+    return train_step, rank_batch(tiny_collator(config), documents(lengths, 12), start, end)
 
 
-def weights(stepper):
-    return {name: whole(p.detach()).clone() for name, p in stepper.encoder.named_parameters()}
+def weights(train_step):
+    return {name: full_tensor(p.detach()).clone() for name, p in train_step.encoder.named_parameters()}
 
 
-def moments(stepper):
-    named = stepper.encoder.named_parameters()
-    return [whole(v).clone() for _, p in named for key, v in stepper.optimizer.state[p].items() if key != "step"]
+def moments(train_step):
+    named = train_step.encoder.named_parameters()
+    return [
+        full_tensor(v).clone() for _, p in named for key, v in train_step.optimizer.state[p].items() if key != "step"
+    ]
 
 
-def one_step(world, dtype, cases):
+def one_step(comm, dtype, cases):
     """Loss and gradient of a batch; after a step metrics, weights and moments."""
     results = []
     for case in cases:
-        stepper, batch = setup(world, dtype=dtype, **case)
-        found = stepper.gradients(batch, 1)
-        parameters = [p for p in stepper.encoder.parameters() if p.requires_grad]
-        assert all(isinstance(p, DTensor) == (world.size > 1) for p in stepper.encoder.parameters())
-        stepper.world.sum_gradients(parameters)
-        gradients = [whole(p.grad).clone() for p in parameters]
-        losses = [found.terms.get("contrastive", torch.zeros(())).item(), world.sum(found.mlm_sum).item()]
-        metrics = stepper.step(batch, 1)
-        results.append((losses, gradients, metrics, weights(stepper), moments(stepper), stepper.objective.queue))
+        train_step, batch = setup(comm, dtype=dtype, **case)
+        found = train_step.gradients(batch, 1)
+        parameters = [p for p in train_step.encoder.parameters() if p.requires_grad]
+        assert all(isinstance(p, DTensor) == (comm.size > 1) for p in train_step.encoder.parameters())
+        train_step.comm.all_reduce_gradients(parameters)
+        gradients = [full_tensor(p.grad).clone() for p in parameters]
+        losses = [found.terms.get("contrastive", torch.zeros(())).item(), comm.all_reduce_sum(found.mlm_sum).item()]
+        metrics = train_step.step(batch, 1)
+        results.append(
+            (losses, gradients, metrics, weights(train_step), moments(train_step), train_step.objective.queue)
+        )
     return results
 
 
@@ -101,7 +105,7 @@ def one_step_alone(dtype):
     """Cases by name, and what one process comes to."""
     # in float32 moments of entries that are zero but for rounding are noise: fewer cases, the gradient only
     cases = CASES if dtype == torch.float64 else {name: CASES[name] for name in ("both, None", "both, 60", "mlm, 60")}
-    return cases, one_step(World(), dtype, list(cases.values()))
+    return cases, one_step(Communicator(), dtype, list(cases.values()))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -130,13 +134,13 @@ def test_any_number_of_ranks_takes_the_same_step(size, dtype):
             assert all(torch.equal(a, results[number][3][key]) for key, a in ranks[0][number][3].items()), name
 
 
-def held(world):
+def held(comm):
     """Bytes of parameters, gradients and moments that this rank keeps between two steps."""
-    stepper, batch = setup(world, tokens=60)
-    stepper.step(batch, 1)
+    train_step, batch = setup(comm, tokens=60)
+    train_step.step(batch, 1)
 
-    parameters = list(stepper.encoder.parameters())
-    states = [value for p in parameters for value in stepper.optimizer.state[p].values()]
+    parameters = list(train_step.encoder.parameters())
+    states = [value for p in parameters for value in train_step.optimizer.state[p].values()]
     return [held_bytes(tensors) for tensors in (parameters, [p.grad for p in parameters], states)]
 
 
@@ -147,57 +151,57 @@ def held_bytes(tensors):
 
 
 def test_a_rank_keeps_its_part_alone():
-    single = held(World())
+    single = held(Communicator())
     for kept in run_group(2, held):
         for part, everything in zip(kept, single, strict=True):
             assert part < 0.52 * everything
 
 
-def autocast(world):
-    stepper, batch = setup(world, tokens=60, dtype=torch.float32, autocast=torch.bfloat16)
-    stepper.gradients(batch, 1)
-    stepper.world.sum_gradients(list(stepper.encoder.parameters()))
-    return [whole(p.grad).clone() for p in stepper.encoder.parameters()]
+def autocast(comm):
+    train_step, batch = setup(comm, tokens=60, dtype=torch.float32, autocast=torch.bfloat16)
+    train_step.gradients(batch, 1)
+    train_step.comm.all_reduce_gradients(list(train_step.encoder.parameters()))
+    return [full_tensor(p.grad).clone() for p in train_step.encoder.parameters()]
 
 
 def test_autocast_is_that_of_one_process_within_its_precision():
-    expected = autocast(World())
+    expected = autocast(Communicator())
     for found in run_group(2, autocast):
         flat, other = (torch.cat([g.flatten() for g in gradients]) for gradients in (found, expected))
         assert found[0].dtype == torch.float32
         assert torch.cosine_similarity(flat, other, dim=0) > 0.99
 
 
-def compiled(world):
-    stepper, batch = setup(world, encoder={"dropout": 0.2, "compile": world.size > 1})
-    return [stepper.step(batch, number).loss for number in (1, 2)], weights(stepper)
+def compiled(comm):
+    train_step, batch = setup(comm, encoder={"dropout": 0.2, "compile": comm.size > 1})
+    return [train_step.step(batch, number).loss for number in (1, 2)], weights(train_step)
 
 
 @pytest.mark.slow
 def test_a_compiled_encoder_can_be_sharded():
-    losses, parameters = compiled(World())
+    losses, parameters = compiled(Communicator())
     for its_losses, its_parameters in run_group(2, compiled):
         assert deviation(its_losses, losses) < 1e-10
         assert deviation(its_parameters.values(), parameters.values()) < 1e-10
 
 
-def not_finite(world):
+def not_finite(comm):
     """One rank's share of one weight is not finite: every rank must stop alike, nothing may be updated."""
     messages = []
     for tokens in (None, 60):
-        stepper, batch = setup(world, tokens=tokens)
-        stepper.step(batch, 1)
-        before = weights(stepper)
-        norm = stepper.encoder.model.base_model.embeddings.LayerNorm.bias
-        if world.rank == 0:
+        train_step, batch = setup(comm, tokens=tokens)
+        train_step.step(batch, 1)
+        before = weights(train_step)
+        norm = train_step.encoder.model.base_model.embeddings.LayerNorm.bias
+        if comm.rank == 0:
             with torch.no_grad():
                 norm.to_local()[0] = math.nan
-        poisoned = moments(stepper)
+        poisoned = moments(train_step)
         with pytest.raises(NonFiniteLossError) as stopped:
-            stepper.step(batch, 2)
-        after = weights(stepper)
+            train_step.step(batch, 2)
+        after = weights(train_step)
         changed = [name for name in before if not torch.equal(before[name], after[name])]
-        same_moments = all(torch.equal(a, b) for a, b in zip(poisoned, moments(stepper), strict=True))
+        same_moments = all(torch.equal(a, b) for a, b in zip(poisoned, moments(train_step), strict=True))
         messages.append((str(stopped.value), changed, same_moments))
     return messages
 
@@ -210,32 +214,32 @@ def test_a_loss_that_is_not_finite_stops_every_rank():
             assert same_moments
 
 
-def steps(world, folder, first, last, start=None, sharded=True, **given):
+def steps(comm, folder, first, last, start=None, sharded=True, **given):
     """Takes the steps first..last, from a checkpoint where there is one, and writes a checkpoint after the last."""
-    stepper, batch = setup(world, OBJECTIVES["queue"], tokens=60, sharded=sharded and world.size > 1, **given)
-    parts = stepper.encoder, stepper.optimizer, stepper.objective
+    train_step, batch = setup(comm, OBJECTIVES["queue"], tokens=60, sharded=sharded and comm.size > 1, **given)
+    parts = train_step.encoder, train_step.optimizer, train_step.objective
     if start is not None:
         load(start, *parts)
     for number in range(first, last + 1):
-        stepper.step(batch, number)
-    contents = collect(*parts, keep=world.rank == 0)
-    assert all(contents.values()) == (world.rank == 0)
-    if world.rank == 0:
-        done = {"step": last, "documents": 5 * last, "world_size": world.size}
+        train_step.step(batch, number)
+    contents = collect(*parts, keep=comm.rank == 0)
+    assert all(contents.values()) == (comm.rank == 0)
+    if comm.rank == 0:
+        done = {"step": last, "documents": 5 * last, "world_size": comm.size}
         checkpoint.save(folder, RunState(**done, config_hash="c", data_hash="d", scores={}, files={}), contents)
-    world.largest(0)  # nobody reads before it is written
+    comm.all_reduce_max(0)  # nobody reads before it is written
     return checkpoint.checkpoint_path(folder, last)
 
 
-def whole_and_cut(world, folder, from_single, given):
+def whole_and_cut(comm, folder, from_single, given):
     """Four steps at once, and four steps with a change of everything in the middle, by several ranks."""
-    steps(world, folder / "whole", 1, 4, **given)
-    half = steps(world, folder / "half", 1, 2, **given)
-    steps(world, folder / "again", 3, 4, half, **given)
-    steps(world, folder / "then unsharded", 3, 4, half, sharded=False, **given)
-    unsharded = steps(world, folder / "unsharded half", 1, 2, sharded=False, **given)
-    steps(world, folder / "then sharded", 3, 4, unsharded, **given)
-    steps(world, folder / "from one process", 3, 4, from_single, **given)
+    steps(comm, folder / "whole", 1, 4, **given)
+    half = steps(comm, folder / "half", 1, 2, **given)
+    steps(comm, folder / "again", 3, 4, half, **given)
+    steps(comm, folder / "then unsharded", 3, 4, half, sharded=False, **given)
+    unsharded = steps(comm, folder / "unsharded half", 1, 2, sharded=False, **given)
+    steps(comm, folder / "then sharded", 3, 4, unsharded, **given)
+    steps(comm, folder / "from one process", 3, 4, from_single, **given)
 
 
 def tensors(path):
@@ -246,12 +250,12 @@ def tensors(path):
 def test_checkpoints_are_those_of_an_unsharded_run(tmp_path, correction):
     """A sharded run goes on to the bit; sharded, unsharded and single runs go on from each other's checkpoints."""
     given = {"optim": {"bias_correction": correction}}
-    from_single = steps(World(), tmp_path / "single half", 1, 2, **given)
-    single = tensors(steps(World(), tmp_path / "single", 1, 4, **given))
+    from_single = steps(Communicator(), tmp_path / "single half", 1, 2, **given)
+    single = tensors(steps(Communicator(), tmp_path / "single", 1, 4, **given))
     run_group(3, whole_and_cut, tmp_path, from_single, given)
     half = checkpoint.checkpoint_path(tmp_path / "half", 2)
     assert checkpoint.read_state(half).world_size == 3
-    steps(World(), tmp_path / "to one process", 3, 4, half, **given)
+    steps(Communicator(), tmp_path / "to one process", 3, 4, half, **given)
     whole_run, again = (tensors(checkpoint.checkpoint_path(tmp_path / name, 4)) for name in ("whole", "again"))
     assert whole_run.keys() == again.keys() == single.keys()
     assert all(torch.equal(tensor, again[key]) for key, tensor in whole_run.items())

@@ -9,15 +9,15 @@ from groups import run_group
 from hypothesis import given
 from hypothesis import strategies as st
 from measures import deviation
-from tiny import contrastive, documents, rank_batch, rows_of, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import contrastive, documents, rank_batch, rows_of, tiny_collator, tiny_encoder, tiny_train_step
 
 from pipeline.shards.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
 from trainer.data.plan import Plan
-from trainer.data.rows import ragged
+from trainer.data.shard_columns import ragged
 from trainer.objectives.declutr.config import DeclutrConfig
 from trainer.objectives.declutr.spans import draw, place
-from trainer.objectives.span_settings import SpanConfig
-from trainer.parallel.world import World
+from trainer.objectives.span_config import SpanConfig
+from trainer.parallel.communicator import Communicator
 
 MODES = ("fewer_anchors", "shrink_spans")
 FIRST_EPOCH = np.zeros(1, np.int64)
@@ -159,10 +159,10 @@ def shard_rows(mode, rows=None):
     return table if rows is None else table.slice(rows.start, rows.stop - rows.start)
 
 
-def feed_for(mode, objective, num_anchors=2):
+def collator_for(mode, objective, num_anchors=2):
     spans = SpanConfig(num_anchors=num_anchors, num_positives=2, min_tokens=3, max_tokens=12)
-    feed = tiny_feed(DeclutrConfig(**objective), spans)
-    return type(feed)(**{**vars(feed), "short_documents": mode})
+    collator = tiny_collator(DeclutrConfig(**objective), spans)
+    return type(collator)(**{**vars(collator), "short_documents": mode})
 
 
 def same(found, expected):
@@ -173,7 +173,7 @@ def same(found, expected):
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=list(OBJECTIVES))
 def test_a_document_with_room_for_one_anchor_gives_the_batch_of_one_anchor(objective):
     """Tokens, masks and dropout: whatever is not there takes nothing from what is."""
-    one, two = (feed_for("fewer_anchors", objective, number) for number in (1, 2))
+    one, two = (collator_for("fewer_anchors", objective, number) for number in (1, 2))
     for row, count in enumerate([1, 2, 1, 2, 1]):
         table = shard_rows("fewer_anchors", slice(row, row + 1))
         expected = one.batch(table, FIRST_EPOCH)
@@ -186,7 +186,7 @@ def test_a_document_with_room_for_one_anchor_gives_the_batch_of_one_anchor(objec
 def test_long_documents_give_the_same_batch_in_every_mode():
     for mode in MODES:
         table = shard_rows(mode, slice(3, 4))
-        found, expected = (feed_for(m, OBJECTIVES["both"]).batch(table, FIRST_EPOCH) for m in (mode, "drop"))
+        found, expected = (collator_for(m, OBJECTIVES["both"]).batch(table, FIRST_EPOCH) for m in (mode, "drop"))
         assert same(found, expected)
 
 
@@ -198,54 +198,56 @@ def test_windows_are_as_long_as_the_spans_may_be():
 def setup(mode, objective, start=0, end=None, **settings_):
     config = DeclutrConfig(**objective)
     encoder = tiny_encoder(dropout=0.2, projection={"kind": "mlp", "size": 6})
-    return tiny_stepper(encoder, config, **settings_), rank_batch(
-        feed_for(mode, objective), shard_rows(mode), start, end
+    return tiny_train_step(encoder, config, **settings_), rank_batch(
+        collator_for(mode, objective), shard_rows(mode), start, end
     )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_loss_is_that_of_all_documents_views(mode):
     """Each document's views, made alone, one after the other: the order and number of pairs in the global loss."""
-    stepper, batch = setup(mode, OBJECTIVES["unmasked anchors"])
-    found = stepper.gradients(batch, 1)
-    feed = feed_for(mode, OBJECTIVES["unmasked anchors"])
+    train_step, batch = setup(mode, OBJECTIVES["unmasked anchors"])
+    found = train_step.gradients(batch, 1)
+    collator = collator_for(mode, OBJECTIVES["unmasked anchors"])
     views = []
     for row in range(5):
-        alone = feed.feed(shard_rows(mode, slice(row, row + 1)), FIRST_EPOCH)
-        views.append(stepper.objective.views(stepper.encoder(alone.spans)[0], alone))
+        alone = collator.collate(shard_rows(mode, slice(row, row + 1)), FIRST_EPOCH)
+        views.append(train_step.objective.views(train_step.encoder(alone.spans)[0], alone))
     assert [len(view) for view in views] == ([1, 2, 1, 2, 1] if mode == "fewer_anchors" else [2] * 5)
     whole = torch.cat(views)
-    expected = contrastive(stepper.objective, whole)
+    expected = contrastive(train_step.objective, whole)
     assert deviation([found.terms["contrastive"]], [expected]) < 1e-10
 
 
 def test_spans_of_other_documents_are_refused():
-    stepper, batch = setup("fewer_anchors", OBJECTIVES["both"])
-    spans = stepper.encoder(batch.spans)[0]
-    assert len(stepper.objective.views(spans, batch)) == batch.num_rows == 7
+    train_step, batch = setup("fewer_anchors", OBJECTIVES["both"])
+    spans = train_step.encoder(batch.spans)[0]
+    assert len(train_step.objective.views(spans, batch)) == batch.num_rows == 7
     for rows in (6, 8):
         with pytest.raises(ValueError, match=f"21 spans do not match {rows} anchors with 3 spans each"):
-            stepper.objective.views(spans, rows_of(spans, rows))
+            train_step.objective.views(spans, rows_of(spans, rows))
 
 
 CASES = [(mode, objective, tokens) for mode in MODES for objective in OBJECTIVES.values() for tokens in (None, 40)]
 
 
-def steps(world):
+def steps(comm):
     """Metrics and parameters after a step of each case, and what the queue remembers."""
     results = []
     for mode, objective, tokens in CASES:
         size = len(LENGTHS[mode])
-        start, end = Plan(0, size, size).slice(world.rank, world.size)
-        stepper, batch = setup(mode, objective, start, end, world=world, microbatch_tokens=tokens)
-        metrics = stepper.step(batch, 1)
-        results.append((metrics, [p.detach().clone() for p in stepper.encoder.parameters()], stepper.objective.queue))
+        start, end = Plan(0, size, size).slice(comm.rank, comm.size)
+        train_step, batch = setup(mode, objective, start, end, comm=comm, microbatch_tokens=tokens)
+        metrics = train_step.step(batch, 1)
+        results.append(
+            (metrics, [p.detach().clone() for p in train_step.encoder.parameters()], train_step.objective.queue)
+        )
     return results
 
 
 @pytest.fixture(scope="module")
 def single():
-    return steps(World())
+    return steps(Communicator())
 
 
 def test_microbatches_do_not_change_the_step(single):

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from pipeline.shards.windows import window_starts
 from trainer.objectives.declutr.spans import Draws, _count_anchors, draw, place
-from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.span_config import SpanConfig
 
 
 @st.composite

@@ -7,16 +7,16 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
-from tiny import HALF, OBJECTIVES, documents, rank_batch, tiny_encoder, tiny_feed, tiny_stepper
+from tiny import HALF, OBJECTIVES, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from tiny import contrastive as contrastive_loss
 
 from common import seeding
 from trainer.data.plan import Plan
-from trainer.data.rows import document_keys
+from trainer.data.shard_columns import document_keys
 from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
+from trainer.step.config import OptimConfig
 from trainer.step.optim import parameter_groups
-from trainer.step.settings import OptimConfig
 from trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]
@@ -25,15 +25,15 @@ PROJECTION = {"projection": {"kind": "mlp", "size": 6}}
 
 def setup(objective, lengths=LENGTHS, dtype=torch.float64, encoder=None, start=0, end=None, **settings):
     config = DeclutrConfig(**objective)
-    stepper = tiny_stepper(tiny_encoder(dtype=dtype, **(encoder or PROJECTION)), config, **settings)
+    train_step = tiny_train_step(tiny_encoder(dtype=dtype, **(encoder or PROJECTION)), config, **settings)
     if config.queue_size:
-        rows = torch.randn(9, stepper.encoder.embedding_size, generator=torch.Generator().manual_seed(5))
-        stepper.objective.queue = rows.to(dtype)
+        rows = torch.randn(9, train_step.encoder.embedding_size, generator=torch.Generator().manual_seed(5))
+        train_step.objective.queue = rows.to(dtype)
     table = documents(lengths, 12)
     if config.queue_size and config.excludes_same_document:  # some of the queue belong to documents of the batch
         owners = torch.from_numpy(document_keys(table).view("int64")).repeat(9)[:9]
-        stepper.objective.queue_documents = owners + torch.tensor([0, 1] * 5)[:9]
-    return stepper, rank_batch(tiny_feed(config), table, start, end)
+        train_step.objective.queue_documents = owners + torch.tensor([0, 1] * 5)[:9]
+    return train_step, rank_batch(tiny_collator(config), table, start, end)
 
 
 def or_zeros(found, like):
@@ -45,15 +45,20 @@ def same_parameters(encoder, before):
     return all(torch.equal(now.nan_to_num(7.0), then.nan_to_num(7.0)) for now, then in pairs)
 
 
-def gradients(stepper, batch, step=1):
+def gradients(train_step, batch, step=1):
     """Contrastive loss, this rank's MLM sum, selected tokens, and all gradients, summed over ranks."""
-    stepper.optimizer.zero_grad()
-    found = stepper.gradients(batch, step)
+    train_step.optimizer.zero_grad()
+    found = train_step.gradients(batch, step)
     mlm_sum, selected = found.mlm_sum, found.num_selected
     contrastive = found.terms.get("contrastive", torch.zeros(()))
-    parameters = list(stepper.encoder.parameters())
-    stepper.world.sum_gradients(parameters)
-    return contrastive.item(), stepper.world.sum(mlm_sum).item(), selected, [p.grad.clone() for p in parameters]
+    parameters = list(train_step.encoder.parameters())
+    train_step.comm.all_reduce_gradients(parameters)
+    return (
+        contrastive.item(),
+        train_step.comm.all_reduce_sum(mlm_sum).item(),
+        selected,
+        [p.grad.clone() for p in parameters],
+    )
 
 
 def apart(found, expected):
@@ -68,19 +73,19 @@ def test_microbatches_do_not_change_the_gradient(objective, layout):
     whole = gradients(*setup(objective, encoder=encoder))
     assert max(gradient.abs().max() for gradient in whole[3]) > 0
     for tokens in (14, 60):
-        stepper, batch = setup(objective, encoder=encoder, microbatch_tokens=tokens)
+        train_step, batch = setup(objective, encoder=encoder, microbatch_tokens=tokens)
         assert len(batch.spans.microbatches(tokens)) > 1
-        assert apart(gradients(stepper, batch), whole) < 1e-10
+        assert apart(gradients(train_step, batch), whole) < 1e-10
 
 
 def test_both_terms_are_a_sum():
     """The gradient of both is that of one plus that of the other, on the same spans and masks."""
-    stepper, batch = setup({"masking": HALF})
-    both = gradients(stepper, batch)
-    embeddings, mlm_sum = stepper.encoder(batch.spans)
-    contrastive = contrastive_loss(stepper.objective, stepper.objective.views(embeddings, batch))
+    train_step, batch = setup({"masking": HALF})
+    both = gradients(train_step, batch)
+    embeddings, mlm_sum = train_step.encoder(batch.spans)
+    contrastive = contrastive_loss(train_step.objective, train_step.objective.views(embeddings, batch))
     assert both[0] == contrastive.item()
-    parameters = list(stepper.encoder.parameters())
+    parameters = list(train_step.encoder.parameters())
     expected = torch.autograd.grad(contrastive + mlm_sum / len(batch.spans.labels), parameters, allow_unused=True)
     assert deviation(both[3], or_zeros(expected, parameters)) < 1e-12
 
@@ -115,40 +120,40 @@ def test_packed_and_padded_drop_the_same():
 
 
 def test_dropout_differs_from_epoch_to_epoch():
-    stepper, first = dropped_out(None)
-    second = rank_batch(tiny_feed(stepper.objective.config), documents(LENGTHS, 12), epoch=1)
+    train_step, first = dropped_out(None)
+    second = rank_batch(tiny_collator(train_step.objective.config), documents(LENGTHS, 12), epoch=1)
     same_spans = dataclasses.replace(first, spans=dataclasses.replace(first.spans, keys=second.spans.keys))
-    assert apart(gradients(stepper, same_spans), gradients(stepper, first)) > 1e-3
+    assert apart(gradients(train_step, same_spans), gradients(train_step, first)) > 1e-3
 
 
 def test_the_padded_layouts_second_pass_replays_torchs_dropout():
     """Two passes equal one graph through all the pieces, each with its own seeded attention dropout."""
-    stepper, batch = dropped_out(40, layout="padded")
+    train_step, batch = dropped_out(40, layout="padded")
     pieces = batch.spans.microbatches(40)
-    two_passes = gradients(stepper, batch)
+    two_passes = gradients(train_step, batch)
     outputs = []
     for number, piece in enumerate(pieces):
         torch.manual_seed(seeding.torch_seed(0, "dropout", 1, 0, number))
-        outputs.append(stepper.encoder(piece))
+        outputs.append(train_step.encoder(piece))
     embeddings, mlm_sum = torch.cat([e for e, _ in outputs]), sum(loss for _, loss in outputs)
-    contrastive = contrastive_loss(stepper.objective, stepper.objective.views(embeddings, batch))
-    stepper.optimizer.zero_grad()
+    contrastive = contrastive_loss(train_step.objective, train_step.objective.views(embeddings, batch))
+    train_step.optimizer.zero_grad()
     (contrastive + mlm_sum / two_passes[2]).backward()
-    one_graph = or_zeros([p.grad for p in stepper.encoder.parameters()], two_passes[3])
+    one_graph = or_zeros([p.grad for p in train_step.encoder.parameters()], two_passes[3])
     assert deviation(two_passes[:2], [contrastive, mlm_sum]) < 1e-12
     assert deviation(two_passes[3], one_graph) < 1e-10
 
 
 def test_a_step_leaves_the_global_generator_alone():
-    stepper, batch = dropped_out(40)
+    train_step, batch = dropped_out(40)
     state = torch.random.get_rng_state()
-    stepper.step(batch, 1)
+    train_step.step(batch, 1)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_nothing_selected():
-    stepper, batch = setup({"masking": {"mlm_probability": 0.0}})
-    metrics = stepper.step(batch, 1)
+    train_step, batch = setup({"masking": {"mlm_probability": 0.0}})
+    metrics = train_step.step(batch, 1)
     assert metrics.terms["mlm"] == 0.0
     assert metrics.num_selected == 0
     assert metrics.loss == metrics.terms["contrastive"] > 0
@@ -159,25 +164,25 @@ def test_nothing_selected():
 @pytest.mark.parametrize("tokens", [None, 40])
 @pytest.mark.parametrize("objective", [OBJECTIVES["queue"], OBJECTIVES["mlm"]], ids=["both", "mlm"])
 def test_a_loss_that_is_not_finite_updates_nothing(objective, tokens):
-    stepper, batch = setup(objective, microbatch_tokens=tokens)
-    stepper.step(batch, 1)
+    train_step, batch = setup(objective, microbatch_tokens=tokens)
+    train_step.step(batch, 1)
     with torch.no_grad():
-        stepper.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
-    queue = None if stepper.objective.queue is None else stepper.objective.queue.clone()
-    before = [p.detach().clone() for p in stepper.encoder.parameters()]
-    moments = [s["exp_avg"].clone() for s in stepper.optimizer.state.values()]
+        train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
+    queue = None if train_step.objective.queue is None else train_step.objective.queue.clone()
+    before = [p.detach().clone() for p in train_step.encoder.parameters()]
+    moments = [s["exp_avg"].clone() for s in train_step.optimizer.state.values()]
     with pytest.raises(NonFiniteLossError, match=r"step 2: loss nan .* nothing was updated\. Try a smaller optim\.lr"):
-        stepper.step(batch, 2)
-    assert same_parameters(stepper.encoder, before)
-    assert all(torch.equal(s["exp_avg"], m) for s, m in zip(stepper.optimizer.state.values(), moments, strict=True))
-    assert queue is None or torch.equal(stepper.objective.queue, queue)
+        train_step.step(batch, 2)
+    assert same_parameters(train_step.encoder, before)
+    assert all(torch.equal(s["exp_avg"], m) for s, m in zip(train_step.optimizer.state.values(), moments, strict=True))
+    assert queue is None or torch.equal(train_step.objective.queue, queue)
 
 
 def test_training_lowers_the_loss():
     """Twenty steps on one batch, bias-corrected AdamW: both terms fall."""
     optim = OptimConfig(lr=1e-2)
-    stepper, batch = setup({"masking": HALF}, optim=optim, total_steps=20, encoder={})
-    metrics = [stepper.step(batch, step) for step in range(1, 21)]
+    train_step, batch = setup({"masking": HALF}, optim=optim, total_steps=20, encoder={})
+    metrics = [train_step.step(batch, step) for step in range(1, 21)]
     assert metrics[-1].terms["contrastive"] < 0.85 * metrics[0].terms["contrastive"]
     assert metrics[-1].terms["mlm"] < 0.85 * metrics[0].terms["mlm"]
     assert metrics[0].lr < metrics[1].lr == 1e-2 > metrics[2].lr > metrics[-1].lr
@@ -185,8 +190,8 @@ def test_training_lowers_the_loss():
 
 def test_metrics_count_what_was_computed():
     for layout in ("packed", "padded"):
-        stepper, batch = setup({"masking": HALF}, encoder={"layout": layout}, microbatch_tokens=150)
-        metrics = stepper.step(batch, 1)
+        train_step, batch = setup({"masking": HALF}, encoder={"layout": layout}, microbatch_tokens=150)
+        metrics = train_step.step(batch, 1)
         assert metrics.num_tokens == batch.spans.num_tokens
         assert metrics.num_selected == len(batch.spans.labels)
         places = sum(len(p.lengths) * int(p.lengths.max()) for p in batch.spans.microbatches(150))
@@ -205,18 +210,18 @@ def test_autocast_changes_the_forward_alone(tokens):
     assert torch.cosine_similarity(flat, flat_low, dim=0) > 0.99
 
 
-def rank_results(world, cases):
+def rank_results(comm, cases):
     """This rank's view of each case: summed gradients, and after one more full step the metrics and parameters."""
     results = []
     for objective, lengths, tokens in cases:
-        start, end = Plan(0, len(lengths), len(lengths)).slice(world.rank, world.size)
+        start, end = Plan(0, len(lengths), len(lengths)).slice(comm.rank, comm.size)
         encoder = {"dropout": 0.2, **PROJECTION}
-        given = {"world": world, "microbatch_tokens": tokens, "start": start, "end": end, "encoder": encoder}
-        stepper, batch = setup(objective, lengths, **given)
-        found = gradients(stepper, batch)
-        metrics = stepper.step(batch, 1)
-        parameters = [p.detach().clone() for p in stepper.encoder.parameters()]
-        results.append((found, metrics, parameters, stepper.objective.queue))
+        given = {"comm": comm, "microbatch_tokens": tokens, "start": start, "end": end, "encoder": encoder}
+        train_step, batch = setup(objective, lengths, **given)
+        found = gradients(train_step, batch)
+        metrics = train_step.step(batch, 1)
+        parameters = [p.detach().clone() for p in train_step.encoder.parameters()]
+        results.append((found, metrics, parameters, train_step.objective.queue))
     return results
 
 
@@ -231,7 +236,7 @@ DIST_CASES = [
 
 @functools.cache
 def single_results():
-    return rank_results(World(), DIST_CASES)
+    return rank_results(Communicator(), DIST_CASES)
 
 
 def world_check(size):
@@ -260,33 +265,33 @@ def test_any_number_of_ranks_takes_the_same_step(size):
     world_check(size)
 
 
-def rank_scaled(world):
-    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(world.rank, world.size)
+def rank_scaled(comm):
+    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(comm.rank, comm.size)
     return [
-        gradients(*setup({**objective, "reference_rank_scaling": scaled}, world=world, start=start, end=end))
+        gradients(*setup({**objective, "reference_rank_scaling": scaled}, comm=comm, start=start, end=end))
         for objective in (OBJECTIVES["contrastive"], OBJECTIVES["mlm"])
         for scaled in (None, 4)
     ]
 
 
-def rank_failure(world):
+def rank_failure(comm):
     """One rank's loss is not finite: every rank must stop, none may wait for the others."""
-    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(world.rank, world.size)
-    stepper, batch = setup({"terms": "mlm", "masking": HALF}, world=world, start=start, end=end)
-    if world.rank == 1:
+    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(comm.rank, comm.size)
+    train_step, batch = setup({"terms": "mlm", "masking": HALF}, comm=comm, start=start, end=end)
+    if comm.rank == 1:
         with torch.no_grad():
-            stepper.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
-    before = [p.detach().clone() for p in stepper.encoder.parameters()]
+            train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
+    before = [p.detach().clone() for p in train_step.encoder.parameters()]
     try:
-        stepper.step(batch, 1)
+        train_step.step(batch, 1)
     except NonFiniteLossError as error:
-        same = same_parameters(stepper.encoder, before)
+        same = same_parameters(train_step.encoder, before)
         return str(error), same
     return "no error", False
 
 
-def both_checks(world):
-    return rank_scaled(world), rank_failure(world)
+def both_checks(comm):
+    return rank_scaled(comm), rank_failure(comm)
 
 
 @pytest.mark.dist
@@ -301,8 +306,8 @@ def test_released_scaling_and_failures_on_two_ranks():
 
 def test_a_late_rank_does_not_shift_its_documents():
     """Spans of documents 2..4 alone are those of the global batch: the seed and the document decide, not the place."""
-    feed, table = tiny_feed(DeclutrConfig(masking=HALF)), documents(LENGTHS, 12)
-    part, whole = rank_batch(feed, table, 2), rank_batch(feed, table)
+    collator, table = tiny_collator(DeclutrConfig(masking=HALF)), documents(LENGTHS, 12)
+    part, whole = rank_batch(collator, table, 2), rank_batch(collator, table)
     anchors = part.spans.lengths[:6].sum()
     before = int(whole.spans.lengths[:4].sum())
     assert torch.equal(part.spans.input_ids[:anchors], whole.spans.input_ids[before : before + anchors])

@@ -18,8 +18,8 @@ from common.stores.folders import is_whole, push_folder
 from common.stores.retry import RemoteError, RetryPolicy
 from pipeline.shards.shards import ShardError, ShardSet
 from trainer.checkpoints import checkpoint
+from trainer.checkpoints.config import CheckpointConfig
 from trainer.checkpoints.saver import Saver
-from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.store import RunStore
 from trainer.data.chunks import rank_plan, read_chunk
 from trainer.data.plan import Plan

@@ -11,12 +11,12 @@ from torch import nn
 
 from pipeline.shards.shards import ShardSet
 from trainer.driver.validation_checks import validation_problems
-from trainer.metrics.settings import STSB
+from trainer.metrics.config import STSB
 from trainer.metrics.sts import StsError, StsPairs, StsValidator, read_pairs
 from trainer.model.behind import Dense
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 from trainer.setup.build import build_encoder, build_validator, load_tokenizer
-from trainer.setup.turns import build_branch
+from trainer.setup.tasks import build_task
 from trainer.step.microbatch import Microbatch
 
 LINE = "main\tnews\t2012\t1\t{score}\t{first}\t{second}"
@@ -29,13 +29,13 @@ def pairs(number=9):
     return StsPairs(ids, [float(score) for score in torch.rand(number, generator=generator) * 5])
 
 
-def score(world, dense=False):
+def score(comm, dense=False):
     layers = []
     if dense:
         torch.manual_seed(0)
         layers = [Dense(nn.Linear(16, 3).double(), nn.Tanh())]
     encoder = tiny_encoder(dropout=0.5)
-    found = StsValidator(pairs(), layers, world, torch.device("cpu")).scores(encoder)
+    found = StsValidator(pairs(), layers, comm, torch.device("cpu")).scores(encoder)
     assert encoder.training
     return found["stsb_spearman"]
 
@@ -47,23 +47,23 @@ def test_the_score_is_the_rank_correlation_of_cosines():
     cosines = [
         float(torch.cosine_similarity(one, other, dim=0)) for one, other in zip(vectors[:9], vectors[9:], strict=True)
     ]
-    assert score(World()) == pytest.approx(100 * spearmanr(cosines, given.gold).statistic, rel=1e-9)
-    assert score(World(), dense=True) != score(World())
+    assert score(Communicator()) == pytest.approx(100 * spearmanr(cosines, given.gold).statistic, rel=1e-9)
+    assert score(Communicator(), dense=True) != score(Communicator())
 
 
 def _one(text):
-    batch = StsValidator(StsPairs([text], [0.0]), [], World(), torch.device("cpu"))
+    batch = StsValidator(StsPairs([text], [0.0]), [], Communicator(), torch.device("cpu"))
     return batch._batch(slice(0, 1))
 
 
 @pytest.mark.dist
 def test_workers_share_the_pairs():
-    assert run_group(3, score) == pytest.approx([score(World())] * 3, rel=1e-12)
+    assert run_group(3, score) == pytest.approx([score(Communicator())] * 3, rel=1e-12)
 
 
 def test_equal_embeddings_score_zero_and_broken_ones_nothing():
     encoder = tiny_encoder()
-    validator = StsValidator(StsPairs([[5, 6]] * 4, [1.0, 2.0]), [], World(), torch.device("cpu"))
+    validator = StsValidator(StsPairs([[5, 6]] * 4, [1.0, 2.0]), [], Communicator(), torch.device("cpu"))
     assert validator.scores(encoder) == {"stsb_spearman": 0.0}
     with torch.no_grad():
         encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
@@ -82,8 +82,8 @@ def test_all_rows_are_trained_on_if_stsb_validates(tmp_path):
     assert validation_problems(config, shards.manifest, None) == []
     tokenizer, _ = load_tokenizer(shards.folder)
     encoder = build_encoder(config, tokenizer)
-    branch = build_branch(config, "", encoder, shards.manifest, World(), Microbatch(None))
-    assert build_validator(config, branch, shards, tokenizer, torch.device("cpu")).scores(encoder).keys() == {STSB}
+    task = build_task(config, "", encoder, shards.manifest, Communicator(), Microbatch(None))
+    assert build_validator(config, task, shards, tokenizer, torch.device("cpu")).scores(encoder).keys() == {STSB}
     for other in ({"every_steps": 2}, settings | {"score": "mrr"}):
         config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes, validation=other)
         assert "the shards hold 0 held-out documents" in validation_problems(config, shards.manifest, None)[0]

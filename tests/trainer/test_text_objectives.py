@@ -10,25 +10,25 @@ import torch.nn.functional as F
 from groups import run_group
 from measures import deviation
 from textrows import sentences, text_rows
-from tiny import VOCABULARY, tiny_encoder, tiny_stepper
+from tiny import VOCABULARY, tiny_encoder, tiny_train_step
 
 from trainer.checkpoints.weights import trained_parameters
-from trainer.data.canonical import feed_units
+from trainer.data.canonical import collate_canonical
 from trainer.data.plan import Plan
 from trainer.objectives.base import Gathered, ObjectiveError
 from trainer.objectives.config import RunContext
+from trainer.objectives.row_shard import SHARED_ROWS
 from trainer.objectives.scd.config import ScdConfig
 from trainer.objectives.scd.objective import Scd
 from trainer.objectives.scl.config import SclConfig
 from trainer.objectives.scl.objective import Scl
-from trainer.objectives.share import SHARED_ROWS
 from trainer.objectives.simcse.config import SimcseConfig
 from trainer.objectives.simcse.infonce import infonce
 from trainer.objectives.simcse.objective import Simcse
-from trainer.parallel.fixedpoint import FixedPointSums
-from trainer.parallel.sharding import whole
-from trainer.parallel.world import World
-from trainer.step.settings import OptimConfig
+from trainer.parallel.communicator import Communicator
+from trainer.parallel.fixedpoint import FixedPointReducer
+from trainer.parallel.sharding import full_tensor
+from trainer.step.config import OptimConfig
 
 SENTENCES = sentences([5, 12, 30, 7, 3, 1, 18])
 PAIRS = text_rows(
@@ -65,27 +65,27 @@ def objective_of(name, size=16, **changes):
     return objective.double().train()
 
 
-def setup(name, world=None, tokens=None, sharded=False, rows=None, shared_rows=SHARED_ROWS, **encoder):
+def setup(name, comm=None, tokens=None, sharded=False, rows=None, shared_rows=SHARED_ROWS, **encoder):
     pooling = "mean_without_cls" if name == "scl" else "mean"
     settings = {"dropout": 0.2, "attention_dropout": 0.1, "pooling": pooling} | encoder
     objective = objective_of(name)
-    given = {"world": world or World(), "microbatch_tokens": tokens, "sharded": sharded, "loss": objective}
+    given = {"comm": comm or Communicator(), "microbatch_tokens": tokens, "sharded": sharded, "loss": objective}
     given |= {"shared_rows": shared_rows}
-    stepper = tiny_stepper(tiny_encoder(**settings), optim=OptimConfig(lr=1e-2), **given)
+    train_step = tiny_train_step(tiny_encoder(**settings), optim=OptimConfig(lr=1e-2), **given)
     rows = CASES[name][2] if rows is None else rows
-    start, end = Plan(0, len(rows), len(rows)).slice(stepper.world.rank, stepper.world.size)
+    start, end = Plan(0, len(rows), len(rows)).slice(train_step.comm.rank, train_step.comm.size)
     part = rows.slice(start, end - start)
-    return stepper, objective.feed(VOCABULARY, 30).feed(part, np.full(end - start, 1))
+    return train_step, objective.collator(VOCABULARY, 30).collate(part, np.full(end - start, 1))
 
 
 def gradients(name, **how):
     """Gradients by name, and the terms."""
-    stepper, batch = setup(name, **how)
-    found = stepper.gradients(batch, 1)
-    parameters = trained_parameters(stepper.encoder, stepper.objective)
-    stepper.world.sum_gradients(list(parameters.values()))
+    train_step, batch = setup(name, **how)
+    found = train_step.gradients(batch, 1)
+    parameters = trained_parameters(train_step.encoder, train_step.objective)
+    train_step.comm.all_reduce_gradients(list(parameters.values()))
     terms = {name: value.item() for name, value in found.terms.items()}
-    return {name: whole(p.grad).clone() for name, p in parameters.items()}, terms
+    return {name: full_tensor(p.grad).clone() for name, p in parameters.items()}, terms
 
 
 def apart(found, expected):
@@ -93,8 +93,8 @@ def apart(found, expected):
     return max(deviation([found[n] for n in names], [expected[n] for n in names]) for names in kinds if names)
 
 
-def every_case(world, sharded, shared_rows):
-    how = {"world": world, "sharded": sharded, "shared_rows": shared_rows}
+def every_case(comm, sharded, shared_rows):
+    how = {"comm": comm, "sharded": sharded, "shared_rows": shared_rows}
     return {name: [gradients(name, tokens=tokens, **how) for tokens in (None, 40)] for name in CASES}
 
 
@@ -119,26 +119,26 @@ def test_any_number_of_workers_and_microbatches(single, size, sharded, shared_ro
                 assert terms == pytest.approx(single[name][1], rel=1e-10), name
 
 
-def bits(world):
+def bits(comm):
     """Parameters after two steps with fixed-point sums, and the lines of the steps, by case."""
-    world, found = replace(world, deterministic=True), {}
+    comm, found = replace(comm, deterministic=True), {}
     for name, (_, _, rows) in CASES.items():
-        stepper, _ = setup(name, world)
-        parameters = trained_parameters(stepper.encoder, stepper.objective)
-        stepper = replace(stepper, sums=FixedPointSums(world, list(parameters.values()), 9))
-        start, end = Plan(0, len(rows), len(rows), 1).slice(world.rank, world.size)
-        feed, lines = stepper.objective.feed(VOCABULARY, 30), []
+        train_step, _ = setup(name, comm)
+        parameters = trained_parameters(train_step.encoder, train_step.objective)
+        train_step = replace(train_step, reducer=FixedPointReducer(comm, list(parameters.values()), 9))
+        start, end = Plan(0, len(rows), len(rows), 1).slice(comm.rank, comm.size)
+        collator, lines = train_step.objective.collator(VOCABULARY, 30), []
         for step in (1, 2):
-            batch = feed_units(feed, rows.slice(start, end - start), np.full(end - start, step), start, 1)
-            lines.append(stepper.step(batch, step).line())
-        found[name] = {key: p.detach().clone() for key, p in parameters.items()}, stepper.objective.state(), lines
+            batch = collate_canonical(collator, rows.slice(start, end - start), np.full(end - start, step), start, 1)
+            lines.append(train_step.step(batch, step).line())
+        found[name] = {key: p.detach().clone() for key, p in parameters.items()}, train_step.objective.state(), lines
     return found
 
 
 @pytest.mark.dist
 def test_fixed_point_sums_have_the_same_bits_with_any_number_of_workers():
     """The objectives' layers and buffers too."""
-    alone = bits(World())
+    alone = bits(Communicator())
     for results in run_group(3, bits):
         for name, (parameters, state, lines) in results.items():
             assert all(torch.equal(parameters[key], value) for key, value in alone[name][0].items()), name
@@ -167,27 +167,27 @@ def test_no_two_spans_share_a_dropout_key(name):
 def test_texts_are_cut_with_their_specials():
     """32 tokens, as the papers count them."""
     rows = sentences([40, 30, 31, 5])
-    spans = objective_of("simcse").feed(VOCABULARY, 500).feed(rows, np.zeros(4, np.int64)).spans
+    spans = objective_of("simcse").collator(VOCABULARY, 500).collate(rows, np.zeros(4, np.int64)).spans
     assert spans.lengths.tolist() == [32, 32, 32, 32, 32, 32, 7, 7]
     assert spans.input_ids[:32].tolist() == [0, *rows["tokens"][0].as_py()[:30], 2]
 
 
 def test_a_row_without_texts_of_a_worker_takes_part():
     for name in CASES:
-        stepper, _ = setup(name)
-        batch = stepper.objective.feed(VOCABULARY, 30).feed(CASES[name][2].slice(0, 0), np.empty(0, np.int64))
+        train_step, _ = setup(name)
+        batch = train_step.objective.collator(VOCABULARY, 30).collate(CASES[name][2].slice(0, 0), np.empty(0, np.int64))
         assert batch.spans.num_spans == batch.num_rows == 0
         assert list(batch.facts) == list(setup(name)[1].facts)
 
 
 def test_hypotheses_change_with_the_epoch_and_not_with_the_batch():
     rows = text_rows([[(3, -1), *[(2, 0)] * 6, *[(2, 2)] * 5]] * 1)
-    feed = objective_of("simcse supervised").feed(VOCABULARY, 30)
+    collator = objective_of("simcse supervised").collator(VOCABULARY, 30)
     chosen = []
     for epoch in range(40):
-        ids = feed.feed(rows, np.array([epoch])).spans.input_ids
+        ids = collator.collate(rows, np.array([epoch])).spans.input_ids
         chosen.append((tuple(ids[5:9].tolist()), tuple(ids[9:].tolist())))
-        assert torch.equal(ids, feed.feed(rows, np.array([epoch])).spans.input_ids)
+        assert torch.equal(ids, collator.collate(rows, np.array([epoch])).spans.input_ids)
     assert len({first for first, _ in chosen}) == 6
     assert len({second for _, second in chosen}) == 5
 
@@ -215,10 +215,12 @@ def test_every_view_is_copied_with_its_own_mask():
     pieces = restored.split(spans.lengths.tolist())
     assert all(torch.equal(one, copy) for one, copy in zip(pieces[:views], pieces[views:], strict=True))
     objective = objective_of("simcse with mlm", mlm_copies="all")
-    spans = objective.feed(VOCABULARY, 30).feed(SENTENCES, np.full(len(SENTENCES), 1)).spans
+    spans = objective.collator(VOCABULARY, 30).collate(SENTENCES, np.full(len(SENTENCES), 1)).spans
     masked = spans.input_ids.split(spans.lengths.tolist())[2 * len(SENTENCES) :]
     assert not all(torch.equal(one, other) for one, other in zip(masked[::2], masked[1::2], strict=True))
-    one_copy = objective_of("simcse with mlm").feed(VOCABULARY, 30).feed(SENTENCES, np.full(len(SENTENCES), 1)).spans
+    one_copy = (
+        objective_of("simcse with mlm").collator(VOCABULARY, 30).collate(SENTENCES, np.full(len(SENTENCES), 1)).spans
+    )
     first = one_copy.input_ids.split(one_copy.lengths.tolist())[2 * len(SENTENCES) :]
     assert all(torch.equal(one, other) for one, other in zip(masked[::2], first, strict=True))
 
@@ -238,13 +240,13 @@ def test_the_weight_of_mlm_scales_its_part_of_the_gradient():
     """The gradient is that of contrastive + weight * mlm, and the reported mlm has no weight."""
     losses, found = {}, {}
     for weight in (0.1, 0.3, 0.5):
-        stepper, batch = setup("simcse with mlm")
-        stepper.objective.config = stepper.objective.config.model_copy(update={"mlm_loss_weight": weight})
-        stepper.gradients(batch, 1)
-        found[weight] = {n: p.grad.clone() for n, p in stepper.encoder.named_parameters() if p.grad is not None}
-        stepper, batch = setup("simcse with mlm")
-        stepper.objective.config = stepper.objective.config.model_copy(update={"mlm_loss_weight": weight})
-        metrics = stepper.step(batch, 1)
+        train_step, batch = setup("simcse with mlm")
+        train_step.objective.config = train_step.objective.config.model_copy(update={"mlm_loss_weight": weight})
+        train_step.gradients(batch, 1)
+        found[weight] = {n: p.grad.clone() for n, p in train_step.encoder.named_parameters() if p.grad is not None}
+        train_step, batch = setup("simcse with mlm")
+        train_step.objective.config = train_step.objective.config.model_copy(update={"mlm_loss_weight": weight})
+        metrics = train_step.step(batch, 1)
         losses[weight] = metrics.terms["mlm"]
         assert metrics.loss == pytest.approx(metrics.terms["contrastive"] + weight * metrics.terms["mlm"], rel=1e-12)
     assert losses[0.1] == losses[0.5]
@@ -314,7 +316,7 @@ def test_equal_premises_of_two_rows_are_one_premise():
     row = PAIRS.slice(0, 1).to_pydict()
     other = {**row, "id": [b"another row's id"]}
     rows = pa.concat_tables([pa.table(each, PAIRS.schema) for each in (row, other, PAIRS.slice(1, 1).to_pydict())])
-    batch = objective_of("scl").feed(VOCABULARY, 30).feed(rows.combine_chunks(), np.zeros(3, np.int64))
+    batch = objective_of("scl").collator(VOCABULARY, 30).collate(rows.combine_chunks(), np.zeros(3, np.int64))
     premises = batch.facts["premise"].tolist()
     assert premises[:3] == premises[3:6] != premises[6:9]
     assert len(batch.facts["hypothesis"].unique()) == len(premises)
@@ -341,19 +343,19 @@ def test_heads_are_exported_as_released():
 @pytest.mark.parametrize("name", ["simcse", "scd"])
 def test_views_with_one_dropout_key_are_refused(name):
     """Equal keys with two rates would nest one view's mask in the other's, which no loss shows."""
-    stepper, batch = setup(name)
+    train_step, batch = setup(name)
     first = batch.spans.keys[torch.arange(len(batch.spans.keys)) // 2 * 2]
     with pytest.raises(ObjectiveError, match="same dropout key"):
-        stepper.step(replace(batch, spans=replace(batch.spans, keys=first)), 1)
+        train_step.step(replace(batch, spans=replace(batch.spans, keys=first)), 1)
 
 
 def test_scd_drops_each_view_at_its_own_rates():
     """The first rate of a pair is that of the first view; hidden states and attention weights have separate pairs."""
     objective = objective_of("scd", dropout_rates=(0.1, 0.2), attention_dropout_rates=(0.3, 0.4))
-    batch = objective.feed(VOCABULARY, 30).feed(SENTENCES, np.zeros(7, np.int64))
+    batch = objective.collator(VOCABULARY, 30).collate(SENTENCES, np.zeros(7, np.int64))
     assert batch.spans.rates.tolist() == [[0.1, 0.3], [0.2, 0.4]] * 7
     hidden_only = objective_of("scd", dropout_rates=(0.0, 0.5), attention_dropout_rates=(0.0, 0.0))
-    spans = hidden_only.feed(VOCABULARY, 30).feed(SENTENCES, np.zeros(7, np.int64)).spans
+    spans = hidden_only.collator(VOCABULARY, 30).collate(SENTENCES, np.zeros(7, np.int64)).spans
     encoder = tiny_encoder(dropout=0.2, attention_dropout=0.2)
     with torch.no_grad():
         views, whole_views = encoder(spans)[0].view(7, 2, -1), encoder.eval()(spans)[0].view(7, 2, -1)
@@ -364,7 +366,7 @@ def test_scd_drops_each_view_at_its_own_rates():
 @pytest.mark.parametrize("name", ["simcse", "scd", "simcse supervised"])
 def test_each_epoch_drops_anew(name):
     rows = CASES[name][2]
-    feed = objective_of(name).feed(VOCABULARY, 30)
-    keys = [feed.feed(rows, np.full(len(rows), epoch)).spans.keys for epoch in (0, 1, 0)]
+    collator = objective_of(name).collator(VOCABULARY, 30)
+    keys = [collator.collate(rows, np.full(len(rows), epoch)).spans.keys for epoch in (0, 1, 0)]
     assert (keys[0] != keys[1]).all()
     assert torch.equal(keys[0], keys[2])

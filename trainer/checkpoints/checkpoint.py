@@ -1,7 +1,7 @@
 """Checkpoints: complete folders with checksums. "Latest" means the latest that verifies.
 
 A checkpoint is `step-XXXXXXXX/` with encoder.safetensors (every parameter once), optimizer.safetensors (moments by
-parameter name), objective.safetensors (those of the objective) and state.json (RunState). An additional branch adds
+parameter name), objective.safetensors (those of the objective) and state.json (RunState). An auxiliary task adds
 NAME.objective.safetensors, NAME.frontend.safetensors if it reads patches, and NAME.optimizer.safetensors if it has
 its own update. Nothing in it is pickled.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from common.config import first_problem
 from common.console.logs import get_logger
-from common.storage import folder_aside, read_json, write_json
+from common.storage import atomic_folder, read_json, write_json
 from trainer.checkpoints.checksum import has_checksum
 from trainer.checkpoints.state import RunState
 
@@ -63,7 +63,7 @@ def save(folder: Path, state: RunState, contents: Contents) -> Path:
     path = checkpoint_path(folder, state.step)
     if path.exists():  # skipped as broken at the start; the run has now reached its step again
         discard(path)
-    with folder_aside(path) as aside:
+    with atomic_folder(path) as aside:
         files = {name: write_tensors(aside / name, contents[name]) for name in sorted(contents)}
         sizes = {name: (aside / name).stat().st_size for name in files}
         done = state.model_copy(update={"files": files, "sizes": sizes})

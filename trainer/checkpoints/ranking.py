@@ -14,8 +14,8 @@ from common.scores import comparable, read_scores, read_scoring
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CheckpointError
 from trainer.checkpoints.state import RunState, read_origin
+from trainer.metrics.config import FOLLOWED
 from trainer.metrics.metrics import read_metrics
-from trainer.metrics.settings import FOLLOWED
 from trainer.parallel.request import Request
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.checkpoints import checkpoint
+from trainer.checkpoints.config import CheckpointConfig
 from trainer.checkpoints.ranking import being_scored, rating
-from trainer.checkpoints.settings import CheckpointConfig
 
 
 def kept(

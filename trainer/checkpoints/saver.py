@@ -14,8 +14,8 @@ from pathlib import Path
 from common.console.logs import get_logger
 from trainer.checkpoints import checkpoint, retention
 from trainer.checkpoints.checkpoint import Contents
+from trainer.checkpoints.config import CheckpointConfig
 from trainer.checkpoints.retry import Job, StorageRetry
-from trainer.checkpoints.settings import CheckpointConfig
 from trainer.checkpoints.state import RunState
 
 _NICENESS = 10

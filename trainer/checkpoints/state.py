@@ -43,8 +43,8 @@ class RunState(Strict):
     """Hash of all settings that decide the result."""
     data_hash: str
     """Hash of the shards' manifest."""
-    branch_hashes: dict[str, str] = Field(default_factory=dict)
-    """The same of each branch; empty if the run has no additional ones."""
+    task_hashes: dict[str, str] = Field(default_factory=dict)
+    """The same of each task; empty if the run has no additional ones."""
     scores: dict[str, float]
     """Held-out scores of these weights; empty when they were not validated."""
     reported: Reported | None = None
@@ -57,8 +57,8 @@ class RunState(Strict):
     """Number of steps so far that were skipped because their loss was not finite (`on_nonfinite_loss`)."""
     skipped_in_a_row: int = Field(default=0, ge=0)
     """Number of skipped steps directly before and at `step`."""
-    branches_skipped: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    """The same two numbers of each additional branch with its own update, if it skipped steps."""
+    tasks_skipped: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    """The same two numbers of each auxiliary task with its own update, if it skipped steps."""
 
     @property
     def identity(self) -> str:

@@ -18,13 +18,13 @@ from common.stores.folders import is_whole, pull_folder, push_folder, remove_fol
 from common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy
 from trainer.checkpoints import checkpoint, ranking, retention
 from trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
-from trainer.checkpoints.settings import CheckpointConfig
+from trainer.checkpoints.config import CheckpointConfig
 from trainer.checkpoints.state import RunState
 from trainer.metrics.metrics import METRICS
 from trainer.metrics.tensorboard import TENSORBOARD
 
 if TYPE_CHECKING:  # the driver needs no torch
-    from trainer.parallel.world import World
+    from trainer.parallel.communicator import Communicator
 
 Found = tuple[Path, RunState] | None
 
@@ -34,7 +34,7 @@ def store_of(address: str, folder: Path, retries: RetryPolicy = DEFAULT_RETRIES)
     return RunStore(address, folder, retries) if is_remote(address) else None
 
 
-def fetch_run(store: "RunStore", expected: Mapping[str, str], world: "World") -> None:
+def fetch_run(store: "RunStore", expected: Mapping[str, str], comm: "Communicator") -> None:
     """Fetches the newest checkpoint that verifies to the hosts of all workers, and deletes other local checkpoints.
 
     `expected` is as for `checkpoint.find_latest`.
@@ -44,9 +44,9 @@ def fetch_run(store: "RunStore", expected: Mapping[str, str], world: "World") ->
         RemoteError: the store refuses, or did not answer in time.
         UnreadableError: the disk of this host fails.
     """
-    found = store.fetch(expected=expected) if world.rank == 0 else None
-    step = world.largest(0 if found is None else found[1].step)
-    if step and world.rank != 0:
+    found = store.fetch(expected=expected) if comm.rank == 0 else None
+    step = comm.all_reduce_max(0 if found is None else found[1].step)
+    if step and comm.rank != 0:
         store.fetch_step(step)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from common.console.logs import get_logger
 from trainer.checkpoints.checkpoint import ENCODER, FRONTEND, OBJECTIVE, OPTIMIZER, CheckpointError, Contents
 from trainer.objectives.base import Objective
-from trainer.parallel.sharding import part_for, whole
-from trainer.step.branch import Branch
-from trainer.step.step import Stepper
+from trainer.parallel.sharding import full_tensor, shard_like
+from trainer.step.step import TrainStep
+from trainer.step.task import TrainTask
 
 
 def collect(
@@ -24,32 +24,32 @@ def collect(
     objective: Objective[Any],
     keep: bool = True,
     memory: Contents | None = None,
-    turns: Sequence[Stepper] = (),
+    train_steps: Sequence[TrainStep] = (),
 ) -> Contents:
     """Copies the tensors of each file, whole, to the CPU. Every worker must call it, because it gathers sharded ones.
 
     Args:
         encoder: of the run.
-        optimizer: of the main branch.
-        objective: of the main branch.
+        optimizer: of the main task.
+        objective: of the main task.
         keep: false: the worker only takes part in the gathering, and gets no tensors.
         memory: an earlier result that is no longer needed; overwriting it takes a fraction of the time that new memory
             takes.
-        turns: the steppers of the run, if it has additional branches.
+        train_steps: the train steps of the run, if it has auxiliary tasks.
     """
     memory = memory or {}
-    joined, branches = _additional(turns)
+    joined, tasks = _additional(train_steps)
     files: dict[str, Mapping[str, Tensor]] = {
         ENCODER: dict(encoder.named_parameters()),
         OPTIMIZER: _moments(trained_parameters(encoder, objective, joined), optimizer),
         OBJECTIVE: objective.state(),
     }
-    for branch in branches:
-        files[f"{branch.name}.{OBJECTIVE}"] = branch.objective.state()
-        if branch.frontend is not None:
-            files[f"{branch.name}.{FRONTEND}"] = dict(branch.frontend.named_parameters())
-    for turn in turns[:-1]:
-        files[f"{turn.name}.{OPTIMIZER}"] = _moments(turn_parameters(turn), turn.optimizer)
+    for task in tasks:
+        files[f"{task.name}.{OBJECTIVE}"] = task.objective.state()
+        if task.frontend is not None:
+            files[f"{task.name}.{FRONTEND}"] = dict(task.frontend.named_parameters())
+    for train_step in train_steps[:-1]:
+        files[f"{train_step.name}.{OPTIMIZER}"] = _moments(step_parameters(train_step), train_step.optimizer)
     contents = {file: _copies(named, keep, memory.get(file, {})) for file, named in files.items()}
     if next(encoder.parameters()).is_cuda:
         torch.cuda.synchronize()  # waits for the copies from the GPU
@@ -70,9 +70,9 @@ def load(
     encoder: nn.Module,
     optimizer: torch.optim.Optimizer,
     objective: Objective[Any],
-    turns: Sequence[Stepper] = (),
+    train_steps: Sequence[TrainStep] = (),
 ) -> None:
-    """Restores encoder, optimizer and objective from a checkpoint, and those of additional branches.
+    """Restores encoder, optimizer and objective from a checkpoint, and those of auxiliary tasks.
 
     Tensors that stay on the CPU are cloned: tensors of `load_file` map the file, so a deleted checkpoint would occupy
     disk space while one of them exists.
@@ -81,39 +81,39 @@ def load(
         CheckpointError: names or shapes differ.
     """
     load_parameters(path, encoder)
-    joined, branches = _additional(turns)
+    joined, tasks = _additional(train_steps)
     _load_moments(path / OPTIMIZER, trained_parameters(encoder, objective, joined), optimizer)
     device = next(encoder.parameters()).device
     load_objective(path, objective, device)
-    for branch in branches:
-        load_branch(path, branch, device)
-    for turn in turns[:-1]:
-        if (path / f"{turn.name}.{OPTIMIZER}").is_file():
-            _load_moments(path / f"{turn.name}.{OPTIMIZER}", turn_parameters(turn), turn.optimizer)
+    for task in tasks:
+        load_task(path, task, device)
+    for train_step in train_steps[:-1]:
+        if (path / f"{train_step.name}.{OPTIMIZER}").is_file():
+            _load_moments(path / f"{train_step.name}.{OPTIMIZER}", step_parameters(train_step), train_step.optimizer)
 
 
-def load_branch(path: Path, branch: Branch, device: torch.device | None = None) -> None:
-    """Restores the objective and the frontend of an additional branch, if the checkpoint has that branch.
+def load_task(path: Path, task: TrainTask, device: torch.device | None = None) -> None:
+    """Restores the objective and the frontend of an auxiliary task, if the checkpoint has that task.
 
     Raises:
         CheckpointError: they do not fit.
     """
-    if not (path / f"{branch.name}.{OBJECTIVE}").is_file():  # its state lists all files: this is a fork's first one
-        get_logger().info("%s has no branch %s, which starts with new weights", path, branch.name)
+    if not (path / f"{task.name}.{OBJECTIVE}").is_file():  # its state lists all files: this is a fork's first one
+        get_logger().info("%s has no task %s, which starts with new weights", path, task.name)
         return
-    load_objective(path, branch.objective, device, f"{branch.name}.{OBJECTIVE}")
-    file = path / f"{branch.name}.{FRONTEND}"
-    if file.is_file() != (branch.frontend is not None):
-        has = "has a frontend, which the branch lacks" if file.is_file() else "has no frontend for the branch"
-        raise CheckpointError(f"{path}: {has} {branch.name}")
-    if branch.frontend is not None:
-        _copy(load_file(file), dict(branch.frontend.named_parameters()), file)
+    load_objective(path, task.objective, device, f"{task.name}.{OBJECTIVE}")
+    file = path / f"{task.name}.{FRONTEND}"
+    if file.is_file() != (task.frontend is not None):
+        has = "has a frontend, which the task lacks" if file.is_file() else "has no frontend for the task"
+        raise CheckpointError(f"{path}: {has} {task.name}")
+    if task.frontend is not None:
+        _copy(load_file(file), dict(task.frontend.named_parameters()), file)
 
 
-def _additional(turns: Sequence[Stepper]) -> tuple[Sequence[Branch], list[Branch]]:
-    """The branches that join the main update, and all additional ones."""
-    joined = turns[-1].joined if turns else ()
-    return joined, [*turns[:-1], *joined]
+def _additional(train_steps: Sequence[TrainStep]) -> tuple[Sequence[TrainTask], list[TrainTask]]:
+    """The tasks that join the main update, and all additional ones."""
+    joined = train_steps[-1].joined if train_steps else ()
+    return joined, [*train_steps[:-1], *joined]
 
 
 def _load_moments(file: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -126,7 +126,7 @@ def _load_moments(file: Path, parameters: Mapping[str, nn.Parameter], optimizer:
         if moments:
             optimizer.state[parameter] = {
                 # AdamW keeps its step counter on the CPU, but with the parameter when it is fused
-                key: (value.to(parameter.device) if fused else value) if key == "step" else part_for(value, parameter)
+                key: (value.to(parameter.device) if fused else value) if key == "step" else shard_like(value, parameter)
                 for key, value in moments.items()
             }
 
@@ -146,26 +146,26 @@ def load_objective(
 
 
 def trained_parameters(
-    encoder: nn.Module, objective: nn.Module, joined: Sequence[Branch] = ()
+    encoder: nn.Module, objective: nn.Module, joined: Sequence[TrainTask] = ()
 ) -> dict[str, nn.Parameter]:
     """Parameters of an update by the name under which a checkpoint keeps their moments."""
     own = {f"objective.{name}": parameter for name, parameter in objective.named_parameters()}
-    others = [own_parameters(branch) for branch in joined]
+    others = [own_parameters(task) for task in joined]
     return reduce(or_, others, dict(encoder.named_parameters()) | own)
 
 
-def turn_parameters(turn: Stepper) -> dict[str, nn.Parameter]:
-    """Parameters of a turn's update by name."""
-    if turn.name:
-        return dict(turn.encoder.named_parameters()) | own_parameters(turn)
-    return trained_parameters(turn.encoder, turn.objective, turn.joined)
+def step_parameters(train_step: TrainStep) -> dict[str, nn.Parameter]:
+    """Parameters of a train step's update by name."""
+    if train_step.name:
+        return dict(train_step.encoder.named_parameters()) | own_parameters(train_step)
+    return trained_parameters(train_step.encoder, train_step.objective, train_step.joined)
 
 
-def own_parameters(branch: Branch) -> dict[str, nn.Parameter]:
-    """Parameters of an additional branch's objective and frontend by name; files of checkpoints have these names."""
-    parts = {"objective": branch.objective, "frontend": branch.frontend}
+def own_parameters(task: TrainTask) -> dict[str, nn.Parameter]:
+    """Parameters of an auxiliary task's objective and frontend by name; files of checkpoints have these names."""
+    parts = {"objective": task.objective, "frontend": task.frontend}
     return {
-        f"also.{branch.name}.{part}.{name}": parameter
+        f"also.{task.name}.{part}.{name}": parameter
         for part, module in parts.items()
         if module is not None
         for name, parameter in module.named_parameters()
@@ -183,7 +183,7 @@ def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Opti
 def _copies(named: Mapping[str, Tensor], keep: bool, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
     kept = {}
     for name, tensor in named.items():
-        full = whole(tensor.detach())  # one at a time, so a worker that keeps nothing holds at most one tensor
+        full = full_tensor(tensor.detach())  # one at a time, so a worker that keeps nothing holds at most one tensor
         if keep:
             place = memory.get(name)
             if place is None or place.shape != full.shape or place.dtype != full.dtype:
@@ -201,4 +201,4 @@ def _copy(stored: Mapping[str, Tensor], wanted: Mapping[str, nn.Parameter], path
                 raise CheckpointError(
                     f"{path}: {name} has shape {list(stored[name].shape)}, not {list(parameter.shape)}"
                 )
-            parameter.copy_(part_for(stored[name], parameter))
+            parameter.copy_(shard_like(stored[name], parameter))

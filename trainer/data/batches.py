@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.packedbatch import PackedBatch, sent
+from trainer.data.packedbatch import PackedBatch, to_device
 
 if TYPE_CHECKING:
     from trainer.data.patches import PatchBatch
@@ -112,7 +112,7 @@ class SpanBatch(PackedBatch):
         return made
 
 
-class Unit(NamedTuple):
+class CanonicalMicrobatch(NamedTuple):
     """A canonical microbatch (trainer/data/canonical.py).
 
     Attributes:
@@ -139,8 +139,8 @@ class RankBatch:
         views: `(m, V)` int64, number of the span of each view. None: the objective knows the order.
         facts: `(m,)` int64 each, properties of a row that the loss needs in addition to its views, such as a label.
         digest: digest of the spans (SpanBatch.digest); 0 if it was not computed.
-        auxiliary: the shares of the run's additional branches by name.
-        units: canonical microbatches of which the spans are composed; empty if there are none.
+        auxiliary: the shares of the run's auxiliary tasks by name.
+        canonical: canonical microbatches of which the spans are composed; empty if there are none.
     """
 
     spans: AnyBatch
@@ -150,7 +150,7 @@ class RankBatch:
     digest: int = 0
     views: Tensor | None = None
     auxiliary: dict[str, "RankBatch"] = field(default_factory=dict)
-    units: tuple[Unit, ...] = ()
+    canonical: tuple[CanonicalMicrobatch, ...] = ()
 
     @property
     def tokens(self) -> SpanBatch:
@@ -177,8 +177,8 @@ class RankBatch:
         made = replace(
             self,
             spans=self.spans.to(device),
-            facts={name: sent(values, device) for name, values in self.facts.items()},
-            views=None if self.views is None else sent(self.views, device),
+            facts={name: to_device(values, device) for name, values in self.facts.items()},
+            views=None if self.views is None else to_device(self.views, device),
             auxiliary={name: batch.to(device) for name, batch in self.auxiliary.items()},
         )
         vars(made)["views_alike"] = self.views_alike  # on a GPU, `views` could not be read without waiting

@@ -1,7 +1,7 @@
 """Canonical microbatches: documents of the global batch whose forward is the same for any number of workers.
 
-A batch is cut into units of a fixed number of documents, counted from the start of the global batch. A worker has whole
-units, and each is packed alone, so that no forward depends on the number of workers.
+A batch is cut into microbatches of a fixed number of documents, counted from the start of the global batch. A worker
+has whole microbatches, and each is packed alone, so that no forward depends on the number of workers.
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.batches import AnyBatch, RankBatch, Unit
-from trainer.data.feed import Feed
+from trainer.data.batches import AnyBatch, CanonicalMicrobatch, RankBatch
+from trainer.data.collator import Collator
 
 
-def feed_units(
-    feed: Feed, rows: pa.Table, epochs: NDArray[np.int64], first_unit: int, unit_documents: int
+def collate_canonical(
+    collator: Collator, rows: pa.Table, epochs: NDArray[np.int64], first_canonical: int, canonical_documents: int
 ) -> RankBatch:
-    """The batch of a worker, of which each unit is packed alone.
+    """The batch of a worker, of which each microbatch is packed alone.
 
     Args:
-        feed: packs rows.
-        rows: n rows of the shards, whole units of the global batch.
+        collator: packs rows.
+        rows: n rows of the shards, whole microbatches of the global batch.
         epochs: `(n,)` epoch in which each is read.
-        first_unit: number of the worker's first unit in the global batch.
-        unit_documents: documents of a unit; the last unit of the global batch may have fewer.
+        first_canonical: number of the worker's first microbatch in the global batch.
+        canonical_documents: documents of a microbatch; the last microbatch of the global batch may have fewer.
     """
-    places = range(0, len(rows), unit_documents)
-    parts = [feed.feed(rows.slice(at, unit_documents), epochs[at : at + unit_documents]) for at in places]
-    if not parts:  # more workers than units
-        return feed.feed(rows, epochs)
+    places = range(0, len(rows), canonical_documents)
+    parts = [
+        collator.collate(rows.slice(at, canonical_documents), epochs[at : at + canonical_documents]) for at in places
+    ]
+    if not parts:  # more workers than microbatches
+        return collator.collate(rows, epochs)
     starts = np.cumsum([0, *(part.spans.num_spans for part in parts)])
     views = [None if part.views is None else part.views + int(at) for part, at in zip(parts, starts, strict=False)]
     return RankBatch(
@@ -43,32 +45,32 @@ def feed_units(
         sum(part.num_rows for part in parts),
         {name: torch.cat([part.facts[name] for part in parts]) for name in parts[0].facts},
         views=_cat(views),
-        units=tuple(
-            Unit(first_unit + number, part.num_documents, part.spans.num_spans, part.num_rows)
+        canonical=tuple(
+            CanonicalMicrobatch(first_canonical + number, part.num_documents, part.spans.num_spans, part.num_rows)
             for number, part in enumerate(parts)
         ),
     )
 
 
-def units_of(batch: RankBatch) -> list[RankBatch]:
-    """The units of a worker's batch as separate batches, without facts; a batch without units is one."""
-    if not batch.units:
+def canonical_microbatches(batch: RankBatch) -> list[RankBatch]:
+    """The microbatches of a worker's batch as separate batches, without facts; a batch without microbatches is one."""
+    if not batch.canonical:
         return [batch]
-    bounds = np.cumsum([0, *(unit.num_spans for unit in batch.units)]).tolist()
-    rows = np.cumsum([0, *(unit.num_rows for unit in batch.units)]).tolist()
+    bounds = np.cumsum([0, *(microbatch.num_spans for microbatch in batch.canonical)]).tolist()
+    rows = np.cumsum([0, *(microbatch.num_rows for microbatch in batch.canonical)]).tolist()
     spans: list[AnyBatch] = list(batch.spans.slices(list(pairwise(bounds))))
     return [
         replace(
             batch,
             spans=part,
-            num_documents=unit.num_documents,
-            num_rows=unit.num_rows,
+            num_documents=microbatch.num_documents,
+            num_rows=microbatch.num_rows,
             facts={},
-            views=None if batch.views is None else batch.views[row : row + unit.num_rows] - bound,
-            units=(unit,),
+            views=None if batch.views is None else batch.views[row : row + microbatch.num_rows] - bound,
+            canonical=(microbatch,),
             auxiliary={},
         )
-        for unit, part, bound, row in zip(batch.units, spans, bounds, rows, strict=False)
+        for microbatch, part, bound, row in zip(batch.canonical, spans, bounds, rows, strict=False)
     ]
 
 

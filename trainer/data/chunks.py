@@ -93,7 +93,7 @@ def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> 
 
 
 def fetched(shards: ShardSet, documents: np.ndarray, epochs: np.ndarray, fetch: Fetch | None = None) -> pa.Table:
-    """Rows of shards as a feed reads them: without the columns of their origin, with the epoch, changed by `fetch`."""
+    """Rows of shards as a collator reads them: without their origin, with the epoch, changed by `fetch`."""
     table = shards.take(documents)
     table = table if fetch is None else fetch(table, epochs, shards)
     return table.drop_columns(["source", "offset"]).append_column("epoch", pa.array(epochs, pa.int64()))

@@ -51,11 +51,11 @@ class PackedBatch(ABC):
     @cached_property
     def table(self) -> TokenTable:
         """Spans, places and dropout of the tokens, on the batch's device."""
-        return TokenTable.of(self.lengths, self.keys, self.rates).moved(lambda each: sent(each, self.device))
+        return TokenTable.of(self.lengths, self.keys, self.rates).moved(lambda each: to_device(each, self.device))
 
     def to(self, device: torch.device) -> Self:
         """The batch on another device; copies to a GPU overlap with its work."""
-        return self.moved(lambda each: sent(each, device))
+        return self.moved(lambda each: to_device(each, device))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         """The batch after `move` of each tensor that the layers read."""
@@ -96,7 +96,7 @@ class PackedBatch(ABC):
         """The spans [first, last), whose tokens are [start, end)."""
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
+def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Values on a device; the copy of values on the CPU to a GPU overlaps with the GPU's work."""
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)

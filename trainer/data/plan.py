@@ -54,17 +54,17 @@ class Plan:
         seed: the run's seed.
         num_documents: documents of the training split, the length of an epoch.
         batch_documents: documents of one optimizer step over all ranks.
-        unit_documents: documents of a canonical microbatch, of which ranks have whole ones; None: there are none.
+        canonical_documents: documents of a canonical microbatch, of which ranks have whole ones; None: there are none.
     """
 
     seed: int
     num_documents: int
     batch_documents: int
-    unit_documents: int | None = None
+    canonical_documents: int | None = None
 
     def slice(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Positions [start, end) of a batch that a rank reads; sizes differ by at most one document, or one unit."""
-        unit = self.unit_documents or 1
+        """Positions [start, end) of a batch that a rank reads; sizes differ by at most one document or microbatch."""
+        unit = self.canonical_documents or 1
         units = -(-self.batch_documents // unit)
         start, end = unit * (units * rank // world_size), unit * (units * (rank + 1) // world_size)
         return min(start, self.batch_documents), min(end, self.batch_documents)

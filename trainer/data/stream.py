@@ -22,9 +22,9 @@ from ray.data import DataContext, ExecutionResources
 from common.console.logs import get_logger
 from pipeline.shards.shards import ShardSet
 from trainer.data.batches import RankBatch
-from trainer.data.canonical import feed_units
+from trainer.data.canonical import collate_canonical
 from trainer.data.chunks import RankPlan, fetched, read_chunk
-from trainer.data.feed import Feed
+from trainer.data.collator import Collator
 
 _MOST_CHUNKS = 512  # of one Dataset: Ray Data spends about 1 ms on each before it returns the first block
 _AHEAD_BATCHES = 4
@@ -107,7 +107,7 @@ def _blocks(rank_plan: RankPlan) -> Iterator[pa.Table]:
     documents requested.
     """
     alone = (_AHEAD_BATCHES + 2) * (rank_plan.end - rank_plan.start)
-    others = Ahead(_read_by_tasks(rank_plan, 1))
+    others = Prefetcher(_read_by_tasks(rank_plan, 1))
     try:
         block = read_chunk({"id": np.zeros(1, np.int64)}, rank_plan, 0)
         yield block.slice(0, alone)
@@ -133,20 +133,20 @@ def _no_documents(rank_plan: RankPlan) -> pa.Table:
     return fetched(shards, np.empty(0, np.int64), np.empty(0, np.int64), rank_plan.fetch)
 
 
-def batches(rank_plan: RankPlan, feed: Feed, device: torch.device) -> Iterator[RankBatch]:
+def batches(rank_plan: RankPlan, collator: Collator, device: torch.device) -> Iterator[RankBatch]:
     """The rank's batches, on its device, in step order."""
     for table in documents(rank_plan):
         table = table.combine_chunks()
-        epochs, unit = table.column("epoch").to_numpy(), rank_plan.plan.unit_documents
+        epochs, unit = table.column("epoch").to_numpy(), rank_plan.plan.canonical_documents
         if unit is None:
-            batch = feed.feed(table, epochs)
+            batch = collator.collate(table, epochs)
         else:
-            batch = feed_units(feed, table, epochs, rank_plan.start // unit, unit)
+            batch = collate_canonical(collator, table, epochs, rank_plan.start // unit, unit)
         yield replace(batch, digest=batch.spans.digest()).to(device)
 
 
-def with_branches(main: Iterator[RankBatch], auxiliary: Mapping[str, Iterator[RankBatch]]) -> Iterator[RankBatch]:
-    """The batches of the main branch with those of the additional branches, step by step."""
+def with_auxiliary(main: Iterator[RankBatch], auxiliary: Mapping[str, Iterator[RankBatch]]) -> Iterator[RankBatch]:
+    """The batches of the main task with those of the auxiliary tasks, step by step."""
     if not auxiliary:
         yield from main
         return
@@ -155,7 +155,7 @@ def with_branches(main: Iterator[RankBatch], auxiliary: Mapping[str, Iterator[Ra
 
 
 @dataclass
-class Ahead:
+class Prefetcher:
     """Runs an iterator in a thread, a few items ahead, and measures how long its reader waited.
 
     Attributes:

@@ -1,6 +1,7 @@
 """A table of the tokens of packed spans, which the layers read; computed on the CPU with the batch.
 
-The feed's thread computes it and copies it to the GPU from page-locked memory, so a step never waits for such a copy.
+The collator's thread computes it and copies it to the GPU from page-locked memory, so a step never waits for such a
+copy.
 
 Legend: S spans, T tokens of all spans together.
 """

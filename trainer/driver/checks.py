@@ -17,14 +17,14 @@ from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from trainer.checkpoints.state import read_origin
 from trainer.driver.device import DEVICE, device_problem, kept_device
 from trainer.driver.objective_checks import data_problems, kind_problem, objective_problems
-from trainer.driver.places import place_problems
+from trainer.driver.path_checks import place_problems
 from trainer.driver.resolved import Found, ResolvedRun, find_shards
 from trainer.driver.tokenizer_check import tokenizer_problem
 from trainer.driver.validation_checks import stsb_problems, validation_problems
-from trainer.setup.branches import data_hashes, joint_hash
+from trainer.setup.auxiliary import data_hashes, joint_hash
 from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import DECISIVE, with_geometry
+from trainer.setup.geometry import RESUME_SETTINGS, with_geometry
 
 
 def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
@@ -51,13 +51,13 @@ def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
     found += [line for key, line in shards.unreadable.items() if not any(one.startswith(f"{key} = ") for one in found)]
     found += [
         f"{f'auxiliary_tasks.{name}.data' if name else 'data'} = {one.data}: {problem}"
-        for name, one in config.branches().items()
+        for name, one in config.tasks().items()
         if name in shards.manifests
         for problem in check_shards(shards.data[name])
     ]
     if "" in shards.manifests:
         found += _manifest_problems(config, shards)
-        if of_run and len(shards.manifests) == len(config.branches()):
+        if of_run and len(shards.manifests) == len(config.tasks()):
             found += _other_shards(config, run, data_hashes(shards.manifests))
     refuse(found)
     return ResolvedRun(config, run, shards.data, shards.manifests, shards.scored)
@@ -69,13 +69,13 @@ def _manifest_problems(config: TrainConfig, shards: Found) -> list[str]:
     main = manifests[""]
     if main.content.kind in MEDIA_KINDS:
         return [
-            f"data = {config.data}: holds {main.content.kind}; the main branch reads texts, whose encoder is "
-            "exported: name it in a branch (auxiliary_tasks.NAME.data)"
+            f"data = {config.data}: holds {main.content.kind}; the main task reads texts, whose encoder is "
+            "exported: name it in an auxiliary task (auxiliary_tasks.NAME.data)"
         ]
-    for name, branch in config.branches().items():
+    for name, task in config.tasks().items():
         if name in manifests:
             prefix = f"auxiliary_tasks.{name}." if name else ""
-            found += [f"{prefix}{line}" for line in data_problems(branch, manifests[name])]
+            found += [f"{prefix}{line}" for line in data_problems(task, manifests[name])]
             found += [f"{prefix}{line}" for line in _misfits(config, name, manifests)] if name else []
     if kind_problem(config, main) is None:
         found += validation_problems(config, main, shards.scored)
@@ -101,9 +101,9 @@ def load_problems(run: ResolvedRun) -> list[str]:
     from_scratch = began_before and config.encoder.pretrained is None and not config.auxiliary_tasks
     found = stsb_problems(config) + ([] if from_scratch else objective_problems(config))
     if config.auxiliary_tasks:
-        from trainer.driver.branch_checks import branch_problems
+        from trainer.driver.task_checks import task_problems
 
-        found += branch_problems(run)
+        found += task_problems(run)
     remark = None if began_before else config.objective.remark_before(config.context(run.manifest.short_documents))
     if remark:
         get_logger().warning("%s", remark)
@@ -115,16 +115,16 @@ def load_problems(run: ResolvedRun) -> list[str]:
 
 
 def _misfits(config: TrainConfig, name: str, manifests: Mapping[str, Manifest]) -> list[str]:
-    """Problems of a branch whose texts do not fit its settings or the main branch."""
-    branch, main, own = config.auxiliary_tasks[name], manifests[""], manifests[name]
+    """Problems of a task whose texts do not fit its settings or the main task."""
+    task, main, own = config.auxiliary_tasks[name], manifests[""], manifests[name]
     if own.content.kind in MEDIA_KINDS:
         return []
     found = []
-    if branch.frontend.model_fields_set:
+    if task.frontend.model_fields_set:
         found.append(f"frontend: the shards hold {own.content.kind}, which have no patches; remove it")
     if main.tokenizer and own.tokenizer and main.tokenizer != own.tokenizer:
         found.append(
-            f"data = {branch.data}: was prepared with another tokenizer than data = {config.data}; prepare it "
+            f"data = {task.data}: was prepared with another tokenizer than data = {config.data}; prepare it "
             "with that one"
         )
     return found
@@ -185,10 +185,10 @@ def _run_problems(config: TrainConfig, run: Path) -> list[str]:
         read_origin(run)
     except DamagedError as error:
         found.append(f"run = {config.run}: {error}")
-    before = read_decisive(run)
+    before = read_resume_settings(run)
     if before is None:
         return found + _other_checkpoints(config, run)
-    changed = changes(before, config.decisive())
+    changed = changes(before, config.resume_settings())
     if not changed:
         return found
     return [
@@ -198,9 +198,9 @@ def _run_problems(config: TrainConfig, run: Path) -> list[str]:
     ]
 
 
-def read_decisive(run: Path) -> dict[str, Any] | None:
+def read_resume_settings(run: Path) -> dict[str, Any] | None:
     """Reads the settings that decide a run's result; None if the file is missing, or damaged, which is logged."""
-    path = run / DECISIVE
+    path = run / RESUME_SETTINGS
     if not path.is_file():
         return None
     try:
@@ -214,19 +214,19 @@ def read_decisive(run: Path) -> dict[str, Any] | None:
 
 
 def _other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
-    """A problem if a checkpoint has another configuration, used when `decisive.json` cannot be read."""
+    """A problem if a checkpoint has another configuration, used when `resume_settings.json` cannot be read."""
     for step, state in checkpoint.states_in(run / CHECKPOINTS):
         if state.config_hash != config.hash():
             path = checkpoint.checkpoint_path(run / CHECKPOINTS, step)
             return [
-                f"run = {config.run}: {path.name} is of another configuration, and {DECISIVE}, which lists the "
+                f"run = {config.run}: {path.name} is of another configuration, and {RESUME_SETTINGS}, which lists the "
                 "settings, is missing or damaged; name another folder"
             ]
     return []
 
 
 def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
-    """Differences between two decisive configurations, one line a key."""
+    """Differences between two sets of resume settings, one line a key."""
     old, new = flat_keys(before), flat_keys(now)
     return [
         f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
@@ -238,11 +238,11 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
 def _other_shards(config: TrainConfig, run: Path, now: dict[str, str]) -> list[str]:
     """Problems of a run that was trained on shards of other hashes; its next steps would read the wrong documents."""
     places = {
-        name: f"{f'auxiliary_tasks.{name}.data' if name else 'data'} = {config.branches()[name].data}" for name in now
+        name: f"{f'auxiliary_tasks.{name}.data' if name else 'data'} = {config.tasks()[name].data}" for name in now
     }
     for _, state in checkpoint.states_in(run / CHECKPOINTS):
         if state.data_hash != joint_hash(now):
-            before = state.branch_hashes
+            before = state.task_hashes
             changed = [places[name] for name in now if name in before and before[name] != now[name]] or places.values()
             return [
                 f"run = {config.run}: was trained on other shards than {' or '.join(changed)} holds now; "

@@ -14,12 +14,12 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.data.tokenrates import limit
 from trainer.driver.resolved import ResolvedRun
+from trainer.model.config import EncoderConfig
 from trainer.model.encoder import Encoder
 from trainer.model.freezing import frozen_parameters
 from trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from trainer.model.layouts import drops_by_key
 from trainer.model.sentences import left_out
-from trainer.model.settings import EncoderConfig
 from trainer.objectives.base import ObjectiveError
 from trainer.setup.build import build_encoder, build_objective
 from trainer.setup.config import TrainConfig
@@ -29,26 +29,26 @@ _TRIED = 0.1  # rate of dropout in the test of an encoder
 _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
-def encoder_problems(run: ResolvedRun, branch: str = "") -> list[str]:
+def encoder_problems(run: ResolvedRun, task: str = "") -> list[str]:
     """Problems of the encoder, its vocabulary, positions and weights, one line each.
 
     Args:
         run: without problems that its files show.
-        branch: the name of an additional branch that reads texts.
+        task: the name of an auxiliary task that reads texts.
     """
-    config = run.config.branches()[branch]
+    config = run.config.tasks()[task]
     advice = f" ({config.objective.without_mlm} trains without MLM)"
-    return [line + advice if "without MLM" in line else line for line in _problems(run, config, branch)]
+    return [line + advice if "without MLM" in line else line for line in _problems(run, config, task)]
 
 
-def _problems(run: ResolvedRun, config: TrainConfig, branch: str) -> list[str]:
+def _problems(run: ResolvedRun, config: TrainConfig, task: str) -> list[str]:
     from transformers import AutoModelForMaskedLM
 
-    manifest = run.manifests[branch]
+    manifest = run.manifests[task]
     encoder, info = config.encoder, manifest.tokenizer
     if info is None:  # images or audio, which kind_problem reports
         return []
-    folder = run.data[branch] / TOKENIZER
+    folder = run.data[task] / TOKENIZER
     try:
         tokenizer = load_tokenizer(str(folder))
     except ConfigError:
@@ -85,7 +85,7 @@ def _problems(run: ResolvedRun, config: TrainConfig, branch: str) -> list[str]:
             f"token ids up to {info.vocab_size - 1} would be beyond it"
         )
     rates = [layer.p for layer in model.modules() if isinstance(layer, Dropout)]
-    objectives = [one.objective for one in config.branches().values()]
+    objectives = [one.objective for one in config.tasks().values()]
     if all(limit(rate) == limit(0.0) for rate in rates):
         found += [
             f"encoder: it drops nothing, so the two views of objective {one.kind} would be equal; set "
@@ -135,7 +135,7 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
             "microbatch_tokens and scaling.num_workers; encoder.dropout=0 encoder.attention_dropout=0 avoids this",
             built.model.config.model_type,
         )
-    if remark := built.unloaded.remark(encoder.pretrained):
+    if remark := built.load_report.remark(encoder.pretrained):
         get_logger().warning("%s", remark)
     if remark := left_out(encoder.pretrained, encoder.pooling):
         get_logger().warning("%s", remark)
@@ -146,7 +146,7 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
             built.model.config.model_type,
             built.config.layout,
         )
-    return built.unloaded.problems(encoder.pretrained, config.objective.mlm and not encoder.new_mlm_head)
+    return built.load_report.problems(encoder.pretrained, config.objective.mlm and not encoder.new_mlm_head)
 
 
 def _unkeyed(config: TrainConfig, encoder: Encoder) -> str:

@@ -18,7 +18,7 @@ from trainer.driver.summary import read_seconds
 from trainer.driver.validation_checks import validated_rows, validation_remarks
 from trainer.metrics.interval import steps_between
 from trainer.metrics.metrics import read_metrics
-from trainer.setup.branches import data_hashes
+from trainer.setup.auxiliary import data_hashes
 from trainer.setup.config import TrainConfig
 from trainer.setup.coverage import Coverage, coverage
 from trainer.setup.steps import total_steps
@@ -43,7 +43,7 @@ class TrainEstimate(Strict):
     steps: int
     batch_documents: int
     documents: int
-    """Training rows of the main branch."""
+    """Training rows of the main task."""
     passes: float
     """Passes over them."""
     num_tokens: int

@@ -7,21 +7,21 @@ from typing import Any
 
 from common.console.logs import get_logger
 from common.records import DamagedError
-from common.storage import folder_aside, hash_file, hash_json, set_aside, write_json, write_text
+from common.storage import atomic_folder, hash_file, hash_json, set_aside, write_json, write_text
 from trainer.checkpoints import checkpoint, ranking
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import RunState
 from trainer.checkpoints.weights import load_objective, load_parameters
-from trainer.driver.card import model_card
 from trainer.driver.dense import write_steps
 from trainer.driver.exported import EXPORT, SETTINGS, read_settings
+from trainer.driver.model_card import model_card
 from trainer.driver.resolved import ResolvedRun
 from trainer.driver.verdict import verdict_of
-from trainer.metrics.settings import FOLLOWED
+from trainer.metrics.config import FOLLOWED
 from trainer.model.behind import steps_of
 from trainer.model.encoder import Encoder
+from trainer.model.hf_logging import silence
 from trainer.model.language_model import max_span_tokens
-from trainer.model.silence import silence
 from trainer.setup.build import build_encoder, build_objective, load_tokenizer
 from trainer.setup.config import TrainConfig
 
@@ -49,9 +49,9 @@ def export(resolved: ResolvedRun) -> Path:
     tokenizer, _ = load_tokenizer(resolved.data[""], resolved.manifest)
     encoder = build_encoder(config, tokenizer)
     load_parameters(path, encoder)
-    with folder_aside(target, replace=True) as aside:
+    with atomic_folder(target, replace=True) as aside:
         # a head that is neither pretrained nor trained by this run would look like a trained one
-        write_encoder(encoder, tokenizer, aside, () if config.objective.mlm else encoder.unloaded.head)
+        write_encoder(encoder, tokenizer, aside, () if config.objective.mlm else encoder.load_report.head)
         objective = build_objective(config, encoder, resolved.manifest)
         if layers := objective.exported():
             load_objective(path, objective)

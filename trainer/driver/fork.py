@@ -13,22 +13,22 @@ from safetensors import safe_open
 from common.config import ConfigError
 from common.console.logs import get_logger
 from common.paths import expand
-from common.storage import folder_aside, write_json, write_text
+from common.storage import atomic_folder, write_json, write_text
 from common.stores.address import is_remote
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.checkpoints.state import FORK, RunState, read_origin
-from trainer.checkpoints.weights import load_branch, load_objective
-from trainer.driver.checks import changes, load_problems, read_decisive, refuse, resolve
+from trainer.checkpoints.weights import load_objective, load_task
+from trainer.driver.checks import changes, load_problems, read_resume_settings, refuse, resolve
 from trainer.driver.resolved import ResolvedRun
 from trainer.metrics.metrics import METRICS, read_metrics
-from trainer.parallel.world import World
-from trainer.setup.branches import data_hashes, joint_hash
+from trainer.parallel.communicator import Communicator
+from trainer.setup.auxiliary import data_hashes, joint_hash
 from trainer.setup.build import build_encoder, build_objective, load_tokenizer
 from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import DECISIVE
+from trainer.setup.geometry import RESUME_SETTINGS
 from trainer.setup.steps import total_steps
-from trainer.setup.turns import build_branch
+from trainer.setup.tasks import build_task
 from trainer.step.microbatch import Microbatch
 
 
@@ -73,22 +73,20 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
             f"--fork {new_run}: {old} is at step {state.step} already, the new run ends at {steps}; increase steps"
         )
     refuse(wrong)
-    with folder_aside(new) as aside:
+    with atomic_folder(new) as aside:
         folder = checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step)
         shutil.copytree(path, folder)
-        files = _kept_branches(config, folder, state)
+        files = _kept_tasks(config, folder, state)
         hashes = data_hashes(manifests)
         data = joint_hash(hashes)
         renewed = state.model_copy(
             update={
                 "config_hash": config.hash(),
                 "data_hash": data,
-                "branch_hashes": hashes if config.auxiliary_tasks else {},
+                "task_hashes": hashes if config.auxiliary_tasks else {},
                 "documents": state.step * config.batch_documents,
                 "files": files,
-                "branches_skipped": {
-                    name: n for name, n in state.branches_skipped.items() if name in config.auxiliary_tasks
-                },
+                "tasks_skipped": {name: n for name, n in state.tasks_skipped.items() if name in config.auxiliary_tasks},
                 "scores": state.scores if state.data_hash == data else {},
                 "reported": None,  # a fork starts with these weights, and validates them
                 "sizes": {name: (folder / name).stat().st_size for name in files},
@@ -97,14 +95,16 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
         write_json(folder / "state.json", renewed.model_dump(mode="json"))
         lines = [line for line in read_metrics(old) if line["step"] <= state.step]
         write_text(aside / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
-        before = read_decisive(old) or {}
-        write_json(aside / DECISIVE, config.decisive())
-        write_json(aside / FORK, {"from": str(old), "step": state.step, "changed": changes(before, config.decisive())})
+        before = read_resume_settings(old) or {}
+        write_json(aside / RESUME_SETTINGS, config.resume_settings())
+        write_json(
+            aside / FORK, {"from": str(old), "step": state.step, "changed": changes(before, config.resume_settings())}
+        )
     return config
 
 
-def _kept_branches(config: TrainConfig, folder: Path, state: RunState) -> dict[str, str]:
-    """Checksums of the files that the fork keeps; deletes and logs those of branches that it no longer has."""
+def _kept_tasks(config: TrainConfig, folder: Path, state: RunState) -> dict[str, str]:
+    """Checksums of the files that the fork keeps; deletes and logs those of tasks that it no longer has."""
     kept = dict(state.files)
     for file in state.files:
         name, _, rest = file.partition(".")
@@ -113,7 +113,7 @@ def _kept_branches(config: TrainConfig, folder: Path, state: RunState) -> dict[s
             del kept[file]
     dropped = sorted({file.partition(".")[0] for file in set(state.files) - set(kept)})
     if dropped:
-        get_logger().info("--fork: leaving out the branches %s of the old run", ", ".join(dropped))
+        get_logger().info("--fork: leaving out the tasks %s of the old run", ", ".join(dropped))
     return kept
 
 
@@ -138,12 +138,12 @@ def _misfits(run: ResolvedRun, path: Path) -> list[str]:
     except checkpoint.CheckpointError as error:
         found.append(f"objective = {config.objective.kind}: {error}; a fork keeps the objective's kind and layers")
     for name in config.auxiliary_tasks:
-        branch = build_branch(config, name, encoder, run.manifests[name], World(), Microbatch())
+        task = build_task(config, name, encoder, run.manifests[name], Communicator(), Microbatch())
         try:
-            load_branch(path, branch)
+            load_task(path, task)
         except checkpoint.CheckpointError as error:
             found.append(
-                f"auxiliary_tasks.{name}: {error}; a fork keeps a branch's frontend and layers, or gives the branch "
+                f"auxiliary_tasks.{name}: {error}; a fork keeps a task's frontend and layers, or gives the task "
                 "a new name"
             )
     return found

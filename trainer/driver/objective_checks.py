@@ -36,10 +36,10 @@ def kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
 
 
 def data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
-    """Reasons why a branch's objective cannot train on these shards, one line each, from their manifest alone.
+    """Reasons why a task's objective cannot train on these shards, one line each, from their manifest alone.
 
     Args:
-        config: configuration of the run, or that of a branch.
+        config: configuration of the run, or that of a task.
         manifest: of its shards.
     """
     if other_kind := kind_problem(config, manifest):

@@ -19,7 +19,7 @@ class ResolvedRun:
     Attributes:
         config: as the user gave it, with the spans' geometry of the shards.
         folder: of the run on this host.
-        data: folder of the shards of each branch on this host; "" for the main one.
+        data: folder of the shards of each task on this host; "" for the main one.
         manifests: of these shards.
         scored: manifest of `validation.data`; None without.
     """
@@ -32,17 +32,17 @@ class ResolvedRun:
 
     @property
     def manifest(self) -> Manifest:
-        """That of the main branch."""
+        """That of the main task."""
         return self.manifests[""]
 
     @property
     def plan(self) -> Plan:
-        """The order of the main branch's documents."""
+        """The order of the main task's documents."""
         config, shards = self.config, self.manifest.of_split("train")
         return Plan(config.seed, sum(shard.num_documents for shard in shards), config.batch_documents)
 
     def training_shards(self) -> dict[str, ShardSet]:
-        """The training split of each branch."""
+        """The training split of each task."""
         return {name: ShardSet(folder, "train") for name, folder in self.data.items()}
 
 
@@ -51,8 +51,8 @@ class Found:
     """The shards that a configuration names, as far as they can be read.
 
     Attributes:
-        data: folders by branch.
-        manifests: by branch.
+        data: folders by task.
+        manifests: by task.
         scored: manifest of `validation.data`, if it is set and validations take place.
         unreadable: setting and reason of each that cannot be read.
     """
@@ -67,7 +67,7 @@ def find_shards(config: TrainConfig) -> Found:
     """Reads the manifests of all shards of a run; fetches those at addresses."""
     found = Found({}, {}, None, {})
     places = {
-        name: (f"auxiliary_tasks.{name}.data" if name else "data", one.data) for name, one in config.branches().items()
+        name: (f"auxiliary_tasks.{name}.data" if name else "data", one.data) for name, one in config.tasks().items()
     }
     for name, (key, place) in places.items():
         try:

@@ -13,7 +13,7 @@ from common.lease import Lease
 from common.lock import RunLock
 from common.paths import expand
 from common.scores import SCORES
-from common.storage import folder_aside, write_json, write_text
+from common.storage import atomic_folder, write_json, write_text
 from common.stores.address import is_remote
 from common.stores.retry import RetryPolicy
 from pipeline.shards.manifest import TOKENIZER
@@ -33,15 +33,15 @@ from trainer.driver.summary import SECONDS, SUMMARY, add_seconds, ended_early, f
 from trainer.driver.supervisor import Supervisor
 from trainer.driver.validation_checks import validation_remarks
 from trainer.driver.waiting import oversubscribed
-from trainer.model.settings import EncoderConfig, FrontendConfig
+from trainer.model.config import EncoderConfig, FrontendConfig
 from trainer.setup.cache import run_folder
 from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import DECISIVE
+from trainer.setup.geometry import RESUME_SETTINGS
 from trainer.setup.steps import total_steps
 
 Model = TypeVar("Model", EncoderConfig, FrontendConfig)
 
-_FILES = ("config.yaml", DECISIVE, DEVICE, SECONDS, FAILURES, SUMMARY)  # written by the driver of a run
+_FILES = ("config.yaml", RESUME_SETTINGS, DEVICE, SECONDS, FAILURES, SUMMARY)  # written by the driver of a run
 
 
 def run_training(
@@ -113,9 +113,9 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
     config, run = resolved.config, resolved.folder
     store = store_of(config.run, run)
     write_text(run / "config.yaml", config_yaml(config))
-    write_json(run / DECISIVE, config.decisive())
+    write_json(run / RESUME_SETTINGS, config.resume_settings())
     if is_remote(config.data) and not (run / TOKENIZER).is_dir():  # readers of the run open no address that it names
-        with folder_aside(run / TOKENIZER) as aside:
+        with atomic_folder(run / TOKENIZER) as aside:
             shutil.copytree(resolved.data[""] / TOKENIZER, aside, dirs_exist_ok=True)
     steps = total_steps(config, resolved.plan)
     latest = checkpoint.find_latest(run / CHECKPOINTS)
@@ -189,9 +189,9 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
 
 
 def terms_of(config: TrainConfig) -> list[str]:
-    """Names of the loss terms of all branches in the metrics."""
+    """Names of the loss terms of all tasks in the metrics."""
     return [
-        f"{name}_{term}" if name else term for name, one in config.branches().items() for term in one.objective.metrics
+        f"{name}_{term}" if name else term for name, one in config.tasks().items() for term in one.objective.metrics
     ]
 
 
@@ -210,10 +210,8 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     places = {key: _absolute(getattr(config.validation, key)) for key in ("data", "stsb")}
     update["validation"] = config.validation.model_copy(update=places)
     update["auxiliary_tasks"] = {
-        name: branch.model_copy(
-            update={"data": _absolute(branch.data), "frontend": _with_absolute_model(branch.frontend)}
-        )
-        for name, branch in config.auxiliary_tasks.items()
+        name: task.model_copy(update={"data": _absolute(task.data), "frontend": _with_absolute_model(task.frontend)})
+        for name, task in config.auxiliary_tasks.items()
     }
     return config.model_copy(update=update)
 

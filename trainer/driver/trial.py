@@ -12,19 +12,19 @@ from transformers.utils import logging as transformers_logging
 from common.cluster import named_cluster
 from pipeline.shards.shards import ShardSet
 from trainer.data.batches import RankBatch
-from trainer.data.canonical import feed_units
+from trainer.data.canonical import collate_canonical
 from trainer.data.chunks import fetched
-from trainer.data.feed import Feed
+from trainer.data.collator import Collator
 from trainer.data.plan import Plan
 from trainer.driver.device import kept_device
 from trainer.metrics.metrics import peak_memory_mib
-from trainer.parallel.world import World
-from trainer.setup.build import build_encoder, build_feed, build_validator, load_tokenizer
+from trainer.parallel.communicator import Communicator
+from trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
 from trainer.setup.config import TrainConfig
-from trainer.setup.turns import build_branch, build_turns
+from trainer.setup.tasks import build_task, build_train_steps
 from trainer.step.microbatch import Microbatch
-from trainer.worker.bad_losses import BadLosses
-from trainer.worker.turns import Turn, Turns
+from trainer.worker.nonfinite_losses import NonFiniteLosses
+from trainer.worker.scheduler import ScheduledStep, TaskScheduler
 
 _SECONDS = 5.0
 """Time of the measured steps; a first step that takes longer is the only one."""
@@ -60,7 +60,7 @@ def try_steps(config: TrainConfig, run: Path, shards: dict[str, ShardSet], total
     Args:
         config: of the run, without problems.
         run: its folder on this machine; only read.
-        shards: training split of each branch; "" for the main one.
+        shards: training split of each task; "" for the main one.
         total_steps: of the run.
         scored: held-out rows of each validation; 0: there is none.
 
@@ -73,21 +73,23 @@ def try_steps(config: TrainConfig, run: Path, shards: dict[str, ShardSet], total
         torch.set_num_threads(config.scaling.cpus_per_worker)
     tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
     encoder = build_encoder(config, tokenizer).to(device).train()
-    world = World(deterministic=config.scaling.elastic_determinism)
-    branches = [
-        build_branch(config, name, encoder, one.manifest, world, Microbatch.of(config.microbatch_tokens, device))
+    comm = Communicator(deterministic=config.scaling.elastic_determinism)
+    tasks = [
+        build_task(config, name, encoder, one.manifest, comm, Microbatch.of(config.microbatch_tokens, device))
         for name, one in shards.items()
     ]
-    steppers = build_turns(config, branches, total_steps)
-    turns = Turns([Turn(stepper, BadLosses(skip=True, most_in_a_row=_MOST_STEPS)) for stepper in steppers])
-    feeds = {branch.name: build_feed(branch.objective, encoder, vocabulary) for branch in branches}
+    train_steps = build_train_steps(config, tasks, total_steps)
+    scheduler = TaskScheduler(
+        [ScheduledStep(train_step, NonFiniteLosses(skip=True, most_in_a_row=_MOST_STEPS)) for train_step in train_steps]
+    )
+    collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
     seconds, tokens = list[float](), list[int]()
     while len(seconds) <= _MOST_STEPS and sum(seconds) < _SECONDS + min(seconds[:1], default=0.0):
         step = len(seconds)
         began = time.perf_counter()
-        main, *others = (_batch(config, name, one, feeds[name], step, device) for name, one in shards.items())
+        main, *others = (_batch(config, name, one, collators[name], step, device) for name, one in shards.items())
         batch = replace(main, auxiliary=dict(zip(list(shards)[1:], others, strict=True)))
-        tokens.append(turns.take(batch, step + 1).num_tokens)
+        tokens.append(scheduler.take(batch, step + 1).num_tokens)
         seconds.append(time.perf_counter() - began)
         if seconds[0] > _SECONDS:
             break
@@ -98,7 +100,7 @@ def try_steps(config: TrainConfig, run: Path, shards: dict[str, ShardSet], total
         num_steps=len(measured),
         step_seconds=sorted(measured)[len(measured) // 2] * _crowding(config, device),
         step_tokens=workers * sum(tokens) / len(tokens),
-        validation_seconds=_validation_seconds(config, turns, shards[""], tokenizer, device, scored),
+        validation_seconds=_validation_seconds(config, scheduler, shards[""], tokenizer, device, scored),
         memory_mib=peak_memory_mib(),
     )
 
@@ -120,27 +122,33 @@ def _crowding(config: TrainConfig, device: torch.device) -> float:
     return max(1.0, scaling.least_workers * scaling.cpus_per_worker / (os.cpu_count() or 1))
 
 
-def _batch(config: TrainConfig, name: str, shards: ShardSet, feed: Feed, step: int, device: torch.device) -> RankBatch:
-    """The share of the first worker of a step of a branch."""
-    one = config.branches()[name]
-    plan = Plan(one.seed, shards.num_documents, one.batch_documents, one.unit_documents)
+def _batch(
+    config: TrainConfig, name: str, shards: ShardSet, collator: Collator, step: int, device: torch.device
+) -> RankBatch:
+    """The share of the first worker of a step of a task."""
+    one = config.tasks()[name]
+    plan = Plan(one.seed, shards.num_documents, one.batch_documents, one.canonical_documents)
     start, end = plan.slice(0, config.scaling.least_workers)
     epochs, documents = plan.documents(step, step + 1, start, end)
-    rows = fetched(shards, documents, epochs, getattr(feed, "fetch", None)).combine_chunks()
-    unit = plan.unit_documents
-    batch = feed.feed(rows, epochs) if unit is None else feed_units(feed, rows, epochs, start // unit, unit)
+    rows = fetched(shards, documents, epochs, getattr(collator, "fetch", None)).combine_chunks()
+    unit = plan.canonical_documents
+    batch = (
+        collator.collate(rows, epochs)
+        if unit is None
+        else collate_canonical(collator, rows, epochs, start // unit, unit)
+    )
     return replace(batch, digest=batch.spans.digest()).to(device)
 
 
 def _validation_seconds(
-    config: TrainConfig, turns: Turns, shards: ShardSet, tokenizer: Any, device: torch.device, scored: int
+    config: TrainConfig, scheduler: TaskScheduler, shards: ShardSet, tokenizer: Any, device: torch.device, scored: int
 ) -> float:
     """Time of a validation of `scored` held-out rows, from one of at most 64."""
     fewer = config.validation.model_copy(update={"max_documents": max(2, min(scored, _SCORED))})
     few = config.model_copy(update={"validation": fewer})
-    validator = build_validator(few, turns.main.stepper, shards, tokenizer, device) if scored else None
+    validator = build_validator(few, scheduler.main.train_step, shards, tokenizer, device) if scored else None
     if validator is None:
         return 0.0
     began = time.perf_counter()
-    validator.scores(turns.main.stepper.encoder)
+    validator.scores(scheduler.main.train_step.encoder)
     return (time.perf_counter() - began) * scored / min(scored, _SCORED)

@@ -4,8 +4,8 @@ from common.bootstrap import MIN_ROWS
 from common.paths import expand
 from pipeline.shards.manifest import Manifest, data_hash
 from trainer.driver.resolved import ResolvedRun
+from trainer.metrics.config import FOLLOWED, STSB
 from trainer.metrics.interval import steps_between
-from trainer.metrics.settings import FOLLOWED, STSB
 from trainer.setup.config import TrainConfig
 
 _MIN_VALIDATIONS = 5

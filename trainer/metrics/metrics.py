@@ -15,7 +15,7 @@ from common.storage import set_aside, write_text
 from trainer.metrics import tensorboard
 
 if TYPE_CHECKING:  # reading metrics needs no torch
-    from trainer.step.measured import StepMetrics
+    from trainer.step.step_metrics import StepMetrics
 
 METRICS = "metrics.jsonl"
 _BACK_OFF_SECONDS = 1.0

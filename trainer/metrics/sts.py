@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from trainer.data.batches import SpanBatch
-from trainer.metrics.settings import STSB
+from trainer.metrics.config import STSB
 from trainer.model.behind import Dense
 from trainer.model.encoder import Encoder
 from trainer.objectives.base import Validator
 from trainer.objectives.held_out import embed_together
 from trainer.objectives.row_score import RowScore
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 
 FILE = "sts-dev.csv"
 _SCORE, _FIRST, _COLUMNS = 4, 5, 7  # columns of a line; some lines have notes behind them
@@ -97,19 +97,19 @@ class StsValidator:
     Attributes:
         pairs: the pairs.
         layers: layers behind the pooling that are exported.
-        world: the workers.
+        comm: the workers.
         device: device of the encoder.
     """
 
     pairs: StsPairs
     layers: Sequence[Dense]
-    world: World
+    comm: Communicator
     device: torch.device
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """Spearman correlation in percent, 0 if all cosines are equal; None if embeddings are not finite."""
         ids = self.pairs.ids
-        found = embed_together(encoder, len(ids), self._batch, self.layers, self.world, self.device)
+        found = embed_together(encoder, len(ids), self._batch, self.layers, self.comm, self.device)
         if not bool(found.isfinite().all()):
             return None
         first, second = found.chunk(2)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.data.packedbatch import sent
+from trainer.data.packedbatch import to_device
 from trainer.data.tokenrates import TokenRates
 from trainer.model.dropout import DropoutKeys, WeightDropout
 from trainer.model.kernel_choice import Kernels
@@ -81,7 +81,7 @@ class AttentionLayout:
     def groups(self) -> list[AttentionGroup]:
         """Groups of spans of similar length that cover every token once."""
         return [
-            AttentionGroup(sent(tokens, self.device), sent(valid, self.device) if ragged else None)
+            AttentionGroup(to_device(tokens, self.device), to_device(valid, self.device) if ragged else None)
             for tokens, valid, ragged in self._groups
         ]
 
@@ -92,7 +92,7 @@ class AttentionLayout:
         valid = torch.cat([valid.flatten() for _, valid, _ in self._groups])
         order = torch.empty(int(self.lengths.sum()), dtype=torch.int64)
         order[tokens[valid]] = valid.nonzero()[:, 0]
-        return sent(order, self.device)
+        return to_device(order, self.device)
 
     @cached_property
     def _groups(self) -> list[tuple[Tensor, Tensor, bool]]:

@@ -19,14 +19,14 @@ from trainer.data.tokentable import TokenTable
 from trainer.model.attention import PACKED, PADDED, AttentionLayout, prepare_modules, register
 from trainer.model.behind import Dense, Step, modules_of
 from trainer.model.compilation import Compilation
+from trainer.model.config import EncoderConfig
 from trainer.model.dropout import DropoutKeys, key_dropout
 from trainer.model.flops import linear_weights
 from trainer.model.frontend import EmbeddingSwitch, Frontend
+from trainer.model.hf_logging import silence
 from trainer.model.kernel_choice import Kernels, fitting_kernels
 from trainer.model.language_model import drops_attention, mlm_head, padding_index
-from trainer.model.settings import EncoderConfig
-from trainer.model.silence import silence
-from trainer.model.unloaded import Unloaded
+from trainer.model.load_report import LoadReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ class Encoder(nn.Module):
         config: settings of pooling, projection and layout.
         model: the masked language model.
         seed: the run's seed, for the projection's weights.
-        unloaded: weights that only the model or only its files have.
+        load_report: weights that only the model or only its files have.
         behind: steps between pooling and projection, which belong to the exported encoder.
     """
 
@@ -50,12 +50,12 @@ class Encoder(nn.Module):
         config: EncoderConfig,
         model: "PreTrainedModel",
         seed: int,
-        unloaded: Unloaded | None = None,
+        load_report: LoadReport | None = None,
         behind: Sequence[Step] = (),
     ) -> None:
         super().__init__()
         self.model = model
-        self.unloaded = unloaded or Unloaded()
+        self.load_report = load_report or LoadReport()
         self.sharded = False  # set by trainer/parallel/sharding.py
         self._kernels: dict[tuple[torch.device, bool], Kernels | None] = {}
         self._switch: EmbeddingSwitch | None = None

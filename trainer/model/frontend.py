@@ -1,4 +1,4 @@
-"""Frontend of a branch: hidden states of patches, in place of the word embeddings of the encoder.
+"""Frontend of a task: hidden states of patches, in place of the word embeddings of the encoder.
 
 Legend: T tokens, F values of a patch, W width of the encoder's embeddings.
 """
@@ -14,9 +14,9 @@ from common import seeding
 from common.hub import hub_or_cache
 from common.paths import expand
 from trainer.data.patches import PatchBatch
+from trainer.model.config import FrontendConfig
+from trainer.model.hf_logging import silence
 from trainer.model.language_model import UnfitEncoderError
-from trainer.model.settings import FrontendConfig
-from trainer.model.silence import silence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

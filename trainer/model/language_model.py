@@ -13,13 +13,13 @@ from torch import Tensor
 from common import seeding
 from common.hub import hub_or_cache
 from common.paths import expand
-from common.suggestions import meant
+from common.suggestions import suggest
 from trainer.data.vocabulary import Vocabulary
 from trainer.model.bounds import check_config, check_folder
+from trainer.model.config import EncoderConfig
 from trainer.model.dropout import NEVER
-from trainer.model.settings import EncoderConfig
-from trainer.model.silence import silence
-from trainer.model.unloaded import Unloaded
+from trainer.model.hf_logging import silence
+from trainer.model.load_report import LoadReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +68,7 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
         given = dict(config.from_config)
         check_config(given)
         if given["model_type"] not in CONFIG_MAPPING:
-            near = meant(str(given["model_type"]), list(MODEL_FOR_MASKED_LM_MAPPING_NAMES))
+            near = suggest(str(given["model_type"]), list(MODEL_FOR_MASKED_LM_MAPPING_NAMES))
             raise UnfitEncoderError(f"transformers has no model type {given['model_type']!r}{near}")
         hf = AutoConfig.for_model(given.pop("model_type"), **{"vocab_size": vocabulary_size, **ids, **given})
     own_code = "AutoModelForMaskedLM" in (getattr(hf, "auto_map", None) or {})
@@ -105,19 +105,19 @@ def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
     return load_model(config, hf, seed)[0]
 
 
-def load_with_dropout_layers(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedModel", Unloaded]:
+def load_with_dropout_layers(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedModel", LoadReport]:
     """As `load_model`, with all dropout layers; a family may leave out those whose rate is 0."""
     zero = [name for name in _DROPOUTS if getattr(hf, name, None) == 0]
     for name in zero:
         setattr(hf, name, NEVER)
-    model, unloaded = load_model(config, hf, seed)
+    model, load_report = load_model(config, hf, seed)
     for name in zero:  # the exported config has the rates of the encoder
         setattr(hf, name, 0.0)
         setattr(model.config, name, 0.0)
-    return model, unloaded
+    return model, load_report
 
 
-def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedModel", Unloaded]:
+def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedModel", LoadReport]:
     """Loads the masked language model in float32, and lists weights that it and its files do not share.
 
     Weights missing in the files are drawn from the seed.
@@ -131,7 +131,7 @@ def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedMo
     with silence(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeding.torch_seed(seed, "weights"))
         if config.pretrained is None:
-            return AutoModelForMaskedLM.from_config(hf, dtype=torch.float32), Unloaded()
+            return AutoModelForMaskedLM.from_config(hf, dtype=torch.float32), LoadReport()
         with _source(config.pretrained) as source:
             model, info = AutoModelForMaskedLM.from_pretrained(
                 source,
@@ -139,9 +139,9 @@ def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedMo
                 dtype=torch.float32,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # listed in `Unloaded`
+                ignore_mismatched_sizes=True,  # listed in `LoadReport`
             )
-    return model, Unloaded.of(model, info)
+    return model, LoadReport.of(model, info)
 
 
 def drops_attention(hf: Any) -> bool:
@@ -187,7 +187,7 @@ def mlm_head(model: "PreTrainedModel") -> Callable[[Tensor], Tensor]:
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """Reads the ids that the feed needs from a transformers tokenizer.
+    """Reads the ids that the collator needs from a transformers tokenizer.
 
     Raises:
         ValueError: the tokenizer has no mask token.

@@ -79,7 +79,7 @@ def patch_problem(encoder: Encoder, frontend: Frontend) -> str | None:
 
     Args:
         encoder: the encoder in the layout that fits it; it is left unchanged.
-        frontend: the frontend of a branch.
+        frontend: the frontend of a task.
     """
     kind, lengths = encoder.model.config.model_type, torch.tensor([3, 2])
     values = torch.linspace(-1, 1, 5 * frontend.patches.in_features).view(5, -1)

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from pipeline.shards.shards import ShardSet
 from trainer.data.batches import RankBatch
-from trainer.data.feed import Feed
+from trainer.data.collator import Collator
 from trainer.data.vocabulary import Vocabulary
 from trainer.model.behind import Dense
 from trainer.model.encoder import Encoder
 from trainer.objectives.config import ObjectiveConfig, RunContext
 from trainer.objectives.config import ObjectiveError as ObjectiveError
-from trainer.objectives.share import Share
-from trainer.parallel.world import World
+from trainer.objectives.row_shard import RowShard
+from trainer.parallel.communicator import Communicator
 
 Config = TypeVar("Config", bound=ObjectiveConfig)
 
@@ -39,14 +39,14 @@ class Gathered:
         facts: `(M,)` int64 each, such as labels and document keys.
         seed: seed of the run.
         step: 1-based optimizer step.
-        share: the rows whose gradient `loss` must compute; None: all. Only objectives that share have one.
+        row_shard: the rows whose gradient `loss` must compute; None: all. Only objectives that share have one.
     """
 
     views: Tensor
     facts: dict[str, Tensor] = field(default_factory=dict)
     seed: int = 0
     step: int = 1
-    share: Share | None = None
+    row_shard: RowShard | None = None
 
     def detach(self) -> "Gathered":
         """The same batch without gradient."""
@@ -79,9 +79,9 @@ class Objective(nn.Module, ABC, Generic[Config]):
     """Number of views of a row, V."""
     remembers = False
     """True if `remember` must be called after each update, which keeps the gathered views until then."""
-    shares = False
-    """True if `loss` computes the gradient of the rows of `batch.share` alone, when there is one. Its value is still
-    that of the global batch, and the gradients of the objective's parameters are summed over workers."""
+    shards_rows = False
+    """True if `loss` computes the gradient of the rows of `batch.row_shard` alone, when there is one. Its value is
+    still that of the global batch, and the gradients of the objective's parameters are summed over workers."""
 
     def __init__(self, config: Config, run: RunContext, embedding_size: int) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class Objective(nn.Module, ABC, Generic[Config]):
         self.embedding_size = embedding_size
 
     @abstractmethod
-    def feed(self, vocabulary: Vocabulary, max_content: int) -> Feed:
-        """Builds the feed that packs rows of the shards into spans.
+    def collator(self, vocabulary: Vocabulary, max_content: int) -> Collator:
+        """Builds the collator that packs rows of the shards into spans.
 
         Args:
             vocabulary: ids of the shards' tokenizer.
@@ -135,11 +135,11 @@ class Objective(nn.Module, ABC, Generic[Config]):
         vocabulary: Vocabulary,
         max_content: int,
         max_documents: int,
-        world: World,
+        comm: Communicator,
         device: torch.device,
     ) -> Validator | None:
         """Builds the validator that computes `config.scores` on the held-out split; None if there are no scores."""
-        del held_out, vocabulary, max_content, max_documents, world, device
+        del held_out, vocabulary, max_content, max_documents, comm, device
         return None
 
     def state(self) -> dict[str, Tensor]:

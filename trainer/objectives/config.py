@@ -11,12 +11,12 @@ from common.config import Strict
 from pipeline.shards.content import ContentKind
 from pipeline.shards.manifest import Manifest
 from pipeline.shards.windows import ShortDocuments
-from trainer.model.settings import FrontendConfig
-from trainer.objectives.span_settings import SpanConfig
+from trainer.model.config import FrontendConfig
+from trainer.objectives.span_config import SpanConfig
 
 
 class ObjectiveError(ValueError):
-    """An objective returned what it must not return; raised on every rank."""
+    """An objective violated the objective interface; raised on every rank."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RunContext:
         spans: the `spans` section, completed from the shards.
         batch_documents: rows of the shards in one global batch.
         short_documents: treatment of short documents when the shards were prepared.
-        frontend: settings of the patches, of a branch with images or sounds.
+        frontend: settings of the patches, of a task with images or sounds.
     """
 
     seed: int = 0

@@ -11,7 +11,7 @@ from trainer.data.batches import SpanBatch
 from trainer.data.plan import permute
 from trainer.model.behind import Dense
 from trainer.model.encoder import Encoder
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 
 _CHUNK = 256  # spans in one forward
 # An "epoch" that training never reaches: what it draws for held-out rows is the same at every validation.
@@ -29,7 +29,7 @@ def embed_together(
     total: int,
     batch_of: Callable[[slice], SpanBatch],
     layers: Sequence[Dense],
-    world: World,
+    comm: Communicator,
     device: torch.device,
 ) -> Tensor:
     """Embeddings as exported, `(total, H)`, in float64 on the CPU, the same on every worker; without dropout.
@@ -39,7 +39,7 @@ def embed_together(
         total: number of spans.
         batch_of: packs the spans of a slice of `range(total)`.
         layers: layers behind the pooling that are exported.
-        world: the workers.
+        comm: the workers.
         device: device of the encoder.
     """
     width = layers[-1].linear.out_features if layers else encoder.output_size
@@ -50,7 +50,7 @@ def embed_together(
             found = nn.Sequential(layer.linear, layer.activation)(found.to(layer.linear.weight.dtype))
         return found
 
-    return compute_together(encoder, total, width, embed, world, device, _CHUNK)
+    return compute_together(encoder, total, width, embed, comm, device, _CHUNK)
 
 
 def compute_together(
@@ -58,7 +58,7 @@ def compute_together(
     total: int,
     width: int,
     rows_of: Callable[[slice], Tensor],
-    world: World,
+    comm: Communicator,
     device: torch.device,
     chunk: int,
 ) -> Tensor:
@@ -69,21 +69,21 @@ def compute_together(
         total: number of rows.
         width: numbers in a row.
         rows_of: computes the rows of a slice of `range(total)`, with forwards of the encoder; the slice may be empty.
-        world: the workers.
+        comm: the workers.
         device: device of the encoder.
         chunk: number of rows computed at a time.
     """
     was_training = encoder.training
     encoder.eval()
-    start, end = world.part(total, chunk)
+    start, end = comm.row_range(total, chunk)
     forwards = -(-(end - start) // chunk)
     if encoder.sharded:  # forwards gather weights, so every worker runs the same number
-        forwards = world.largest(forwards)
+        forwards = comm.all_reduce_max(forwards)
     parts = [torch.empty(0, width, device=device, dtype=torch.float64)]
     with torch.no_grad():
         for number in range(forwards):
             first = start + number * chunk
             parts.append(rows_of(slice(first, min(end, first + chunk))).double())
-        table = world.gather(torch.cat(parts), start, total)
+        table = comm.all_gather(torch.cat(parts), start, total)
     encoder.train(was_training)
     return table.cpu()

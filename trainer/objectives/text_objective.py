@@ -8,10 +8,10 @@ from pipeline.shards.shards import ShardSet
 from trainer.data.vocabulary import Vocabulary
 from trainer.objectives.base import Objective
 from trainer.objectives.held_out import held_out_rows
-from trainer.objectives.text_settings import TextObjectiveConfig
+from trainer.objectives.text_config import TextObjectiveConfig
+from trainer.objectives.text_packing import TextPacker
 from trainer.objectives.text_validation import TextValidator
-from trainer.objectives.texts import TextPacker
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 
 TextConfig = TypeVar("TextConfig", bound=TextObjectiveConfig)
 
@@ -29,9 +29,9 @@ class TextObjective(Objective[TextConfig]):
         vocabulary: Vocabulary,
         max_content: int,
         max_documents: int,
-        world: World,
+        comm: Communicator,
         device: torch.device,
     ) -> TextValidator:
         """Builds the validator of held-out texts: retrieval for pairs and triples, and the spread of embeddings."""
         rows = held_out_rows(held_out.num_documents, max_documents, self.run.seed)
-        return TextValidator(self.packer(vocabulary, max_content), held_out, rows, self.exported(), world, device)
+        return TextValidator(self.packer(vocabulary, max_content), held_out, rows, self.exported(), comm, device)

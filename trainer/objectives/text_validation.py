@@ -15,8 +15,8 @@ from trainer.model.behind import Dense
 from trainer.model.encoder import Encoder
 from trainer.objectives.held_out import embed_together
 from trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
-from trainer.objectives.texts import TextPacker, Texts
-from trainer.parallel.world import World
+from trainer.objectives.text_packing import TextPacker, Texts
+from trainer.parallel.communicator import Communicator
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TextValidator:
         shards: rows to score.
         rows: `(N,)` their numbers.
         layers: layers behind the pooling that are exported.
-        world: the workers.
+        comm: the workers.
         device: device of the encoder.
     """
 
@@ -39,7 +39,7 @@ class TextValidator:
     shards: ShardSet
     rows: NDArray[np.int64]
     layers: list[Dense]
-    world: World
+    comm: Communicator
     device: torch.device
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
@@ -54,7 +54,7 @@ class TextValidator:
             len(chosen),
             lambda some: self.packer.pack(texts, chosen[some], numbers[some], epochs),
             self.layers,
-            self.world,
+            self.comm,
             self.device,
         )
         if not bool(found.isfinite().all()):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 
 _BITS = 44
 SCALE = 2.0**_BITS
@@ -20,20 +20,20 @@ _CHUNK = 2**20  # elements converted at a time, so that temporary memory is smal
 _BUCKET = 2**24  # integers of a message, 128 MiB
 
 
-class FixedPointSums:
+class FixedPointReducer:
     """Adds up the gradients of all microbatches of all workers.
 
     A hook of each parameter moves its gradient to the sums as soon as a backward has computed it, so that no parameter
     has a gradient in float32 until `finish`.
 
     Args:
-        world: the workers.
+        comm: the workers.
         parameters: in the same order on every worker; not sharded.
         num_terms: largest number of terms of a sum, for all workers together.
     """
 
-    def __init__(self, world: World, parameters: Sequence[nn.Parameter], num_terms: int) -> None:
-        self.world = world
+    def __init__(self, comm: Communicator, parameters: Sequence[nn.Parameter], num_terms: int) -> None:
+        self.comm = comm
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.limit = 2.0 ** (63 - _BITS) / max(1, num_terms)
         """Smallest absolute value of a term's entry that is refused: sums of smaller ones cannot overflow."""
@@ -72,10 +72,10 @@ class FixedPointSums:
         """
         assert self._refused is not None
         self._active = False
-        self.world.add(self._refused)
+        self.comm.all_reduce_sum_(self._refused)
         allowed = int(self._refused) == 0
         for flat, some in self._buckets:
-            self.world.add(flat)
+            self.comm.all_reduce_sum_(flat)
             for parameter in some:
                 parameter.grad = self._converted(self._sums.pop(id(parameter)), parameter, allowed)
         self._buckets = []

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 
 _BUCKET_BYTES = 32 * 2**20  # large enough for the network's full rate, small enough that the last one is soon sent
 
@@ -32,14 +32,14 @@ class Bucket:
     work: Any = field(default=None)
 
 
-class OverlappedSums:
+class BucketedReducer:
     """Sums the gradients of parameters in persistent buckets.
 
     Buckets are sent in a fixed order, the same on every worker: from the last parameter to the first, as a backward
     completes them. A bucket is sent as soon as it and all buckets before it are complete.
 
     Args:
-        world: the workers.
+        comm: the workers.
         parameters: in the order of the forward; not sharded, of one type.
         compressed: type of the exchange, for example bfloat16; None: that of the gradients.
         bucket_bytes: size of a bucket; a larger parameter is alone in its bucket.
@@ -47,12 +47,12 @@ class OverlappedSums:
 
     def __init__(
         self,
-        world: World,
+        comm: Communicator,
         parameters: Sequence[nn.Parameter],
         compressed: torch.dtype | None = None,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
-        self.world = world
+        self.comm = comm
         self.compressed = compressed
         self.buckets: list[Bucket] = []
         self._armed = False
@@ -110,7 +110,7 @@ class OverlappedSums:
         bucket.work = dist.all_reduce(bucket.sent, async_op=True)
 
     def _wait(self) -> None:
-        self.world.wait([bucket.work for bucket in self.buckets if bucket.work is not None])
+        self.comm.wait([bucket.work for bucket in self.buckets if bucket.work is not None])
         for bucket in self.buckets:
             bucket.work = None
 

@@ -11,7 +11,7 @@ from pipeline.shards.manifest import TOKENIZER, Manifest, ShardError, load_manif
 from pipeline.shards.shards import ShardSet
 from pipeline.shards.windows import ShortDocuments
 from pipeline.tokenizer.tokenization import fingerprint
-from trainer.data.feed import Feed
+from trainer.data.collator import Collator
 from trainer.data.vocabulary import Vocabulary
 from trainer.metrics.sts import StsValidator, read_stsb, together
 from trainer.model.encoder import Encoder
@@ -27,7 +27,7 @@ from trainer.model.sentences import read_behind
 from trainer.objectives.base import Objective, ObjectiveError, Validator, implementation_of
 from trainer.setup.cache import data_folder
 from trainer.setup.config import TrainConfig
-from trainer.step.branch import Branch
+from trainer.step.task import TrainTask
 
 
 def load_tokenizer(folder: Path, manifest: Manifest | None = None) -> tuple[Any, Vocabulary]:
@@ -59,13 +59,13 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
     hf = load_hf_config(config.encoder, len(tokenizer), ids)
-    objectives = [one.objective for one in config.branches().values()]
+    objectives = [one.objective for one in config.tasks().values()]
     load = load_with_dropout_layers if any(one.sets_rates for one in objectives) else load_model
-    model, unloaded = load(config.encoder, hf, config.seed)
+    model, load_report = load(config.encoder, hf, config.seed)
     settings = config.encoder
     if config.scaling.elastic_determinism:  # compiled kernels depend on the lengths seen before
         settings = settings.model_copy(update={"compile": False})
-    encoder = Encoder(settings, model, config.seed, unloaded, read_behind(config.encoder.pretrained))
+    encoder = Encoder(settings, model, config.seed, load_report, read_behind(config.encoder.pretrained))
     layout = fitting_layout(encoder, any(one.mlm for one in objectives))
     encoder.set_layout(settings.model_copy(update={"layout": layout}))
     return encoder
@@ -96,9 +96,9 @@ def new_objective(config: TrainConfig, encoder: Encoder, short_documents: ShortD
     return objective.to(parameter.device, parameter.dtype).train()
 
 
-def build_feed(objective: Objective[Any], encoder: Encoder, vocabulary: Vocabulary) -> Feed:
-    """The feed of an objective, with spans that fit the encoder."""
-    return objective.feed(vocabulary, max_content(encoder, vocabulary))
+def build_collator(objective: Objective[Any], encoder: Encoder, vocabulary: Vocabulary) -> Collator:
+    """The collator of an objective, with spans that fit the encoder."""
+    return objective.collator(vocabulary, max_content(encoder, vocabulary))
 
 
 def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
@@ -107,10 +107,10 @@ def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
 
 
 def build_validator(
-    config: TrainConfig, stepper: Branch, shards: ShardSet, tokenizer: Any, device: torch.device
+    config: TrainConfig, train_step: TrainTask, shards: ShardSet, tokenizer: Any, device: torch.device
 ) -> Validator | None:
     """The scores of a validation: the objective's on held-out rows, and STS-B's; None if there are none."""
-    validation, objective = config.validation, stepper.objective
+    validation, objective = config.validation, train_step.objective
     if not validation.every_steps:
         return None
     if validation.data is None:
@@ -118,11 +118,11 @@ def build_validator(
     else:
         held_out = ShardSet(data_folder(validation.data, config.cache), "train", look=False)
     vocabulary = vocabulary_of(tokenizer)
-    room = max_content(stepper.encoder, vocabulary)
+    room = max_content(train_step.encoder, vocabulary)
     found = []
     if held_out.num_documents > 1:  # all rows may be trained on if STS-B validates
-        found.append(objective.validator(held_out, vocabulary, room, validation.max_documents, stepper.world, device))
+        found.append(objective.validator(held_out, vocabulary, room, validation.max_documents, train_step.comm, device))
     if validation.stsb is not None:
         pairs = read_stsb(expand(validation.stsb), tokenizer, room + vocabulary.num_specials)
-        found.append(StsValidator(pairs, objective.exported(), stepper.world, device))
+        found.append(StsValidator(pairs, objective.exported(), train_step.comm, device))
     return together([one for one in found if one is not None])

@@ -8,17 +8,17 @@ from common import seeding
 from common.config import Strict
 from common.storage import hash_json
 from common.stores.address import is_remote
-from common.suggestions import meant
+from common.suggestions import suggest
 from pipeline.shards.windows import ShortDocuments
-from trainer.checkpoints.settings import CheckpointConfig
-from trainer.metrics.settings import FOLLOWED, STSB, ValidationConfig
-from trainer.model.settings import EncoderConfig, FrontendConfig
+from trainer.checkpoints.config import CheckpointConfig
+from trainer.metrics.config import FOLLOWED, STSB, ValidationConfig
+from trainer.model.config import EncoderConfig, FrontendConfig
 from trainer.objectives.config import RunContext
 from trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
-from trainer.objectives.span_settings import SpanConfig
-from trainer.setup.branches import BranchConfig
+from trainer.objectives.span_config import SpanConfig
+from trainer.setup.auxiliary import AuxiliaryTaskConfig
 from trainer.setup.scaling import ScalingConfig
-from trainer.step.settings import OptimConfig
+from trainer.step.config import OptimConfig
 
 _UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient
 
@@ -42,13 +42,13 @@ class TrainConfig(Strict):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     scaling: ScalingConfig = ScalingConfig()
-    auxiliary_tasks: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]{0,31}$")], BranchConfig] = Field(
+    auxiliary_tasks: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]{0,31}$")], AuxiliaryTaskConfig] = Field(
         default_factory=dict
     )
-    """Additional branches by name, such as `image`: other data and objectives that train the same encoder. They take
+    """Auxiliary tasks by name, such as `image`: other data and objectives that train the same encoder. They take
     turns in the order of their names."""
     task_schedule: Literal["joint", "alternating"] = "joint"
-    """joint: one update for the sum of the losses with their weights. alternating: each additional branch updates the
+    """joint: one update for the sum of the losses with their weights. alternating: each auxiliary task updates the
     encoder before the main one, with its own optimizer, as in VisualCSE and AudioCSE."""
     batch_documents: int = Field(default=16, ge=1)
     """Number of documents in one optimizer step over all workers. The contrastive loss compares all of them."""
@@ -73,7 +73,7 @@ class TrainConfig(Strict):
     export: Literal["last", "best"] = "last"
     """Checkpoint that becomes the exported encoder: the last, or the best by `validation.score`."""
 
-    _frontend: FrontendConfig | None = PrivateAttr(default=None)  # of an additional branch
+    _frontend: FrontendConfig | None = PrivateAttr(default=None)  # of an auxiliary task
 
     @field_validator("validation")
     @classmethod
@@ -82,7 +82,7 @@ class TrainConfig(Strict):
         if "objective" in info.data:  # absent if it has errors
             known = (*([STSB] if validation.stsb else []), *info.data["objective"].scores, FOLLOWED)
             if validation.score and validation.score not in known:
-                hint = meant(validation.score, known)
+                hint = suggest(validation.score, known)
                 raise ValueError(f"score = {validation.score!r}: must be one of {', '.join(known)}{hint}")
         return validation
 
@@ -106,22 +106,22 @@ class TrainConfig(Strict):
             problems.append("optim.lr = 0: the run would learn nothing; set it above 0")
         if self.task_schedule == "alternating" and not self.auxiliary_tasks:
             problems.append(
-                "task_schedule = alternating has no effect without auxiliary_tasks; remove it, or add a branch"
+                "task_schedule = alternating has no effect without auxiliary_tasks; remove it, or add a task"
             )
         problems += [
             f"auxiliary_tasks.{name}.optim has no effect with task_schedule = joint, which has one update; remove it, "
             "or set task_schedule=alternating"
-            for name, branch in self.auxiliary_tasks.items()
-            if branch.optim is not None and self.task_schedule == "joint"
+            for name, task in self.auxiliary_tasks.items()
+            if task.optim is not None and self.task_schedule == "joint"
         ]
         if self.scaling.fsdp and self.microbatch_tokens == "auto":
             problems.append(
                 "scaling.fsdp = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; set a number of tokens, or null"
             )
-        if self.unit_documents is not None:
+        if self.canonical_documents is not None:
             auto, compiled = self.microbatch_tokens == "auto", bool(self.encoder.compile)
-            problems += self.scaling.determinism_problems(self.num_units, self.unit_documents, auto, compiled)
+            problems += self.scaling.determinism_problems(self.num_canonical, self.canonical_documents, auto, compiled)
         if self.validation.stsb and not self.validation.every_steps:
             problems.append(
                 "validation.stsb needs validation.every_steps above 0; remove it, or set the number of steps"
@@ -151,16 +151,16 @@ class TrainConfig(Strict):
         return self.export == "best" or self.validation.patience is not None
 
     @property
-    def unit_documents(self) -> int | None:
+    def canonical_documents(self) -> int | None:
         """Documents of a canonical microbatch; None without `scaling.elastic_determinism`."""
         if not self.scaling.elastic_determinism:
             return None
         return self.scaling.deterministic_chunk_documents or -(-self.batch_documents // _UNITS)
 
     @property
-    def num_units(self) -> int:
+    def num_canonical(self) -> int:
         """Canonical microbatches of a batch; 0 without `scaling.elastic_determinism`."""
-        return 0 if self.unit_documents is None else -(-self.batch_documents // self.unit_documents)
+        return 0 if self.canonical_documents is None else -(-self.batch_documents // self.canonical_documents)
 
     def _best_problems(self) -> list[str]:
         """Reasons why no best checkpoint can be chosen, which `export: best` and patience need."""
@@ -183,31 +183,31 @@ class TrainConfig(Strict):
         """
         return RunContext(self.seed, self.spans, self.batch_documents, short_documents, self._frontend)
 
-    def of_branch(self, name: str) -> "TrainConfig":
-        """The configuration of an additional branch, as that of a run whose main branch it is.
+    def of_task(self, name: str) -> "TrainConfig":
+        """The configuration of an auxiliary task, as that of a run whose main task it is.
 
-        Its seed is drawn from the run's, so that branches with the same data differ.
+        Its seed is drawn from the run's, so that tasks with the same data differ.
         """
-        branch = self.auxiliary_tasks[name]
+        task = self.auxiliary_tasks[name]
         values = {
-            "data": branch.data,
-            "objective": branch.objective,
-            "spans": branch.spans,
-            "batch_documents": branch.batch_documents,
-            "optim": branch.optim or self.optim,
+            "data": task.data,
+            "objective": task.objective,
+            "spans": task.spans,
+            "batch_documents": task.batch_documents,
+            "optim": task.optim or self.optim,
             "seed": seeding.torch_seed(self.seed, "branch", name),
             "auxiliary_tasks": {},
             "task_schedule": "joint",
         }
         made = self.model_copy(update=values)
-        made._frontend = branch.frontend
+        made._frontend = task.frontend
         return made
 
-    def branches(self) -> dict[str, "TrainConfig"]:
-        """The main branch, named "", and the additional ones by name, so that their order in a file has no effect."""
-        return {"": self, **{name: self.of_branch(name) for name in sorted(self.auxiliary_tasks)}}
+    def tasks(self) -> dict[str, "TrainConfig"]:
+        """The main task, named "", and the additional ones by name, so that their order in a file has no effect."""
+        return {"": self, **{name: self.of_task(name) for name in sorted(self.auxiliary_tasks)}}
 
-    def decisive(self) -> dict[str, object]:
+    def resume_settings(self) -> dict[str, object]:
         """The settings that determine the result; a run is resumed only if they are unchanged.
 
         `on_nonfinite_loss` is not among them: it has no effect before a bad loss, and after one only `skip` continues.
@@ -216,10 +216,10 @@ class TrainConfig(Strict):
         places = ("run", "data", "cache")
         free = (*places, "scaling", "checkpoint", "microbatch_tokens", "on_nonfinite_loss", "max_skipped_steps")
         found = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
-        for branch in found["auxiliary_tasks"].values():
-            del branch["data"]
+        for task in found["auxiliary_tasks"].values():
+            del task["data"]
         return found
 
     def hash(self) -> str:
-        """Hash of the decisive settings."""
-        return hash_json(self.decisive())
+        """Hash of the resume settings."""
+        return hash_json(self.resume_settings())

@@ -7,10 +7,10 @@ from typing import Any
 
 from common.storage import read_json
 from pipeline.shards.manifest import Manifest
-from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.span_config import SpanConfig
 from trainer.setup.config import TrainConfig
 
-DECISIVE = "decisive.json"
+RESUME_SETTINGS = "resume_settings.json"
 """The file of a run that holds the settings which decide its result."""
 
 _KEYS = ("num_anchors", "max_tokens", "min_tokens")
@@ -25,15 +25,15 @@ def with_geometry(config: TrainConfig, run: Path, manifests: Mapping[str, Manife
     Args:
         config: of the run.
         run: folder of the run.
-        manifests: of the branches' shards that can be read; "" for the main one.
+        manifests: of the tasks' shards that can be read; "" for the main one.
     """
     if not config.auxiliary_tasks and all(key in config.spans.model_fields_set for key in _KEYS):
         return config
     auxiliary_tasks = {
-        name: branch.model_copy(
-            update={"spans": _spans(config.of_branch(name), run, ("auxiliary_tasks", name), manifests.get(name))}
+        name: task.model_copy(
+            update={"spans": _spans(config.of_task(name), run, ("auxiliary_tasks", name), manifests.get(name))}
         )
-        for name, branch in config.auxiliary_tasks.items()
+        for name, task in config.auxiliary_tasks.items()
     }
     return config.model_copy(
         update={"spans": _spans(config, run, (), manifests.get("")), "auxiliary_tasks": auxiliary_tasks}
@@ -41,7 +41,7 @@ def with_geometry(config: TrainConfig, run: Path, manifests: Mapping[str, Manife
 
 
 def _spans(config: TrainConfig, run: Path, section: tuple[str, ...], manifest: Manifest | None) -> SpanConfig:
-    """The completed spans of a branch, whose settings are below `section` in those of the run."""
+    """The completed spans of a task, whose settings are below `section` in those of the run."""
     missing = [key for key in _KEYS if key not in config.spans.model_fields_set]
     if not missing:
         return config.spans
@@ -63,7 +63,7 @@ def unknown(config: TrainConfig) -> list[str]:
 def _started_with(run: Path, section: tuple[str, ...]) -> dict[str, Any]:
     """The spans of the run's settings below `section`; empty where there are none."""
     try:
-        spans = reduce(lambda found, key: found[key], (*section, "spans"), read_json(run / DECISIVE))
+        spans = reduce(lambda found, key: found[key], (*section, "spans"), read_json(run / RESUME_SETTINGS))
         return {key: int(spans[key]) for key in _KEYS}
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the checks report it
         return {}

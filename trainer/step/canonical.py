@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from trainer.data.batches import AnyBatch, RankBatch
-from trainer.data.canonical import units_of
-from trainer.objectives.share import Share
-from trainer.parallel.fixedpoint import FixedPointSums
-from trainer.step.gradcache import Counts, GradCache, Gradients, backward
+from trainer.data.canonical import canonical_microbatches
+from trainer.objectives.row_shard import RowShard
+from trainer.parallel.fixedpoint import FixedPointReducer
+from trainer.step.gradcache import GlobalCounts, GradCache, Gradients, backward
 
 _MLM_STEP = 2.0**-20  # losses are rounded to its multiples: below 2^33, sums of those are exact in float64
 
@@ -24,15 +24,15 @@ class CanonicalCache(GradCache):
     """Both passes of a step, by canonical microbatches.
 
     Attributes:
-        sums: sums of the gradients.
+        reducer: sums of the gradients.
         max_tokens: tokens of this rank up to which the graphs of all microbatches are kept; None: no limit. Otherwise
             the second pass computes each again, as it does with activation checkpointing.
-        first_unit: number of this rank's first unit in the global batch.
+        first_canonical: number of this rank's first microbatch in the global batch.
     """
 
-    sums: FixedPointSums = field(kw_only=True)
+    reducer: FixedPointReducer = field(kw_only=True)
     max_tokens: int | None = None
-    first_unit: int = 0
+    first_canonical: int = 0
 
     def embed(self, pieces: list[AnyBatch]) -> list[tuple[Tensor, Tensor]]:
         """Span embeddings and MLM loss of each piece, with their graphs if they fit."""
@@ -46,13 +46,13 @@ class CanonicalCache(GradCache):
             return [self._forward(piece, number) for number, piece in enumerate(pieces)]
 
     def _differentiate(
-        self, batch: RankBatch, pieces: list[AnyBatch], embedded: list[tuple[Tensor, Tensor]], counts: Counts
+        self, batch: RankBatch, pieces: list[AnyBatch], embedded: list[tuple[Tensor, Tensor]], counts: GlobalCounts
     ) -> Gradients:
         share = self.weight * self.objective.config.mlm_weight / max(1, counts.selected)
         cached = [(spans.detach(), mlm_sum.detach()) for spans, mlm_sum in embedded]
         kept = embedded if any(each.requires_grad for pair in embedded for each in pair) else []
         # the loss is the same on every rank, so one of them adds the gradient of the objective's parameters
-        with self.sums.ignoring() if self.world.rank else nullcontext():
+        with self.reducer.ignoring() if self.comm.rank else nullcontext():
             terms, gradient, gathered = self._through_loss(cached, batch, counts)
         upstream = [None] * len(pieces) if gradient is None else gradient.split([piece.num_spans for piece in pieces])
         mlm_total = torch.zeros((), dtype=torch.float64, device=batch.spans.device)
@@ -66,17 +66,19 @@ class CanonicalCache(GradCache):
         return Gradients(terms, mlm_total, counts.selected, gathered)
 
     def _views(self, spans: Tensor, batch: RankBatch) -> Tensor:
-        """Views of the rank's rows, computed for each unit alone."""
-        units = units_of(batch)
-        parts = spans.split([unit.spans.num_spans for unit in units])
-        views = torch.cat([self.objective.views(part, unit) for part, unit in zip(parts, units, strict=True)])
+        """Views of the rank's rows, computed for each microbatch alone."""
+        microbatches = canonical_microbatches(batch)
+        parts = spans.split([microbatch.spans.num_spans for microbatch in microbatches])
+        views = torch.cat(
+            [self.objective.views(part, microbatch) for part, microbatch in zip(parts, microbatches, strict=True)]
+        )
         return views + 0.0  # a gather by sums turns -0 into 0, and one worker gathers nothing
 
-    def _share(self, batch: RankBatch, counts: Counts) -> Share | None:
+    def _row_shard(self, batch: RankBatch, counts: GlobalCounts) -> RowShard | None:
         """None: sums within shares would depend on the number of workers."""
         del batch, counts
         return None
 
     def _stream(self, number: int) -> tuple[int, int]:
-        """As for one worker that has all units."""
-        return 0, self.first_unit + number
+        """As for one worker that has all microbatches."""
+        return 0, self.first_canonical + number

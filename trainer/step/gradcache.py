@@ -20,13 +20,13 @@ from trainer.data.batches import AnyBatch, RankBatch
 from trainer.model.encoder import Encoder
 from trainer.model.frontend import Frontend
 from trainer.objectives.base import Gathered, Objective, ObjectiveError
-from trainer.objectives.share import SHARED_ROWS, Share
-from trainer.parallel.world import World
+from trainer.objectives.row_shard import SHARED_ROWS, RowShard
+from trainer.parallel.communicator import Communicator
 from trainer.step.contract import facts_code, facts_problem, keys_problem, terms_problem
 
 
 @dataclass(frozen=True)
-class Counts:
+class GlobalCounts:
     """Totals over all ranks, which may have different numbers of rows.
 
     Attributes:
@@ -49,7 +49,7 @@ class Gradients:
         mlm_sum: this rank's MLM loss, summed over its selected tokens.
         num_selected: selected tokens of all ranks.
         gathered: detached views of the global batch; None unless the objective needs them for `remember`.
-        auxiliary: results of the branches that join the update, by name.
+        auxiliary: results of the tasks that join the update, by name.
     """
 
     terms: dict[str, Tensor]
@@ -66,7 +66,7 @@ class GradCache:
     Attributes:
         encoder: the model, in training mode.
         objective: the loss on the views of the global batch.
-        world: the workers.
+        comm: the workers.
         seed: the run's seed.
         step: 1-based optimizer step.
         autocast: type of the forward's matrix products, or None for the parameters' type.
@@ -78,7 +78,7 @@ class GradCache:
 
     encoder: Encoder
     objective: Objective[Any]
-    world: World
+    comm: Communicator
     seed: int
     step: int
     autocast: torch.dtype | None = None
@@ -87,30 +87,30 @@ class GradCache:
     shared_rows: int = SHARED_ROWS
     before_last: Callable[[], None] = lambda: None
 
-    def count(self, batch: RankBatch) -> Counts:
+    def count(self, batch: RankBatch) -> GlobalCounts:
         """Totals over all ranks, by one all-reduce.
 
         Raises:
-            ObjectiveError: the feed's facts do not fit its rows, or their names differ between ranks; or the views of a
-                row share a dropout key although they must differ by dropout.
+            ObjectiveError: the collator's facts do not fit its rows, or their names differ between ranks; or the views
+                of a row share a dropout key although they must differ by dropout.
         """
-        size, rank = self.world.size, self.world.rank
+        size, rank = self.comm.size, self.comm.rank
         own = [0] * 2 * size
         problem = facts_problem(batch) or keys_problem(self.objective, batch)
         own[rank], own[size + rank] = batch.num_rows, -1 if problem else facts_code(batch)
         totals = [len(batch.spans.labels), *own]
         if size > 1:
-            totals = self.world.sum(torch.tensor(totals)).tolist()
+            totals = self.comm.all_reduce_sum(torch.tensor(totals)).tolist()
         selected, *found = totals
         rows, codes = found[:size], found[size:]
         if problem or len(set(codes)) > 1:
             given = ", ".join(batch.facts) or "none"
             raise ObjectiveError(
                 f"objective {self.objective.config.kind}: "
-                f"{problem or f'the facts of the feed differ between workers; worker {rank} has {given}'}. "
-                "Correct `feed`, which must give the same facts for any number of rows, also 0"
+                f"{problem or f'the facts of the collator differ between workers; worker {rank} has {given}'}. "
+                "Correct `collate`, which must give the same facts for any number of rows, also 0"
             )
-        return Counts(selected, sum(rows[:rank]), sum(rows))
+        return GlobalCounts(selected, sum(rows[:rank]), sum(rows))
 
     def embed(self, pieces: list[AnyBatch]) -> list[tuple[Tensor, Tensor]]:
         """Span embeddings and MLM loss of each piece, with their graph; of several pieces the embeddings alone."""
@@ -122,7 +122,7 @@ class GradCache:
             return [self._forward(piece, number) for number, piece in enumerate(pieces)]
 
     def differentiate(
-        self, batch: RankBatch, pieces: list[AnyBatch], embedded: list[tuple[Tensor, Tensor]], counts: Counts
+        self, batch: RankBatch, pieces: list[AnyBatch], embedded: list[tuple[Tensor, Tensor]], counts: GlobalCounts
     ) -> Gradients:
         """Accumulates this rank's part of the gradient, after `embed`.
 
@@ -130,13 +130,13 @@ class GradCache:
         it, so that the sum over ranks counts it once.
         """
         gradients = self._differentiate(batch, pieces, embedded, counts)
-        if self.world.rank and self._share(batch, counts) is None:
+        if self.comm.rank and self._row_shard(batch, counts) is None:
             for parameter in self.objective.parameters():
                 parameter.grad = None
         return gradients
 
     def _differentiate(
-        self, batch: RankBatch, pieces: list[AnyBatch], embedded: list[tuple[Tensor, Tensor]], counts: Counts
+        self, batch: RankBatch, pieces: list[AnyBatch], embedded: list[tuple[Tensor, Tensor]], counts: GlobalCounts
     ) -> Gradients:
         share = self.weight * self.objective.config.mlm_weight / max(1, counts.selected)
         if len(pieces) == 1:
@@ -159,7 +159,7 @@ class GradCache:
         return Gradients(terms, mlm_total, counts.selected, gathered)
 
     def _through_loss(
-        self, embedded: list[tuple[Tensor, Tensor]], batch: RankBatch, counts: Counts
+        self, embedded: list[tuple[Tensor, Tensor]], batch: RankBatch, counts: GlobalCounts
     ) -> tuple[dict[str, Tensor], Tensor | None, Gathered | None]:
         """The loss terms, their gradient with respect to this rank's span embeddings, and the views to remember.
 
@@ -174,7 +174,7 @@ class GradCache:
         backward(self._total(terms, cached))
         return _detached(terms), cached.grad, gathered
 
-    def _loss(self, spans: Tensor, batch: RankBatch, counts: Counts) -> tuple[dict[str, Tensor], Gathered | None]:
+    def _loss(self, spans: Tensor, batch: RankBatch, counts: GlobalCounts) -> tuple[dict[str, Tensor], Gathered | None]:
         """The loss terms of the global batch, from this rank's span embeddings."""
         if not self.objective.config.embeds:
             return {}, None
@@ -185,15 +185,15 @@ class GradCache:
                 f"objective {self.objective.config.kind}: `views` returned the shape {list(views.shape)}, not "
                 f"[{wanted[0]}, {wanted[1]}, D]: `num_rows` of the batch, `num_views` of the objective, and the size"
             )
-        table = self.world.gather(views.flatten(1), counts.first_row, total).view(total, *views.shape[1:])
+        table = self.comm.all_gather(views.flatten(1), counts.first_row, total).view(total, *views.shape[1:])
         if torch.is_grad_enabled() and not table.requires_grad:  # a rank without rows finds detached terms as others do
             table.requires_grad_()
         gathered = Gathered(
             table,
-            {name: self.world.gather(values, counts.first_row, total) for name, values in batch.facts.items()},
+            {name: self.comm.all_gather(values, counts.first_row, total) for name, values in batch.facts.items()},
             self.seed,
             self.step,
-            self._share(batch, counts),
+            self._row_shard(batch, counts),
         )
         terms = self.objective.loss(gathered)
         if problem := terms_problem(terms, self.objective.config.metrics, gathered.views):
@@ -206,17 +206,17 @@ class GradCache:
 
     def _stream(self, number: int) -> tuple[int, int]:
         """Rank and number of a microbatch that key torch's generator."""
-        return self.world.rank, number
+        return self.comm.rank, number
 
-    def _share(self, batch: RankBatch, counts: Counts) -> Share | None:
+    def _row_shard(self, batch: RankBatch, counts: GlobalCounts) -> RowShard | None:
         """This rank's share of the loss; None if every rank computes all of it."""
         views = counts.num_rows * self.objective.num_views
-        if self.world.size == 1 or not self.objective.shares or views <= self.shared_rows:
+        if self.comm.size == 1 or not self.objective.shards_rows or views <= self.shared_rows:
             return None
-        return Share(self.world, counts.first_row, counts.first_row + batch.num_rows, counts.num_rows)
+        return RowShard(self.comm, counts.first_row, counts.first_row + batch.num_rows, counts.num_rows)
 
     def _total(self, terms: dict[str, Tensor], like: Tensor) -> Tensor:
-        """The sum of the terms with the branch's weight; 0 without terms."""
+        """The sum of the terms with the task's weight; 0 without terms."""
         total = reduce(add, terms.values()) if terms else like.new_zeros(())
         return total if self.weight == 1 else total * self.weight
 

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from trainer.data.batches import AnyBatch
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 
 # On a CPU larger forwards are not faster, and when memory runs out, the kernel kills the process without an error.
 _CPU_TOKENS = 8192
@@ -39,14 +39,14 @@ class Microbatch:
         """The microbatches of a worker's share."""
         return list(spans.microbatches(self.max_tokens))
 
-    def lower(self, spans: AnyBatch, world: World) -> None:
+    def lower(self, spans: AnyBatch, comm: Communicator) -> None:
         """Halves the limit of all workers after one ran out of memory in a step.
 
         Raises:
             MicrobatchError: the limit is already at the longest span.
         """
-        longest = world.largest(int(spans.lengths.max()) if spans.num_spans else 0)
-        tried = world.largest(spans.num_tokens if self.max_tokens is None else self.max_tokens)
+        longest = comm.all_reduce_max(int(spans.lengths.max()) if spans.num_spans else 0)
+        tried = comm.all_reduce_max(spans.num_tokens if self.max_tokens is None else self.max_tokens)
         if tried <= longest:
             raise MicrobatchError(
                 f"memory is too small for one span of {longest} tokens; use shorter spans (spans.max_tokens), "

@@ -7,9 +7,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.sharding import whole
-from trainer.parallel.world import is_part
-from trainer.step.settings import OptimConfig
+from trainer.parallel.communicator import is_part
+from trainer.parallel.sharding import full_tensor
+from trainer.step.config import OptimConfig
 
 _LATE_STEP = 1e30  # beta ** step is 0
 
@@ -57,9 +57,9 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     kinds = [[p for p in parameters if is_part(p) == sharded] for sharded in (True, False)]
     kinds = [kind for kind in kinds if kind]
     if len(kinds) == 1:
-        return whole(torch.nn.utils.clip_grad_norm_(kinds[0], math.inf if max_norm is None else max_norm))
+        return full_tensor(torch.nn.utils.clip_grad_norm_(kinds[0], math.inf if max_norm is None else max_norm))
     gradients = [[p.grad for p in kind if p.grad is not None] for kind in kinds]
-    norms = [whole(torch.nn.utils.get_total_norm(some)) for some in gradients]
+    norms = [full_tensor(torch.nn.utils.get_total_norm(some)) for some in gradients]
     norm = math.hypot(*map(float, norms))
     if max_norm is not None:
         factor = max_norm / (norm + 1e-6)  # as torch clips

@@ -9,26 +9,26 @@ from torch import Tensor
 
 from common.console.logs import get_logger
 from trainer.data.batches import RankBatch
-from trainer.parallel.overlap import OverlappedSums
-from trainer.step.branch import Branch
-from trainer.step.counted import Counted
+from trainer.parallel.overlap import BucketedReducer
+from trainer.step.config import OptimConfig
 from trainer.step.gradcache import Gradients
-from trainer.step.measured import NonFiniteLossError, PendingStep, Reading, StepMetrics
 from trainer.step.optim import clip_gradients, learning_rate
-from trainer.step.settings import OptimConfig
+from trainer.step.step_metrics import HostCopy, NonFiniteLossError, PendingStep, StepMetrics
+from trainer.step.task import TrainTask
+from trainer.step.task_totals import DeviceTotals
 
-__all__ = ["NonFiniteLossError", "StepMetrics", "Stepper"]
+__all__ = ["NonFiniteLossError", "StepMetrics", "TrainStep"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stepper(Branch):
-    """Takes optimizer steps of a branch; holds everything that a step needs except its batch.
+class TrainStep(TrainTask):
+    """Takes optimizer steps of a task; holds everything that a step needs except its batch.
 
     Attributes:
-        optimizer: optimizer of the parameters that the branch trains.
+        optimizer: optimizer of the parameters that the task trains.
         optim: settings of the learning rate and of clipping.
         total_steps: T of the schedule.
-        joined: branches whose gradients are part of the same update.
+        joined: tasks whose gradients are part of the same update.
         late: do not wait for the loss before the update; the optimizer's `found_inf` leaves out an update on the
             device. Needs a fused optimizer, and objectives without buffers that remember nothing.
     """
@@ -36,7 +36,7 @@ class Stepper(Branch):
     optimizer: torch.optim.Optimizer
     optim: OptimConfig
     total_steps: int
-    joined: tuple[Branch, ...] = ()
+    joined: tuple[TrainTask, ...] = ()
     late: bool = False
 
     def step(self, batch: RankBatch, step: int) -> StepMetrics:
@@ -50,19 +50,19 @@ class Stepper(Branch):
     def begin(self, batch: RankBatch, step: int) -> PendingStep:
         """Runs the 1-based optimizer step `step`; nothing is updated if the loss or gradient is not finite."""
         self._clear()
-        buffers = [branch.buffers() for branch in (self, *self.joined)]
+        buffers = [task.buffers() for task in (self, *self.joined)]
         found = self.gradients(batch, step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._sum(parameters)
         norm = clip_gradients(parameters, self.optim.max_grad_norm)
         rate = learning_rate(self.optim, step, self.total_steps)
-        parts = [Counted.of(self, batch, found)]
-        parts += [Counted.of(each, batch.auxiliary[each.name], found.auxiliary[each.name]) for each in self.joined]
+        parts = [DeviceTotals.of(self, batch, found)]
+        parts += [DeviceTotals.of(each, batch.auxiliary[each.name], found.auxiliary[each.name]) for each in self.joined]
         values = torch.cat([norm.double().view(1), *(part.numbers for part in parts)])
         pending = PendingStep(
-            Reading(values),
+            HostCopy(values),
             lambda numbers: _metrics(parts, numbers, rate),
-            lambda measured: self._bad_loss(measured, step),
+            lambda measured: self._nonfinite_message(measured, step),
         )
         if self.late:
             self.optimizer.found_inf = (~values.isfinite().all()).float()  # type: ignore[attr-defined]
@@ -72,44 +72,44 @@ class Stepper(Branch):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        for branch, one in ((self, found), *((each, found.auxiliary[each.name]) for each in self.joined)):
+        for task, one in ((self, found), *((each, found.auxiliary[each.name]) for each in self.joined)):
             if one.gathered is not None:
-                branch.objective.remember(one.gathered)
+                task.objective.remember(one.gathered)
         return pending
 
     def _clear(self) -> None:
         """Forgets all gradients."""
         self.optimizer.zero_grad(set_to_none=True)
-        for sums in (self.sums, self._overlap):
-            if sums is not None:
-                sums.begin()
+        for reducer in (self.reducer, self._overlap):
+            if reducer is not None:
+                reducer.begin()
 
     @property
-    def _overlap(self) -> OverlappedSums | None:
-        """Sums that start during the last backward, which is that of the last branch."""
+    def _overlap(self) -> BucketedReducer | None:
+        """Sums that start during the last backward, which is that of the last task."""
         return (self, *self.joined)[-1].overlap
 
     def _sum(self, parameters: list[torch.nn.Parameter]) -> None:
         """Replaces each gradient by its sum over ranks; NaN if fixed-point sums could overflow."""
-        if self.sums is None:
+        if self.reducer is None:
             summed: set[int] = set()
             if self._overlap is not None:
                 self._overlap.finish()
                 summed = {id(p) for bucket in self._overlap.buckets for p in bucket.parameters}
-            self.world.sum_gradients([p for p in parameters if id(p) not in summed])
-        elif not self.sums.finish():
+            self.comm.all_reduce_gradients([p for p in parameters if id(p) not in summed])
+        elif not self.reducer.finish():
             message = (
                 "a microbatch's gradient has an entry that is not finite or not below %g (scaling.elastic_determinism)"
             )
-            get_logger().warning(message, self.sums.limit)
+            get_logger().warning(message, self.reducer.limit)
 
-    def _bad_loss(self, measured: StepMetrics, step: int) -> str:
+    def _nonfinite_message(self, measured: StepMetrics, step: int) -> str:
         """Message about a loss or gradient that is not finite."""
-        named = f"step {step}: " if not self.name else f"step {step}, branch {self.name}: "
+        named = f"step {step}: " if not self.name else f"step {step}, task {self.name}: "
         return (
             f"{named}loss {measured.loss} "
             f"({', '.join(f'{name} {value}' for name, value in measured.terms.items())}), gradient norm "
-            f"{measured.grad_norm}: not finite, nothing was updated{' by this branch' if self.name else ''}. Try a "
+            f"{measured.grad_norm}: not finite, nothing was updated{' by this task' if self.name else ''}. Try a "
             f"smaller {f'auxiliary_tasks.{self.name}.' if self.name else ''}optim.lr (now {self.optim.lr}), a larger "
             "temperature if the loss has one, or precision: fp32"
         )
@@ -122,33 +122,33 @@ class Stepper(Branch):
         Raises:
             MicrobatchError: memory is too small for a single span.
         """
-        parts: list[tuple[Branch, RankBatch]] = [
+        parts: list[tuple[TrainTask, RankBatch]] = [
             (self, batch),
             *((each, batch.auxiliary[each.name]) for each in self.joined),
         ]
-        buffers = [branch.buffers() for branch, _ in parts]
+        buffers = [task.buffers() for task, _ in parts]
         while True:
             found = []
-            for branch, part in parts:
-                one = branch.attempt(part, step)
+            for task, part in parts:
+                one = task.attempt(part, step)
                 if one is None:
                     break
                 found.append(one)
             else:
-                auxiliary = {branch.name: one for branch, one in zip(self.joined, found[1:], strict=True)}
+                auxiliary = {task.name: one for task, one in zip(self.joined, found[1:], strict=True)}
                 return replace(found[0], auxiliary=auxiliary)
             self._clear()
             self._restore(buffers)
-            branch.microbatch.lower(part.spans, self.world)
-            limit = branch.microbatch.max_tokens
+            task.microbatch.lower(part.spans, self.comm)
+            limit = task.microbatch.max_tokens
             get_logger().warning("step %d: out of memory, repeating it with at most %s tokens a forward", step, limit)
 
     def _restore(self, buffers: list[list[Tensor]]) -> None:
-        for branch, before in zip((self, *self.joined), buffers, strict=True):
-            branch.restore(before)
+        for task, before in zip((self, *self.joined), buffers, strict=True):
+            task.restore(before)
 
 
-def _metrics(parts: Sequence[Counted], numbers: list[float], rate: float) -> StepMetrics:
+def _metrics(parts: Sequence[DeviceTotals], numbers: list[float], rate: float) -> StepMetrics:
     """The metrics of a step over all ranks; `skipped` if the loss or the gradient norm is not finite."""
     norm, *rest = numbers
     read = []

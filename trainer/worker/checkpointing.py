@@ -18,12 +18,12 @@ from trainer.checkpoints.state import Reported, RunState, read_origin
 from trainer.checkpoints.store import after_save
 from trainer.checkpoints.weights import collect, load
 from trainer.metrics.metrics import METRICS, read_last_step
-from trainer.parallel.world import Request
-from trainer.setup.branches import joint_hash
+from trainer.parallel.communicator import Request
+from trainer.setup.auxiliary import joint_hash
 from trainer.setup.config import TrainConfig
 from trainer.worker.heartbeat import Heartbeat
 from trainer.worker.reporter import Reporter
-from trainer.worker.turns import Turns
+from trainer.worker.scheduler import TaskScheduler
 
 _NO_ROWS: F64 = np.empty(0)
 
@@ -43,7 +43,7 @@ class Checkpointing:
         config: TrainConfig,
         run: Path,
         hashes: dict[str, str],
-        turns: Turns,
+        scheduler: TaskScheduler,
         heartbeat: Heartbeat,
         reporter: Reporter | None = None,
     ) -> None:
@@ -53,12 +53,12 @@ class Checkpointing:
         self.start: int | None = None
         self._reported: Reported | None = None
         self._validated = 0  # step of its rows
-        self._config, self._run, self._turns, self._stepper = config, run, turns, turns.main.stepper
+        self._config, self._run, self._scheduler, self._train_step = config, run, scheduler, scheduler.main.train_step
         self._heartbeat = heartbeat
         self._reporter = reporter
         self._metrics: dict[int, dict[str, Any]] = {}  # of steps whose checkpoint is not reported yet
         self._identity = {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}
-        self._branch_hashes = hashes if config.auxiliary_tasks else {}
+        self._task_hashes = hashes if config.auxiliary_tasks else {}
 
     def resume(self) -> int:
         """Loads the newest complete checkpoint of this run, if any; returns the steps done. Rank 0 chooses for all.
@@ -66,17 +66,17 @@ class Checkpointing:
         Raises:
             CheckpointError: a checkpoint that is intact on the first worker is damaged or missing on this one.
         """
-        folder, stepper = self._run / CHECKPOINTS, self._stepper
-        first = stepper.world.rank == 0
+        folder, train_step = self._run / CHECKPOINTS, self._train_step
+        first = train_step.comm.rank == 0
         found = checkpoint.find_latest(folder, self._identity) if first else None
-        done = stepper.world.largest(0 if found is None else found[1].step)
+        done = train_step.comm.all_reduce_max(0 if found is None else found[1].step)
         if done:
             path = checkpoint.checkpoint_path(folder, done)
             state = checkpoint.read_state(path) if found is None else found[1]
-            load(path, stepper.encoder, stepper.optimizer, stepper.objective, self._turns.steppers)
-            counts = {"": (state.skipped, state.skipped_in_a_row), **state.branches_skipped}
-            for turn in self._turns.turns:
-                turn.bad_losses.skipped, turn.bad_losses.in_a_row = counts.get(turn.stepper.name, (0, 0))
+            load(path, train_step.encoder, train_step.optimizer, train_step.objective, self._scheduler.train_steps)
+            counts = {"": (state.skipped, state.skipped_in_a_row), **state.tasks_skipped}
+            for one in self._scheduler.steps:
+                one.nonfinite_losses.skipped, one.nonfinite_losses.in_a_row = counts.get(one.train_step.name, (0, 0))
             self._reported, self._validated = state.reported, done
         origin = read_origin(self._run)
         self.start = done if done == (origin.step if origin else 0) else None
@@ -94,20 +94,20 @@ class Checkpointing:
 
     def ended(self, done: int) -> bool:
         """True if the run already ended early; checked before any further step."""
-        if done < self._stepper.total_steps:
-            self.early = Request.EARLY in self._stepper.world.agree(self.early_stopping.request)
+        if done < self._train_step.total_steps:
+            self.early = Request.EARLY in self._train_step.comm.all_reduce_or(self.early_stopping.request)
         return self.early
 
     @contextlib.contextmanager
     def writing(self, before: Callable[[], None]) -> Iterator[None]:
         """Runs the first worker's saver; `before` writes the metrics of a checkpoint's steps, which a resume needs."""
-        if self._stepper.world.rank:
+        if self._train_step.comm.rank:
             yield
             return
         config = self._config
         score = config.validation.score
         after = after_save(config.run, self._run, config.checkpoint, score) or self.early_stopping.saved
-        saving = config.checkpoint.in_steps(self._stepper.total_steps)
+        saving = config.checkpoint.in_steps(self._train_step.total_steps)
         self.saver = Saver(self._run / CHECKPOINTS, saving, score, before=before, after=after)
         try:
             yield
@@ -126,7 +126,7 @@ class Checkpointing:
         start = [] if self._reported is None else self._reported.start
         if step == self.start:
             start = rows.tolist()
-        elif self._stepper.world.rank == 0:
+        elif self._train_step.comm.rank == 0:
             self.early_stopping.measured(step, scores)
         self._reported = Reported(score=name, start=start, rows=rows.tolist()) if name else None
         self._validated = step
@@ -151,7 +151,7 @@ class Checkpointing:
             request |= Request.SAVE if self.saver.due(step, needed=rated) else Request(0)
             request |= Request.FAIL if self.saver.failed() else Request(0)
             request |= Request.REPORT if self.saver.written in self._metrics else Request(0)
-        request = self._stepper.world.agree(request)
+        request = self._train_step.comm.all_reduce_or(request)
         if Request.FAIL in request:
             if self.saver is not None:
                 self.saver.check()
@@ -159,7 +159,7 @@ class Checkpointing:
         if Request.REPORT in request:
             self._report()
         self.early = Request.EARLY in request
-        end = step == self._stepper.total_steps or Request.STOP in request or self.early
+        end = step == self._train_step.total_steps or Request.STOP in request or self.early
         if end or Request.SAVE in request:
             before_save()
             with self._heartbeat.doing("saving"):
@@ -193,16 +193,16 @@ class Checkpointing:
 
     def save(self, step: int, scores: dict[str, float]) -> None:
         """Copies a checkpoint for the first worker's saver; every worker takes part."""
-        stepper, saver = self._stepper, self.saver
+        train_step, saver = self._train_step, self.saver
         memory = saver.reuse_memory() if saver is not None else None
-        parts = stepper.encoder, stepper.optimizer, stepper.objective
-        contents = collect(*parts, keep=saver is not None, memory=memory, turns=self._turns.steppers)
+        parts = train_step.encoder, train_step.optimizer, train_step.objective
+        contents = collect(*parts, keep=saver is not None, memory=memory, train_steps=self._scheduler.train_steps)
         if saver is not None:
             if self._reporter is not None:
                 line = {name: value for name, value in (self._heartbeat.line or {}).items() if name != "kind"}
                 place = child(child(self._config.run, CHECKPOINTS), checkpoint.checkpoint_path(Path(), step).name)
                 self._metrics[step] = {**line, **scores, "step": step, "checkpoint": place}
-            *others, (_, main) = [(turn.stepper.name, turn.bad_losses) for turn in self._turns.turns]
+            *others, (_, main) = [(one.train_step.name, one.nonfinite_losses) for one in self._scheduler.steps]
             reported = self._reported
             if reported is not None and self._validated != step:
                 reported = reported.model_copy(update={"rows": []})
@@ -210,13 +210,13 @@ class Checkpointing:
                 reported=reported,
                 step=step,
                 documents=step * self._config.batch_documents,
-                world_size=stepper.world.size,
+                world_size=train_step.comm.size,
                 scores=scores,
                 files={},
                 skipped=main.skipped,
                 skipped_in_a_row=main.in_a_row,
-                branches_skipped={name: (one.skipped, one.in_a_row) for name, one in others if one.skipped},
-                branch_hashes=self._branch_hashes,
+                tasks_skipped={name: (one.skipped, one.in_a_row) for name, one in others if one.skipped},
+                task_hashes=self._task_hashes,
                 **self._identity,
             )
             saver.submit(state, contents)

@@ -17,28 +17,28 @@ from trainer.checkpoints.store import fetch_run, store_of
 from trainer.data.batches import RankBatch
 from trainer.data.chunks import rank_plan
 from trainer.data.plan import Plan
-from trainer.data.stream import Ahead, batches, limit_resources, with_branches
+from trainer.data.stream import Prefetcher, batches, limit_resources, with_auxiliary
 from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.base import ObjectiveError
-from trainer.setup.branches import data_hashes, joint_hash
-from trainer.setup.build import build_encoder, build_feed, build_validator, load_tokenizer
+from trainer.setup.auxiliary import data_hashes, joint_hash
+from trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
 from trainer.setup.cache import data_folder, run_folder
 from trainer.setup.config import TrainConfig
 from trainer.setup.steps import total_steps
-from trainer.setup.turns import autocast_type, build_branch, build_turns
+from trainer.setup.tasks import autocast_type, build_task, build_train_steps
 from trainer.step.microbatch import Microbatch, MicrobatchError
 from trainer.step.step import NonFiniteLossError
 from trainer.worker.backend import missing_gpu
-from trainer.worker.bad_losses import BadLosses
 from trainer.worker.channel import ControlChannel
 from trainer.worker.checkpointing import Checkpointing
-from trainer.worker.heartbeat import CountedWorld, Heartbeat, HeartbeatLogHandler
+from trainer.worker.heartbeat import CountedCommunicator, Heartbeat, HeartbeatLogHandler
 from trainer.worker.listener import Listener
 from trainer.worker.loop import TrainingLoop
+from trainer.worker.nonfinite_losses import NonFiniteLosses
 from trainer.worker.reporter import Reporter
+from trainer.worker.scheduler import ScheduledStep, TaskScheduler
 from trainer.worker.spotwatch import SpotWatch
 from trainer.worker.stopwatch import Stopwatch
-from trainer.worker.turns import Turn, Turns
 
 
 def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -105,7 +105,7 @@ def _train(
     listener: Listener,
     reporter: Reporter,
 ) -> dict[str, Any] | None:
-    world = CountedWorld(heartbeat.rank, heartbeat.size, config.scaling.elastic_determinism, heartbeat)
+    comm = CountedCommunicator(heartbeat.rank, heartbeat.size, config.scaling.elastic_determinism, heartbeat)
     if device.type == "cuda" and autocast_type(config.precision, device) is not None:
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     if device.type == "cpu":
@@ -115,53 +115,55 @@ def _train(
         torch.use_deterministic_algorithms(True, warn_only=True)
     with heartbeat.doing("fetching"):
         run = run_folder(config.run, config.cache)
-        settings = config.branches()
+        settings = config.tasks()
         folders = {name: data_folder(one.data, config.cache) for name, one in settings.items()}
         # the driver has checked the shards
         shards = {name: ShardSet(folder, "train", look=False) for name, folder in folders.items()}
         hashes = data_hashes({name: one.manifest for name, one in shards.items()})
         if store := store_of(config.run, run):
-            fetch_run(store, {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}, world)
+            fetch_run(store, {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}, comm)
     try:
         tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
         encoder = build_encoder(config, tokenizer).to(device).train()
-        branches = [
-            build_branch(config, name, encoder, one.manifest, world, Microbatch.of(config.microbatch_tokens, device))
+        tasks = [
+            build_task(config, name, encoder, one.manifest, comm, Microbatch.of(config.microbatch_tokens, device))
             for name, one in shards.items()
         ]
     except (ShardError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
-    resources, settled = ray.cluster_resources(), config.scaling.cpus_per_worker * world.size
+    resources, settled = ray.cluster_resources(), config.scaling.cpus_per_worker * comm.size
     limit_resources(
-        world.size * len(settings), resources.get("CPU", 0) - settled, resources.get("object_store_memory", 0)
+        comm.size * len(settings), resources.get("CPU", 0) - settled, resources.get("object_store_memory", 0)
     )
     plans = {
-        name: Plan(one.seed, shards[name].num_documents, one.batch_documents, one.unit_documents)
+        name: Plan(one.seed, shards[name].num_documents, one.batch_documents, one.canonical_documents)
         for name, one in settings.items()
     }
-    steppers = build_turns(config, branches, total_steps(config, plans[""]))
-    feeds = {branch.name: build_feed(branch.objective, encoder, vocabulary) for branch in branches}
+    train_steps = build_train_steps(config, tasks, total_steps(config, plans[""]))
+    collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
 
     def read(name: str, done: int) -> Iterator[RankBatch]:
-        fetch = getattr(feeds[name], "fetch", None)
-        place = world.rank, world.size, done, steppers[-1].total_steps, settings[name].data
-        return batches(rank_plan(plans[name], shards[name], *place, fetch=fetch), feeds[name], device)
+        fetch = getattr(collators[name], "fetch", None)
+        place = comm.rank, comm.size, done, train_steps[-1].total_steps, settings[name].data
+        return batches(rank_plan(plans[name], shards[name], *place, fetch=fetch), collators[name], device)
 
-    def prefetch(done: int) -> Ahead:
+    def prefetch(done: int) -> Prefetcher:
         main, *others = ((name, read(name, done)) for name in settings)
-        return Ahead(with_branches(main[1], dict(others)))
+        return Prefetcher(with_auxiliary(main[1], dict(others)))
 
     skips = config.on_nonfinite_loss == "skip"
-    turns = Turns([Turn(stepper, BadLosses(skips, config.max_skipped_steps)) for stepper in steppers])
-    checkpointing = Checkpointing(config, run, hashes, turns, heartbeat, reporter)
+    scheduler = TaskScheduler(
+        [ScheduledStep(train_step, NonFiniteLosses(skips, config.max_skipped_steps)) for train_step in train_steps]
+    )
+    checkpointing = Checkpointing(config, run, hashes, scheduler, heartbeat, reporter)
     loop = TrainingLoop(
         config,
         run,
         device,
-        turns,
+        scheduler,
         checkpointing,
         prefetch,
-        validator=build_validator(config, turns.main.stepper, shards[""], tokenizer, device),
+        validator=build_validator(config, scheduler.main.train_step, shards[""], tokenizer, device),
         stop=lambda: listener.notice() is not None,
         heartbeat=heartbeat,
         stopwatch=stopwatch,
@@ -170,7 +172,7 @@ def _train(
         step = loop.train()
     except (NonFiniteLossError, MicrobatchError, SaveError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
-    if step == turns.main.stepper.total_steps:
+    if step == scheduler.main.train_step.total_steps:
         return None
     if checkpointing.early:
         return {"early": True, "step": step}

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.world import Request, World
-from trainer.worker.stamps import HostStamp, Stamp, stamps_of
+from trainer.parallel.communicator import Communicator, Request
+from trainer.worker.device_events import DeviceEvent, HostEvent, events_of
 
 _KEPT_LINES = 10
 _SMOOTHING = 0.1  # weight of the newest step in the running mean of a worker's own time
@@ -27,10 +27,10 @@ _SMOOTHING = 0.1  # weight of the newest step in the running mean of a worker's 
 
 @dataclass
 class _Exchange:
-    """An exchange that was queued: stamps of its begin and end, and what the device has done of it."""
+    """An exchange that was queued: events of its begin and end, and what the device has done of it."""
 
-    begin: Stamp
-    end: Stamp | None = None
+    begin: DeviceEvent
+    end: DeviceEvent | None = None
     entered: bool = False
     left: bool = False
 
@@ -58,7 +58,7 @@ class Heartbeat:
         notice: message about the signal to this worker that stops its group; empty without a signal.
         host: name of the worker's host.
         pid: its process.
-        flight: newest exchanges of a worker that stands still (trainer/worker/flight.py), oldest first.
+        flight: newest exchanges of a worker that stands still (trainer/worker/flight_recorder.py), oldest first.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class Heartbeat:
     flight: list[str] = field(default_factory=list)
     _since: float = field(default_factory=time.monotonic)
     _waited: float = 0.0
-    _stamp: Callable[[], Stamp] = HostStamp
+    _event: Callable[[], DeviceEvent] = HostEvent
     _exchanges: deque[_Exchange] = field(default_factory=deque)
     _lock: Lock = field(default_factory=Lock)
 
@@ -98,10 +98,10 @@ class Heartbeat:
     def exchange(self, phase: str) -> Iterator[None]:
         """Counts an exchange between all workers and sets its phase while the block runs.
 
-        On a GPU the block only queues the exchange. So the device's stamps decide when it was entered and how long it
+        On a GPU the block only queues the exchange. So the device's events decide when it was entered and how long it
         took, which is mostly the time until the last worker has entered it too.
         """
-        exchange = _Exchange(self._stamp())
+        exchange = _Exchange(self._event())
         with self._lock:
             self._exchanges.append(exchange)
         self._observe()
@@ -109,12 +109,12 @@ class Heartbeat:
             with self.doing(phase):
                 yield
         finally:
-            exchange.end = self._stamp()
+            exchange.end = self._event()
             self._observe()
 
     def follow(self, device: torch.device) -> None:
-        """Takes stamps on the timeline of this device; call it before the first exchange."""
-        self._stamp = stamps_of(device)
+        """Takes events on the timeline of this device; call it before the first exchange."""
+        self._event = events_of(device)
 
     def _observe(self) -> None:
         """Counts the exchanges that the device has entered, and adds up the time of those that it has left."""
@@ -178,42 +178,42 @@ class HeartbeatLogHandler(logging.Handler):
 
 
 @dataclass(frozen=True)
-class CountedWorld(World):
+class CountedCommunicator(Communicator):
     """The workers, with every exchange between them counted in the heartbeat of this worker."""
 
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0, 1))
 
-    def gather(self, rows: Tensor, start: int, total: int) -> Tensor:
-        """As `World.gather`."""
+    def all_gather(self, rows: Tensor, start: int, total: int) -> Tensor:
+        """As `Communicator.all_gather`."""
         with self.heartbeat.exchange("gather"):
-            return super().gather(rows, start, total)
+            return super().all_gather(rows, start, total)
 
-    def sum(self, values: Tensor) -> Tensor:
-        """As `World.sum`."""
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """As `Communicator.all_reduce_sum`."""
         with self.heartbeat.exchange("gather"):
-            return super().sum(values)
+            return super().all_reduce_sum(values)
 
-    def add(self, values: Tensor) -> None:
-        """As `World.add`."""
+    def all_reduce_sum_(self, values: Tensor) -> None:
+        """As `Communicator.all_reduce_sum_`."""
         with self.heartbeat.exchange("update"):
-            super().add(values)
+            super().all_reduce_sum_(values)
 
     def wait(self, works: Sequence[Any]) -> None:
-        """As `World.wait`."""
+        """As `Communicator.wait`."""
         with self.heartbeat.exchange("update"):
             super().wait(works)
 
-    def largest(self, number: int) -> int:
-        """As `World.largest`."""
+    def all_reduce_max(self, number: int) -> int:
+        """As `Communicator.all_reduce_max`."""
         with self.heartbeat.exchange("gather"):
-            return super().largest(number)
+            return super().all_reduce_max(number)
 
-    def agree(self, requests: Request) -> Request:
-        """As `World.agree`."""
+    def all_reduce_or(self, requests: Request) -> Request:
+        """As `Communicator.all_reduce_or`."""
         with self.heartbeat.exchange("agree"):
-            return super().agree(requests)
+            return super().all_reduce_or(requests)
 
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """As `World.sum_gradients`."""
+    def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """As `Communicator.all_reduce_gradients`."""
         with self.heartbeat.exchange("update"):
-            super().sum_gradients(parameters)
+            super().all_reduce_gradients(parameters)

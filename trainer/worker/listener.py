@@ -9,7 +9,7 @@ from common.console.logs import get_logger
 from common.watcher import Watcher
 from trainer.worker.backend import signalled
 from trainer.worker.channel import EVERY_SECONDS, UNREACHABLE, ControlChannel
-from trainer.worker.flight import newest_exchanges
+from trainer.worker.flight_recorder import newest_exchanges
 from trainer.worker.heartbeat import Heartbeat
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from common.console.logs import get_logger
-from trainer.data.stream import Ahead
+from trainer.data.stream import Prefetcher
 from trainer.metrics.interval import steps_between
 from trainer.metrics.metrics import MetricsWriter, rates
 from trainer.model.flops import gpu_name, peak_flops
@@ -18,12 +18,12 @@ from trainer.model.language_model import UnfitEncoderError
 from trainer.objectives.base import Validator
 from trainer.objectives.row_score import REPORTED, divide
 from trainer.setup.config import TrainConfig
-from trainer.step.measured import NonFiniteLossError, StepMetrics
-from trainer.step.step import Stepper
+from trainer.step.step import TrainStep
+from trainer.step.step_metrics import NonFiniteLossError, StepMetrics
 from trainer.worker.checkpointing import Checkpointing
 from trainer.worker.heartbeat import Heartbeat
+from trainer.worker.scheduler import StepResult, TaskScheduler
 from trainer.worker.stopwatch import Stopwatch
-from trainer.worker.turns import TakenStep, Turns
 from trainer.worker.vanished import VanishedLoss
 
 
@@ -33,7 +33,7 @@ class TrainingLoop:
 
     Attributes:
         run: folder of the run.
-        turns: take the updates of a step, and skip those whose loss is not finite.
+        scheduler: take the updates of a step, and skip those whose loss is not finite.
         checkpointing: resumes, saves, ends the run.
         prefetch: builds the prefetcher of this worker's batches after a number of steps.
         validator: scores the encoder on held-out documents, or None.
@@ -45,9 +45,9 @@ class TrainingLoop:
     config: TrainConfig
     run: Path
     device: torch.device
-    turns: Turns
+    scheduler: TaskScheduler
     checkpointing: Checkpointing
-    prefetch: Callable[[int], Ahead]
+    prefetch: Callable[[int], Prefetcher]
     validator: Validator | None
     stop: Callable[[], bool]
     heartbeat: Heartbeat
@@ -79,14 +79,14 @@ class TrainingLoop:
 
     def recording(self, done: int) -> AbstractContextManager[MetricsWriter | None]:
         """The metrics of the run while the block runs; only the first worker writes them."""
-        if self.stepper.world.rank:
+        if self.train_step.comm.rank:
             return contextlib.nullcontext()
         return contextlib.closing(MetricsWriter(self.run, done))
 
-    def take_steps(self, done: int, batches: Ahead, metrics: MetricsWriter | None) -> int:
+    def take_steps(self, done: int, batches: Prefetcher, metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""
-        stepper, heartbeat = self.stepper, self.heartbeat
-        every = steps_between(self.config.validation.every_steps, stepper.total_steps)
+        train_step, heartbeat = self.train_step, self.heartbeat
+        every = steps_between(self.config.validation.every_steps, train_step.total_steps)
         recorder = Recorder(self, done + 1, batches, metrics, self.peak_flops())
         self.stopwatch.mark("model")
         heartbeat.set_phase("data")
@@ -95,11 +95,11 @@ class TrainingLoop:
             heartbeat.set_phase("forward")
             if step == done + 1:
                 self.stopwatch.mark("batch")
-            taken = self.turns.begin(batch, step)
+            taken = self.scheduler.begin(batch, step)
             recorder.settle()  # the step before, which the device finishes while it has this one to compute
             recorder.pending = taken
-            due = step == stepper.total_steps or (every and step % every == 0)
-            if due or step == done + 1 or not self.turns.late:
+            due = step == train_step.total_steps or (every and step % every == 0)
+            if due or step == done + 1 or not self.scheduler.late:
                 recorder.settle()
             heartbeat.finish_step(step, time.monotonic() - started)
             scores = self.validate(step, metrics) if due else {}
@@ -110,9 +110,9 @@ class TrainingLoop:
         return done
 
     @property
-    def stepper(self) -> Stepper:
-        """The stepper of the main branch."""
-        return self.turns.main.stepper
+    def train_step(self) -> TrainStep:
+        """The train step of the main task."""
+        return self.scheduler.main.train_step
 
     def validate(self, step: int, metrics: MetricsWriter | None) -> dict[str, float]:
         """Computes and records held-out scores of the weights after a step; empty without a validator.
@@ -124,7 +124,7 @@ class TrainingLoop:
             return {}
         half = self.device.type == "cuda" and self.config.precision == "bf16"
         with self.heartbeat.doing("validating"), torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-            found = self.validator.scores(self.stepper.encoder)
+            found = self.validator.scores(self.train_step.encoder)
         if found is None:
             raise NonFiniteLossError(
                 f"step {step}: held-out embeddings are not finite. Try a smaller optim.lr (now {self.config.optim.lr}) "
@@ -136,25 +136,25 @@ class TrainingLoop:
             metrics.scores(step, scores)
             chosen = [score, REPORTED + score] if score in scores else scores
             told = ", ".join(f"{each} {scores[each]:.4f}" for each in chosen)
-            get_logger().info("validated after step %d of %d: %s", step, self.stepper.total_steps, told)
+            get_logger().info("validated after step %d of %d: %s", step, self.train_step.total_steps, told)
         self.checkpointing.scored(step, scores, name, rows)
         return scores
 
     def log_first_step(self, step: int, measured: StepMetrics, metrics: MetricsWriter | None) -> None:
         """Records the parts of the start, and logs the objective's remark about the run's first loss."""
-        objective = self.stepper.objective
+        objective = self.train_step.objective
         remark = self.config.objective.remark_after_first_step(objective.run, measured.terms)
-        if step == 1 and remark and self.stepper.world.rank == 0:
+        if step == 1 and remark and self.train_step.comm.rank == 0:
             get_logger().warning("%s", remark)
         self.stopwatch.mark("first")
         self.heartbeat.start = self.stopwatch.parts()
         if metrics:
-            metrics.start(step, {**self.heartbeat.start, "workers": self.stepper.world.size})
+            metrics.start(step, {**self.heartbeat.start, "workers": self.train_step.comm.size})
 
     def peak_flops(self) -> float | None:
         """FLOPs per second of all workers' devices together; None if the device is unknown."""
-        peak = peak_flops(gpu_name(self.device), half=self.stepper.autocast is not None)
-        return None if peak is None else peak * self.stepper.world.size
+        peak = peak_flops(gpu_name(self.device), half=self.train_step.autocast is not None)
+        return None if peak is None else peak * self.train_step.comm.size
 
     def refuse_random_weights(self) -> None:
         """Checks this worker's copy of a pretrained encoder; the driver has checked its own.
@@ -164,8 +164,8 @@ class TrainingLoop:
         """
         encoder = self.config.encoder
         needs_head = self.config.objective.mlm and not encoder.new_mlm_head
-        found = self.stepper.encoder.unloaded.problems(encoder.pretrained, needs_head)
-        if self.stepper.world.largest(len(found)):
+        found = self.train_step.encoder.load_report.problems(encoder.pretrained, needs_head)
+        if self.train_step.comm.all_reduce_max(len(found)):
             raise UnfitEncoderError(
                 "; ".join(found) or f"encoder.pretrained = {encoder.pretrained}: weights are missing on another worker"
             )
@@ -187,15 +187,15 @@ class Recorder:
 
     loop: TrainingLoop
     first: int
-    batches: Ahead
+    batches: Prefetcher
     metrics: MetricsWriter | None
     peak: float | None
-    pending: TakenStep | None = None
+    pending: StepResult | None = None
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         """Begins to watch the loss."""
-        self.vanished = VanishedLoss(self.loop.config.objective, self.loop.stepper.objective.run)
+        self.vanished = VanishedLoss(self.loop.config.objective, self.loop.train_step.objective.run)
 
     def settle(self) -> None:
         """Records the pending step, if there is one.

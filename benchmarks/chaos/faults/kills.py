@@ -6,74 +6,74 @@ import time
 from functools import partial
 
 from benchmarks.chaos.fault import Fault
-from benchmarks.chaos.run import ChaosError, Mark, Run
+from benchmarks.chaos.run import ChaosError, Run, Snapshot
 from trainer.checkpoints.checkpoint import CHECKPOINTS
 from trainer.driver.exported import EXPORT
 
 _QUICKLY = 0.0005  # seconds between two looks for a moment that is soon over
 
 
-def struck(mark: Mark, seconds: float) -> Mark:
-    """Return the mark with the actual moment of the fault."""
-    return dataclasses.replace(mark, seconds=seconds)
+def struck(snapshot: Snapshot, seconds: float) -> Snapshot:
+    """Return the snapshot with the actual moment of the fault."""
+    return dataclasses.replace(snapshot, seconds=seconds)
 
 
-def signalled(run: Run, number: int) -> Mark:
+def signalled(run: Run, number: int) -> Snapshot:
     """Send a signal to the last worker in the middle of a step."""
     victim = run.workers()[-1]
-    mark = run.mark()
-    return struck(mark, run.kill(victim, number))
+    snapshot = run.snapshot()
+    return struck(snapshot, run.kill(victim, number))
 
 
-def worker_saving(run: Run) -> Mark:
+def worker_saving(run: Run) -> Snapshot:
     """Kill rank 0 with SIGKILL while the files of a checkpoint are being written."""
     victim = run.workers()[0]
     folder = run.folder / CHECKPOINTS
-    mark = run.mark()
+    snapshot = run.snapshot()
     run.wait_for("a checkpoint being written", lambda: any(folder.glob(".step-*")), every_seconds=_QUICKLY)
     struck_at = run.kill(victim)
-    return struck(dataclasses.replace(mark, lines=run.lines()), struck_at)
+    return struck(dataclasses.replace(snapshot, lines=run.lines()), struck_at)
 
 
-def controller(run: Run) -> Mark:
+def controller(run: Run) -> Snapshot:
     """Kill Ray Train's actor between the command and the workers with SIGKILL."""
     (victim,) = run.census.titled("TrainController")
-    starts, mark = run.starts, run.mark()
-    mark = struck(mark, run.kill(victim))
-    run.wait_for("the command to notice", lambda: run.over or run.mark().inode != mark.inode, 180, ended=True)
+    starts, snapshot = run.starts, run.snapshot()
+    snapshot = struck(snapshot, run.kill(victim))
+    run.wait_for("the command to notice", lambda: run.over or run.snapshot().inode != snapshot.inode, 180, ended=True)
     if run.over:
         run.start()
     assert run.starts - starts <= 1
-    return mark
+    return snapshot
 
 
-def driver(run: Run, number: int) -> Mark:
+def driver(run: Run, number: int) -> Snapshot:
     """Send a signal to the command; the user repeats it after its end."""
     assert run.driver is not None
     run.workers()
-    mark = run.mark()
+    snapshot = run.snapshot()
     run.driver.send_signal(number)
-    mark = struck(mark, time.time())
+    snapshot = struck(snapshot, time.time())
     if run.wait(90) == 0:
         raise ChaosError("the command ended with status 0 although it had not finished")
     run.start()
-    return mark
+    return snapshot
 
 
-def exporting(run: Run) -> Mark:
+def exporting(run: Run) -> Snapshot:
     """Kill the command with SIGKILL while it writes the encoder; the user repeats it."""
     assert run.driver is not None
     run.wait_for("the export", lambda: any(run.folder.glob(f".{EXPORT}.*")), 240, every_seconds=_QUICKLY)
-    mark = run.mark()
+    snapshot = run.snapshot()
     run.driver.kill()
-    mark = struck(mark, time.time())
+    snapshot = struck(snapshot, time.time())
     run.wait()
     if (run.folder / EXPORT).exists():
         raise ChaosError("the encoder was complete before the command could be killed")
     run.start()
     run.wait()
     run.ended = time.time()
-    return mark
+    return snapshot
 
 
 FAULTS = (

@@ -6,30 +6,30 @@ import time
 
 from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.faults.kills import struck
-from benchmarks.chaos.run import ChaosError, Mark, Run
+from benchmarks.chaos.run import ChaosError, Run, Snapshot
 
 _DEADLINE_SECONDS = 30
 
 
-def node_killed(run: Run) -> Mark:
+def node_killed(run: Run) -> Snapshot:
     """Kill every process of a worker's node at once; a spare node is available."""
     assert run.nodes is not None
     node = run.nodes.holder(run.workers()[-1].pid)
     run.nodes.add()
-    mark = run.mark()
-    mark = struck(mark, time.time())
+    snapshot = run.snapshot()
+    snapshot = struck(snapshot, time.time())
     run.nodes.remove(node)
-    return mark
+    return snapshot
 
 
-def preempted(run: Run) -> Mark:
+def preempted(run: Run) -> Snapshot:
     """Announce the preemption of a worker's node: a checkpoint within the deadline, then training without the node."""
     assert run.nodes is not None
     node = run.nodes.holder(run.workers()[-1].pid)
     run.nodes.add()
     before = run.newest_checkpoint()
-    mark = run.mark()
-    mark = struck(mark, time.time())
+    snapshot = run.snapshot()
+    snapshot = struck(snapshot, time.time())
     subprocess.run(
         [
             *(sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", run.nodes.address),
@@ -41,24 +41,24 @@ def preempted(run: Run) -> Mark:
         capture_output=True,
     )
     run.wait_for("a checkpoint before the deadline", lambda: run.newest_checkpoint() != before, _DEADLINE_SECONDS)
-    run.wait_for("workers elsewhere", lambda: run.mark().inode != mark.inode, 120)
+    run.wait_for("workers elsewhere", lambda: run.snapshot().inode != snapshot.inode, 120)
     run.nodes.remove(node)
-    return mark
+    return snapshot
 
 
-def elastic(run: Run) -> Mark:
+def elastic(run: Run) -> Snapshot:
     """Change the world from 2 workers to 3, 1 and 2, as nodes join and die."""
     assert run.nodes is not None
-    first = run.mark()
+    first = run.snapshot()
     for wanted in (3, 1, 2):
-        mark = run.mark()
+        snapshot = run.snapshot()
         if wanted > len(run.nodes.nodes):
             run.nodes.add(wanted - len(run.nodes.nodes))
         while wanted < len(run.nodes.nodes):
             run.nodes.remove(run.nodes.nodes[-1])
         try:
             run.wait_for(f"{wanted} workers", lambda at=wanted: len(run.workers()) == at, 180, every_seconds=1)
-            run.wait_step(mark.step + 1, mark)
+            run.wait_step(snapshot.step + 1, snapshot)
         except ChaosError as error:
             raise ChaosError(f"{error} (the world should have become {wanted})") from error
     return first

@@ -6,67 +6,67 @@ from functools import partial
 
 from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.faults.kills import signalled, struck
-from benchmarks.chaos.run import ChaosError, Mark, Run
+from benchmarks.chaos.run import ChaosError, Run, Snapshot
 
 _SLOW_SECONDS = 20.0
 _NAN = """
 import trainer.step.step
-whole = trainer.step.step.Stepper.gradients
+whole = trainer.step.step.TrainStep.gradients
 def poisoned(self, batch, step):
     found = whole(self, batch, step)
     if {first} <= step < {end}:
         next(p for group in self.optimizer.param_groups for p in group["params"]).grad.fill_(float("nan"))
     return found
-trainer.step.step.Stepper.gradients = poisoned
+trainer.step.step.TrainStep.gradients = poisoned
 """
 _RAISE = """
 import trainer.step.step
 def broken(self, batch, step):
     raise OSError("chaos: the device does not answer")
-trainer.step.step.Stepper.gradients = broken
+trainer.step.step.TrainStep.gradients = broken
 """
 
 
-def raising(run: Run) -> Mark:
+def raising(run: Run) -> Snapshot:
     """Raise an exception in the step of the last worker."""
     victim = run.workers()[-1]
-    mark = run.mark()
+    snapshot = run.snapshot()
     run.execute(victim, _RAISE)
-    return struck(mark, time.time())
+    return struck(snapshot, time.time())
 
 
-def slow(run: Run) -> Mark:
+def slow(run: Run) -> Snapshot:
     """Give the last worker a ninth of its time for a while: the run slows down, and the worker is named."""
     victim = run.workers()[-1]
-    mark = run.mark()
+    snapshot = run.snapshot()
     begun = time.time()
     while time.time() < begun + _SLOW_SECONDS:
         run.kill(victim, signal.SIGSTOP)
         time.sleep(0.4)
         run.kill(victim, signal.SIGCONT)
         time.sleep(0.05)
-    if run.mark().inode != mark.inode:
+    if run.snapshot().inode != snapshot.inode:
         raise ChaosError("the workers were restarted because one was slow")
-    return struck(mark, begun)
+    return struck(snapshot, begun)
 
 
-def poison(run: Run, steps: int) -> Mark:
+def poison(run: Run, steps: int) -> Snapshot:
     """Put NaN into the last worker's gradient for that many steps."""
     victim = run.workers()[-1]
-    mark = run.mark()
-    first = mark.step + 60
+    snapshot = run.snapshot()
+    first = snapshot.step + 60
     run.execute(victim, _NAN.format(first=first, end=first + steps))
     run.wait_for("the bad step", lambda: run.last_step() >= first - 1, ended=True)
-    return run.mark()
+    return run.snapshot()
 
 
-def nan_stops(run: Run, steps: int, seconds: float, problem: str) -> Mark:
+def nan_stops(run: Run, steps: int, seconds: float, problem: str) -> Snapshot:
     """Put NaN into one worker's gradient; the run stops, and the same command continues from the last checkpoint."""
-    mark = poison(run, steps)
+    snapshot = poison(run, steps)
     if run.wait(seconds) == 0:
         raise ChaosError(f"the command ended with status 0 {problem}")
     run.start()
-    return mark
+    return snapshot
 
 
 _SKIP = {"on_nonfinite_loss": "skip"}

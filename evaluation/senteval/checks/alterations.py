@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from evaluation.senteval.checks.digests import Digests, digests_of, file_rows, same_sentences
 from evaluation.senteval.checks.published import Published, published
-from evaluation.senteval.checks.rows import Digests, digests_of, file_rows, same_sentences
 from evaluation.senteval.data.findings import DataFinding
 from evaluation.senteval.data.taskdata import Split, TaskData
 

@@ -6,20 +6,20 @@ from pathlib import Path
 
 from common.excerpt import excerpt
 from evaluation.senteval.checks.alterations import check_rows
+from evaluation.senteval.checks.digests import digests_of, same_sentences
 from evaluation.senteval.checks.published import Published, PublishedSplit, published
-from evaluation.senteval.checks.rows import digests_of, same_sentences
 from evaluation.senteval.checks.wording import check_duplicates, check_encoding
 from evaluation.senteval.data.findings import DataFinding, Inspection
 from evaluation.senteval.data.loading import load
 from evaluation.senteval.data.taskdata import DataError, MissingDataError, Split, TaskData
-from evaluation.senteval.data.tasks import Task
+from evaluation.senteval.data.tasks import SentEvalTask
 
 _MAX_IMBALANCE = 1.5  # "balanced across the target classes", says the README of the probing data
 
 UNCHECKED = "--allow-unchecked scores your own data; such scores are marked as not comparable with published ones"
 
 
-def inspect(task: Task, folder: Path, allow_unchecked: bool = False) -> Inspection:
+def inspect(task: SentEvalTask, folder: Path, allow_unchecked: bool = False) -> Inspection:
     """Load and check a task from a folder with `downstream` and `probing`; never raises for errors in the data.
 
     `allow_unchecked` gives data other than the published ones the standing "unpublished" instead of "refused". Data

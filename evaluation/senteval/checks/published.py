@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 
 from common.config import Strict
-from evaluation.senteval.checks.rows import Digests
+from evaluation.senteval.checks.digests import Digests
 
 
 class PublishedSplit(Strict):

@@ -20,11 +20,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from evaluation.senteval.classifier.features import Room, Table
+from evaluation.senteval.classifier.config import ClassifierConfig
+from evaluation.senteval.classifier.features import BlockBuffer, Table
 from evaluation.senteval.classifier.folds import TrainingSet
 from evaluation.senteval.classifier.network import Network, linear_start
 from evaluation.senteval.classifier.schedule import Padded, Schedule
-from evaluation.senteval.classifier.settings import ClassifierConfig
 from evaluation.senteval.classifier.updates import Updates
 
 
@@ -71,9 +71,9 @@ class Fits:
     ) -> NDArray[np.int64]:
         """Classes that one fit gives to `rows` of `features`; None means all rows."""
         one = Network([p[of_set : of_set + 1, decay : decay + 1] for p in self.network.parameters])
-        room = Room(features, 1, 1)
+        buffer = BlockBuffer(features, 1, 1)
         places = torch.from_numpy(np.arange(len(features)) if rows is None else rows)
-        chosen = [one.forward(room.take(part[None])).logits[0, 0].argmax(0) for part in places.split(room.num_rows)]
+        chosen = [one.forward(buffer.take(part[None])).logits[0, 0].argmax(0) for part in places.split(buffer.num_rows)]
         return torch.cat(chosen).numpy()
 
 
@@ -170,13 +170,13 @@ class _Group:
     def _train(self) -> None:
         """Train every remaining set for `epoch_size` passes, block after block of sets."""
         num_sets = self.network.num_sets
-        room = Room(self.train.features, num_sets, self.config.batch_size)
+        buffer = BlockBuffer(self.train.features, num_sets, self.config.batch_size)
         self.schedule.draw(self.config.epoch_size)
-        for block in room.blocks(num_sets):
+        for block in buffer.blocks(num_sets):
             network, updates = self.network.narrow(block), self.updates.narrow(block)
             gradients = [torch.empty_like(p) for p in network.parameters]
             for batch in self.schedule.batches(block):
-                done = network.forward(room.take(batch.rows), batch.kept)
+                done = network.forward(buffer.take(batch.rows), batch.kept)
                 wrong = torch.softmax(done.logits, dim=2)  # minus the truth: the gradient of the cross entropy
                 wrong -= (batch.labels[:, None, None] == self.classes).float()
                 wrong *= batch.weight
@@ -187,14 +187,14 @@ class _Group:
     def _score(self) -> NDArray[np.int64]:
         """(S, R) dev examples that are classified correctly now."""
         num_sets = self.network.num_sets
-        room = Room(self.dev.features, num_sets, self.config.batch_size)
+        buffer = BlockBuffer(self.dev.features, num_sets, self.config.batch_size)
         counts = []
-        for block in room.blocks(num_sets):
+        for block in buffer.blocks(num_sets):
             network, members = self.network.narrow(block), self.dev_members[block]
             right = torch.zeros(len(members.sizes), len(self.decay_places), dtype=torch.int64)
-            for number, rows in enumerate(members.rows.split(room.num_rows, dim=1)):
-                chosen = network.forward(room.take(rows)).logits.argmax(2)
-                places = torch.arange(rows.shape[1]) + number * room.num_rows
+            for number, rows in enumerate(members.rows.split(buffer.num_rows, dim=1)):
+                chosen = network.forward(buffer.take(rows)).logits.argmax(2)
+                places = torch.arange(rows.shape[1]) + number * buffer.num_rows
                 real = (places < members.sizes[:, None])[:, None]
                 right += ((chosen == self.dev.labels[rows][:, None]) & real).sum(-1)
             counts.append(right)

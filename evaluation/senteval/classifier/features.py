@@ -39,10 +39,10 @@ class Table:
         """Flat memory for the features of `num_rows` rows."""
         return torch.empty(num_rows * self.width, dtype=torch.float32)
 
-    def take(self, rows: Tensor, room: Tensor) -> Tensor:
-        """Features of `rows` (any shape), `(*rows.shape, width)`, written into the flat `room` of `buffer`."""
+    def take(self, rows: Tensor, buffer: Tensor) -> Tensor:
+        """Features of `rows` (any shape), `(*rows.shape, width)`, written into the flat `buffer` of `buffer`."""
         flat = rows.reshape(-1)
-        taken = room[: len(flat) * self.width].view(len(flat), self.width)
+        taken = buffer[: len(flat) * self.width].view(len(flat), self.width)
         if self.second is None:
             torch.index_select(self.first, 0, flat, out=taken)
         else:
@@ -59,7 +59,7 @@ class Table:
         return taken.view(*rows.shape, self.width)
 
 
-class Room:
+class BlockBuffer:
     """Memory for the rows of a block of sets, at least `batch_size` of each set.
 
     Attributes:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.senteval.classifier.classifier import Examples, fit_many
+from evaluation.senteval.classifier.config import ClassifierConfig
 from evaluation.senteval.classifier.folds import TrainingSet, hold_out, stratified_folds
-from evaluation.senteval.classifier.settings import ClassifierConfig
 
 
 @dataclass(frozen=True)

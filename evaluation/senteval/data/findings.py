@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evaluation.senteval.data.taskdata import TaskData
-from evaluation.senteval.data.tasks import Task
+from evaluation.senteval.data.tasks import SentEvalTask
 
 Level = Literal["refuse", "warn", "info"]
 Standing = Literal["identical", "published", "altered", "unpublished", "refused", "missing"]
@@ -35,7 +35,7 @@ class DataFinding:
 class Inspection:
     """Data of a task and how far they can be trusted."""
 
-    task: Task
+    task: SentEvalTask
     standing: Standing
     """identical: every file equals the published one byte for byte. published: every row does, scored or not, but other
     bytes (line ends) differ. altered: rows, classes and labels match in number, but sentences differ or cannot be

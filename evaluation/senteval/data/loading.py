@@ -14,7 +14,7 @@ from evaluation.senteval.data.lines import git_sha1
 from evaluation.senteval.data.misplaced import where_else
 from evaluation.senteval.data.retrieval_files import SPLITS, read_retrieval, refuse_pickles
 from evaluation.senteval.data.taskdata import EMPTY, DataError, MissingDataError, Split, TaskData
-from evaluation.senteval.data.tasks import LANGUAGES, Task
+from evaluation.senteval.data.tasks import LANGUAGES, SentEvalTask
 
 _BINARY = {  # class 1, class 0
     "CR": ("custrev.pos", "custrev.neg"),
@@ -60,7 +60,7 @@ _CLASSES = {
 }
 
 
-def task_files(task: Task) -> tuple[str, ...]:
+def task_files(task: SentEvalTask) -> tuple[str, ...]:
     """Files of the task, relative to the data folder, in reading order."""
     if task.group == "probing":
         names = [f"{_PROBING[task.name]}.txt"]
@@ -75,7 +75,7 @@ def task_files(task: Task) -> tuple[str, ...]:
     return tuple(f"{task.folder}/{name}" for name in names)
 
 
-def load(task: Task, folder: Path) -> TaskData:
+def load(task: SentEvalTask, folder: Path) -> TaskData:
     """Read a task as SentEval does, with rows in the order in which SentEval passes them to its classifiers.
 
     Raises:
@@ -108,7 +108,7 @@ def load(task: Task, folder: Path) -> TaskData:
     )
 
 
-def _read(task: Task, folder: Path, features: dict[str, NDArray[np.float32]]) -> Mapping[str, SplitRows]:
+def _read(task: SentEvalTask, folder: Path, features: dict[str, NDArray[np.float32]]) -> Mapping[str, SplitRows]:
     if task.name in _BINARY:
         one, zero = _BINARY[task.name]
         return {"all": formats.read_binary(folder / one, folder / zero)}
@@ -143,7 +143,7 @@ def _read(task: Task, folder: Path, features: dict[str, NDArray[np.float32]]) ->
     return {split: readers[task.name](folder / name) for split, name in _SPLIT_FILES[task.name].items()}
 
 
-def _in_official_order(task: Task, rows: SplitRows, classes: tuple[str, ...], split: str) -> Split:
+def _in_official_order(task: SentEvalTask, rows: SplitRows, classes: tuple[str, ...], split: str) -> Split:
     """Sort by numbers of words, then label; this order decides the classifiers' folds and batches."""
     labels = _numbers(task, rows, classes, split)
     first = np.array([len(words) for words in rows.first], dtype=np.int64)
@@ -165,7 +165,7 @@ def _in_official_order(task: Task, rows: SplitRows, classes: tuple[str, ...], sp
     )
 
 
-def _numbers(task: Task, rows: SplitRows, classes: tuple[str, ...], split: str) -> NDArray[Any]:
+def _numbers(task: SentEvalTask, rows: SplitRows, classes: tuple[str, ...], split: str) -> NDArray[Any]:
     if task.group != "probing":
         scores = task.procedure in ("relatedness", "similarity", "cosine")
         return np.array(rows.labels, dtype=np.float64 if scores else np.int64)

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from evaluation.senteval.data.tasks import Task
+from evaluation.senteval.data.tasks import SentEvalTask
 
 _MAX_LISTED = 100
 """Folders per level to search."""
 
 
-def where_else(task: Task, folder: Path, names: tuple[str, ...]) -> str:
+def where_else(task: SentEvalTask, folder: Path, names: tuple[str, ...]) -> str:
     """Advice on files of a task, named relative to the data folder, that are in another place; "" if none is nearby."""
     if not folder.is_dir():
         return f"{folder} is not a folder"

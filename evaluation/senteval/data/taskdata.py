@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.senteval.data.tasks import Task
+from evaluation.senteval.data.tasks import SentEvalTask
 
 EMPTY = "."
 """Replacement for a line without words: SentEval's examples and DeCLUTR's script embed a full stop for it."""
@@ -56,7 +56,7 @@ class Split:
 class TaskData:
     """All data of a task."""
 
-    task: Task
+    task: SentEvalTask
     splits: Mapping[str, Split]
     """Parts: "all" for inner_kfold; "train", "test" for kfold; "train", "dev", "test"; an STS task's subsets;
     "dev", "test" for cosine."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from common.suggestions import meant
+from common.suggestions import suggest
 
 Group = Literal["downstream", "probing", "multilingual"]
 Procedure = Literal["inner_kfold", "kfold", "split", "relatedness", "retrieval", "similarity", "cosine"]
@@ -17,7 +17,7 @@ Features = Literal["single", "difference_product", "pair_product_difference"]
 
 
 @dataclass(frozen=True)
-class Task:
+class SentEvalTask:
     """One task."""
 
     name: str
@@ -48,25 +48,25 @@ class Task:
         return self.procedure != "similarity"
 
 
-def _downstream(name: str, procedure: Procedure, folder: str = "", features: Features = "single") -> Task:
-    return Task(name, name, "downstream", procedure, features, f"downstream/{folder or name}")
+def _downstream(name: str, procedure: Procedure, folder: str = "", features: Features = "single") -> SentEvalTask:
+    return SentEvalTask(name, name, "downstream", procedure, features, f"downstream/{folder or name}")
 
 
-def _similarity(year: int, *subsets: str) -> Task:
+def _similarity(year: int, *subsets: str) -> SentEvalTask:
     folder = f"downstream/STS/STS{year}-en-test"
-    return Task(f"STS{year}", f"STS{year}", "downstream", "similarity", "single", folder, subsets)
+    return SentEvalTask(f"STS{year}", f"STS{year}", "downstream", "similarity", "single", folder, subsets)
 
 
-def _probing(name: str, label: str) -> Task:
-    return Task(name, label, "probing", "split", "single", "probing")
+def _probing(name: str, label: str) -> SentEvalTask:
+    return SentEvalTask(name, label, "probing", "split", "single", "probing")
 
 
-def _translated(language: str) -> Task:
+def _translated(language: str) -> SentEvalTask:
     folder = "downstream/STS/stsb-multi-mt"
-    return Task(f"STSBenchmark-{language}", f"STS-B-{language}", "multilingual", "cosine", "single", folder)
+    return SentEvalTask(f"STSBenchmark-{language}", f"STS-B-{language}", "multilingual", "cosine", "single", folder)
 
 
-TASKS: tuple[Task, ...] = (
+TASKS: tuple[SentEvalTask, ...] = (
     _downstream("CR", "inner_kfold"),
     _downstream("MR", "inner_kfold"),
     _downstream("MPQA", "inner_kfold"),
@@ -76,10 +76,12 @@ TASKS: tuple[Task, ...] = (
     _downstream("TREC", "kfold"),
     _downstream("MRPC", "kfold", features="difference_product"),
     _downstream("SNLI", "split", features="pair_product_difference"),
-    Task("SICKEntailment", "SICK-E", "downstream", "split", "difference_product", "downstream/SICK"),
-    Task("SICKRelatedness", "SICK-R", "downstream", "relatedness", "difference_product", "downstream/SICK"),
-    Task("STSBenchmark", "STS-B", "downstream", "relatedness", "difference_product", "downstream/STS/STSBenchmark"),
-    Task("ImageCaptionRetrieval", "COCO", "downstream", "retrieval", "single", "downstream/COCO"),
+    SentEvalTask("SICKEntailment", "SICK-E", "downstream", "split", "difference_product", "downstream/SICK"),
+    SentEvalTask("SICKRelatedness", "SICK-R", "downstream", "relatedness", "difference_product", "downstream/SICK"),
+    SentEvalTask(
+        "STSBenchmark", "STS-B", "downstream", "relatedness", "difference_product", "downstream/STS/STSBenchmark"
+    ),
+    SentEvalTask("ImageCaptionRetrieval", "COCO", "downstream", "retrieval", "single", "downstream/COCO"),
     _similarity(12, "MSRpar", "MSRvid", "SMTeuroparl", "surprise.OnWN", "surprise.SMTnews"),
     _similarity(13, "FNWN", "headlines", "OnWN"),  # its fourth subset, SMT, is licensed and in no published table
     _similarity(14, "deft-forum", "deft-news", "headlines", "images", "OnWN", "tweet-news"),
@@ -99,9 +101,9 @@ TASKS: tuple[Task, ...] = (
 """SentEval's tasks."""
 LANGUAGES: tuple[str, ...] = ("de", "en", "es", "fr", "it", "nl", "pl", "pt", "ru", "zh")
 """Languages of stsb_multi_mt."""
-TRANSLATED: tuple[Task, ...] = tuple(_translated(language) for language in LANGUAGES)
+TRANSLATED: tuple[SentEvalTask, ...] = tuple(_translated(language) for language in LANGUAGES)
 """STS-B in each language."""
-ALL_TASKS: tuple[Task, ...] = TASKS + TRANSLATED
+ALL_TASKS: tuple[SentEvalTask, ...] = TASKS + TRANSLATED
 
 DOWNSTREAM: tuple[str, ...] = tuple(task.name for task in TASKS if task.group == "downstream")
 PROBING: tuple[str, ...] = tuple(task.name for task in TASKS if task.group == "probing")
@@ -119,7 +121,7 @@ class UnknownTaskError(ValueError):
     """A name that matches no task."""
 
 
-def find(name: str, others: Collection[str] = ()) -> Task:
+def find(name: str, others: Collection[str] = ()) -> SentEvalTask:
     """Find the task of that name or label, in any case; `others` are further names to suggest (sets of tasks).
 
     Raises:
@@ -127,7 +129,7 @@ def find(name: str, others: Collection[str] = ()) -> Task:
     """
     task = _BY_NAME.get(name.lower())
     if task is None:
-        near = meant(name, [*(known for task in ALL_TASKS for known in (task.name, task.label)), *others])
+        near = suggest(name, [*(known for task in ALL_TASKS for known in (task.name, task.label)), *others])
         raise UnknownTaskError(
             f"no task {name!r}{near}{' There' if near else '; there'} are "
             f"{', '.join(dict.fromkeys([*(task.name for task in ALL_TASKS), *others]))}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.storage import write_aside
+from common.storage import atomic_file
 from evaluation.senteval.data.lines import git_sha1
 from evaluation.senteval.data.tasks import find
 from evaluation.senteval.download.snli_archive import FILES, SnliError, make_split
@@ -126,7 +126,7 @@ def _take(held: Path, folder: Path, wanted: list[str], below: str) -> Iterator[F
                 continue
             stream = archive.extractfile(member)
             if stream is not None:
-                with write_aside(folder / path) as aside, aside.open("wb") as file:
+                with atomic_file(folder / path) as aside, aside.open("wb") as file:
                     shutil.copyfileobj(stream, file)
                 same = git_sha1(folder / path) == known_hashes().get(path)
                 yield Fetched(path, "fetched", "" if same else "differs from the copy with the known hash")

@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.storage import write_aside
+from common.storage import atomic_file
 from evaluation.senteval.data.lines import git_sha1
 from evaluation.senteval.download.treebank import tokenize
 
@@ -31,7 +31,7 @@ def make_split(archive: Path, split: str, folder: Path, hashes: dict[str, str]) 
         SnliError: the zip lacks the split or has other columns, or a file has another hash.
     """
     paths = [folder / f"{name}.{split}" for name in FILES]
-    with write_aside(paths[0]) as labels, write_aside(paths[1]) as first, write_aside(paths[2]) as second:
+    with atomic_file(paths[0]) as labels, atomic_file(paths[1]) as first, atomic_file(paths[2]) as second:
         with labels.open("wb") as one, first.open("wb") as two, second.open("wb") as three:
             for label, premise, hypothesis in _pairs(archive, f"snli_1.0_{split}.txt"):
                 one.write(f"{label}\n".encode())

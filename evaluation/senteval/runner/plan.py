@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from common.config import Strict
 from common.storage import hash_json, read_json
-from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.classifier.config import ClassifierConfig
 from evaluation.senteval.data.findings import Inspection
 from evaluation.senteval.data.taskdata import TaskData
 from evaluation.senteval.data.tasks import ALL_TASKS, DOWNSTREAM, PROBING, STS, STSB_MULTI, TASKS, TRANSFER, find

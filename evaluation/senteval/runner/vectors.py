@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from common.storage import write_aside
+from common.storage import atomic_file
 from evaluation.encoders.protocol import EncoderError, SentenceEncoder, vectors_fingerprint
 
 PART_ROWS = 16_384
@@ -99,7 +99,7 @@ def embed_all(
             raise EncoderError(
                 f"{encoder.name}: {wrong:,} of {len(own):,} embeddings have values that are not finite; no score"
             )
-        with write_aside(vectors.path(part)) as aside, aside.open("wb") as stream:
+        with atomic_file(vectors.path(part)) as aside, aside.open("wb") as stream:
             np.save(stream, made)
         more = time_left(started, done, len(missing))
         say(f"{encoder.name}: embedded {min((part + 1) * part_rows, len(texts)):,} of {len(texts):,} sentences{more}")

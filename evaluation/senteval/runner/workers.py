@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.session import SessionConfig, start_ray
-from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.classifier.config import ClassifierConfig
 from evaluation.senteval.data.taskdata import TaskData
 from evaluation.senteval.runner.plan import ScoringUnit, StoredUnit
 from evaluation.senteval.scores.scoring import Method, needs_fits, score

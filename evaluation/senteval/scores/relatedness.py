@@ -112,10 +112,10 @@ def relatedness(train: Pairs, dev: Pairs, test: Pairs, seed: int = 1111) -> Rela
 
 def predict(network: Network, features: Table) -> NDArray[np.float64]:
     """Means (N,) of the predicted distributions."""
-    room = features.buffer(min(len(features), _SCORING_ROWS))
+    buffer = features.buffer(min(len(features), _SCORING_ROWS))
     places = torch.arange(len(features))
     parts = [
-        torch.softmax(network.forward(features.take(part[None], room)).logits, 2)[0, 0]
+        torch.softmax(network.forward(features.take(part[None], buffer)).logits, 2)[0, 0]
         for part in places.split(_SCORING_ROWS)
     ]
     shares = torch.cat(parts, 1).numpy().astype(np.float64)
@@ -123,11 +123,11 @@ def predict(network: Network, features: Table) -> NDArray[np.float64]:
 
 
 def _pass(features: Table, target: Tensor, order: Tensor, network: Network, updates: Updates) -> None:
-    room = features.buffer(_BATCH)
+    buffer = features.buffer(_BATCH)
     gradients = [torch.empty_like(p) for p in network.parameters]
     targets = target[order].mT  # (bins, N): rows come last, as in the network
     for start, rows in zip(range(0, len(order), _BATCH), order.split(_BATCH), strict=True):
-        done = network.forward(features.take(rows[None], room))
+        done = network.forward(features.take(rows[None], buffer))
         shares = torch.softmax(done.logits, 2)
         # d mean((p - t)^2) / d logits = p * (g - sum(g * p)) with g = 2 (p - t) / (rows * bins)
         outer = (shares - targets[:, start : start + len(rows)]).mul_(2 / (len(rows) * NUM_BINS)).mul_(shares)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from evaluation.senteval.classifier import protocols
 from evaluation.senteval.classifier.classifier import Examples, examples
+from evaluation.senteval.classifier.config import ClassifierConfig
 from evaluation.senteval.classifier.features import Table, pair_table, table
-from evaluation.senteval.classifier.settings import ClassifierConfig
 from evaluation.senteval.data.taskdata import Split, TaskData, sentence_rows
-from evaluation.senteval.data.tasks import STS, STSB_MULTI, TRANSFER, Task
+from evaluation.senteval.data.tasks import STS, STSB_MULTI, TRANSFER, SentEvalTask
 from evaluation.senteval.scores.averages import RECALLS
 from evaluation.senteval.scores.geometry import score_geometry
 from evaluation.senteval.scores.relatedness import Pairs, relatedness
@@ -38,7 +38,7 @@ class Scored:
     warnings: tuple[str, ...] = ()
 
 
-def method_for(task: Task, protocol: Protocol) -> Method | None:
+def method_for(task: SentEvalTask, protocol: Protocol) -> Method | None:
     """Method by which a protocol scores a task; None if the protocol leaves it out."""
     if protocol == "senteval":
         return "procedure"
@@ -47,7 +47,7 @@ def method_for(task: Task, protocol: Protocol) -> Method | None:
     return "cosine" if task.procedure == "relatedness" else "procedure"
 
 
-def needs_fits(task: Task, method: Method) -> bool:
+def needs_fits(task: SentEvalTask, method: Method) -> bool:
     """Return whether the method trains something, which takes seconds to minutes; the others are arithmetic."""
     return method == "procedure" and task.procedure not in ("similarity", "cosine")
 
@@ -126,7 +126,7 @@ def _retrieval(data: TaskData, rows: Mapping[str, int], embeddings: Embeddings, 
     return Scored({**dict(zip(RECALLS, recalls, strict=True)), "devacc": found.dev_total})
 
 
-def _features(split: Split, rows: Mapping[str, int], embeddings: Embeddings, task: Task) -> Table:
+def _features(split: Split, rows: Mapping[str, int], embeddings: Embeddings, task: SentEvalTask) -> Table:
     first = embeddings[[rows[text] for text in split.first]]
     if split.second is None:
         return table(first)

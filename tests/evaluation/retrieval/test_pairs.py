@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cli.evaluate import run
-from evaluation.retrieval.compare import Scored, differences
+from evaluation.retrieval.compare import RetrievalScores, differences
 from evaluation.retrieval.measures import MEASURES
 from evaluation.retrieval.pairs import PairsError, read_test
 
@@ -65,10 +65,10 @@ def test_read_test_of_another_format_says_so(tmp_path, name, content):
 
 def test_differences_need_a_hundred_queries_for_an_interval():
     rng = np.random.default_rng(0)
-    first = Scored("first", rng.random((120, len(MEASURES))))
-    second = Scored("second", first.values + 0.1)
+    first = RetrievalScores("first", rng.random((120, len(MEASURES))))
+    second = RetrievalScores("second", first.values + 0.1)
     assert all(one.measurable for one in differences(first, second).values())
-    few = differences(Scored("first", first.values[:99]), Scored("second", second.values[:99]))
+    few = differences(RetrievalScores("first", first.values[:99]), RetrievalScores("second", second.values[:99]))
     assert all(one.interval is None for one in few.values())
 
 

@@ -6,8 +6,8 @@ from sentevalsets import write_sets
 
 from evaluation.senteval.checks.alterations import check_rows
 from evaluation.senteval.checks.checking import inspect
+from evaluation.senteval.checks.digests import digests_of, letters
 from evaluation.senteval.checks.published import Published, PublishedSplit, published
-from evaluation.senteval.checks.rows import digests_of, letters
 from evaluation.senteval.data.loading import load, task_files
 from evaluation.senteval.data.tasks import TASKS, find
 

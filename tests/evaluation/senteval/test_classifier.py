@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.evaluate import released as plain
 from evaluation.senteval.classifier.classifier import examples, fit_many
+from evaluation.senteval.classifier.config import ClassifierConfig
 from evaluation.senteval.classifier.features import table
 from evaluation.senteval.classifier.folds import TrainingSet
-from evaluation.senteval.classifier.settings import ClassifierConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS = {

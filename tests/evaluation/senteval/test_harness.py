@@ -10,7 +10,7 @@ from common.session import SessionConfig
 from evaluation.encoders.protocol import EncoderError
 from evaluation.encoders.words import HashedWords
 from evaluation.senteval.checks.checking import inspect
-from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.classifier.config import ClassifierConfig
 from evaluation.senteval.data.taskdata import sentence_rows
 from evaluation.senteval.data.tasks import find
 from evaluation.senteval.runner.harness import evaluate

@@ -12,8 +12,8 @@ from cli.main import main
 from evaluation.encoders.loading import load_encoder
 from evaluation.senteval.checks.alterations import check_rows
 from evaluation.senteval.checks.checking import inspect
+from evaluation.senteval.checks.digests import digests_of
 from evaluation.senteval.checks.published import Published, PublishedSplit, published
-from evaluation.senteval.checks.rows import digests_of
 from evaluation.senteval.data.lines import git_sha1
 from evaluation.senteval.data.loading import load, task_files
 from evaluation.senteval.data.taskdata import DataError, MissingDataError

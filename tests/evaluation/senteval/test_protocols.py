@@ -6,8 +6,8 @@ import pytest
 from benchmarks.evaluate import released as plain
 from evaluation.senteval.classifier import protocols
 from evaluation.senteval.classifier.classifier import examples
+from evaluation.senteval.classifier.config import ClassifierConfig
 from evaluation.senteval.classifier.features import pair_table, table
-from evaluation.senteval.classifier.settings import ClassifierConfig
 from evaluation.senteval.scores.relatedness import Pairs, bins, relatedness
 
 pytestmark = pytest.mark.usefixtures("one_thread")

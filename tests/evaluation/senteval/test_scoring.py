@@ -7,7 +7,7 @@ from sentevalsets import write_sets
 
 from benchmarks.evaluate.official import Plain
 from evaluation.encoders.words import HashedWords
-from evaluation.senteval.classifier.settings import ClassifierConfig
+from evaluation.senteval.classifier.config import ClassifierConfig
 from evaluation.senteval.data.loading import load
 from evaluation.senteval.data.taskdata import sentence_rows, sentences
 from evaluation.senteval.data.tasks import PROBING, STS, TASKS, TRANSFER, UnknownTaskError, find

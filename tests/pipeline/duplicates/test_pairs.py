@@ -14,7 +14,7 @@ from pipeline.duplicates import pairs as pairs_module
 from pipeline.duplicates.clusters import decide
 from pipeline.duplicates.config import DuplicatesConfig, NearConfig
 from pipeline.duplicates.keys import KeysError, keys_path, open_keys, write_keys
-from pipeline.duplicates.pairs import Pairs, join
+from pipeline.duplicates.pairs import DuplicatePairs, join
 from pipeline.duplicates.shingles import shingles
 from pipeline.duplicates.signatures import Signer
 
@@ -30,7 +30,7 @@ def pairs_of(edges):
     """Pairs from (later, earlier, similarity, exact)."""
     columns = list(zip(*edges, strict=True)) if edges else [(), (), (), ()]
     kinds = (np.int64, np.int64, np.float32, np.bool_)
-    return join([Pairs(*(np.array(column, kind) for column, kind in zip(columns, kinds, strict=True)))])
+    return join([DuplicatePairs(*(np.array(column, kind) for column, kind in zip(columns, kinds, strict=True)))])
 
 
 @pytest.fixture(scope="module")

@@ -184,14 +184,14 @@ def test_a_size_that_the_writer_did_not_know_is_no_damage():
 def test_damage_gives_a_reason_and_never_another_error():
     bases = [sound(tone(), format=f, subtype=s) for f, s in (("WAV", None), ("FLAC", None), ("OGG", "VORBIS"))]
     generator = random.Random(5)
-    fates = set()
+    statuses = set()
     for number in range(240):
         data = bytearray(bases[number % len(bases)])
         for _ in range(generator.choice((1, 2, 8))):
             data[generator.randrange(min(len(data), 200))] = generator.randrange(256)
         try:
             decode_clip(bytes(data), CONTENT, "")
-            fates.add("kept")
+            statuses.add("kept")
         except (UndecodableError, UnsuitableError) as error:
-            fates.add(error.reason)
-    assert {"kept", "not_audio", "undecodable"} <= fates
+            statuses.add(error.reason)
+    assert {"kept", "not_audio", "undecodable"} <= statuses

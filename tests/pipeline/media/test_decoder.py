@@ -6,8 +6,8 @@ from PIL import Image
 
 from pipeline.media.images import decode_image
 from pipeline.media.limits import Limits
-from pipeline.media.rows import media_rows
-from pipeline.readers.corpus import Blob, LeftOut, ReadFailure
+from pipeline.media.media_rows import media_rows
+from pipeline.readers.corpus import Blob, ReadFailure, Rejected
 from pipeline.shards.content import AudioContent, ImagesContent
 
 IMAGES = ImagesContent(kind="images", shortest_edge=32)
@@ -17,19 +17,19 @@ def blobs(*files):
     return iter([Blob("", f"a/{number}", number, data, None) for number, data in enumerate(files)])
 
 
-def fates(records):
-    return [record.reason if isinstance(record, ReadFailure | LeftOut) else "kept" for record in records]
+def statuses(records):
+    return [record.reason if isinstance(record, ReadFailure | Rejected) else "kept" for record in records]
 
 
 def test_an_image_that_needs_gigabytes_is_a_failure():
     records = list(media_rows(blobs(png(1), blank_webp(9400, 9400), png(2)), IMAGES))
-    assert fates(records) == ["kept", "too_much_memory", "kept"]
+    assert statuses(records) == ["kept", "too_much_memory", "kept"]
     assert "1280 MiB" in records[1].message
     assert [record.offset for record in records] == [0, 1, 2]
 
 
 def test_the_size_of_a_tile_is_bounded_whatever_the_size_of_the_image():
-    small, large = fates(media_rows(blobs(wide_tile(64), wide_tile(9000)), IMAGES, Limits(memory_mib=64)))
+    small, large = statuses(media_rows(blobs(wide_tile(64), wide_tile(9000)), IMAGES, Limits(memory_mib=64)))
     assert small == "kept"
     assert large in ("too_much_memory", "undecodable")  # libtiff reports an error of its own
 
@@ -38,14 +38,14 @@ def test_an_image_that_needs_hours_is_a_failure():
     slow = repeated_scans(3000, 3000), commented_ppm(2 << 20)
     files = png(1), slow[0], png(2), slow[1], png(3)
     records = list(media_rows(blobs(*files), IMAGES, Limits(cpu_seconds=0.5)))
-    assert fates(records) == ["kept", "too_slow", "kept", "too_slow", "kept"]
+    assert statuses(records) == ["kept", "too_slow", "kept", "too_slow", "kept"]
     assert [record.id for record in records[::2]] == [record.id for record in media_rows(blobs(*files[::2]), IMAGES)]
 
 
 def test_wide_values_and_transparency_take_no_further_copies():
     wide = stored(Image.fromarray(np.full((5000, 5000), 1 << 15, np.uint16)))
     clear = stored(Image.new("RGBA", (4000, 4000), (0, 0, 0, 128)))
-    assert fates(media_rows(blobs(wide, clear), IMAGES, Limits(memory_mib=240))) == ["kept", "kept"]
+    assert statuses(media_rows(blobs(wide, clear), IMAGES, Limits(memory_mib=240))) == ["kept", "kept"]
 
 
 def test_a_reader_that_stops_early_leaves_no_answers_for_the_next():
@@ -59,5 +59,5 @@ def test_a_reader_that_stops_early_leaves_no_answers_for_the_next():
 def test_sounds_and_images_take_turns():
     content = AudioContent(kind="audio", max_seconds=1.0)
     for _ in range(2):
-        assert fates(media_rows(blobs(sound(tone()), b"no sound", b""), content)) == ["kept", "not_audio", "empty"]
-        assert fates(media_rows(blobs(png(1), b"no image", b""), IMAGES)) == ["kept", "not_an_image", "empty"]
+        assert statuses(media_rows(blobs(sound(tone()), b"no sound", b""), content)) == ["kept", "not_audio", "empty"]
+        assert statuses(media_rows(blobs(png(1), b"no image", b""), IMAGES)) == ["kept", "not_an_image", "empty"]

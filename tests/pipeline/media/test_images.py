@@ -134,14 +134,14 @@ def test_a_strip_at_the_limit_is_kept():
 def test_damage_gives_a_reason_and_never_another_error():
     bases = [LARGE, png(1), animated(), animated("WEBP"), upright_wrong(), stored(picture(1), "TIFF"), LARGE[:900]]
     generator = random.Random(5)
-    fates = set()
+    statuses = set()
     for number in range(400):
         data = bytearray(bases[number % len(bases)])
         for _ in range(generator.choice((1, 2, 8))):
             data[generator.randrange(min(len(data), 300))] = generator.randrange(256)
         try:
             decode_image(bytes(data), CONTENT, "")
-            fates.add("kept")
+            statuses.add("kept")
         except (UndecodableError, UnsuitableError) as error:
-            fates.add(error.reason)
-    assert {"kept", "not_an_image", "undecodable"} <= fates
+            statuses.add(error.reason)
+    assert {"kept", "not_an_image", "undecodable"} <= statuses

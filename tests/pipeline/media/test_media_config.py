@@ -11,7 +11,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from common.config import ConfigError, load_config
-from common.meanings import annotated_yaml
+from common.config_docs import annotated_yaml
 from pipeline.config import PipelineConfig, identity
 
 BASE = {"output": "out", "corpus": {"kind": "files", "paths": ["in"]}}

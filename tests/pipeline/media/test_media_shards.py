@@ -16,7 +16,7 @@ from PIL import Image
 from common.storage import hash_file
 from evaluation.report.content import gather
 from evaluation.report.header import header
-from inspection.whereabouts import whereabouts
+from inspection.locate import locate
 from pipeline.job.outcome import labels_hint, summary
 from pipeline.job.units import plan_units
 from pipeline.readers.blobs import with_labels
@@ -128,7 +128,7 @@ def test_speakers_are_the_folders_above_and_the_most_frequent_are_kept(tmp_path,
         rare = sum(counts.values()) - sum(manifest.labels.values())
         assert manifest.dropped == ({"rare_label": rare} if rare else {})
         assert {row["label"] for row in taken(out).values()} == set(kept.split())
-    assert ledger["carl/carl-0/0.wav", 0].fate == "train"
+    assert ledger["carl/carl-0/0.wav", 0].status == "train"
 
 
 def test_copies_are_counted_among_the_labels_and_then_removed(tmp_path, make_media, prepare_media):
@@ -150,14 +150,14 @@ def test_copies_in_two_classes_are_told(tmp_path, make_media, prepare_media):
     manifest, ledger, out = prepare_media(config)
     assert len(manifest.ledgers) > 3
     assert manifest.dropped == {"duplicate": 1, "duplicate_other_label": 2}
-    assert ledger["d/1.png", 0].fate == "duplicate"
+    assert ledger["d/1.png", 0].status == "duplicate"
     assert ledger["f/0.png", 0].detail.endswith(" is kept, similarity 1.00, label 'd' there, 'f' here")
     hint = labels_hint(manifest)
     assert hint.startswith("2 copies have another label than the row that is kept")
     assert re.search(r"The first: 'c/0.png': \d+:0 is kept, .*, label 'a' there, 'c' here$", hint)
     assert "2 duplicate_other_label" in summary(manifest, "out")
     assert html.escape(hint, quote=False) in html.unescape(str(header(gather(out))))
-    told = whereabouts(out, "f/0.png", None, 0, 0)
+    told = locate(out, "f/0.png", None, 0, 0)
     assert any("the copy that is kept" in line and "d/0.png" in line for line in told)
     unlabelled = make_media({"kind": "images", "label": None}, folder, duplicates={"exact": True})
     manifest, _, _ = prepare_media(unlabelled, tmp_path / "unlabelled")
@@ -198,7 +198,7 @@ def test_labels_of_webdataset_go_to_images_of_their_name(packed, tmp_path, make_
     }
     assert manifest.dropped == {"label_alone": 1, "other_file": 2}
     assert manifest.failed == {"no_label": 1}
-    assert ledger[f"{inner}!a/004.cls", 0].fate == "label_alone"
+    assert ledger[f"{inner}!a/004.cls", 0].status == "label_alone"
 
 
 def test_an_archive_is_never_cut_between_an_image_and_its_label(tmp_path, make_media, prepare_media):

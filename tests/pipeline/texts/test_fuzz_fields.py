@@ -11,7 +11,7 @@ from damage import damaged
 from pipeline.job.units import plan_units, read_unit
 from pipeline.readers.corpus import ReadFailure
 from pipeline.shards.content import TRIPLE_LABELS
-from pipeline.texts.rows import LeftOut, TextRow
+from pipeline.texts.text_rows import Rejected, TextRow
 
 _ROWS = [(f"Premise {n // 3}, it is.", f'Hypothesis "{n}".', n % 3) for n in range(30)]
 
@@ -58,7 +58,7 @@ def test_damaged_files_are_read_to_the_end(base, kind, tmp_path, make_texts):
         premises = []
         for unit in units:
             for record in read_unit(unit, config.corpus, config.content):
-                assert isinstance(record, TextRow | LeftOut | ReadFailure)
+                assert isinstance(record, TextRow | Rejected | ReadFailure)
                 assert record.source == path.name
                 failures += isinstance(record, ReadFailure)
                 if isinstance(record, TextRow):

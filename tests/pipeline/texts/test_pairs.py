@@ -15,7 +15,7 @@ from pipeline.job.units import plan_units
 from pipeline.readers.corpus import ReadFailure
 from pipeline.shards.manifest import sum_counts
 from pipeline.texts import pairs
-from pipeline.texts.rows import LeftOut, TextRow, row_id
+from pipeline.texts.text_rows import Rejected, TextRow, row_id
 
 NLI = SHARED / "nli"
 
@@ -47,7 +47,7 @@ def test_pairs_of_a_premise_become_one_row(tmp_path, make_texts, prepare_units, 
     assert manifest.dropped == {"no_gold_label": 2, "repeated_pair": 1}
     assert manifest.totals["read"] == 5
     offsets = [len(b"\n".join(path.read_bytes().split(b"\n")[:n])) + (n > 0) for n in range(8)]
-    assert [(entry.fate, entry.offset) for entry in ledger] == [
+    assert [(entry.status, entry.offset) for entry in ledger] == [
         ("repeated_pair", offsets[4]),
         ("no_gold_label", offsets[6]),
         ("no_gold_label", offsets[7]),
@@ -159,7 +159,7 @@ def test_every_format_gives_the_same_rows(suffix, tmp_path, make_texts, rows_of,
         raw = (tmp_path / "raw").read_bytes()
         path.write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
     left, *rows = rows_of(make_texts("pairs", path))
-    assert (type(left), left.reason) == (LeftOut, "no_gold_label")
+    assert (type(left), left.reason) == (Rejected, "no_gold_label")
     assert [(row.texts, row.labels) for row in rows] == [
         (("A, b", 'He said "no"', "Two\nlines"), (-1, 0, 2)),
         (("C", "d"), (-1, 1)),
@@ -356,7 +356,7 @@ def test_counts_of_real_files_are_those_of_a_plain_reading(name, needs, make_tex
     kept = [p for p, h in premises.items() if set(needs) <= {label for _, label in h}]
     found = rows_of(make_texts({"kind": "pairs", "required_labels": needs}, path))
     rows = [record for record in found if isinstance(record, TextRow)]
-    left = Counter(record.reason.partition("_")[0] for record in found if isinstance(record, LeftOut))
+    left = Counter(record.reason.partition("_")[0] for record in found if isinstance(record, Rejected))
     assert not any(isinstance(record, ReadFailure) for record in found)
     assert [" ".join(row.texts[0].split()) for row in rows] == kept
     assert left == Counter({"repeated": repeated, "lacks": len(premises) - len(kept)})

@@ -15,9 +15,9 @@ from pipeline.job.selection import write_selected
 from pipeline.job.units import plan_units
 from pipeline.job.worker import CANDIDATES, write_unit
 from pipeline.shards.index import load_index
+from pipeline.shards.integrity import content_problem, schema_problem
 from pipeline.shards.manifest import MANIFEST, ShardError, build_manifest, load_manifest
 from pipeline.shards.shards import ShardSet, check_shards
-from pipeline.shards.soundness import content_problem, schema_problem
 from pipeline.shards.windows import Geometry
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.objectives.share import Share, tile_rows, tiles_of
+from trainer.objectives.row_shard import RowShard, tile_rows, tiles_of
 
 
 def ntxent(
@@ -20,7 +20,7 @@ def ntxent(
     temperature: float,
     queue: Tensor | None = None,
     tile: int | None = None,
-    share: Share | None = None,
+    row_shard: RowShard | None = None,
     documents: Tensor | None = None,
     queue_documents: Tensor | None = None,
 ) -> Tensor:
@@ -35,7 +35,7 @@ def ntxent(
         temperature: t.
         queue: `(Q, D)` embeddings of earlier steps, negatives for every row; no gradient.
         tile: rows and columns of a tile; None: by device. The result does not depend on it.
-        share: this worker's rows of M, whose gradient is computed, while that of others is 0; None: all.
+        row_shard: this worker's rows of M, whose gradient is computed, while that of others is 0; None: all.
         documents: `(M,)` integer keys of the anchors' documents; None: every other row is a negative.
         queue_documents: `(Q,)` keys of the documents of the queue, given if `documents` and `queue` are.
     """
@@ -48,7 +48,7 @@ def ntxent(
         if documents is not None:
             empty = documents.new_empty(0)
             owners = documents.repeat(2), empty if queue_documents is None else queue_documents
-        scores = _Scores(rows.detach(), old.detach(), temperature, size, share, owners)
+        scores = _Scores(rows.detach(), old.detach(), temperature, size, row_shard, owners)
         value: Tensor = _TiledNTXent.apply(rows, scores)  # type: ignore[no-untyped-call]
         return value
 
@@ -57,17 +57,17 @@ class _TiledNTXent(torch.autograd.Function):
     """NT-Xent of unit rows, term i as log(1 + exp(l_i - p_i)), l_i the logsumexp of i's negatives, p_i its positive.
 
     Unlike softmax minus one-hot, this form and its gradient keep their precision in float32 when the positive's score
-    is by far the largest and the loss is almost 0. The scores are symmetric, so without a share a tile is used for its
-    rows and, transposed, for its columns.
+    is by far the largest and the loss is almost 0. The scores are symmetric, so without a row shard a tile is used for
+    its rows and, transposed, for its columns.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, scores: "_Scores") -> Tensor:
-        share = scores.share
-        if share is None:
+        row_shard = scores.row_shard
+        if row_shard is None:
             log_sums = scores.log_sums()
         else:
-            (log_sums,) = share.complete(lambda: scores.log_sums()[None], rows)
+            (log_sums,) = row_shard.complete(lambda: scores.log_sums()[None], rows)
         anchors, positives = rows.chunk(2)
         positive = ((anchors * positives).sum(dim=1) / scores.temperature).repeat(2)
         ctx.save_for_backward(rows, log_sums, positive)
@@ -87,12 +87,12 @@ class _TiledNTXent(torch.autograd.Function):
                 pushes = (tile - log_sums[first, None]).exp_().mul_(weights[first, None])
                 pushes += tile.sub_(log_sums[None, second]).exp_().mul_(weights[None, second])
                 gradient[first].addmm_(pushes, rows[second])
-                if scores.share is None and second != first:
+                if scores.row_shard is None and second != first:
                     gradient[second].addmm_(pushes.T, rows[first])
             for first, second, tile in scores.queued():
                 pushes = tile.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
                 gradient[first].addmm_(pushes, scores.queue[second])
-        return gradient if scores.share is None else scores.share.only_own(gradient), None
+        return gradient if scores.row_shard is None else scores.row_shard.only_own(gradient), None
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class _Scores:
         queue: `(Q, D)`.
         temperature: divisor of the scores.
         size: rows and columns of a tile.
-        share: this worker's rows; None: all.
+        row_shard: this worker's rows; None: all.
         owners: `(2M,)` and `(Q,)` keys of the documents of rows and queue; None: rows of one document are negatives.
     """
 
@@ -115,16 +115,16 @@ class _Scores:
     queue: Tensor
     temperature: float
     size: int
-    share: Share | None
+    row_shard: RowShard | None
     owners: tuple[Tensor, Tensor] | None
 
     def log_sums(self) -> Tensor:
-        """`(2M,)` logsumexp of each row's negatives; with a share, of its rows alone."""
+        """`(2M,)` logsumexp of each row's negatives; with a row shard, of its rows alone."""
         # The lowest finite number, not -inf: a row without negatives must have the gradient 0, not NaN.
         log_sums = self.rows.new_full((len(self.rows),), torch.finfo(self.rows.dtype).min)
         for first, second, scores in self.own():
             _add_exp(log_sums[first], scores.logsumexp(dim=1))
-            if self.share is None and second != first:
+            if self.row_shard is None and second != first:
                 _add_exp(log_sums[second], scores.logsumexp(dim=0))
         for first, _, scores in self.queued():
             _add_exp(log_sums[first], scores.logsumexp(dim=1))
@@ -133,12 +133,12 @@ class _Scores:
     def own(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Tiles on and above the diagonal of the scores of rows with each other.
 
-        On the diagonal a tile holds both (i, k) and (k, i). With a share: all columns for this worker's rows.
+        On the diagonal a tile holds both (i, k) and (k, i). With a row shard: all columns for this worker's rows.
         """
         apart = len(self.rows) // 2
         parts = tiles_of(0, len(self.rows), self.size)
         for number, first in enumerate(self._row_tiles()):
-            for second in parts[number:] if self.share is None else parts:
+            for second in parts[number:] if self.row_shard is None else parts:
                 scores = (self.rows[first] @ self.rows[second].T).div_(self.temperature)
                 for distance in (0, apart, -apart):  # column - row
                     # Outside the tile there is nothing to exclude, and torch would raise an error.
@@ -158,9 +158,9 @@ class _Scores:
                 yield first, second, scores
 
     def _row_tiles(self) -> list[slice]:
-        if self.share is None:
+        if self.row_shard is None:
             return tiles_of(0, len(self.rows), self.size)
-        return self.share.tiles(len(self.rows), self.size)
+        return self.row_shard.tiles(len(self.rows), self.size)
 
     @staticmethod
     def _exclude(scores: Tensor, first: Tensor, second: Tensor) -> None:
@@ -203,7 +203,7 @@ class MetricLearningLoss:
             )
 
     def __call__(self, embeddings: Tensor) -> Tensor:
-        """The loss of `(2M, D)` embeddings, where row i and row i + M share a label."""
+        """The loss of `(2M, D)` embeddings, where row i and row i + M row_shard a label."""
         labels = torch.arange(len(embeddings) // 2, device=embeddings.device).repeat(2)
         mined = self.miner(embeddings, labels) if self.miner is not None else None
         loss: Tensor = self.loss(embeddings, labels, mined)

@@ -12,13 +12,13 @@ from trainer.data.batches import RankBatch
 from trainer.data.vocabulary import Vocabulary
 from trainer.objectives.base import Gathered, Objective
 from trainer.objectives.config import RunContext
+from trainer.objectives.declutr.collator import SpanCollator
 from trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig, NTXentConfig
-from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.declutr.ntxent import MetricLearningLoss, ntxent
 from trainer.objectives.declutr.validation import SpanValidator
 from trainer.objectives.held_out import held_out_rows
-from trainer.objectives.span_settings import SpanConfig
-from trainer.parallel.world import World
+from trainer.objectives.span_config import SpanConfig
+from trainer.parallel.communicator import Communicator
 
 
 class Declutr(Objective[DeclutrConfig]):
@@ -38,9 +38,9 @@ class Declutr(Objective[DeclutrConfig]):
             self._metric_loss = MetricLearningLoss(**config.loss.model_dump(exclude={"kind"}))
         self.shares = self._metric_loss is None
 
-    def feed(self, vocabulary: Vocabulary, max_content: int) -> SpanFeed:
-        """Builds the feed that draws, masks and packs the spans of documents."""
-        return SpanFeed(
+    def collator(self, vocabulary: Vocabulary, max_content: int) -> SpanCollator:
+        """Builds the collator that draws, masks and packs the spans of documents."""
+        return SpanCollator(
             spans=self.run.spans,
             masking=self.config.masking if self.config.mlm else None,
             unmasked_anchors=self.config.unmasked_anchors,
@@ -53,7 +53,7 @@ class Declutr(Objective[DeclutrConfig]):
         )
 
     def views(self, embeddings: Tensor, batch: RankBatch) -> Tensor:
-        """`(m, 2, D)`: each anchor and its positives' mean (paper section 3.1), from `(S, D)` in the feed's order.
+        """`(m, 2, D)`: each anchor and its positives' mean (paper section 3.1), from `(S, D)` in the collator's order.
 
         Raises:
             ValueError: the number of spans does not match the anchors and their positives.
@@ -77,7 +77,7 @@ class Declutr(Objective[DeclutrConfig]):
                 embeddings,
                 self.config.loss.temperature,
                 self.queue,
-                share=batch.share,
+                row_shard=batch.row_shard,
                 documents=batch.facts.get("document"),
                 queue_documents=self.queue_documents,
             )
@@ -101,7 +101,7 @@ class Declutr(Objective[DeclutrConfig]):
         vocabulary: Vocabulary,
         max_content: int,
         max_documents: int,
-        world: World,
+        comm: Communicator,
         device: torch.device,
     ) -> SpanValidator:
         """Builds the validator: retrieval of unmasked spans of the same document, even if only MLM is trained.
@@ -116,7 +116,7 @@ class Declutr(Objective[DeclutrConfig]):
             max_tokens=self.run.spans.max_tokens,
             strategy="adjacent",
         )
-        feed = SpanFeed(
+        collator = SpanCollator(
             spans=pair,
             masking=None,
             unmasked_anchors=False,
@@ -127,7 +127,7 @@ class Declutr(Objective[DeclutrConfig]):
             short_documents=self.run.short_documents,
         )
         rows = held_out_rows(held_out.num_documents, max_documents, self.run.seed)
-        return SpanValidator(feed, held_out, rows, world, device)
+        return SpanValidator(collator, held_out, rows, comm, device)
 
     def state(self) -> dict[str, Tensor]:
         """The queue, once it exists, and its documents if the loss needs them."""

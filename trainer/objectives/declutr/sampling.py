@@ -5,9 +5,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline.shards.windows import ShortDocuments
-from trainer.data.rows import document_keys, ragged
+from trainer.data.shard_columns import document_keys, ragged
 from trainer.objectives.declutr.spans import Spans, draw, place
-from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.span_config import SpanConfig
 
 
 def sample_spans(

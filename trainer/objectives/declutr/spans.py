@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from common import seeding
 from pipeline.shards.windows import ShortDocuments
-from trainer.objectives.span_settings import SpanConfig
+from trainer.objectives.span_config import SpanConfig
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]

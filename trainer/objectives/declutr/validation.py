@@ -15,14 +15,14 @@ from torch import Tensor
 
 from common.seeding import U64
 from pipeline.shards.shards import ShardSet
-from trainer.data.rows import document_keys, ragged
+from trainer.data.shard_columns import document_keys, ragged
 from trainer.model.encoder import Encoder
+from trainer.objectives.declutr.collator import SpanCollator
 from trainer.objectives.declutr.distant import DISTANT, place_distant
-from trainer.objectives.declutr.feed import SpanFeed
 from trainer.objectives.declutr.spans import Spans, draw, pair_lengths
 from trainer.objectives.held_out import HELD_OUT_EPOCH, compute_together
 from trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
-from trainer.parallel.world import World
+from trainer.parallel.communicator import Communicator
 
 
 class HeldOut(NamedTuple):
@@ -68,18 +68,18 @@ class SpanValidator:
     """Scores an encoder on held-out documents, shared among the workers.
 
     Attributes:
-        feed: draws one anchor and one touching positive from each document.
+        collator: draws one anchor and one touching positive from each document.
         shards: the held-out split.
         rows: `(N,)` rows of the documents to score.
-        world: the workers.
+        comm: the workers.
         device: device of the encoder.
         chunk_documents: number of documents in one forward.
     """
 
-    feed: SpanFeed
+    collator: SpanCollator
     shards: ShardSet
     rows: np.ndarray
-    world: World
+    comm: Communicator
     device: torch.device
     chunk_documents: int = 64
 
@@ -95,7 +95,7 @@ class SpanValidator:
             return self._embed(encoder, self.shards.take(self.rows[some]))
 
         width = 4 * encoder.output_size + 1
-        table = compute_together(encoder, len(self.rows), width, rows_of, self.world, self.device, self.chunk_documents)
+        table = compute_together(encoder, len(self.rows), width, rows_of, self.comm, self.device, self.chunk_documents)
         *pairs, reached = table.split([encoder.output_size] * 4 + [1], dim=1)
         return HeldOut._make([*pairs, reached.squeeze(1)])
 
@@ -103,15 +103,17 @@ class SpanValidator:
         """`(n, 4 H + 1)`: the rows of `HeldOut`. Two separate forwards need only the memory of one."""
         epochs = np.full(len(documents), HELD_OUT_EPOCH, np.int64)
         distant, reached = self.sample_distant(documents)
-        batches = self.feed.batch(documents, epochs), self.feed.pack(documents, epochs, distant)
+        batches = self.collator.batch(documents, epochs), self.collator.pack(documents, epochs, distant)
         pairs = [encoder.embed(batch.to(self.device)).view(2, len(documents), encoder.output_size) for batch in batches]
         far = torch.from_numpy(reached).to(pairs[0])[:, None]
         return torch.cat([*pairs[0], *pairs[1], far], dim=1)
 
     def sample_distant(self, documents: pa.Table) -> tuple[Spans, NDArray[np.bool_]]:
         """Distant spans of these documents, and `(n,)` true where they are far enough apart."""
-        feed = self.feed
+        collator = self.collator
         windows, offsets = ragged(documents.column("windows"))
-        draws = draw(feed.spans, feed.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT)
-        lengths = pair_lengths(feed.spans, draws, windows.astype(np.int64), offsets, feed.short_documents)
-        return place_distant(draws, documents.column("num_tokens").to_numpy(), lengths, feed.spans.max_tokens)
+        draws = draw(
+            collator.spans, collator.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT
+        )
+        lengths = pair_lengths(collator.spans, draws, windows.astype(np.int64), offsets, collator.short_documents)
+        return place_distant(draws, documents.column("num_tokens").to_numpy(), lengths, collator.spans.max_tokens)

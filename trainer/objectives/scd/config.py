@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from pipeline.shards.manifest import Manifest
 from trainer.objectives.config import RunContext
-from trainer.objectives.text_settings import TextObjectiveConfig
+from trainer.objectives.text_config import TextObjectiveConfig
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
 

@@ -18,11 +18,11 @@ from trainer.objectives.base import Gathered
 from trainer.objectives.config import RunContext
 from trainer.objectives.scd.config import ScdConfig
 from trainer.objectives.text_objective import TextObjective
-from trainer.objectives.texts import TextPacker, Texts
+from trainer.objectives.text_packing import TextPacker, Texts
 
 
 @dataclass(frozen=True)
-class ScdFeed:
+class ScdCollator:
     """Packs each sentence twice, with the two pairs of rates.
 
     Attributes:
@@ -33,7 +33,7 @@ class ScdFeed:
     packer: TextPacker
     rates: NDArray[np.float64]
 
-    def feed(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
+    def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
         """The spans of n rows."""
         texts = Texts(rows)
         numbers = np.tile([0, 1], len(rows))
@@ -60,10 +60,10 @@ class Scd(TextObjective[ScdConfig]):
         self.projector = nn.Sequential(*layers)
         self.normalise = nn.BatchNorm1d(width, affine=False)
 
-    def feed(self, vocabulary: Vocabulary, max_content: int) -> ScdFeed:
-        """Builds the feed that packs two views of each sentence."""
+    def collator(self, vocabulary: Vocabulary, max_content: int) -> ScdCollator:
+        """Builds the collator that packs two views of each sentence."""
         rates = [self.config.dropout_rates, self.config.attention_dropout_rates or self.config.dropout_rates]
-        return ScdFeed(self.packer(vocabulary, max_content), np.array(rates, np.float64).T)
+        return ScdCollator(self.packer(vocabulary, max_content), np.array(rates, np.float64).T)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """The two terms (SCD eq. 1 to 4, as the released code computes them)."""

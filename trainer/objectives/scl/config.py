@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from pipeline.shards.content import ContentKind
-from trainer.objectives.text_settings import TextObjectiveConfig
+from trainer.objectives.text_config import TextObjectiveConfig
 
 Most = Annotated[int, Field(ge=1)] | Literal["all"]
 

@@ -20,11 +20,11 @@ from trainer.objectives.config import RunContext
 from trainer.objectives.scl.config import SclConfig
 from trainer.objectives.scl.contrast import contrast
 from trainer.objectives.text_objective import TextObjective
-from trainer.objectives.texts import TextPacker, Texts, premise_keys, text_keys
+from trainer.objectives.text_packing import TextPacker, Texts, premise_keys, text_keys
 
 
 @dataclass(frozen=True)
-class SclFeed:
+class SclCollator:
     """Packs every text once; a pair's views are the spans of its premise and its hypothesis.
 
     Attributes:
@@ -33,7 +33,7 @@ class SclFeed:
 
     packer: TextPacker
 
-    def feed(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
+    def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
         """The spans of n premises with their hypotheses, and the label and keys of each pair."""
         texts = Texts(rows)
         every = np.arange(len(texts.rows))
@@ -64,9 +64,9 @@ class Scl(TextObjective[SclConfig]):
             nn.Linear(3 * embedding_size // 2, len(LABELS)),
         )
 
-    def feed(self, vocabulary: Vocabulary, max_content: int) -> SclFeed:
-        """Builds the feed that packs premises and hypotheses."""
-        return SclFeed(self.packer(vocabulary, max_content))
+    def collator(self, vocabulary: Vocabulary, max_content: int) -> SclCollator:
+        """Builds the collator that packs premises and hypotheses."""
+        return SclCollator(self.packer(vocabulary, max_content))
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """(1 - lambda) cross entropy on (u, v, |u - v|), and lambda times the contrast of raw dot products."""

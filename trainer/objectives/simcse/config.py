@@ -8,7 +8,7 @@ from pipeline.shards.content import ContentKind
 from pipeline.shards.manifest import Manifest
 from trainer.objectives.config import RunContext
 from trainer.objectives.masking import MaskingConfig
-from trainer.objectives.text_settings import TextObjectiveConfig
+from trainer.objectives.text_config import TextObjectiveConfig
 
 _VANISHED = 1e-3
 _NEEDS = ("entailment", "contradiction")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.objectives.share import Share, tile_rows, tiles_of
+from trainer.objectives.row_shard import RowShard, tile_rows, tiles_of
 
 
 def infonce(
@@ -20,7 +20,7 @@ def infonce(
     temperature: float,
     own_weight: float = 0.0,
     tile: int | None = None,
-    share: Share | None = None,
+    row_shard: RowShard | None = None,
 ) -> Tensor:
     """Mean over i of -log(exp(s_ii) / sum_j exp(s_ij)), s_ij = cos(q_i, c_j) / t + w [j = i + N].
 
@@ -33,12 +33,12 @@ def infonce(
         temperature: t.
         own_weight: w, added to the logit of a query's own hard negative.
         tile: rows and columns of a tile; None: by device. The result does not depend on it.
-        share: this worker's rows of N, whose gradient is computed, while that of others is 0; None: all.
+        row_shard: this worker's rows of N, whose gradient is computed, while that of others is 0; None: all.
     """
     with torch.autocast(queries.device.type, enabled=False):
         dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
         rows, others = (F.normalize(each.to(dtype), dim=-1) for each in (queries, columns))
-        settings = temperature, own_weight, tile or tile_rows(rows.device), share
+        settings = temperature, own_weight, tile or tile_rows(rows.device), row_shard
         value: Tensor = _TiledInfoNCE.apply(rows, others, *settings)  # type: ignore[no-untyped-call]
         return value
 
@@ -57,42 +57,42 @@ class _TiledInfoNCE(torch.autograd.Function):
         temperature: float,
         own_weight: float,
         size: int,
-        share: Share | None,
+        row_shard: RowShard | None,
     ) -> Tensor:
         scored = rows, others, temperature, own_weight, size
-        if share is None:
+        if row_shard is None:
             log_sums = _log_sums(*scored)
         else:
-            (log_sums,) = share.complete(lambda: _log_sums(*scored, share.tiles(len(rows), size))[None], rows)
+            (log_sums,) = row_shard.complete(lambda: _log_sums(*scored, row_shard.tiles(len(rows), size))[None], rows)
         positive = (rows * others[: len(rows)]).sum(dim=1) / temperature
         ctx.save_for_backward(rows, others, log_sums, positive)
-        ctx.settings = temperature, own_weight, size, share
+        ctx.settings = temperature, own_weight, size, row_shard
         return -F.logsigmoid(positive - log_sums).mean()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         rows, others, log_sums, positive = ctx.saved_tensors
-        temperature, own_weight, size, share = ctx.settings
+        temperature, own_weight, size, row_shard = ctx.settings
         with torch.autocast(rows.device.type, enabled=False):
             weights = torch.sigmoid(log_sums - positive) * (upstream / (len(rows) * temperature))
             to_rows = -weights[:, None] * others[: len(rows)]
             to_others = torch.zeros_like(others)
             to_others[: len(rows)] = -weights[:, None] * rows
             scored = rows, others, temperature, own_weight, size
-            if share is None:
+            if row_shard is None:
                 for first, second, scores in _tiles(*scored):
                     pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
                     to_rows[first].addmm_(pushes, others[second])
                     to_others[second].addmm_(pushes.T, rows[first])
                 return to_rows, to_others, None, None, None, None
-            for first, second, scores in _tiles(*scored, share.tiles(len(rows), size)):
+            for first, second, scores in _tiles(*scored, row_shard.tiles(len(rows), size)):
                 pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
                 to_rows[first].addmm_(pushes, others[second])
-            for first, second, scores in _tiles(*scored, None, share.tiles(len(others), size)):
+            for first, second, scores in _tiles(*scored, None, row_shard.tiles(len(others), size)):
                 pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
                 to_others[second].addmm_(pushes.T, rows[first])
-        return share.only_own(to_rows), share.only_own(to_others), None, None, None, None
+        return row_shard.only_own(to_rows), row_shard.only_own(to_others), None, None, None, None
 
 
 def _log_sums(

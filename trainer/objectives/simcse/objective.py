@@ -20,14 +20,14 @@ from trainer.objectives.config import RunContext
 from trainer.objectives.simcse.config import SimcseConfig
 from trainer.objectives.simcse.infonce import infonce
 from trainer.objectives.text_objective import TextObjective
-from trainer.objectives.texts import TextPacker, Texts, draw_labelled
+from trainer.objectives.text_packing import TextPacker, Texts, draw_labelled
 
 _MASKED = 9
 """Number of the first masked copy among the spans of its row."""
 
 
 @dataclass(frozen=True)
-class SimcseFeed:
+class SimcseCollator:
     """Packs the views of each row one after the other, and behind them all masked copies.
 
     Attributes:
@@ -38,7 +38,7 @@ class SimcseFeed:
     packer: TextPacker
     config: SimcseConfig
 
-    def feed(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
+    def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
         """The spans of n rows."""
         texts = Texts(rows)
         if self.config.supervised:
@@ -64,7 +64,7 @@ class SimcseFeed:
 class Simcse(TextObjective[SimcseConfig]):
     """The cross entropy over `(M, 2, D)` views, or `(M, 3, D)` with hard negatives."""
 
-    shares = True
+    shards_rows = True
 
     def __init__(self, config: SimcseConfig, run: RunContext, embedding_size: int) -> None:
         super().__init__(config, run, embedding_size)
@@ -73,15 +73,17 @@ class Simcse(TextObjective[SimcseConfig]):
         if config.head:
             self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())
 
-    def feed(self, vocabulary: Vocabulary, max_content: int) -> SimcseFeed:
-        """Builds the feed that packs views and masked copies."""
-        return SimcseFeed(self.packer(vocabulary, max_content), self.config)
+    def collator(self, vocabulary: Vocabulary, max_content: int) -> SimcseCollator:
+        """Builds the collator that packs views and masked copies."""
+        return SimcseCollator(self.packer(vocabulary, max_content), self.config)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """SimCSE eq. 1; with hard negatives eq. 5, whose weight is added to the logit of a row's own negative."""
         first, *others = self.head(batch.views).unbind(1)
         weight = self.config.hard_negative_weight
-        return {"contrastive": infonce(first, torch.cat(others), self.config.temperature, weight, share=batch.share)}
+        return {
+            "contrastive": infonce(first, torch.cat(others), self.config.temperature, weight, row_shard=batch.row_shard)
+        }
 
     def exported(self) -> list[Dense]:
         """The head, if the run is supervised; SimCSE drops it after unsupervised training."""

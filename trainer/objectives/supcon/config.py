@@ -9,7 +9,7 @@ from pipeline.shards.content import ContentKind
 from pipeline.shards.manifest import Manifest
 from trainer.objectives.config import ObjectiveConfig, RunContext
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class CropConfig(Strict):
@@ -18,13 +18,13 @@ class CropConfig(Strict):
     min_scale: float = Field(default=0.2, gt=0, le=1)
     """Smallest area of a crop as a fraction of the image's (`scale` in torchvision); the largest is 1. Crops have
     sides of 3:4 to 4:3."""
-    hflip: Share = 0.5
+    hflip: Fraction = 0.5
     """Probability of a horizontal flip."""
-    color_jitter_prob: Share = 0.8
+    color_jitter_prob: Fraction = 0.8
     """Probability of changed brightness, contrast, saturation and hue."""
     color_jitter: float = Field(default=0.4, ge=0, le=1)
     """Largest change of brightness, contrast and saturation; of hue, a quarter of it."""
-    grayscale_prob: Share = 0.2
+    grayscale_prob: Fraction = 0.2
     """Probability of a grey image."""
 
 
@@ -40,7 +40,7 @@ class MaskConfig(Strict):
 
 
 class SupconConfig(ObjectiveConfig):
-    """SupCon (Khosla et al. 2020) or SimCLR on images or sounds, for branches of VisualCSE and AudioCSE."""
+    """SupCon (Khosla et al. 2020) or SimCLR on images or sounds, for tasks of VisualCSE and AudioCSE."""
 
     implementation: ClassVar[str] = "trainer.objectives.supcon.objective:Supcon"
     metrics: ClassVar[tuple[str, ...]] = ("supcon",)
@@ -63,7 +63,7 @@ class SupconConfig(ObjectiveConfig):
     """Views of images."""
     masks: MaskConfig = MaskConfig()
     """Views of sounds."""
-    mixup: Share = 0.0
+    mixup: Fraction = 0.0
     """Probability that a clip is mixed with another clip of the corpus, before it is masked (0.5 in AudioCSE). The
     share of the clip follows Beta(10, 10), and the mixture has the label of the louder part. Sounds only."""
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from common import seeding
 from pipeline.shards.shards import ShardError
-from trainer.data.rows import document_keys
+from trainer.data.shard_columns import document_keys
 from trainer.objectives.supcon.config import CropConfig
 
 VIEWS = "views"
@@ -32,7 +32,7 @@ class Crops:
     Attributes:
         config: probabilities and strengths.
         size: height and width of a view in pixels.
-        seed: seed of the branch.
+        seed: seed of the task.
     """
 
     config: CropConfig

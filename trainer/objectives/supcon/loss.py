@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.objectives.share import Share, tile_rows, tiles_of
+from trainer.objectives.row_shard import RowShard, tile_rows, tiles_of
 
 
 def supcon(
-    embeddings: Tensor, labels: Tensor, temperature: float, tile: int | None = None, share: Share | None = None
+    embeddings: Tensor, labels: Tensor, temperature: float, tile: int | None = None, row_shard: RowShard | None = None
 ) -> Tensor:
     """Mean over i of -1/|P_i| sum_{p in P_i} log(exp(s_ip) / sum_{a != i} exp(s_ia)), s_ij = cos(z_i, z_j) / t.
 
@@ -27,58 +27,60 @@ def supcon(
         labels: `(N,)` int64; every label has at least two rows.
         temperature: t.
         tile: rows and columns of a tile; None: by device. The result does not depend on it.
-        share: this worker's rows, whose gradient is computed, while that of others is 0; None: all.
+        row_shard: this worker's rows, whose gradient is computed, while that of others is 0; None: all.
     """
     with torch.autocast(embeddings.device.type, enabled=False):
         embeddings = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
         rows = F.normalize(embeddings, dim=-1)
         size = tile or tile_rows(rows.device)
-        value: Tensor = _TiledSupCon.apply(rows, labels, temperature, size, share)  # type: ignore[no-untyped-call]
+        value: Tensor = _TiledSupCon.apply(rows, labels, temperature, size, row_shard)  # type: ignore[no-untyped-call]
         return value
 
 
 class _TiledSupCon(torch.autograd.Function):
-    """The loss of unit rows. Scores are symmetric, so a tile serves its rows and, without a share, its columns."""
+    """The loss of unit rows. Scores are symmetric, so a tile serves its rows and, without a row shard, its columns."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, labels: Tensor, temperature: float, size: int, share: Share | None) -> Tensor:
-        if share is None:
+    def forward(
+        ctx: Any, rows: Tensor, labels: Tensor, temperature: float, size: int, row_shard: RowShard | None
+    ) -> Tensor:
+        if row_shard is None:
             log_sums, positive, counts = _sums(rows, labels, temperature, size)
         else:
-            log_sums, positive, counts = share.complete(
-                lambda: torch.stack(_sums(rows, labels, temperature, size, share)), rows, numbers=3
+            log_sums, positive, counts = row_shard.complete(
+                lambda: torch.stack(_sums(rows, labels, temperature, size, row_shard)), rows, numbers=3
             )
         ctx.save_for_backward(rows, labels, log_sums, counts)
-        ctx.settings = temperature, size, share
+        ctx.settings = temperature, size, row_shard
         return (log_sums - positive / counts).mean()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
         rows, labels, log_sums, counts = ctx.saved_tensors
-        temperature, size, share = ctx.settings
+        temperature, size, row_shard = ctx.settings
         gradient = torch.zeros_like(rows)
         factor = upstream / (len(rows) * temperature)
         with torch.autocast(rows.device.type, enabled=False):
-            for first, second, scores, same in _tiles(rows, labels, temperature, size, share):
+            for first, second, scores, same in _tiles(rows, labels, temperature, size, row_shard):
                 pushes = (scores - log_sums[first, None]).exp_() - same / counts[first, None]
                 pushes += (scores - log_sums[None, second]).exp_() - same / counts[None, second]
                 pushes *= factor
                 # On the diagonal, the transposed scores are in the same tile.
                 gradient[first].addmm_(pushes, rows[second])
-                if share is None and second != first:
+                if row_shard is None and second != first:
                     gradient[second].addmm_(pushes.T, rows[first])
         return gradient, None, None, None, None
 
 
 def _sums(
-    rows: Tensor, labels: Tensor, temperature: float, size: int, share: Share | None = None
+    rows: Tensor, labels: Tensor, temperature: float, size: int, row_shard: RowShard | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(N,)` logsumexp of each row's scores, sum of its positives' scores, and their number; or of a share alone."""
+    """`(N,)` logsumexp of each row's scores, sum of its positives' scores, their number; or of a row shard alone."""
     log_sums = rows.new_full((len(rows),), torch.finfo(rows.dtype).min)
     positive, counts = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
-    for first, second, scores, same in _tiles(rows, labels, temperature, size, share):
-        for part, axis in ((first, 1), (second, 0)) if share is None and first != second else ((first, 1),):
+    for first, second, scores, same in _tiles(rows, labels, temperature, size, row_shard):
+        for part, axis in ((first, 1), (second, 0)) if row_shard is None and first != second else ((first, 1),):
             torch.logaddexp(log_sums[part], scores.logsumexp(dim=axis), out=log_sums[part])
             positive[part] += scores.where(same, 0).sum(dim=axis)
             counts[part] += same.sum(dim=axis)
@@ -86,15 +88,15 @@ def _sums(
 
 
 def _tiles(
-    rows: Tensor, labels: Tensor, temperature: float, size: int, share: Share | None
+    rows: Tensor, labels: Tensor, temperature: float, size: int, row_shard: RowShard | None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """Tiles on and above the diagonal: scores, the lowest number for a row with itself, and the mask of positives.
 
-    With a share: all columns for this worker's rows.
+    With a row shard: all columns for this worker's rows.
     """
     parts = tiles_of(0, len(rows), size)
-    for number, first in enumerate(parts if share is None else share.tiles(len(rows), size)):
-        for second in parts[number:] if share is None else parts:
+    for number, first in enumerate(parts if row_shard is None else row_shard.tiles(len(rows), size)):
+        for second in parts[number:] if row_shard is None else parts:
             scores = (rows[first] @ rows[second].T).div_(temperature)
             same = labels[first, None] == labels[None, second]
             if -scores.shape[0] < (offset := first.start - second.start) < scores.shape[1]:

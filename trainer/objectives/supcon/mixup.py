@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from common import seeding
 from pipeline.media.clips import LOWEST_ENERGY
 from pipeline.shards.shards import ShardSet
-from trainer.data.rows import document_keys, ragged
+from trainer.data.shard_columns import document_keys, ragged
 
 MIXED = "mixed"
 """Column that says which clips were mixed."""
@@ -26,7 +26,7 @@ class Mixup:
 
     Attributes:
         rate: probability that a clip is mixed.
-        seed: seed of the branch.
+        seed: seed of the task.
     """
 
     rate: float

@@ -6,13 +6,13 @@ Legend: M rows of the global batch, D embedding size.
 import torch
 from torch import Tensor, nn
 
-from trainer.data.feed import Feed
+from trainer.data.collator import Collator
 from trainer.data.vocabulary import Vocabulary
 from trainer.objectives.base import Gathered, Objective, ObjectiveError
 from trainer.objectives.config import RunContext
 from trainer.objectives.simcse.infonce import infonce
+from trainer.objectives.supcon.collator import ClipCollator
 from trainer.objectives.supcon.config import SupconConfig
-from trainer.objectives.supcon.feed import ClipFeed
 from trainer.objectives.supcon.loss import by_rank_of_class, supcon
 
 
@@ -26,12 +26,12 @@ class Supcon(Objective[SupconConfig]):
             self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())
         self.shares = not (config.reference_supcon and config.labels)  # that form needs the whole matrix of scores
 
-    def feed(self, vocabulary: Vocabulary, max_content: int) -> Feed:
-        """Builds the feed that cuts two views of each clip into patches."""
+    def collator(self, vocabulary: Vocabulary, max_content: int) -> Collator:
+        """Builds the collator that cuts two views of each clip into patches."""
         del vocabulary, max_content
         if self.run.frontend is None:
-            raise ObjectiveError("objective supcon reads patches: a branch with images or sounds has a frontend")
-        return ClipFeed(self.config, self.run.frontend, self.run.seed)
+            raise ObjectiveError("objective supcon reads patches: a task with images or sounds has a frontend")
+        return ClipCollator(self.config, self.run.frontend, self.run.seed)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """L_out of Khosla et al. times t / base_temperature; or the released form."""
@@ -41,10 +41,10 @@ class Supcon(Objective[SupconConfig]):
             loss = (
                 by_rank_of_class(first, second, labels, config.temperature)
                 if config.labels
-                else infonce(first, second, config.temperature, share=batch.share)
+                else infonce(first, second, config.temperature, row_shard=batch.row_shard)
             )
         else:
             groups = labels if config.labels else torch.arange(len(labels), device=labels.device)
-            loss = supcon(torch.cat([first, second]), groups.repeat(2), config.temperature, share=batch.share)
+            loss = supcon(torch.cat([first, second]), groups.repeat(2), config.temperature, row_shard=batch.row_shard)
             loss = loss * (config.temperature / config.base_temperature)
         return {"supcon": loss}

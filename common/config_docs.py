@@ -1,0 +1,106 @@
+"""Meanings of settings, taken from the docstrings of their fields: as comments in YAML and as tables in Markdown."""
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, to_jsonable_python
+
+from common.suggestions import kinds_of, sections_of
+
+_WIDTH = 100
+
+
+def annotated_yaml(config: BaseModel) -> str:
+    """Format a configuration as YAML with the meaning of each setting as a comment above it."""
+    return "\n".join(_annotated(config)) + "\n"
+
+
+def _annotated(config: BaseModel) -> Iterator[str]:
+    values = config.model_dump(mode="json")
+    for name, field in type(config).model_fields.items():
+        section = getattr(config, name)
+        is_section = isinstance(section, BaseModel)
+        meaning = _meaning(field, _summary(type(section)) if is_section else "")
+        yield from (f"# {line}" for line in textwrap.wrap(meaning, _WIDTH))
+        if is_section and values[name]:
+            yield f"{name}:"
+            yield from (f"  {line}" for line in _annotated(section))
+        else:
+            in_one_line = isinstance(values[name], list | dict)
+            yield from _dumped({name: values[name]}, default_flow_style=None if in_one_line else False)
+
+
+def settings_tables(model: type[BaseModel], name: str) -> Iterator[str]:
+    """Yield the lines of a Markdown section `name` with one table for each section of a configuration."""
+    yield from [f"## {name}", _summary(model), ""]
+    yield from _tables(model, "", PydanticUndefined, {})
+
+
+def _tables(model: type[BaseModel], prefix: str, default: Any, shown: dict[type[BaseModel], str]) -> Iterator[str]:
+    """The table of a section, then the tables of the sections below it; `shown` has the places of those shown."""
+    rows, below = [], []
+    for name, field in model.model_fields.items():
+        given = getattr(default, name) if isinstance(default, model) else field.get_default(call_default_factory=True)
+        models = list(sections_of(field.annotation))
+        path = f"{prefix}{name}" + (".NAME" if get_origin(field.annotation) is dict else "")
+        below += [(one, path, given, field, len(models)) for one in models]
+        if not models or given is None:
+            meaning = _cell(_meaning(field, "Selects the settings of this table."))
+            rows.append(f"| `{prefix}{name}` | {_shown(given)} | {meaning} |")
+    if rows:
+        yield from ["| setting | default | meaning |", "| --- | --- | --- |", *rows, ""]
+    for one, path, given, field, number in below:
+        kind = _kind(one)
+        heading = f"`{path}`, kind `{kind}`" if kind and number > 1 else f"`{path}`"
+        yield from [f"### {heading}", (field.description if number == 1 else None) or _summary(one), ""]
+        if shown.setdefault(one, path) == path or ".NAME." not in path:
+            yield from _tables(one, f"{path}.", given, shown)
+        else:
+            yield from [f"The same settings as `{shown[one]}`.", ""]
+
+
+def _summary(model: type[BaseModel]) -> str:
+    """First paragraph of a model's docstring, in one line."""
+    return " ".join(inspect.cleandoc(model.__doc__ or "").partition("\n\n")[0].split())
+
+
+def _kind(model: type[BaseModel]) -> str | None:
+    """The value of `kind` that selects this model; None if it has no `kind` or allows several values."""
+    field = model.model_fields.get("kind")
+    kinds = get_args(field.annotation) if field else ()
+    return str(kinds[0]) if len(kinds) == 1 else None
+
+
+def _meaning(field: FieldInfo, otherwise: str) -> str:
+    """The docstring of a setting, or another text where it has none, with its choices where it has several."""
+    literals = [kind for kind in kinds_of(field.annotation) if get_origin(kind) is Literal]
+    choices = [kind for model in sections_of(field.annotation) if (kind := _kind(model))] or [
+        str(choice) for literal in literals for choice in get_args(literal)
+    ]
+    listed = f"One of {', '.join(choices)}." if len(choices) > 1 else ""
+    return f"{field.description or otherwise} {listed}".strip()
+
+
+def _shown(default: Any) -> str:
+    """A default as a cell of a table: YAML in one line."""
+    if default is PydanticUndefined:
+        return "required"
+    text = " ".join(_dumped(to_jsonable_python(default), default_flow_style=True))
+    return f"`{_cell(text.removesuffix(' ...'))}`"  # YAML ends a lone value with ...
+
+
+def _dumped(value: Any, default_flow_style: bool | None) -> list[str]:
+    text: str = yaml.safe_dump(
+        value, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=default_flow_style
+    )
+    return text.splitlines()
+
+
+def _cell(text: str) -> str:
+    """Text as a cell of a Markdown table."""
+    return " ".join(text.replace("|", "\\|").split())

@@ -1,0 +1,75 @@
+"""`declutr inspect SHARDS --document WHICH`: place of a document, reason for dropping it, spans drawn from it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from evaluation.report.examples import entries_at
+from inspection.describe import DescribeError, row_lines, span_lines
+from pipeline.duplicates.table import OTHER_LABEL, removed
+from pipeline.job.selection import REASONS
+from pipeline.shards.content import size_noun
+from pipeline.shards.ledger import find_entries
+from pipeline.shards.manifest import SPLITS, load_manifest
+from pipeline.shards.shards import ShardSet
+from trainer.objectives.span_config import SpanConfig
+from trainer.setup.config import TrainConfig
+
+_SHOWN = 20
+
+
+def locate(
+    folder: Path, wanted: str, config: SpanConfig, seed: int, epoch: int, run: TrainConfig | None = None
+) -> Iterator[str]:
+    """Describe every document of prepared shards that `wanted` names.
+
+    `wanted` is an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
+
+    Raises:
+        DescribeError: no document matches the name.
+        ShardError: a manifest that cannot be read.
+    """
+    manifest = load_manifest(folder)
+    unit_noun = size_noun(manifest.content.kind)
+    of_text, done = (" of text", "tokenized") if manifest.tokenizer else (" of its file", "decoded")
+    found = 0
+    for unit, ordinal, entry in find_entries(folder, wanted):
+        found += 1
+        if found > _SHOWN:
+            yield f"... and more; only {_SHOWN} are shown"
+            return
+        yield f"Document {entry.id.hex() if entry.id else '(without an id)'}: {entry.source} at {entry.offset}"
+        yield f"  read by unit {unit} as its document {ordinal}; {entry.text_bytes:,} bytes{of_text}" + (
+            f", {entry.num_tokens:,} {unit_noun}" if entry.num_tokens is not None else f", not {done}"
+        )
+        if entry.language:
+            yield f"  language: {entry.language}"
+        if entry.status not in SPLITS:
+            detail = f" ({entry.detail})" if entry.detail else ""
+            yield f"  {'dropped' if entry.id else 'failed'}: {entry.status}{detail}"
+            if entry.status in (*REASONS.values(), OTHER_LABEL):
+                copy = removed(folder, unit)[ordinal]
+                (kept,) = entries_at(folder, [(int(copy.kept_unit), copy.kept_ordinal)]).values()
+                yield f"  the copy that is kept: {copy.kept_id.hex()}, {kept.source} at {kept.offset}"
+            continue
+        shard = f"{entry.status}-{unit}.arrow"
+        starts = np.cumsum([0, *(other.num_documents for other in manifest.of_split(entry.status))])
+        names = [other.name for other in manifest.of_split(entry.status)]
+        number = int(starts[names.index(shard)]) + (entry.row or 0)
+        yield f"  kept: row {entry.row} of {shard}, document {number} of the split {entry.status}"
+        if entry.detail:
+            yield f"  note: {entry.detail}"
+        if manifest.content.kind != "documents":
+            of_run = run if entry.status == "train" else None
+            yield from row_lines(folder, ShardSet(folder, entry.status), [number], seed, epoch, of_run)
+        elif entry.status == "train":
+            yield f"  spans that epoch {epoch} of seed {seed} draws, {config.min_tokens} to {config.max_tokens} tokens:"
+            yield from span_lines(folder, ShardSet(folder, entry.status), config, [number], seed, epoch)
+    if not found:
+        shorter = wanted.partition("/")[2]
+        near = f"; sources are named from inside their folder, so try {shorter}" if shorter else ""
+        raise DescribeError(
+            f"{folder}: no document matches {wanted!r}{near}; give an id (at least 8 hexadecimal digits), a source or "
+            "SOURCE:OFFSET from the ledger"
+        )

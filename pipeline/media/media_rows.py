@@ -1,0 +1,102 @@
+"""Rows of a corpus of images or clips, made from the blobs of its readers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pipeline.media.answers import FAILED, Answer
+from pipeline.media.decoded import Decoded
+from pipeline.media.decoder import Decoder
+from pipeline.media.labels import LabelError, label_of
+from pipeline.media.limits import LIMITS, Limits
+from pipeline.readers.blobs import BlobRules
+from pipeline.readers.corpus import Blob, Document, ReadFailure, Record, Rejected, document_id
+from pipeline.readers.names import AUDIO_SUFFIXES, IMAGE_SUFFIXES
+from pipeline.shards.content import AnyContent, AudioContent, ImagesContent, MediaContent
+from pipeline.shards.media import Media
+from pipeline.tokenizer.batch_tokenizer import batches
+
+_BATCH_BYTES = 2 << 20
+_BATCH_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRow(Document):
+    """An image or a clip as the shards hold it; `text` is empty."""
+
+    id: bytes
+    """16 bytes: a hash of the stored pixels or frames, without the label."""
+    media: Media
+    num_bytes: int
+    """Bytes of the file that it was read from."""
+    notes: tuple[str, ...]
+    """Changes that are counted, such as `first_frame`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedMedia(Rejected):
+    """An image or a clip that forms no row."""
+
+    id: bytes
+    """16 bytes: a hash of its file."""
+    num_bytes: int
+    """Bytes of the file."""
+    detail: str
+    """Deciding figure."""
+
+
+def blob_rules(content: AnyContent) -> BlobRules | None:
+    """Rules for reading a corpus of images or clips; None for texts."""
+    if isinstance(content, ImagesContent):
+        return BlobRules("images", IMAGE_SUFFIXES, "content.image", content.image, content.label_column)
+    if isinstance(content, AudioContent):
+        return BlobRules("audio", AUDIO_SUFFIXES, "content.audio", content.audio, content.label_column)
+    return None
+
+
+def media_rows(records: Iterator[Record], content: MediaContent, limits: Limits = LIMITS) -> Iterator[Record]:
+    """A row, a failure or a left-out record for each image or clip; other records stay.
+
+    A batch is decoded in another process while the rows of the batch before are used.
+    """
+    with Decoder(content, limits) as decoder:
+        sent: list[Record] = []
+        for batch in batches(records, _size, _BATCH_BYTES, _BATCH_FILES):
+            labelled = [_labelled(record, content) for record in batch]
+            done = _rows(sent, decoder.answers())
+            decoder.send([record.data for record in labelled if isinstance(record, Blob)])
+            sent = labelled
+            yield from done
+        yield from _rows(sent, decoder.answers())
+
+
+def _rows(records: list[Record], answers: list[Answer]) -> list[Record]:
+    """The records with the answers for their images or clips."""
+    given = iter(answers)
+    return [_row(record, next(given)) if isinstance(record, Blob) else record for record in records]
+
+
+def _size(record: Record) -> int:
+    return len(record.data) if isinstance(record, Blob) else 0
+
+
+def _labelled(record: Record, content: MediaContent) -> Record:
+    """The record with its label; its failure if it has none."""
+    if not isinstance(record, Blob):
+        return record
+    try:
+        return replace(record, label=label_of(record, content.label))
+    except LabelError as error:
+        return ReadFailure(reason=error.reason, source=record.source, offset=record.offset, message=str(error))
+
+
+def _row(blob: Blob, answer: Answer) -> Record:
+    """The row of an image or clip, or the reason why it forms none."""
+    if isinstance(answer, Decoded):
+        media = answer.media
+        if blob.label:
+            media = replace(media, label=blob.label)
+        return MediaRow("", blob.source, blob.offset, answer.id, media, len(blob.data), answer.notes)
+    kind, reason, message = answer
+    if kind == FAILED:
+        return ReadFailure(reason=reason, source=blob.source, offset=blob.offset, message=message)
+    return RejectedMedia("", blob.source, blob.offset, reason, document_id(blob.data), len(blob.data), message)

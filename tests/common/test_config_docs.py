@@ -1,0 +1,119 @@
+"""Settings with their meanings: YAML with comments that reads back, and one table for each section."""
+
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field
+
+from common.config import Strict
+from common.config_docs import annotated_yaml, settings_tables
+
+
+class Wool(Strict):
+    """The wool of a sheep, shorn once a year
+    and weighed."""
+
+    colour: Literal["white", "black"] = "white"
+    """Colour after washing."""
+    weights: tuple[float, ...] = (1.5, 2.0)
+    """Weights, kg | pounds."""
+
+
+class Sheep(Strict):
+    """An animal with wool.
+
+    It eats grass.
+    """
+
+    kind: Literal["sheep"] = "sheep"
+    wool: Wool = Wool(colour="black")
+
+
+class Horse(Strict):
+    """An animal to ride."""
+
+    kind: Literal["horse"]
+    names: dict[str, str] = Field(default_factory=dict)
+    """Names by language."""
+
+
+class Farm(Strict):
+    """A farm."""
+
+    animal: Annotated[Sheep | Horse, Field(discriminator="kind")] = Sheep()
+    hay: Wool | None = None
+    """Stored hay."""
+    note: str
+    """A note."""
+
+
+FARM = """\
+# An animal with wool. One of sheep, horse.
+animal:
+  kind: sheep
+  # The wool of a sheep, shorn once a year and weighed.
+  wool:
+    # Colour after washing. One of white, black.
+    colour: black
+    # Weights, kg | pounds.
+    weights: [1.5, 2.0]
+# Stored hay.
+hay: null
+# A note.
+note: a
+"""
+
+TABLES = """\
+## farm
+A farm.
+
+| setting | default | meaning |
+| --- | --- | --- |
+| `hay` | `null` | Stored hay. |
+| `note` | required | A note. |
+
+### `animal`, kind `sheep`
+An animal with wool.
+
+| setting | default | meaning |
+| --- | --- | --- |
+| `animal.kind` | `sheep` | Selects the settings of this table. |
+
+### `animal.wool`
+The wool of a sheep, shorn once a year and weighed.
+
+| setting | default | meaning |
+| --- | --- | --- |
+| `animal.wool.colour` | `black` | Colour after washing. One of white, black. |
+| `animal.wool.weights` | `[1.5, 2.0]` | Weights, kg \\| pounds. |
+
+### `animal`, kind `horse`
+An animal to ride.
+
+| setting | default | meaning |
+| --- | --- | --- |
+| `animal.kind` | required | Selects the settings of this table. |
+| `animal.names` | `{}` | Names by language. |
+
+### `hay`
+Stored hay.
+
+| setting | default | meaning |
+| --- | --- | --- |
+| `hay.colour` | `white` | Colour after washing. One of white, black. |
+| `hay.weights` | `[1.5, 2.0]` | Weights, kg \\| pounds. |
+"""
+
+
+def test_each_setting_has_its_meaning_above_it():
+    assert annotated_yaml(Farm(note="a")) == FARM
+
+
+def test_odd_values_read_back():
+    names = {"en": "# no comment", "a b: c": "two\nlines\n\n", "é": "x" * 300}
+    for farm in (Farm(note="- a\n  b", animal=Horse(kind="horse", names=names)), Farm(note="", hay=Wool(weights=()))):
+        assert Farm.model_validate(yaml.safe_load(annotated_yaml(farm))) == farm
+
+
+def test_tables_hold_every_setting_of_every_kind():
+    assert "\n".join(settings_tables(Farm, "farm")) == TABLES

@@ -1,0 +1,265 @@
+"""Runs with auxiliary tasks on Ray: prepare, train, kill, continue, other numbers of workers, export, checks."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import tinyruns as runs
+import torch
+from mediafiles import png, sound, spread, tone
+from sentence_transformers import SentenceTransformer
+from textruns import SCD, SCL, SIMCSE, change_workers, whole_run, write_texts
+
+from common.storage import hash_file
+from evaluation.encoders.loading import load_encoder
+from pipeline.config import PipelineConfig
+from pipeline.prepare import prepare
+from pipeline.shards.shards import ShardSet
+from trainer.checkpoints.checkpoint import find_latest
+from trainer.data.plan import Plan
+from trainer.driver.checks import problems
+from trainer.driver.fork import fork
+from trainer.driver.path_checks import place_problems
+from trainer.setup.config import TrainConfig
+from trainer.train import train
+from trainer.verify import verify
+
+pytestmark = [pytest.mark.ray]
+
+IMAGE = {"objective": {"kind": "supcon"}, "batch_documents": 6, "frontend": {"image_size": 16, "patch_size": [8, 8]}}
+AUDIO = {
+    "objective": {"kind": "supcon"},
+    "batch_documents": 5,
+    "frontend": {"patch_size": [8, 8], "mean": -4.0, "std": 4.0},
+}
+BRANCHES = ("image", "audio", "pairs")
+
+
+@pytest.fixture(scope="module")
+def prepared(session, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
+    """Folder with the shards `sentences`, `pairs`, `images` and `sounds`."""
+    folder = tmp_path_factory.mktemp("tasks")
+    write_texts(folder)
+    spread(folder / "pictures", {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)})
+    clips = {f"{n % 4}_{n}.wav": sound(tone(0.1 + 0.01 * (n % 7), 8000, n), 8000) for n in range(36)}
+    spread(folder / "clips", clips)
+    contents = {
+        "sentences": ("sentences.txt", "sentences"),
+        "pairs": ("pairs.jsonl", {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}),
+        "images": ("pictures", {"kind": "images", "shortest_edge": 18}),
+        "sounds": (
+            "clips",
+            {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": r"^(\d)_"},
+        ),
+    }
+    with_session = runs.prepare_values(folder / "sentences.txt", folder / "sentences")
+    for name, (source, content) in contents.items():
+        values = with_session | {"output": str(folder / name), "content": content, "unit_mib": 32}
+        values["corpus"] = {"kind": "files", "paths": [str(folder / source)]}
+        del values["geometry"]
+        if name == "pairs":
+            values["tokenizer"] = {"kind": "pretrained", "name": str(folder / "sentences" / "tokenizer")}
+        elif name != "sentences":
+            values = {key: values[key] for key in ("output", "corpus", "content", "validation_fraction", "unit_mib")}
+        prepare(PipelineConfig.model_validate(values))
+    return folder
+
+
+def values_of(prepared, run, objective=SIMCSE, task_schedule="alternating", **changes):
+    auxiliary_tasks = {
+        "image": {"data": str(prepared / "images"), **IMAGE},
+        "audio": {"data": str(prepared / "sounds"), **AUDIO},
+    }
+    changes = {
+        "encoder": {"dropout": 0.1},
+        "steps": 6,
+        "objective": objective,
+        "auxiliary_tasks": auxiliary_tasks,
+        "task_schedule": task_schedule,
+        **changes,
+    }
+    values = runs.train_values(prepared / "sentences", run, **changes)
+    del values["spans"]
+    return values
+
+
+def config_of(*arguments, **changes):
+    return TrainConfig.model_validate(values_of(*arguments, **changes))
+
+
+def files_of(checkpoint):
+    return {path.name: hash_file(path) for path in sorted(checkpoint.glob("*.safetensors"))}
+
+
+@pytest.fixture(scope="module")
+def whole(request, prepared, tmp_path_factory):
+    """Folder with a finished run of SCD, SCL and both media on two workers, and `values(run)` for another one."""
+
+    def values(run, **settings):
+        found = values_of(prepared, run, SCD, request.param, **settings)
+        found["auxiliary_tasks"]["pairs"] = {"data": str(prepared / "pairs"), "objective": SCL, "batch_documents": 5}
+        return found
+
+    return whole_run(tmp_path_factory.mktemp("whole"), values)
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize("whole", ["joint"], indirect=True)
+def test_other_numbers_of_workers_read_the_same_batches(whole, tmp_path):
+    """Two workers, then three, then one, in one run; compared with two workers throughout."""
+    finished, values = whole
+    change_workers(finished, tmp_path / "run", values)
+    found, expected = runs.steps_of(tmp_path / "run"), runs.steps_of(finished)
+    assert list(found) == list(range(1, 13))
+    for step, line in expected.items():
+        for name in ("batch_digest", *(f"{task}_batch_digest" for task in BRANCHES)):
+            assert found[step][name] == line[name], (step, name)
+        assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize("whole", ["alternating"], indirect=True)
+def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
+    """Frontends, heads, SCD's projector with its statistics, SCL's classifier, four optimizers and streams."""
+    finished, values = whole
+    killed = tmp_path / "killed"
+    config = runs.write_config(tmp_path / "config.yaml", train=values(killed))
+    runs.kill_at_checkpoint(runs.command("trainer.train", config), killed, 4)
+    train(TrainConfig.model_validate(values(killed)))
+    found, expected = runs.steps_of(killed), runs.steps_of(finished)
+    assert found == expected
+    assert all(f"{task}_batch_digest" in expected[1] for task in BRANCHES)
+    last = [files_of(run / "checkpoints" / "step-00000012") for run in (finished, killed)]
+    assert last[0] == last[1]
+    task_files = {f"{name}.{part}.safetensors" for name in BRANCHES for part in ("objective", "optimizer")}
+    assert task_files | {"image.frontend.safetensors", "audio.frontend.safetensors"} < set(last[0])
+
+
+def test_an_epoch_of_a_task_reads_every_row_once(prepared):
+    rows = ShardSet(prepared / "images", "train").num_documents
+    config = config_of(prepared, "unused").of_task("image")
+    plan = Plan(config.seed, rows, config.batch_documents)
+    assert sorted(plan.documents(0, rows)[1][:rows].tolist()) == list(range(rows))
+
+
+@pytest.mark.usefixtures("session")
+def test_the_export_has_the_encoder_alone(prepared, tmp_path):
+    config = config_of(prepared, tmp_path / "run", encoder={"dropout": 0.1, "pooling": "cls"})
+    train(config)
+    export, sentences = tmp_path / "run" / "export", ["aba bab", "a longer text of more words than the others", "x"]
+    expected = torch.from_numpy(SentenceTransformer(str(export), device="cpu").encode(sentences))
+    torch.testing.assert_close(
+        torch.from_numpy(load_encoder(str(export)).encode(sentences)), expected, atol=1e-6, rtol=0
+    )
+    card = (export / "README.md").read_text()
+    for words in ("SupCon on images (task image", "SupCon on audio (task audio", "embeddings of its patches"):
+        assert words in card
+    line = runs.steps_of(tmp_path / "run")[6]
+    assert {"image_supcon", "audio_supcon", "image_lr", "audio_grad_norm", "contrastive"} <= set(line)
+    assert np.isfinite(line["loss"])
+    _, state = find_latest(tmp_path / "run" / "checkpoints")
+    assert set(state.task_hashes) == {"", "image", "audio"}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("task_schedule", ["joint", "alternating"])
+def test_verify_gradients_over_all_tasks(prepared, tmp_path, task_schedule):
+    config = config_of(prepared, tmp_path / "run", SCD, task_schedule, batch_documents=5)
+    for difference in verify(config, 5, [2]):
+        assert difference.within, difference
+        if difference.case.precision == "float64":
+            assert difference.relative < 1e-10, difference
+
+
+@pytest.mark.usefixtures("session")
+def test_a_fork_adds_and_leaves_out_tasks(prepared, tmp_path):
+    both = config_of(prepared, tmp_path / "old", checkpoint={"every_steps": 2}, steps=4)
+    train(both)
+    one = {"image": both.auxiliary_tasks["image"]}
+    left = both.model_copy(update={"auxiliary_tasks": one, "steps": 6})
+    train(fork(left, str(tmp_path / "left")))
+    names = files_of(tmp_path / "left" / "checkpoints" / "step-00000006")
+    assert "image.optimizer.safetensors" in names
+    assert not [name for name in names if name.startswith("audio")]
+    added = both.model_copy(update={"run": str(tmp_path / "left"), "steps": 8})
+    train(fork(added, str(tmp_path / "added")))
+    assert "audio.frontend.safetensors" in files_of(tmp_path / "added" / "checkpoints" / "step-00000008")
+
+
+WRONG = [
+    (
+        {"image": {"batch_documents": 500}},
+        r"auxiliary_tasks.image.batch_documents = 500: the shards hold only \d+ training",
+    ),
+    ({"image": {"objective": SIMCSE}}, r"auxiliary_tasks.image.objective.kind = simcse reads sentences"),
+    ({"image": {"objective": {"kind": "declutr"}}}, "auxiliary_tasks.image.objective.kind = declutr reads documents"),
+    ({"image": {"data": "nowhere"}}, "auxiliary_tasks.image.data = nowhere"),
+    (
+        {"image": {"frontend": {"image_size": 20, "patch_size": [8, 8]}}},
+        "auxiliary_tasks.image.frontend.image_size = 20: must be a multiple",
+    ),
+    (
+        {"audio": {"frontend": {"patch_size": [8, 40]}}},
+        r"auxiliary_tasks.audio.frontend.patch_size = \[8, 40\]: the shards have 20 mel",
+    ),
+    (
+        {"audio": {"frontend": {"pretrained": "x"}}},
+        "auxiliary_tasks.audio.frontend.pretrained: a ViT reads images, not sounds",
+    ),
+    ({"image": {"frontend": {"pretrained": "/nowhere/vit"}}}, "auxiliary_tasks.image.*nowhere"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_problems_are_found_before_ray_starts(prepared, tmp_path, changes, message):
+    values = values_of(prepared, tmp_path / "run")
+    for name, change in changes.items():
+        values["auxiliary_tasks"][name] = values["auxiliary_tasks"][name] | change
+    found = problems(TrainConfig.model_validate(values))
+    assert sum(re.search(message, line) is not None for line in found) == 1, found
+
+
+def test_places_of_tasks_are_checked_first():
+    auxiliary_tasks = {"image": {"data": "nowhere"}, "more": {"data": "d", "objective": {"kind": "nobodys"}}, "odd": 5}
+    found = place_problems({"data": "missing", "auxiliary_tasks": auxiliary_tasks})
+    assert [line.partition(": ")[0] for line in found] == [
+        "data = missing",
+        "auxiliary_tasks.image.data = nowhere",
+        "auxiliary_tasks.more.data = d",
+        "auxiliary_tasks.more.objective nobodys",
+    ]
+
+
+def test_texts_have_no_frontend_and_images_no_main_task(prepared, tmp_path):
+    auxiliary_tasks = {
+        "more": {"data": str(prepared / "sentences"), "objective": SIMCSE, "frontend": {"image_size": 16}}
+    }
+    found = problems(config_of(prepared, tmp_path / "run", auxiliary_tasks=auxiliary_tasks))
+    assert any(
+        "auxiliary_tasks.more.frontend: the shards hold sentences, which have no patches" in line for line in found
+    )
+    images = config_of(prepared, tmp_path / "run").model_copy(update={"data": str(prepared / "images")})
+    assert any("the main task reads texts" in line for line in problems(images))
+
+
+def test_settings_that_have_no_effect_are_refused(prepared, tmp_path):
+    values = values_of(prepared, tmp_path / "run", task_schedule="joint")
+    values["auxiliary_tasks"]["image"]["optim"] = {"lr": 1e-4}
+    with pytest.raises(ValueError, match=r"auxiliary_tasks.image.optim has no effect with task_schedule = joint"):
+        TrainConfig.model_validate(values)
+    values = values_of(prepared, tmp_path / "run") | {"auxiliary_tasks": {}}
+    with pytest.raises(ValueError, match="task_schedule = alternating has no effect without auxiliary_tasks"):
+        TrainConfig.model_validate(values)
+
+
+def test_the_place_of_a_tasks_data_is_no_part_of_a_runs_identity(prepared, tmp_path):
+    moved = config_of(prepared, tmp_path / "run")
+    shutil.copytree(prepared / "images", tmp_path / "copy")
+    elsewhere = moved.model_copy(
+        update={
+            "auxiliary_tasks": moved.auxiliary_tasks
+            | {"image": moved.auxiliary_tasks["image"].model_copy(update={"data": str(tmp_path / "copy")})}
+        }
+    )
+    assert elsewhere.hash() == moved.hash()

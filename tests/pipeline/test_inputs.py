@@ -1,0 +1,183 @@
+"""Corpora that lie elsewhere: an object store, the Hub, any protocol of fsspec. Real servers on this machine."""
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from corpora import files, outcomes, read_all, tar
+from hubserver import SHA, hub_server
+from s3server import s3_server
+
+from common.stores.files import write_file
+from pipeline.job.units import hash_unit, plan_units
+from pipeline.readers.corpus import HubCorpus
+from pipeline.readers.inputs import open_input, stream_of
+from pipeline.readers.planning import file_parts
+from pipeline.readers.streams import CHUNK_BYTES
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES = b"".join(json.dumps({"text": f"line {n}"}).encode() + b"\n" for n in range(100))
+
+
+def parquet(texts):
+    target = io.BytesIO()
+    pq.write_table(pa.table({"text": texts, "n": range(len(texts))}), target, row_group_size=2)
+    return target.getvalue()
+
+
+CONTENTS = {
+    "data/a.jsonl": LINES,
+    "data/b.jsonl.gz": gzip.compress(LINES),
+    "data/c d.parquet": parquet(["p", "q", "r"]),
+    "data/deep/e.tar": tar([("x.txt", b"in a tar"), ("../y.txt", b"")]),
+    "data/.hidden/f.txt": b"hidden",
+    "data/readme.log": b"not a document",
+}
+READ = [(f"{name}", f"line {n}") for name in ("a.jsonl", "b.jsonl.gz") for n in range(100)]
+READ += [("c d.parquet", letter) for letter in "pqr"]
+READ += [("deep/e.tar!x.txt", "in a tar"), ("deep/e.tar!../y.txt", "unsafe_name")]
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """Address of a bucket on an S3 server of this machine, and the options that follow it."""
+    with s3_server() as address:
+        for name, data in CONTENTS.items():
+            write_file(address(name), data)
+        root, _, query = address("").partition("/?")
+        yield root, f"?{query}"
+
+
+@pytest.mark.parametrize("unit_mib", [64.0, 0.001])
+def test_a_folder_of_an_object_store_reads_like_one_of_this_machine(bucket, tmp_path, unit_mib):
+    root, query = bucket
+    for name, data in CONTENTS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    remote = files(f"{root}/data{query}")
+    local = files(tmp_path / "data")
+    assert outcomes(read_all(remote, unit_mib)) == outcomes(read_all(local, unit_mib)) == READ
+    # What a unit is does not depend on where the files lie.
+    there, here = ([hash_unit(unit) for unit in plan_units(corpus, unit_mib)[0]] for corpus in (remote, local))
+    assert there == here
+
+
+def test_globs_single_files_and_what_is_not_there(bucket):
+    root, query = bucket
+    assert outcomes(read_all(files(f"{root}/data/*.parquet{query}"))) == READ[200:203]
+    assert outcomes(read_all(files(f"{root}/data/**/*.tar{query}"))) == READ[203:]
+    assert outcomes(read_all(files(f"{root}/data/a.jsonl{query}"))) == READ[:100]
+    missing = [f"{root}/nothing{query}", f"{root}/data/*.csv{query}", f"s3://no-such-bucket/x{query}", "nosuch://x/y"]
+    problems = file_parts(files(*missing), 1 << 20)[1]
+    assert len(problems) == 4
+    for path, problem in zip(missing, problems, strict=True):
+        assert path in problem
+
+
+def test_any_protocol_of_fsspec():
+    memory = fsspec.filesystem("memory")
+    for name, data in CONTENTS.items():
+        memory.pipe(f"/place/{name}", data)
+    assert outcomes(read_all(files("memory://place/data"), 0.001)) == READ
+
+
+HUB = """
+import json, sys
+from corpora import outcomes, read_all
+from pipeline.readers.corpus import HubCorpus
+from pipeline.readers.inputs import open_input, stream_of
+from pipeline.readers.planning import file_parts
+from pipeline.readers.streams import CHUNK_BYTES
+for settings in json.loads(sys.argv[1]):
+    corpus = HubCorpus(kind="hub", **settings)
+    problems = file_parts(corpus, 1 << 20)[1]
+    print(json.dumps(problems or outcomes(read_all(corpus, 0.0001))))
+"""
+
+DATASETS = {
+    "owner/plain": {
+        "main": {
+            "README.md": b"",
+            "plain.py": b"raise SystemExit('a script was run')",
+            "data/train-00000-of-00002.parquet": parquet(["a", "b", "c"]),
+            "data/train-00001-of-00002.parquet": parquet(["d"]),
+            "data/test-00000-of-00001.parquet": parquet(["t"]),
+        }
+    },
+    "owner/declared": {
+        "card": {
+            "configs": [
+                {"config_name": "en", "data_files": [{"split": "train", "path": "en/*.json.gz"}], "default": True},
+                {"config_name": "de", "data_files": [{"split": "train", "path": ["de/a.jsonl"]}]},
+            ]
+        },
+        "main": {"en/x.json.gz": gzip.compress(b'{"text": "english"}\n'), "de/a.jsonl": b'{"text": "deutsch"}\n'},
+    },
+    "owner/script": {
+        "main": {"script.py": b"", "README.md": b""},
+        "refs/convert/parquet": {
+            "default/train/0000.parquet": parquet(["converted"]),
+            "default/test/0000.parquet": parquet(["t"]),
+        },
+    },
+}
+
+
+def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_path):
+    asked = [
+        {"name": "owner/plain"},
+        {"name": "owner/plain", "split": "test", "revision": "main"},
+        {"name": "owner/declared"},
+        {"name": "owner/declared", "config": "de"},
+        {"name": "owner/script"},
+        {"name": "owner/declared", "config": "fr"},
+        {"name": "owner/script", "split": "dev"},
+        {"name": "owner/nothing"},
+        {"name": "owner/plain", "revision": "v9"},
+        {"name": "owner/plain", "text_field": "body"},
+    ]
+    with hub_server(DATASETS) as address:
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
+        home = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "PYTHONPATH": paths, "HF_HUB_DISABLE_TELEMETRY": "1"}
+        environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"} | home
+        ran = subprocess.run(
+            [sys.executable, "-c", HUB, json.dumps(asked)], env=environment, capture_output=True, text=True, check=False
+        )
+    assert ran.returncode == 0, ran.stderr
+    answers = [json.loads(line) for line in ran.stdout.splitlines()]
+    train = [f"owner/plain@{SHA[:12]}/data/train-0000{n}-of-00002.parquet" for n in (0, 1)]
+    assert answers[0] == [[train[0], "a"], [train[0], "b"], [train[0], "c"], [train[1], "d"]]
+    assert [[text for _, text in answer] for answer in answers[1:5]] == [["t"], ["english"], ["deutsch"], ["converted"]]
+    wrong = ["fr", "dev", "owner/nothing", "v9", "body"]
+    for word, problems in zip(wrong, answers[5:], strict=True):
+        assert isinstance(problems[0], str)
+        assert word in " ".join(problems) or word == "v9"
+    assert "['de', 'en']" in answers[5][0]
+
+
+def test_names_of_datasets_are_checked():
+    with pytest.raises(ValueError, match="name"):
+        HubCorpus(kind="hub", name="https://huggingface.co/datasets/x")
+
+
+def test_a_remote_file_is_read_to_the_end_of_its_part_and_not_much_further():
+    """A part needs the end of its last line from the next part, not eight MiB of it."""
+    address, line, stop = "memory://long/a.txt", b"x" * 99 + b"\n", 3 * CHUNK_BYTES
+    fsspec.filesystem("memory").pipe("/long/a.txt", line * 200_000)
+    with open_input(address) as file:
+        stream = stream_of(file, address, CHUNK_BYTES, stop)
+        assert stream.peek(10) == (line * 2)[76:86]
+        assert file.tell() == 2 * CHUNK_BYTES
+        read = b"".join(iter(lambda: stream.read(1000) if stream.position < stop else b"", b""))
+        assert read == (line * 200_000)[CHUNK_BYTES : CHUNK_BYTES + len(read)]
+        assert file.tell() == stop
+        assert len(stream.read(200)) == 200
+        assert file.tell() <= stop + CHUNK_BYTES

@@ -1,0 +1,324 @@
+"""Auxiliary tasks: gradients for any number of workers and cuts, alone or together, from texts, images, sounds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from groups import run_group
+from measures import deviation
+from mediarows import Rows, clip_rows, image_rows
+from textrows import sentences
+from tiny import VOCABULARY, tiny_encoder
+
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.state import RunState
+from trainer.checkpoints.weights import collect, load, step_parameters
+from trainer.data.canonical import collate_canonical
+from trainer.data.chunks import fetched
+from trainer.data.plan import Plan
+from trainer.model.config import FrontendConfig
+from trainer.model.frontend import Frontend, embedding_width
+from trainer.objectives.config import RunContext
+from trainer.objectives.row_shard import SHARED_ROWS
+from trainer.objectives.simcse.config import SimcseConfig
+from trainer.objectives.simcse.objective import Simcse
+from trainer.objectives.supcon.config import MaskConfig, SupconConfig
+from trainer.objectives.supcon.objective import Supcon
+from trainer.parallel.communicator import Communicator
+from trainer.parallel.fixedpoint import FixedPointReducer
+from trainer.parallel.sharding import full_tensor, shard
+from trainer.setup.tasks import used_parameters
+from trainer.step.config import OptimConfig
+from trainer.step.microbatch import Microbatch
+from trainer.step.optim import build_optimizer
+from trainer.step.step import TrainStep
+from trainer.step.task import TrainTask
+from trainer.worker.nonfinite_losses import NonFiniteLosses
+from trainer.worker.scheduler import ScheduledStep, TaskScheduler
+
+ROWS = {
+    "": sentences([5, 12, 9, 7, 3]),
+    "image": image_rows([(12, 10), (9, 9), (8, 15), (20, 8)]),
+    "audio": clip_rows([9, 4, 13, 2, 7]),
+    "more": sentences([4, 9, 6, 11], seed=1),
+}
+FRONTENDS = {
+    "image": FrontendConfig(patch_size=(4, 4), image_size=8),
+    "audio": FrontendConfig(patch_size=(3, 2), positions=False),
+}
+SHAPES = {"image": (48, 4, (0.5, 0.5)), "audio": (6, 12, (0.0, 1.0))}
+
+
+MIXUP = 0.6
+
+
+def task_of(encoder, name, comm, tokens, weight):
+    context = RunContext(seed=len(name), batch_documents=len(ROWS[name]), frontend=FRONTENDS.get(name))
+    config = (
+        SupconConfig(temperature=0.2, masks=MaskConfig(freq_mask=2, time_mask=3), mixup=MIXUP)
+        if name in SHAPES
+        else SimcseConfig()
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(len(name))
+        objective = (Supcon if name in SHAPES else Simcse)(config, context, encoder.embedding_size)
+    frontend = None
+    if name in SHAPES:
+        values, places, normal = SHAPES[name]
+        frontend = Frontend(FRONTENDS[name], values, places, embedding_width(encoder.model), 5, normal).double()
+    return TrainTask(
+        encoder=encoder,
+        objective=objective.double().train(),
+        comm=comm,
+        seed=context.seed,
+        microbatch=Microbatch(tokens),
+        name=name,
+        frontend=frontend,
+        weight=weight,
+        shared_rows=0 if comm.size == 3 else SHARED_ROWS,  # three workers share the losses
+    )
+
+
+def train_steps_of(encoder, names, comm=None, tokens=None, joint=True, weight=0.7, lr=1e-2, sharded=False):
+    """Train steps as `build_train_steps` makes them."""
+    comm = comm or Communicator()
+    tasks = [task_of(encoder, name, comm, tokens, weight if name else 1.0) for name in ("", *names)]
+    if sharded:
+        shard(encoder, comm)
+    groups = [tasks] if joint else [[one] for one in (*tasks[1:], tasks[0])]
+    train_steps = []
+    for main, *joined in groups:
+        optim = OptimConfig(lr=lr if main.name else 1e-2)
+        modules = [part for one in (main, *joined) for part in (one.objective, one.frontend) if part is not None]
+        reached = used_parameters(encoder, [main, *joined])
+        made = {name: getattr(main, name) for name in main.__dataclass_fields__}
+        optimizer = build_optimizer(optim, encoder, *modules, reached=reached)
+        train_steps.append(TrainStep(**made, optimizer=optimizer, optim=optim, total_steps=10, joined=tuple(joined)))
+    return train_steps
+
+
+def share_of(task, comm, epoch=1):
+    rows = ROWS[task.name]
+    start, end = Plan(0, len(rows), len(rows)).slice(comm.rank, comm.size)
+    return collator_of(task).collate(rows_of(task, start, end, epoch), np.full(end - start, epoch))
+
+
+def collator_of(task):
+    return task.objective.collator(VOCABULARY, 30)
+
+
+def rows_of(task, start, end, epoch):
+    """Rows of a task as its collator gets them."""
+    rows = Rows(ROWS[task.name])
+    return fetched(rows, np.arange(start, end), np.full(end - start, epoch), getattr(collator_of(task), "fetch", None))
+
+
+def batch_of(train_steps, comm=None, epoch=1):
+    comm = comm or Communicator()
+    tasks = [one for train_step in train_steps for one in (train_step, *train_step.joined)]
+    shares = {one.name: share_of(one, comm, epoch) for one in tasks}
+    return replace(shares.pop(""), auxiliary=shares)
+
+
+def gradients(names, comm=None, tokens=None, joint=True, sharded=False, **encoder):
+    """Gradients of each task by name, and the terms."""
+    made = tiny_encoder(**({"dropout": 0.2, "attention_dropout": 0.1} | encoder))
+    train_steps = train_steps_of(made, names, comm, tokens, joint, sharded=sharded)
+    batch, found, terms = batch_of(train_steps, comm), {}, {}
+    for train_step in train_steps:
+        train_step.optimizer.zero_grad(set_to_none=True)
+        one = train_step.gradients(batch.auxiliary[train_step.name] if train_step.name else batch, 1)
+        reached = {id(p) for group in train_step.optimizer.param_groups for p in group["params"]}
+        parameters = {name: p for name, p in step_parameters(train_step).items() if id(p) in reached}
+        train_step.comm.all_reduce_gradients(list(parameters.values()))
+        found |= {f"{train_step.name} {name}": full_tensor(p.grad).clone() for name, p in parameters.items()}
+        for name, part in {train_step.name: one, **one.auxiliary}.items():
+            terms |= {f"{name}_{term}": value.item() for term, value in part.terms.items()}
+    return found, terms
+
+
+STATE = {"documents": 10, "world_size": 1, "config_hash": "c", "data_hash": "d", "scores": {}, "files": {}}
+CASES = {
+    "image, joint": (("image",), True),
+    "audio and image, alternating": (("audio", "image"), False),
+    "texts and audio, joint": (("more", "audio"), True),
+}
+
+
+def apart(found, expected):
+    """Largest deviation of encoder, objectives and frontends, each on its own scale."""
+    parts = {}
+    for name in expected:
+        task, parameter = name.split(" ")
+        kept = parameter.split(".")[: 3 if parameter.startswith("also") else 1]
+        parts.setdefault((task, *(kept if kept[0] in ("also", "objective") else ())), []).append(name)
+    return max(deviation([found[n] for n in names], [expected[n] for n in names]) for names in parts.values())
+
+
+def every_case(comm, sharded):
+    return {
+        name: [gradients(names, comm=comm, tokens=tokens, joint=joint, sharded=sharded) for tokens in (None, 20)]
+        for name, (names, joint) in CASES.items()
+    }
+
+
+def bits(comm):
+    """Parameters after two steps with fixed-point sums, by case; each update has sums of its own."""
+    comm, found = replace(comm, deterministic=True), {}
+    for name, (names, joint) in CASES.items():
+        train_steps = []
+        for made in train_steps_of(tiny_encoder(dropout=0.2), names, comm, joint=joint):
+            reducer = FixedPointReducer(comm, [p for group in made.optimizer.param_groups for p in group["params"]], 99)
+            train_steps.append(
+                replace(made, reducer=reducer, joined=tuple(replace(one, reducer=reducer) for one in made.joined))
+            )
+        for step in (1, 2):
+            shares = {}
+            for one in [each for train_step in train_steps for each in (train_step, *train_step.joined)]:
+                rows = ROWS[one.name]
+                start, end = Plan(0, len(rows), len(rows), 1).slice(comm.rank, comm.size)
+                epochs = np.full(end - start, step)
+                shares[one.name] = collate_canonical(collator_of(one), rows_of(one, start, end, step), epochs, start, 1)
+            batch = replace(shares.pop(""), auxiliary=shares)
+            for train_step in train_steps:
+                train_step.step(batch.auxiliary[train_step.name] if train_step.name else batch, step)
+        named = {f"{one.name} {key}": p for one in train_steps for key, p in step_parameters(one).items()}
+        found[name] = {key: p.detach().clone() for key, p in named.items()}
+    return found
+
+
+@pytest.mark.dist
+def test_fixed_point_sums_have_the_same_bits_with_any_number_of_workers():
+    alone = bits(Communicator())
+    for results in run_group(3, bits):
+        for name, parameters in results.items():
+            different = [key for key, value in parameters.items() if not torch.equal(value, alone[name][key])]
+            assert not different, name
+
+
+@pytest.fixture(scope="module")
+def single():
+    return {name: gradients(names, joint=joint) for name, (names, joint) in CASES.items()}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("size", "sharded"), [(2, False), (3, False), (2, True)])
+def test_any_number_of_workers_and_microbatches(single, size, sharded):
+    """Dropout is on; rows are shared unevenly, and the tasks have different numbers of them."""
+    for rank in run_group(size, every_case, sharded):
+        for name, results in rank.items():
+            for found, terms in results:
+                assert apart(found, single[name][0]) < 1e-10, name
+                assert terms == pytest.approx(single[name][1], rel=1e-10), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_microbatches_and_layouts_change_nothing(single, name):
+    names, joint = CASES[name]
+    for how in ({"tokens": 20}, {"tokens": 1}, {"layout": "padded"}):
+        found, terms = gradients(names, joint=joint, **how)
+        assert apart(found, single[name][0]) < 1e-10, how
+        assert terms == pytest.approx(single[name][1], rel=1e-10)
+
+
+def trained(names, steps=3, **how):
+    """The encoder's parameters after some steps."""
+    encoder = tiny_encoder(dropout=0.2)
+    train_steps = train_steps_of(encoder, names, **how)
+    scheduler = TaskScheduler([ScheduledStep(train_step, NonFiniteLosses(False, 1)) for train_step in train_steps])
+    for step in range(1, steps + 1):
+        scheduler.take(batch_of(train_steps, epoch=step), step)
+    return {name: p.detach().clone() for name, p in encoder.named_parameters()}
+
+
+@pytest.mark.parametrize("how", [{"joint": True, "weight": 0.0}, {"joint": False, "lr": 0.0}])
+def test_a_task_without_weight_or_rate_leaves_the_main_one_alone(how):
+    alone, beside = trained(()), trained(("image", "more"), **how)
+    assert deviation(beside.values(), alone.values()) < 1e-12
+
+
+def test_tasks_change_the_encoder():
+    """The test above would pass if tasks did nothing."""
+    alone = trained(())
+    for how in ({"joint": True}, {"joint": False}):
+        assert deviation(trained(("image",), **how).values(), alone.values()) > 1e-4
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_packed_clips_equal_clips_one_by_one(name, layout):
+    encoder = tiny_encoder(dropout=0.0, layout=layout)
+    task = task_of(encoder, name, Communicator(), None, 1.0)
+    clips = share_of(task, Communicator()).spans
+    together = encoder(clips, task.frontend)[0]
+    alone = [encoder(clips.span_slice(i, i + 1), task.frontend)[0] for i in range(clips.num_spans)]
+    assert len(set(clips.lengths.tolist())) > (name == "audio")
+    assert deviation([together], [torch.cat(alone)]) < 1e-12
+
+
+def test_embeddings_of_tokens_get_no_gradient_from_patches():
+    encoder = tiny_encoder(dropout=0.0)
+    task = task_of(encoder, "image", Communicator(), None, 1.0)
+    encoder(share_of(task, Communicator()).spans, task.frontend)[0].sum().backward()
+    touched = {name for name, p in encoder.named_parameters() if p.grad is not None}
+    assert touched
+    assert not [name for name in touched if "embeddings" in name]
+    assert task.frontend.patches.weight.grad.abs().max() > 0
+    assert task.frontend.cls.grad.abs().max() > 0
+
+
+def test_a_bad_loss_stops_or_skips_its_own_turn():
+    """The main task is updated, the metrics name the task, and its counter counts alone."""
+    encoder = tiny_encoder(dropout=0.2)
+    train_steps = train_steps_of(encoder, ("image",), joint=False)
+    with torch.no_grad():
+        train_steps[0].frontend.cls.fill_(float("nan"))
+    scheduler = TaskScheduler([ScheduledStep(train_step, NonFiniteLosses(True, 3)) for train_step in train_steps])
+    before = {name: p.detach().clone() for name, p in encoder.named_parameters()}
+    measured = scheduler.take(batch_of(train_steps), 1)
+    assert measured.auxiliary["image_skipped"]
+    assert not measured.skipped
+    assert [task.nonfinite_losses.skipped for task in scheduler.steps] == [1, 0]
+    assert any(not torch.equal(p, before[name]) for name, p in encoder.named_parameters())
+    assert all(bool(p.isfinite().all()) for p in encoder.parameters())
+
+
+def test_views_of_a_clip_depend_on_row_and_epoch_alone():
+    encoder = tiny_encoder(dropout=0.0)
+    for name in SHAPES:
+        task = task_of(encoder, name, Communicator(), None, 1.0)
+        collator, size = collator_of(task), len(ROWS[name])
+        whole_batch = collator.collate(rows_of(task, 0, size, 2), np.full(size, 2)).spans
+        one = collator.collate(rows_of(task, 2, 3, 2), np.array([2])).spans
+        assert torch.equal(one.values, whole_batch.span_slice(4, 6).values)
+        assert torch.equal(one.keys, whole_batch.keys[4:6])
+        other = collator.collate(rows_of(task, 2, 3, 3), np.array([3])).spans
+        assert not torch.equal(other.values, one.values)
+        first, second = one.span_slice(0, 1), one.span_slice(1, 2)
+        assert not torch.equal(first.values, second.values)
+        digests = [collator.collate(rows_of(task, i, i + 1, 2), np.array([2])).spans.digest() for i in range(size)]
+        assert sum(digests) % 2**40 == whole_batch.digest()
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_a_resumed_run_takes_the_same_steps(tmp_path, joint):
+    """Encoder, heads, frontends and the moments of every optimizer come back from a checkpoint."""
+
+    def begun():
+        train_steps = train_steps_of(tiny_encoder(dropout=0.2), ("image", "audio"), joint=joint)
+        return train_steps, TaskScheduler(
+            [ScheduledStep(train_step, NonFiniteLosses(False, 1)) for train_step in train_steps]
+        )
+
+    train_steps, scheduler = begun()
+    whole_run = [scheduler.take(batch_of(train_steps, epoch=step), step) for step in (1, 2)]
+    main = train_steps[-1]
+    contents = collect(main.encoder, main.optimizer, main.objective, train_steps=train_steps)
+    path = checkpoint.save(tmp_path, RunState(**STATE, step=2), contents)
+    whole_run += [scheduler.take(batch_of(train_steps, epoch=step), step) for step in (3, 4)]
+    train_steps, scheduler = begun()
+    scheduler.take(batch_of(train_steps, epoch=9), 1)  # other weights and moments
+    load(path, train_steps[-1].encoder, train_steps[-1].optimizer, train_steps[-1].objective, train_steps)
+    for step in (3, 4):
+        assert scheduler.take(batch_of(train_steps, epoch=step), step) == whole_run[step - 1]

@@ -1,0 +1,140 @@
+"""Two views of images and sounds, cut into patches.
+
+Legend: n rows of the shards, S = 2n clips, F values of a patch.
+"""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from common import seeding
+from trainer.data.batches import RankBatch
+from trainer.data.packing import dropout_words
+from trainer.data.patches import PatchBatch
+from trainer.data.shard_columns import document_keys
+from trainer.model.config import FrontendConfig
+from trainer.objectives.supcon.config import MaskConfig, SupconConfig
+from trainer.objectives.supcon.crops import NUM_VIEWS, VIEWS, Crops
+from trainer.objectives.supcon.fetch import ClipFetch
+from trainer.objectives.supcon.mixup import MIXED, Mixup, clips_of
+
+
+@dataclass(frozen=True)
+class ClipCollator:
+    """Cuts two views of each row into patches; the views are consecutive.
+
+    Attributes:
+        config: settings of the objective.
+        frontend: size of patches and crops.
+        seed: seed of the task.
+    """
+
+    config: SupconConfig
+    frontend: FrontendConfig
+    seed: int
+
+    @property
+    def fetch(self) -> ClipFetch:
+        """The work of the tasks that read shards: views of images, mixtures of sounds."""
+        mixup = Mixup(self.config.mixup, self.seed) if self.config.mixup else None
+        return ClipFetch(Crops(self.config.crops, self.frontend.image_size, self.seed), mixup)
+
+    def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
+        """The clips of n rows of images or sounds.
+
+        Raises:
+            ValueError: sounds are to be mixed, and `fetch` was not called.
+        """
+        keys, minor = document_keys(rows), epochs.astype(np.uint64)
+        values: NDArray[Any]
+        if "frames" in rows.column_names:
+            if self.config.mixup and MIXED not in rows.column_names:
+                raise ValueError(f"objective.mixup = {self.config.mixup}: the clips were not mixed; call `fetch` first")
+            values, sizes = self._sounds(rows, keys, minor)
+        else:
+            rows = rows if VIEWS in rows.column_names else self.fetch.crops(rows, epochs)
+            values, sizes = self._images(rows)
+        lengths = sizes + 1
+        starts = np.cumsum(lengths) - lengths
+        places = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+        patches = np.zeros((len(places), *values.shape[1:]), values.dtype)
+        patches[places > 0] = values
+        words = dropout_words(
+            self.seed, np.repeat(keys, NUM_VIEWS), np.repeat(minor, NUM_VIEWS), np.tile(np.arange(NUM_VIEWS), len(rows))
+        )
+        clips = PatchBatch(
+            torch.from_numpy(patches), torch.from_numpy(places), torch.from_numpy(lengths), torch.from_numpy(words)
+        )
+        return RankBatch(clips, len(rows), len(rows), {"label": torch.from_numpy(label_keys(rows))})
+
+    def _images(self, rows: pa.Table) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """`(patches, F)` values in the order of a convolution's weights (channel, row, column), and numbers by view."""
+        size, (high, wide) = self.frontend.image_size, self.frontend.patch_size
+        raw = b"".join(rows.column(VIEWS).to_pylist())
+        images = np.frombuffer(raw, np.uint8).reshape(-1, size // high, high, size // wide, wide, 3)
+        patches = images.transpose(0, 1, 3, 5, 2, 4).reshape(-1, 3 * high * wide)
+        return patches, np.full(len(images), (size // high) * (size // wide), np.int64)
+
+    def _sounds(
+        self, rows: pa.Table, keys: seeding.U64, epochs: seeding.U64
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """`(patches, F)` values, the patches of the first frames first, and the number of patches of each view."""
+        deep, wide = self.frontend.patch_size
+        parts, sizes = [], []
+        views = [0] * NUM_VIEWS if self.config.masks.shared else range(NUM_VIEWS)
+        masks = [masked_bands(self.config.masks, self.seed, view, keys, epochs) for view in views]
+        for row, clip in enumerate(clips_of(rows)):
+            count = len(clip)
+            for mask in masks:
+                view = mask.applied(clip, row)
+                columns, bands = max(1, count // deep), view.shape[1] // wide
+                view = np.pad(view, ((0, max(0, deep - count)), (0, 0)))[: columns * deep, : bands * wide]
+                cut = view.reshape(columns, deep, bands, wide).transpose(0, 2, 1, 3)
+                parts.append(cut.reshape(-1, deep * wide))
+                sizes.append(len(parts[-1]))
+        empty = np.empty((0, deep * wide), np.float32)
+        return np.concatenate([empty, *parts]), np.array(sizes, np.int64)
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Masks of one view of n spectrograms, as four numbers in [0, 1) for each.
+
+    Attributes:
+        config: largest widths.
+        draws: `(n, 4)` width and start of the masked frames, and of the masked mel bands.
+    """
+
+    config: MaskConfig
+    draws: NDArray[np.float64]
+
+    def applied(self, clip: NDArray[np.float32], row: int) -> NDArray[np.float32]:
+        """`(frames, num_mel_bins)` values of a clip with both bands set to 0."""
+        if not (self.config.freq_mask or self.config.time_mask):
+            return clip
+        masked = clip.copy()
+        limits = min(self.config.time_mask, len(clip) // 2), min(self.config.freq_mask, clip.shape[1])
+        for axis, limit in enumerate(limits):
+            width, start = self.draws[row, 2 * axis : 2 * axis + 2]
+            size = int(width * (limit + 1))
+            first = int(start * (clip.shape[axis] - size + 1))
+            band = slice(first, first + size)
+            masked[(band, slice(None)) if axis == 0 else (slice(None), band)] = 0
+        return masked
+
+
+def masked_bands(config: MaskConfig, seed: int, view: int, keys: seeding.U64, epochs: seeding.U64) -> Bands:
+    """Draws the masks of a view, keyed by (seed, clip, epoch, view)."""
+    return Bands(config, seeding.unit(seeding.words(seed, f"mask {view}", keys, epochs, 4)))
+
+
+def label_keys(rows: pa.Table) -> NDArray[np.int64]:
+    """`(n,)` int64 hashes of the labels: equal for equal labels of different shards."""
+    labels = rows.column("label").to_pylist()
+    digests = {label: blake2b(label.encode(), digest_size=8).digest() for label in set(labels)}
+    return np.frombuffer(b"".join(digests[label] for label in labels), "<i8").astype(np.int64)

@@ -1,0 +1,140 @@
+"""Exchanges of tensors between workers. Gradients equal those of one process that holds the whole batch.
+
+Every rank computes the same global loss from gathered embeddings, so a rank's gradient with respect to its own rows is
+complete. Gradients of parameters are therefore SUMMED over ranks, never averaged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.parallel.request import Request as Request
+
+_BUCKET_ELEMENTS = 32 * 1024 * 1024
+
+
+def is_part(tensor: Tensor) -> bool:
+    """True for a worker's part of a sharded tensor (a DTensor), without importing that class."""
+    return hasattr(tensor, "full_tensor")
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """This process's rank among the workers, and its exchanges with them.
+
+    Attributes:
+        rank: number of this worker.
+        size: number of workers; with 1 no process group is needed.
+        deterministic: results must not depend on `size` in any bit.
+    """
+
+    rank: int = 0
+    size: int = 1
+    deterministic: bool = False
+
+    def all_gather(self, rows: Tensor, start: int, total: int) -> Tensor:
+        """Gathers all ranks' rows in the order of the global batch, `(total, D)`, differentiably.
+
+        Args:
+            rows: this rank's rows `(r, D)`; r may differ between ranks and may be 0.
+            start: position of this rank's first row in the global batch.
+            total: number of rows of all ranks.
+        """
+        if self.size == 1:
+            return rows
+        gathered: Tensor = _GatherRows.apply(rows, start, total)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Sums a tensor over ranks, without gradient."""
+        values = values.detach().clone()
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def all_reduce_sum_(self, values: Tensor) -> None:
+        """Replaces a tensor by its sum over ranks."""
+        if self.size > 1:
+            dist.all_reduce(values)
+
+    def wait(self, works: Sequence[Any]) -> None:
+        """Waits for exchanges that have started."""
+        for work in works:
+            work.wait()
+
+    def row_range(self, total: int, chunk: int) -> tuple[int, int]:
+        """This rank's part [start, end) of `total` rows; chunk-aligned when the reduction is deterministic."""
+        unit = chunk if self.deterministic else 1
+        units = -(-total // unit)
+        start, end = unit * (units * self.rank // self.size), unit * (units * (self.rank + 1) // self.size)
+        return min(start, total), min(end, total)
+
+    def all_reduce_max(self, number: int) -> int:
+        """The maximum of all ranks' numbers."""
+        if self.size == 1:
+            return number
+        value = torch.tensor([number])
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return int(value)
+
+    def all_reduce_or(self, requests: Request) -> Request:
+        """The union of all ranks' requests, the same on every rank."""
+        if self.size == 1:
+            return requests
+        raised = torch.tensor([int(request in requests) for request in Request], dtype=torch.int32)
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX)
+        agreed = Request(0)
+        for request, one in zip(Request, raised.tolist(), strict=True):
+            agreed |= request if one else Request(0)
+        return agreed
+
+    def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replaces each parameter's gradient by its sum over ranks; a missing gradient counts as zero.
+
+        The backward has already summed gradients of sharded parameters (trainer/parallel/sharding.py).
+        """
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.size == 1:
+            return
+        own = [p.grad for p in parameters if p.grad is not None and not is_part(p)]
+        for bucket in _buckets(own):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat)
+            for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+
+def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Groups consecutive tensors of one type up to a fixed size, so that few large messages are sent."""
+    buckets: list[list[Tensor]] = []
+    filled = 0
+    for tensor in tensors:
+        if not buckets or filled + tensor.numel() > _BUCKET_ELEMENTS or buckets[-1][0].dtype != tensor.dtype:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(tensor)
+        filled += tensor.numel()
+    return buckets
+
+
+class _GatherRows(torch.autograd.Function):
+    """Copies each rank's rows into a table of zeros and sums the tables: exact for any numbers of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, start: int, total: int) -> Tensor:
+        ctx.span = (start, start + len(rows))
+        table = rows.new_zeros(total, *rows.shape[1:])
+        table[start : start + len(rows)] = rows
+        dist.all_reduce(table)
+        return table
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        start, end = ctx.span
+        return gradients[0][start:end], None, None

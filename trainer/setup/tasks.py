@@ -1,0 +1,186 @@
+"""Builds the tasks of a run and the train steps that update the encoder in turn."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch import nn
+
+from pipeline.shards.content import AnyContent, AudioContent, ImagesContent
+from pipeline.shards.manifest import Manifest
+from trainer.model.config import FrontendConfig
+from trainer.model.encoder import Encoder
+from trainer.model.freezing import frozen_parameters
+from trainer.model.frontend import Frontend, embedding_width, load_vit
+from trainer.parallel.communicator import Communicator
+from trainer.parallel.fixedpoint import FixedPointReducer
+from trainer.parallel.overlap import BucketedReducer
+from trainer.parallel.sharding import shard
+from trainer.setup.build import build_objective
+from trainer.setup.config import TrainConfig
+from trainer.step.config import OptimConfig
+from trainer.step.microbatch import Microbatch
+from trainer.step.optim import build_optimizer
+from trainer.step.step import TrainStep
+from trainer.step.task import TrainTask
+
+
+def build_task(
+    config: TrainConfig, name: str, encoder: Encoder, manifest: Manifest, comm: Communicator, microbatch: Microbatch
+) -> TrainTask:
+    """The parts of one of `config.tasks()`; the main one has the name "".
+
+    Raises:
+        ObjectiveError: its objective cannot be built.
+        UnfitEncoderError: the ViT that it names does not fit.
+    """
+    settings = config.tasks()[name]
+    return TrainTask(
+        encoder=encoder,
+        objective=build_objective(settings, encoder, manifest),
+        comm=comm,
+        seed=settings.seed,
+        microbatch=microbatch,
+        autocast=autocast_type(config.precision, next(encoder.parameters()).device),
+        name=name,
+        frontend=build_frontend(settings, encoder, manifest.content),
+        weight=config.auxiliary_tasks[name].weight if name else 1.0,
+    )
+
+
+def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
+    """Type of the forward's matrix products for the setting `precision`; None for the parameters' type."""
+    if precision == "auto":
+        half = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if half else None
+    return torch.bfloat16 if precision == "bf16" else None
+
+
+def build_train_steps(config: TrainConfig, tasks: Sequence[TrainTask], total_steps: int) -> list[TrainStep]:
+    """Freezes unused parameters of the encoder, shards the others if configured, and builds optimizers and train_steps.
+
+    Args:
+        config: of the run.
+        tasks: the main task and the additional ones.
+        total_steps: number of steps of the run.
+
+    Returns:
+        The train steps in the order of their updates; the last is that of the main task.
+    """
+    main, *others = tasks
+    encoder = main.encoder
+    freeze_unused(encoder, tasks)
+    if config.scaling.fsdp:
+        shard(encoder, main.comm)
+    if config.task_schedule == "joint":
+        return [_train_step(config, config.optim, [main, *others], total_steps)]
+    settings = config.tasks()
+    return [_train_step(config, settings[task.name].optim, [task], total_steps) for task in (*others, main)]
+
+
+def _train_step(config: TrainConfig, optim: OptimConfig, tasks: Sequence[TrainTask], total_steps: int) -> TrainStep:
+    """A train step whose update has the gradients of these tasks."""
+    modules: list[nn.Module] = [one for task in tasks for one in (task.objective, task.frontend) if one]
+    reached = used_parameters(tasks[0].encoder, tasks)
+    optimizer = build_optimizer(optim, tasks[0].encoder, *modules, reached=reached)
+    tasks = _with_reducer(config, optimizer, tasks)
+    main, *joined = tasks
+    return TrainStep(
+        **{each.name: getattr(main, each.name) for each in fields(main)},
+        optimizer=optimizer,
+        optim=optim,
+        total_steps=total_steps,
+        joined=tuple(joined),
+        late=_reads_late(tasks),
+    )
+
+
+def _with_reducer(config: TrainConfig, optimizer: torch.optim.Optimizer, tasks: Sequence[TrainTask]) -> list[TrainTask]:
+    """The tasks of an update, with the sums of its gradients if they are not the ordinary ones."""
+    comm, encoder = tasks[0].comm, tasks[0].encoder
+    if comm.deterministic:
+        settings = config.tasks()
+        num_terms = sum(settings[task.name].num_canonical + 1 for task in tasks)  # one of the objective
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        reducer = FixedPointReducer(comm, parameters, num_terms)
+        return [replace(task, reducer=reducer) for task in tasks]
+    compressed = torch.bfloat16 if config.scaling.reduce_dtype == "bf16" else None
+    # on CPUs there is nothing to overlap, and the order of terms, thus their rounding, stays as it was
+    if comm.size == 1 or encoder.sharded or (compressed is None and not next(encoder.parameters()).is_cuda):
+        return list(tasks)
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    body = list(encoder.model.base_model.parameters())
+    layers = {id(p) for p in body}
+    # the last microbatch may have no token to predict, so heads are sent last, after what every microbatch reaches
+    heads = [p for p in encoder.parameters() if id(p) not in layers]
+    frontends = [p for one in tasks if one.frontend for p in one.frontend.parameters()]
+    parameters = [p for p in (*heads, *frontends, *body) if id(p) in trained]
+    *first, last = tasks
+    return [*first, replace(last, overlap=BucketedReducer(comm, parameters, compressed))]
+
+
+def _reads_late(tasks: Sequence[TrainTask]) -> bool:
+    """True if the metrics of a step may be read after its update, as `TrainStep.late` allows."""
+    encoder = tasks[0].encoder
+    keeps = any(task.objective.remembers or len(list(task.objective.buffers())) for task in tasks)
+    return next(encoder.parameters()).is_cuda and not encoder.sharded and not keeps
+
+
+def freeze_unused(encoder: Encoder, tasks: Sequence[TrainTask]) -> None:
+    """Freezes parameters that no objective trains, so that weight decay does not change them either."""
+    used = used_parameters(encoder, tasks)
+    for parameter in encoder.parameters():
+        parameter.requires_grad_(id(parameter) in used)
+
+
+def used_parameters(encoder: Encoder, tasks: Sequence[TrainTask]) -> set[int]:
+    """Ids of the encoder's parameters that the tasks train; tasks with a frontend skip its embeddings."""
+    embeddings = getattr(encoder.model.base_model, "embeddings", None)
+    skipped = {id(p) for p in embeddings.parameters()} if embeddings is not None else set()
+    used: set[int] = set()
+    for task in tasks:
+        body = {id(p) for p in encoder.model.base_model.parameters()}
+        used |= body if task.frontend is None else body - skipped
+        if task.objective.config.embeds:
+            used |= {id(p) for part in (encoder.behind, encoder.projection) for p in part.parameters()}
+        if task.objective.config.mlm:
+            used |= {id(p) for p in encoder.model.parameters()}
+    return used - {id(p) for p in frozen_parameters(encoder.model, encoder.config.num_trainable_layers)}
+
+
+def build_frontend(config: TrainConfig, encoder: Encoder, content: AnyContent) -> Frontend | None:
+    """The frontend of a task with images or sounds; None for texts. Its weights are the same on every worker.
+
+    Args:
+        config: configuration of the task.
+        encoder: the encoder whose layers follow.
+        content: content of the task's shards.
+
+    Raises:
+        UnfitEncoderError: the ViT that it names does not fit.
+    """
+    settings = config.context("drop").frontend
+    if settings is None or not isinstance(content, ImagesContent | AudioContent):
+        return None
+    frontend = new_frontend(settings, content, embedding_width(encoder.model), config.seed)
+    if settings.pretrained is not None:
+        load_vit(frontend)
+    parameter = next(encoder.parameters())
+    return frontend.to(parameter.device, parameter.dtype).train()
+
+
+def new_frontend(settings: FrontendConfig, content: ImagesContent | AudioContent, width: int, seed: int) -> Frontend:
+    """A frontend with new weights.
+
+    Args:
+        settings: of the frontend.
+        content: of the shards; it decides the size of a patch and the largest number of patches.
+        width: size of the hidden states.
+        seed: of the weights.
+    """
+    deep, wide = settings.patch_size
+    if isinstance(content, ImagesContent):
+        places = (settings.image_size // deep) * (settings.image_size // wide)
+        return Frontend(settings, 3 * deep * wide, places, width, seed, (0.5, 0.5))
+    frames = int(content.max_seconds * 1000 / content.hop_length_ms)
+    return Frontend(settings, deep * wide, max(1, frames // deep) * (content.num_mel_bins // wide), width, seed)
