@@ -82,7 +82,7 @@ golden: setup ## compare with the released code's figures alone
 	$(BIN)/python -m pytest -m golden
 
 settings: setup ## regenerate docs/settings.md from the configuration models
-	$(BIN)/python -m cli.settings_page > docs/settings.md
+	$(BIN)/python -m declutr.cli.settings_page > docs/settings.md
 
 lock: setup ## pin the dependencies again (torch is not among them: see TORCH)
 	$(BIN)/python -m pip install --quiet pip-tools

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from adaptation.config import BATCH_DOCUMENTS, PASSAGE_TOKENS, WINDOW_TOKENS, AdaptConfig, train_config
-from adaptation.whiten import WhitenConfig, whiten
-from common.storage import atomic_folder
-from evaluation.encoders.loading import load_encoder
-from evaluation.encoders.transformer import TransformerEncoder
-from evaluation.encoders.written import write_transformer
-from trainer.train import train
+from declutr.adaptation.config import BATCH_DOCUMENTS, PASSAGE_TOKENS, WINDOW_TOKENS, AdaptConfig, train_config
+from declutr.adaptation.whiten import WhitenConfig, whiten
+from declutr.common.storage import atomic_folder
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.evaluation.encoders.written import write_transformer
+from declutr.trainer.train import train
 
 CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"
 SHARES = (0.25, 0.5, 0.75)

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from common.config import Strict
-from common.paths import expand
-from pipeline.config import PipelineConfig
-from trainer.setup.config import TrainConfig
+from declutr.common.config import Strict
+from declutr.common.paths import expand
+from declutr.pipeline.config import PipelineConfig
+from declutr.trainer.setup.config import TrainConfig
 
 PASSAGE_TOKENS = 62
 """Tokens of a passage without special ones."""

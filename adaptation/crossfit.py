@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from adaptation.measures import F64, Passages
-from adaptation.scores import DISTANT, Values
-from adaptation.whitening import WithinSums, whitening
-from evaluation.encoders.protocol import unit_rows
-from evaluation.encoders.transformer import TransformerEncoder
+from declutr.adaptation.measures import F64, Passages
+from declutr.adaptation.scores import DISTANT, Values
+from declutr.adaptation.whitening import WithinSums, whitening
+from declutr.evaluation.encoders.protocol import unit_rows
+from declutr.evaluation.encoders.transformer import TransformerEncoder
 
 _FOLDS = 5
 

@@ -7,13 +7,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from common import seeding
-from pipeline.config import PipelineConfig
-from pipeline.filters.whitespace import normalise
-from pipeline.job.units import plan_units, read_unit
-from pipeline.readers.corpus import Document, Rejected, document_id
-from pipeline.shards.shards import ShardSet
-from trainer.data.shard_columns import document_keys
+from declutr.common import seeding
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.readers.corpus import Document, Rejected, document_id
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.shard_columns import document_keys
 
 Split = Literal["development", "test"]
 MOST_DOCUMENTS = 500

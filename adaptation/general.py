@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from adaptation.measures import F64
-from common.bootstrap import Comparison, compare, spearman
-from evaluation.encoders.protocol import unit_rows
-from evaluation.encoders.transformer import TransformerEncoder
-from trainer.metrics.sts import read_pairs
+from declutr.adaptation.measures import F64
+from declutr.common.bootstrap import Comparison, compare, spearman
+from declutr.evaluation.encoders.protocol import unit_rows
+from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.trainer.metrics.sts import read_pairs
 
 STSB_TEST = "sts-test.csv"
 

@@ -9,33 +9,33 @@ from pathlib import Path
 
 import numpy as np
 
-from adaptation.candidates import CLOSED, ORDER, CandidateBuilder, wanted
-from adaptation.config import WINDOW_TOKENS, AdaptConfig, located, prepare_config
-from adaptation.crossfit import cross_fitted
-from adaptation.documents import Split, all_documents, held_out_documents
-from adaptation.general import STSB_TEST, compare_stsb, moved
-from adaptation.measures import Passages, make_passages
-from adaptation.page import page
-from adaptation.result import Result, Row, SearchExample, write_result
-from adaptation.scores import DISTANT, PAIRS, TestSet, Values, compared
-from adaptation.state import AdaptError, State, opened
-from adaptation.verdict import Verdict, choose, judge
-from adaptation.whiten import WhitenConfig
-from common import seeding
-from common.bootstrap import MIN_ROWS, Comparison
-from common.console.logs import get_logger
-from common.excerpt import shorten
-from common.lock import RunLock
-from common.paths import expand, folder_problem
-from common.storage import atomic_folder, hash_json, read_json, write_json, write_text
-from evaluation.encoders.loading import load_encoder
-from evaluation.encoders.names import missing
-from evaluation.encoders.protocol import EncoderError
-from evaluation.encoders.transformer import TransformerEncoder
-from evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test
-from pipeline.prepare import prepare
-from pipeline.shards.manifest import load_manifest
-from pipeline.shards.shards import ShardSet
+from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, wanted
+from declutr.adaptation.config import WINDOW_TOKENS, AdaptConfig, located, prepare_config
+from declutr.adaptation.crossfit import cross_fitted
+from declutr.adaptation.documents import Split, all_documents, held_out_documents
+from declutr.adaptation.general import STSB_TEST, compare_stsb, moved
+from declutr.adaptation.measures import Passages, make_passages
+from declutr.adaptation.page import page
+from declutr.adaptation.result import Result, Row, SearchExample, write_result
+from declutr.adaptation.scores import DISTANT, PAIRS, TestSet, Values, compared
+from declutr.adaptation.state import AdaptError, State, opened
+from declutr.adaptation.verdict import Verdict, choose, judge
+from declutr.adaptation.whiten import WhitenConfig
+from declutr.common import seeding
+from declutr.common.bootstrap import MIN_ROWS, Comparison
+from declutr.common.console.logs import get_logger
+from declutr.common.excerpt import shorten
+from declutr.common.lock import RunLock
+from declutr.common.paths import expand, folder_problem
+from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.encoders.names import missing
+from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test
+from declutr.pipeline.prepare import prepare
+from declutr.pipeline.shards.manifest import load_manifest
+from declutr.pipeline.shards.shards import ShardSet
 
 ENCODER, REPORT = "encoder", "report.html"
 _START, _START_IDF = "start", "start + IDF cosine"

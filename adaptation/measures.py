@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from adaptation.config import PASSAGE_TOKENS, WINDOW_TOKENS
-from adaptation.documents import HeldOutDocument
+from declutr.adaptation.config import PASSAGE_TOKENS, WINDOW_TOKENS
+from declutr.adaptation.documents import HeldOutDocument
 
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from adaptation.result import Result, Row, SearchExample
-from adaptation.scores import MEANING
-from evaluation.report.markup import Html, join, table, tag
-from evaluation.report.page import document
+from declutr.adaptation.result import Result, Row, SearchExample
+from declutr.adaptation.scores import MEANING
+from declutr.evaluation.report.markup import Html, join, table, tag
+from declutr.evaluation.report.page import document
 
 _ROW, _LEFT, _WIDTH = 26, 34, 62
 """Height of a row in pixels; percent of the width left of the picture, and of the picture."""

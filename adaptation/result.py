@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from adaptation.scores import STATISTICS, Values, compared
-from adaptation.verdict import Verdict
-from common.bootstrap import Comparison
-from common.storage import write_json
+from declutr.adaptation.scores import STATISTICS, Values, compared
+from declutr.adaptation.verdict import Verdict
+from declutr.common.bootstrap import Comparison
+from declutr.common.storage import write_json
 
 RESULT = "result.json"
 Kind = Literal["start", "baseline", "candidate"]

@@ -10,13 +10,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from adaptation.measures import F32, F64, FAR_TOKENS, Passages, share
-from common.bootstrap import Comparison, Statistic, compare, mean
-from evaluation.encoders.protocol import unit_rows
-from evaluation.encoders.transformer import TransformerEncoder
-from evaluation.retrieval.compare import score_encoder
-from evaluation.retrieval.lexical import Lexicon
-from evaluation.retrieval.pairs import RetrievalTest
+from declutr.adaptation.measures import F32, F64, FAR_TOKENS, Passages, share
+from declutr.common.bootstrap import Comparison, Statistic, compare, mean
+from declutr.evaluation.encoders.protocol import unit_rows
+from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.evaluation.retrieval.compare import score_encoder
+from declutr.evaluation.retrieval.lexical import Lexicon
+from declutr.evaluation.retrieval.pairs import RetrievalTest
 
 DISTANT, HEADINGS, PAIRS = "distant", "headings", "pairs"
 MEANING = {
@@ -108,7 +108,7 @@ class TestSet:
 
 def _first(test: RetrievalTest, scores: F32) -> F64:
     """`(Q,)` recall@1 of pairs."""
-    from evaluation.retrieval.measures import measures
+    from declutr.evaluation.retrieval.measures import measures
 
     return measures(scores, test.relevant)[:, 0]
 

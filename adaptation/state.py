@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from adaptation.config import AdaptConfig
-from common.config import Strict
-from common.storage import write_text
+from declutr.adaptation.config import AdaptConfig
+from declutr.common.config import Strict
+from declutr.common.storage import write_text
 
 STATE = "state.json"
 

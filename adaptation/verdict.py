@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from adaptation.scores import STATISTICS, Values
-from common.bootstrap import MIN_ROWS, Comparison, compare
+from declutr.adaptation.scores import STATISTICS, Values
+from declutr.common.bootstrap import MIN_ROWS, Comparison, compare
 
 Outcome = Literal["better", "no measurable difference", "worse", "too few documents to tell"]
 _POINT = 0.01

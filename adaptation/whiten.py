@@ -11,20 +11,20 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from adaptation.passages import passages
-from adaptation.whitening import WhiteningError, WithinSums, whitening
-from common.config import Strict
-from common.console.bars import bar
-from common.paths import expand
-from common.storage import atomic_folder, write_json, write_text
-from evaluation.encoders.loading import load_encoder
-from evaluation.encoders.transformer import TransformerEncoder
-from evaluation.encoders.written import write_transformer
-from pipeline.shards.manifest import data_hash, load_manifest
-from pipeline.shards.shards import ShardSet
-from pipeline.tokenizer.tokenization import fingerprint
-from trainer.model.behind import Dense, Normalize
-from trainer.model.language_model import vocabulary_of
+from declutr.adaptation.passages import passages
+from declutr.adaptation.whitening import WhiteningError, WithinSums, whitening
+from declutr.common.config import Strict
+from declutr.common.console.bars import bar
+from declutr.common.paths import expand
+from declutr.common.storage import atomic_folder, write_json, write_text
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.evaluation.encoders.written import write_transformer
+from declutr.pipeline.shards.manifest import data_hash, load_manifest
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.tokenizer.tokenization import fingerprint
+from declutr.trainer.model.behind import Dense, Normalize
+from declutr.trainer.model.language_model import vocabulary_of
 
 SETTINGS = "whitening.json"
 """The file of a whitened encoder with the settings and the documents from which it was computed."""
@@ -106,7 +106,7 @@ def within_sums(config: WhitenConfig, address: str | None = None) -> WithinSums:
     Raises:
         SessionError: no Ray session can be started.
     """
-    from common.session import start_ray
+    from declutr.common.session import start_ray
 
     start_ray(address=address)
     import ray  # after the session, which keeps it quiet

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from common.storage import write_text
-from trainer.parallel.communicator import Communicator
+from declutr.common.storage import write_text
+from declutr.trainer.parallel.communicator import Communicator
 
 
 def run(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.storage import write_text
+from declutr.common.storage import write_text
 
 _PACKAGES = (
     *("torch", "transformers", "numpy", "pyarrow", "pytorch-metric-learning", "sentence-transformers"),

@@ -4,13 +4,13 @@ import argparse
 import sys
 from typing import get_args
 
-from common.commandline import refused
-from common.paths import path_argument
+from declutr.common.commandline import refused
+from declutr.common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
     """Run the command; return the exit status, which is 0 for every verdict."""
-    from adaptation.config import AdaptConfig
+    from declutr.adaptation.config import AdaptConfig
 
     parser = argparse.ArgumentParser(
         prog="declutr adapt",
@@ -36,24 +36,24 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the encoder")
     named = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     output, address = named.pop("output"), named.pop("address", None)
-    from common.config import first_problem
-    from common.console.logs import setup_logging
+    from declutr.common.config import first_problem
+    from declutr.common.console.logs import setup_logging
 
     setup_logging("adapt")
     try:
         config = AdaptConfig.model_validate(named)
     except ValueError as error:
         return refused(first_problem(error, AdaptConfig))
-    from adaptation.job import REPORT, adapt
-    from adaptation.state import AdaptError
-    from adaptation.whitening import WhiteningError
-    from common.lock import RunLockedError
-    from common.records import DamagedError
-    from common.session_config import SessionError
-    from evaluation.encoders.protocol import EncoderError
-    from pipeline.shards.manifest import ShardError
-    from trainer.driver.failure import TrainingFailedError
-    from trainer.driver.signals import RunStoppedError
+    from declutr.adaptation.job import REPORT, adapt
+    from declutr.adaptation.state import AdaptError
+    from declutr.adaptation.whitening import WhiteningError
+    from declutr.common.lock import RunLockedError
+    from declutr.common.records import DamagedError
+    from declutr.common.session_config import SessionError
+    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.pipeline.shards.manifest import ShardError
+    from declutr.trainer.driver.failure import TrainingFailedError
+    from declutr.trainer.driver.signals import RunStoppedError
 
     try:
         result = adapt(config, output, address)

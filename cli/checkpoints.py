@@ -4,8 +4,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from common.commandline import refused
-from common.paths import path_argument
+from declutr.common.commandline import refused
+from declutr.common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
@@ -14,7 +14,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("run", type=path_argument, help="folder of the run")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     given = parser.parse_args(arguments)
-    from inspection.checkpoints import CheckpointsError, rows, table
+    from declutr.inspection.checkpoints import CheckpointsError, rows, table
 
     try:
         found = rows(given.run)

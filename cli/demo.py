@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from common.commandline import refused
+from declutr.common.commandline import refused
 
 
 def run(arguments: list[str]) -> int:
@@ -12,21 +12,21 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the train section to change")
     parser.add_argument("--config", default="configs/demo.yaml")
     given = parser.parse_intermixed_args(arguments)
-    from common.config import ConfigError, load_config
-    from common.console.logs import setup_logging
-    from pipeline.config import PipelineConfig
-    from pipeline.job.path_checks import look as look_for_data
-    from trainer.setup.config import TrainConfig
+    from declutr.common.config import ConfigError, load_config
+    from declutr.common.console.logs import setup_logging
+    from declutr.pipeline.config import PipelineConfig
+    from declutr.pipeline.job.path_checks import look as look_for_data
+    from declutr.trainer.setup.config import TrainConfig
 
     try:  # before the corpus is prepared, and before torch is loaded
         load_config(given.config, "prepare", PipelineConfig, (), look_for_data)
         load_config(given.config, "train", TrainConfig, given.overrides)
     except ConfigError as error:
         return refused(error)
-    from cli.run_demo import demo
-    from pipeline.shards.shards import ShardError
-    from trainer.driver.failure import TrainingFailedError
-    from trainer.driver.signals import RunStoppedError
+    from declutr.cli.run_demo import demo
+    from declutr.pipeline.shards.shards import ShardError
+    from declutr.trainer.driver.failure import TrainingFailedError
+    from declutr.trainer.driver.signals import RunStoppedError
 
     setup_logging("demo")
     try:

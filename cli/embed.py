@@ -3,19 +3,19 @@
 import argparse
 from typing import get_args
 
-from common.commandline import refused
-from common.paths import path_argument
+from declutr.common.commandline import refused
+from declutr.common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
-    from common.config import Strict, first_problem
-    from common.console.logs import setup_logging
-    from evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
-    from evaluation.embedding.job import embed
-    from evaluation.encoders.choice import AnyPrecision, EncoderChoice, Pooling
-    from evaluation.encoders.names import missing
-    from evaluation.encoders.protocol import EncoderError
+    from declutr.common.config import Strict, first_problem
+    from declutr.common.console.logs import setup_logging
+    from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
+    from declutr.evaluation.embedding.job import embed
+    from declutr.evaluation.encoders.choice import AnyPrecision, EncoderChoice, Pooling
+    from declutr.evaluation.encoders.names import missing
+    from declutr.evaluation.encoders.protocol import EncoderError
 
     parser = argparse.ArgumentParser(
         prog="declutr embed", description="Embed texts. Run again to continue after a stop."

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.commandline import refused
-from common.paths import path_argument
+from declutr.common.commandline import refused
+from declutr.common.paths import path_argument
 
 if TYPE_CHECKING:
-    from evaluation.senteval.data.findings import Inspection
-    from evaluation.senteval.runner.plan import ScoringChoice
-    from evaluation.senteval.scores.results import Protocol
+    from declutr.evaluation.senteval.data.findings import Inspection
+    from declutr.evaluation.senteval.runner.plan import ScoringChoice
+    from declutr.evaluation.senteval.scores.results import Protocol
 
 _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
     "senteval": ("senteval",),
@@ -38,11 +38,11 @@ def run(arguments: list[str]) -> int:
         return refused(
             f"--data {given.data}: no such folder; `declutr evaluate --download {given.data}` fetches SentEval's data"
         )
-    from evaluation.senteval.checks.checking import inspect
-    from evaluation.senteval.classifier.config import ClassifierConfig
-    from evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
-    from evaluation.senteval.download.overview import overview
-    from evaluation.senteval.runner.plan import SETS, ScoringChoice, choose_tasks
+    from declutr.evaluation.senteval.checks.checking import inspect
+    from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+    from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
+    from declutr.evaluation.senteval.download.overview import overview
+    from declutr.evaluation.senteval.runner.plan import SETS, ScoringChoice, choose_tasks
 
     default = [*STS, *TRANSFER] if given.protocol == "simcse" else ["all"]
     try:
@@ -108,9 +108,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
     """Fetch all available files of the tasks; return whether a transfer failed."""
-    from evaluation.senteval.download.downloading import download
-    from evaluation.senteval.download.overview import transfers
-    from evaluation.senteval.download.sources import public_sources, relocated, restricted
+    from declutr.evaluation.senteval.download.downloading import download
+    from declutr.evaluation.senteval.download.overview import transfers
+    from declutr.evaluation.senteval.download.sources import public_sources, relocated, restricted
 
     sources = restricted(public_sources(), tasks)
     sources = relocated(sources, mirror) if mirror else sources
@@ -121,11 +121,11 @@ def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
 
 def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
     """Score all encoders and write the tables; return whether every encoder was scored."""
-    from common.session import SessionConfig
-    from evaluation.encoders.loading import EncoderError, load_encoder
-    from evaluation.senteval.data.taskdata import sentence_rows
-    from evaluation.senteval.runner.harness import evaluate
-    from evaluation.tables.write import write_tables
+    from declutr.common.session import SessionConfig
+    from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+    from declutr.evaluation.senteval.data.taskdata import sentence_rows
+    from declutr.evaluation.senteval.runner.harness import evaluate
+    from declutr.evaluation.tables.write import write_tables
 
     if not any(inspection.usable for inspection in inspections):
         sys.stderr.write("nothing was scored: the chosen tasks have no usable data\n")
@@ -172,15 +172,15 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
 
 def _evaluate_pairs(given: argparse.Namespace) -> int:
     """Score baselines and encoders on the user's pairs; return 1 if one could not be scored."""
-    from evaluation.retrieval.pairs import PairsError, read_test
+    from declutr.evaluation.retrieval.pairs import PairsError, read_test
 
     try:
         test = read_test(given.pairs, given.documents)
     except (PairsError, OSError) as error:
         return refused(error)
-    from evaluation.encoders.loading import EncoderError, load_encoder
-    from evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
-    from evaluation.retrieval.lexical import Lexicon
+    from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+    from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
+    from declutr.evaluation.retrieval.lexical import Lexicon
 
     lexicon = Lexicon(test.texts)
     scored, names = score_lexical(test, lexicon), list(dict.fromkeys(given.encoders))
@@ -201,14 +201,14 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
     """Score all encoders on MTEB's tasks; return 1 if one could not be scored."""
     from importlib.util import find_spec
 
-    from common.hub import stay_offline_unless_it_answers
-    from evaluation.encoders.loading import EncoderError, load_encoder
+    from declutr.common.hub import stay_offline_unless_it_answers
+    from declutr.evaluation.encoders.loading import EncoderError, load_encoder
 
     if find_spec("mteb") is None:
         sys.stderr.write("--mteb needs MTEB: pip install -e '.[mteb]' in the checkout\n")
         return 1
     stay_offline_unless_it_answers()  # before MTEB's libraries contact the hub
-    from evaluation.mteb import choose_mteb, score_mteb, write_mteb
+    from declutr.evaluation.mteb import choose_mteb, score_mteb, write_mteb
 
     scores: dict[str, dict[str, float]] = {}
     try:
@@ -233,8 +233,8 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
 def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> int:
     import torch
 
-    from common.session import SessionConfig
-    from evaluation.watch import Follower, FollowError
+    from declutr.common.session import SessionConfig
+    from declutr.evaluation.watch import Follower, FollowError
 
     threads = torch.get_num_threads()
     torch.set_num_threads(given.cpus or 1)  # leave the other CPUs to the workers

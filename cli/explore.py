@@ -3,8 +3,8 @@
 import argparse
 import os
 
-from common.commandline import refused
-from common.paths import path_argument
+from declutr.common.commandline import refused
+from declutr.common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
@@ -22,11 +22,11 @@ def run(arguments: list[str]) -> int:
         parser.error(f"--port {given.port}: must be 0 to 65535")
     if not 1 <= given.top <= 1_000:
         parser.error(f"--top {given.top}: must be 1 to 1000")
-    from evaluation.embedding.config import EmbedError
-    from evaluation.embedding.index import SearchIndex
-    from evaluation.encoders.protocol import EncoderError
-    from evaluation.explore.explorer import Explorer
-    from evaluation.explore.server import ExploreServer, listen
+    from declutr.evaluation.embedding.config import EmbedError
+    from declutr.evaluation.embedding.index import SearchIndex
+    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.evaluation.explore.explorer import Explorer
+    from declutr.evaluation.explore.server import ExploreServer, listen
 
     try:
         index = SearchIndex(given.index)
@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> int:
         listening = listen(given.port)
     except OSError as error:
         return refused(f"--port {given.port}: {os.strerror(error.errno or 0)}; omit --port to use a free port")
-    from evaluation.encoders.loading import encoder_of_index  # loads torch, which no taken port waits for
+    from declutr.evaluation.encoders.loading import encoder_of_index  # loads torch, which no taken port waits for
 
     try:
         encoder = encoder_of_index(index.facts.choice, given.model, trust_remote_code=given.trust_remote_code)

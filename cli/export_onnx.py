@@ -2,8 +2,8 @@
 
 import argparse
 
-from common.commandline import refused
-from common.paths import path_argument
+from declutr.common.commandline import refused
+from declutr.common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
@@ -18,10 +18,10 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(arguments)
-    from evaluation.encoders.loading import EncoderError, load_encoder
+    from declutr.evaluation.encoders.loading import EncoderError, load_encoder
 
     try:
-        from evaluation.embedding.onnx import export_onnx, require_onnx
+        from declutr.evaluation.embedding.onnx import export_onnx, require_onnx
 
         require_onnx()
         trust = given.trust_remote_code

@@ -2,8 +2,8 @@
 
 import argparse
 
-from common.commandline import refused
-from common.paths import path_argument
+from declutr.common.commandline import refused
+from declutr.common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
@@ -16,8 +16,8 @@ def run(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if not given.embeddings.is_file():
         return refused(f"{given.embeddings}: no such file; name a file that `declutr embed` has written")
-    from evaluation.embedding.config import EmbedError
-    from evaluation.embedding.index import build_index
+    from declutr.evaluation.embedding.config import EmbedError
+    from declutr.evaluation.embedding.index import build_index
 
     try:
         facts = build_index(given.embeddings, given.output, given.kind, given.source_field)

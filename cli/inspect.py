@@ -2,8 +2,8 @@
 
 import argparse
 
-from common.commandline import refused
-from common.paths import path_argument
+from declutr.common.commandline import refused
+from declutr.common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
@@ -19,8 +19,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="seed of the spans shown (the config's, else 0)")
     parser.add_argument("--epoch", type=int, default=0, help="epoch of the spans shown (0)")
     given = parser.parse_args(arguments)
-    from common.config import ConfigError, load_config
-    from trainer.setup.config import TrainConfig
+    from declutr.common.config import ConfigError, load_config
+    from declutr.trainer.setup.config import TrainConfig
 
     try:
         run = load_config(given.config, "train", TrainConfig, []) if given.config is not None else None
@@ -36,15 +36,15 @@ def run(arguments: list[str]) -> int:
             run = run.of_task(given.auxiliary_task)
     except ConfigError as error:
         return refused(error)
-    from inspection.describe import DescribeError, default_spans, describe
-    from pipeline.shards.shards import ShardError, load_manifest
-    from trainer.checkpoints.checkpoint import CheckpointError
-    from trainer.objectives.config import ObjectiveError
+    from declutr.inspection.describe import DescribeError, default_spans, describe
+    from declutr.pipeline.shards.shards import ShardError, load_manifest
+    from declutr.trainer.checkpoints.checkpoint import CheckpointError
+    from declutr.trainer.objectives.config import ObjectiveError
 
     try:
         seed = given.seed if given.seed is not None else run.seed if run else 0
         if given.document:
-            from inspection.locate import locate
+            from declutr.inspection.locate import locate
 
             spans = run.spans if run else default_spans(load_manifest(given.path))
             lines = locate(given.path, given.document, spans, seed, given.epoch, run)

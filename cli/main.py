@@ -7,49 +7,49 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from common.config import ConfigError
-from common.console.terminal import shown
-from common.credentials import refused_argument
-from common.paths import PathError
-from common.suggestions import suggest
+from declutr.common.config import ConfigError
+from declutr.common.console.terminal import shown
+from declutr.common.credentials import refused_argument
+from declutr.common.paths import PathError
+from declutr.common.suggestions import suggest
 
 _COMMANDS = {
-    "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", "pipeline.prepare:main"),
-    "train": ("CONFIG [key=value ...]: shards to a sentence encoder", "trainer.train:main"),
+    "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", "declutr.pipeline.prepare:main"),
+    "train": ("CONFIG [key=value ...]: shards to a sentence encoder", "declutr.trainer.train:main"),
     "verify-gradients": (
         "CONFIG [key=value ...]: compare gradients across numbers of processes",
-        "cli.verify_gradients:run",
+        "declutr.cli.verify_gradients:run",
     ),
-    "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "cli.embed:run"),
+    "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "declutr.cli.embed:run"),
     "adapt": (
         "ENCODER CORPUS... --output DIR: fit an encoder to your documents, and say whether it is better",
-        "cli.adapt:run",
+        "declutr.cli.adapt:run",
     ),
     "whiten": (
         "ENCODER SHARDS --output DIR: fit an encoder to documents by a closed form, without training",
-        "cli.whiten:run",
+        "declutr.cli.whiten:run",
     ),
-    "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "cli.index:run"),
-    "search": ("INDEX QUERY: the nearest texts of an index", "cli.search:run"),
-    "explore": ("INDEX: search and map an index in a browser", "cli.explore:run"),
-    "export-onnx": ("MODEL --output FOLDER: an encoder as ONNX", "cli.export_onnx:run"),
+    "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "declutr.cli.index:run"),
+    "search": ("INDEX QUERY: the nearest texts of an index", "declutr.cli.search:run"),
+    "explore": ("INDEX: search and map an index in a browser", "declutr.cli.explore:run"),
+    "export-onnx": ("MODEL --output FOLDER: an encoder as ONNX", "declutr.cli.export_onnx:run"),
     "doctor": (
         "[CONFIG] [--address ...] [--path ...]: check that this machine or cluster can run a training",
-        "doctor.examination:main",
+        "declutr.doctor.examination:main",
     ),
     "evaluate": (
         "[ENCODER ...] --data DIR: score encoders on SentEval's tasks; fetch and check the data",
-        "cli.evaluate:run",
+        "declutr.cli.evaluate:run",
     ),
-    "inspect": ("PATH: describe shards, a run or a checkpoint", "cli.inspect:run"),
+    "inspect": ("PATH: describe shards, a run or a checkpoint", "declutr.cli.inspect:run"),
     "checkpoints": (
         "RUN [--json]: list and verify every checkpoint, with the reason to keep it",
-        "cli.checkpoints:run",
+        "declutr.cli.checkpoints:run",
     ),
-    "report": ("SHARDS [--output FOLDER]: write a page on a prepared corpus", "cli.report:run"),
-    "push": ("FOLDER ADDRESS: copy a folder to an object store, with checksums", "common.stores.folders:push"),
-    "pull": ("ADDRESS FOLDER: copy a folder or a run from an object store", "common.stores.folders:pull"),
-    "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "cli.demo:run"),
+    "report": ("SHARDS [--output FOLDER]: write a page on a prepared corpus", "declutr.cli.report:run"),
+    "push": ("FOLDER ADDRESS: copy a folder to an object store, with checksums", "declutr.common.stores.folders:push"),
+    "pull": ("ADDRESS FOLDER: copy a folder or a run from an object store", "declutr.common.stores.folders:pull"),
+    "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),
 }
 
 _READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "checkpoints", "report")

@@ -2,8 +2,8 @@
 
 import argparse
 
-from common.commandline import refused
-from common.paths import path_argument
+from declutr.common.commandline import refused
+from declutr.common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
@@ -14,8 +14,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("shards", type=path_argument, help="output folder of `prepare`")
     parser.add_argument("--output", type=path_argument, help="folder of report.html and charts/*.png (SHARDS/report)")
     given = parser.parse_args(arguments)
-    from evaluation.report.page import write_report
-    from pipeline.shards.shards import ShardError
+    from declutr.evaluation.report.page import write_report
+    from declutr.pipeline.shards.shards import ShardError
 
     try:
         print(write_report(given.shards, given.output))

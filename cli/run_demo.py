@@ -10,19 +10,19 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer
 
-from common.config import load_config
-from common.excerpt import shorten
-from common.paths import expand
-from common.storage import write_json
-from evaluation.encoders.loading import load_encoder
-from pipeline.config import PipelineConfig
-from pipeline.job.outcome import summary
-from pipeline.prepare import prepare
-from pipeline.shards.manifest import TOKENIZER
-from pipeline.shards.shards import ShardSet
-from trainer.data.shard_columns import ragged
-from trainer.setup.config import TrainConfig
-from trainer.train import train
+from declutr.common.config import load_config
+from declutr.common.excerpt import shorten
+from declutr.common.paths import expand
+from declutr.common.storage import write_json
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.job.outcome import summary
+from declutr.pipeline.prepare import prepare
+from declutr.pipeline.shards.manifest import TOKENIZER
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.shard_columns import ragged
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.train import train
 
 COLUMNS = (
     *("recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr"),

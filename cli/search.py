@@ -2,9 +2,9 @@
 
 import argparse
 
-from common.commandline import refused
-from common.excerpt import shorten
-from common.paths import path_argument
+from declutr.common.commandline import refused
+from declutr.common.excerpt import shorten
+from declutr.common.paths import path_argument
 
 _SHOWN_CHARACTERS = 200
 
@@ -20,9 +20,9 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--model", help="the encoder, if it has moved since the embeddings were made")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(arguments)
-    from evaluation.embedding.config import EmbedError
-    from evaluation.embedding.index import SearchIndex
-    from evaluation.encoders.loading import EncoderError, encoder_of_index
+    from declutr.evaluation.embedding.config import EmbedError
+    from declutr.evaluation.embedding.index import SearchIndex
+    from declutr.evaluation.encoders.loading import EncoderError, encoder_of_index
 
     try:
         index = SearchIndex(given.index)

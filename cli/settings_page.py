@@ -1,8 +1,8 @@
 """The page docs/settings.md, generated from the configuration models: `make settings`."""
 
-from common.config_docs import settings_tables
-from pipeline.config import PipelineConfig
-from trainer.setup.config import TrainConfig
+from declutr.common.config_docs import settings_tables
+from declutr.pipeline.config import PipelineConfig
+from declutr.trainer.setup.config import TrainConfig
 
 _HEAD = """# Settings
 

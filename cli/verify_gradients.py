@@ -2,7 +2,7 @@
 
 import argparse
 
-from common.commandline import refused
+from declutr.common.commandline import refused
 
 
 def run(arguments: list[str]) -> int:
@@ -16,17 +16,17 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--documents", type=int, default=8, help="most documents in the batch (8)")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="numbers of workers to try (2 3)")
     given = parser.parse_intermixed_args(arguments)
-    from common.config import ConfigError, load_config
-    from trainer.driver.path_checks import place_problems
-    from trainer.setup.config import TrainConfig
+    from declutr.common.config import ConfigError, load_config
+    from declutr.trainer.driver.path_checks import place_problems
+    from declutr.trainer.setup.config import TrainConfig
 
     if given.documents < 1 or min(given.processes) < 1:
         parser.error("--documents and --processes must be at least 1")
     try:
         config = load_config(given.config, "train", TrainConfig, given.overrides, place_problems)
-        from trainer.driver.checks import load_problems, refuse, resolve
-        from trainer.objectives.base import ObjectiveError
-        from trainer.verify import verify
+        from declutr.trainer.driver.checks import load_problems, refuse, resolve
+        from declutr.trainer.objectives.base import ObjectiveError
+        from declutr.trainer.verify import verify
 
         resolved = resolve(config, of_run=False)
         refuse(load_problems(resolved))

@@ -2,8 +2,8 @@
 
 import argparse
 
-from common.commandline import refused
-from common.paths import path_argument
+from declutr.common.commandline import refused
+from declutr.common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
@@ -24,13 +24,13 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--address", help="address of a Ray cluster")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the encoder")
     given = parser.parse_args(arguments)
-    from adaptation.whiten import WhitenConfig, whiten
-    from adaptation.whitening import WhiteningError
-    from common.config import first_problem
-    from common.console.logs import setup_logging
-    from common.session_config import SessionError
-    from evaluation.encoders.protocol import EncoderError
-    from pipeline.shards.manifest import ShardError
+    from declutr.adaptation.whiten import WhitenConfig, whiten
+    from declutr.adaptation.whitening import WhiteningError
+    from declutr.common.config import first_problem
+    from declutr.common.console.logs import setup_logging
+    from declutr.common.session_config import SessionError
+    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.pipeline.shards.manifest import ShardError
 
     setup_logging("whiten")
     named = {name: value for name, value in vars(given).items() if value is not None}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common import seeding
+from declutr.common import seeding
 
 F64 = NDArray[np.float64]
 Statistic = Callable[[F64], float]

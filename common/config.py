@@ -9,11 +9,11 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from common.credentials import redact, refused_settings, shown_value
-from common.numbers import number_problems
-from common.overrides import apply_overrides
-from common.suggestions import choices_of, suggest, unknown_key
-from common.yamlfile import YamlError, read_yaml_file
+from declutr.common.credentials import redact, refused_settings, shown_value
+from declutr.common.numbers import number_problems
+from declutr.common.overrides import apply_overrides
+from declutr.common.suggestions import choices_of, suggest, unknown_key
+from declutr.common.yamlfile import YamlError, read_yaml_file
 
 SECTIONS = ("prepare", "train")
 _MOST_HINTS = 50  # a comparison with all known keys takes milliseconds

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from common.suggestions import kinds_of, sections_of
+from declutr.common.suggestions import kinds_of, sections_of
 
 _WIDTH = 100
 

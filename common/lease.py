@@ -17,12 +17,12 @@ from typing import Self
 
 import msgspec
 
-from common.console.logs import get_logger
-from common.lock import LOCK, Holder, RunLockedError, is_alive, read_holder, refusal, this_process
-from common.stores.address import child
-from common.stores.files import modified, read_file, remove_file, write_file
-from common.stores.retry import RetryPolicy
-from common.watcher import Watcher
+from declutr.common.console.logs import get_logger
+from declutr.common.lock import LOCK, Holder, RunLockedError, is_alive, read_holder, refusal, this_process
+from declutr.common.stores.address import child
+from declutr.common.stores.files import modified, read_file, remove_file, write_file
+from declutr.common.stores.retry import RetryPolicy
+from declutr.common.watcher import Watcher
 
 _BEAT_SECONDS = 10.0
 _ONCE = RetryPolicy(total_seconds=0.0)

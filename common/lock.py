@@ -16,9 +16,9 @@ from typing import BinaryIO, Self, TextIO
 
 import msgspec
 
-from common.console.logs import get_logger
-from common.records import DamagedError, decode_record
-from common.watcher import Watcher
+from declutr.common.console.logs import get_logger
+from declutr.common.records import DamagedError, decode_record
+from declutr.common.watcher import Watcher
 
 LOCK = "lock.json"
 _BEAT_SECONDS = 5.0

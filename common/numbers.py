@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from common.suggestions import below, kinds_of
+from declutr.common.suggestions import below, kinds_of
 
 MAX_NUMBER = 10**12
 """Largest magnitude of a number."""

@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from common.console.logs import get_logger
-from common.credentials import shown_value
-from common.yamlfile import MAX_DEPTH, YamlError, read_yaml
+from declutr.common.console.logs import get_logger
+from declutr.common.credentials import shown_value
+from declutr.common.yamlfile import MAX_DEPTH, YamlError, read_yaml
 
 _MOST_WORDS = 50
 """Most words that are read as one override."""

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from common.storage import read_regular
+from declutr.common.storage import read_regular
 
 Record = TypeVar("Record")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 from pydantic import ConfigDict, ValidationError
 
-from common.config import Strict
-from common.records import DamagedError, read_record
-from common.storage import write_json
+from declutr.common.config import Strict
+from declutr.common.records import DamagedError, read_record
+from declutr.common.storage import write_json
 
 SCORES = "scores.jsonl"
 SCORING = "scoring.json"

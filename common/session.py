@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common.cluster import cluster_problem, named_cluster
-from common.config import ConfigError
-from common.console.logs import get_logger
+from declutr.common.cluster import cluster_problem, named_cluster
+from declutr.common.config import ConfigError
+from declutr.common.console.logs import get_logger
 
 # Ray reads these when it is imported or started, so they are set before `import ray`.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -25,8 +25,8 @@ import psutil
 import ray
 from ray.util.annotations import RayDeprecationWarning
 
-from common.session_config import SessionConfig as SessionConfig
-from common.session_config import SessionError
+from declutr.common.session_config import SessionConfig as SessionConfig
+from declutr.common.session_config import SessionError
 
 _started_here = False
 """True if `start_ray` started this process's session on this machine."""

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from common.config import Strict
+from declutr.common.config import Strict
 
 
 class SessionError(RuntimeError):

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from common.storage import read_regular
+from declutr.common.storage import read_regular
 
 MAX_BYTES = 2**20
 MAX_VALUES = 20_000

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from doctor.facts import Facts
-from doctor.finding import EVERYWHERE, Finding, make_finding
-from doctor.needs import Needs
+from declutr.doctor.facts import Facts
+from declutr.doctor.finding import EVERYWHERE, Finding, make_finding
+from declutr.doctor.needs import Needs
 
 _SOFT = ("CUDA driver",)  # may differ without stopping a run
 _BUSY_MIB, _BUSY_PERCENT = 1024, 10

@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from doctor import collective
-from doctor.finding import EVERYWHERE, Finding, make_finding
+from declutr.doctor import collective
+from declutr.doctor.finding import EVERYWHERE, Finding, make_finding
 
 ANSWER_SECONDS = 60.0
 _CLOCK_ROUNDS = 5

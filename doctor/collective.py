@@ -13,8 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.cluster import use_network_of
-from doctor.finding import EVERYWHERE, Finding, make_finding
+from declutr.common.cluster import use_network_of
+from declutr.doctor.finding import EVERYWHERE, Finding, make_finding
 
 LIMIT_SECONDS = 60
 _ELEMENTS = 1 << 20

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.paths import expand
-from common.storage import hash_file
-from common.stores.address import child, is_remote
-from common.stores.files import read_file
-from common.stores.folders import is_whole
-from doctor.finding import EVERYWHERE, Finding, make_finding
-from pipeline.shards.shards import MANIFEST, Manifest, ShardSet
+from declutr.common.paths import expand
+from declutr.common.storage import hash_file
+from declutr.common.stores.address import child, is_remote
+from declutr.common.stores.files import read_file
+from declutr.common.stores.folders import is_whole
+from declutr.doctor.finding import EVERYWHERE, Finding, make_finding
+from declutr.pipeline.shards.shards import MANIFEST, Manifest, ShardSet
 
 _TRIED = 16  # shards opened on each node, spread over all shards
 

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 
 import ray
 
-from common.cluster import cluster_problem
-from common.config import ConfigError, load_config
-from common.session import start_ray
-from doctor import checks, collective, data, facts, network, storage
-from doctor.cluster import Examiners, nodes_of_cluster
-from doctor.facts import Facts
-from doctor.finding import EVERYWHERE, Finding, as_json, as_text, counts, make_finding
-from doctor.needs import Needs, needs_of
-from trainer.driver.checks import problems
-from trainer.setup.config import TrainConfig
+from declutr.common.cluster import cluster_problem
+from declutr.common.config import ConfigError, load_config
+from declutr.common.session import start_ray
+from declutr.doctor import checks, collective, data, facts, network, storage
+from declutr.doctor.cluster import Examiners, nodes_of_cluster
+from declutr.doctor.facts import Facts
+from declutr.doctor.finding import EVERYWHERE, Finding, as_json, as_text, counts, make_finding
+from declutr.doctor.needs import Needs, needs_of
+from declutr.trainer.driver.checks import problems
+from declutr.trainer.setup.config import TrainConfig
 
 _HERE = "here"
 

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForMaskedLM
 
-from pipeline.shards.content import AudioContent, ImagesContent
-from pipeline.shards.manifest import TOKENIZER, load_manifest
-from pipeline.tokenizer.tokenization import load_tokenizer
-from trainer.data.plan import Plan
-from trainer.model.frontend import embedding_width
-from trainer.model.language_model import load_hf_config
-from trainer.objectives.base import implementation_of
-from trainer.setup.cache import data_folder
-from trainer.setup.config import TrainConfig
-from trainer.setup.steps import total_steps
-from trainer.setup.tasks import new_frontend
+from declutr.pipeline.shards.content import AudioContent, ImagesContent
+from declutr.pipeline.shards.manifest import TOKENIZER, load_manifest
+from declutr.pipeline.tokenizer.tokenization import load_tokenizer
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.model.frontend import embedding_width
+from declutr.trainer.model.language_model import load_hf_config
+from declutr.trainer.objectives.base import implementation_of
+from declutr.trainer.setup.cache import data_folder
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.steps import total_steps
+from declutr.trainer.setup.tasks import new_frontend
 
 _WEIGHT_BYTES = 4
 _MOMENTS_BYTES = 8  # AdamW's two moments of a parameter, float32

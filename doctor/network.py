@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
-from common.excerpt import shorten
-from doctor.facts import ray_environment
-from doctor.finding import Finding, make_finding
+from declutr.common.excerpt import shorten
+from declutr.doctor.facts import ray_environment
+from declutr.doctor.finding import Finding, make_finding
 
 _WILDCARDS = ("0.0.0.0", "::")
 _KINDS = (  # kind of a Ray process, parts of its command line

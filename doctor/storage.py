@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.paths import expand, expand_known
-from common.storage import fsync_path
-from common.stores.address import filesystem, is_remote
-from doctor.facts import nearest_existing
-from doctor.finding import EVERYWHERE, Finding, make_finding
+from declutr.common.paths import expand, expand_known
+from declutr.common.storage import fsync_path
+from declutr.common.stores.address import filesystem, is_remote
+from declutr.doctor.facts import nearest_existing
+from declutr.doctor.finding import EVERYWHERE, Finding, make_finding
 
 SEEN_SECONDS = 10.0
 _SLOW_SECONDS = 2.0

@@ -11,8 +11,8 @@ from mteb.models.model_meta import ModelMeta, ScoringFunction
 from mteb.similarity_functions import cos_sim, pairwise_cos_sim
 from numpy.typing import NDArray
 
-from common.storage import write_json
-from evaluation.encoders.protocol import EncoderError, SentenceEncoder
+from declutr.common.storage import write_json
+from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder
 
 SCORES = "mteb.json"
 

@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.lock import LOCK
-from common.scores import ScoreLine, append_score, read_scores, scoring
-from common.session import SessionConfig
-from common.storage import hash_json
-from evaluation.encoders.loading import EncoderError, load_encoder
-from evaluation.senteval.data.findings import Inspection
-from evaluation.senteval.data.tasks import TASKS
-from evaluation.senteval.runner.harness import evaluate
-from evaluation.senteval.runner.plan import ScoringChoice
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.driver.summary import SUMMARY
+from declutr.common.lock import LOCK
+from declutr.common.scores import ScoreLine, append_score, read_scores, scoring
+from declutr.common.session import SessionConfig
+from declutr.common.storage import hash_json
+from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+from declutr.evaluation.senteval.data.findings import Inspection
+from declutr.evaluation.senteval.data.tasks import TASKS
+from declutr.evaluation.senteval.runner.harness import evaluate
+from declutr.evaluation.senteval.runner.plan import ScoringChoice
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.driver.summary import SUMMARY
 
 FOLDER = "scores"
 """Folder of a run with the tasks' result files."""

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.config import first_problem
-from common.yamlfile import read_yaml_file
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.checkpoints.ranking import being_scored, rating
-from trainer.checkpoints.retention import kept
-from trainer.checkpoints.state import RunState
-from trainer.setup.config import TrainConfig
+from declutr.common.config import first_problem
+from declutr.common.yamlfile import read_yaml_file
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.checkpoints.ranking import being_scored, rating
+from declutr.trainer.checkpoints.retention import kept
+from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.setup.config import TrainConfig
 
 
 class CheckpointsError(ValueError):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.shards.manifest import TOKENIZER
+from declutr.pipeline.shards.manifest import TOKENIZER
 
 _FILE = "tokenizer.json"
 

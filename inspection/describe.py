@@ -5,25 +5,25 @@ from pathlib import Path
 
 import numpy as np
 
-from common.excerpt import shorten
-from common.records import DamagedError
-from common.scores import comparable, read_scores
-from inspection.decoding import decoder
-from inspection.media import media_lines
-from inspection.texts import text_lines
-from pipeline.shards.content import size_noun
-from pipeline.shards.manifest import MANIFEST, Manifest, load_manifest
-from pipeline.shards.shards import ShardSet, check_shards
-from pipeline.shards.windows import Geometry, ShortDocuments
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.data.shard_columns import document_keys, ragged
-from trainer.driver.exported import EXPORT, SETTINGS, read_settings
-from trainer.driver.objective_checks import kind_problem
-from trainer.metrics.metrics import read_metrics
-from trainer.objectives.declutr.spans import draw, place
-from trainer.objectives.span_config import SpanConfig
-from trainer.setup.config import TrainConfig
+from declutr.common.excerpt import shorten
+from declutr.common.records import DamagedError
+from declutr.common.scores import comparable, read_scores
+from declutr.inspection.decoding import decoder
+from declutr.inspection.media import media_lines
+from declutr.inspection.texts import text_lines
+from declutr.pipeline.shards.content import size_noun
+from declutr.pipeline.shards.manifest import MANIFEST, Manifest, load_manifest
+from declutr.pipeline.shards.shards import ShardSet, check_shards
+from declutr.pipeline.shards.windows import Geometry, ShortDocuments
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.data.shard_columns import document_keys, ragged
+from declutr.trainer.driver.exported import EXPORT, SETTINGS, read_settings
+from declutr.trainer.driver.objective_checks import kind_problem
+from declutr.trainer.metrics.metrics import read_metrics
+from declutr.trainer.objectives.declutr.spans import draw, place
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.setup.config import TrainConfig
 
 _SHOWN_CHARACTERS = 160
 
@@ -129,7 +129,7 @@ def row_lines(
             )
         )
     yield f"Spans and views that objective.kind = {run.objective.kind} makes in epoch {epoch} of seed {seed}:"
-    from inspection.views import view_lines
+    from declutr.inspection.views import view_lines
 
     yield from view_lines(path, run, rows, epoch)
 

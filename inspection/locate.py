@@ -5,16 +5,16 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.report.examples import entries_at
-from inspection.describe import DescribeError, row_lines, span_lines
-from pipeline.duplicates.table import OTHER_LABEL, removed
-from pipeline.job.selection import REASONS
-from pipeline.shards.content import size_noun
-from pipeline.shards.ledger import find_entries
-from pipeline.shards.manifest import SPLITS, load_manifest
-from pipeline.shards.shards import ShardSet
-from trainer.objectives.span_config import SpanConfig
-from trainer.setup.config import TrainConfig
+from declutr.evaluation.report.examples import entries_at
+from declutr.inspection.describe import DescribeError, row_lines, span_lines
+from declutr.pipeline.duplicates.table import OTHER_LABEL, removed
+from declutr.pipeline.job.selection import REASONS
+from declutr.pipeline.shards.content import size_noun
+from declutr.pipeline.shards.ledger import find_entries
+from declutr.pipeline.shards.manifest import SPLITS, load_manifest
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.setup.config import TrainConfig
 
 _SHOWN = 20
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from common.excerpt import shorten
-from pipeline.shards.shards import ShardSet
+from declutr.common.excerpt import shorten
+from declutr.pipeline.shards.shards import ShardSet
 
 _SHOWN_CHARACTERS = 80
 

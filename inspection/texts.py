@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.excerpt import shorten
-from inspection.decoding import decoder
-from pipeline.shards.content import LABELS
-from pipeline.shards.shards import ShardSet
+from declutr.common.excerpt import shorten
+from declutr.inspection.decoding import decoder
+from declutr.pipeline.shards.content import LABELS
+from declutr.pipeline.shards.shards import ShardSet
 
 _SHOWN_CHARACTERS = 160
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.excerpt import shorten
-from pipeline.shards.shards import ShardSet
-from trainer.data.batches import RankBatch
-from trainer.data.chunks import fetched
-from trainer.data.patches import PatchBatch
-from trainer.data.vocabulary import Vocabulary
-from trainer.objectives.base import Objective, implementation_of
-from trainer.setup.build import load_tokenizer
-from trainer.setup.config import TrainConfig
+from declutr.common.excerpt import shorten
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.chunks import fetched
+from declutr.trainer.data.patches import PatchBatch
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.objectives.base import Objective, implementation_of
+from declutr.trainer.setup.build import load_tokenizer
+from declutr.trainer.setup.config import TrainConfig
 
 _SHOWN_CHARACTERS = 160
 _NO_TOKENS = Vocabulary(size=1, bos=None, eos=None, mask=0, special=())

@@ -5,17 +5,17 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-from common.config import Strict, flat_keys
-from common.session_config import SessionConfig
-from common.storage import hash_json
-from pipeline.duplicates.config import DuplicatesConfig
-from pipeline.filters.config import FiltersConfig
-from pipeline.readers.corpus import FilesCorpus, HubCorpus
-from pipeline.readers.fields import FIELD_FORMATS
-from pipeline.readers.pydocs import PythonDocs
-from pipeline.shards.content import MEDIA_KINDS, AnyContent, DocumentsContent, keys_of
-from pipeline.shards.windows import Geometry, ShortDocuments
-from pipeline.tokenizer.tokenization import TokenizerConfig
+from declutr.common.config import Strict, flat_keys
+from declutr.common.session_config import SessionConfig
+from declutr.common.storage import hash_json
+from declutr.pipeline.duplicates.config import DuplicatesConfig
+from declutr.pipeline.filters.config import FiltersConfig
+from declutr.pipeline.readers.corpus import FilesCorpus, HubCorpus
+from declutr.pipeline.readers.fields import FIELD_FORMATS
+from declutr.pipeline.readers.pydocs import PythonDocs
+from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, DocumentsContent, keys_of
+from declutr.pipeline.shards.windows import Geometry, ShortDocuments
+from declutr.pipeline.tokenizer.tokenization import TokenizerConfig
 
 _DOCUMENT_RULES = ("boilerplate", "c4", "gopher", "repetition")
 """Rules of `filters` that count words and lines of a page."""

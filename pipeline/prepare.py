@@ -11,31 +11,31 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from common.commandline import config_parser
-from common.config import ConfigError, load_config
-from common.config_docs import annotated_yaml
-from common.console.logs import get_logger, setup_logging
-from common.credentials import refused_settings
-from common.lock import RunLockedError
-from common.session_config import SessionError
-from common.storage import atomic_file, write_text
-from pipeline.config import PipelineConfig, config_hash, identity
-from pipeline.duplicates.config import problems as duplicates_problems
-from pipeline.filters.config import problems as filter_problems
-from pipeline.filters.evaluation_sets import INDEX, build_index
-from pipeline.job.estimate import Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
-from pipeline.job.opened import Output
-from pipeline.job.opening import open_output, small_files
-from pipeline.job.outcome import labels_hint, lines_hint, nothing_kept, summary, too_many_failed
-from pipeline.job.output import PreparePlan, hash_plan, output_problems, plan_of
-from pipeline.job.path_checks import look
-from pipeline.job.progress import seconds_spent
-from pipeline.job.recheck import content_problems
-from pipeline.job.sample import output_tokenizer
-from pipeline.job.stages import run_stages
-from pipeline.job.units import Unit, plan_units, with_file_states
-from pipeline.readers.skipped import Skipped, describe_skipped
-from pipeline.shards.manifest import (
+from declutr.common.commandline import config_parser
+from declutr.common.config import ConfigError, load_config
+from declutr.common.config_docs import annotated_yaml
+from declutr.common.console.logs import get_logger, setup_logging
+from declutr.common.credentials import refused_settings
+from declutr.common.lock import RunLockedError
+from declutr.common.session_config import SessionError
+from declutr.common.storage import atomic_file, write_text
+from declutr.pipeline.config import PipelineConfig, config_hash, identity
+from declutr.pipeline.duplicates.config import problems as duplicates_problems
+from declutr.pipeline.filters.config import problems as filter_problems
+from declutr.pipeline.filters.evaluation_sets import INDEX, build_index
+from declutr.pipeline.job.estimate import Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
+from declutr.pipeline.job.opened import Output
+from declutr.pipeline.job.opening import open_output, small_files
+from declutr.pipeline.job.outcome import labels_hint, lines_hint, nothing_kept, summary, too_many_failed
+from declutr.pipeline.job.output import PreparePlan, hash_plan, output_problems, plan_of
+from declutr.pipeline.job.path_checks import look
+from declutr.pipeline.job.progress import seconds_spent
+from declutr.pipeline.job.recheck import content_problems
+from declutr.pipeline.job.sample import output_tokenizer
+from declutr.pipeline.job.stages import run_stages
+from declutr.pipeline.job.units import Unit, plan_units, with_file_states
+from declutr.pipeline.readers.skipped import Skipped, describe_skipped
+from declutr.pipeline.shards.manifest import (
     MANIFEST,
     TOKENIZER,
     Manifest,
@@ -44,7 +44,7 @@ from pipeline.shards.manifest import (
     load_manifest,
     sum_counts,
 )
-from pipeline.tokenizer.tokenization import PretrainedTokenizer, TokenizerInfo, load_tokenizer
+from declutr.pipeline.tokenizer.tokenization import PretrainedTokenizer, TokenizerInfo, load_tokenizer
 
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells; also if another host has taken over the output folder."""

@@ -17,7 +17,7 @@ SESSION_CPUS = 6
 @pytest.fixture(scope="module")
 def session():
     """A local Ray session. Tests that follow each other share it, also those of several files."""
-    from common.session import start_ray
+    from declutr.common.session import start_ray
 
     start_ray(num_cpus=SESSION_CPUS)
 

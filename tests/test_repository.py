@@ -15,16 +15,16 @@ import pytest
 import ray
 import yaml
 
-from cli.main import main
-from cli.settings_page import page
-from common.config import load_config
-from common.config_docs import annotated_yaml
-from pipeline.config import PipelineConfig
-from trainer.objectives.base import implementation_of
-from trainer.objectives.declutr.distant import DISTANT
-from trainer.objectives.declutr.spans import draw
-from trainer.objectives.registry import DEFAULT
-from trainer.setup.config import TrainConfig
+from declutr.cli.main import main
+from declutr.cli.settings_page import page
+from declutr.common.config import load_config
+from declutr.common.config_docs import annotated_yaml
+from declutr.pipeline.config import PipelineConfig
+from declutr.trainer.objectives.base import implementation_of
+from declutr.trainer.objectives.declutr.distant import DISTANT
+from declutr.trainer.objectives.declutr.spans import draw
+from declutr.trainer.objectives.registry import DEFAULT
+from declutr.trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = "common|pipeline|trainer|evaluation|adaptation|doctor|inspection|cli|benchmarks|configs|deploy|docs|tests"

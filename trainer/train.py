@@ -18,22 +18,22 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed 
 # Processes that a local session starts ahead are of no use here: Ray Train starts its own, with other variables.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
-from common.commandline import config_parser
-from common.config import ConfigError, load_config
-from common.config_docs import annotated_yaml
-from common.console.logs import get_logger, setup_logging
-from common.credentials import redact
-from common.lock import RunLockedError, refuse_held
-from common.paths import expand
-from common.stores.address import is_remote
-from trainer.checkpoints.state import FORK
-from trainer.driver.checks import refuse, resolve
-from trainer.driver.path_checks import fork_problem, place_problems
-from trainer.driver.resolved import ResolvedRun, find_shards
-from trainer.setup.cache import run_folder
-from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import unknown, with_geometry
-from trainer.setup.scaling import ScalingConfig
+from declutr.common.commandline import config_parser
+from declutr.common.config import ConfigError, load_config
+from declutr.common.config_docs import annotated_yaml
+from declutr.common.console.logs import get_logger, setup_logging
+from declutr.common.credentials import redact
+from declutr.common.lock import RunLockedError, refuse_held
+from declutr.common.paths import expand
+from declutr.common.stores.address import is_remote
+from declutr.trainer.checkpoints.state import FORK
+from declutr.trainer.driver.checks import refuse, resolve
+from declutr.trainer.driver.path_checks import fork_problem, place_problems
+from declutr.trainer.driver.resolved import ResolvedRun, find_shards
+from declutr.trainer.setup.cache import run_folder
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.geometry import unknown, with_geometry
+from declutr.trainer.setup.scaling import ScalingConfig
 
 
 class _EarlyRay:
@@ -54,7 +54,7 @@ class _EarlyRay:
             self._thread.start()
 
     def _start(self, scaling: ScalingConfig) -> None:
-        from common.session import start_ray
+        from declutr.common.session import start_ray
 
         try:
             with contextlib.suppress(Exception):  # the supervisor retries and reports the error
@@ -78,8 +78,8 @@ class _EarlyRay:
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
-    """Trains to the last step; see `trainer.driver.run.run_training`."""
-    from trainer.driver.run import run_training
+    """Trains to the last step; see `declutr.trainer.driver.run.run_training`."""
+    from declutr.trainer.driver.run import run_training
 
     return run_training(config)
 
@@ -121,11 +121,11 @@ def _plan(run: ResolvedRun) -> str:
     Raises:
         ConfigError: problems of the run, or of its first steps.
     """
-    from pipeline.shards.shards import ShardError
-    from trainer.driver.estimate import plan_ahead
-    from trainer.model.language_model import UnfitEncoderError
-    from trainer.step.microbatch import MicrobatchError
-    from trainer.step.step_metrics import NonFiniteLossError
+    from declutr.pipeline.shards.shards import ShardError
+    from declutr.trainer.driver.estimate import plan_ahead
+    from declutr.trainer.model.language_model import UnfitEncoderError
+    from declutr.trainer.step.microbatch import MicrobatchError
+    from declutr.trainer.step.step_metrics import NonFiniteLossError
 
     try:
         return "\n".join(plan_ahead(run).lines()) + "\n"
@@ -178,16 +178,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     early = None if arguments.fork is not None else _EarlyRay(config)
-    from common.records import DamagedError
-    from pipeline.shards.shards import ShardError
-    from trainer.checkpoints.checkpoint import CheckpointError
-    from trainer.driver.failure import TrainingFailedError
-    from trainer.driver.run import run_training
-    from trainer.driver.signals import RunStoppedError
+    from declutr.common.records import DamagedError
+    from declutr.pipeline.shards.shards import ShardError
+    from declutr.trainer.checkpoints.checkpoint import CheckpointError
+    from declutr.trainer.driver.failure import TrainingFailedError
+    from declutr.trainer.driver.run import run_training
+    from declutr.trainer.driver.signals import RunStoppedError
 
     try:
         if arguments.fork is not None:
-            from trainer.driver.fork import fork
+            from declutr.trainer.driver.fork import fork
 
             config, resolved = fork(config, arguments.fork), None
         summary = run_training(config, _began(), early.wait if early else None, resolved)
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     exported = "" if summary["exported_step"] == summary["steps"] else f" (step {summary['exported_step']})"
     sys.stdout.write(f"; encoder in {summary['export']}{exported}\n")
     if compared := summary.get("estimate"):
-        from trainer.driver.estimate import score
+        from declutr.trainer.driver.estimate import score
 
         sys.stdout.write(score(compared) + "\n")
     return 0

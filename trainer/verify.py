@@ -19,20 +19,20 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from transformers.utils import logging as transformers_logging
 
-from pipeline.shards.shards import ShardSet
-from trainer.checkpoints.weights import step_parameters
-from trainer.data.batches import RankBatch
-from trainer.data.chunks import fetched
-from trainer.data.plan import Plan
-from trainer.model.encoder import Encoder
-from trainer.parallel.communicator import Communicator
-from trainer.parallel.sharding import full_tensor
-from trainer.setup.build import build_collator, build_encoder, load_tokenizer
-from trainer.setup.cache import data_folder
-from trainer.setup.config import TrainConfig
-from trainer.setup.tasks import build_task, build_train_steps
-from trainer.step.microbatch import Microbatch
-from trainer.step.step import TrainStep
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.checkpoints.weights import step_parameters
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.chunks import fetched
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.sharding import full_tensor
+from declutr.trainer.setup.build import build_collator, build_encoder, load_tokenizer
+from declutr.trainer.setup.cache import data_folder
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.tasks import build_task, build_train_steps
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.step import TrainStep
 
 Precision = Literal["float32", "float64"]
 # Splitting a sum changes its rounding; a larger difference is a mistake. Rounding in float32 grows with the number of

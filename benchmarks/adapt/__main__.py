@@ -16,18 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from adaptation.candidates import CandidateBuilder
-from adaptation.config import AdaptConfig
-from adaptation.general import stsb_values
-from adaptation.job import adapt, load_transformer
-from adaptation.measures import F64
-from adaptation.result import Result, Row
-from adaptation.scores import DISTANT, HEADINGS, Values
-from adaptation.verdict import choose, judge
 from benchmarks.adapt.references import references
 from benchmarks.record import facts, parser, publish
-from common.bootstrap import Comparison, compare, spearman
-from common.storage import read_json
+from declutr.adaptation.candidates import CandidateBuilder
+from declutr.adaptation.config import AdaptConfig
+from declutr.adaptation.general import stsb_values
+from declutr.adaptation.job import adapt, load_transformer
+from declutr.adaptation.measures import F64
+from declutr.adaptation.result import Result, Row
+from declutr.adaptation.scores import DISTANT, HEADINGS, Values
+from declutr.adaptation.verdict import choose, judge
+from declutr.common.bootstrap import Comparison, compare, spearman
+from declutr.common.storage import read_json
 
 DEVELOPED_ON = ("acl-papers", "rust-rfcs", "swift-evolution", "kubernetes-keps")
 UNTOUCHED = ("python-peps", "ethereum-eips", "scotus-2009-2011")

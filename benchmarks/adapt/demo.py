@@ -9,15 +9,15 @@ Differences are to the encoder that was trained with MLM alone, in points of rec
 from pathlib import Path
 from typing import Any
 
-from adaptation.config import PASSAGE_TOKENS
-from adaptation.documents import held_out_documents
-from adaptation.job import load_transformer
-from adaptation.measures import make_passages
-from adaptation.scores import TestSet, Values, compared
-from adaptation.whiten import WhitenConfig, whiten
 from benchmarks.record import facts, parser, publish
-from common.config import load_config
-from pipeline.config import PipelineConfig
+from declutr.adaptation.config import PASSAGE_TOKENS
+from declutr.adaptation.documents import held_out_documents
+from declutr.adaptation.job import load_transformer
+from declutr.adaptation.measures import make_passages
+from declutr.adaptation.scores import TestSet, Values, compared
+from declutr.adaptation.whiten import WhitenConfig, whiten
+from declutr.common.config import load_config
+from declutr.pipeline.config import PipelineConfig
 
 _KINDS = ("mlm_only", "declutr")
 

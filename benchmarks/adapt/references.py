@@ -6,21 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from adaptation.config import PASSAGE_TOKENS, AdaptConfig, located, prepare_config, train_config
-from adaptation.documents import held_out_documents
-from adaptation.general import compare_stsb
-from adaptation.job import load_transformer
-from adaptation.measures import make_passages
-from adaptation.passages import passages
-from adaptation.scores import TestSet, compared
-from common.bootstrap import Comparison
-from evaluation.encoders.transformer import TransformerEncoder
-from pipeline.config import PipelineConfig
-from pipeline.prepare import prepare
-from pipeline.shards.shards import ShardSet
-from trainer.model.language_model import vocabulary_of
-from trainer.setup.config import TrainConfig
-from trainer.train import train
+from declutr.adaptation.config import PASSAGE_TOKENS, AdaptConfig, located, prepare_config, train_config
+from declutr.adaptation.documents import held_out_documents
+from declutr.adaptation.general import compare_stsb
+from declutr.adaptation.job import load_transformer
+from declutr.adaptation.measures import make_passages
+from declutr.adaptation.passages import passages
+from declutr.adaptation.scores import TestSet, compared
+from declutr.common.bootstrap import Comparison
+from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.prepare import prepare
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.model.language_model import vocabulary_of
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.train import train
 
 REFERENCES: dict[str, dict[str, Any]] = {
     "two anchors, adjacent positives": {"spans.num_anchors": 2, "spans.strategy": "adjacent"},

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from common.watcher import Watcher
+from declutr.common.watcher import Watcher
 
 _EVERY_SECONDS = 1.0
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)

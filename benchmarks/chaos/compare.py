@@ -5,9 +5,9 @@ from pathlib import Path
 
 from benchmarks.chaos.fault import FaultRow, fail
 from benchmarks.chaos.run import ChaosError, Run
-from common.storage import hash_file
-from trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
-from trainer.driver.exported import EXPORT
+from declutr.common.storage import hash_file
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
+from declutr.trainer.driver.exported import EXPORT
 
 _LOSSES = ("loss", "contrastive", "mlm")
 _TOLERANCE = 1e-6

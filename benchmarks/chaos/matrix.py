@@ -21,7 +21,7 @@ from benchmarks.chaos.faults import files, kills, nodes, workers
 from benchmarks.chaos.place import Nodes, environment, leave_mounts_to_ourselves, mounts_below, small_disks, temporary
 from benchmarks.chaos.run import ChaosError, Run, Snapshot
 from benchmarks.record import progress
-from common import seeding
+from declutr.common import seeding
 
 FAULTS = (*workers.FAULTS, *kills.FAULTS, *files.FAULTS, *workers.SKIPPING, *nodes.FAULTS)
 # Faults of the short form.
@@ -81,7 +81,7 @@ class Bench:
         config = self.top / "prepare.yaml"
         values = workload.prepare_values(self.top / "corpus.jsonl", self.data)
         config.write_text(yaml.safe_dump({"prepare": values}), encoding="utf-8")
-        made = [sys.executable, "-m", "pipeline.prepare", str(config)]
+        made = [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
         subprocess.run(made, env=environment(self.top), check=True, capture_output=True)
 
     def undisturbed(self, cpus_per_worker: int = 1) -> End:

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.chaos.census import Census, family
 from benchmarks.chaos.run import ATTACHED, ROOT, Run
-from trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 
 _CLONE_NEWNS = 0x00020000
 _RUN_MIB = 256  # enough for the metrics of an hour of soak

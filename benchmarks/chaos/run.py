@@ -15,8 +15,8 @@ import psutil
 import yaml
 
 from benchmarks.chaos.census import Census
-from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
-from trainer.metrics.metrics import METRICS, read_last_step
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
+from declutr.trainer.metrics.metrics import METRICS, read_last_step
 
 ROOT = Path(__file__).resolve().parents[2]
 ATTACHED = Path(__file__).with_name("attached")
@@ -96,7 +96,7 @@ class Run:
         self.starts += 1
         with self.output.open("ab") as stream:
             self.driver = subprocess.Popen(
-                [sys.executable, "-m", "trainer.train", str(config)],
+                [sys.executable, "-m", "declutr.trainer.train", str(config)],
                 env=self.environment,
                 cwd=self.place,
                 start_new_session=True,

@@ -17,7 +17,7 @@ from benchmarks.chaos.matrix import Bench, opened
 from benchmarks.chaos.place import small_disks
 from benchmarks.chaos.run import ChaosError, Run
 from benchmarks.record import facts, parser, progress, publish
-from common import seeding
+from declutr.common import seeding
 
 _EVERY_SECONDS = 60.0
 _MEASURED_STEPS = 300

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from common import seeding
+from declutr.common import seeding
 
 _GEOMETRY = {"num_anchors": 2, "max_tokens": 64}
 _BATCH = 8

@@ -25,19 +25,19 @@ import torch
 from benchmarks import record
 from benchmarks.evaluate.embed import SIZES, write_encoder
 from benchmarks.evaluate.official import Checkout, Plain
-from common.storage import atomic_folder, hash_json, read_json, write_json
-from evaluation.encoders.loading import load_encoder
-from evaluation.encoders.protocol import SentenceEncoder
-from evaluation.encoders.words import HashedWords
-from evaluation.senteval.checks.checking import inspect
-from evaluation.senteval.classifier.config import ClassifierConfig
-from evaluation.senteval.data.findings import Inspection
-from evaluation.senteval.data.taskdata import sentence_rows, sentences
-from evaluation.senteval.data.tasks import find
-from evaluation.senteval.runner.plan import choose_tasks
-from evaluation.senteval.runner.vectors import embed_all, texts_hash
-from evaluation.senteval.scores.averages import headline
-from evaluation.senteval.scores.scoring import Embeddings, cost, score
+from declutr.common.storage import atomic_folder, hash_json, read_json, write_json
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.encoders.protocol import SentenceEncoder
+from declutr.evaluation.encoders.words import HashedWords
+from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.findings import Inspection
+from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences
+from declutr.evaluation.senteval.data.tasks import find
+from declutr.evaluation.senteval.runner.plan import choose_tasks
+from declutr.evaluation.senteval.runner.vectors import embed_all, texts_hash
+from declutr.evaluation.senteval.scores.averages import headline
+from declutr.evaluation.senteval.scores.scoring import Embeddings, cost, score
 
 _SIBLING = Path(__file__).resolve().parents[3] / "shared" / "data" / "senteval"
 _HUNDREDTHS = ("acc", "devacc", "f1")  # already in percent; correlations are not

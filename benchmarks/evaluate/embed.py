@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModel
 
 from benchmarks import record
-from common import seeding
-from common.storage import write_json
-from evaluation.encoders.loading import load_encoder
-from pipeline.job.units import plan_units, read_unit
-from pipeline.readers.corpus import Document
-from pipeline.readers.pydocs import PythonDocs
-from pipeline.tokenizer.tokenization import train_tokenizer
-from trainer.driver.export import sentence_transformers_files
+from declutr.common import seeding
+from declutr.common.storage import write_json
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.readers.corpus import Document
+from declutr.pipeline.readers.pydocs import PythonDocs
+from declutr.pipeline.tokenizer.tokenization import train_tokenizer
+from declutr.trainer.driver.export import sentence_transformers_files
 
 _IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 SIZES: dict[str, dict[str, Any]] = {

@@ -23,9 +23,9 @@ from sklearn.metrics import f1_score
 
 from benchmarks import record
 from benchmarks.evaluate import released as plain
-from evaluation.senteval.classifier.config import ClassifierConfig
-from evaluation.senteval.data.taskdata import EMPTY, Split, TaskData
-from evaluation.senteval.scores.relatedness import bins
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.taskdata import EMPTY, Split, TaskData
+from declutr.evaluation.senteval.scores.relatedness import bins
 
 Array = NDArray[Any]
 Scores = dict[str, float]

@@ -17,7 +17,7 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.model_selection import StratifiedKFold
 from torch import Tensor, nn
 
-from evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 
 Array = NDArray[Any]
 

@@ -26,9 +26,9 @@ import torch
 
 from benchmarks import record
 from benchmarks.workload import models, packed
-from trainer.model.encoder import Encoder
-from trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
-from trainer.model.language_model import drops_attention
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
+from declutr.trainer.model.language_model import drops_attention
 
 _DEVICE = torch.device("cuda")
 # bfloat16 has 8 bits: rounding in another order moves an embedding by up to a few parts in a hundred of the largest.

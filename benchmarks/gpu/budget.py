@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import record
 from benchmarks.workload import models, packed
-from trainer.data.batches import RankBatch
-from trainer.model import kernels
-from trainer.model.encoder import Encoder
-from trainer.model.kernel_choice import Kernels
-from trainer.model.language_model import drops_attention
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.model import kernels
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.kernel_choice import Kernels
+from declutr.trainer.model.language_model import drops_attention
 
 _CPU = torch.device("cpu")
 _SHOWN = 12
@@ -85,7 +85,9 @@ def _encoder(workload: packed.Workload) -> Encoder:
     """The encoder whose attention is the kernel of a GPU."""
     encoder = models.encoder(workload.size, workload.dropout, workload.seed, workload.attention_dropout)
     drops = drops_attention(encoder.model.config)
-    dropping = importlib.import_module("trainer.model.dropping_attention").attend_dropping if drops else None  # Triton
+    dropping = (
+        importlib.import_module("declutr.trainer.model.dropping_attention").attend_dropping if drops else None
+    )  # Triton
     encoder._kernels[_CPU, drops] = Kernels(kernels.attend, dropping)
     return encoder
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mutants.mutant import Mutant, read_mutants
-from common.storage import write_json
+from declutr.common.storage import write_json
 
 _ROOT = Path(__file__).resolve().parents[2]
 _COPIED = (
@@ -48,6 +48,7 @@ def copy_project(folder: Path) -> None:
     """Copies the project's code and tests."""
     for name in (*_COPIED, "configs", "docs"):
         shutil.copytree(_ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copytree(_ROOT / "src", folder / "src", symlinks=True)
     for name in ("pyproject.toml", "README.md", "Makefile", "CHANGELOG.md"):
         shutil.copy(_ROOT / name, folder / name)
 
@@ -80,11 +81,11 @@ def _run_tests(folder: Path, tests: list[str], writes: bool) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    for name in [name for name in sys.modules if name.split(".")[0] in _COPIED]:
+    sys.path[:0] = [str(folder / "src"), str(folder)]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("declutr", "benchmarks")]:
         del sys.modules[name]
     sys.dont_write_bytecode = not writes
-    os.environ |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | (
+    os.environ |= {"PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | (
         {} if writes else {"PYTHONDONTWRITEBYTECODE": "1"}
     )
     with (folder / "output").open("w") as output:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from common.storage import hash_json
+from declutr.common.storage import hash_json
 
 
 @dataclass(frozen=True)

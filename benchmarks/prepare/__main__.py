@@ -23,18 +23,18 @@ import yaml
 
 from benchmarks import record
 from benchmarks.prepare import others
-from common.console.logs import setup_logging
-from common.session import start_ray
-from common.watcher import Watcher
-from pipeline.config import PipelineConfig
-from pipeline.job.units import plan_units, read_unit
-from pipeline.prepare import prepare
-from pipeline.readers.corpus import Document
-from pipeline.readers.pydocs import PythonDocs
-from pipeline.shards.manifest import Manifest
-from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
-from pipeline.tokenizer.engine import choose_engine
-from pipeline.tokenizer.tokenization import fingerprint, load_tokenizer, train_tokenizer
+from declutr.common.console.logs import setup_logging
+from declutr.common.session import start_ray
+from declutr.common.watcher import Watcher
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.prepare import prepare
+from declutr.pipeline.readers.corpus import Document
+from declutr.pipeline.readers.pydocs import PythonDocs
+from declutr.pipeline.shards.manifest import Manifest
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
+from declutr.pipeline.tokenizer.engine import choose_engine
+from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer, train_tokenizer
 
 MIB = 2**20
 _ROOT = Path(__file__).resolve().parents[2]
@@ -200,7 +200,7 @@ def command(given: argparse.Namespace, settings: dict[str, Any], output: Path) -
     config = output.parent / "config.yaml"
     config.write_text(yaml.safe_dump({"prepare": _config(given, settings, output)}), encoding="utf-8")
     begun = time.perf_counter()
-    line = [sys.executable, "-m", "pipeline.prepare", str(config)]
+    line = [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - begun
 

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks import record
 from benchmarks.prepare.cluster import ENDPOINT, ENVIRONMENT, ROOT, check, cluster, sent, serve
 from benchmarks.prepare.lab import Host, Lab, missing
-from common.storage import hash_file, write_json
+from declutr.common.storage import hash_file, write_json
 
 _STARTS = 120
 """Most commands of a run with kills."""
@@ -124,7 +124,7 @@ def _config(given: argparse.Namespace, work: Path, output: str, session: dict[st
 
 
 def _command(config: Path) -> list[str]:
-    return [sys.executable, "-m", "pipeline.prepare", str(config)]
+    return [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
 
 
 def _timed(given: argparse.Namespace, work: Path, lab: Lab, hosts: list[Host]) -> dict[str, Any]:
@@ -158,7 +158,14 @@ def _compare(store: Host, work: Path, name: str, wanted: dict[str, str]) -> None
         RuntimeError: a file differs.
     """
     pulled = work / name
-    line = [sys.executable, "-m", "common.stores.folders", "pull", f"s3://bucket/{name}?{ENDPOINT}", str(pulled)]
+    line = [
+        sys.executable,
+        "-m",
+        "declutr.common.stores.folders",
+        "pull",
+        f"s3://bucket/{name}?{ENDPOINT}",
+        str(pulled),
+    ]
     check(store.run(*line, env=ENVIRONMENT, folder=ROOT))
     found = contents(pulled)
     if found != wanted:
@@ -190,7 +197,7 @@ def _with_kills(given: argparse.Namespace, work: Path, lab: Lab, store: Host, wa
                 elif not tasks or done["task"] + done["command"] >= given.kills:
                     continue
                 elif draw.random() < 0.3:
-                    hosts[0].run("pkill", "-KILL", "-f", "pipeline.prepare")
+                    hosts[0].run("pkill", "-KILL", "-f", "declutr.pipeline.prepare")
                     done["command"] += 1
                 else:
                     host, pid = draw.choice(tasks)

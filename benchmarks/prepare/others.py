@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 from tokenizers import Tokenizer
 
-from pipeline.filters.whitespace import normalise
-from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
-from pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
+from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
+from declutr.pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
 
 _start: list[Barrier] = []  # in a process of `run`: the barrier that all of them pass together
 _BATCH = 256

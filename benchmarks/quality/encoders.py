@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from common.config import load_config
-from common.storage import atomic_folder, hash_json, read_json, write_json
-from evaluation.senteval.data.tasks import find
-from trainer.driver.export import write_encoder
-from trainer.driver.exported import EXPORT
-from trainer.driver.summary import SUMMARY
-from trainer.setup.build import build_encoder, load_tokenizer
-from trainer.setup.config import TrainConfig
+from declutr.common.config import load_config
+from declutr.common.storage import atomic_folder, hash_json, read_json, write_json
+from declutr.evaluation.senteval.data.tasks import find
+from declutr.trainer.driver.export import write_encoder
+from declutr.trainer.driver.exported import EXPORT
+from declutr.trainer.driver.summary import SUMMARY
+from declutr.trainer.setup.build import build_encoder, load_tokenizer
+from declutr.trainer.setup.config import TrainConfig
 
 KINDS = ("untrained", "mlm_only", "declutr", "hashed_words")
 _TERMS = {"mlm_only": "mlm", "declutr": "both"}
@@ -94,7 +94,7 @@ def _options() -> argparse.ArgumentParser:
 
 def declutr(*arguments: Any) -> list[str]:
     """Console command with its arguments, for this Python."""
-    return [sys.executable, "-m", "cli.main", *map(str, arguments)]
+    return [sys.executable, "-m", "declutr.cli.main", *map(str, arguments)]
 
 
 def once(work: Path, name: str, command: list[str], settings: Any = None) -> None:

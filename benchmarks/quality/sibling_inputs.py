@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from common.storage import write_text
-from trainer.model.hf_logging import silence
+from declutr.common.storage import write_text
+from declutr.trainer.model.hf_logging import silence
 
 _HELD_OUT_PREMISES = 500
 

@@ -29,19 +29,19 @@ from benchmarks import record
 from benchmarks.quality.encoders import declutr, once
 from benchmarks.quality.sibling_inputs import keep_lower_layers, split_nli
 from benchmarks.quality.sibling_runs import MAX_TOKENS, METHODS, PAIRS, prepare_settings, run_settings, start_settings
-from common.storage import atomic_folder, read_json, write_text
-from pipeline.shards.shards import ShardSet
-from trainer.driver.exported import EXPORT
-from trainer.driver.summary import SUMMARY
-from trainer.metrics.config import STSB
-from trainer.metrics.metrics import read_metrics
-from trainer.metrics.sts import StsValidator, read_stsb, together
-from trainer.objectives.held_out import held_out_rows
-from trainer.objectives.text_packing import TextPacker
-from trainer.objectives.text_validation import TextValidator
-from trainer.parallel.communicator import Communicator
-from trainer.setup.build import build_encoder, load_tokenizer, max_content
-from trainer.setup.config import TrainConfig
+from declutr.common.storage import atomic_folder, read_json, write_text
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.driver.exported import EXPORT
+from declutr.trainer.driver.summary import SUMMARY
+from declutr.trainer.metrics.config import STSB
+from declutr.trainer.metrics.metrics import read_metrics
+from declutr.trainer.metrics.sts import StsValidator, read_stsb, together
+from declutr.trainer.objectives.held_out import held_out_rows
+from declutr.trainer.objectives.text_packing import TextPacker
+from declutr.trainer.objectives.text_validation import TextValidator
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.setup.build import build_encoder, load_tokenizer, max_content
+from declutr.trainer.setup.config import TrainConfig
 
 _STSB = Path("senteval/downstream/STS/STSBenchmark")
 _SCORES = {"stsb_dev": STSB, "uniformity": "uniformity", "alignment": "alignment", "recall_at_1": "recall_at_1"}

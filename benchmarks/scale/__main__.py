@@ -26,13 +26,13 @@ from benchmarks.record import figure
 from benchmarks.scale.loss import loss_figures
 from benchmarks.scale.shards import make_shards
 from benchmarks.workload import models
-from common import seeding
-from common.session import start_ray
-from pipeline.shards.shards import ShardSet, check_shards, load_manifest
-from trainer.checkpoints.checksum import has_checksum
-from trainer.checkpoints.tensorfile import write_tensors
-from trainer.data.chunks import rank_plan
-from trainer.data.plan import I64, Plan
+from declutr.common import seeding
+from declutr.common.session import start_ray
+from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
+from declutr.trainer.checkpoints.checksum import has_checksum
+from declutr.trainer.checkpoints.tensorfile import write_tensors
+from declutr.trainer.data.chunks import rank_plan
+from declutr.trainer.data.plan import I64, Plan
 
 _MIB = 2**20
 _PARTS = ("plan", "manifest", "loss", "checkpoint", "ray")
@@ -51,7 +51,7 @@ def timed(work: Callable[[], Any], elapsed: bool = False) -> tuple[Any, float, f
 
 
 def inverse(seed: int, epochs: I64, images: I64, size: int) -> I64:
-    """Invert `trainer.data.plan.permute`: find the item of each image by running its network backwards."""
+    """Invert `declutr.trainer.data.plan.permute`: find the item of each image by running its network backwards."""
     half = max(1, -(-(size - 1).bit_length() // 2))
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     values, result = images.astype(np.uint64), np.empty(len(images), np.int64)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from benchmarks import gloo
 from benchmarks.record import figure
-from trainer.objectives.declutr.ntxent import ntxent
-from trainer.objectives.row_shard import RowShard
-from trainer.parallel.communicator import Communicator
+from declutr.trainer.objectives.declutr.ntxent import ntxent
+from declutr.trainer.objectives.row_shard import RowShard
+from declutr.trainer.parallel.communicator import Communicator
 
 _MIB = 2**20
 _SHARES = 4  # workers whose share of the loss is measured

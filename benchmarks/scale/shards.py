@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from common.storage import write_text
-from pipeline.readers.corpus import document_id
-from pipeline.shards.ledger import LedgerFile
-from pipeline.shards.manifest import MANIFEST, Counts, Shard, Sidecar, build_manifest
-from pipeline.shards.schema import shard_schema
-from pipeline.shards.windows import Geometry
-from pipeline.shards.writer import ShardWriter
-from pipeline.tokenizer.tokenization import TokenizerInfo
+from declutr.common.storage import write_text
+from declutr.pipeline.readers.corpus import document_id
+from declutr.pipeline.shards.ledger import LedgerFile
+from declutr.pipeline.shards.manifest import MANIFEST, Counts, Shard, Sidecar, build_manifest
+from declutr.pipeline.shards.schema import shard_schema
+from declutr.pipeline.shards.windows import Geometry
+from declutr.pipeline.shards.writer import ShardWriter
+from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 _GEOMETRY = Geometry(num_anchors=1, max_tokens=4)
 _TOKENS = 8

@@ -26,9 +26,9 @@ from benchmarks.step import clip_step, text_step
 from benchmarks.step.padded import NeighbourStep, PaddedBatch, ReleasedStep, pad_batch
 from benchmarks.step.sides import Side, compare, equality
 from benchmarks.workload import models, packed
-from trainer.data.batches import RankBatch, SpanBatch
-from trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
-from trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.data.batches import RankBatch, SpanBatch
+from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
 
 TEMPERATURE = 0.05
 

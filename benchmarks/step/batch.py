@@ -21,8 +21,8 @@ import torch
 
 from benchmarks import memory, record
 from benchmarks.workload import models, packed
-from trainer.data.batches import RankBatch
-from trainer.step.step import TrainStep
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.step.step import TrainStep
 
 SIZES = {"declutr": (16, 64, 256, 1024, 4096), "simcse": (64, 256, 1024, 4096, 16384)}
 # 64 documents fill a microbatch (13,000 tokens), and so do 64 sentences in two views (2,894 tokens with seed 0): with a

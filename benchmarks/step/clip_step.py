@@ -19,13 +19,13 @@ from benchmarks import record
 from benchmarks.step.sides import Side, compare, equality
 from benchmarks.workload import models, packed
 from benchmarks.workload.clips import Clips
-from trainer.data.batches import RankBatch
-from trainer.data.patches import PatchBatch
-from trainer.model.frontend import Frontend
-from trainer.objectives.supcon.loss import supcon
-from trainer.parallel.communicator import Communicator
-from trainer.step.microbatch import Microbatch
-from trainer.step.task import TrainTask
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.patches import PatchBatch
+from declutr.trainer.model.frontend import Frontend
+from declutr.trainer.objectives.supcon.loss import supcon
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.task import TrainTask
 
 ROWS = 8
 _PIXELS = 0.5, 0.5

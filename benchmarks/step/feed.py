@@ -18,8 +18,8 @@ import torch
 from benchmarks import record
 from benchmarks.workload import packed, texts
 from benchmarks.workload.clips import Clips
-from trainer.objectives.declutr.collator import SpanCollator
-from trainer.objectives.span_config import SpanConfig
+from declutr.trainer.objectives.declutr.collator import SpanCollator
+from declutr.trainer.objectives.span_config import SpanConfig
 
 _TABLES = 8  # tables of documents, used in turns, so that they do not all stay in the processor's cache
 _PAPER, _SHORT = (32, 512), (8, 64)

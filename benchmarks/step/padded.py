@@ -18,7 +18,7 @@ from pytorch_metric_learning.losses import NTXentLoss
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer.data.batches import SpanBatch, pad_rows
+from declutr.trainer.data.batches import SpanBatch, pad_rows
 
 _IGNORED = -100  # transformers ignores this label
 _DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")

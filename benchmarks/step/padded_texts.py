@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from trainer.data.batches import RankBatch, pad_rows
-from trainer.objectives.scd.config import ScdConfig
-from trainer.objectives.scl.config import SclConfig
-from trainer.objectives.simcse.config import SimcseConfig
+from declutr.trainer.data.batches import RankBatch, pad_rows
+from declutr.trainer.objectives.scd.config import ScdConfig
+from declutr.trainer.objectives.scl.config import SclConfig
+from declutr.trainer.objectives.simcse.config import SimcseConfig
 
 _ALTERNATING = "benchmark_alternating"
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks import gloo, memory, record
 from benchmarks.workload import models, packed
-from trainer.data.plan import Plan
-from trainer.parallel.communicator import Communicator
-from trainer.parallel.sharding import shard
-from trainer.step.step import TrainStep
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.sharding import shard
+from declutr.trainer.step.step import TrainStep
 
 
 def kept_mib(train_step: TrainStep) -> dict[str, float]:

@@ -12,8 +12,8 @@ from benchmarks import record
 from benchmarks.step.padded_texts import LOSSES, PaddedTexts, ReleasedTextStep, alternate_dropout, pad_texts
 from benchmarks.step.sides import Side, compare, equality
 from benchmarks.workload import models, packed
-from trainer.data.batches import RankBatch
-from trainer.objectives.scd.config import ScdConfig
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.objectives.scd.config import ScdConfig
 
 _NOTHING = (0.0, 0.0)
 _COMPARED = 8  # most rows of the batch whose gradients are compared, because float64 is slow

@@ -25,14 +25,14 @@ import torch.distributed as dist
 
 from benchmarks import gloo, memory, record
 from benchmarks.workload import models, packed
-from trainer.checkpoints import checkpoint, weights
-from trainer.checkpoints.state import RunState
-from trainer.data.batches import RankBatch
-from trainer.data.canonical import collate_canonical
-from trainer.data.plan import Plan
-from trainer.parallel.communicator import Communicator
-from trainer.parallel.fixedpoint import FixedPointReducer
-from trainer.step.step import TrainStep
+from declutr.trainer.checkpoints import checkpoint, weights
+from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.canonical import collate_canonical
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.fixedpoint import FixedPointReducer
+from declutr.trainer.step.step import TrainStep
 
 _CHANGES = [2, 3, 1]
 

@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from trainer.model.config import FrontendConfig
-from trainer.objectives.supcon.collator import ClipCollator
-from trainer.objectives.supcon.config import MaskConfig, SupconConfig
+from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.objectives.supcon.collator import ClipCollator
+from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 
 _LABELS = 10
 _SIDES = (341, 256)  # of an image of 4:3 whose shorter side is the default of `content.shortest_edge`

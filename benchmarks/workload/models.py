@@ -4,10 +4,10 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from trainer.data.vocabulary import Vocabulary
-from trainer.model.config import EncoderConfig
-from trainer.model.encoder import Encoder
-from trainer.model.language_model import build_model, load_hf_config
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.model.config import EncoderConfig
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.language_model import build_model, load_hf_config
 
 POSITIONS = 514  # RoBERTa's first two are never used
 

@@ -10,22 +10,22 @@ import torch
 
 from benchmarks import record
 from benchmarks.workload import models, texts
-from trainer.data.batches import RankBatch
-from trainer.data.collator import Collator
-from trainer.model.encoder import Encoder
-from trainer.objectives.base import Objective, implementation_of
-from trainer.objectives.config import ObjectiveConfig, RunContext
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.scd.config import ScdConfig
-from trainer.objectives.scl.config import SclConfig
-from trainer.objectives.simcse.config import SimcseConfig
-from trainer.objectives.span_config import SpanConfig
-from trainer.objectives.text_config import TextObjectiveConfig
-from trainer.parallel.communicator import Communicator
-from trainer.step.config import OptimConfig
-from trainer.step.microbatch import Microbatch
-from trainer.step.optim import build_optimizer
-from trainer.step.step import TrainStep
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.collator import Collator
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.objectives.base import Objective, implementation_of
+from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.scd.config import ScdConfig
+from declutr.trainer.objectives.scl.config import SclConfig
+from declutr.trainer.objectives.simcse.config import SimcseConfig
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.objectives.text_config import TextObjectiveConfig
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.optim import build_optimizer
+from declutr.trainer.step.step import TrainStep
 
 _CPU = torch.device("cpu")
 TOTAL_STEPS = 1000  # length of the learning rate's schedule

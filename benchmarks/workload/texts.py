@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from common import seeding
-from pipeline.readers.corpus import ID_BYTES
-from pipeline.shards.content import LABELS, NO_LABEL
-from pipeline.shards.schema import shard_schema
-from pipeline.shards.windows import Geometry, window_starts
-from trainer.objectives.span_config import SpanConfig
+from declutr.common import seeding
+from declutr.pipeline.readers.corpus import ID_BYTES
+from declutr.pipeline.shards.content import LABELS, NO_LABEL
+from declutr.pipeline.shards.schema import shard_schema
+from declutr.pipeline.shards.windows import Geometry, window_starts
+from declutr.trainer.objectives.span_config import SpanConfig
 
 # Lengths without specials, in tokens of bert-base-uncased, at 0%, 5%, ..., 100% of 4,000 texts each: sentences of the
 # English Wikipedia, and premises and hypotheses of SNLI's development set with the counterfactually augmented NLI data.

@@ -6,8 +6,8 @@ import sys
 
 from tqdm import tqdm
 
-from common.console.streams import lasting_streams
-from common.console.terminal import visible
+from declutr.common.console.streams import lasting_streams
+from declutr.common.console.terminal import visible
 
 
 class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]

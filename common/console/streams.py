@@ -5,7 +5,7 @@ import os
 import sys
 from typing import TextIO, cast
 
-from common.console.terminal import Piped, Wrapper
+from declutr.common.console.terminal import Piped, Wrapper
 
 _GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe has ended; the terminal was closed
 

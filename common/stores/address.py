@@ -13,8 +13,8 @@ import pyarrow.fs
 from fsspec.core import url_to_fs
 from fsspec.implementations.arrow import ArrowFSWrapper
 
-from common.credentials import refusal
-from common.hub import client_error
+from declutr.common.credentials import refusal
+from declutr.common.hub import client_error
 
 _ARROW_PROTOCOLS = ("s3", "gs", "gcs")
 _GOOGLE_RETRY_SECONDS = 15

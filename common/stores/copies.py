@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common.console.logs import get_logger
-from common.excerpt import excerpt
-from common.storage import atomic_folder, put_back, write_text
-from common.stores.address import child
-from common.stores.files import fetch_file
-from common.stores.listing import FileRecord, decoded, encoded, records, tree
-from common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy
+from declutr.common.console.logs import get_logger
+from declutr.common.excerpt import excerpt
+from declutr.common.storage import atomic_folder, put_back, write_text
+from declutr.common.stores.address import child
+from declutr.common.stores.files import fetch_file
+from declutr.common.stores.listing import FileRecord, decoded, encoded, records, tree
+from declutr.common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy
 
 PLAN = "plan.json"
 """The first file of a preparation's output."""

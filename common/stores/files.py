@@ -14,10 +14,18 @@ from typing import Any, cast
 
 from fsspec.implementations.arrow import ArrowFSWrapper
 
-from common.credentials import redact
-from common.storage import atomic_file, fsync_path
-from common.stores.address import filesystem, network_errors
-from common.stores.retry import DEFAULT_RETRIES, AlteredError, Answer, RemoteError, RetryPolicy, explained, with_retries
+from declutr.common.credentials import redact
+from declutr.common.storage import atomic_file, fsync_path
+from declutr.common.stores.address import filesystem, network_errors
+from declutr.common.stores.retry import (
+    DEFAULT_RETRIES,
+    AlteredError,
+    Answer,
+    RemoteError,
+    RetryPolicy,
+    explained,
+    with_retries,
+)
 
 _CHUNK_BYTES = 8 * 2**20
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from common.console.logs import get_logger, setup_logging
-from common.paths import expand
-from common.storage import atomic_folder
-from common.stores.address import child, is_remote, short_name
-from common.stores.copies import fetch_all, pull_all
-from common.stores.files import push_file, remove_file, remove_tree, write_file
-from common.stores.listing import LISTING, FileRecord, encoded, read_listing, records, refuse_names
-from common.stores.retry import DEFAULT_RETRIES, RetryPolicy
+from declutr.common.console.logs import get_logger, setup_logging
+from declutr.common.paths import expand
+from declutr.common.storage import atomic_folder
+from declutr.common.stores.address import child, is_remote, short_name
+from declutr.common.stores.copies import fetch_all, pull_all
+from declutr.common.stores.files import push_file, remove_file, remove_tree, write_file
+from declutr.common.stores.listing import LISTING, FileRecord, encoded, read_listing, records, refuse_names
+from declutr.common.stores.retry import DEFAULT_RETRIES, RetryPolicy
 
 
 def push_folder(local: Path, url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> int:

@@ -11,10 +11,10 @@ from unicodedata import category
 
 import msgspec
 
-from common.storage import hash_file
-from common.stores.address import child
-from common.stores.files import entries, read_file
-from common.stores.retry import AlteredError, RetryPolicy
+from declutr.common.storage import hash_file
+from declutr.common.stores.address import child
+from declutr.common.stores.files import entries, read_file
+from declutr.common.stores.retry import AlteredError, RetryPolicy
 
 LISTING = ".files.json"
 _DRIVE = re.compile(r"[A-Za-z]:")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from common.console.logs import get_logger
-from common.credentials import redact
-from common.excerpt import shorten
-from common.stores.address import network_errors
+from declutr.common.console.logs import get_logger
+from declutr.common.credentials import redact
+from declutr.common.excerpt import shorten
+from declutr.common.stores.address import network_errors
 
 # Errors that a retry does not change, as Arrow words them.
 _FINAL = (

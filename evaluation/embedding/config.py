@@ -5,9 +5,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from common.config import Strict
-from evaluation.encoders.choice import EncoderChoice
-from pipeline.readers.corpus import TextField
+from declutr.common.config import Strict
+from declutr.evaluation.encoders.choice import EncoderChoice
+from declutr.pipeline.readers.corpus import TextField
 
 Format = Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.embedding.config import EmbedError
+from declutr.evaluation.embedding.config import EmbedError
 
 CONNECTIVITY = 32
 _BASE_CONNECTIVITY = 2 * CONNECTIVITY

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from usearch.index import Index
 
-from evaluation.embedding.config import EmbedError
-from evaluation.embedding.graphfile import CONNECTIVITY, graph_vectors
+from declutr.evaluation.embedding.config import EmbedError
+from declutr.evaluation.embedding.graphfile import CONNECTIVITY, graph_vectors
 
 _PART_ROWS = 100_000
 _TOLD_ROWS = 1000

@@ -16,19 +16,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from common.config import Strict, first_problem
-from common.console.bars import bar
-from common.storage import atomic_folder, hash_file, hash_json, write_json
-from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
-from evaluation.embedding.graphs import Graphs, write_graphs
-from evaluation.embedding.output import read_note, unit_vectors, write_npy_header
-from evaluation.embedding.plan import identify, plan
-from evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, stored_vectors
-from evaluation.embedding.units import corpus_of, keyed, shaped
-from evaluation.encoders.choice import EncoderChoice
-from evaluation.encoders.protocol import SentenceEncoder
-from pipeline.job.units import Unit, plan_units, read_unit
-from pipeline.readers.corpus import Document
+from declutr.common.config import Strict, first_problem
+from declutr.common.console.bars import bar
+from declutr.common.storage import atomic_folder, hash_file, hash_json, write_json
+from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
+from declutr.evaluation.embedding.graphs import Graphs, write_graphs
+from declutr.evaluation.embedding.output import read_note, unit_vectors, write_npy_header
+from declutr.evaluation.embedding.plan import identify, plan
+from declutr.evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, stored_vectors
+from declutr.evaluation.embedding.units import corpus_of, keyed, shaped
+from declutr.evaluation.encoders.choice import EncoderChoice
+from declutr.evaluation.encoders.protocol import SentenceEncoder
+from declutr.pipeline.job.units import Unit, plan_units, read_unit
+from declutr.pipeline.readers.corpus import Document
 
 EXACT_ROWS = 20_000
 INDEX = "index.json"

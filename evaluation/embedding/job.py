@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.console.bars import bar
-from common.console.logs import get_logger
-from common.storage import hash_json, write_text
-from evaluation.embedding.config import EmbedConfig, EmbedError
-from evaluation.embedding.output import Note, assemble, note_path, read_note
-from evaluation.embedding.plan import identify, located, plan
-from evaluation.embedding.units import EmbeddingSidecar, embed_unit, finished
-from evaluation.embedding.workers import embed_on_ray
-from evaluation.encoders.protocol import SentenceEncoder
-from pipeline.job.units import Unit
+from declutr.common.console.bars import bar
+from declutr.common.console.logs import get_logger
+from declutr.common.storage import hash_json, write_text
+from declutr.evaluation.embedding.config import EmbedConfig, EmbedError
+from declutr.evaluation.embedding.output import Note, assemble, note_path, read_note
+from declutr.evaluation.embedding.plan import identify, located, plan
+from declutr.evaluation.embedding.units import EmbeddingSidecar, embed_unit, finished
+from declutr.evaluation.embedding.workers import embed_on_ray
+from declutr.evaluation.encoders.protocol import SentenceEncoder
+from declutr.pipeline.job.units import Unit
 
 SMALL_MIB = 16
 """Input below which this process embeds, because Ray's start would take longer than it saves."""
@@ -36,7 +36,7 @@ def embed(config: EmbedConfig) -> Note:
     """
     config = located(config)
     units = plan(config)
-    from evaluation.encoders.loading import encoder_of  # loads torch, which no problem of the inputs waits for
+    from declutr.evaluation.encoders.loading import encoder_of  # loads torch, which no problem of the inputs waits for
 
     encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:

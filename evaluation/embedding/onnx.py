@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.storage import atomic_folder, write_json
-from evaluation.encoders.protocol import EncoderError, SentenceEncoder
-from evaluation.encoders.transformer import TransformerEncoder
+from declutr.common.storage import atomic_folder, write_json
+from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder
+from declutr.evaluation.encoders.transformer import TransformerEncoder
 
 OPSET = 18
 SETTINGS = "declutr_onnx.json"

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 from numpy.typing import DTypeLike, NDArray
 from pydantic import ValidationError
 
-from common.config import Strict, first_problem
-from common.storage import atomic_file
-from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
-from evaluation.embedding.stored import CHUNK_ROWS, mapped
-from evaluation.embedding.units import EmbeddingSidecar, part_schema, shaped
+from declutr.common.config import Strict, first_problem
+from declutr.common.storage import atomic_file
+from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
+from declutr.evaluation.embedding.stored import CHUNK_ROWS, mapped
+from declutr.evaluation.embedding.units import EmbeddingSidecar, part_schema, shaped
 
 
 class Note(Strict):

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from common.console.logs import get_logger
-from common.paths import expand
-from common.storage import hash_json
-from evaluation.embedding.config import EmbedConfig, EmbedError
-from evaluation.embedding.units import corpus_of
-from pipeline.job.units import Unit, hash_unit, plan_units, with_file_states
-from pipeline.readers.skipped import Skipped, describe_skipped
+from declutr.common.console.logs import get_logger
+from declutr.common.paths import expand
+from declutr.common.storage import hash_json
+from declutr.evaluation.embedding.config import EmbedConfig, EmbedError
+from declutr.evaluation.embedding.units import corpus_of
+from declutr.pipeline.job.units import Unit, hash_unit, plan_units, with_file_states
+from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 
 _MIB = 2**20
 _MAX_UNITS = 4096

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from evaluation.embedding.config import EmbedError
+from declutr.evaluation.embedding.config import EmbedError
 
 CHUNK_ROWS = 4096
 SCHEMA = pa.schema([("text", pa.string()), ("id", pa.string()), ("source", pa.string())])

@@ -11,12 +11,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from common.config import Strict
-from common.storage import atomic_file, write_text
-from evaluation.embedding.config import EmbedConfig, EmbedError, Shape
-from evaluation.encoders.protocol import SentenceEncoder
-from pipeline.job.units import Unit, input_state_read, read_unit
-from pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, Record
+from declutr.common.config import Strict
+from declutr.common.storage import atomic_file, write_text
+from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
+from declutr.evaluation.encoders.protocol import SentenceEncoder
+from declutr.pipeline.job.units import Unit, input_state_read, read_unit
+from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, Record
 
 MAX_TEXT_MIB = 512
 _WINDOW_TEXTS = 8192

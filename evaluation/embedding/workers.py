@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from evaluation.embedding.config import EmbedConfig, EmbedError
-from evaluation.embedding.units import EmbeddingSidecar, embed_unit
-from pipeline.job.units import Unit
+from declutr.evaluation.embedding.config import EmbedConfig, EmbedError
+from declutr.evaluation.embedding.units import EmbeddingSidecar, embed_unit
+from declutr.pipeline.job.units import Unit
 
 _CPUS_PER_WORKER = 4
 _RESTARTS = 10
@@ -24,8 +24,8 @@ def embed_on_ray(
     """
     if not todo:
         return
-    from common.session import start_ray
-    from common.session_config import SessionError
+    from declutr.common.session import start_ray
+    from declutr.common.session_config import SessionError
 
     try:
         start_ray()
@@ -65,7 +65,7 @@ class UnitEmbedder:
     """Ray worker with an encoder that embeds one unit after the other."""
 
     def __init__(self, config: EmbedConfig, folder: str) -> None:
-        from evaluation.encoders.loading import encoder_of
+        from declutr.evaluation.encoders.loading import encoder_of
 
         self._config, self._folder = config, Path(folder)
         self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)

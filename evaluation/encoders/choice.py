@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from common.config import Strict
+from declutr.common.config import Strict
 
 Pooling = Literal["mean", "cls", "max", "mean_without_cls"]
 LongTexts = Literal["cut", "windows"]

@@ -8,20 +8,20 @@ import torch
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from common.hub import cache_only
-from evaluation.encoders.choice import AnyPrecision, EncoderChoice, LongTexts, Pooling
-from evaluation.encoders.linear import pack_linears
-from evaluation.encoders.names import no_encoder
-from evaluation.encoders.pretrained import load_pretrained
-from evaluation.encoders.protocol import EncoderError as EncoderError
-from evaluation.encoders.protocol import SentenceEncoder
-from evaluation.encoders.runs import load_run, start_of
-from evaluation.encoders.transformer import TransformerEncoder
-from evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
-from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.driver.exported import EXPORT
-from trainer.model.encoder import Encoder
-from trainer.model.language_model import max_span_tokens
+from declutr.common.hub import cache_only
+from declutr.evaluation.encoders.choice import AnyPrecision, EncoderChoice, LongTexts, Pooling
+from declutr.evaluation.encoders.linear import pack_linears
+from declutr.evaluation.encoders.names import no_encoder
+from declutr.evaluation.encoders.pretrained import load_pretrained
+from declutr.evaluation.encoders.protocol import EncoderError as EncoderError
+from declutr.evaluation.encoders.protocol import SentenceEncoder
+from declutr.evaluation.encoders.runs import load_run, start_of
+from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.driver.exported import EXPORT
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.language_model import max_span_tokens
 
 _CHUNK_TEXTS = 8192  # enough that sorting by length leaves few tokens of padding
 _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")

@@ -11,13 +11,13 @@ from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
-from common.hub import hub_problem
-from common.storage import read_json
-from evaluation.encoders.choice import Pooling
-from evaluation.encoders.names import missing, near
-from evaluation.encoders.protocol import EncoderError
-from evaluation.encoders.weights import DAMAGE
-from trainer.model.behind import Normalize, load_dense, modules_of
+from declutr.common.hub import hub_problem
+from declutr.common.storage import read_json
+from declutr.evaluation.encoders.choice import Pooling
+from declutr.evaluation.encoders.names import missing, near
+from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.evaluation.encoders.weights import DAMAGE
+from declutr.trainer.model.behind import Normalize, load_dense, modules_of
 
 _FLAGS = {
     "pooling_mode_cls_token": "cls",

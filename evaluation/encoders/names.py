@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from common.hub import looks_like_a_path
-from common.paths import expand
-from common.suggestions import suggest
+from declutr.common.hub import looks_like_a_path
+from declutr.common.paths import expand
+from declutr.common.suggestions import suggest
 
 
 def missing(name: str) -> str | None:

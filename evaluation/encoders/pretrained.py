@@ -8,14 +8,14 @@ import torch
 from tokenizers import normalizers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig
 
-from common import seeding
-from common.hub import hub_problem
-from evaluation.encoders.choice import Pooling
-from evaluation.encoders.modules import Recipe, read_recipe
-from evaluation.encoders.protocol import EncoderError
-from evaluation.encoders.weights import broken_file, bytes_of_weights, check_weights, explain
-from pipeline.tokenizer.tokenization import sentencepiece_problem
-from trainer.model.bounds import (
+from declutr.common import seeding
+from declutr.common.hub import hub_problem
+from declutr.evaluation.encoders.choice import Pooling
+from declutr.evaluation.encoders.modules import Recipe, read_recipe
+from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.evaluation.encoders.weights import broken_file, bytes_of_weights, check_weights, explain
+from declutr.pipeline.tokenizer.tokenization import sentencepiece_problem
+from declutr.trainer.model.bounds import (
     BoundsError,
     check_config,
     check_folder,
@@ -23,10 +23,10 @@ from trainer.model.bounds import (
     check_steps,
     check_tokenizer,
 )
-from trainer.model.config import EncoderConfig
-from trainer.model.encoder import Encoder
-from trainer.model.language_model import UnfitEncoderError
-from trainer.model.layouts import embedding_layout
+from declutr.trainer.model.config import EncoderConfig
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.language_model import UnfitEncoderError
+from declutr.trainer.model.layouts import embedding_layout
 
 Loaded = tuple[Encoder, Any, Recipe | None, tuple[str, ...]]
 """Encoder, tokenizer, recipe of the steps after pooling, and unused parts of its files."""

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.storage import hash_json
+from declutr.common.storage import hash_json
 
 
 class EncoderError(ValueError):

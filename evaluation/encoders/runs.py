@@ -6,28 +6,28 @@ from typing import Any
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from common.credentials import redact
-from common.hub import cache_only
-from common.paths import expand
-from common.storage import read_json
-from common.stores.address import child, is_remote
-from common.yamlfile import read_yaml_file
-from evaluation.encoders.choice import Pooling
-from evaluation.encoders.modules import Recipe
-from evaluation.encoders.pretrained import Loaded
-from evaluation.encoders.protocol import EncoderError
-from evaluation.encoders.weights import explain
-from pipeline.shards.manifest import TOKENIZER
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER
-from trainer.checkpoints.weights import load_objective, load_parameters
-from trainer.driver.exported import EXPORT, SETTINGS
-from trainer.model.behind import modules_of
-from trainer.model.bounds import check_folder, check_size, check_tokenizer
-from trainer.model.encoder import Encoder
-from trainer.model.language_model import load_hf_config
-from trainer.setup.build import build_encoder, new_objective
-from trainer.setup.config import TrainConfig
+from declutr.common.credentials import redact
+from declutr.common.hub import cache_only
+from declutr.common.paths import expand
+from declutr.common.storage import read_json
+from declutr.common.stores.address import child, is_remote
+from declutr.common.yamlfile import read_yaml_file
+from declutr.evaluation.encoders.choice import Pooling
+from declutr.evaluation.encoders.modules import Recipe
+from declutr.evaluation.encoders.pretrained import Loaded
+from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.evaluation.encoders.weights import explain
+from declutr.pipeline.shards.manifest import TOKENIZER
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER
+from declutr.trainer.checkpoints.weights import load_objective, load_parameters
+from declutr.trainer.driver.exported import EXPORT, SETTINGS
+from declutr.trainer.model.behind import modules_of
+from declutr.trainer.model.bounds import check_folder, check_size, check_tokenizer
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.language_model import load_hf_config
+from declutr.trainer.setup.build import build_encoder, new_objective
+from declutr.trainer.setup.config import TrainConfig
 
 
 def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Loaded:

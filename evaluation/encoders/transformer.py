@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 from torch import nn
 
-from common.storage import hash_json
-from evaluation.encoders.choice import LongTexts
-from trainer.data.batches import SpanBatch
-from trainer.model.behind import Normalize
-from trainer.model.encoder import Encoder
+from declutr.common.storage import hash_json
+from declutr.evaluation.encoders.choice import LongTexts
+from declutr.trainer.data.batches import SpanBatch
+from declutr.trainer.model.behind import Normalize
+from declutr.trainer.model.encoder import Encoder
 
 Precision = Literal["fp32", "bf16"]
 _CPU_BATCH_TOKENS = 2048  # keeps the activations of a batch in the processor's cache

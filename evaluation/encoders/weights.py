@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from common.excerpt import excerpt
-from common.storage import read_json
-from evaluation.encoders.protocol import EncoderError
+from declutr.common.excerpt import excerpt
+from declutr.common.storage import read_json
+from declutr.evaluation.encoders.protocol import EncoderError
 
 DAMAGE = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
 """Errors that the libraries raise for files that are damaged, cut short, or of another model."""

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from common import seeding
-from common.storage import hash_file, hash_json
-from evaluation.encoders.protocol import EncoderError
+from declutr.common import seeding
+from declutr.common.storage import hash_file, hash_json
+from declutr.evaluation.encoders.protocol import EncoderError
 
 SUFFIXES = (".vec", ".txt", ".vec.gz", ".txt.gz")
 _WORD = re.compile(r"\w+|[^\w\s]")

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.storage import read_json, write_json
-from evaluation.encoders.transformer import TransformerEncoder
-from trainer.driver.dense import write_steps
-from trainer.driver.export import write_encoder
-from trainer.model.behind import Step, steps_of
+from declutr.common.storage import read_json, write_json
+from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.trainer.driver.dense import write_steps
+from declutr.trainer.driver.export import write_encoder
+from declutr.trainer.model.behind import Step, steps_of
 
 
 def write_transformer(encoder: TransformerEncoder, more: Sequence[Step], folder: Path) -> None:

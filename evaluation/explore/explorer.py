@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common import seeding
-from evaluation.embedding.config import EmbedError
-from evaluation.embedding.index import NO_WORD, Hit, SearchIndex
-from evaluation.embedding.stored import Stored
-from evaluation.encoders.protocol import SentenceEncoder
-from evaluation.explore.plane import fit_plane
-from evaluation.report.grouping import OTHERS, Grouping
-from evaluation.report.markup import visible
-from trainer.data.plan import permute
+from declutr.common import seeding
+from declutr.evaluation.embedding.config import EmbedError
+from declutr.evaluation.embedding.index import NO_WORD, Hit, SearchIndex
+from declutr.evaluation.embedding.stored import Stored
+from declutr.evaluation.encoders.protocol import SentenceEncoder
+from declutr.evaluation.explore.plane import fit_plane
+from declutr.evaluation.report.grouping import OTHERS, Grouping
+from declutr.evaluation.report.markup import visible
+from declutr.trainer.data.plan import permute
 
 MAX_QUERY_CHARACTERS = 4_000
 _POINT_CHARACTERS, _HIT_CHARACTERS, _TEXT_CHARACTERS, _NAME_CHARACTERS = 120, 600, 10_000, 200

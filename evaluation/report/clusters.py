@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.report.examples import entries_at
-from evaluation.report.survey import I64, Survey, unit_and_ordinal
-from pipeline.shards.ledger import Entry
+from declutr.evaluation.report.examples import entries_at
+from declutr.evaluation.report.survey import I64, Survey, unit_and_ordinal
+from declutr.pipeline.shards.ledger import Entry
 
 _SHOWN_CLUSTERS = 8
 _SHOWN_COPIES = 4

@@ -6,25 +6,25 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.report.charts import Bar, Bars, Histogram, ReferenceLine, Role, Series
-from evaluation.report.clusters import Clusters, find_clusters
-from evaluation.report.examples import Example, kept_examples, rejected_examples
-from evaluation.report.grouping import group_sources
-from evaluation.report.markup import share
-from evaluation.report.media import MediaSurvey, media_bars, survey_media
-from evaluation.report.survey import NUM_BINS, Survey, survey
-from evaluation.report.tally import Tally, total
-from evaluation.report.text_survey import TextSurvey, survey_texts, text_bars
-from pipeline.job.estimate import Estimate, load_estimate
-from pipeline.job.progress import seconds_spent
-from pipeline.shards.content import size_noun
-from pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
-from pipeline.shards.shards import ShardSet, check_shards
-from pipeline.shards.windows import TOO_SHORT
-from trainer.objectives.config import RunContext
-from trainer.objectives.registry import DEFAULT
-from trainer.objectives.span_config import SpanConfig
-from trainer.setup.coverage import Coverage, coverage
+from declutr.evaluation.report.charts import Bar, Bars, Histogram, ReferenceLine, Role, Series
+from declutr.evaluation.report.clusters import Clusters, find_clusters
+from declutr.evaluation.report.examples import Example, kept_examples, rejected_examples
+from declutr.evaluation.report.grouping import group_sources
+from declutr.evaluation.report.markup import share
+from declutr.evaluation.report.media import MediaSurvey, media_bars, survey_media
+from declutr.evaluation.report.survey import NUM_BINS, Survey, survey
+from declutr.evaluation.report.tally import Tally, total
+from declutr.evaluation.report.text_survey import TextSurvey, survey_texts, text_bars
+from declutr.pipeline.job.estimate import Estimate, load_estimate
+from declutr.pipeline.job.progress import seconds_spent
+from declutr.pipeline.shards.content import size_noun
+from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
+from declutr.pipeline.shards.shards import ShardSet, check_shards
+from declutr.pipeline.shards.windows import TOO_SHORT
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.registry import DEFAULT
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.setup.coverage import Coverage, coverage
 
 _SHOWN_NAMES = 20
 _PASSES = 3

@@ -1,8 +1,8 @@
 """Section with examples of what is kept, and of what is not."""
 
-from evaluation.report.content import Content
-from evaluation.report.examples import SHOWN_CHARACTERS, Example
-from evaluation.report.markup import Html, details, join, place, tag
+from declutr.evaluation.report.content import Content
+from declutr.evaluation.report.examples import SHOWN_CHARACTERS, Example
+from declutr.evaluation.report.markup import Html, details, join, place, tag
 
 _NOTHING = Html("")
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from common import seeding
-from evaluation.report.media import thumbnail
-from evaluation.report.survey import Survey
-from pipeline.shards.content import LABELS
-from pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_batches
-from pipeline.shards.manifest import TOKENIZER, Manifest
-from pipeline.shards.shards import ShardSet
+from declutr.common import seeding
+from declutr.evaluation.report.media import thumbnail
+from declutr.evaluation.report.survey import Survey
+from declutr.pipeline.shards.content import LABELS
+from declutr.pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_batches
+from declutr.pipeline.shards.manifest import TOKENIZER, Manifest
+from declutr.pipeline.shards.shards import ShardSet
 
 SHOWN_CHARACTERS = 600
 _KEPT_EXAMPLES = 4

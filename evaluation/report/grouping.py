@@ -4,8 +4,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from evaluation.report.tally import Tally, total
-from pipeline.readers.names import bare_suffix
+from declutr.evaluation.report.tally import Tally, total
+from declutr.pipeline.readers.names import bare_suffix
 
 MAX_GROUPS = 8
 """Number of colours and shapes that a reader can distinguish."""

@@ -4,14 +4,14 @@ import math
 
 import yaml
 
-from common.credentials import redact
-from evaluation.report.content import Content
-from evaluation.report.markup import Html, details, in_mib, join, share, tag
-from evaluation.report.readiness import readiness
-from pipeline.job.outcome import labels_hint, lines_hint
-from pipeline.readers.skipped import describe_skipped
-from pipeline.shards.content import size_noun
-from pipeline.tokenizer.tokenization import TokenizerInfo
+from declutr.common.credentials import redact
+from declutr.evaluation.report.content import Content
+from declutr.evaluation.report.markup import Html, details, in_mib, join, share, tag
+from declutr.evaluation.report.readiness import readiness
+from declutr.pipeline.job.outcome import labels_hint, lines_hint
+from declutr.pipeline.readers.skipped import describe_skipped
+from declutr.pipeline.shards.content import size_noun
+from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 _PREVIEW = 12
 

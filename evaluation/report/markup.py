@@ -8,7 +8,7 @@ import base64
 import hashlib
 import html
 
-from common.console.terminal import visible as visible
+from declutr.common.console.terminal import visible as visible
 
 _VOID = frozenset({"meta", "br", "rect", "line", "img"})
 

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from evaluation.report.charts import Bar, Bars
-from evaluation.report.markup import share
-from pipeline.media.images import PILLOW_ERRORS
-from pipeline.shards.content import AudioContent, ImagesContent
-from pipeline.shards.manifest import Manifest, ShardError
+from declutr.evaluation.report.charts import Bar, Bars
+from declutr.evaluation.report.markup import share
+from declutr.pipeline.media.images import PILLOW_ERRORS
+from declutr.pipeline.shards.content import AudioContent, ImagesContent
+from declutr.pipeline.shards.manifest import Manifest, ShardError
 
 THUMBNAIL_PIXELS = 96
 """Longest side of a thumbnail."""

@@ -2,11 +2,11 @@
 
 from itertools import pairwise
 
-from evaluation.report.content import Content, lengths_chart
-from evaluation.report.markup import Html, details, join, table, tag
-from evaluation.report.media import media_bars
-from evaluation.report.svg import draw_bar, draw_histogram
-from pipeline.shards.content import size_noun
+from declutr.evaluation.report.content import Content, lengths_chart
+from declutr.evaluation.report.markup import Html, details, join, table, tag
+from declutr.evaluation.report.media import media_bars
+from declutr.evaluation.report.svg import draw_bar, draw_histogram
+from declutr.pipeline.shards.content import size_noun
 
 
 def media(content: Content) -> Html:

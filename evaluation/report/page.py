@@ -3,14 +3,14 @@
 from importlib.resources import files
 from pathlib import Path
 
-from common.storage import write_text
-from evaluation.report.content import Content, bar_charts, gather, lengths_chart
-from evaluation.report.example_section import examples
-from evaluation.report.header import header
-from evaluation.report.markup import Html, join, markup, policy_hash, tag
-from evaluation.report.media_section import media
-from evaluation.report.png import save_bars, save_histogram
-from evaluation.report.sections import (
+from declutr.common.storage import write_text
+from declutr.evaluation.report.content import Content, bar_charts, gather, lengths_chart
+from declutr.evaluation.report.example_section import examples
+from declutr.evaluation.report.header import header
+from declutr.evaluation.report.markup import Html, join, markup, policy_hash, tag
+from declutr.evaluation.report.media_section import media
+from declutr.evaluation.report.png import save_bars, save_histogram
+from declutr.evaluation.report.sections import (
     contamination,
     duplicates,
     estimate,
@@ -19,7 +19,7 @@ from evaluation.report.sections import (
     reasons,
     sources,
 )
-from evaluation.report.text_section import texts
+from declutr.evaluation.report.text_section import texts
 
 REPORT = "report"
 """Default folder of the report, next to the shards."""
@@ -95,7 +95,7 @@ def document(title: str, body: Html, pictures: bool = False) -> str:
 
 def _head(title: str, pictures: bool) -> Html:
     """Head of the page. Its policy forbids all scripts, and every style except ours, which it names by hash."""
-    style = (files("evaluation.report") / "style.css").read_text(encoding="utf-8")
+    style = (files("declutr.evaluation.report") / "style.css").read_text(encoding="utf-8")
     images = "img-src data:; " if pictures else ""
     policy = f"default-src 'none'; {images}style-src {policy_hash(style)}; base-uri 'none'; form-action 'none'"
     return join(

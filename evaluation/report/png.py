@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from common.storage import atomic_file
-from evaluation.report.charts import Bars, Histogram, count_ticks, short_number
-from evaluation.report.markup import visible
+from declutr.common.storage import atomic_file
+from declutr.evaluation.report.charts import Bars, Histogram, count_ticks, short_number
+from declutr.evaluation.report.markup import visible
 
 COLOURS = {"kept": "#1f6fa8", "short": "#d98a1f", "dropped": "#8a6bb8", "failed": "#c53a3a"}
 """Colours of the light scheme of style.css."""

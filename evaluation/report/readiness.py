@@ -1,8 +1,8 @@
 """The answer to "is this corpus worth training on", from its counts and the spans that a run would read."""
 
-from common.bootstrap import MIN_ROWS
-from evaluation.report.content import Content
-from evaluation.report.markup import share
+from declutr.common.bootstrap import MIN_ROWS
+from declutr.evaluation.report.content import Content
+from declutr.evaluation.report.markup import share
 
 _BATCH = 16
 """Documents of the paper's batch, and the default."""

@@ -4,15 +4,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from evaluation.report.content import Content, lengths_chart
-from evaluation.report.markup import Html, details, in_mib, join, place, share, table, tag
-from evaluation.report.survey import CONTAMINATED
-from evaluation.report.svg import draw_bar, draw_histogram
-from evaluation.report.tally import Tally
-from pipeline.shards.content import size_noun
-from pipeline.shards.ledger import Entry
-from pipeline.shards.manifest import SPLITS
-from pipeline.shards.windows import TOO_SHORT
+from declutr.evaluation.report.content import Content, lengths_chart
+from declutr.evaluation.report.markup import Html, details, in_mib, join, place, share, table, tag
+from declutr.evaluation.report.survey import CONTAMINATED
+from declutr.evaluation.report.svg import draw_bar, draw_histogram
+from declutr.evaluation.report.tally import Tally
+from declutr.pipeline.shards.content import size_noun
+from declutr.pipeline.shards.ledger import Entry
+from declutr.pipeline.shards.manifest import SPLITS
+from declutr.pipeline.shards.windows import TOO_SHORT
 
 _COMPARED = {
     "documents": "documents read",

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from common import seeding
-from evaluation.report.tally import Tallies, tally_columns
-from pipeline.shards.ledger import ledger_batches
-from pipeline.shards.manifest import SPLITS, Manifest, ShardError
-from pipeline.shards.windows import shortest_document
+from declutr.common import seeding
+from declutr.evaluation.report.tally import Tallies, tally_columns
+from declutr.pipeline.shards.ledger import ledger_batches
+from declutr.pipeline.shards.manifest import SPLITS, Manifest, ShardError
+from declutr.pipeline.shards.windows import shortest_document
 
 BINS_PER_OCTAVE = 4
 _OCTAVES = 32

@@ -4,8 +4,8 @@ Colours come from the page's style sheet by class, and so follow its light and d
 its style attributes are what the page's policy forbids.
 """
 
-from evaluation.report.charts import Histogram, count_ticks, short_number
-from evaluation.report.markup import Html, join, tag
+from declutr.evaluation.report.charts import Histogram, count_ticks, short_number
+from declutr.evaluation.report.markup import Html, join, tag
 
 _HEIGHT = 220
 _HEAD = 44

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, field, fields
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.shards.manifest import SPLITS
+from declutr.pipeline.shards.manifest import SPLITS
 
 MAX_NAMES = 100_000
 """Largest number of names between batches. When there are more, the half with the most text stays and the others join

@@ -1,9 +1,9 @@
 """Section on rows of short texts: lengths, hypotheses per premise, labels."""
 
-from evaluation.report.content import Content
-from evaluation.report.markup import Html, join, table, tag
-from evaluation.report.svg import draw_bar
-from evaluation.report.text_survey import text_bars
+from declutr.evaluation.report.content import Content
+from declutr.evaluation.report.markup import Html, join, table, tag
+from declutr.evaluation.report.svg import draw_bar
+from declutr.evaluation.report.text_survey import text_bars
 
 _QUANTILES = (0.5, 0.95, 0.99, 1.0)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from evaluation.report.charts import Bar, Bars
-from evaluation.report.markup import share
-from pipeline.shards.content import LABELS, MEDIA_KINDS
-from pipeline.shards.manifest import SPLITS, Manifest
-from pipeline.shards.shards import ShardSet
+from declutr.evaluation.report.charts import Bar, Bars
+from declutr.evaluation.report.markup import share
+from declutr.pipeline.shards.content import LABELS, MEDIA_KINDS
+from declutr.pipeline.shards.manifest import SPLITS, Manifest
+from declutr.pipeline.shards.shards import ShardSet
 
 _ROWS = 10_000
 _MOST_BARS = 20

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.bootstrap import MIN_ROWS, Comparison, compare, paired_interval
-from common.storage import write_json, write_text
-from evaluation.encoders.protocol import SentenceEncoder, unit_rows
-from evaluation.encoders.transformer import TransformerEncoder
-from evaluation.retrieval.lexical import Lexicon
-from evaluation.retrieval.measures import F64, MEASURES, measures
-from evaluation.retrieval.pairs import RetrievalTest
+from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, paired_interval
+from declutr.common.storage import write_json, write_text
+from declutr.evaluation.encoders.protocol import SentenceEncoder, unit_rows
+from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.evaluation.retrieval.lexical import Lexicon
+from declutr.evaluation.retrieval.measures import F64, MEASURES, measures
+from declutr.evaluation.retrieval.pairs import RetrievalTest
 
 F32 = NDArray[np.float32]
 BM25, IDF = "BM25", "IDF cosine"

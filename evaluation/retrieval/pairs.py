@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.excerpt import excerpt
-from common.suggestions import suggest
+from declutr.common.excerpt import excerpt
+from declutr.common.suggestions import suggest
 
 MOST_BYTES = 2**30
 """Largest file of pairs or documents, because both are held in memory."""

@@ -8,11 +8,11 @@ validation pairs, MRPC as mean of accuracy and F1 and as accuracy.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from evaluation.senteval.data.tasks import DOWNSTREAM, LANGUAGES, PROBING, STS, STSB_MULTI, TRANSFER, find
-from evaluation.senteval.runner.harness import Evaluated
-from evaluation.senteval.scores.averages import averages, headline
-from evaluation.senteval.scores.results import Protocol
-from evaluation.tables.literature import PublishedModel
+from declutr.evaluation.senteval.data.tasks import DOWNSTREAM, LANGUAGES, PROBING, STS, STSB_MULTI, TRANSFER, find
+from declutr.evaluation.senteval.runner.harness import Evaluated
+from declutr.evaluation.senteval.scores.averages import averages, headline
+from declutr.evaluation.senteval.scores.results import Protocol
+from declutr.evaluation.tables.literature import PublishedModel
 
 _YEARS = ("STS12", "STS13", "STS14", "STS15", "STS16")
 _SUPERVISED = tuple(name for name in DOWNSTREAM if name not in _YEARS)

@@ -11,10 +11,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from common.config import Strict
-from evaluation.senteval.data.tasks import find
-from evaluation.senteval.scores.averages import RECALLS
-from evaluation.senteval.scores.results import Protocol
+from declutr.common.config import Strict
+from declutr.evaluation.senteval.data.tasks import find
+from declutr.evaluation.senteval.scores.averages import RECALLS
+from declutr.evaluation.senteval.scores.results import Protocol
 
 Aggregation = Literal["mean", "wmean", "all"]
 
@@ -74,4 +74,6 @@ class _Document(Strict):
 @cache
 def literature() -> tuple[PublishedModel, ...]:
     """All rows, in the order of the papers."""
-    return _Document.model_validate_json(files("evaluation.tables").joinpath("published.json").read_bytes()).papers
+    return _Document.model_validate_json(
+        files("declutr.evaluation.tables").joinpath("published.json").read_bytes()
+    ).papers

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from evaluation.tables.blocks import Block, Cell, ModelRow
-from evaluation.tables.remarks import Remarks
+from declutr.evaluation.tables.blocks import Block, Cell, ModelRow
+from declutr.evaluation.tables.remarks import Remarks
 
 
 def markdown(blocks: Sequence[Block], told: Remarks) -> str:

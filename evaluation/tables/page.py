@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from evaluation.report.markup import Html, join, tag
-from evaluation.report.page import document
-from evaluation.report.svg import draw_bar
-from evaluation.tables.blocks import Block, Cell, ModelRow
-from evaluation.tables.markdown import shown
-from evaluation.tables.remarks import Remarks
+from declutr.evaluation.report.markup import Html, join, tag
+from declutr.evaluation.report.page import document
+from declutr.evaluation.report.svg import draw_bar
+from declutr.evaluation.tables.blocks import Block, Cell, ModelRow
+from declutr.evaluation.tables.markdown import shown
+from declutr.evaluation.tables.remarks import Remarks
 
 
 def page(blocks: Sequence[Block], told: Remarks) -> str:

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from evaluation.senteval.data.findings import MARKS
-from evaluation.senteval.data.tasks import find
-from evaluation.senteval.runner.harness import Evaluated
-from evaluation.tables.literature import PublishedModel
+from declutr.evaluation.senteval.data.findings import MARKS
+from declutr.evaluation.senteval.data.tasks import find
+from declutr.evaluation.senteval.runner.harness import Evaluated
+from declutr.evaluation.tables.literature import PublishedModel
 
 
 @dataclass(frozen=True)

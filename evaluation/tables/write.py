@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from common.storage import write_json, write_text
-from evaluation.senteval.runner.harness import Evaluated
-from evaluation.tables.blocks import Block, Cell, ModelRow, compare
-from evaluation.tables.literature import PublishedModel, literature
-from evaluation.tables.markdown import markdown
-from evaluation.tables.page import page
-from evaluation.tables.remarks import remarks
+from declutr.common.storage import write_json, write_text
+from declutr.evaluation.senteval.runner.harness import Evaluated
+from declutr.evaluation.tables.blocks import Block, Cell, ModelRow, compare
+from declutr.evaluation.tables.literature import PublishedModel, literature
+from declutr.evaluation.tables.markdown import markdown
+from declutr.evaluation.tables.page import page
+from declutr.evaluation.tables.remarks import remarks
 
 Starts = Mapping[tuple[str, str], str]
 """Label of the pretrained row, by label and source of a row; both have the same source."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.duplicates.documents import I64
-from pipeline.duplicates.pairs import DuplicatePairs
+from declutr.pipeline.duplicates.documents import I64
+from declutr.pipeline.duplicates.pairs import DuplicatePairs
 
 _OPEN, _KEPT, _DROPPED = 0, 1, 2
 

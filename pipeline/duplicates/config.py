@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from common.config import Strict
+from declutr.common.config import Strict
 
 _LEAST_CANDIDATE_SHARE = 0.9
 

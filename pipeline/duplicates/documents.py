@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.duplicates.config import DuplicatesConfig
-from pipeline.duplicates.keys import KeysError, UnitKeys, keys_path, made_with, open_keys
+from declutr.pipeline.duplicates.config import DuplicatesConfig
+from declutr.pipeline.duplicates.keys import KeysError, UnitKeys, keys_path, made_with, open_keys
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]

@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.paths import expand
-from common.stores.address import child
-from common.stores.files import names, pull_file, push_file
-from common.stores.folders import local_files
-from common.stores.listing import FileRecord
-from common.stores.retry import RetryPolicy
+from declutr.common.paths import expand
+from declutr.common.stores.address import child
+from declutr.common.stores.files import names, pull_file, push_file
+from declutr.common.stores.folders import local_files
+from declutr.common.stores.listing import FileRecord
+from declutr.common.stores.retry import RetryPolicy
 
 PAIRS = "pairs"
 """Folder of the pairs of the buckets."""

@@ -25,10 +25,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from common.storage import atomic_file
-from pipeline.duplicates.config import DuplicatesConfig
-from pipeline.duplicates.signatures import band_keys
-from pipeline.readers.corpus import ID_BYTES
+from declutr.common.storage import atomic_file
+from declutr.pipeline.duplicates.config import DuplicatesConfig
+from declutr.pipeline.duplicates.signatures import band_keys
+from declutr.pipeline.readers.corpus import ID_BYTES
 
 U64 = NDArray[np.uint64]
 

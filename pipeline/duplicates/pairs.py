@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.duplicates.config import DuplicatesConfig, NearConfig
-from pipeline.duplicates.documents import I64, U64, Documents
+from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
+from declutr.pipeline.duplicates.documents import I64, U64, Documents
 
 WINDOW = 16
 """Every document is compared with this many documents before it in its group: all pairs only in a small group."""

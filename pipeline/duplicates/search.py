@@ -8,16 +8,16 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from common.console.logs import get_logger
-from common.session import SessionConfig, start_ray
-from common.storage import atomic_file, hash_json
-from pipeline.duplicates.clusters import decide
-from pipeline.duplicates.config import DuplicatesConfig
-from pipeline.duplicates.documents import Documents, Numbering, number
-from pipeline.duplicates.exchange import PAIRS, Exchange
-from pipeline.duplicates.keys import KeysError
-from pipeline.duplicates.pairs import DuplicatePairs, bucket_pairs, join
-from pipeline.duplicates.table import DUPLICATES, STAMP, stamp_of, write_duplicates
+from declutr.common.console.logs import get_logger
+from declutr.common.session import SessionConfig, start_ray
+from declutr.common.storage import atomic_file, hash_json
+from declutr.pipeline.duplicates.clusters import decide
+from declutr.pipeline.duplicates.config import DuplicatesConfig
+from declutr.pipeline.duplicates.documents import Documents, Numbering, number
+from declutr.pipeline.duplicates.exchange import PAIRS, Exchange
+from declutr.pipeline.duplicates.keys import KeysError
+from declutr.pipeline.duplicates.pairs import DuplicatePairs, bucket_pairs, join
+from declutr.pipeline.duplicates.table import DUPLICATES, STAMP, stamp_of, write_duplicates
 
 KEYS_PER_BUCKET = 1 << 22
 """Keys that a task sorts, about 300 MB at its peak. With the corpus it decides the number of buckets."""

@@ -11,8 +11,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from common.seeding import key_for
-from pipeline.filters.words import U64, mix, powers
+from declutr.common.seeding import key_for
+from declutr.pipeline.filters.words import U64, mix, powers
 
 _CHUNK = 1 << 15  # characters at a time, so that intermediate arrays stay in the processor's cache
 _BASE = key_for(0, "duplicates: base") | 1  # odd, so that it has an inverse modulo 2**64

@@ -10,10 +10,10 @@ shingles.
 import numpy as np
 from numpy.typing import NDArray
 
-from common.seeding import key_for
-from pipeline.duplicates.config import NearConfig
-from pipeline.duplicates.shingles import shingles
-from pipeline.filters.words import U64, mix
+from declutr.common.seeding import key_for
+from declutr.pipeline.duplicates.config import NearConfig
+from declutr.pipeline.duplicates.shingles import shingles
+from declutr.pipeline.filters.words import U64, mix
 
 _ROUNDS = 3
 _VALUE_BITS = 30  # of a slot's 32; the round is in the two above

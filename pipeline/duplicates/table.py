@@ -22,10 +22,10 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from common.storage import atomic_file
-from pipeline.duplicates.clusters import Decisions
-from pipeline.duplicates.documents import I64, Documents
-from pipeline.readers.corpus import ID_BYTES
+from declutr.common.storage import atomic_file
+from declutr.pipeline.duplicates.clusters import Decisions
+from declutr.pipeline.duplicates.documents import I64, Documents
+from declutr.pipeline.readers.corpus import ID_BYTES
 
 DUPLICATES = "duplicates.arrow"
 KINDS = ("near", "exact")

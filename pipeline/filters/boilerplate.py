@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from common.config import Strict
+from declutr.common.config import Strict
 
 Kind = Literal["cookies", "legal", "navigation", "sharing", "counters"]
 

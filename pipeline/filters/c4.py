@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from common.config import Strict
-from common.paths import expand
-from pipeline.filters.gopher import Drop
+from declutr.common.config import Strict
+from declutr.common.paths import expand
+from declutr.pipeline.filters.gopher import Drop
 
 _CLOSING = "\"'”’»)]"
 _TERMINAL = (".", "!", "?", '"', "”", "。", "！", "？")

@@ -1,15 +1,15 @@
 """Configuration of the filters: the `filters` section of `prepare`. A rule set to null is off."""
 
-from common.config import Strict
-from common.paths import expand
-from common.storage import hash_file
-from pipeline.filters.boilerplate import Boilerplate
-from pipeline.filters.c4 import C4Rules, c4_problems
-from pipeline.filters.contamination import Contamination
-from pipeline.filters.evaluation_sets import contamination_problems, hash_sets
-from pipeline.filters.gopher import GopherQuality
-from pipeline.filters.language import LanguageRule, language_problems
-from pipeline.filters.repetition import GopherRepetition
+from declutr.common.config import Strict
+from declutr.common.paths import expand
+from declutr.common.storage import hash_file
+from declutr.pipeline.filters.boilerplate import Boilerplate
+from declutr.pipeline.filters.c4 import C4Rules, c4_problems
+from declutr.pipeline.filters.contamination import Contamination
+from declutr.pipeline.filters.evaluation_sets import contamination_problems, hash_sets
+from declutr.pipeline.filters.gopher import GopherQuality
+from declutr.pipeline.filters.language import LanguageRule, language_problems
+from declutr.pipeline.filters.repetition import GopherRepetition
 
 ONLY_BOILERPLATE = "only_boilerplate"
 CONTAMINATED = "contaminated"

@@ -20,8 +20,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
-from common.config import Strict
-from pipeline.filters.words import U64, extend_ngrams, folded_words, hash_folded, mix
+from declutr.common.config import Strict
+from declutr.pipeline.filters.words import U64, extend_ngrams, folded_words, hash_folded, mix
 
 SCHEMA_VERSION = "1"
 _SHORTEST_WHOLE = 8
@@ -56,7 +56,7 @@ class Match:
 
 
 class ContaminationIndex:
-    """The file that `pipeline.filters.evaluation_sets.build_index` writes, mapped into memory."""
+    """The file that `declutr.pipeline.filters.evaluation_sets.build_index` writes, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
         """Opens an index.

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.filters.boilerplate import BoilerplateRemover
-from pipeline.filters.c4 import c4_lines, c4_page
-from pipeline.filters.config import CONTAMINATED, ONLY_BOILERPLATE, FiltersConfig
-from pipeline.filters.contamination import ContaminationIndex
-from pipeline.filters.gopher import Drop, quality_drop
-from pipeline.filters.language import LanguageRule, identify
-from pipeline.filters.repetition import repetition_drop
-from pipeline.filters.whitespace import normalise
-from pipeline.filters.words import hash_words
+from declutr.pipeline.filters.boilerplate import BoilerplateRemover
+from declutr.pipeline.filters.c4 import c4_lines, c4_page
+from declutr.pipeline.filters.config import CONTAMINATED, ONLY_BOILERPLATE, FiltersConfig
+from declutr.pipeline.filters.contamination import ContaminationIndex
+from declutr.pipeline.filters.gopher import Drop, quality_drop
+from declutr.pipeline.filters.language import LanguageRule, identify
+from declutr.pipeline.filters.repetition import repetition_drop
+from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.filters.words import hash_words
 
 
 @dataclass(frozen=True, slots=True)

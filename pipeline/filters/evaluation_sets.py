@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from common.paths import expand
-from common.storage import atomic_file, hash_file, hash_json
-from pipeline.filters.contamination import SCHEMA_VERSION, Contamination, check_of, keys_of, ngram_hashes
-from pipeline.filters.words import folded_words, hash_folded
+from declutr.common.paths import expand
+from declutr.common.storage import atomic_file, hash_file, hash_json
+from declutr.pipeline.filters.contamination import SCHEMA_VERSION, Contamination, check_of, keys_of, ngram_hashes
+from declutr.pipeline.filters.words import folded_words, hash_folded
 
 INDEX = "contamination.arrow"
 _NOT_DATA = re.compile(r"(?:\d*[-_]?)?(?:readme|licen[cs]e|changelog|notice|correlation)\b", re.IGNORECASE)

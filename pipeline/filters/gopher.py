@@ -7,8 +7,8 @@ import re
 
 from pydantic import Field
 
-from common.config import Strict
-from pipeline.filters.words import WordHashes
+from declutr.common.config import Strict
+from declutr.pipeline.filters.words import WordHashes
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 _STOP_WORD = re.compile(rf"\b(?:{'|'.join(STOP_WORDS)})\b", re.IGNORECASE)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from common.config import Strict
+from declutr.common.config import Strict
 
 _STRETCHES = 3
 _STRETCH_CHARACTERS = 200

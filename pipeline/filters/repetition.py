@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from common.config import Strict
-from pipeline.filters.gopher import Drop
-from pipeline.filters.words import U64, WordHashes, extend_ngrams
+from declutr.common.config import Strict
+from declutr.pipeline.filters.gopher import Drop
+from declutr.pipeline.filters.words import U64, WordHashes, extend_ngrams
 
 _PARAGRAPHS = re.compile(r"\n\s*\n")
 _TOP = (2, 3, 4)

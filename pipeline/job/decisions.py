@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common import seeding
-from pipeline.config import PipelineConfig
-from pipeline.filters.whitespace import normalise
-from pipeline.media.media_rows import MediaRow, RejectedMedia
-from pipeline.readers.corpus import ReadFailure, Record, Rejected, document_id
-from pipeline.shards.content import Layout
-from pipeline.shards.ledger import Entry
-from pipeline.shards.manifest import Split
-from pipeline.shards.media import Media, joined_notes
+from declutr.common import seeding
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.media.media_rows import MediaRow, RejectedMedia
+from declutr.pipeline.readers.corpus import ReadFailure, Record, Rejected, document_id
+from declutr.pipeline.shards.content import Layout
+from declutr.pipeline.shards.ledger import Entry
+from declutr.pipeline.shards.manifest import Split
+from declutr.pipeline.shards.media import Media, joined_notes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,23 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, ValidationError
 
-from common.config import Strict
-from common.console.logs import get_logger
-from common.storage import write_text
-from pipeline.config import PipelineConfig, identity
-from pipeline.job.decisions import Decision
-from pipeline.job.outcome import lines_hint, nothing_kept
-from pipeline.job.sample import output_engine
-from pipeline.job.strata import SampleTotals, Stratum, chunks, draw_strata
-from pipeline.job.unit_writer import RunningCounts
-from pipeline.job.units import Unit, read_unit
-from pipeline.job.worker import decide_records
-from pipeline.readers.corpus import MIB, ReadFailure
-from pipeline.shards.content import ContentKind, bytes_noun, noun_of, size_noun
-from pipeline.shards.manifest import SPLITS, Manifest
-from pipeline.shards.media import Clip, Image, Media
-from pipeline.shards.schema import UINT16_VOCABULARY
-from pipeline.tokenizer.tokenization import TokenizerInfo
+from declutr.common.config import Strict
+from declutr.common.console.logs import get_logger
+from declutr.common.storage import write_text
+from declutr.pipeline.config import PipelineConfig, identity
+from declutr.pipeline.job.decisions import Decision
+from declutr.pipeline.job.outcome import lines_hint, nothing_kept
+from declutr.pipeline.job.sample import output_engine
+from declutr.pipeline.job.strata import SampleTotals, Stratum, chunks, draw_strata
+from declutr.pipeline.job.unit_writer import RunningCounts
+from declutr.pipeline.job.units import Unit, read_unit
+from declutr.pipeline.job.worker import decide_records
+from declutr.pipeline.readers.corpus import MIB, ReadFailure
+from declutr.pipeline.shards.content import ContentKind, bytes_noun, noun_of, size_noun
+from declutr.pipeline.shards.manifest import SPLITS, Manifest
+from declutr.pipeline.shards.media import Clip, Image, Media
+from declutr.pipeline.shards.schema import UINT16_VOCABULARY
+from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 ESTIMATE = "estimate.json"
 _SAMPLE_SECONDS = 20.0

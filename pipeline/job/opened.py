@@ -5,20 +5,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.lock import RunLock
-from common.session_config import SessionConfig
-from common.storage import fsync_path
-from pipeline.config import PipelineConfig
-from pipeline.duplicates.search import find_duplicates
-from pipeline.duplicates.table import DUPLICATES
-from pipeline.job.estimate import ESTIMATE
-from pipeline.job.output import PreparePlan, discard, write_plan
-from pipeline.job.output_store import Files, OutputStore
-from pipeline.job.unit_writer import finished_sidecar
-from pipeline.job.units import Unit
-from pipeline.job.worker import CANDIDATES, stage_folder
-from pipeline.shards.manifest import MANIFEST, Sidecar
-from pipeline.shards.shards import check_shards
+from declutr.common.lock import RunLock
+from declutr.common.session_config import SessionConfig
+from declutr.common.storage import fsync_path
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.duplicates.search import find_duplicates
+from declutr.pipeline.duplicates.table import DUPLICATES
+from declutr.pipeline.job.estimate import ESTIMATE
+from declutr.pipeline.job.output import PreparePlan, discard, write_plan
+from declutr.pipeline.job.output_store import Files, OutputStore
+from declutr.pipeline.job.unit_writer import finished_sidecar
+from declutr.pipeline.job.units import Unit
+from declutr.pipeline.job.worker import CANDIDATES, stage_folder
+from declutr.pipeline.shards.manifest import MANIFEST, Sidecar
+from declutr.pipeline.shards.shards import check_shards
 
 
 class Output:

@@ -7,17 +7,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.config import ConfigError
-from common.paths import expand
-from common.stores.address import child, is_remote
-from common.stores.files import pull_file
-from common.stores.retry import RetryPolicy
-from pipeline.config import PipelineConfig
-from pipeline.job.estimate import ESTIMATE
-from pipeline.job.opened import Output
-from pipeline.job.output_store import OutputStore
-from pipeline.job.progress import PROGRESS
-from pipeline.job.stored import StoredOutput
+from declutr.common.config import ConfigError
+from declutr.common.paths import expand
+from declutr.common.stores.address import child, is_remote
+from declutr.common.stores.files import pull_file
+from declutr.common.stores.retry import RetryPolicy
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.job.estimate import ESTIMATE
+from declutr.pipeline.job.opened import Output
+from declutr.pipeline.job.output_store import OutputStore
+from declutr.pipeline.job.progress import PROGRESS
+from declutr.pipeline.job.stored import StoredOutput
 
 _HELD = ".held"
 

@@ -4,16 +4,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline.config import PipelineConfig
-from pipeline.duplicates.table import OTHER_LABEL
-from pipeline.media.labels import NO_LABEL
-from pipeline.readers.columns import NO_TEXT
-from pipeline.readers.corpus import ReadFailure
-from pipeline.readers.names import SUFFIXES, bare_suffix
-from pipeline.shards.content import MEDIA_KINDS, AnyContent, PairsContent, keys_of, noun_of, size_noun
-from pipeline.shards.manifest import Counts, Manifest, Sidecar
-from pipeline.shards.windows import EMPTY, TOO_SHORT, limit_in_words
-from pipeline.texts.pairs import LACKS
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.duplicates.table import OTHER_LABEL
+from declutr.pipeline.media.labels import NO_LABEL
+from declutr.pipeline.readers.columns import NO_TEXT
+from declutr.pipeline.readers.corpus import ReadFailure
+from declutr.pipeline.readers.names import SUFFIXES, bare_suffix
+from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, PairsContent, keys_of, noun_of, size_noun
+from declutr.pipeline.shards.manifest import Counts, Manifest, Sidecar
+from declutr.pipeline.shards.windows import EMPTY, TOO_SHORT, limit_in_words
+from declutr.pipeline.texts.pairs import LACKS
 
 _EXAMPLES = 10
 _NOT_TEXT = "the files are not text in UTF-8; name text files in corpus.paths, or convert them"

@@ -7,22 +7,22 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from common.config import Strict
-from common.lock import LOCK
-from common.storage import hash_json, write_text
-from common.stores.copies import PLAN
-from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
-from pipeline.duplicates.table import DUPLICATES
-from pipeline.filters.config import fingerprints
-from pipeline.filters.evaluation_sets import INDEX
-from pipeline.job.estimate import ESTIMATE
-from pipeline.job.progress import HEARTBEATS, PROGRESS
-from pipeline.job.units import Unit, hash_unit
-from pipeline.job.worker import CANDIDATES
-from pipeline.readers.input_state import InputState
-from pipeline.readers.skipped import Skip
-from pipeline.shards.ledger import LEDGERS, REJECTED
-from pipeline.shards.manifest import MANIFEST, TOKENIZER
+from declutr.common.config import Strict
+from declutr.common.lock import LOCK
+from declutr.common.storage import hash_json, write_text
+from declutr.common.stores.copies import PLAN
+from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity
+from declutr.pipeline.duplicates.table import DUPLICATES
+from declutr.pipeline.filters.config import fingerprints
+from declutr.pipeline.filters.evaluation_sets import INDEX
+from declutr.pipeline.job.estimate import ESTIMATE
+from declutr.pipeline.job.progress import HEARTBEATS, PROGRESS
+from declutr.pipeline.job.units import Unit, hash_unit
+from declutr.pipeline.job.worker import CANDIDATES
+from declutr.pipeline.readers.input_state import InputState
+from declutr.pipeline.readers.skipped import Skip
+from declutr.pipeline.shards.ledger import LEDGERS, REJECTED
+from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER
 
 
 class PreparePlan(Strict):

@@ -18,18 +18,18 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from common.paths import expand
-from common.storage import hash_file
-from common.stores.address import child, is_remote, short_name
-from common.stores.copies import fetch_all
-from common.stores.files import push_file, read_file, sizes, write_file
-from common.stores.folders import local_files
-from common.stores.listing import FileRecord, decoded, encoded
-from common.stores.retry import RetryPolicy
-from pipeline.duplicates.exchange import Exchange
-from pipeline.job.progress import HEARTBEATS
-from pipeline.job.units import Unit
-from pipeline.job.worker import CANDIDATES
+from declutr.common.paths import expand
+from declutr.common.storage import hash_file
+from declutr.common.stores.address import child, is_remote, short_name
+from declutr.common.stores.copies import fetch_all
+from declutr.common.stores.files import push_file, read_file, sizes, write_file
+from declutr.common.stores.folders import local_files
+from declutr.common.stores.listing import FileRecord, decoded, encoded
+from declutr.common.stores.retry import RetryPolicy
+from declutr.pipeline.duplicates.exchange import Exchange
+from declutr.pipeline.job.progress import HEARTBEATS
+from declutr.pipeline.job.units import Unit
+from declutr.pipeline.job.worker import CANDIDATES
 
 SENT = "sent"
 """Folder in the output for the lists of finished units."""

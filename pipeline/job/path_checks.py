@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.credentials import refusal
-from common.hub import looks_like_a_path
-from common.paths import PathError, expand, folder_problem
-from common.stores.address import child, is_remote
-from common.stores.files import remove_file, write_file
-from common.stores.folders import is_whole
-from common.stores.retry import RetryPolicy
-from pipeline.shards.manifest import MANIFEST
+from declutr.common.credentials import refusal
+from declutr.common.hub import looks_like_a_path
+from declutr.common.paths import PathError, expand, folder_problem
+from declutr.common.stores.address import child, is_remote
+from declutr.common.stores.files import remove_file, write_file
+from declutr.common.stores.folders import is_whole
+from declutr.common.stores.retry import RetryPolicy
+from declutr.pipeline.shards.manifest import MANIFEST
 
 _LOOK_SECONDS = 20.0
 """Time for a store to answer before any work; it is not known yet whether the address is right."""

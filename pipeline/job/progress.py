@@ -11,11 +11,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from common.config import Strict
-from common.console.bars import bar
-from common.watcher import Watcher
-from pipeline.shards.content import ContentKind, bytes_noun, noun_of
-from pipeline.shards.manifest import Counts, Sidecar
+from declutr.common.config import Strict
+from declutr.common.console.bars import bar
+from declutr.common.watcher import Watcher
+from declutr.pipeline.shards.content import ContentKind, bytes_noun, noun_of
+from declutr.pipeline.shards.manifest import Counts, Sidecar
 
 PROGRESS = "progress.jsonl"
 HEARTBEATS = "heartbeats"

@@ -6,16 +6,16 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from common.console.logs import get_logger
-from common.stores.address import is_remote
-from common.stores.copies import PLAN
-from pipeline.config import PipelineConfig
-from pipeline.job.output import PreparePlan
-from pipeline.job.unit_writer import load_sidecar
-from pipeline.job.units import Unit
-from pipeline.job.worker import CANDIDATES
-from pipeline.readers.input_state import InputState, digest_parts
-from pipeline.shards.manifest import MANIFEST
+from declutr.common.console.logs import get_logger
+from declutr.common.stores.address import is_remote
+from declutr.common.stores.copies import PLAN
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.job.output import PreparePlan
+from declutr.pipeline.job.unit_writer import load_sidecar
+from declutr.pipeline.job.units import Unit
+from declutr.pipeline.job.worker import CANDIDATES
+from declutr.pipeline.readers.input_state import InputState, digest_parts
+from declutr.pipeline.shards.manifest import MANIFEST
 
 _THREADS = 4
 

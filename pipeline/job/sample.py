@@ -5,17 +5,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.console.logs import get_logger
-from common.storage import atomic_folder
-from pipeline.config import PipelineConfig
-from pipeline.filters.whitespace import normalise
-from pipeline.job.units import Unit, read_unit
-from pipeline.readers.corpus import MIB
-from pipeline.shards.manifest import TOKENIZER
-from pipeline.texts.text_rows import texts_of
-from pipeline.tokenizer.batch_tokenizer import EngineName
-from pipeline.tokenizer.engine import choose_engine
-from pipeline.tokenizer.tokenization import (
+from declutr.common.console.logs import get_logger
+from declutr.common.storage import atomic_folder
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.job.units import Unit, read_unit
+from declutr.pipeline.readers.corpus import MIB
+from declutr.pipeline.shards.manifest import TOKENIZER
+from declutr.pipeline.texts.text_rows import texts_of
+from declutr.pipeline.tokenizer.batch_tokenizer import EngineName
+from declutr.pipeline.tokenizer.engine import choose_engine
+from declutr.pipeline.tokenizer.tokenization import (
     TokenizerInfo,
     TrainedTokenizer,
     describe_tokenizer,

@@ -12,16 +12,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from pipeline.config import PipelineConfig
-from pipeline.duplicates.table import OTHER_LABEL, kept_labels, removed
-from pipeline.job.unit_writer import UnitWriter, load_sidecar
-from pipeline.job.units import Unit
-from pipeline.job.worker import CANDIDATES
-from pipeline.shards.content import AnyContent, Layout
-from pipeline.shards.ledger import LEDGERS, REJECTED, ledger_entries
-from pipeline.shards.manifest import SPLITS, TOKENIZER, Sidecar
-from pipeline.shards.media import Clip, Image, Media, lists, media_rows
-from pipeline.tokenizer.tokenization import TokenizerInfo
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.duplicates.table import OTHER_LABEL, kept_labels, removed
+from declutr.pipeline.job.unit_writer import UnitWriter, load_sidecar
+from declutr.pipeline.job.units import Unit
+from declutr.pipeline.job.worker import CANDIDATES
+from declutr.pipeline.shards.content import AnyContent, Layout
+from declutr.pipeline.shards.ledger import LEDGERS, REJECTED, ledger_entries
+from declutr.pipeline.shards.manifest import SPLITS, TOKENIZER, Sidecar
+from declutr.pipeline.shards.media import Clip, Image, Media, lists, media_rows
+from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 REASONS = {"exact": "duplicate", "near": "near_duplicate"}
 RARE_LABEL = "rare_label"

@@ -12,22 +12,22 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import WorkerCrashedError
 
-from common.console.logs import get_logger
-from common.session import start_ray
-from common.stores.listing import decoded, encoded
-from pipeline.config import PipelineConfig
-from pipeline.duplicates.keys import KeysError
-from pipeline.duplicates.table import DUPLICATES
-from pipeline.job.opened import Output
-from pipeline.job.output_store import Files, OutputStore, made_in, refuse_missing
-from pipeline.job.progress import HEARTBEATS, Progress
-from pipeline.job.sample import output_engine
-from pipeline.job.selection import most_frequent_labels, write_selected
-from pipeline.job.units import Unit
-from pipeline.job.worker import write_unit
-from pipeline.shards.manifest import ShardError, Sidecar
-from pipeline.tokenizer.batch_tokenizer import EngineName
-from pipeline.tokenizer.tokenization import TokenizerInfo
+from declutr.common.console.logs import get_logger
+from declutr.common.session import start_ray
+from declutr.common.stores.listing import decoded, encoded
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.duplicates.keys import KeysError
+from declutr.pipeline.duplicates.table import DUPLICATES
+from declutr.pipeline.job.opened import Output
+from declutr.pipeline.job.output_store import Files, OutputStore, made_in, refuse_missing
+from declutr.pipeline.job.progress import HEARTBEATS, Progress
+from declutr.pipeline.job.sample import output_engine
+from declutr.pipeline.job.selection import most_frequent_labels, write_selected
+from declutr.pipeline.job.units import Unit
+from declutr.pipeline.job.worker import write_unit
+from declutr.pipeline.shards.manifest import ShardError, Sidecar
+from declutr.pipeline.tokenizer.batch_tokenizer import EngineName
+from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 _ATTEMPTS = 10
 """Retries of a unit whose worker died; limited, because an input that crashes a library does so every time."""

@@ -6,29 +6,29 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from common.cluster import started_cluster
-from common.console.logs import get_logger
-from common.lease import Lease
-from common.lock import LOCK
-from common.session_config import SessionConfig
-from common.storage import hash_file
-from common.stores.copies import PLAN
-from common.stores.files import entries, pull_file, push_file, remove_file, remove_tree, write_file
-from common.stores.listing import LISTING, FileRecord, encoded, read_listing
-from common.stores.retry import RetryPolicy
-from pipeline.config import PipelineConfig
-from pipeline.duplicates.search import find_duplicates
-from pipeline.duplicates.table import DUPLICATES
-from pipeline.filters.evaluation_sets import INDEX
-from pipeline.job.estimate import ESTIMATE
-from pipeline.job.opened import Output
-from pipeline.job.output import PreparePlan
-from pipeline.job.output_store import SENT, Files, OutputStore, holds
-from pipeline.job.progress import PROGRESS
-from pipeline.job.unit_writer import matching_sidecar
-from pipeline.job.units import Unit
-from pipeline.job.worker import CANDIDATES
-from pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
+from declutr.common.cluster import started_cluster
+from declutr.common.console.logs import get_logger
+from declutr.common.lease import Lease
+from declutr.common.lock import LOCK
+from declutr.common.session_config import SessionConfig
+from declutr.common.storage import hash_file
+from declutr.common.stores.copies import PLAN
+from declutr.common.stores.files import entries, pull_file, push_file, remove_file, remove_tree, write_file
+from declutr.common.stores.listing import LISTING, FileRecord, encoded, read_listing
+from declutr.common.stores.retry import RetryPolicy
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.duplicates.search import find_duplicates
+from declutr.pipeline.duplicates.table import DUPLICATES
+from declutr.pipeline.filters.evaluation_sets import INDEX
+from declutr.pipeline.job.estimate import ESTIMATE
+from declutr.pipeline.job.opened import Output
+from declutr.pipeline.job.output import PreparePlan
+from declutr.pipeline.job.output_store import SENT, Files, OutputStore, holds
+from declutr.pipeline.job.progress import PROGRESS
+from declutr.pipeline.job.unit_writer import matching_sidecar
+from declutr.pipeline.job.units import Unit
+from declutr.pipeline.job.worker import CANDIDATES
+from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
 
 _SETTLE_SECONDS = 1.0
 """Time after which a command looks whether its lease was overwritten; writing a small object takes less."""

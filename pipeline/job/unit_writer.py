@@ -11,18 +11,18 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from common.storage import write_text
-from pipeline.config import PipelineConfig, config_hash
-from pipeline.job.units import Unit, hash_unit
-from pipeline.readers.corpus import ReadFailure
-from pipeline.readers.input_state import InputState
-from pipeline.shards.content import LABELS, NO_LABEL, Layout
-from pipeline.shards.ledger import Entry, LedgerWriter, rejected_writer
-from pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
-from pipeline.shards.media import Clip, Image, Media, notes_of
-from pipeline.shards.schema import media_schema, shard_schema
-from pipeline.shards.writer import ShardWriter
-from pipeline.tokenizer.tokenization import TokenizerInfo
+from declutr.common.storage import write_text
+from declutr.pipeline.config import PipelineConfig, config_hash
+from declutr.pipeline.job.units import Unit, hash_unit
+from declutr.pipeline.readers.corpus import ReadFailure
+from declutr.pipeline.readers.input_state import InputState
+from declutr.pipeline.shards.content import LABELS, NO_LABEL, Layout
+from declutr.pipeline.shards.ledger import Entry, LedgerWriter, rejected_writer
+from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
+from declutr.pipeline.shards.media import Clip, Image, Media, notes_of
+from declutr.pipeline.shards.schema import media_schema, shard_schema
+from declutr.pipeline.shards.writer import ShardWriter
+from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 
 @dataclass

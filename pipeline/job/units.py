@@ -4,19 +4,19 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import Field
 
-from common.config import Strict
-from common.storage import hash_json
-from pipeline.media.media_rows import blob_rules, media_rows
-from pipeline.readers.corpus import MIB, FilesCorpus, HubCorpus, Part, Record
-from pipeline.readers.files import Rules, rules_of
-from pipeline.readers.input_state import FileState, InputState, digest_parts, input_state_of, read_file_states
-from pipeline.readers.parts import Meter, read_part
-from pipeline.readers.planning import file_parts
-from pipeline.readers.pydocs import PythonDocs, python_parts, read_python
-from pipeline.readers.skipped import Skipped
-from pipeline.shards.content import AnyContent, AudioContent, DocumentsContent, ImagesContent, keys_of
-from pipeline.texts.pairs import MAX_FILE_BYTES
-from pipeline.texts.text_rows import rows
+from declutr.common.config import Strict
+from declutr.common.storage import hash_json
+from declutr.pipeline.media.media_rows import blob_rules, media_rows
+from declutr.pipeline.readers.corpus import MIB, FilesCorpus, HubCorpus, Part, Record
+from declutr.pipeline.readers.files import Rules, rules_of
+from declutr.pipeline.readers.input_state import FileState, InputState, digest_parts, input_state_of, read_file_states
+from declutr.pipeline.readers.parts import Meter, read_part
+from declutr.pipeline.readers.planning import file_parts
+from declutr.pipeline.readers.pydocs import PythonDocs, python_parts, read_python
+from declutr.pipeline.readers.skipped import Skipped
+from declutr.pipeline.shards.content import AnyContent, AudioContent, DocumentsContent, ImagesContent, keys_of
+from declutr.pipeline.texts.pairs import MAX_FILE_BYTES
+from declutr.pipeline.texts.text_rows import rows
 
 Corpus = FilesCorpus | HubCorpus | PythonDocs
 DOCUMENTS = DocumentsContent()

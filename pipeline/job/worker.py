@@ -9,27 +9,27 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config import PipelineConfig
-from pipeline.duplicates.config import DuplicatesConfig
-from pipeline.duplicates.keys import write_keys
-from pipeline.duplicates.signatures import Signer
-from pipeline.filters.config import FiltersConfig
-from pipeline.filters.document_filter import DocumentFilter
-from pipeline.filters.evaluation_sets import INDEX
-from pipeline.filters.whitespace import normalise
-from pipeline.job.decisions import Decision, decide_media, decide_unread, splits_of
-from pipeline.job.progress import Done, UnitHeartbeat
-from pipeline.job.unit_writer import UnitWriter
-from pipeline.job.units import Unit, input_state_read, read_unit
-from pipeline.readers.corpus import Document, Record, document_id
-from pipeline.shards.content import NO_LABEL, Layout
-from pipeline.shards.ledger import Entry
-from pipeline.shards.manifest import TOKENIZER, Sidecar
-from pipeline.shards.media import Clip, Image, Media
-from pipeline.shards.windows import EMPTY, drop_reason
-from pipeline.texts.text_rows import TextRow, row_id
-from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
-from pipeline.tokenizer.tokenization import TokenizerInfo
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.duplicates.config import DuplicatesConfig
+from declutr.pipeline.duplicates.keys import write_keys
+from declutr.pipeline.duplicates.signatures import Signer
+from declutr.pipeline.filters.config import FiltersConfig
+from declutr.pipeline.filters.document_filter import DocumentFilter
+from declutr.pipeline.filters.evaluation_sets import INDEX
+from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.job.decisions import Decision, decide_media, decide_unread, splits_of
+from declutr.pipeline.job.progress import Done, UnitHeartbeat
+from declutr.pipeline.job.unit_writer import UnitWriter
+from declutr.pipeline.job.units import Unit, input_state_read, read_unit
+from declutr.pipeline.readers.corpus import Document, Record, document_id
+from declutr.pipeline.shards.content import NO_LABEL, Layout
+from declutr.pipeline.shards.ledger import Entry
+from declutr.pipeline.shards.manifest import TOKENIZER, Sidecar
+from declutr.pipeline.shards.media import Clip, Image, Media
+from declutr.pipeline.shards.windows import EMPTY, drop_reason
+from declutr.pipeline.texts.text_rows import TextRow, row_id
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
+from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 CANDIDATES = "candidates"
 """Folder in the output folder for the files of units before duplicates are found."""

@@ -7,8 +7,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from pipeline.media.decoded import Decoded
-from pipeline.shards.media import Clip, Image
+from declutr.pipeline.media.decoded import Decoded
+from declutr.pipeline.shards.media import Clip, Image
 
 IMAGE, CLIP, FAILED, UNSUITABLE = range(4)
 

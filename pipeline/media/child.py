@@ -1,4 +1,4 @@
-"""The process that decodes: `python -m pipeline.media.child MEMORY_MIB CPU_SECONDS FILE`, which reads batches of files.
+"""The process that decodes, `python -m declutr.pipeline.media.child MEMORY_MIB CPU_SECONDS FILE`. It reads batches.
 
 A batch is answered after all of it has been read, and FILE (a descriptor) has the place of the file that is being
 decoded. Whatever a file does to its decoder, it ends this process at most.
@@ -14,12 +14,12 @@ from functools import partial
 
 from pydantic import TypeAdapter
 
-from pipeline.media.answers import FAILED, UNSUITABLE, Answer, read_batch, write_answer, write_started
-from pipeline.media.clips import decode_clip, load_libraries
-from pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError
-from pipeline.media.images import decode_image, load_formats
-from pipeline.media.limits import OUT_OF_MEMORY, Limits, limit_memory, limit_time
-from pipeline.shards.content import AudioContent, ImagesContent, MediaContent
+from declutr.pipeline.media.answers import FAILED, UNSUITABLE, Answer, read_batch, write_answer, write_started
+from declutr.pipeline.media.clips import decode_clip, load_libraries
+from declutr.pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError
+from declutr.pipeline.media.images import decode_image, load_formats
+from declutr.pipeline.media.limits import OUT_OF_MEMORY, Limits, limit_memory, limit_time
+from declutr.pipeline.shards.content import AudioContent, ImagesContent, MediaContent
 
 _BUFFER_BYTES = 1 << 18
 Decode = Callable[[bytes], Decoded]

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError, library_message
-from pipeline.media.ogg import check_ogg
-from pipeline.readers.corpus import document_id
-from pipeline.shards.content import AudioContent
-from pipeline.shards.media import Clip
-from pipeline.shards.windows import EMPTY, TOO_SHORT
+from declutr.pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError, library_message
+from declutr.pipeline.media.ogg import check_ogg
+from declutr.pipeline.readers.corpus import document_id
+from declutr.pipeline.shards.content import AudioContent
+from declutr.pipeline.shards.media import Clip
+from declutr.pipeline.shards.windows import EMPTY, TOO_SHORT
 
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG")
 """Formats of libsndfile that are read."""
@@ -118,7 +118,7 @@ def _read(data: bytes, max_seconds: float) -> tuple[NDArray[np.float64], int, bo
     """The mean of the channels `(num_samples,)`, the sample rate, and True if the clip was cut."""
     import soundfile  # imported here because only audio needs it
 
-    from pipeline.media.forward import ForwardSound
+    from declutr.pipeline.media.forward import ForwardSound
 
     try:
         with ForwardSound(BytesIO(data)) as file:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from pipeline.shards.media import Media
+from declutr.pipeline.shards.media import Media
 
 
 class UndecodableError(ValueError):

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, cast
 
-from pipeline.media.answers import FAILED, Answer, read_answer, read_started, write_batch
-from pipeline.media.limits import OUT_OF_MEMORY, TOO_MUCH_MEMORY, TOO_SLOW, Limits
-from pipeline.shards.content import MediaContent
+from declutr.pipeline.media.answers import FAILED, Answer, read_answer, read_started, write_batch
+from declutr.pipeline.media.limits import OUT_OF_MEMORY, TOO_MUCH_MEMORY, TOO_SLOW, Limits
+from declutr.pipeline.shards.content import MediaContent
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals by which a decoder ends itself on a damaged file."""
@@ -35,7 +35,7 @@ class _Child:
         given = (str(limits.memory_mib), str(limits.cpu_seconds), str(self._started.fileno()))
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # noqa: PTH109
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pipeline.media.child", *given],
+            [sys.executable, "-P", "-m", "declutr.pipeline.media.child", *given],
             bufsize=_BUFFER_BYTES,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

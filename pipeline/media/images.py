@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError, library_message
-from pipeline.readers.corpus import document_id
-from pipeline.shards.content import ImagesContent
-from pipeline.shards.media import MAX_PIXELS, Image
-from pipeline.shards.windows import EMPTY
+from declutr.pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError, library_message
+from declutr.pipeline.readers.corpus import document_id
+from declutr.pipeline.shards.content import ImagesContent
+from declutr.pipeline.shards.media import MAX_PIXELS, Image
+from declutr.pipeline.shards.windows import EMPTY
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are tried; Pillow's others include interpreters of documents."""

@@ -3,8 +3,8 @@
 import re
 from functools import lru_cache
 
-from pipeline.readers.corpus import Blob
-from pipeline.shards.content import FOLDER, PARENT_FOLDER, LabelRule
+from declutr.pipeline.readers.corpus import Blob
+from declutr.pipeline.shards.content import FOLDER, PARENT_FOLDER, LabelRule
 
 NO_LABEL = "no_label"
 """Failure reason of an image or clip without a label."""

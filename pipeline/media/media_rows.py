@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pipeline.media.answers import FAILED, Answer
-from pipeline.media.decoded import Decoded
-from pipeline.media.decoder import Decoder
-from pipeline.media.labels import LabelError, label_of
-from pipeline.media.limits import LIMITS, Limits
-from pipeline.readers.blobs import BlobRules
-from pipeline.readers.corpus import Blob, Document, ReadFailure, Record, Rejected, document_id
-from pipeline.readers.names import AUDIO_SUFFIXES, IMAGE_SUFFIXES
-from pipeline.shards.content import AnyContent, AudioContent, ImagesContent, MediaContent
-from pipeline.shards.media import Media
-from pipeline.tokenizer.batch_tokenizer import batches
+from declutr.pipeline.media.answers import FAILED, Answer
+from declutr.pipeline.media.decoded import Decoded
+from declutr.pipeline.media.decoder import Decoder
+from declutr.pipeline.media.labels import LabelError, label_of
+from declutr.pipeline.media.limits import LIMITS, Limits
+from declutr.pipeline.readers.blobs import BlobRules
+from declutr.pipeline.readers.corpus import Blob, Document, ReadFailure, Record, Rejected, document_id
+from declutr.pipeline.readers.names import AUDIO_SUFFIXES, IMAGE_SUFFIXES
+from declutr.pipeline.shards.content import AnyContent, AudioContent, ImagesContent, MediaContent
+from declutr.pipeline.shards.media import Media
+from declutr.pipeline.tokenizer.batch_tokenizer import batches
 
 _BATCH_BYTES = 2 << 20
 _BATCH_FILES = 64

@@ -2,7 +2,7 @@
 
 import zlib
 
-from pipeline.media.decoded import UndecodableError
+from declutr.pipeline.media.decoded import UndecodableError
 
 SEVERAL_STREAMS = "several_streams"
 _CAPTURE = b"OggS"

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, ByteStream
+from declutr.pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, ByteStream
 
 _MAX_HEADER_BYTES = 1 << 20
 """Largest name or extended header; only a broken or malicious archive has a longer one."""

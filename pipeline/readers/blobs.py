@@ -11,11 +11,11 @@ from typing import Any, BinaryIO, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.readers.corpus import Blob, Document, ReadFailure, Record, Rejected
-from pipeline.readers.lines import unreadable
-from pipeline.readers.names import bare_suffix
-from pipeline.readers.streams import READ_ERRORS, ByteStream
-from pipeline.readers.tables import TABLE_ERRORS, Rows, lost_rows
+from declutr.pipeline.readers.corpus import Blob, Document, ReadFailure, Record, Rejected
+from declutr.pipeline.readers.lines import unreadable
+from declutr.pipeline.readers.names import bare_suffix
+from declutr.pipeline.readers.streams import READ_ERRORS, ByteStream
+from declutr.pipeline.readers.tables import TABLE_ERRORS, Rows, lost_rows
 
 OTHER_FILE = "other_file"
 """Reason of a member of an archive that is neither an image or clip nor a label."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from common.excerpt import shorten
-from common.suggestions import suggest
+from declutr.common.excerpt import shorten
+from declutr.common.suggestions import suggest
 
 NO_TEXT = "no_text_field"
 TEXT_SETTING = "corpus.text_field"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from common.config import Strict
+from declutr.common.config import Strict
 
 MIB = 2**20
 ID_BYTES = 16

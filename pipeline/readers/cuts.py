@@ -7,13 +7,13 @@ from typing import BinaryIO, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.readers.archives import find_members
-from pipeline.readers.blobs import blob_column_problem
-from pipeline.readers.columns import TEXT_SETTING, Names, shown_names
-from pipeline.readers.corpus import END, Input, Part
-from pipeline.readers.delimited import DELIMITERS, header_problem
-from pipeline.readers.streams import ByteStream
-from pipeline.readers.tables import TABLE_ERRORS, column_problem
+from declutr.pipeline.readers.archives import find_members
+from declutr.pipeline.readers.blobs import blob_column_problem
+from declutr.pipeline.readers.columns import TEXT_SETTING, Names, shown_names
+from declutr.pipeline.readers.corpus import END, Input, Part
+from declutr.pipeline.readers.delimited import DELIMITERS, header_problem
+from declutr.pipeline.readers.streams import ByteStream
+from declutr.pipeline.readers.tables import TABLE_ERRORS, column_problem
 
 
 class Cut(NamedTuple):

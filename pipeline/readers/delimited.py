@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from io import BytesIO
 from itertools import islice
 
-from pipeline.readers.columns import NO_TEXT, Names, joined, missing
-from pipeline.readers.corpus import END, MIB, ReadFailure, Record
-from pipeline.readers.encodings import as_utf8, encoding_of
-from pipeline.readers.lines import lines, unreadable
-from pipeline.readers.pieces import documents
-from pipeline.readers.streams import READ_ERRORS, ByteStream
+from declutr.pipeline.readers.columns import NO_TEXT, Names, joined, missing
+from declutr.pipeline.readers.corpus import END, MIB, ReadFailure, Record
+from declutr.pipeline.readers.encodings import as_utf8, encoding_of
+from declutr.pipeline.readers.lines import lines, unreadable
+from declutr.pipeline.readers.pieces import documents
+from declutr.pipeline.readers.streams import READ_ERRORS, ByteStream
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 MAX_FIELD_BYTES = 64 * MIB

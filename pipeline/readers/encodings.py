@@ -2,7 +2,7 @@
 
 import codecs
 
-from pipeline.readers.streams import ByteStream
+from declutr.pipeline.readers.streams import ByteStream
 
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32-le"),  # starts like UTF-16

@@ -10,13 +10,13 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.readers.corpus import END, Fields, ReadFailure, Record, Value
-from pipeline.readers.delimited import delimited_rows, short_row
-from pipeline.readers.jsonl import explained_object, json_kind, json_lines
-from pipeline.readers.lines import unreadable
-from pipeline.readers.pieces import decode, is_wide, nul_bytes
-from pipeline.readers.streams import ByteStream
-from pipeline.readers.tables import TABLE_ERRORS, Rows, as_bytes, lost_rows
+from declutr.pipeline.readers.corpus import END, Fields, ReadFailure, Record, Value
+from declutr.pipeline.readers.delimited import delimited_rows, short_row
+from declutr.pipeline.readers.jsonl import explained_object, json_kind, json_lines
+from declutr.pipeline.readers.lines import unreadable
+from declutr.pipeline.readers.pieces import decode, is_wide, nul_bytes
+from declutr.pipeline.readers.streams import ByteStream
+from declutr.pipeline.readers.tables import TABLE_ERRORS, Rows, as_bytes, lost_rows
 
 FIELD_FORMATS = ("jsonl", "csv", "tsv", "parquet")
 """Formats of files whose rows have several values."""

@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from pipeline.readers.archives import Member, is_tar, members
-from pipeline.readers.blobs import BlobRules, blob_format, read_blob, read_parquet_blobs, with_labels
-from pipeline.readers.columns import Names, names_of
-from pipeline.readers.corpus import END, MIB, FilesCorpus, Format, HubCorpus, ReadFailure, Record
-from pipeline.readers.delimited import DELIMITERS, read_delimited
-from pipeline.readers.encodings import as_utf8, encoding_of
-from pipeline.readers.fields import (
+from declutr.pipeline.readers.archives import Member, is_tar, members
+from declutr.pipeline.readers.blobs import BlobRules, blob_format, read_blob, read_parquet_blobs, with_labels
+from declutr.pipeline.readers.columns import Names, names_of
+from declutr.pipeline.readers.corpus import END, MIB, FilesCorpus, Format, HubCorpus, ReadFailure, Record
+from declutr.pipeline.readers.delimited import DELIMITERS, read_delimited
+from declutr.pipeline.readers.encodings import as_utf8, encoding_of
+from declutr.pipeline.readers.fields import (
     FIELD_FORMATS,
     Keys,
     read_delimited_fields,
     read_json_fields,
     read_parquet_fields,
 )
-from pipeline.readers.jsonl import MAX_HELD_BYTES, read_jsonl
-from pipeline.readers.lines import read_text, read_text_file, unreadable
-from pipeline.readers.names import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix, is_hidden
-from pipeline.readers.streams import (
+from declutr.pipeline.readers.jsonl import MAX_HELD_BYTES, read_jsonl
+from declutr.pipeline.readers.lines import read_text, read_text_file, unreadable
+from declutr.pipeline.readers.names import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix, is_hidden
+from declutr.pipeline.readers.streams import (
     BLOCK_BYTES,
     READ_ERRORS,
     Allowance,
@@ -33,7 +33,7 @@ from pipeline.readers.streams import (
     compression_of,
     decompressed,
 )
-from pipeline.readers.tables import Rows, read_arrow_stream, read_parquet
+from declutr.pipeline.readers.tables import Rows, read_arrow_stream, read_parquet
 
 MAX_DEPTH = 4
 """Largest depth of nested archives, each of which may be compressed; OpenWebText has two levels."""

@@ -4,10 +4,10 @@ import fnmatch
 import re
 from typing import Any
 
-from common.hub import hub_problem
-from common.stores.address import network_errors
-from pipeline.readers.corpus import HubCorpus, Input
-from pipeline.readers.names import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, bare_suffix
+from declutr.common.hub import hub_problem
+from declutr.common.stores.address import network_errors
+from declutr.pipeline.readers.corpus import HubCorpus, Input
+from declutr.pipeline.readers.names import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, bare_suffix
 
 _CONVERTED = "refs/convert/parquet"
 """Branch with the Hub's Parquet copies of datasets in other formats: CONFIG/SPLIT/0000.parquet."""

@@ -7,11 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from common.config import Strict
-from common.storage import hash_file, hash_json
-from common.stores.address import filesystem, is_remote, network_errors
-from pipeline.readers.corpus import END, Part
-from pipeline.readers.streams import BLOCK_BYTES, CHUNK_BYTES, compression_of
+from declutr.common.config import Strict
+from declutr.common.storage import hash_file, hash_json
+from declutr.common.stores.address import filesystem, is_remote, network_errors
+from declutr.pipeline.readers.corpus import END, Part
+from declutr.pipeline.readers.streams import BLOCK_BYTES, CHUNK_BYTES, compression_of
 
 _SAMPLE_BYTES = 1 << 16
 _TAGS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "last_modified", "LastModified", "updated", "mtime")

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from common.hub import hub_problem
-from common.paths import expand
-from common.stores.address import address_of, filesystem, is_remote, network_errors
-from pipeline.readers.corpus import END, Input
-from pipeline.readers.names import is_hidden
-from pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped
-from pipeline.readers.streams import CHUNK_BYTES, ByteStream
+from declutr.common.hub import hub_problem
+from declutr.common.paths import expand
+from declutr.common.stores.address import address_of, filesystem, is_remote, network_errors
+from declutr.pipeline.readers.corpus import END, Input
+from declutr.pipeline.readers.names import is_hidden
+from declutr.pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped
+from declutr.pipeline.readers.streams import CHUNK_BYTES, ByteStream
 
 _REMOTE_CHUNK_BYTES = 8 * CHUNK_BYTES
 

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.readers.columns import NO_TEXT, Names, missing
-from pipeline.readers.corpus import END, Document, ReadFailure, Record
-from pipeline.readers.lines import lines, unreadable
-from pipeline.readers.pieces import Buffer, character_start, decode, is_wide, nul_bytes
-from pipeline.readers.streams import READ_ERRORS, ByteStream
+from declutr.pipeline.readers.columns import NO_TEXT, Names, missing
+from declutr.pipeline.readers.corpus import END, Document, ReadFailure, Record
+from declutr.pipeline.readers.lines import lines, unreadable
+from declutr.pipeline.readers.pieces import Buffer, character_start, decode, is_wide, nul_bytes
+from declutr.pipeline.readers.streams import READ_ERRORS, ByteStream
 
 MAX_HELD_BYTES = 1 << 29
 """Largest content that is held in memory as a whole: a line of JSON, or a Parquet file in an archive."""

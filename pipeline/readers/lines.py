@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from pipeline.readers.corpus import END, ReadFailure, Record
-from pipeline.readers.pieces import cut, decode
-from pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, ByteStream
+from declutr.pipeline.readers.corpus import END, ReadFailure, Record
+from declutr.pipeline.readers.pieces import cut, decode
+from declutr.pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, ByteStream
 
 
 def lines(

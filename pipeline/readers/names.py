@@ -1,7 +1,7 @@
 """File names: the format that a suffix stands for, and hidden names."""
 
-from pipeline.readers.corpus import Format
-from pipeline.readers.streams import COMPRESSED_SUFFIXES
+from declutr.pipeline.readers.corpus import Format
+from declutr.pipeline.readers.streams import COMPRESSED_SUFFIXES
 
 SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl",

@@ -6,16 +6,23 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from common.stores.address import is_remote
-from pipeline.readers.blobs import read_parquet_blobs
-from pipeline.readers.corpus import END, Part, ReadFailure, Record
-from pipeline.readers.fields import read_json_fields, read_parquet_fields
-from pipeline.readers.files import Rules, read_archive, read_stream
-from pipeline.readers.inputs import open_input, stream_of
-from pipeline.readers.jsonl import read_jsonl
-from pipeline.readers.lines import read_text, unreadable
-from pipeline.readers.streams import BLOCK_BYTES, READ_ERRORS, Allowance, ByteStream, compression_of, decompressed
-from pipeline.readers.tables import Rows, read_arrow_batches, read_parquet
+from declutr.common.stores.address import is_remote
+from declutr.pipeline.readers.blobs import read_parquet_blobs
+from declutr.pipeline.readers.corpus import END, Part, ReadFailure, Record
+from declutr.pipeline.readers.fields import read_json_fields, read_parquet_fields
+from declutr.pipeline.readers.files import Rules, read_archive, read_stream
+from declutr.pipeline.readers.inputs import open_input, stream_of
+from declutr.pipeline.readers.jsonl import read_jsonl
+from declutr.pipeline.readers.lines import read_text, unreadable
+from declutr.pipeline.readers.streams import (
+    BLOCK_BYTES,
+    READ_ERRORS,
+    Allowance,
+    ByteStream,
+    compression_of,
+    decompressed,
+)
+from declutr.pipeline.readers.tables import Rows, read_arrow_batches, read_parquet
 
 
 class Meter:

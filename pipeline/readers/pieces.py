@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pipeline.readers.corpus import Document, ReadFailure, Record
+from declutr.pipeline.readers.corpus import Document, ReadFailure, Record
 
 Buffer = bytes | bytearray | memoryview
 _SPACES = (b" ", b"\n", b"\t", b"\r")

@@ -10,22 +10,22 @@ from typing import BinaryIO
 
 import pyarrow.parquet as pq
 
-from common.paths import expand
-from common.stores.address import is_remote
-from common.stores.retry import explained
-from pipeline.readers.archives import is_tar
-from pipeline.readers.blobs import member_key
-from pipeline.readers.corpus import END, MIB, FilesCorpus, HubCorpus, Input, Part
-from pipeline.readers.cuts import Cut, cut_archive, cut_arrow, cut_delimited, cut_parquet, cut_ranges, make_part
-from pipeline.readers.delimited import DELIMITERS
-from pipeline.readers.encodings import encoding_of
-from pipeline.readers.fields import FIELD_FORMATS, fields_problem
-from pipeline.readers.files import Rules, format_of, is_json_lines, rules_of
-from pipeline.readers.hub import hub_inputs
-from pipeline.readers.inputs import find_inputs, open_input, stream_of
-from pipeline.readers.names import JSON_SUFFIX, TAR_SUFFIX, bare_suffix
-from pipeline.readers.skipped import EXCLUDED, UNREADABLE, Skipped, advice_on, describe_skipped
-from pipeline.readers.streams import (
+from declutr.common.paths import expand
+from declutr.common.stores.address import is_remote
+from declutr.common.stores.retry import explained
+from declutr.pipeline.readers.archives import is_tar
+from declutr.pipeline.readers.blobs import member_key
+from declutr.pipeline.readers.corpus import END, MIB, FilesCorpus, HubCorpus, Input, Part
+from declutr.pipeline.readers.cuts import Cut, cut_archive, cut_arrow, cut_delimited, cut_parquet, cut_ranges, make_part
+from declutr.pipeline.readers.delimited import DELIMITERS
+from declutr.pipeline.readers.encodings import encoding_of
+from declutr.pipeline.readers.fields import FIELD_FORMATS, fields_problem
+from declutr.pipeline.readers.files import Rules, format_of, is_json_lines, rules_of
+from declutr.pipeline.readers.hub import hub_inputs
+from declutr.pipeline.readers.inputs import find_inputs, open_input, stream_of
+from declutr.pipeline.readers.names import JSON_SUFFIX, TAR_SUFFIX, bare_suffix
+from declutr.pipeline.readers.skipped import EXCLUDED, UNREADABLE, Skipped, advice_on, describe_skipped
+from declutr.pipeline.readers.streams import (
     BLOCK_BYTES,
     COMPRESSED_SUFFIXES,
     READ_ERRORS,
@@ -34,7 +34,7 @@ from pipeline.readers.streams import (
     compression_of,
     decompressed,
 )
-from pipeline.readers.tables import TABLE_ERRORS
+from declutr.pipeline.readers.tables import TABLE_ERRORS
 
 COMPRESSION_RATIO = 3
 """Assumed ratio of English text to its compressed size, by which parts of compressed files are weighted."""

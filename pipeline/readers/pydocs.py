@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from common.config import Strict
-from pipeline.readers.corpus import Document, Part, ReadFailure, Record
+from declutr.common.config import Strict
+from declutr.pipeline.readers.corpus import Document, Part, ReadFailure, Record
 
 _SKIPPED_FOLDERS = re.compile(
     "__pycache__|test_.*|tests?|testing|(site|dist)-packages|idlelib|lib2to3|_?vendor(ed)?|third_?party|extern(als)?"

@@ -3,8 +3,8 @@
 import re
 from collections import Counter
 
-from common.config import Strict
-from pipeline.readers.names import JSON_SUFFIX, bare_suffix
+from declutr.common.config import Strict
+from declutr.pipeline.readers.names import JSON_SUFFIX, bare_suffix
 
 MAX_KINDS = 50
 OTHERS = "others"

@@ -6,11 +6,11 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.readers.columns import NO_TEXT, Names, joined, missing
-from pipeline.readers.corpus import MIB, ReadFailure, Record
-from pipeline.readers.lines import unreadable
-from pipeline.readers.pieces import documents
-from pipeline.readers.streams import READ_ERRORS
+from declutr.pipeline.readers.columns import NO_TEXT, Names, joined, missing
+from declutr.pipeline.readers.corpus import MIB, ReadFailure, Record
+from declutr.pipeline.readers.lines import unreadable
+from declutr.pipeline.readers.pieces import documents
+from declutr.pipeline.readers.streams import READ_ERRORS
 
 TABLE_ERRORS = (*READ_ERRORS, UnicodeDecodeError)
 """UnicodeDecodeError occurs if the name of a column is damaged."""

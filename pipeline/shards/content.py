@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from common.config import Strict
+from declutr.common.config import Strict
 
 TextKind = Literal["documents", "sentences", "pairs", "triples"]
 MediaKind = Literal["images", "audio"]

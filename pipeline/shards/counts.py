@@ -4,7 +4,7 @@ from collections import Counter
 
 from pydantic import Field
 
-from common.config import Strict
+from declutr.common.config import Strict
 
 
 class ShardError(ValueError):

@@ -7,12 +7,12 @@ import msgspec
 import pyarrow as pa
 from pydantic import ValidationError
 
-from pipeline.shards.content import ContentKind
-from pipeline.shards.integrity import content_problem
-from pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
-from pipeline.shards.media import media_problem
-from pipeline.shards.schema import SCHEMA_VERSION
-from pipeline.shards.windows import Geometry, ShortDocuments
+from declutr.pipeline.shards.content import ContentKind
+from declutr.pipeline.shards.integrity import content_problem
+from declutr.pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
+from declutr.pipeline.shards.media import media_problem
+from declutr.pipeline.shards.schema import SCHEMA_VERSION
+from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 
 
 class ListedShard(msgspec.Struct, frozen=True):

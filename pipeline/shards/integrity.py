@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, ContentKind, TextKind
-from pipeline.shards.schema import media_schema
-from pipeline.shards.windows import Geometry, ShortDocuments
+from declutr.pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, ContentKind, TextKind
+from declutr.pipeline.shards.schema import media_schema
+from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 
 _WINDOWS = {"windows": (pa.list_(pa.int32()),)}
 _TEXTS = {"starts": (pa.list_(pa.int32()),), "labels": (pa.list_(pa.int8()),)}

@@ -31,9 +31,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.config import Strict
-from common.storage import atomic_file, hash_file
-from pipeline.readers.corpus import ID_BYTES
+from declutr.common.config import Strict
+from declutr.common.storage import atomic_file, hash_file
+from declutr.pipeline.readers.corpus import ID_BYTES
 
 LEDGERS = "ledger"
 """Folder of the ledgers in the output folder."""

@@ -6,19 +6,19 @@ from typing import Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from common.config import Strict, describe
-from common.storage import hash_json
-from pipeline.readers.corpus import ReadFailure
-from pipeline.readers.input_state import InputState
-from pipeline.readers.skipped import Skip
-from pipeline.shards.content import MEDIA_KINDS, AnyContent, noun_of
-from pipeline.shards.counts import Counts as Counts
-from pipeline.shards.counts import ShardError as ShardError
-from pipeline.shards.counts import sum_counts as sum_counts
-from pipeline.shards.ledger import LedgerFile
-from pipeline.shards.schema import SCHEMA_VERSION
-from pipeline.shards.windows import Geometry, ShortDocuments
-from pipeline.tokenizer.tokenization import TokenizerInfo
+from declutr.common.config import Strict, describe
+from declutr.common.storage import hash_json
+from declutr.pipeline.readers.corpus import ReadFailure
+from declutr.pipeline.readers.input_state import InputState
+from declutr.pipeline.readers.skipped import Skip
+from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, noun_of
+from declutr.pipeline.shards.counts import Counts as Counts
+from declutr.pipeline.shards.counts import ShardError as ShardError
+from declutr.pipeline.shards.counts import sum_counts as sum_counts
+from declutr.pipeline.shards.ledger import LedgerFile
+from declutr.pipeline.shards.schema import SCHEMA_VERSION
+from declutr.pipeline.shards.windows import Geometry, ShortDocuments
+from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 MANIFEST = "manifest.json"
 _OTHERS = {

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.shards.content import MediaKind
+from declutr.pipeline.shards.content import MediaKind
 
 PNG = b"\x89PNG\r\n\x1a\n"
 _HEADER_BYTES = 24

@@ -51,9 +51,9 @@ from typing import cast
 
 import pyarrow as pa
 
-from pipeline.readers.corpus import ID_BYTES
-from pipeline.shards.content import MediaKind, TextKind
-from pipeline.shards.windows import Geometry, ShortDocuments
+from declutr.pipeline.readers.corpus import ID_BYTES
+from declutr.pipeline.shards.content import MediaKind, TextKind
+from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 
 SCHEMA_VERSION = 1
 UINT16_VOCABULARY = 2**16

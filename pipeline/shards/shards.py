@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from common.storage import hash_file
-from pipeline.shards.content import ContentKind
-from pipeline.shards.index import ListedShard, ManifestIndex, load_index
-from pipeline.shards.integrity import memory_problem, schema_problem
-from pipeline.shards.ledger import LedgerFile
-from pipeline.shards.manifest import MANIFEST, Manifest, Shard, ShardError, load_manifest
+from declutr.common.storage import hash_file
+from declutr.pipeline.shards.content import ContentKind
+from declutr.pipeline.shards.index import ListedShard, ManifestIndex, load_index
+from declutr.pipeline.shards.integrity import memory_problem, schema_problem
+from declutr.pipeline.shards.ledger import LedgerFile
+from declutr.pipeline.shards.manifest import MANIFEST, Manifest, Shard, ShardError, load_manifest
 
 _MOST_OPEN = 512  # each needs a memory map, and a large corpus has more shards than a process may map
 

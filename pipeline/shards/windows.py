@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from common.config import Strict
+from declutr.common.config import Strict
 
 ShortDocuments = Literal["drop", "fewer_anchors", "shrink_spans"]
 EMPTY = "empty"

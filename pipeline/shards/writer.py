@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from common.storage import atomic_file, hash_file
-from pipeline.shards.content import Layout
-from pipeline.shards.manifest import Shard, ShardError, Split
-from pipeline.shards.media import Media, media_arrays
-from pipeline.shards.schema import geometry_of
-from pipeline.shards.windows import document_windows
+from declutr.common.storage import atomic_file, hash_file
+from declutr.pipeline.shards.content import Layout
+from declutr.pipeline.shards.manifest import Shard, ShardError, Split
+from declutr.pipeline.shards.media import Media, media_arrays
+from declutr.pipeline.shards.schema import geometry_of
+from declutr.pipeline.shards.windows import document_windows
 
 _BLOCK_TOKENS = 2**25
 _BLOCK_BYTES = 2**25

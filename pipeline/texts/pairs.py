@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pipeline.filters.whitespace import normalise
-from pipeline.readers.corpus import MIB, Fields, ReadFailure, Record, Rejected, Value
-from pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, Label
-from pipeline.shards.windows import EMPTY
-from pipeline.texts.text_rows import make_row
+from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.readers.corpus import MIB, Fields, ReadFailure, Record, Rejected, Value
+from declutr.pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, Label
+from declutr.pipeline.shards.windows import EMPTY
+from declutr.pipeline.texts.text_rows import make_row
 
 MAX_FILE_BYTES = 1024 * MIB
 """Largest file of pairs, and most characters of the pairs of a file that are held."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pipeline.readers.corpus import Document, ReadFailure, Record
+from declutr.pipeline.readers.corpus import Document, ReadFailure, Record
 
 _WINDOW_CHARACTERS = 1 << 14
 """Characters that are split at a time: with some scripts the segmenter's time grows with the square of its input."""

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.readers.corpus import Document, ReadFailure, Record, Rejected, document_id
-from pipeline.shards.content import AnyContent, PairsContent, SentencesContent, TriplesContent
+from declutr.pipeline.readers.corpus import Document, ReadFailure, Record, Rejected, document_id
+from declutr.pipeline.shards.content import AnyContent, PairsContent, SentencesContent, TriplesContent
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ def rows(records: Iterator[Record], content: AnyContent) -> Iterator[Record]:
         OSError: the pairs of one file are too large.
     """
     # Imported here because these modules build the rows defined above.
-    from pipeline.texts.pairs import pair_rows, triple_rows
-    from pipeline.texts.sentences import split_documents
+    from declutr.pipeline.texts.pairs import pair_rows, triple_rows
+    from declutr.pipeline.texts.sentences import split_documents
 
     match content:
         case SentencesContent(split=True, language=language):

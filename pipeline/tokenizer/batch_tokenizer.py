@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
-from pipeline.tokenizer.wordpiece import WordTable
+from declutr.pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
+from declutr.pipeline.tokenizer.wordpiece import WordTable
 
 EngineName = Literal["tiktoken", "wordpiece", "tokenizers"]
 Ids = NDArray[np.uint32]
@@ -33,8 +33,8 @@ class BatchTokenizer:
 
     Args:
         backend: the tokenizer; its settings are changed, so it must not be shared.
-        engine: library that applies it; only `tokenizers`, unless `pipeline.tokenizer.engine.choose_engine` found that
-            the ids are the same.
+        engine: library that applies it; only `tokenizers`, unless `choose_engine` (engine.py) found that the ids are
+            the same.
         parsed: result of `parse` for the tokenizer, if the caller has it.
 
     Attributes:

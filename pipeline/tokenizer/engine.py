@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from common import seeding
-from common.config import ConfigError, Strict
-from pipeline.tokenizer import bytelevel, wordpiece
-from pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
-from pipeline.tokenizer.bytelevel import byte_letters, parse
-from pipeline.tokenizer.tokenization import EngineSetting
+from declutr.common import seeding
+from declutr.common.config import ConfigError, Strict
+from declutr.pipeline.tokenizer import bytelevel, wordpiece
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
+from declutr.pipeline.tokenizer.bytelevel import byte_letters, parse
+from declutr.pipeline.tokenizer.tokenization import EngineSetting
 
 _CHARACTERS_AT_ONCE = 200_000
 _SAMPLED = ((0x4E00, 0xA000), (0xAC00, 0xD7A4), (0xE000, 0xF900), (0x20000, 0x110000))

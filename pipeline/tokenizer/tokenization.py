@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from common.config import ConfigError, Strict
-from common.hub import hub_or_cache, looks_like_a_path
-from common.paths import PathError, expand
-from common.storage import hash_json
+from declutr.common.config import ConfigError, Strict
+from declutr.common.hub import hub_or_cache, looks_like_a_path
+from declutr.common.paths import PathError, expand
+from declutr.common.storage import hash_json
 
 SPECIAL_ROLES = ("bos", "eos", "cls", "sep", "pad", "mask", "unk")
 _LONG_RUN = re.compile(r"[^\W\d_]{1024}")

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
-from adaptation.candidates import ORDER, TRAINED, write_between
-from adaptation.config import AdaptConfig, train_config
-from adaptation.job import adapt
-from adaptation.state import AdaptError
-from cli.adapt import run
-from evaluation.encoders.loading import load_encoder
-from pipeline.tokenizer.tokenization import train_tokenizer
+from declutr.adaptation.candidates import ORDER, TRAINED, write_between
+from declutr.adaptation.config import AdaptConfig, train_config
+from declutr.adaptation.job import adapt
+from declutr.adaptation.state import AdaptError
+from declutr.cli.adapt import run
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 
 WORDS = [f"word{number}" for number in range(300)]
 
@@ -120,8 +120,8 @@ def test_write_between_is_the_start_at_0_and_the_end_at_1(encoder, tmp_path):
 
 
 def test_train_config_is_that_of_the_config_file():
-    from common.config import load_config
-    from trainer.setup.config import TrainConfig
+    from declutr.common.config import load_config
+    from declutr.trainer.setup.config import TrainConfig
 
     file = load_config("configs/adapt.yaml", "train", TrainConfig)
     ours = train_config(AdaptConfig(encoder="models/x", corpus=["-"]), Path("data"), Path("run"), 10, "mean")

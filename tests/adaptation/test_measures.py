@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from adaptation.documents import HeldOutDocument
-from adaptation.measures import Passages, make_passages, share
-from adaptation.scores import HEADINGS, compared
-from pipeline.tokenizer.tokenization import train_tokenizer
+from declutr.adaptation.documents import HeldOutDocument
+from declutr.adaptation.measures import Passages, make_passages, share
+from declutr.adaptation.scores import HEADINGS, compared
+from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 
 WORDS = [f"word{number}" for number in range(50)]
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from adaptation.config import AdaptConfig
-from adaptation.state import STATE, AdaptError, opened
+from declutr.adaptation.config import AdaptConfig
+from declutr.adaptation.state import STATE, AdaptError, opened
 
 CONFIG = AdaptConfig(encoder="models/x", corpus=["texts"], minutes=10)
 

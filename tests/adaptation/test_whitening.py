@@ -11,14 +11,14 @@ from tiny import VOCABULARY, documents
 from torch import nn
 from transformers import AutoTokenizer
 
-from adaptation.passages import passages
-from adaptation.whiten import WhitenConfig, load, whiten, write_whitened
-from adaptation.whitening import WhiteningError, WithinSums, whitening
-from evaluation.encoders.loading import load_encoder
-from trainer.driver.dense import write_steps
-from trainer.driver.export import write_encoder
-from trainer.model.behind import Dense, Normalize
-from trainer.setup.build import build_encoder
+from declutr.adaptation.passages import passages
+from declutr.adaptation.whiten import WhitenConfig, load, whiten, write_whitened
+from declutr.adaptation.whitening import WhiteningError, WithinSums, whitening
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.trainer.driver.dense import write_steps
+from declutr.trainer.driver.export import write_encoder
+from declutr.trainer.model.behind import Dense, Normalize
+from declutr.trainer.setup.build import build_encoder
 
 TEXTS = ["some words", "others", "some words and others"]
 

@@ -22,13 +22,13 @@ from benchmarks.scale import shards
 from benchmarks.step import __main__ as step
 from benchmarks.step import batch, feed, sharding
 from benchmarks.workload import packed, texts
-from pipeline.shards.schema import shard_schema
-from pipeline.shards.shards import ShardSet, check_shards
-from pipeline.shards.windows import Geometry, window_starts
-from pipeline.tokenizer.tokenization import train_tokenizer
-from trainer.data.plan import permute
-from trainer.model import flops
-from trainer.objectives.span_config import SpanConfig
+from declutr.pipeline.shards.schema import shard_schema
+from declutr.pipeline.shards.shards import ShardSet, check_shards
+from declutr.pipeline.shards.windows import Geometry, window_starts
+from declutr.pipeline.tokenizer.tokenization import train_tokenizer
+from declutr.trainer.data.plan import permute
+from declutr.trainer.model import flops
+from declutr.trainer.objectives.span_config import SpanConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"hardware", "versions", "commit", "command"}

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.evaluate import __main__ as evaluate
 from benchmarks.quality import encoders
-from common.storage import read_json
+from declutr.common.storage import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = [("encoders*_*.json", "docs/results.md"), ("evaluate_*.json", "docs/senteval.md")]

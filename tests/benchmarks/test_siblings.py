@@ -8,9 +8,9 @@ from folders import encoder_folder
 from transformers import AutoModel, BertConfig, BertModel
 
 from benchmarks.quality import sibling_inputs, sibling_runs, siblings
-from pipeline.config import PipelineConfig
-from pipeline.tokenizer.tokenization import train_tokenizer
-from trainer.setup.config import TrainConfig
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.tokenizer.tokenization import train_tokenizer
+from declutr.trainer.setup.config import TrainConfig
 
 WORDS = [f"word{number}" for number in range(120)]
 

@@ -9,9 +9,9 @@ import torch
 from benchmarks.step import __main__ as step
 from benchmarks.step import batch, feed, padded_texts
 from benchmarks.workload import models, packed, texts
-from pipeline.shards.content import NO_LABEL
-from trainer.objectives.span_config import SpanConfig
-from trainer.objectives.text_packing import Texts
+from declutr.pipeline.shards.content import NO_LABEL
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.objectives.text_packing import Texts
 
 TINY = ["--model", "tiny", "--device", "cpu"]
 

@@ -11,8 +11,8 @@ import yaml
 from ray.autoscaler._private.providers import _NODE_PROVIDERS, _get_node_provider
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from common.stores.address import child
-from common.stores.files import names, write_file
+from declutr.common.stores.address import child
+from declutr.common.stores.files import names, write_file
 
 ROOT = Path(__file__).resolve().parents[2]
 boto3 = pytest.importorskip("boto3", reason="boto3 is not installed")

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from common.config import load_config
-from pipeline.config import PipelineConfig
-from trainer.setup.config import TrainConfig
+from declutr.common.config import load_config
+from declutr.pipeline.config import PipelineConfig
+from declutr.trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "cluster.md"
@@ -214,7 +214,7 @@ def test_scripts_run_from_the_home_folder(script, tmp_path):
     done = subprocess.run(
         [sys.executable, copied, *arguments],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         check=False,
@@ -225,7 +225,7 @@ def test_scripts_run_from_the_home_folder(script, tmp_path):
         missing = subprocess.run(
             [sys.executable, copied, "configs/nowhere.yaml"],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+            env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "ignore"},
             capture_output=True,
             text=True,
             check=False,

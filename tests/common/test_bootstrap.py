@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from common.bootstrap import MIN_ROWS, Comparison, compare, mean, paired_interval, spearman
+from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, mean, paired_interval, spearman
 
 
 def paired(rows=400, gain=0.1, seed=0):

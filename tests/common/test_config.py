@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from common.config import ConfigError, Strict, config_yaml, load_config
+from declutr.common.config import ConfigError, Strict, config_yaml, load_config
 
 
 class Inner(Strict):

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field
 
-from common.config import Strict
-from common.config_docs import annotated_yaml, settings_tables
+from declutr.common.config import Strict
+from declutr.common.config_docs import annotated_yaml, settings_tables
 
 
 class Wool(Strict):

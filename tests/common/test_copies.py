@@ -9,12 +9,12 @@ from s3server import s3_server
 from volumes import small_volume
 from waiting import until
 
-from common import storage
-from common.stores.address import filesystem
-from common.stores.copies import pull_all
-from common.stores.folders import main, push_folder
-from common.stores.listing import LISTING
-from common.stores.retry import RemoteError, RetryPolicy
+from declutr.common import storage
+from declutr.common.stores.address import filesystem
+from declutr.common.stores.copies import pull_all
+from declutr.common.stores.folders import main, push_folder
+from declutr.common.stores.listing import LISTING
+from declutr.common.stores.retry import RemoteError, RetryPolicy
 
 HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
 

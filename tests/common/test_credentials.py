@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from cli.main import main as declutr
-from common.config import ConfigError, load_config
-from common.credentials import redact, refusal
-from common.stores.address import filesystem
-from common.stores.files import read_file
-from common.stores.retry import RemoteError
-from pipeline.config import PipelineConfig
-from pipeline.prepare import main as prepare_main
-from pipeline.prepare import problems
-from trainer.train import main as train_main
+from declutr.cli.main import main as declutr
+from declutr.common.config import ConfigError, load_config
+from declutr.common.credentials import redact, refusal
+from declutr.common.stores.address import filesystem
+from declutr.common.stores.files import read_file
+from declutr.common.stores.retry import RemoteError
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.prepare import main as prepare_main
+from declutr.pipeline.prepare import problems
+from declutr.trainer.train import main as train_main
 
 SECRET = "hunter2"
 SECRETIVE = [

@@ -6,13 +6,13 @@ import socket
 import pytest
 from huggingface_hub import constants
 
-from common import hub
-from common.config import ConfigError
-from pipeline.readers.corpus import HubCorpus
-from pipeline.readers.hub import hub_inputs
-from pipeline.readers.inputs import find_inputs
-from pipeline.readers.skipped import Skipped
-from pipeline.tokenizer.tokenization import load_tokenizer
+from declutr.common import hub
+from declutr.common.config import ConfigError
+from declutr.pipeline.readers.corpus import HubCorpus
+from declutr.pipeline.readers.hub import hub_inputs
+from declutr.pipeline.readers.inputs import find_inputs
+from declutr.pipeline.readers.skipped import Skipped
+from declutr.pipeline.tokenizer.tokenization import load_tokenizer
 
 
 class Silent:

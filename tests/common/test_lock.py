@@ -15,9 +15,9 @@ from damagedjson import DAMAGED
 from diskcalls import disk_calls
 from waiting import until
 
-from common.lock import LOCK, RunLock, RunLockedError, this_process
+from declutr.common.lock import LOCK, RunLock, RunLockedError, this_process
 
-HOLD = "import sys; from pathlib import Path; from common.lock import RunLock\n"
+HOLD = "import sys; from pathlib import Path; from declutr.common.lock import RunLock\n"
 HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.stdin.read()"
 
 
@@ -164,7 +164,7 @@ def test_of_many_commands_at_once_exactly_one_gets_a_stale_lock(tmp_path):
     assert not (tmp_path / LOCK).exists()
 
 
-MEET = "import sys; from pathlib import Path; from common.lock import RunLock\n"
+MEET = "import sys; from pathlib import Path; from declutr.common.lock import RunLock\n"
 MEET += "print('ready', flush=True)\nwith RunLock(Path(sys.argv[1]), print): print('held', flush=True)"
 
 
@@ -187,7 +187,7 @@ def test_a_command_that_looks_while_another_takes_the_lock_waits_and_is_refused(
 
 
 HOLDS = """
-from common.lock import RunLock
+from declutr.common.lock import RunLock
 def prepare(here): pass
 def act(here):
     with RunLock(here, print):

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from common.console import bars
+from declutr.common.console import bars
 
 WORK = """
 import sys
-from common.console.logs import get_logger, setup_logging
-from common.console.bars import bar
+from declutr.common.console.logs import get_logger, setup_logging
+from declutr.common.console.bars import bar
 setup_logging("work")
 print("first", flush=True)
 sys.stdin.readline()
@@ -47,7 +47,7 @@ def test_work_goes_on_when_nobody_reads(tmp_path, closed):
 
 
 def test_characters_that_the_encoding_lacks_are_escaped():
-    program = "from common.console.logs import setup_logging, get_logger; setup_logging('x'); print('é …');"
+    program = "from declutr.common.console.logs import setup_logging, get_logger; setup_logging('x'); print('é …');"
     program += "get_logger().info('ü')"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)

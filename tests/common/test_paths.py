@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.hub import looks_like_a_path
-from common.paths import PathError, expand, folder_problem, path_argument
+from declutr.common.hub import looks_like_a_path
+from declutr.common.paths import PathError, expand, folder_problem, path_argument
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,8 +43,8 @@ def test_paths_that_name_no_place(path, monkeypatch):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes the identity of a user without a home folder")
 def test_no_home_at_all():
-    code = "from common.paths import expand\nimport os; os.setuid(54321)\nexpand('~/x')"
-    bare = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    code = "from declutr.common.paths import expand\nimport os; os.setuid(54321)\nexpand('~/x')"
+    bare = {"PYTHONPATH": str(ROOT / "src"), "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=False)
     assert "PathError: '~/x': no home folder ~" in done.stderr
 

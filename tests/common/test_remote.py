@@ -7,12 +7,12 @@ import time
 import pytest
 from s3server import s3_server
 
-from common.stores.address import child, filesystem
-from common.stores.copies import pull_all
-from common.stores.files import names, pull_file, push_file, read_file, remove_file, write_file
-from common.stores.folders import is_whole, local_copy, main, pull_folder, push_folder, remove_folder
-from common.stores.listing import LISTING
-from common.stores.retry import RemoteError, RetryPolicy, explained
+from declutr.common.stores.address import child, filesystem
+from declutr.common.stores.copies import pull_all
+from declutr.common.stores.files import names, pull_file, push_file, read_file, remove_file, write_file
+from declutr.common.stores.folders import is_whole, local_copy, main, pull_folder, push_folder, remove_folder
+from declutr.common.stores.listing import LISTING
+from declutr.common.stores.retry import RemoteError, RetryPolicy, explained
 
 HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
 SMALL = bytes(range(256))

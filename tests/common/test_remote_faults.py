@@ -5,9 +5,9 @@ import os
 import pytest
 from faultystore import faulty_store
 
-from common.stores.files import read_file, write_file
-from common.stores.folders import is_whole, pull_folder, push_folder
-from common.stores.retry import RemoteError, RetryPolicy
+from declutr.common.stores.files import read_file, write_file
+from declutr.common.stores.folders import is_whole, pull_folder, push_folder
+from declutr.common.stores.retry import RemoteError, RetryPolicy
 
 ONCE = RetryPolicy(total_seconds=0.0)
 LARGE_BYTES = 11 * 2**20  # more than one part of an upload

@@ -3,7 +3,7 @@
 import pytest
 from diskcalls import disk_calls
 
-from common.scores import SCORES, ScoreLine, append_score, comparable, read_scores
+from declutr.common.scores import SCORES, ScoreLine, append_score, comparable, read_scores
 
 
 def line(step, **changes):
@@ -46,7 +46,7 @@ def test_a_name_that_is_not_known_is_no_setting():
 
 
 APPEND = """
-from common.scores import ScoreLine, append_score
+from declutr.common.scores import ScoreLine, append_score
 def prepare(here): pass
 def act(here):
     for step in (1, 2):

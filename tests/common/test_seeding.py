@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import seeding
+from declutr.common import seeding
 
 
 @pytest.mark.parametrize(

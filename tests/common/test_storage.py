@@ -6,7 +6,7 @@ import sys
 import pytest
 from diskcalls import ROOT, disk_calls, killed_before_each
 
-from common import storage
+from declutr.common import storage
 
 
 def names(folder):
@@ -96,7 +96,7 @@ def test_json_round_trip_and_hashes(tmp_path):
 
 
 FOLDER = """
-from common import storage
+from declutr.common import storage
 def prepare(here):
     (here / "run").mkdir()
     (here / "run" / "a").write_text("old")
@@ -106,7 +106,7 @@ def act(here):
         (aside / "sub" / "b").write_text("new")
 """
 FILE = """
-from common import storage
+from declutr.common import storage
 def prepare(here): storage.write_text(here / "a", "old")
 def act(here): storage.write_text(here / "a", "new")
 """
@@ -146,7 +146,7 @@ def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path):
 FAILS = """
 import sys
 from pathlib import Path
-from common import storage
+from declutr.common import storage
 failed = []
 def fail(event, given):
     if event == "os.rename" and str(given[1]) == sys.argv[1] and not failed:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import tinyruns as runs
 
-from common.console.logs import get_logger, setup_logging
-from common.console.terminal import shown, visible
+from declutr.common.console.logs import get_logger, setup_logging
+from declutr.common.console.terminal import shown, visible
 
 HOSTILE = "a\x1b]0;title\x07\x1b[2J\x1b[31m\x9b1m\u202eb\rc\bd\x7f\x00\udc80"
 
 
 def run(code, encoding="utf-8", **options):
-    environment = os.environ | {"PYTHONPATH": str(runs.ROOT), "PYTHONIOENCODING": encoding}
+    environment = os.environ | {"PYTHONPATH": str(runs.ROOT / "src"), "PYTHONIOENCODING": encoding}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False, **options)
 
 
@@ -37,11 +37,12 @@ def test_the_reset_of_colours_at_the_end_of_a_process_leaves_no_trace():
     """In a pseudo-terminal, because colorama writes to nothing else."""
     colorama = Path(find_spec("ray").submodule_search_locations[0]) / "thirdparty_files"
     code = (
-        f"import sys; from common.console.terminal import shown\nsys.path.append({str(colorama)!r})\nimport colorama\n"
+        "import sys; from declutr.common.console.terminal import shown\n"
+        f"sys.path.append({str(colorama)!r})\nimport colorama\n"
     )
     code += "with shown():\n    colorama.init(strip=False)\n    print('done')\n"
     reader, terminal = os.openpty()
-    environment = os.environ | {"PYTHONPATH": str(runs.ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(runs.ROOT / "src")}
     subprocess.run([sys.executable, "-c", code], env=environment, stdout=terminal, check=True, timeout=60)
     os.close(terminal)
     assert os.read(reader, 1000) == b"done\r\n"
@@ -55,7 +56,7 @@ def test_progress_bars_stay_what_they_are(capsys):
     assert capsys.readouterr().err == "\r 50%|#####     |\r100%|##########|\n"
 
 
-CODE = "import sys; from common.console.terminal import shown\nwith shown():\n    {}"
+CODE = "import sys; from declutr.common.console.terminal import shown\nwith shown():\n    {}"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
@@ -71,7 +72,7 @@ def test_a_reader_that_has_gone_ends_the_command_without_a_word(lines):
     code = CODE.format(f"print('\\n'.join(map(str, range({lines}))))\n    print('x')")
     reader, writer = os.pipe()
     os.close(reader)
-    environment = os.environ | {"PYTHONPATH": str(runs.ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(runs.ROOT / "src")}
     with os.fdopen(writer, "wb") as pipe:
         process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=pipe, stderr=subprocess.PIPE)
     assert process.communicate()[1] == b""

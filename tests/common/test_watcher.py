@@ -3,7 +3,7 @@
 import threading
 import time
 
-from common.watcher import Watcher
+from declutr.common.watcher import Watcher
 
 
 class Counter(Watcher):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from common.yamlfile import MAX_BYTES, YamlError, read_yaml, read_yaml_file
+from declutr.common.yamlfile import MAX_BYTES, YamlError, read_yaml, read_yaml_file
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]\n" for number in range(1, 12)

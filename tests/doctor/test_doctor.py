@@ -14,13 +14,13 @@ from mediashards import prepare_media
 from prepared import Row, write_prepared
 from transformers import AutoTokenizer
 
-from doctor import checks, collective, data, examination, facts, network, storage
-from doctor.cluster import Examiner, probe
-from doctor.facts import Gpu
-from doctor.finding import Finding, as_text, counts
-from doctor.needs import Needs, needs_of
-from doctor.network import Exposure, ListeningPort
-from trainer.setup.build import build_encoder
+from declutr.doctor import checks, collective, data, examination, facts, network, storage
+from declutr.doctor.cluster import Examiner, probe
+from declutr.doctor.facts import Gpu
+from declutr.doctor.finding import Finding, as_text, counts
+from declutr.doctor.needs import Needs, needs_of
+from declutr.doctor.network import Exposure, ListeningPort
+from declutr.trainer.setup.build import build_encoder
 
 NEEDS = Needs(
     parameters=100_000_000,

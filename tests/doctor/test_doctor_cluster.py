@@ -7,11 +7,11 @@ import ray
 import tinyruns as runs
 from ray.cluster_utils import Cluster
 
-from doctor import examination, storage
-from doctor.cluster import ANSWER_SECONDS, Examiners, nodes_of_cluster
-from doctor.finding import counts
-from trainer.driver.failure import GroupFailure, blame_nodes
-from trainer.worker.heartbeat import Heartbeat
+from declutr.doctor import examination, storage
+from declutr.doctor.cluster import ANSWER_SECONDS, Examiners, nodes_of_cluster
+from declutr.doctor.finding import counts
+from declutr.trainer.driver.failure import GroupFailure, blame_nodes
+from declutr.trainer.worker.heartbeat import Heartbeat
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import yaml
 
-from cli.main import main
-from common.scores import ScoreLine, append_score, scoring
-from inspection.checkpoints import CheckpointRow, table
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.state import RunState
+from declutr.cli.main import main
+from declutr.common.scores import ScoreLine, append_score, scoring
+from declutr.inspection.checkpoints import CheckpointRow, table
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.state import RunState
 
 
 @pytest.fixture

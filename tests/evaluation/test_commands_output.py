@@ -8,13 +8,13 @@ import sys
 import pytest
 import tinyruns as runs
 
-from cli.main import main
+from declutr.cli.main import main
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(runs.ROOT)}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(runs.ROOT / "src")}
 
 
 def declutr(*arguments, **more):
-    command = [sys.executable, "-m", "cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "declutr.cli.main", *map(str, arguments)]
     return subprocess.run(command, env=ENVIRONMENT | more, capture_output=True, check=False)
 
 
@@ -73,7 +73,7 @@ def test_a_traceback_is_shown_for_debugging_only(monkeypatch, capsys):
     def fail(_):
         raise OSError("no space left")
 
-    monkeypatch.setattr("cli.search.run", fail)
+    monkeypatch.setattr("declutr.cli.search.run", fail)
     for level, shown in (("INFO", False), ("DEBUG", True)):
         monkeypatch.setenv("DECLUTR_LOG", level)
         assert main(["search", "index", "query"]) == 1

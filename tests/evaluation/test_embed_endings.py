@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from volumes import small_volume
 
-from cli.main import main
+from declutr.cli.main import main
 
 MODEL = "hashed-words:256"
 

@@ -16,8 +16,8 @@ import tinyruns as runs
 from folders import TEXTS, encoder_folder
 from sentence_transformers import SentenceTransformer
 
-from cli.main import main
-from evaluation.embedding.output import EmbedError, read_note
+from declutr.cli.main import main
+from declutr.evaluation.embedding.output import EmbedError, read_note
 
 LINES = [text.replace("\n", " ") for text in TEXTS]
 
@@ -149,8 +149,8 @@ def test_killed_and_started_again_it_writes_the_same_bytes(model, tmp_path):
     assert main([*arguments, str(tmp_path / "whole.npy")]) == 0
     parts, output = tmp_path / ".out.npy.parts", tmp_path / "out.npy"
     process = subprocess.Popen(
-        [sys.executable, "-m", "cli.main", *arguments, str(output)],
-        env=os.environ | {"PYTHONPATH": str(runs.ROOT)},
+        [sys.executable, "-m", "declutr.cli.main", *arguments, str(output)],
+        env=os.environ | {"PYTHONPATH": str(runs.ROOT / "src")},
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 120

@@ -15,10 +15,10 @@ from states import state_of
 from tinyruns import write_config
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertForPreTraining
 
-from cli.main import main
-from common.storage import write_json
-from evaluation.encoders.loading import EncoderError, load_encoder
-from trainer.checkpoints.checkpoint import ENCODER, checkpoint_path
+from declutr.cli.main import main
+from declutr.common.storage import write_json
+from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+from declutr.trainer.checkpoints.checkpoint import ENCODER, checkpoint_path
 
 
 @pytest.fixture(scope="module")

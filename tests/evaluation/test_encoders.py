@@ -10,7 +10,7 @@ from folders import TEXTS, encoder_folder, write
 from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-from evaluation.encoders.loading import EncoderError, load_encoder
+from declutr.evaluation.encoders.loading import EncoderError, load_encoder
 
 
 @pytest.fixture(scope="module")

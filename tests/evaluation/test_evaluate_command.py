@@ -7,8 +7,8 @@ from browser import start_browser
 from folders import encoder_folder
 from sentevalsets import write_sets
 
-from cli.main import main
-from evaluation.encoders.loading import load_encoder
+from declutr.cli.main import main
+from declutr.evaluation.encoders.loading import load_encoder
 
 TASKS = "SST2,STS12,STS-B"
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from exploring import ANIMALS, ENCODER, HOSTILE, HOSTILE_SOURCE, NUM_TEXTS, serving, write_index
 
-from cli.main import main
-from evaluation.embedding.index import SearchIndex
-from evaluation.encoders.loading import load_encoder
-from evaluation.explore.explorer import MAX_QUERY_CHARACTERS, Explorer, sample_rows
-from evaluation.explore.plane import fit_plane
-from evaluation.explore.server import TOKEN_HEADER
-from evaluation.report.grouping import MAX_GROUPS, Grouping
-from evaluation.report.markup import visible
+from declutr.cli.main import main
+from declutr.evaluation.embedding.index import SearchIndex
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.explore.explorer import MAX_QUERY_CHARACTERS, Explorer, sample_rows
+from declutr.evaluation.explore.plane import fit_plane
+from declutr.evaluation.explore.server import TOKEN_HEADER
+from declutr.evaluation.report.grouping import MAX_GROUPS, Grouping
+from declutr.evaluation.report.markup import visible
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,9 @@
 import pytest
 from exploring import ANIMALS, ENCODER, HOSTILE, NUM_TEXTS, serving, write_index
 
-from evaluation.embedding.index import SearchIndex
-from evaluation.encoders.loading import load_encoder
-from evaluation.report.markup import visible
+from declutr.evaluation.embedding.index import SearchIndex
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.report.markup import visible
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from folders import encoder_folder
 
-from evaluation.encoders.loading import EncoderError, load_encoder
-from trainer.checkpoints.checkpoint import ENCODER
-from trainer.checkpoints.tensorfile import write_tensors
-from trainer.model.bounds import BoundsError, check_config, check_size, check_steps
+from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+from declutr.trainer.checkpoints.checkpoint import ENCODER
+from declutr.trainer.checkpoints.tensorfile import write_tensors
+from declutr.trainer.model.bounds import BoundsError, check_config, check_size, check_steps
 
 TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 SENTENCES = "config_sentence_transformers.json"

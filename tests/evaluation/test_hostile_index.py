@@ -12,11 +12,11 @@ import pyarrow as pa
 import pytest
 import tinyruns as runs
 
-from cli.main import main
-from common.storage import hash_file
-from evaluation.embedding.config import EmbedError
-from evaluation.embedding.graphs import Graphs, write_graphs
-from evaluation.embedding.index import SearchIndex, build_index
+from declutr.cli.main import main
+from declutr.common.storage import hash_file
+from declutr.evaluation.embedding.config import EmbedError
+from declutr.evaluation.embedding.graphs import Graphs, write_graphs
+from declutr.evaluation.embedding.index import SearchIndex, build_index
 
 SIZE, ROWS = 16, 40
 
@@ -146,7 +146,7 @@ FUZZ = """
 import sys
 from pathlib import Path
 import numpy as np
-from evaluation.embedding.graphs import Graphs, EmbedError
+from declutr.evaluation.embedding.graphs import Graphs, EmbedError
 path, raw = Path(sys.argv[1]), Path(sys.argv[1]).read_bytes()
 rng, start, refused = np.random.default_rng(0), 8 + 600 * 64, 0
 queries = np.frombuffer(raw[8:start], np.float32).reshape(600, 16)[:20]
@@ -171,7 +171,7 @@ def test_no_altered_byte_of_a_graph_ends_the_process(tmp_path):
     vectors = np.random.default_rng(1).standard_normal((600, 16)).astype(np.float32)
     write_graphs(tmp_path, 16, [vectors / np.linalg.norm(vectors, axis=1, keepdims=True)], lambda _: None)
     path = tmp_path / "graph-00000.usearch"
-    environment = os.environ | {"PYTHONPATH": str(runs.ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(runs.ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", FUZZ, str(path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 250  # the others have the change in a place that is not used

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from cli.main import main
-from evaluation.embedding.index import INDEX, EmbedError, SearchIndex, build_index
-from evaluation.encoders.loading import load_encoder
+from declutr.cli.main import main
+from declutr.evaluation.embedding.index import INDEX, EmbedError, SearchIndex, build_index
+from declutr.evaluation.encoders.loading import load_encoder
 
 ANIMALS = ["the cat sat on the mat", "a dog barked", "the mat was red", "nobody knows the trouble", "cat cat mat"]
 

@@ -8,9 +8,9 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
-from common.config import ConfigError
-from evaluation.encoders.loading import EncoderError, load_encoder
-from pipeline.tokenizer.tokenization import describe_tokenizer, load_tokenizer
+from declutr.common.config import ConfigError
+from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, load_tokenizer
 
 TEXTS = ["你好，世界。", "Eine Frau läuft.", "Быстрая лиса", "", "naïve façade ✓ ﬁ", "东京" * 60, "L’été à Noël"]
 _SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}

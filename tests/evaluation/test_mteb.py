@@ -8,8 +8,8 @@ import pytest
 from folders import encoder_folder
 from scipy.stats import spearmanr
 
-from cli.main import main
-from evaluation.encoders.loading import load_encoder
+from declutr.cli.main import main
+from declutr.evaluation.encoders.loading import load_encoder
 
 mteb = pytest.importorskip("mteb", reason="pip install -e '.[mteb]'")
 datasets = pytest.importorskip("datasets")

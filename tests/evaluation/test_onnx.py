@@ -8,8 +8,8 @@ import pytest
 from folders import TEXTS, encoder_folder
 from tokenizers import Tokenizer
 
-from cli.main import main
-from evaluation.encoders.loading import load_encoder
+from declutr.cli.main import main
+from declutr.evaluation.encoders.loading import load_encoder
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
 pytest.importorskip("onnxscript", reason="pip install -e '.[onnx]'")

@@ -11,18 +11,18 @@ import pytest
 from PIL import Image
 from prepared import Row, write_prepared
 
-from cli.main import main
-from evaluation.report.charts import Histogram, ReferenceLine, Series, count_ticks, short_number
-from evaluation.report.clusters import find_clusters
-from evaluation.report.content import gather, lengths_chart
-from evaluation.report.header import header
-from evaluation.report.markup import Html, markup, tag, visible
-from evaluation.report.page import write_report
-from evaluation.report.readiness import readiness
-from evaluation.report.survey import BINS_PER_OCTAVE, NUM_BINS, survey
-from evaluation.report.tally import MAX_NAMES, Tallies, Tally, tally_columns
-from pipeline.shards.ledger import SCHEMA, ledger_entries
-from pipeline.shards.manifest import load_manifest
+from declutr.cli.main import main
+from declutr.evaluation.report.charts import Histogram, ReferenceLine, Series, count_ticks, short_number
+from declutr.evaluation.report.clusters import find_clusters
+from declutr.evaluation.report.content import gather, lengths_chart
+from declutr.evaluation.report.header import header
+from declutr.evaluation.report.markup import Html, markup, tag, visible
+from declutr.evaluation.report.page import write_report
+from declutr.evaluation.report.readiness import readiness
+from declutr.evaluation.report.survey import BINS_PER_OCTAVE, NUM_BINS, survey
+from declutr.evaluation.report.tally import MAX_NAMES, Tallies, Tally, tally_columns
+from declutr.pipeline.shards.ledger import SCHEMA, ledger_entries
+from declutr.pipeline.shards.manifest import load_manifest
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_lengths_fall_on_the_right_side_of_the_limits(prepared, content):
 
 @pytest.mark.parametrize("limit", [32, 2048, 1000, 7])
 def test_a_length_next_to_the_limit_is_in_the_bin_next_to_it(limit):
-    from evaluation.report.survey import Survey
+    from declutr.evaluation.report.survey import Survey
 
     found = Survey(limit, [limit], 0)
     found._measure(pa.array([limit - 1, limit, None, limit + 1], pa.int64()), np.zeros(4, np.int64), ["train"])

@@ -3,9 +3,9 @@
 import pytest
 from prepared import Row, write_prepared
 
-from evaluation.report.content import gather
-from evaluation.report.grouping import group_sources
-from evaluation.report.tally import Tally
+from declutr.evaluation.report.content import gather
+from declutr.evaluation.report.grouping import group_sources
+from declutr.evaluation.report.tally import Tally
 
 
 def tallies(names):

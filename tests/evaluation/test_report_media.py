@@ -11,11 +11,11 @@ from mediafiles import png, sound, tone
 from mediashards import prepare_media
 from PIL import Image
 
-from cli.main import main
-from evaluation.report.content import bar_charts, gather
-from evaluation.report.media import thumbnail
-from evaluation.report.page import write_report
-from pipeline.shards.shards import ShardSet
+from declutr.cli.main import main
+from declutr.evaluation.report.content import bar_charts, gather
+from declutr.evaluation.report.media import thumbnail
+from declutr.evaluation.report.page import write_report
+from declutr.pipeline.shards.shards import ShardSet
 
 HOSTILE = '"><script>alert(1)<'
 

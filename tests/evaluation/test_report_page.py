@@ -2,7 +2,7 @@
 
 import pytest
 
-from evaluation.report.page import write_report
+from declutr.evaluation.report.page import write_report
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,17 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cli.main import main
-from evaluation.report.content import bar_charts, gather
-from evaluation.report.page import write_report
-from evaluation.report.text_survey import TextLengths
-from pipeline.config import PipelineConfig, config_hash, identity
-from pipeline.job.units import plan_units
-from pipeline.job.worker import write_unit
-from pipeline.shards.content import LABELS
-from pipeline.shards.manifest import MANIFEST, build_manifest
-from pipeline.shards.shards import ShardSet
-from pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
+from declutr.cli.main import main
+from declutr.evaluation.report.content import bar_charts, gather
+from declutr.evaluation.report.page import write_report
+from declutr.evaluation.report.text_survey import TextLengths
+from declutr.pipeline.config import PipelineConfig, config_hash, identity
+from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.job.worker import write_unit
+from declutr.pipeline.shards.content import LABELS
+from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
 
 def prepared(folder, content, rows):

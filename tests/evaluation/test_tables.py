@@ -5,15 +5,15 @@ import re
 
 import pytest
 
-from evaluation.senteval.data.tasks import PROBING, STS, TRANSFER
-from evaluation.senteval.runner.harness import Evaluated
-from evaluation.senteval.scores.averages import averages
-from evaluation.senteval.scores.results import Report, TaskResult
-from evaluation.tables.blocks import compare
-from evaluation.tables.literature import literature
-from evaluation.tables.markdown import markdown
-from evaluation.tables.remarks import remarks
-from evaluation.tables.write import write_tables
+from declutr.evaluation.senteval.data.tasks import PROBING, STS, TRANSFER
+from declutr.evaluation.senteval.runner.harness import Evaluated
+from declutr.evaluation.senteval.scores.averages import averages
+from declutr.evaluation.senteval.scores.results import Report, TaskResult
+from declutr.evaluation.tables.blocks import compare
+from declutr.evaluation.tables.literature import literature
+from declutr.evaluation.tables.markdown import markdown
+from declutr.evaluation.tables.remarks import remarks
+from declutr.evaluation.tables.write import write_tables
 
 HOSTILE = "<script>alert(1)</script>|a*b"
 

@@ -14,13 +14,13 @@ import yaml
 from folders import encoder_folder
 from sentevalsets import write_sets
 
-from cli.main import main
-from common.config import ConfigError, load_config
-from evaluation.encoders.loading import EncoderError, load_encoder
-from pipeline.config import PipelineConfig
-from trainer.checkpoints.checkpoint import ENCODER
-from trainer.checkpoints.tensorfile import write_tensors
-from trainer.setup.config import TrainConfig
+from declutr.cli.main import main
+from declutr.common.config import ConfigError, load_config
+from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+from declutr.pipeline.config import PipelineConfig
+from declutr.trainer.checkpoints.checkpoint import ENCODER
+from declutr.trainer.checkpoints.tensorfile import write_tensors
+from declutr.trainer.setup.config import TrainConfig
 
 CODE = """
 from pathlib import Path
@@ -142,7 +142,7 @@ def test_only_the_command_line_grants_trust(command, their_index, their_run, the
 
 def test_shards_bring_no_code(theirs, marker, tmp_path):
     """A tokenizer folder that names a class of its own; nobody is asked whether to run it either."""
-    from trainer.setup.build import load_tokenizer
+    from declutr.trainer.setup.build import load_tokenizer
 
     (tmp_path / "data").mkdir()
     shutil.copytree(theirs, tmp_path / "data/tokenizer")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from sentevaldata import COMPLETE
 
-from evaluation.encoders.loading import load_encoder
-from evaluation.encoders.words import words_of
-from evaluation.senteval.data.loading import load
-from evaluation.senteval.data.taskdata import sentences
-from evaluation.senteval.data.tasks import find
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.encoders.words import words_of
+from declutr.evaluation.senteval.data.loading import load
+from declutr.evaluation.senteval.data.taskdata import sentences
+from declutr.evaluation.senteval.data.tasks import find
 
 TEXTS = ["i ca n't", "a film-maker 's U.S. debut", "The the", ".", "nothing known", "don\u00a0t caf\u00e9"]
 LINES = ["ca 1 2", "n't 3 4", "n 9 9", "' 9 9", "t 5 5", "film-maker 7 1", "'s 2 2", "U.S. 4 6", "the 8 8", ". 1 1",

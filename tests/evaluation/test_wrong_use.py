@@ -10,7 +10,7 @@ import pytest
 import ray
 import yaml
 
-from cli.main import main
+from declutr.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = {"run": "r", "data": "d", "encoder": {"from_config": {"model_type": "roberta"}}}
@@ -214,10 +214,11 @@ def test_what_is_wrong_with_a_config_is_said_before_torch_and_ray_are_loaded():
         ["demo", "--config", "good.yaml", "optim.lrr=1"],
         ["inspect", "docs", "--config", "twice.yaml"],
     ]
-    code = f"import sys; from cli.main import main\nfor given in {commands!r}:\n    assert main(given) == 1, given\n"
+    code = "import sys; from declutr.cli.main import main\n"
+    code += f"for given in {commands!r}:\n    assert main(given) == 1, given\n"
     code += "    loaded = [name for name in ('torch', 'ray', 'transformers') if name in sys.modules]\n"
     code += "    if loaded:\n        print(given, loaded)\n"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == ""
 

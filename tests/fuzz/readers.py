@@ -1,6 +1,6 @@
 """A fuzzer of the readers: small files of every kind, damaged at random, read to the end.
 
-    PYTHONPATH=. python tests/fuzz/readers.py --inputs 100000 --seed 0
+    python tests/fuzz/readers.py --inputs 100000 --seed 0
 
 Input i of a seed is always the same bytes. Batches run in processes of their own, so that a crash of a C library or a
 hang is seen, and named by its input: `--only I` reads that one alone in this process.
@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from corpora import COMPRESSORS, files
 from damage import BASES, damaged
 
-from pipeline.job.units import plan_units, read_unit
-from pipeline.readers.corpus import Document, ReadFailure
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.readers.corpus import Document, ReadFailure
 
 SECONDS_PER_INPUT = 10
 BATCH_INPUTS = 1000

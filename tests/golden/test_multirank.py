@@ -6,7 +6,7 @@ from groups import run_group
 from measures import deviation
 from tiny import contrastive, declutr, rows_of
 
-from trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
 
 pytestmark = [pytest.mark.golden, pytest.mark.dist]
 

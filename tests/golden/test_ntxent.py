@@ -5,8 +5,8 @@ import torch
 from measures import deviation
 from tiny import contrastive, declutr, rows_of
 
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.ntxent import ntxent
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.declutr.ntxent import ntxent
 
 pytestmark = pytest.mark.golden
 

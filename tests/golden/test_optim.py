@@ -6,8 +6,8 @@ from measures import deviation
 from tiny import tiny_encoder
 from torch import nn
 
-from trainer.step.config import OptimConfig
-from trainer.step.optim import build_optimizer, learning_rate, parameter_groups
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.optim import build_optimizer, learning_rate, parameter_groups
 
 pytestmark = pytest.mark.golden
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from measures import deviation
 
-from evaluation.senteval.scores.averages import averages
-from evaluation.senteval.scores.geometry import blockwise_uniformity
-from evaluation.senteval.scores.similarity import aggregate, cosines
+from declutr.evaluation.senteval.scores.averages import averages
+from declutr.evaluation.senteval.scores.geometry import blockwise_uniformity
+from declutr.evaluation.senteval.scores.similarity import aggregate, cosines
 
 pytestmark = pytest.mark.golden
 

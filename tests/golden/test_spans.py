@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pipeline.shards.windows import window_starts
-from trainer.objectives.declutr.spans import Draws, draw, place
-from trainer.objectives.span_config import SpanConfig
+from declutr.pipeline.shards.windows import window_starts
+from declutr.trainer.objectives.declutr.spans import Draws, draw, place
+from declutr.trainer.objectives.span_config import SpanConfig
 
 pytestmark = pytest.mark.golden
 

@@ -6,17 +6,17 @@ from groups import run_group
 from measures import deviation
 from tiny import declutr
 
-from trainer.data.batches import RankBatch, SpanBatch, pad_rows
-from trainer.model.attention import PACKED
-from trainer.model.config import EncoderConfig
-from trainer.model.encoder import Encoder
-from trainer.model.language_model import build_model, load_hf_config, mlm_head
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel.communicator import Communicator
-from trainer.step.config import OptimConfig
-from trainer.step.microbatch import Microbatch
-from trainer.step.optim import build_optimizer
-from trainer.step.step import TrainStep
+from declutr.trainer.data.batches import RankBatch, SpanBatch, pad_rows
+from declutr.trainer.model.attention import PACKED
+from declutr.trainer.model.config import EncoderConfig
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.language_model import build_model, load_hf_config, mlm_head
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.optim import build_optimizer
+from declutr.trainer.step.step import TrainStep
 
 pytestmark = pytest.mark.golden
 

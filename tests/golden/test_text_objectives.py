@@ -5,16 +5,16 @@ import pytest
 import torch
 from measures import deviation
 
-from trainer.objectives.base import Gathered
-from trainer.objectives.config import RunContext
-from trainer.objectives.scd.config import ScdConfig
-from trainer.objectives.scd.objective import Scd
-from trainer.objectives.scl.config import SclConfig
-from trainer.objectives.scl.objective import Scl
-from trainer.objectives.simcse.config import SimcseConfig
-from trainer.objectives.simcse.objective import Simcse
-from trainer.objectives.supcon.config import SupconConfig
-from trainer.objectives.supcon.objective import Supcon
+from declutr.trainer.objectives.base import Gathered
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.scd.config import ScdConfig
+from declutr.trainer.objectives.scd.objective import Scd
+from declutr.trainer.objectives.scl.config import SclConfig
+from declutr.trainer.objectives.scl.objective import Scl
+from declutr.trainer.objectives.simcse.config import SimcseConfig
+from declutr.trainer.objectives.simcse.objective import Simcse
+from declutr.trainer.objectives.supcon.config import SupconConfig
+from declutr.trainer.objectives.supcon.objective import Supcon
 
 pytestmark = pytest.mark.golden
 

@@ -30,7 +30,7 @@ def data(tmp_path_factory):
     def make(folder):
         runs.write_corpus(folder / "corpus.jsonl")
         values = runs.prepare_values(folder / "corpus.jsonl", folder / "out")
-        done = runs.run_command("pipeline.prepare", runs.write_config(folder / "prepare.yaml", prepare=values))
+        done = runs.run_command("declutr.pipeline.prepare", runs.write_config(folder / "prepare.yaml", prepare=values))
         assert done.returncode == 0, done.stderr
 
     return made_once(tmp_path_factory, "data", make) / "out"
@@ -42,7 +42,7 @@ def finished(data, tmp_path_factory):
 
     def make(folder):
         values = runs.train_values(data, folder / "run", **runs.FINISHED)
-        done = runs.run_command("trainer.train", runs.write_config(folder / "train.yaml", train=values))
+        done = runs.run_command("declutr.trainer.train", runs.write_config(folder / "train.yaml", train=values))
         assert done.returncode == 0, done.stderr
         (line,) = done.stdout.splitlines()
         assert "8 steps in" in line

@@ -6,10 +6,10 @@ import json
 import pytest
 import yaml
 
-from cli.main import main as declutr
-from pipeline.prepare import main
-from pipeline.shards.ledger import ledger_entries
-from pipeline.shards.shards import ShardSet, load_manifest
+from declutr.cli.main import main as declutr
+from declutr.pipeline.prepare import main
+from declutr.pipeline.shards.ledger import ledger_entries
+from declutr.pipeline.shards.shards import ShardSet, load_manifest
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 WORDS = (

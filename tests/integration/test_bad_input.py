@@ -10,13 +10,13 @@ import yaml
 from broken import flip_a_bit, truncate
 from transformers import AutoModelForMaskedLM, RobertaConfig
 
-from common.config import ConfigError, load_config
-from pipeline.shards.shards import ShardError, load_manifest
-from pipeline.tokenizer.tokenization import train_tokenizer
-from trainer.driver.run import run_training
-from trainer.setup.build import load_tokenizer
-from trainer.setup.config import TrainConfig
-from trainer.train import main
+from declutr.common.config import ConfigError, load_config
+from declutr.pipeline.shards.shards import ShardError, load_manifest
+from declutr.pipeline.tokenizer.tokenization import train_tokenizer
+from declutr.trainer.driver.run import run_training
+from declutr.trainer.setup.build import load_tokenizer
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.train import main
 
 
 @pytest.fixture

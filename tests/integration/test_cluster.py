@@ -151,7 +151,9 @@ def test_three_hosts_prepare_and_train_and_survive_one_of_them(lab, data, tmp_pa
 def same_as_on_one_machine(run, data, tmp_path):
     """The same batches, the same losses, and, as the world had the same size all the time, the same bits."""
     values = runs.train_values(data, tmp_path / "alone", **CHANGES, scaling=SCALING)
-    done = runs.run_command("trainer.train", runs.write_config(tmp_path / "alone.yaml", train=values), timeout=600)
+    done = runs.run_command(
+        "declutr.trainer.train", runs.write_config(tmp_path / "alone.yaml", train=values), timeout=600
+    )
     assert done.returncode == 0, done.stderr
     here, there = runs.steps_of(tmp_path / "alone"), runs.steps_of(run)
     assert len(there) == STEPS

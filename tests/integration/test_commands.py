@@ -7,8 +7,8 @@ import pytest
 import tinyruns as runs
 from sentence_transformers import SentenceTransformer
 
-from cli.main import main
-from cli.run_demo import COLUMNS, neighbours, table
+from declutr.cli.main import main
+from declutr.cli.run_demo import COLUMNS, neighbours, table
 
 TEXTS = ["ab cd", "", "one two three four five six seven " * 40, "x"]
 

@@ -5,11 +5,11 @@ import ray
 import tinyruns as runs
 import torch
 
-from common.config import ConfigError
-from common.storage import read_json
-from trainer.driver.device import DEVICE
-from trainer.driver.failure import TrainingFailedError
-from trainer.driver.run import run_training
+from declutr.common.config import ConfigError
+from declutr.common.storage import read_json
+from declutr.trainer.driver.device import DEVICE
+from declutr.trainer.driver.failure import TrainingFailedError
+from declutr.trainer.driver.run import run_training
 
 pytestmark = [pytest.mark.ray, pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")]
 

@@ -5,9 +5,9 @@ import shutil
 import pytest
 import tinyruns as runs
 
-from common.storage import hash_file
-from trainer.checkpoints.checkpoint import steps_in
-from trainer.train import train
+from declutr.common.storage import hash_file
+from declutr.trainer.checkpoints.checkpoint import steps_in
+from declutr.trainer.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("session")]
 FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")

@@ -6,7 +6,7 @@ import signal
 import pytest
 import tinyruns as runs
 
-from trainer.checkpoints.checkpoint import find_latest
+from declutr.trainer.checkpoints.checkpoint import find_latest
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -16,7 +16,9 @@ def under_way(data, tmp_path, request):
     """A run that has taken some steps: driver, everything below it, folder. Its parameter is shutdown_grace_seconds."""
     run = tmp_path / "run"
     values = runs.train_values(data, run, steps=100_000, scaling={"shutdown_grace_seconds": request.param})
-    driver, before = runs.start_command("trainer.train", runs.write_config(tmp_path / "train.yaml", train=values), run)
+    driver, before = runs.start_command(
+        "declutr.trainer.train", runs.write_config(tmp_path / "train.yaml", train=values), run
+    )
     runs.wait_for_step(driver, before, run, 3, timeout=150)
     return driver, runs.descendants(driver.pid), run
 

@@ -12,13 +12,13 @@ from sentence_transformers import SentenceTransformer
 from tiny import declutr
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
-from common.storage import read_json
-from evaluation.encoders.loading import load_encoder
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.weights import collect, load_parameters
-from trainer.data.batches import SpanBatch
-from trainer.setup.build import build_encoder
-from trainer.train import train
+from declutr.common.storage import read_json
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.weights import collect, load_parameters
+from declutr.trainer.data.batches import SpanBatch
+from declutr.trainer.setup.build import build_encoder
+from declutr.trainer.train import train
 
 TEXTS = ["", "a", "ab cd ef.", "one two three four " * 50, "\n\t ", "naïve façade ✓", "<mask> </s> in a text"]
 
@@ -97,7 +97,7 @@ def test_a_run_killed_before_its_export_exports_with_the_same_command(data, fini
 
 
 def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
-    from trainer.driver.export import export
+    from declutr.trainer.driver.export import export
 
     shutil.rmtree(copied / "export")
     for path in (copied / "checkpoints").glob("step-*"):
@@ -109,9 +109,9 @@ def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
 
 def exported(data, run, family, pooling):
     """Random weights, written as a checkpoint of a finished run: its encoder and the folder of its export."""
-    from trainer.checkpoints.state import RunState
-    from trainer.driver.export import export
-    from trainer.step.optim import build_optimizer
+    from declutr.trainer.checkpoints.state import RunState
+    from declutr.trainer.driver.export import export
+    from declutr.trainer.step.optim import build_optimizer
 
     scratch = {**runs.FROM_CONFIG, "model_type": family}
     changes = {"encoder": {"from_config": scratch, "pooling": pooling, "projection": {"kind": "mlp"}}}

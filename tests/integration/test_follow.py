@@ -8,15 +8,15 @@ import tinyruns as runs
 from sentevalsets import write_sets
 from waiting import until
 
-from cli.main import main
-from common.scores import SCORES, read_scores, read_scoring
-from common.session import SessionConfig
-from common.storage import read_json
-from evaluation.senteval.checks.checking import inspect
-from evaluation.senteval.data.tasks import find
-from evaluation.senteval.runner.plan import ScoringChoice
-from evaluation.watch import Follower, FollowError
-from trainer.driver.export import export
+from declutr.cli.main import main
+from declutr.common.scores import SCORES, read_scores, read_scoring
+from declutr.common.session import SessionConfig
+from declutr.common.storage import read_json
+from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.data.tasks import find
+from declutr.evaluation.senteval.runner.plan import ScoringChoice
+from declutr.evaluation.watch import Follower, FollowError
+from declutr.trainer.driver.export import export
 
 TASKS = ("STSBenchmark", "SICKRelatedness")
 

@@ -8,9 +8,9 @@ import pytest
 import tinyruns as runs
 from translations import write_translations
 
-from cli.main import main
-from evaluation.encoders.loading import load_encoder
-from pipeline.shards.manifest import MANIFEST
+from declutr.cli.main import main
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.pipeline.shards.manifest import MANIFEST
 
 pytestmark = [pytest.mark.ray]
 
@@ -45,7 +45,7 @@ def test_from_texts_to_a_score(tmp_path):
         "tokenizer.vocab_size=500",
         "geometry.max_tokens=16",
     ]
-    done = runs.run_command("pipeline.prepare", config, *small, "session.num_cpus=1", timeout=300)
+    done = runs.run_command("declutr.pipeline.prepare", config, *small, "session.num_cpus=1", timeout=300)
     assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "data" / MANIFEST).read_text())
     assert manifest["totals"]["kept"] > 100
@@ -55,7 +55,7 @@ def test_from_texts_to_a_score(tmp_path):
     size += ["encoder.from_config.max_position_embeddings=24", "spans.max_tokens=16", "spans.min_tokens=4"]
     size += ["batch_documents=8", "epochs=null", "steps=4", "scaling.cpus_per_worker=1"]
     done = runs.run_command(
-        "trainer.train", config, f"data={tmp_path / 'data'}", f"run={tmp_path / 'run'}", *size, timeout=300
+        "declutr.trainer.train", config, f"data={tmp_path / 'data'}", f"run={tmp_path / 'run'}", *size, timeout=300
     )
     assert done.returncode == 0, done.stderr
     sets = write_translations(tmp_path / "sets", rows=12, languages=("de", "zh"))

@@ -8,9 +8,9 @@ import tinyruns as runs
 import yaml
 from mediafiles import png, sound, spread, tone
 
-from cli.main import main
-from pipeline.shards.manifest import load_manifest
-from trainer.setup.config import TrainConfig
+from declutr.cli.main import main
+from declutr.pipeline.shards.manifest import load_manifest
+from declutr.trainer.setup.config import TrainConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 PAGE = (runs.ROOT / "docs" / "modalities.md").read_text()

@@ -9,7 +9,7 @@ import sys
 import pytest
 import tinyruns as runs
 
-from common.storage import hash_file
+from declutr.common.storage import hash_file
 
 pytestmark = [pytest.mark.ray, pytest.mark.dist]
 
@@ -51,9 +51,9 @@ def config(data, tmp_path_factory):
 
 
 def command(installed, name, config, *settings):
-    given = runs.command("cli.main", config, *settings)
+    given = runs.command("declutr.cli.main", config, *settings)
     given["args"][3:4] = [name, str(config)]
-    given["env"] = given["env"] | {"PYTHONPATH": os.pathsep.join([str(runs.ROOT), str(installed)])}
+    given["env"] = given["env"] | {"PYTHONPATH": os.pathsep.join([str(runs.ROOT / "src"), str(installed)])}
     return given
 
 
@@ -96,7 +96,7 @@ def test_its_problems_are_found_before_ray_starts(installed, config):
 
 
 def test_without_the_package_the_kind_is_unknown(config):
-    done = runs.run_command("trainer.train", config, *SETTINGS)
+    done = runs.run_command("declutr.trainer.train", config, *SETTINGS)
     assert done.returncode == 1
     assert "objective.kind = 'halves'" in done.stderr
     assert "declutr" in done.stderr

@@ -8,16 +8,16 @@ import tinyruns as runs
 import torch
 from transformers import AutoTokenizer
 
-from pipeline.shards.shards import ShardSet
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.state import RunState
-from trainer.checkpoints.weights import collect, load
-from trainer.data.plan import Plan
-from trainer.model.language_model import vocabulary_of
-from trainer.parallel.communicator import Communicator
-from trainer.setup.build import build_collator, build_encoder
-from trainer.setup.tasks import build_task, build_train_steps
-from trainer.step.microbatch import Microbatch
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.weights import collect, load
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.model.language_model import vocabulary_of
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.setup.build import build_collator, build_encoder
+from declutr.trainer.setup.tasks import build_task, build_train_steps
+from declutr.trainer.step.microbatch import Microbatch
 
 STEPS = 24
 DROPOUT = {"encoder": {"dropout": 0.1}}

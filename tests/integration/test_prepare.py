@@ -6,12 +6,12 @@ import pytest
 import yaml
 from volumes import small_volume
 
-from common.config import ConfigError
-from common.storage import hash_file
-from pipeline.config import PipelineConfig
-from pipeline.prepare import main, prepare
-from pipeline.shards.manifest import ShardError
-from pipeline.shards.shards import ShardSet, check_shards, load_manifest
+from declutr.common.config import ConfigError
+from declutr.common.storage import hash_file
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.prepare import main, prepare
+from declutr.pipeline.shards.manifest import ShardError
+from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.storage import hash_file
-from pipeline.shards.manifest import load_manifest
+from declutr.common.storage import hash_file
+from declutr.pipeline.shards.manifest import load_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(os.environ.get("DECLUTR_KILLS", "5"))
@@ -63,7 +63,7 @@ def start(folder: Path, corpus: Path, num_cpus: int) -> subprocess.Popen:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({"prepare": config}))
     arguments = [sys.executable, str(ROOT / "pipeline" / "prepare.py"), str(path), f"session.num_cpus={num_cpus}"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.Popen(arguments, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 

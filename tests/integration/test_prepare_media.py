@@ -11,13 +11,13 @@ import tinyruns as runs
 import yaml
 from mediafiles import picture, png, sound, spread, stored, tar_of, tone
 
-from common.storage import hash_file
-from inspection.describe import describe
-from pipeline.config import PipelineConfig
-from pipeline.job.units import plan_units, read_unit
-from pipeline.prepare import main, prepare
-from pipeline.shards.shards import ShardSet, check_shards, load_manifest
-from trainer.driver.checks import problems
+from declutr.common.storage import hash_file
+from declutr.inspection.describe import describe
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.prepare import main, prepare
+from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
+from declutr.trainer.driver.checks import problems
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 
@@ -126,7 +126,7 @@ def test_a_killed_command_continues_to_the_same_bytes(tmp_path):
     assert manifest.dropped == {"duplicate_other_label": 1}
     assert manifest.totals["kept"] == 30
     config = runs.write_config(tmp_path / "config.yaml", prepare=values_of(corpus, killed, **changes))
-    process, _ = runs.start_command("pipeline.prepare", config, tmp_path)
+    process, _ = runs.start_command("declutr.pipeline.prepare", config, tmp_path)
     deadline = time.monotonic() + 240
     while not list(killed.glob("candidates/units/*.json")):
         assert process.poll() is None, process.communicate()

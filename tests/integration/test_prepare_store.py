@@ -7,19 +7,19 @@ import ray
 from faultystore import faulty_store
 from s3server import s3_server
 
-from common.config import ConfigError
-from common.lease import Lease
-from common.lock import LOCK, RunLockedError
-from common.session import start_ray
-from common.storage import hash_file
-from common.stores.address import child
-from common.stores.copies import pull_all
-from common.stores.files import modified, names, read_file, remove_file, sizes, write_file
-from common.stores.folders import is_whole
-from pipeline.config import PipelineConfig
-from pipeline.prepare import main, plan_ahead, prepare
-from pipeline.shards.manifest import ShardError
-from pipeline.shards.shards import check_shards
+from declutr.common.config import ConfigError
+from declutr.common.lease import Lease
+from declutr.common.lock import LOCK, RunLockedError
+from declutr.common.session import start_ray
+from declutr.common.storage import hash_file
+from declutr.common.stores.address import child
+from declutr.common.stores.copies import pull_all
+from declutr.common.stores.files import modified, names, read_file, remove_file, sizes, write_file
+from declutr.common.stores.folders import is_whole
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.prepare import main, plan_ahead, prepare
+from declutr.pipeline.shards.manifest import ShardError
+from declutr.pipeline.shards.shards import check_shards
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 
@@ -79,7 +79,7 @@ def bucket():
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
     """Commands do not wait a second for others that start at the same moment."""
-    monkeypatch.setattr("pipeline.job.stored._SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr("declutr.pipeline.job.stored._SETTLE_SECONDS", 0.01)
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,16 @@ import pytest
 import tinyruns as runs
 import yaml
 
-from cli.main import main as declutr
-from common.storage import hash_file
-from inspection.describe import describe
-from pipeline.config import PipelineConfig
-from pipeline.prepare import main, prepare
-from pipeline.shards.shards import ShardSet, check_shards, load_manifest
-from trainer.data.chunks import read_chunk
-from trainer.driver.checks import problems
-from trainer.driver.resolved import find_shards
-from trainer.setup.geometry import unknown, with_geometry
+from declutr.cli.main import main as declutr
+from declutr.common.storage import hash_file
+from declutr.inspection.describe import describe
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.prepare import main, prepare
+from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
+from declutr.trainer.data.chunks import read_chunk
+from declutr.trainer.driver.checks import problems
+from declutr.trainer.driver.resolved import find_shards
+from declutr.trainer.setup.geometry import unknown, with_geometry
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 LABELS = ("entailment", "neutral", "contradiction")
@@ -154,7 +154,7 @@ def test_a_killed_command_continues_to_the_same_bytes(corpus, tmp_path):
     whole = tmp_path / "whole"
     prepare(PipelineConfig.model_validate(values_of(corpus, whole, **changes)))
     config = runs.write_config(tmp_path / "config.yaml", prepare=values_of(corpus, tmp_path / "killed", **changes))
-    process, _ = runs.start_command("pipeline.prepare", config, tmp_path)
+    process, _ = runs.start_command("declutr.pipeline.prepare", config, tmp_path)
     deadline = time.monotonic() + 240
     while not list((tmp_path / "killed").glob("candidates/units/*.json")):
         assert process.poll() is None, process.communicate()
@@ -214,8 +214,8 @@ def test_shards_of_texts_leave_spans_at_their_defaults(prepared, tmp_path):
 
 
 def test_a_chunk_of_texts_has_their_columns(prepared):
-    from trainer.data.chunks import rank_plan
-    from trainer.data.plan import Plan
+    from declutr.trainer.data.chunks import rank_plan
+    from declutr.trainer.data.plan import Plan
 
     shards = ShardSet(prepared[0], "train")
     plan = Plan(seed=0, num_documents=shards.num_documents, batch_documents=8)

@@ -11,10 +11,10 @@ import pytest
 import tinyruns as runs
 from sentevalsets import write_sets
 
-from cli.main import main
-from common.config import load_config
-from pipeline.config import PipelineConfig
-from trainer.setup.config import TrainConfig
+from declutr.cli.main import main
+from declutr.common.config import load_config
+from declutr.pipeline.config import PipelineConfig
+from declutr.trainer.setup.config import TrainConfig
 
 SECTION = (runs.ROOT / "README.md").read_text().split("\n## Your own corpus\n")[1].split("\n## ")[0]
 BLOCK = [line.removeprefix("    ") for line in SECTION.splitlines() if line.startswith("    ")]
@@ -44,9 +44,9 @@ def home(tmp_path_factory):
 def type_in(command, folder):
     """Runs it in a process of its own; one that serves is interrupted once it says where."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "cli.main", *command],
+        [sys.executable, "-m", "declutr.cli.main", *command],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(runs.ROOT), "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"PYTHONPATH": str(runs.ROOT / "src"), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -7,9 +7,9 @@ import tinyruns as runs
 from ray import tune
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from trainer.driver.group import build_group
-from trainer.driver.run import run_training
-from trainer.setup.scaling import ScalingConfig
+from declutr.trainer.driver.group import build_group
+from declutr.trainer.driver.run import run_training
+from declutr.trainer.setup.scaling import ScalingConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -19,7 +19,7 @@ def test_tune_sees_the_checkpoints_of_a_run(data, finished, tmp_path):
     values = runs.finished_config(data, tmp_path / "run").model_dump(mode="json")
 
     def trial(settings):
-        from trainer.setup.config import TrainConfig
+        from declutr.trainer.setup.config import TrainConfig
 
         run_training(TrainConfig.model_validate(settings))
 

@@ -7,13 +7,13 @@ import ray
 import tinyruns as runs
 from broken import flip_a_bit, remove, truncate
 
-from common.config import ConfigError
-from common.storage import hash_file
-from pipeline.shards.shards import load_manifest
-from trainer.checkpoints.checkpoint import CheckpointError, find_latest, read_state, steps_in
-from trainer.checkpoints.ranking import find_best
-from trainer.driver.checks import problems
-from trainer.train import main, train
+from declutr.common.config import ConfigError
+from declutr.common.storage import hash_file
+from declutr.pipeline.shards.shards import load_manifest
+from declutr.trainer.checkpoints.checkpoint import CheckpointError, find_latest, read_state, steps_in
+from declutr.trainer.checkpoints.ranking import find_best
+from declutr.trainer.driver.checks import problems
+from declutr.trainer.train import main, train
 
 pytestmark = pytest.mark.ray
 

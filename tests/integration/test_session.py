@@ -7,13 +7,13 @@ import sys
 import psutil
 import pytest
 
-from common.session import end_orphaned_agents
+from declutr.common.session import end_orphaned_agents
 
 pytestmark = pytest.mark.ray
 
 _SESSION = """
 import time
-from common.session import start_ray
+from declutr.common.session import start_ray
 start_ray(num_cpus=1)
 print("started", flush=True)
 time.sleep(600)

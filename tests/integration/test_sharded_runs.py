@@ -11,15 +11,15 @@ from groups import run_group
 from measures import deviation
 from safetensors.torch import load_file
 
-from common.storage import hash_file
-from pipeline.shards.shards import ShardSet
-from trainer.checkpoints.checkpoint import steps_in
-from trainer.parallel.communicator import Communicator
-from trainer.setup.build import build_encoder, build_validator, load_tokenizer
-from trainer.setup.config import TrainConfig
-from trainer.setup.tasks import build_task, build_train_steps
-from trainer.step.microbatch import Microbatch
-from trainer.train import train
+from declutr.common.storage import hash_file
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.checkpoints.checkpoint import steps_in
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.setup.build import build_encoder, build_validator, load_tokenizer
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.tasks import build_task, build_train_steps
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.train import train
 
 FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
 

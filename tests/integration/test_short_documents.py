@@ -9,13 +9,13 @@ import tinyruns as runs
 import torch
 from tinyruns import span_validator
 
-from inspection.describe import describe
-from pipeline.config import PipelineConfig
-from pipeline.prepare import prepare
-from pipeline.shards.shards import ShardSet
-from trainer.driver.checks import problems
-from trainer.setup.build import build_collator, build_encoder, build_objective, load_tokenizer
-from trainer.verify import verify
+from declutr.inspection.describe import describe
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.prepare import prepare
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.driver.checks import problems
+from declutr.trainer.setup.build import build_collator, build_encoder, build_objective, load_tokenizer
+from declutr.trainer.verify import verify
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16, "min_tokens": 6}

@@ -6,7 +6,7 @@ import tinyruns as runs
 from metadataserver import metadata_server
 from ray.cluster_utils import Cluster
 
-from trainer.driver.run import run_training
+from declutr.trainer.driver.run import run_training
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -11,19 +11,19 @@ import ray
 import tinyruns as runs
 from s3server import s3_server
 
-from cli.main import main
-from common.config import ConfigError
-from common.lock import LOCK
-from common.storage import hash_file
-from common.stores.address import child
-from common.stores.copies import pull_all
-from common.stores.files import names, read_file
-from common.stores.folders import is_whole, push_folder
-from evaluation.encoders.loading import load_encoder
-from trainer.checkpoints.checkpoint import checkpoint_path, steps_in
-from trainer.driver.checks import problems
-from trainer.driver.run import run_training
-from trainer.setup.cache import run_folder
+from declutr.cli.main import main
+from declutr.common.config import ConfigError
+from declutr.common.lock import LOCK
+from declutr.common.storage import hash_file
+from declutr.common.stores.address import child
+from declutr.common.stores.copies import pull_all
+from declutr.common.stores.files import names, read_file
+from declutr.common.stores.folders import is_whole, push_folder
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.trainer.checkpoints.checkpoint import checkpoint_path, steps_in
+from declutr.trainer.driver.checks import problems
+from declutr.trainer.driver.run import run_training
+from declutr.trainer.setup.cache import run_folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEPS = 100
@@ -51,7 +51,7 @@ def values(bucket, tmp_path, host, **changes):
 
 def kill_after_the_first_checkpoint(config, address):
     """Begins the run, and ends all of its processes when a checkpoint is in the store."""
-    driver, _ = runs.start_command("trainer.train", config, config.parent)
+    driver, _ = runs.start_command("declutr.trainer.train", config, config.parent)
     deadline = time.monotonic() + 200
     try:
         while not is_whole(child(address, "checkpoints/step-00000025")):

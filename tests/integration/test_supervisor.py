@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file
 from tiny import declutr
 
-from common.config import ConfigError
-from common.lock import RunLock, RunLockedError
-from common.storage import hash_file, read_json, write_json
-from trainer.checkpoints.checkpoint import checkpoint_path, read_state, steps_in
-from trainer.checkpoints.tensorfile import write_tensors
-from trainer.driver.failure import FAILURES, TrainingFailedError
-from trainer.driver.fork import FORK, fork
-from trainer.driver.run import run_training
-from trainer.driver.summary import ended_early
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.train import main
+from declutr.common.config import ConfigError
+from declutr.common.lock import RunLock, RunLockedError
+from declutr.common.storage import hash_file, read_json, write_json
+from declutr.trainer.checkpoints.checkpoint import checkpoint_path, read_state, steps_in
+from declutr.trainer.checkpoints.tensorfile import write_tensors
+from declutr.trainer.driver.failure import FAILURES, TrainingFailedError
+from declutr.trainer.driver.fork import FORK, fork
+from declutr.trainer.driver.run import run_training
+from declutr.trainer.driver.summary import ended_early
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.train import main
 
 pytestmark = pytest.mark.ray
 
@@ -158,7 +158,7 @@ def test_the_next_group_has_the_resources_of_one_whose_coordinator_was_killed(da
     values = runs.train_values(data, tmp_path / "run", steps=3000, checkpoint={"every_steps": 20})
     values["scaling"] |= {"cpus_per_worker": max(2, os.cpu_count())}
     config = runs.write_config(tmp_path / "train.yaml", train=values)
-    driver, before = runs.start_command("trainer.train", config, tmp_path / "run")
+    driver, before = runs.start_command("declutr.trainer.train", config, tmp_path / "run")
     runs.wait_for_step(driver, before, tmp_path / "run", 20)
     before = runs.inode(tmp_path / "run" / "metrics.jsonl")  # a restart replaces the file
     (victim,) = [pid for pid, title in runs.descendants(driver.pid).items() if "ray::TrainController" in title]
@@ -172,7 +172,7 @@ def test_the_next_group_has_the_resources_of_one_whose_coordinator_was_killed(da
 
 def test_a_command_that_is_told_to_stop_before_its_first_step_says_so(data, tmp_path):
     config = runs.write_config(tmp_path / "train.yaml", train=runs.train_values(data, tmp_path / "run"))
-    driver, _ = runs.start_command("trainer.train", config, tmp_path / "run")
+    driver, _ = runs.start_command("declutr.trainer.train", config, tmp_path / "run")
     while not (tmp_path / "run" / "lock.json").exists():
         assert driver.poll() is None, driver.communicate()
     everything = runs.descendants(driver.pid)

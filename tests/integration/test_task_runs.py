@@ -11,19 +11,19 @@ from mediafiles import png, sound, spread, tone
 from sentence_transformers import SentenceTransformer
 from textruns import SCD, SCL, SIMCSE, change_workers, whole_run, write_texts
 
-from common.storage import hash_file
-from evaluation.encoders.loading import load_encoder
-from pipeline.config import PipelineConfig
-from pipeline.prepare import prepare
-from pipeline.shards.shards import ShardSet
-from trainer.checkpoints.checkpoint import find_latest
-from trainer.data.plan import Plan
-from trainer.driver.checks import problems
-from trainer.driver.fork import fork
-from trainer.driver.path_checks import place_problems
-from trainer.setup.config import TrainConfig
-from trainer.train import train
-from trainer.verify import verify
+from declutr.common.storage import hash_file
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.prepare import prepare
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.checkpoints.checkpoint import find_latest
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.driver.checks import problems
+from declutr.trainer.driver.fork import fork
+from declutr.trainer.driver.path_checks import place_problems
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.train import train
+from declutr.trainer.verify import verify
 
 pytestmark = [pytest.mark.ray]
 
@@ -125,7 +125,7 @@ def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
     finished, values = whole
     killed = tmp_path / "killed"
     config = runs.write_config(tmp_path / "config.yaml", train=values(killed))
-    runs.kill_at_checkpoint(runs.command("trainer.train", config), killed, 4)
+    runs.kill_at_checkpoint(runs.command("declutr.trainer.train", config), killed, 4)
     train(TrainConfig.model_validate(values(killed)))
     found, expected = runs.steps_of(killed), runs.steps_of(finished)
     assert found == expected

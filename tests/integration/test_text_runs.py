@@ -9,13 +9,13 @@ import torch
 from sentence_transformers import SentenceTransformer
 from textruns import SCD, SCL, SIMCSE, write_texts
 
-from common.config import ConfigError
-from evaluation.encoders.loading import load_encoder
-from pipeline.config import PipelineConfig
-from pipeline.prepare import prepare
-from trainer.driver.checks import problems
-from trainer.setup.config import TrainConfig
-from trainer.train import train
+from declutr.common.config import ConfigError
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.prepare import prepare
+from declutr.trainer.driver.checks import problems
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.train import train
 
 pytestmark = [pytest.mark.ray]
 

@@ -6,8 +6,8 @@ import shlex
 import pytest
 import tinyruns as runs
 
-from cli.main import main
-from pipeline.shards.manifest import load_manifest
+from declutr.cli.main import main
+from declutr.pipeline.shards.manifest import load_manifest
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 SECTION = (

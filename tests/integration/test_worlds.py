@@ -12,14 +12,14 @@ from ray.data import DataContext, ExecutionResources
 from transformers import AutoTokenizer
 from waiting import until
 
-from pipeline.shards.shards import ShardSet
-from trainer.data import stream
-from trainer.data.chunks import rank_plan
-from trainer.data.plan import Plan
-from trainer.data.stream import Prefetcher, batches, documents
-from trainer.model.language_model import vocabulary_of
-from trainer.setup.build import build_collator, build_encoder, build_objective
-from trainer.train import train
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data import stream
+from declutr.trainer.data.chunks import rank_plan
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.data.stream import Prefetcher, batches, documents
+from declutr.trainer.model.language_model import vocabulary_of
+from declutr.trainer.setup.build import build_collator, build_encoder, build_objective
+from declutr.trainer.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 STEPS = 40  # more than an epoch of 257 documents
@@ -70,7 +70,7 @@ def test_every_world_reads_the_same_spans_at_every_step(data, collator, monkeypa
     assert all(len(anchors) == 2 * BATCH and len(positives) == 4 * BATCH for anchors, positives in alone)
     assert any(places for _, places, _ in alone[0][0]), "nothing is masked"
     assert global_steps(data, collator, 2, chunk_steps=7) == alone
-    monkeypatch.setattr("trainer.data.stream._MOST_CHUNKS", 3)  # several Datasets, one after the other
+    monkeypatch.setattr("declutr.trainer.data.stream._MOST_CHUNKS", 3)  # several Datasets, one after the other
     assert global_steps(data, collator, 3, chunk_steps=11) == alone
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from corpora import sentence
 
-from pipeline.config import PipelineConfig
-from pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import COMPRESSORS, files, openwebtext, outcomes, read_all, tar, text_of
 
-from pipeline.readers.corpus import END, Document, ReadFailure
-from pipeline.readers.planning import file_parts
+from declutr.pipeline.readers.corpus import END, Document, ReadFailure
+from declutr.pipeline.readers.planning import file_parts
 
 NAME = "openwebtext.tar.xz"
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import COMPRESSORS, files, measured, outcomes, read_all, tar
 
-from pipeline.readers.planning import file_parts
+from declutr.pipeline.readers.planning import file_parts
 
 MAX_RSS_MIB = 450
 

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from common.cluster import cluster_problem, named_cluster, use_network_of
-from common.config import ConfigError
-from common.session import _end_at_hangup, _short_folder, start_ray
+from declutr.common.cluster import cluster_problem, named_cluster, use_network_of
+from declutr.common.config import ConfigError
+from declutr.common.session import _end_at_hangup, _short_folder, start_ray
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from corpora import files, outcomes, read_all, write_table
 from pydantic import ValidationError
 
-from pipeline.job.outcome import nothing_kept
-from pipeline.readers.corpus import FilesCorpus, ReadFailure
-from pipeline.readers.planning import file_parts
-from pipeline.shards.manifest import Counts
+from declutr.pipeline.job.outcome import nothing_kept
+from declutr.pipeline.readers.corpus import FilesCorpus, ReadFailure
+from declutr.pipeline.readers.planning import file_parts
+from declutr.pipeline.shards.manifest import Counts
 
 ROWS = [
     {"id": "1", "title": "A title", "body": "The body."},

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.config import ConfigError, load_config
-from pipeline.config import PipelineConfig, config_hash, differing_keys, identity
-from pipeline.job.path_checks import output_place_problems
-from pipeline.job.sample import sample_texts
-from pipeline.job.units import plan_units
-from pipeline.prepare import main, problems
+from declutr.common.config import ConfigError, load_config
+from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity
+from declutr.pipeline.job.path_checks import output_place_problems
+from declutr.pipeline.job.sample import sample_texts
+from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.prepare import main, problems
 
 
 @pytest.fixture
@@ -71,7 +71,10 @@ def test_a_problem_ends_the_command_with_its_message_and_nothing_written(write_c
 
 @pytest.mark.parametrize(
     ("modules", "heavy"),
-    [("pipeline.prepare, pipeline.job.worker", "torch"), ("trainer.train, trainer.driver.run", "transformers")],
+    [
+        ("declutr.pipeline.prepare, declutr.pipeline.job.worker", "torch"),
+        ("declutr.trainer.train, declutr.trainer.driver.run", "transformers"),
+    ],
     ids=["data half without torch", "continuing without transformers"],
 )
 def test_what_is_not_needed_is_not_imported(modules, heavy):

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from corpora import COMPRESSORS, files, outcomes, read_all, tar, write_table
 
-from pipeline.readers.corpus import Document
+from declutr.pipeline.readers.corpus import Document
 
 TEXTS = ["I figure out caf\u00e9", "\u4e2d\u6587 and \U0001f600", "a third one"]
 WIDE = ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"]

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from common.config import ConfigError
-from pipeline.tokenizer import bytelevel, engine
-from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
-from pipeline.tokenizer.bytelevel import obstacle, parse
-from pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement
-from pipeline.tokenizer.tokenization import load_tokenizer
+from declutr.common.config import ConfigError
+from declutr.pipeline.tokenizer import bytelevel, engine
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
+from declutr.pipeline.tokenizer.bytelevel import obstacle, parse
+from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement
+from declutr.pipeline.tokenizer.tokenization import load_tokenizer
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -66,7 +66,7 @@ def test_a_megabyte_without_a_boundary_takes_no_more_than_linear_time_and_the_sa
 def test_long_texts_are_cut_where_whitespace_is_single(encoders, monkeypatch):
     texts = ["one  two \n three\n\n four it's " * 50, " \n a" * 100]
     expected = encoders[0].encode(texts)
-    monkeypatch.setattr("pipeline.tokenizer.batch_tokenizer._PIECE_CHARACTERS", 7)
+    monkeypatch.setattr("declutr.pipeline.tokenizer.batch_tokenizer._PIECE_CHARACTERS", 7)
     for encoder in encoders:
         for ids, right in zip(encoder.encode(texts), expected, strict=True):
             np.testing.assert_array_equal(ids, right)

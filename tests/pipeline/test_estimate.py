@@ -7,11 +7,11 @@ import random
 import pytest
 from prepared import Row, write_prepared
 
-from pipeline.job import estimate as estimating
-from pipeline.job.progress import PROGRESS, seconds_spent
-from pipeline.job.strata import MAX_STRATA, chunks, draw_strata
-from pipeline.job.units import plan_units, read_unit
-from pipeline.prepare import plan_ahead
+from declutr.pipeline.job import estimate as estimating
+from declutr.pipeline.job.progress import PROGRESS, seconds_spent
+from declutr.pipeline.job.strata import MAX_STRATA, chunks, draw_strata
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.prepare import plan_ahead
 
 
 @pytest.fixture

@@ -16,7 +16,12 @@ INPUTS = 1500
 def test_damaged_files_of_every_kind_are_read_to_the_end():
     command = [sys.executable, str(ROOT / "tests" / "fuzz" / "readers.py"), "--inputs", str(INPUTS), "--seed", "1"]
     ran = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     result = json.loads(ran.stdout)
     assert result["errors"] == []

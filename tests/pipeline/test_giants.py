@@ -11,11 +11,11 @@ from corpora import files, measured, read_all, tar, write_table
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.readers import jsonl
-from pipeline.readers.corpus import Document
-from pipeline.readers.jsonl import read_jsonl
-from pipeline.readers.pieces import cut
-from pipeline.readers.streams import ByteStream
+from declutr.pipeline.readers import jsonl
+from declutr.pipeline.readers.corpus import Document
+from declutr.pipeline.readers.jsonl import read_jsonl
+from declutr.pipeline.readers.pieces import cut
+from declutr.pipeline.readers.streams import ByteStream
 
 GIANT_MIB = 150
 MAX_RSS_MIB = 1024

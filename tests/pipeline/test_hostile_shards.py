@@ -9,15 +9,15 @@ import pyarrow as pa
 import pytest
 from shardfolders import write
 
-from common.storage import hash_file
-from pipeline.shards.manifest import load_manifest
-from pipeline.shards.shards import ShardError, ShardSet
+from declutr.common.storage import hash_file
+from declutr.pipeline.shards.manifest import load_manifest
+from declutr.pipeline.shards.shards import ShardError, ShardSet
 
 READ = """
 import json, sys
 from pathlib import Path
 import numpy as np
-from pipeline.shards.shards import ShardError, ShardSet, check_shards
+from declutr.pipeline.shards.shards import ShardError, ShardSet, check_shards
 for name in sys.argv[2:]:
     folder = Path(sys.argv[1]) / name
     try:

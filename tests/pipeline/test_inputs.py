@@ -16,12 +16,12 @@ from corpora import files, outcomes, read_all, tar
 from hubserver import SHA, hub_server
 from s3server import s3_server
 
-from common.stores.files import write_file
-from pipeline.job.units import hash_unit, plan_units
-from pipeline.readers.corpus import HubCorpus
-from pipeline.readers.inputs import open_input, stream_of
-from pipeline.readers.planning import file_parts
-from pipeline.readers.streams import CHUNK_BYTES
+from declutr.common.stores.files import write_file
+from declutr.pipeline.job.units import hash_unit, plan_units
+from declutr.pipeline.readers.corpus import HubCorpus
+from declutr.pipeline.readers.inputs import open_input, stream_of
+from declutr.pipeline.readers.planning import file_parts
+from declutr.pipeline.readers.streams import CHUNK_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = b"".join(json.dumps({"text": f"line {n}"}).encode() + b"\n" for n in range(100))
@@ -92,10 +92,10 @@ def test_any_protocol_of_fsspec():
 HUB = """
 import json, sys
 from corpora import outcomes, read_all
-from pipeline.readers.corpus import HubCorpus
-from pipeline.readers.inputs import open_input, stream_of
-from pipeline.readers.planning import file_parts
-from pipeline.readers.streams import CHUNK_BYTES
+from declutr.pipeline.readers.corpus import HubCorpus
+from declutr.pipeline.readers.inputs import open_input, stream_of
+from declutr.pipeline.readers.planning import file_parts
+from declutr.pipeline.readers.streams import CHUNK_BYTES
 for settings in json.loads(sys.argv[1]):
     corpus = HubCorpus(kind="hub", **settings)
     problems = file_parts(corpus, 1 << 20)[1]

@@ -5,11 +5,17 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.filters.whitespace import normalise
-from pipeline.tokenizer import batch_tokenizer
-from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
-from pipeline.tokenizer.engine import choose_engine, difficult_texts
-from pipeline.tokenizer.tokenization import _cut_runs, describe_tokenizer, fingerprint, load_tokenizer, train_tokenizer
+from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.tokenizer import batch_tokenizer
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
+from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts
+from declutr.pipeline.tokenizer.tokenization import (
+    _cut_runs,
+    describe_tokenizer,
+    fingerprint,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 TEXTS = {
     "de": "Die Müllabfuhr fährt früh über die Straße, weil große Lastwagen später stören würden. ",

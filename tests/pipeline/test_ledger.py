@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from pipeline.shards.ledger import Entry, LedgerWriter, find_entries, ledger_entries, rejected_writer
+from declutr.pipeline.shards.ledger import Entry, LedgerWriter, find_entries, ledger_entries, rejected_writer
 
 
 def entry(number: int, **changes) -> Entry:

@@ -3,16 +3,16 @@
 import pytest
 from corpora import files
 
-from evaluation.report.content import gather
-from evaluation.report.header import header
-from pipeline.config import identity
-from pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
-from pipeline.job.output import plan_of
-from pipeline.job.units import plan_units, with_file_states
-from pipeline.job.worker import write_unit
-from pipeline.prepare import problems
-from pipeline.readers.skipped import Skipped
-from pipeline.shards.manifest import build_manifest, load_manifest
+from declutr.evaluation.report.content import gather
+from declutr.evaluation.report.header import header
+from declutr.pipeline.config import identity
+from declutr.pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
+from declutr.pipeline.job.output import plan_of
+from declutr.pipeline.job.units import plan_units, with_file_states
+from declutr.pipeline.job.worker import write_unit
+from declutr.pipeline.prepare import problems
+from declutr.pipeline.readers.skipped import Skipped
+from declutr.pipeline.shards.manifest import build_manifest, load_manifest
 
 
 @pytest.fixture

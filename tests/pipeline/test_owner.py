@@ -7,14 +7,14 @@ import sys
 import pytest
 from volumes import small_volume
 
-from common.lock import LOCK, RunLock, RunLockedError
-from pipeline.job.estimate import adopt_estimate, load_estimate
-from pipeline.job.output import hash_plan, plan_of, write_plan
-from pipeline.job.units import plan_units, with_file_states
-from pipeline.job.worker import write_unit
-from pipeline.prepare import main, plan_ahead, prepare
+from declutr.common.lock import LOCK, RunLock, RunLockedError
+from declutr.pipeline.job.estimate import adopt_estimate, load_estimate
+from declutr.pipeline.job.output import hash_plan, plan_of, write_plan
+from declutr.pipeline.job.units import plan_units, with_file_states
+from declutr.pipeline.job.worker import write_unit
+from declutr.pipeline.prepare import main, plan_ahead, prepare
 
-HOLD = "import sys; from pathlib import Path; from common.lock import RunLock\n"
+HOLD = "import sys; from pathlib import Path; from declutr.common.lock import RunLock\n"
 HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.stdin.read()"
 
 

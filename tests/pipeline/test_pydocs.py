@@ -1,7 +1,7 @@
 from pathlib import Path
 
-from pipeline.readers.corpus import Part, ReadFailure
-from pipeline.readers.pydocs import python_parts, read_python
+from declutr.pipeline.readers.corpus import Part, ReadFailure
+from declutr.pipeline.readers.pydocs import python_parts, read_python
 
 LONG = "It does what it says. " * 30
 

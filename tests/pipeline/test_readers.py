@@ -8,11 +8,11 @@ from corpora import files, read_all
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipeline.filters.whitespace import normalise
-from pipeline.readers.corpus import Document, ReadFailure, document_id
-from pipeline.readers.files import rules_of
-from pipeline.readers.parts import Meter, read_part
-from pipeline.readers.planning import file_parts
+from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.readers.corpus import Document, ReadFailure, document_id
+from declutr.pipeline.readers.files import rules_of
+from declutr.pipeline.readers.parts import Meter, read_part
+from declutr.pipeline.readers.planning import file_parts
 
 
 def read_parts(corpus, parts):

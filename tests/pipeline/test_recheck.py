@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.job.output import plan_of, write_plan
-from pipeline.job.recheck import content_problems
-from pipeline.job.unit_writer import sidecar_path
-from pipeline.job.units import plan_units, with_file_states
-from pipeline.job.worker import write_unit
-from pipeline.prepare import main, problems
-from pipeline.readers.input_state import digest_parts
-from pipeline.shards.manifest import MANIFEST
+from declutr.pipeline.job.output import plan_of, write_plan
+from declutr.pipeline.job.recheck import content_problems
+from declutr.pipeline.job.unit_writer import sidecar_path
+from declutr.pipeline.job.units import plan_units, with_file_states
+from declutr.pipeline.job.worker import write_unit
+from declutr.pipeline.prepare import main, problems
+from declutr.pipeline.readers.input_state import digest_parts
+from declutr.pipeline.shards.manifest import MANIFEST
 
 CHANGED = "1 of {} units changed although names and sizes are the same, the first at corpus"
 

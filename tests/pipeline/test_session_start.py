@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-START = "from common.session import start_ray\nfrom common.session_config import SessionError\n"
+START = "from declutr.common.session import start_ray\nfrom declutr.common.session_config import SessionError\n"
 START += "try: start_ray(1)\nexcept SessionError as error: print(error)"
 
 
@@ -20,7 +20,7 @@ def test_a_session_that_does_not_start_is_one_message(tmp_path):
         port = str(taken.getsockname()[1])
         # Ray gives up after 3 seconds instead of 30.
         quick = {"RAY_py_gcs_connect_timeout_s": "3"}
-        environment = bare | quick | {"PYTHONPATH": str(ROOT), "RAY_GCS_SERVER_PORT": port}
+        environment = bare | quick | {"PYTHONPATH": str(ROOT / "src"), "RAY_GCS_SERVER_PORT": port}
         ran = subprocess.run(
             [sys.executable, "-c", START], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
         )

@@ -8,12 +8,12 @@ import pytest
 from shardfolders import GEOMETRY, LENGTHS, tokens_of, write
 
 from benchmarks.scale.shards import TOKENIZER
-from pipeline.readers.corpus import document_id
-from pipeline.shards.ledger import LedgerFile
-from pipeline.shards.manifest import Counts, Shard, Sidecar, build_manifest, data_hash, sum_counts
-from pipeline.shards.schema import shard_schema
-from pipeline.shards.shards import ShardError, ShardSet, check_shards, load_manifest
-from pipeline.shards.writer import ShardWriter
+from declutr.pipeline.readers.corpus import document_id
+from declutr.pipeline.shards.ledger import LedgerFile
+from declutr.pipeline.shards.manifest import Counts, Shard, Sidecar, build_manifest, data_hash, sum_counts
+from declutr.pipeline.shards.schema import shard_schema
+from declutr.pipeline.shards.shards import ShardError, ShardSet, check_shards, load_manifest
+from declutr.pipeline.shards.writer import ShardWriter
 
 
 @pytest.mark.parametrize(("vocab_size", "token_type"), [(65536, pa.uint16()), (65537, pa.uint32())])

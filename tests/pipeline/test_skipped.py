@@ -10,10 +10,10 @@ import pytest
 from corpora import files, outcomes, read_all, tar, write_table
 from nobody import shared_folder, without_rights
 
-from pipeline.job.units import hash_unit, plan_units, read_unit
-from pipeline.readers.input_state import digest_parts
-from pipeline.readers.planning import file_parts
-from pipeline.readers.skipped import Skipped, describe_skipped
+from declutr.pipeline.job.units import hash_unit, plan_units, read_unit
+from declutr.pipeline.readers.input_state import digest_parts
+from declutr.pipeline.readers.planning import file_parts
+from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from corpora import files, outcomes, read_all, write_table
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.readers.corpus import Document
-from pipeline.readers.delimited import MAX_FIELD_BYTES, read_delimited
-from pipeline.readers.planning import file_parts
-from pipeline.readers.streams import ByteStream
+from declutr.pipeline.readers.corpus import Document
+from declutr.pipeline.readers.delimited import MAX_FIELD_BYTES, read_delimited
+from declutr.pipeline.readers.planning import file_parts
+from declutr.pipeline.readers.streams import ByteStream
 
 CELL = st.text(st.sampled_from('ab ,\t"\n\u00e9\U0001f600'), max_size=12)
 

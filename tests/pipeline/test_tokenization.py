@@ -5,10 +5,10 @@ import pytest
 from corpora import sentence
 from transformers import AutoTokenizer
 
-from common.config import ConfigError
-from pipeline.tokenizer import batch_tokenizer as encoding
-from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
-from pipeline.tokenizer.tokenization import describe_tokenizer, fingerprint, load_tokenizer, train_tokenizer
+from declutr.common.config import ConfigError
+from declutr.pipeline.tokenizer import batch_tokenizer as encoding
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
+from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, fingerprint, load_tokenizer, train_tokenizer
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"
 

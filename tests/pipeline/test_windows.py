@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.shards.schema import geometry_of, shard_schema
-from pipeline.shards.windows import (
+from declutr.pipeline.shards.schema import geometry_of, shard_schema
+from declutr.pipeline.shards.windows import (
     Geometry,
     document_windows,
     drop_reason,

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from common.config import ConfigError
-from pipeline.tokenizer import wordpiece
-from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
-from pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement
+from declutr.common.config import ConfigError
+from declutr.pipeline.tokenizer import wordpiece
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
+from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -3,13 +3,13 @@ import json
 import numpy as np
 import pytest
 
-from pipeline.config import identity
-from pipeline.job.unit_writer import finished_sidecar
-from pipeline.job.units import plan_units
-from pipeline.job.worker import splits_of, write_unit
-from pipeline.readers.corpus import document_id
-from pipeline.shards.manifest import build_manifest
-from pipeline.shards.shards import ShardSet
+from declutr.pipeline.config import identity
+from declutr.pipeline.job.unit_writer import finished_sidecar
+from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.job.worker import splits_of, write_unit
+from declutr.pipeline.readers.corpus import document_id
+from declutr.pipeline.shards.manifest import build_manifest
+from declutr.pipeline.shards.shards import ShardSet
 
 
 @pytest.fixture

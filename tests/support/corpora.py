@@ -13,8 +13,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.job.units import plan_units, read_unit
-from pipeline.readers.corpus import Document, FilesCorpus
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.readers.corpus import Document, FilesCorpus
 
 COMPRESSORS = {
     "gz": gzip.compress,
@@ -105,8 +105,8 @@ MEASURE = """
 import json, resource, sys
 from collections import Counter
 from pathlib import Path
-from pipeline.readers.corpus import Document, FilesCorpus
-from pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.readers.corpus import Document, FilesCorpus
+from declutr.pipeline.job.units import plan_units, read_unit
 path, fixed = sys.argv[1:]
 corpus = FilesCorpus(kind="files", paths=[path], format=fixed)
 units, problems = plan_units(corpus, 1e6)

@@ -8,11 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from cli.main import main
-from evaluation.embedding.index import SearchIndex
-from evaluation.encoders.loading import load_encoder
-from evaluation.explore.explorer import Explorer
-from evaluation.explore.server import ExploreServer, listen
+from declutr.cli.main import main
+from declutr.evaluation.embedding.index import SearchIndex
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.explore.explorer import Explorer
+from declutr.evaluation.explore.server import ExploreServer, listen
 
 ENCODER = "hashed-words:64"
 HOSTILE = (

@@ -5,7 +5,7 @@ import json
 import torch
 from transformers import AutoConfig, AutoModel
 
-from pipeline.tokenizer.tokenization import train_tokenizer
+from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 
 TEXTS = [
     "ab cd", "", "one two three four five six seven " * 40, "x", "naïve façade ✓", "ab cd", "\n\t ",

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.communicator import Communicator
 
 # Ranks are forked from a server that has imported the slow packages once and has run nothing.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch.distributed", "trainer.step.step", "transformers.models.roberta.modeling_roberta"]
+    ["torch.distributed", "declutr.trainer.step.step", "transformers.models.roberta.modeling_roberta"]
 )
 _TIMEOUT_SECONDS = 120
 

@@ -4,16 +4,16 @@ import tinyruns as runs
 from shardfolders import write
 from transformers import AutoTokenizer
 
-from pipeline.shards.manifest import data_hash, load_manifest
-from pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.state import RunState
-from trainer.checkpoints.weights import collect
-from trainer.driver.run import run_training
-from trainer.objectives.declutr.objective import Declutr
-from trainer.setup.build import build_encoder
-from trainer.setup.cache import data_folder
-from trainer.step.optim import build_optimizer
+from declutr.pipeline.shards.manifest import data_hash, load_manifest
+from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.weights import collect
+from declutr.trainer.driver.run import run_training
+from declutr.trainer.objectives.declutr.objective import Declutr
+from declutr.trainer.setup.build import build_encoder
+from declutr.trainer.setup.cache import data_folder
+from declutr.trainer.step.optim import build_optimizer
 
 STEPS = 6
 

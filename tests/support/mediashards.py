@@ -2,10 +2,10 @@
 
 from mediafiles import spread
 
-from pipeline.config import PipelineConfig, config_hash, identity
-from pipeline.job.units import plan_units
-from pipeline.job.worker import write_unit
-from pipeline.shards.manifest import MANIFEST, build_manifest
+from declutr.pipeline.config import PipelineConfig, config_hash, identity
+from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.job.worker import write_unit
+from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
 
 
 def prepare_media(folder, content, files):

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config import PipelineConfig, config_hash, identity
-from pipeline.job.unit_writer import UnitWriter
-from pipeline.job.units import Unit
-from pipeline.readers.corpus import Part, document_id
-from pipeline.shards.ledger import Entry
-from pipeline.shards.manifest import MANIFEST, Manifest, build_manifest
-from pipeline.tokenizer.batch_tokenizer import BatchTokenizer
-from pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
+from declutr.pipeline.config import PipelineConfig, config_hash, identity
+from declutr.pipeline.job.unit_writer import UnitWriter
+from declutr.pipeline.job.units import Unit
+from declutr.pipeline.readers.corpus import Part, document_id
+from declutr.pipeline.shards.ledger import Entry
+from declutr.pipeline.shards.manifest import MANIFEST, Manifest, build_manifest
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
+from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 import numpy as np
 
 from benchmarks.scale.shards import TOKENIZER
-from pipeline.readers.corpus import document_id
-from pipeline.shards.ledger import Entry, LedgerWriter
-from pipeline.shards.manifest import Counts, Sidecar, build_manifest
-from pipeline.shards.schema import shard_schema
-from pipeline.shards.windows import Geometry
-from pipeline.shards.writer import ShardWriter
+from declutr.pipeline.readers.corpus import document_id
+from declutr.pipeline.shards.ledger import Entry, LedgerWriter
+from declutr.pipeline.shards.manifest import Counts, Sidecar, build_manifest
+from declutr.pipeline.shards.schema import shard_schema
+from declutr.pipeline.shards.windows import Geometry
+from declutr.pipeline.shards.writer import ShardWriter
 
 GEOMETRY = Geometry(num_anchors=1, max_tokens=4)
 LENGTHS = [8 + number % 13 for number in range(57)]

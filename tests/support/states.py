@@ -1,6 +1,6 @@
 """What a checkpoint says of its run, where a test decides nothing but its step and scores."""
 
-from trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.state import RunState
 
 
 def state_of(step, **scores):

@@ -4,8 +4,8 @@ import json
 import random
 import shutil
 
-from trainer.setup.config import TrainConfig
-from trainer.train import train
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.train import train
 
 LABELS = ("entailment", "neutral", "contradiction")
 SCD = {

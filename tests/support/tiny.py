@@ -6,24 +6,24 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.shards.windows import window_starts
-from trainer.data.batches import RankBatch, SpanBatch
-from trainer.data.vocabulary import Vocabulary
-from trainer.model.config import EncoderConfig
-from trainer.model.encoder import Encoder
-from trainer.model.language_model import build_model, load_hf_config
-from trainer.objectives.base import Gathered
-from trainer.objectives.config import RunContext
-from trainer.objectives.declutr.collator import SpanCollator
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.objective import Declutr
-from trainer.objectives.span_config import SpanConfig
-from trainer.parallel.communicator import Communicator
-from trainer.parallel.sharding import shard
-from trainer.step.config import OptimConfig
-from trainer.step.microbatch import Microbatch
-from trainer.step.optim import build_optimizer
-from trainer.step.step import TrainStep
+from declutr.pipeline.shards.windows import window_starts
+from declutr.trainer.data.batches import RankBatch, SpanBatch
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.model.config import EncoderConfig
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.language_model import build_model, load_hf_config
+from declutr.trainer.objectives.base import Gathered
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.declutr.collator import SpanCollator
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.declutr.objective import Declutr
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.sharding import shard
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.optim import build_optimizer
+from declutr.trainer.step.step import TrainStep
 
 VOCAB_SIZE = 64
 VOCABULARY = Vocabulary(size=VOCAB_SIZE, bos=0, eos=2, mask=63, special=(0, 1, 2, 3, 63))

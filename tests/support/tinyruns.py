@@ -12,8 +12,8 @@ from pathlib import Path
 import yaml
 from waiting import until
 
-from trainer.driver.resolved import ResolvedRun, find_shards
-from trainer.setup.config import TrainConfig
+from declutr.trainer.driver.resolved import ResolvedRun, find_shards
+from declutr.trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16}
@@ -92,9 +92,9 @@ def span_validator(config, encoder, vocabulary):
     """The objective's validator of the held-out split, without a train_step."""
     import torch
 
-    from pipeline.shards.shards import ShardSet
-    from trainer.parallel.communicator import Communicator
-    from trainer.setup.build import build_objective, max_content
+    from declutr.pipeline.shards.shards import ShardSet
+    from declutr.trainer.parallel.communicator import Communicator
+    from declutr.trainer.setup.build import build_objective, max_content
 
     held_out = ShardSet(Path(config.data), "held-out")
     room = max_content(encoder, vocabulary)
@@ -120,7 +120,7 @@ def command(module, config, *overrides):
     """Arguments of a real command, in a process group of its own, where Ray shows its process titles to us."""
     return {
         "args": [sys.executable, "-m", module, str(config), *overrides],
-        "env": os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "DECLUTR_LOG": "INFO"},
+        "env": os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "ignore", "DECLUTR_LOG": "INFO"},
         "cwd": config.parent,
         "start_new_session": True,
         "text": True,

@@ -12,27 +12,27 @@ from groups import run_group
 from prepared import Row, write_prepared
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
-from common.scores import ScoreLine, append_score
-from pipeline.shards.manifest import data_hash, load_manifest
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.saver import SaveError
-from trainer.checkpoints.store import fetch_run, store_of
-from trainer.checkpoints.weights import collect
-from trainer.data.stream import Prefetcher
-from trainer.metrics.metrics import MetricsWriter, read_metrics
-from trainer.model.language_model import UnfitEncoderError
-from trainer.model.load_report import LoadReport
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.row_score import RowScore, choosing_rows
-from trainer.parallel.communicator import Communicator, Request
-from trainer.setup.cache import run_folder
-from trainer.step.step import NonFiniteLossError
-from trainer.worker.checkpointing import Checkpointing
-from trainer.worker.heartbeat import Heartbeat
-from trainer.worker.loop import TrainingLoop
-from trainer.worker.nonfinite_losses import NonFiniteLosses
-from trainer.worker.scheduler import ScheduledStep, TaskScheduler
-from trainer.worker.stopwatch import Stopwatch
+from declutr.common.scores import ScoreLine, append_score
+from declutr.pipeline.shards.manifest import data_hash, load_manifest
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.saver import SaveError
+from declutr.trainer.checkpoints.store import fetch_run, store_of
+from declutr.trainer.checkpoints.weights import collect
+from declutr.trainer.data.stream import Prefetcher
+from declutr.trainer.metrics.metrics import MetricsWriter, read_metrics
+from declutr.trainer.model.language_model import UnfitEncoderError
+from declutr.trainer.model.load_report import LoadReport
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.row_score import RowScore, choosing_rows
+from declutr.trainer.parallel.communicator import Communicator, Request
+from declutr.trainer.setup.cache import run_folder
+from declutr.trainer.step.step import NonFiniteLossError
+from declutr.trainer.worker.checkpointing import Checkpointing
+from declutr.trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.worker.loop import TrainingLoop
+from declutr.trainer.worker.nonfinite_losses import NonFiniteLosses
+from declutr.trainer.worker.scheduler import ScheduledStep, TaskScheduler
+from declutr.trainer.worker.stopwatch import Stopwatch
 
 RARE = 62
 """A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""

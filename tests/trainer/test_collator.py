@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import VOCABULARY, documents, rank_batch, tiny_collator
 
-from trainer.data.batches import DIGEST
-from trainer.data.vocabulary import Vocabulary
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.masking import mask_tokens
-from trainer.objectives.span_config import SpanConfig
+from declutr.trainer.data.batches import DIGEST
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.masking import mask_tokens
+from declutr.trainer.objectives.span_config import SpanConfig
 
 LENGTHS = [48, 70, 49, 131, 60]
 NO_MASKS = DeclutrConfig(terms="contrastive")

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from pipeline.shards.shards import ShardError
-from trainer.objectives.supcon.config import CropConfig
-from trainer.objectives.supcon.crops import VIEWS, Crops
+from declutr.pipeline.shards.shards import ShardError
+from declutr.trainer.objectives.supcon.config import CropConfig
+from declutr.trainer.objectives.supcon.crops import VIEWS, Crops
 
 PLAIN = {"hflip": 0.0, "color_jitter_prob": 0.0, "grayscale_prob": 0.0}
 SIZE = (200, 200)

@@ -7,15 +7,15 @@ import pytest
 from damagedjson import DAMAGED
 from madeup import STEPS, config_of, finish, save
 
-from common.config import ConfigError
-from common.records import DamagedError
-from inspection.checkpoints import CheckpointsError, rows
-from inspection.describe import DescribeError, describe
-from trainer.checkpoints.checkpoint import CheckpointError, find_latest
-from trainer.driver.fork import fork
-from trainer.driver.run import run_training
-from trainer.driver.summary import add_seconds, ended_early
-from trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
+from declutr.common.config import ConfigError
+from declutr.common.records import DamagedError
+from declutr.inspection.checkpoints import CheckpointsError, rows
+from declutr.inspection.describe import DescribeError, describe
+from declutr.trainer.checkpoints.checkpoint import CheckpointError, find_latest
+from declutr.trainer.driver.fork import fork
+from declutr.trainer.driver.run import run_training
+from declutr.trainer.driver.summary import add_seconds, ended_early
+from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
 
 DAMAGES = {"empty": b"", **DAMAGED}
 NAMED = (ConfigError, CheckpointError, CheckpointsError, DescribeError, DamagedError)

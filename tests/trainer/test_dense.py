@@ -8,16 +8,16 @@ from sentence_transformers import SentenceTransformer
 from torch import nn
 from transformers import AutoTokenizer
 
-from evaluation.encoders.loading import load_encoder
-from pipeline.shards.manifest import load_manifest
-from trainer.data.batches import SpanBatch
-from trainer.driver.dense import write_steps
-from trainer.driver.export import write_encoder
-from trainer.model.behind import Dense, Normalize, steps_of
-from trainer.parallel.communicator import Communicator
-from trainer.setup.build import build_encoder
-from trainer.setup.tasks import build_task, used_parameters
-from trainer.step.microbatch import Microbatch
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.pipeline.shards.manifest import load_manifest
+from declutr.trainer.data.batches import SpanBatch
+from declutr.trainer.driver.dense import write_steps
+from declutr.trainer.driver.export import write_encoder
+from declutr.trainer.model.behind import Dense, Normalize, steps_of
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.setup.build import build_encoder
+from declutr.trainer.setup.tasks import build_task, used_parameters
+from declutr.trainer.step.microbatch import Microbatch
 
 TEXTS = ["some words", "others", "some words and others"]
 

@@ -3,12 +3,12 @@
 import pytest
 import tinyruns as runs
 
-from common.records import DamagedError
-from common.storage import read_json
-from trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
-from trainer.driver.checks import ray_problems
-from trainer.driver.device import DEVICE, choose_device, device_problem, kept_device, recorded_device
-from trainer.setup.scaling import ScalingConfig
+from declutr.common.records import DamagedError
+from declutr.common.storage import read_json
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
+from declutr.trainer.driver.checks import ray_problems
+from declutr.trainer.driver.device import DEVICE, choose_device, device_problem, kept_device, recorded_device
+from declutr.trainer.setup.scaling import ScalingConfig
 
 TWO_GPUS = {"CPU": 8.0, "GPU": 2.0}
 NO_GPU = {"CPU": 8.0}

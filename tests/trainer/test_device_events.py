@@ -8,9 +8,9 @@ import pytest
 import tinyruns as runs
 import torch
 
-from trainer.driver.watchdog import Watchdog
-from trainer.worker.device_events import CudaEvent, HostEvent, events_of
-from trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.driver.watchdog import Watchdog
+from declutr.trainer.worker.device_events import CudaEvent, HostEvent, events_of
+from declutr.trainer.worker.heartbeat import Heartbeat
 
 SIZE = 3
 
@@ -126,7 +126,7 @@ def test_stamps_of_a_processor_and_of_a_gpu():
 RANK = """
 import os, sys, time
 from datetime import timedelta
-from trainer.worker.flight_recorder import newest_exchanges, record_exchanges
+from declutr.trainer.worker.flight_recorder import newest_exchanges, record_exchanges
 record_exchanges()
 import torch, torch.distributed as dist
 rank = int(sys.argv[1])

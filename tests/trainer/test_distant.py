@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from prepared import Row, write_prepared
 from tinyruns import span_validator
 
-from trainer.objectives.declutr.distant import DISTANT, place_distant
-from trainer.objectives.declutr.spans import draw, pair_lengths
-from trainer.objectives.span_config import SpanConfig
-from trainer.setup.build import build_encoder, load_tokenizer
+from declutr.trainer.objectives.declutr.distant import DISTANT, place_distant
+from declutr.trainer.objectives.declutr.spans import draw, pair_lengths
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.setup.build import build_encoder, load_tokenizer
 
 
 def pairs(config, lengths, longest, seed=0, keys=None):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data.tokenrates import TokenRates, drops, limit, signed, token_keys
-from trainer.model.dropout import DropoutKeys, KeyedDropout, key_dropout, words
+from declutr.trainer.data.tokenrates import TokenRates, drops, limit, signed, token_keys
+from declutr.trainer.model.dropout import DropoutKeys, KeyedDropout, key_dropout, words
 
 TOKENS, FEATURES = 4096, 256
 CPU = torch.device("cpu")

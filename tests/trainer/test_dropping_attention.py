@@ -13,21 +13,21 @@ from measures import deviation
 from tiny import FAMILIES, random_spans, tiny_encoder
 from torch._dynamo.utils import counters
 
-from trainer.data.tokenrates import TokenRates
-from trainer.model import kernels
-from trainer.model.dropout import WeightDropout
-from trainer.model.kernel_choice import Kernels
-from trainer.model.keyed_attention import attend_with_dropout
+from declutr.trainer.data.tokenrates import TokenRates
+from declutr.trainer.model import kernels
+from declutr.trainer.model.dropout import WeightDropout
+from declutr.trainer.model.kernel_choice import Kernels
+from declutr.trainer.model.keyed_attention import attend_with_dropout
 
 pytest.importorskip("triton", reason="Triton is not installed")
-dropping_attention = importlib.import_module("trainer.model.dropping_attention")
+dropping_attention = importlib.import_module("declutr.trainer.model.dropping_attention")
 
 CPU = torch.device("cpu")
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from trainer.model import dropping_kernel
+from declutr.trainer.model import dropping_kernel
 KINDS = dict.fromkeys(("bounds", "keys", "limits", "words"), "*i32") | dict.fromkeys(("num_words", "heads"), "i32")
 KINDS |= dict.fromkeys(("sums", "dots", "kept"), "*fp32") | {"scale": "fp32"}
 for capability, head_size, window in ((80, 128, 0), (89, 64, 0), (90, 24, 65)):

@@ -11,15 +11,15 @@ from measures import deviation
 from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from tinyruns import least_config
 
-from trainer.data.canonical import canonical_microbatches, collate_canonical
-from trainer.data.plan import Plan
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel import fixedpoint
-from trainer.parallel.communicator import Communicator
-from trainer.parallel.fixedpoint import SCALE, FixedPointReducer
-from trainer.step.config import OptimConfig
-from trainer.step.optim import build_optimizer
-from trainer.step.step import NonFiniteLossError
+from declutr.trainer.data.canonical import canonical_microbatches, collate_canonical
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.parallel import fixedpoint
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.fixedpoint import SCALE, FixedPointReducer
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.optim import build_optimizer
+from declutr.trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60, 99, 52, 77, 64]
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.2, "projection": {"kind": "mlp", "size": 6}}

@@ -10,10 +10,10 @@ from prepared import Row, write_prepared
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining, BertModel
 
-from trainer.driver.checks import problems
-from trainer.driver.export import write_encoder
-from trainer.setup.build import build_encoder
-from trainer.setup.config import TrainConfig
+from declutr.trainer.driver.checks import problems
+from declutr.trainer.driver.export import write_encoder
+from declutr.trainer.setup.build import build_encoder
+from declutr.trainer.setup.config import TrainConfig
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 WEIGHT = "bert.encoder.layer.1.output.dense.weight"

@@ -9,15 +9,15 @@ import tinyruns as runs
 from madeup import config_of, shards
 from shardfolders import LENGTHS
 
-from pipeline.shards.shards import ShardSet
-from pipeline.shards.windows import Geometry, document_windows
-from trainer.driver.estimate import TrainEstimate, find_estimate, score
-from trainer.objectives.config import RunContext
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.sampling import sample_spans
-from trainer.objectives.span_config import SpanConfig
-from trainer.setup.coverage import coverage
-from trainer.train import main
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.shards.windows import Geometry, document_windows
+from declutr.trainer.driver.estimate import TrainEstimate, find_estimate, score
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.declutr.sampling import sample_spans
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.setup.coverage import coverage
+from declutr.trainer.train import main
 
 
 @pytest.fixture(scope="module")

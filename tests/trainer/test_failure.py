@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 from tinyruns import ROOT
 
-from trainer.driver.failure import FAILURES, GroupFailure, blame_memory, describe, oom_kills
+from declutr.trainer.driver.failure import FAILURES, GroupFailure, blame_memory, describe, oom_kills
 
 LEFT = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:33291")
 DEAD = RayActorError(error_msg="ActorMetadata(\n hostname='spot-3',\n node_id='b1', pid=30750,\n) died unexpectedly")
@@ -49,7 +49,9 @@ def test_rays_paragraph_on_a_death_is_left_out_and_nothing_else():
     """Through the function by which Ray prints what its raylets report, in a process that began as the command does."""
     lines = ["A worker died or was killed while executing a task by an unexpected system error.", "No memory is left."]
     report = {"lines": lines, "pid": "raylet", "is_err": False}
-    code = f"import trainer.train; from ray._private.worker import print_to_stdstream as p; p({report!r}, False)"
+    code = (
+        f"import declutr.trainer.train; from ray._private.worker import print_to_stdstream as p; p({report!r}, False)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "No memory is left." in done.stdout
     assert "died" not in done.stdout + done.stderr

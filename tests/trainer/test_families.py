@@ -9,13 +9,13 @@ from groups import run_group
 from measures import deviation
 from tiny import documents, random_spans, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
-from trainer.data.batches import SpanBatch, pad_rows
-from trainer.driver.export import write_encoder
-from trainer.model.config import EncoderConfig
-from trainer.model.language_model import FAMILIES, UnfitEncoderError, load_hf_config
-from trainer.model.layouts import drops_by_key, fitting_layout
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel.communicator import Communicator
+from declutr.trainer.data.batches import SpanBatch, pad_rows
+from declutr.trainer.driver.export import write_encoder
+from declutr.trainer.model.config import EncoderConfig
+from declutr.trainer.model.language_model import FAMILIES, UnfitEncoderError, load_hf_config
+from declutr.trainer.model.layouts import drops_by_key, fitting_layout
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.parallel.communicator import Communicator
 
 MIXED = [9, 3, 30, 12, 12, 4]
 LENGTHS = [48, 70, 49, 60]

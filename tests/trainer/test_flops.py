@@ -5,7 +5,7 @@ import torch
 from tiny import FAMILIES, random_spans, tiny_encoder
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
+from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
 
 
 def test_weights_by_hand():

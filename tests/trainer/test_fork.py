@@ -7,18 +7,18 @@ from madeup import config_of, shards
 from mediafiles import png
 from mediashards import prepare_media
 
-from common.config import ConfigError
-from pipeline.shards.manifest import load_manifest
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.state import RunState
-from trainer.checkpoints.weights import collect
-from trainer.driver.checks import problems
-from trainer.driver.fork import fork
-from trainer.parallel.communicator import Communicator
-from trainer.setup.auxiliary import data_hashes, joint_hash
-from trainer.setup.build import build_encoder, load_tokenizer
-from trainer.setup.tasks import build_task, build_train_steps
-from trainer.step.microbatch import Microbatch
+from declutr.common.config import ConfigError
+from declutr.pipeline.shards.manifest import load_manifest
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.weights import collect
+from declutr.trainer.driver.checks import problems
+from declutr.trainer.driver.fork import fork
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.setup.auxiliary import data_hashes, joint_hash
+from declutr.trainer.setup.build import build_encoder, load_tokenizer
+from declutr.trainer.setup.tasks import build_task, build_train_steps
+from declutr.trainer.step.microbatch import Microbatch
 
 STEP = 2
 

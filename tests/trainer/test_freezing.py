@@ -5,11 +5,11 @@ import pytest
 from measures import deviation
 from tiny import FAMILIES, HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
-from trainer.model.config import EncoderConfig
-from trainer.model.freezing import frozen_parameters
-from trainer.model.language_model import UnfitEncoderError, build_model, load_hf_config
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.setup.tasks import freeze_unused
+from declutr.trainer.model.config import EncoderConfig
+from declutr.trainer.model.freezing import frozen_parameters
+from declutr.trainer.model.language_model import UnfitEncoderError, build_model, load_hf_config
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.setup.tasks import freeze_unused
 
 IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 KINDS = {**families.PACKED, **families.PADDED}

@@ -9,15 +9,15 @@ from mediarows import image_rows
 from tiny import VOCABULARY, tiny_encoder
 from transformers import BertConfig, ViTConfig, ViTModel
 
-from trainer.data.patches import PatchBatch
-from trainer.model.config import EncoderConfig, FrontendConfig
-from trainer.model.encoder import Encoder
-from trainer.model.frontend import Frontend, embedding_width, load_vit
-from trainer.model.language_model import UnfitEncoderError, load_hf_config, load_model
-from trainer.model.layouts import fitting_layout, patch_problem
-from trainer.objectives.config import RunContext
-from trainer.objectives.supcon.config import SupconConfig
-from trainer.objectives.supcon.objective import Supcon
+from declutr.trainer.data.patches import PatchBatch
+from declutr.trainer.model.config import EncoderConfig, FrontendConfig
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.frontend import Frontend, embedding_width, load_vit
+from declutr.trainer.model.language_model import UnfitEncoderError, load_hf_config, load_model
+from declutr.trainer.model.layouts import fitting_layout, patch_problem
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.supcon.config import SupconConfig
+from declutr.trainer.objectives.supcon.objective import Supcon
 
 SIZES = {"patch_size": (4, 4), "image_size": 8}
 

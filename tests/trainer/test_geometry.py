@@ -7,12 +7,12 @@ import tinyruns as runs
 import yaml
 from madeup import shards
 
-from common.config import config_yaml
-from trainer.driver.checks import problems
-from trainer.driver.resolved import find_shards
-from trainer.setup import geometry as module
-from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import RESUME_SETTINGS
+from declutr.common.config import config_yaml
+from declutr.trainer.driver.checks import problems
+from declutr.trainer.driver.resolved import find_shards
+from declutr.trainer.setup import geometry as module
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.geometry import RESUME_SETTINGS
 
 ENCODER = {"encoder": {"from_config": {"model_type": "roberta"}}}
 
@@ -79,7 +79,7 @@ def test_a_shortest_span_above_the_shards_longest_is_refused(data, tmp_path):
 
 def test_print_config_shows_the_values_of_the_shards(data, tmp_path):
     path = runs.write_config(tmp_path / "config.yaml", train={"run": "unused", "data": str(data), **ENCODER})
-    shown = runs.run_command("trainer.train", path, "--print-config")
+    shown = runs.run_command("declutr.trainer.train", path, "--print-config")
     assert shown.returncode == 0, shown.stderr
     assert "cannot be read now" not in shown.stderr
     printed = TrainConfig.model_validate(yaml.safe_load(shown.stdout))
@@ -90,7 +90,7 @@ def test_print_config_shows_the_values_of_the_shards(data, tmp_path):
 @pytest.mark.parametrize("place", ["nowhere", "s3://bucket/shards"])
 def test_print_config_says_which_values_it_could_not_find(tmp_path, place):
     path = runs.write_config(tmp_path / "config.yaml", train={"run": "unused", "data": place, **ENCODER})
-    shown = runs.run_command("trainer.train", path, "spans.max_tokens=64", "--print-config")
+    shown = runs.run_command("declutr.trainer.train", path, "spans.max_tokens=64", "--print-config")
     assert shown.returncode == 0, shown.stderr
     assert f"data = {place}: its shards cannot be read now" in shown.stderr
     assert "takes spans.num_anchors, spans.min_tokens from them" in shown.stderr
@@ -98,5 +98,5 @@ def test_print_config_says_which_values_it_could_not_find(tmp_path, place):
 
 def test_rows_without_spans_have_no_values_to_find(tmp_path):
     path = runs.write_config(tmp_path / "config.yaml", train={"run": "unused", "data": "nowhere", **ENCODER})
-    shown = runs.run_command("trainer.train", path, "objective.kind=simcse", "--print-config")
+    shown = runs.run_command("declutr.trainer.train", path, "objective.kind=simcse", "--print-config")
     assert (shown.returncode, shown.stderr) == (0, "")

@@ -11,14 +11,14 @@ import pytest
 import tinyruns as runs
 from madeup import shards
 
-from trainer.driver.objective_checks import objective_problems
-from trainer.driver.path_checks import place_problems
-from trainer.objectives.config import ObjectiveConfig
-from trainer.objectives.registry import load_kinds
+from declutr.trainer.driver.objective_checks import objective_problems
+from declutr.trainer.driver.path_checks import place_problems
+from declutr.trainer.objectives.config import ObjectiveConfig
+from declutr.trainer.objectives.registry import load_kinds
 
 CLASS = """
 from typing import ClassVar, Literal
-from trainer.objectives.config import ObjectiveConfig
+from declutr.trainer.objectives.config import ObjectiveConfig
 class Config(ObjectiveConfig):
     implementation: ClassVar = "nowhere:Nothing"
     metrics: ClassVar = ("one",)
@@ -67,10 +67,10 @@ def test_the_message_names_package_entry_point_and_cause(tmp_path, monkeypatch, 
 def test_a_package_that_cannot_be_used_stops_only_what_names_its_kind(tmp_path, monkeypatch):
     """Its import ends the process with status 0; commands that do not need it ended with that, silently."""
     install(tmp_path, monkeypatch, "spoilt-objective", "spoilt_exits", "import sys; sys.exit(0)")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path.cwd())])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path.cwd() / "src")])}
 
     def declutr(*arguments):
-        command = [sys.executable, "-m", "cli.main", *map(str, arguments)]
+        command = [sys.executable, "-m", "declutr.cli.main", *map(str, arguments)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
     found = declutr("inspect", shards(tmp_path / "data"))
@@ -114,10 +114,10 @@ class Unfit(ObjectiveConfig):
     [
         ("spoilt_leaves:Nothing", "SystemExit: 0"),
         ("nowhere.objective:Nothing", "ModuleNotFoundError: No module named 'nowhere'"),
-        ("trainer.objectives.base:Nothing", "AttributeError: "),
-        ("trainer.objectives.base", "AttributeError: "),
+        ("declutr.trainer.objectives.base:Nothing", "AttributeError: "),
+        ("declutr.trainer.objectives.base", "AttributeError: "),
         ("json:JSONDecoder", "is not a subclass of Objective"),
-        ("trainer.objectives.base:Objective", "does not define collator, loss"),
+        ("declutr.trainer.objectives.base:Objective", "does not define collator, loss"),
     ],
 )
 def test_an_implementation_that_cannot_be_used_is_found_before_ray_starts(tmp_path, monkeypatch, implementation, said):
@@ -131,7 +131,7 @@ def test_an_implementation_that_cannot_be_used_is_found_before_ray_starts(tmp_pa
 
 @UNKNOWN_TO_PYDANTIC
 def test_mlm_without_its_metric_is_found_before_ray_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(Unfit, "implementation", "trainer.objectives.declutr.objective:Declutr", raising=False)
+    monkeypatch.setattr(Unfit, "implementation", "declutr.trainer.objectives.declutr.objective:Declutr", raising=False)
     monkeypatch.setattr(Unfit, "mlm", True)
     config = runs.train_config(shards(tmp_path / "data"), tmp_path / "run").model_copy(update={"objective": Unfit()})
     assert any("metrics = ['one'] lacks 'mlm'" in line for line in objective_problems(config))

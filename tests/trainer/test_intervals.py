@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prepared import Row, write_prepared
 
-from common.config import load_config
-from pipeline.shards.manifest import load_manifest
-from trainer.driver.resolved import ResolvedRun
-from trainer.driver.validation_checks import validation_remarks
-from trainer.metrics.interval import steps_between
-from trainer.setup.config import TrainConfig
+from declutr.common.config import load_config
+from declutr.pipeline.shards.manifest import load_manifest
+from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.driver.validation_checks import validation_remarks
+from declutr.trainer.metrics.interval import steps_between
+from declutr.trainer.setup.config import TrainConfig
 
 
 @given(st.integers(5, 10**7), st.integers(10, 1000))

@@ -10,12 +10,12 @@ from measures import deviation
 from tiny import FAMILIES, random_spans, tiny_encoder
 from torch._dynamo.testing import CompileCounter
 
-from trainer.model import kernels
-from trainer.model.attention import attend_in_groups
-from trainer.model.compilation import compiler_problem
-from trainer.model.dropout import WeightDropout, words
-from trainer.model.kernel_choice import Kernels
-from trainer.model.keyed_attention import attend_in_parts, attend_with_dropout
+from declutr.trainer.model import kernels
+from declutr.trainer.model.attention import attend_in_groups
+from declutr.trainer.model.compilation import compiler_problem
+from declutr.trainer.model.dropout import WeightDropout, words
+from declutr.trainer.model.kernel_choice import Kernels
+from declutr.trainer.model.keyed_attention import attend_in_parts, attend_with_dropout
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]
 CPU = torch.device("cpu")

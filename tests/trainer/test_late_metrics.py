@@ -8,12 +8,12 @@ import torch
 from measures import deviation
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
-from trainer.step.config import OptimConfig
-from trainer.step.microbatch import out_of_memory
-from trainer.step.optim import UncorrectedAdamW, build_optimizer
-from trainer.step.step import NonFiniteLossError
-from trainer.worker.nonfinite_losses import NonFiniteLosses
-from trainer.worker.scheduler import ScheduledStep, TaskScheduler
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.microbatch import out_of_memory
+from declutr.trainer.step.optim import UncorrectedAdamW, build_optimizer
+from declutr.trainer.step.step import NonFiniteLossError
+from declutr.trainer.worker.nonfinite_losses import NonFiniteLosses
+from declutr.trainer.worker.scheduler import ScheduledStep, TaskScheduler
 
 
 def train_step(late, corrected=False):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tiny import VOCABULARY
 
-from trainer.objectives.masking import MaskingConfig, mask_tokens
+from declutr.trainer.objectives.masking import MaskingConfig, mask_tokens
 
 COLUMNS = ("ids", "key", "epoch", "anchor", "place")
 

@@ -6,9 +6,9 @@ import math
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from volumes import small_volume
 
-from trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
-from trainer.metrics.tensorboard import TENSORBOARD
-from trainer.step.step import StepMetrics
+from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
+from declutr.trainer.metrics.tensorboard import TENSORBOARD
+from declutr.trainer.step.step import StepMetrics
 
 
 def measured(step):

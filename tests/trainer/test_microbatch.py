@@ -8,16 +8,16 @@ import pytest
 import torch
 from tiny import random_spans
 
-from trainer.parallel.communicator import Communicator
-from trainer.step.microbatch import Microbatch, MicrobatchError
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.step.microbatch import Microbatch, MicrobatchError
 
 # A process of its own, because the limit on its memory cannot be taken back.
 SCRIPT = """
 import json, resource, sys
 import torch
 from tiny import documents, rank_batch, tiny_encoder, tiny_collator, tiny_train_step
-from trainer.step.microbatch import Microbatch
-from trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
 
 torch.set_num_threads(1)
 shape = {"hidden_size": 64, "intermediate_size": 8192}

@@ -10,17 +10,17 @@ from mediarows import MELS, Rows, clip_rows, image_rows
 from mediashards import prepare_media
 from scipy.stats import beta, kstest
 
-from common import seeding
-from pipeline.media.clips import log_mel
-from pipeline.shards.content import AudioContent
-from pipeline.shards.shards import ShardSet
-from trainer.data.chunks import fetched, rank_plan, read_chunk
-from trainer.data.plan import Plan
-from trainer.data.shard_columns import document_keys
-from trainer.model.config import FrontendConfig
-from trainer.objectives.supcon.collator import ClipCollator
-from trainer.objectives.supcon.config import SupconConfig
-from trainer.objectives.supcon.mixup import Mixup, clips_of, mixture
+from declutr.common import seeding
+from declutr.pipeline.media.clips import log_mel
+from declutr.pipeline.shards.content import AudioContent
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.chunks import fetched, rank_plan, read_chunk
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.data.shard_columns import document_keys
+from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.objectives.supcon.collator import ClipCollator
+from declutr.trainer.objectives.supcon.config import SupconConfig
+from declutr.trainer.objectives.supcon.mixup import Mixup, clips_of, mixture
 
 CLIPS = clip_rows([9, 4, 13, 2, 7, 5, 8], labels="wxyz")
 

@@ -8,11 +8,17 @@ from measures import deviation
 from tiny import FAMILIES, VOCABULARY, random_spans, tiny_encoder
 from torch import nn
 
-from trainer.data.batches import SpanBatch
-from trainer.model.attention import AttentionLayout
-from trainer.model.config import EncoderConfig
-from trainer.model.language_model import UnfitEncoderError, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
-from trainer.model.layouts import embedding_layout
+from declutr.trainer.data.batches import SpanBatch
+from declutr.trainer.model.attention import AttentionLayout
+from declutr.trainer.model.config import EncoderConfig
+from declutr.trainer.model.language_model import (
+    UnfitEncoderError,
+    load_hf_config,
+    max_span_tokens,
+    mlm_head,
+    vocabulary_of,
+)
+from declutr.trainer.model.layouts import embedding_layout
 
 POOLINGS = ["mean", "cls", "max", "mean_without_cls"]
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]  # the window of ModernBERT's local layers is 5

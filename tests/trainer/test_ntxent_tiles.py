@@ -7,8 +7,8 @@ from measures import deviation
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.objectives.declutr.ntxent import ntxent
-from trainer.objectives.row_shard import tile_rows
+from declutr.trainer.objectives.declutr.ntxent import ntxent
+from declutr.trainer.objectives.row_shard import tile_rows
 
 TILE_ROWS = tile_rows(torch.device("cpu"))
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -12,22 +12,22 @@ from measures import deviation
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from torch import nn
 
-from trainer import verify
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.state import RunState
-from trainer.checkpoints.weights import collect, load, trained_parameters
-from trainer.data.plan import Plan
-from trainer.objectives.base import Gathered, Objective, ObjectiveError
-from trainer.objectives.config import RunContext
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.declutr.ntxent import ntxent
-from trainer.objectives.declutr.objective import Declutr
-from trainer.parallel.communicator import Communicator
-from trainer.parallel.sharding import full_tensor
-from trainer.setup.config import TrainConfig
-from trainer.step.config import OptimConfig
-from trainer.step.microbatch import Microbatch
-from trainer.step.step import NonFiniteLossError
+from declutr.trainer import verify
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.weights import collect, load, trained_parameters
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.declutr.ntxent import ntxent
+from declutr.trainer.objectives.declutr.objective import Declutr
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.sharding import full_tensor
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]
 BOTH = DeclutrConfig(masking={"mlm_probability": 0.5})

@@ -8,9 +8,9 @@ from measures import deviation
 from pydantic import ValidationError
 from tiny import contrastive, declutr, rows_of
 
-from trainer.objectives.base import Gathered
-from trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig
-from trainer.objectives.declutr.ntxent import MetricLearningLoss, ntxent
+from declutr.trainer.objectives.base import Gathered
+from declutr.trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig
+from declutr.trainer.objectives.declutr.ntxent import MetricLearningLoss, ntxent
 
 
 def randn(*shape, seed=0):

@@ -8,11 +8,11 @@ from groups import run_group
 from measures import deviation
 from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
-from trainer.data.plan import Plan
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel.overlap import BucketedReducer
-from trainer.step.microbatch import Microbatch
-from trainer.step.step import NonFiniteLossError
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.parallel.overlap import BucketedReducer
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.step import NonFiniteLossError
 
 pytestmark = pytest.mark.dist
 LENGTHS = [48, 70, 49, 131, 60]

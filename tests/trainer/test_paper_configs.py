@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from common.config import load_config
-from pipeline.config import PipelineConfig
-from trainer.setup.config import TrainConfig
+from declutr.common.config import load_config
+from declutr.pipeline.config import PipelineConfig
+from declutr.trainer.setup.config import TrainConfig
 
 VISUAL = {  # encoder, texts a step, their rate, epochs, weight, rate and temperature of the images
     "visualcse": ("bert-base-uncased", 64, 3e-5, 1, 0.05, 1e-6, 0.07),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.plan import Plan, permute
+from declutr.trainer.data.plan import Plan, permute
 
 seeds = st.integers(0, 2**31)
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import state_of
 
-from common.scores import ScoreLine, append_score, scoring
-from trainer.checkpoints import checkpoint, retention
-from trainer.checkpoints.config import CheckpointConfig
-from trainer.checkpoints.ranking import FOLLOWED, BestScore, EarlyStopping, find_best, history, unscored
-from trainer.metrics.metrics import MetricsWriter
-from trainer.parallel.request import Request
+from declutr.common.scores import ScoreLine, append_score, scoring
+from declutr.trainer.checkpoints import checkpoint, retention
+from declutr.trainer.checkpoints.config import CheckpointConfig
+from declutr.trainer.checkpoints.ranking import FOLLOWED, BestScore, EarlyStopping, find_best, history, unscored
+from declutr.trainer.metrics.metrics import MetricsWriter
+from declutr.trainer.parallel.request import Request
 
 
 @given(st.dictionaries(st.integers(1, 50), st.integers(0, 4).map(float), max_size=12))

@@ -9,8 +9,8 @@ from families import PACKED as SHARED
 from scipy.stats import chi2
 from tiny import random_spans, tiny_encoder
 
-from trainer.data.tokenrates import TokenRates, token_keys
-from trainer.model.dropout import DropoutKeys, KeyedDropout
+from declutr.trainer.data.tokenrates import TokenRates, token_keys
+from declutr.trainer.model.dropout import DropoutKeys, KeyedDropout
 
 LENGTHS = [5, 9, 3, 9, 7, 12]
 FAMILIES = ("roberta", "bert", "modernbert")

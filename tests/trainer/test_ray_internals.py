@@ -7,7 +7,7 @@ import pytest
 import ray
 import tinyruns as runs
 
-from trainer.worker.ray_internals import SUPPORTED, unsupported_ray
+from declutr.trainer.worker.ray_internals import SUPPORTED, unsupported_ray
 
 PACKAGES = ("common", "pipeline", "trainer", "evaluation", "adaptation", "inspection", "doctor", "cli", "benchmarks")
 ALLOWED = "trainer/worker/ray_internals.py"

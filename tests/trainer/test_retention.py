@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import state_of
 
-from trainer.checkpoints import checkpoint, retention
-from trainer.checkpoints.config import CheckpointConfig
-from trainer.checkpoints.retention import kept
-from trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints import checkpoint, retention
+from declutr.trainer.checkpoints.config import CheckpointConfig
+from declutr.trainer.checkpoints.retention import kept
+from declutr.trainer.checkpoints.state import RunState
 
 HISTORIES = st.dictionaries(st.integers(1, 60), st.none() | st.floats(0, 1), max_size=20)
 CONFIGS = st.builds(

@@ -5,11 +5,11 @@ import torch
 from groups import run_group
 from measures import deviation
 
-from trainer.objectives.declutr.ntxent import ntxent
-from trainer.objectives.row_shard import SHARED_ROWS, RowShard
-from trainer.objectives.simcse.infonce import infonce
-from trainer.objectives.supcon.loss import supcon
-from trainer.parallel.communicator import Communicator
+from declutr.trainer.objectives.declutr.ntxent import ntxent
+from declutr.trainer.objectives.row_shard import SHARED_ROWS, RowShard
+from declutr.trainer.objectives.simcse.infonce import infonce
+from declutr.trainer.objectives.supcon.loss import supcon
+from declutr.trainer.parallel.communicator import Communicator
 
 pytestmark = pytest.mark.dist
 ROWS = 11

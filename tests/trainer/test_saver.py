@@ -10,10 +10,10 @@ from states import state_of
 from volumes import small_volume
 from waiting import until
 
-from trainer.checkpoints import checkpoint, saver
-from trainer.checkpoints.config import CheckpointConfig
-from trainer.checkpoints.retry import Job, StorageRetry
-from trainer.checkpoints.saver import SaveError, Saver
+from declutr.trainer.checkpoints import checkpoint, saver
+from declutr.trainer.checkpoints.config import CheckpointConfig
+from declutr.trainer.checkpoints.retry import Job, StorageRetry
+from declutr.trainer.checkpoints.saver import SaveError, Saver
 
 MIB = 2**20
 
@@ -210,7 +210,7 @@ def test_closing_finishes_what_was_given(tmp_path):
 
 
 DISCARD = """
-from trainer.checkpoints.checkpoint import checkpoint_path, discard
+from declutr.trainer.checkpoints.checkpoint import checkpoint_path, discard
 def prepare(here):
     path = checkpoint_path(here, 7)
     path.mkdir()

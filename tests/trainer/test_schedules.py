@@ -6,9 +6,9 @@ from pydantic import ValidationError
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from transformers import get_scheduler
 
-from trainer.setup.config import TrainConfig
-from trainer.step.config import OptimConfig
-from trainer.step.optim import learning_rate
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.optim import learning_rate
 
 NAMES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 

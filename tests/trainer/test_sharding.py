@@ -11,16 +11,16 @@ from safetensors.torch import load_file
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.state import RunState
-from trainer.checkpoints.weights import collect, load
-from trainer.data.plan import Plan
-from trainer.model.freezing import frozen_parameters
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel.communicator import Communicator
-from trainer.parallel.sharding import full_tensor
-from trainer.step.config import OptimConfig
-from trainer.step.step import NonFiniteLossError
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.weights import collect, load
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.model.freezing import frozen_parameters
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.sharding import full_tensor
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.step import NonFiniteLossError
 
 pytestmark = pytest.mark.dist
 LENGTHS = [48, 70, 49, 131, 60]

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.shards.windows import window_starts
-from trainer.objectives.declutr.spans import Draws, _count_anchors, draw, place
-from trainer.objectives.span_config import SpanConfig
+from declutr.pipeline.shards.windows import window_starts
+from declutr.trainer.objectives.declutr.spans import Draws, _count_anchors, draw, place
+from declutr.trainer.objectives.span_config import SpanConfig
 
 
 @st.composite

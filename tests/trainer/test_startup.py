@@ -9,9 +9,9 @@ import pytest
 import tinyruns as runs
 from prepared import Row, write_prepared
 
-from cli.main import main
-from common.lock import RunLock
-from pipeline.tokenizer.tokenization import train_tokenizer
+from declutr.cli.main import main
+from declutr.common.lock import RunLock
+from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 
 CODE = "import sys\n{}\nprint(*sorted({{'torch', 'transformers', 'scipy.stats'}} & set(sys.modules)))"
 
@@ -19,9 +19,9 @@ CODE = "import sys\n{}\nprint(*sorted({{'torch', 'transformers', 'scipy.stats'}}
 @pytest.mark.parametrize(
     "imports",
     [
-        "import trainer.train, trainer.driver.run",
-        "import cli.inspect, inspection.describe",
-        "import trainer.worker.launch, trainer.driver.group",
+        "import declutr.trainer.train, declutr.trainer.driver.run",
+        "import declutr.cli.inspect, declutr.inspection.describe",
+        "import declutr.trainer.worker.launch, declutr.trainer.driver.group",
     ],
 )
 def test_no_torch_before_it_is_needed(imports):
@@ -32,7 +32,7 @@ def test_no_torch_before_it_is_needed(imports):
 
 
 REFUSALS = """import json, sys
-from cli.main import main
+from declutr.cli.main import main
 for arguments in json.load(sys.stdin):
     status = main(arguments)
     late = sorted({"torch", "transformers", "ray"} & set(sys.modules))

@@ -10,14 +10,14 @@ from measures import deviation
 from tiny import HALF, OBJECTIVES, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from tiny import contrastive as contrastive_loss
 
-from common import seeding
-from trainer.data.plan import Plan
-from trainer.data.shard_columns import document_keys
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.parallel.communicator import Communicator
-from trainer.step.config import OptimConfig
-from trainer.step.optim import parameter_groups
-from trainer.step.step import NonFiniteLossError
+from declutr.common import seeding
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.data.shard_columns import document_keys
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.optim import parameter_groups
+from declutr.trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]
 PROJECTION = {"projection": {"kind": "mlp", "size": 6}}

@@ -12,19 +12,19 @@ from safetensors.torch import load_file
 from states import state_of
 from waiting import until
 
-from common.stores.address import child
-from common.stores.files import names, read_file, remove_file, write_file
-from common.stores.folders import is_whole, push_folder
-from common.stores.retry import RemoteError, RetryPolicy
-from pipeline.shards.shards import ShardError, ShardSet
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.config import CheckpointConfig
-from trainer.checkpoints.saver import Saver
-from trainer.checkpoints.store import RunStore
-from trainer.data.chunks import rank_plan, read_chunk
-from trainer.data.plan import Plan
-from trainer.metrics.metrics import METRICS
-from trainer.setup.cache import data_folder, run_folder
+from declutr.common.stores.address import child
+from declutr.common.stores.files import names, read_file, remove_file, write_file
+from declutr.common.stores.folders import is_whole, push_folder
+from declutr.common.stores.retry import RemoteError, RetryPolicy
+from declutr.pipeline.shards.shards import ShardError, ShardSet
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.config import CheckpointConfig
+from declutr.trainer.checkpoints.saver import Saver
+from declutr.trainer.checkpoints.store import RunStore
+from declutr.trainer.data.chunks import rank_plan, read_chunk
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.metrics.metrics import METRICS
+from declutr.trainer.setup.cache import data_folder, run_folder
 
 ONCE = RetryPolicy(total_seconds=0.0)
 
@@ -196,7 +196,7 @@ def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "data" / "note").write_text("not what the run began with")
     push_folder(tmp_path / "data", address)
-    from trainer.data import chunks
+    from declutr.trainer.data import chunks
 
     chunks._shards.clear()  # another process
     with pytest.raises(ShardError, match="other shards than at the start of the run"):

@@ -9,15 +9,15 @@ from scipy.stats import spearmanr
 from tiny import VOCAB_SIZE, tiny_encoder
 from torch import nn
 
-from pipeline.shards.shards import ShardSet
-from trainer.driver.validation_checks import validation_problems
-from trainer.metrics.config import STSB
-from trainer.metrics.sts import StsError, StsPairs, StsValidator, read_pairs
-from trainer.model.behind import Dense
-from trainer.parallel.communicator import Communicator
-from trainer.setup.build import build_encoder, build_validator, load_tokenizer
-from trainer.setup.tasks import build_task
-from trainer.step.microbatch import Microbatch
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.driver.validation_checks import validation_problems
+from declutr.trainer.metrics.config import STSB
+from declutr.trainer.metrics.sts import StsError, StsPairs, StsValidator, read_pairs
+from declutr.trainer.model.behind import Dense
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.setup.build import build_encoder, build_validator, load_tokenizer
+from declutr.trainer.setup.tasks import build_task
+from declutr.trainer.step.microbatch import Microbatch
 
 LINE = "main\tnews\t2012\t1\t{score}\t{first}\t{second}"
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from measures import deviation
 
-from trainer.objectives.declutr.ntxent import ntxent
-from trainer.objectives.supcon.loss import supcon
+from declutr.trainer.objectives.declutr.ntxent import ntxent
+from declutr.trainer.objectives.supcon.loss import supcon
 
 
 def rows(number, seed=0):

@@ -11,31 +11,31 @@ from mediarows import Rows, clip_rows, image_rows
 from textrows import sentences
 from tiny import VOCABULARY, tiny_encoder
 
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.state import RunState
-from trainer.checkpoints.weights import collect, load, step_parameters
-from trainer.data.canonical import collate_canonical
-from trainer.data.chunks import fetched
-from trainer.data.plan import Plan
-from trainer.model.config import FrontendConfig
-from trainer.model.frontend import Frontend, embedding_width
-from trainer.objectives.config import RunContext
-from trainer.objectives.row_shard import SHARED_ROWS
-from trainer.objectives.simcse.config import SimcseConfig
-from trainer.objectives.simcse.objective import Simcse
-from trainer.objectives.supcon.config import MaskConfig, SupconConfig
-from trainer.objectives.supcon.objective import Supcon
-from trainer.parallel.communicator import Communicator
-from trainer.parallel.fixedpoint import FixedPointReducer
-from trainer.parallel.sharding import full_tensor, shard
-from trainer.setup.tasks import used_parameters
-from trainer.step.config import OptimConfig
-from trainer.step.microbatch import Microbatch
-from trainer.step.optim import build_optimizer
-from trainer.step.step import TrainStep
-from trainer.step.task import TrainTask
-from trainer.worker.nonfinite_losses import NonFiniteLosses
-from trainer.worker.scheduler import ScheduledStep, TaskScheduler
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.weights import collect, load, step_parameters
+from declutr.trainer.data.canonical import collate_canonical
+from declutr.trainer.data.chunks import fetched
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.model.frontend import Frontend, embedding_width
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.row_shard import SHARED_ROWS
+from declutr.trainer.objectives.simcse.config import SimcseConfig
+from declutr.trainer.objectives.simcse.objective import Simcse
+from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
+from declutr.trainer.objectives.supcon.objective import Supcon
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.fixedpoint import FixedPointReducer
+from declutr.trainer.parallel.sharding import full_tensor, shard
+from declutr.trainer.setup.tasks import used_parameters
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.optim import build_optimizer
+from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.task import TrainTask
+from declutr.trainer.worker.nonfinite_losses import NonFiniteLosses
+from declutr.trainer.worker.scheduler import ScheduledStep, TaskScheduler
 
 ROWS = {
     "": sentences([5, 12, 9, 7, 3]),

@@ -8,9 +8,9 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save
 
-from trainer.checkpoints import tensorfile
-from trainer.checkpoints.checksum import has_checksum
-from trainer.checkpoints.tensorfile import write_tensors
+from declutr.trainer.checkpoints import tensorfile
+from declutr.trainer.checkpoints.checksum import has_checksum
+from declutr.trainer.checkpoints.tensorfile import write_tensors
 
 TENSORS = {
     "of many": torch.arange(5000, dtype=torch.float32).reshape(50, 100),

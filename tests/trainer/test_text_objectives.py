@@ -12,23 +12,23 @@ from measures import deviation
 from textrows import sentences, text_rows
 from tiny import VOCABULARY, tiny_encoder, tiny_train_step
 
-from trainer.checkpoints.weights import trained_parameters
-from trainer.data.canonical import collate_canonical
-from trainer.data.plan import Plan
-from trainer.objectives.base import Gathered, ObjectiveError
-from trainer.objectives.config import RunContext
-from trainer.objectives.row_shard import SHARED_ROWS
-from trainer.objectives.scd.config import ScdConfig
-from trainer.objectives.scd.objective import Scd
-from trainer.objectives.scl.config import SclConfig
-from trainer.objectives.scl.objective import Scl
-from trainer.objectives.simcse.config import SimcseConfig
-from trainer.objectives.simcse.infonce import infonce
-from trainer.objectives.simcse.objective import Simcse
-from trainer.parallel.communicator import Communicator
-from trainer.parallel.fixedpoint import FixedPointReducer
-from trainer.parallel.sharding import full_tensor
-from trainer.step.config import OptimConfig
+from declutr.trainer.checkpoints.weights import trained_parameters
+from declutr.trainer.data.canonical import collate_canonical
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.objectives.base import Gathered, ObjectiveError
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.row_shard import SHARED_ROWS
+from declutr.trainer.objectives.scd.config import ScdConfig
+from declutr.trainer.objectives.scd.objective import Scd
+from declutr.trainer.objectives.scl.config import SclConfig
+from declutr.trainer.objectives.scl.objective import Scl
+from declutr.trainer.objectives.simcse.config import SimcseConfig
+from declutr.trainer.objectives.simcse.infonce import infonce
+from declutr.trainer.objectives.simcse.objective import Simcse
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.fixedpoint import FixedPointReducer
+from declutr.trainer.parallel.sharding import full_tensor
+from declutr.trainer.step.config import OptimConfig
 
 SENTENCES = sentences([5, 12, 30, 7, 3, 1, 18])
 PAIRS = text_rows(

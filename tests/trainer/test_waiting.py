@@ -7,10 +7,10 @@ import pytest
 import tinyruns as runs
 import torch
 
-from trainer.driver.checks import ray_problems
-from trainer.driver.signals import Signals
-from trainer.driver.waiting import Waiting, oversubscribed
-from trainer.setup.scaling import ScalingConfig
+from declutr.trainer.driver.checks import ray_problems
+from declutr.trainer.driver.signals import Signals
+from declutr.trainer.driver.waiting import Waiting, oversubscribed
+from declutr.trainer.setup.scaling import ScalingConfig
 
 
 def heartbeat(phase, steps=0, size=4):

@@ -6,12 +6,12 @@ import socket
 
 import pytest
 
-from trainer.driver.watchdog import Watchdog
-from trainer.worker.backend import _signalled, listen
-from trainer.worker.channel import ControlChannel
-from trainer.worker.heartbeat import Heartbeat
-from trainer.worker.listener import Listener
-from trainer.worker.stopwatch import Stopwatch, describe_start
+from declutr.trainer.driver.watchdog import Watchdog
+from declutr.trainer.worker.backend import _signalled, listen
+from declutr.trainer.worker.channel import ControlChannel
+from declutr.trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.worker.listener import Listener
+from declutr.trainer.worker.stopwatch import Stopwatch, describe_start
 
 
 def heartbeat(rank, step=7, entered=30, phase="gather", group="g", **more):

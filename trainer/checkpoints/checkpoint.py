@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config import first_problem
-from common.console.logs import get_logger
-from common.storage import atomic_folder, read_json, write_json
-from trainer.checkpoints.checksum import has_checksum
-from trainer.checkpoints.state import RunState
+from declutr.common.config import first_problem
+from declutr.common.console.logs import get_logger
+from declutr.common.storage import atomic_folder, read_json, write_json
+from declutr.trainer.checkpoints.checksum import has_checksum
+from declutr.trainer.checkpoints.state import RunState
 
 if TYPE_CHECKING:  # reading a state needs no torch
     from torch import Tensor
@@ -58,7 +58,7 @@ def save(folder: Path, state: RunState, contents: Contents) -> Path:
     Raises:
         OSError: the storage failed; nothing has changed except a temporary folder, removed if possible.
     """
-    from trainer.checkpoints.tensorfile import write_tensors
+    from declutr.trainer.checkpoints.tensorfile import write_tensors
 
     path = checkpoint_path(folder, state.step)
     if path.exists():  # skipped as broken at the start; the run has now reached its step again

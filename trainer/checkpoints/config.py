@@ -2,8 +2,8 @@
 
 from pydantic import Field, model_validator
 
-from common.config import Strict
-from trainer.metrics.interval import Interval, steps_between
+from declutr.common.config import Strict
+from declutr.trainer.metrics.interval import Interval, steps_between
 
 
 class CheckpointConfig(Strict):

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.console.logs import get_logger
-from common.scores import comparable, read_scores, read_scoring
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CheckpointError
-from trainer.checkpoints.state import RunState, read_origin
-from trainer.metrics.config import FOLLOWED
-from trainer.metrics.metrics import read_metrics
-from trainer.parallel.request import Request
+from declutr.common.console.logs import get_logger
+from declutr.common.scores import comparable, read_scores, read_scoring
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CheckpointError
+from declutr.trainer.checkpoints.state import RunState, read_origin
+from declutr.trainer.metrics.config import FOLLOWED
+from declutr.trainer.metrics.metrics import read_metrics
+from declutr.trainer.parallel.request import Request
 
 
 def rating(folder: Path, score: str) -> Callable[[RunState], float | None]:

@@ -4,9 +4,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.config import CheckpointConfig
-from trainer.checkpoints.ranking import being_scored, rating
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.config import CheckpointConfig
+from declutr.trainer.checkpoints.ranking import being_scored, rating
 
 
 def kept(

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.console.logs import get_logger
-from common.stores.retry import RemoteError
-from trainer.checkpoints.checkpoint import Contents
-from trainer.checkpoints.state import RunState
+from declutr.common.console.logs import get_logger
+from declutr.common.stores.retry import RemoteError
+from declutr.trainer.checkpoints.checkpoint import Contents
+from declutr.trainer.checkpoints.state import RunState
 
 _BACK_OFF_SECONDS = (0.5, 15.0)
 _MIB = 2**20

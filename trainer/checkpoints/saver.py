@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.console.logs import get_logger
-from trainer.checkpoints import checkpoint, retention
-from trainer.checkpoints.checkpoint import Contents
-from trainer.checkpoints.config import CheckpointConfig
-from trainer.checkpoints.retry import Job, StorageRetry
-from trainer.checkpoints.state import RunState
+from declutr.common.console.logs import get_logger
+from declutr.trainer.checkpoints import checkpoint, retention
+from declutr.trainer.checkpoints.checkpoint import Contents
+from declutr.trainer.checkpoints.config import CheckpointConfig
+from declutr.trainer.checkpoints.retry import Job, StorageRetry
+from declutr.trainer.checkpoints.state import RunState
 
 _NICENESS = 10
 _UNHURRIED_SECONDS = 60.0

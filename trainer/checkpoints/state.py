@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 from pydantic import ConfigDict, Field
 
-from common.config import Strict
-from common.records import DamagedError, read_record
-from common.storage import hash_json
+from declutr.common.config import Strict
+from declutr.common.records import DamagedError, read_record
+from declutr.common.storage import hash_json
 
 FORK = "fork.json"
 """The file of a forked run that names its origin."""

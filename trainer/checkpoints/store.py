@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from common.console.logs import get_logger
-from common.stores.address import child, is_remote
-from common.stores.files import names, pull_file, push_file, read_file, remove_file, size_of
-from common.stores.folders import is_whole, pull_folder, push_folder, remove_folder
-from common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy
-from trainer.checkpoints import checkpoint, ranking, retention
-from trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
-from trainer.checkpoints.config import CheckpointConfig
-from trainer.checkpoints.state import RunState
-from trainer.metrics.metrics import METRICS
-from trainer.metrics.tensorboard import TENSORBOARD
+from declutr.common.console.logs import get_logger
+from declutr.common.stores.address import child, is_remote
+from declutr.common.stores.files import names, pull_file, push_file, read_file, remove_file, size_of
+from declutr.common.stores.folders import is_whole, pull_folder, push_folder, remove_folder
+from declutr.common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy
+from declutr.trainer.checkpoints import checkpoint, ranking, retention
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
+from declutr.trainer.checkpoints.config import CheckpointConfig
+from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.metrics.metrics import METRICS
+from declutr.trainer.metrics.tensorboard import TENSORBOARD
 
 if TYPE_CHECKING:  # the driver needs no torch
-    from trainer.parallel.communicator import Communicator
+    from declutr.trainer.parallel.communicator import Communicator
 
 Found = tuple[Path, RunState] | None
 

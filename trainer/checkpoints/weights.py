@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.console.logs import get_logger
-from trainer.checkpoints.checkpoint import ENCODER, FRONTEND, OBJECTIVE, OPTIMIZER, CheckpointError, Contents
-from trainer.objectives.base import Objective
-from trainer.parallel.sharding import full_tensor, shard_like
-from trainer.step.step import TrainStep
-from trainer.step.task import TrainTask
+from declutr.common.console.logs import get_logger
+from declutr.trainer.checkpoints.checkpoint import ENCODER, FRONTEND, OBJECTIVE, OPTIMIZER, CheckpointError, Contents
+from declutr.trainer.objectives.base import Objective
+from declutr.trainer.parallel.sharding import full_tensor, shard_like
+from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.task import TrainTask
 
 
 def collect(

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.packedbatch import PackedBatch, to_device
+from declutr.trainer.data.packedbatch import PackedBatch, to_device
 
 if TYPE_CHECKING:
-    from trainer.data.patches import PatchBatch
+    from declutr.trainer.data.patches import PatchBatch
 
 AnyBatch = Union["SpanBatch", "PatchBatch"]
 """Spans of tokens, or clips of patches."""

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.batches import AnyBatch, CanonicalMicrobatch, RankBatch
-from trainer.data.collator import Collator
+from declutr.trainer.data.batches import AnyBatch, CanonicalMicrobatch, RankBatch
+from declutr.trainer.data.collator import Collator
 
 
 def collate_canonical(

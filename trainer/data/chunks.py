@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.shards.shards import ShardError, ShardSet
-from trainer.data.plan import Plan
+from declutr.pipeline.shards.shards import ShardError, ShardSet
+from declutr.trainer.data.plan import Plan
 
 _CHUNK_DOCUMENTS = 1024  # tasks with fewer are mostly overhead
 _CHUNK_TOKENS = 16 * 1024 * 1024  # a chunk of long documents must easily fit the object store
@@ -82,8 +82,8 @@ def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> 
     if rank_plan.folder not in _shards:
         folder = Path(rank_plan.folder)
         if not folder.exists():
-            from common.stores.address import is_remote  # slow to import, and most tasks do not need it
-            from common.stores.folders import local_copy
+            from declutr.common.stores.address import is_remote  # slow to import, and most tasks do not need it
+            from declutr.common.stores.folders import local_copy
 
             if is_remote(rank_plan.address) and local_copy(rank_plan.address, folder.parent) != folder:
                 raise ShardError(f"{rank_plan.address} holds other shards than at the start of the run")

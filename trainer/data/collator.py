@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trainer.data.batches import RankBatch
+from declutr.trainer.data.batches import RankBatch
 
 
 class Collator(Protocol):

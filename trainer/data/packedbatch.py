@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from trainer.data.tokentable import TokenTable
+from declutr.trainer.data.tokentable import TokenTable
 
 
 class PackedBatch(ABC):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common import seeding
-from trainer.data.vocabulary import Vocabulary
+from declutr.common import seeding
+from declutr.trainer.data.vocabulary import Vocabulary
 
 I64 = NDArray[np.int64]
 

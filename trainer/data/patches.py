@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.data.batches import digest_of
-from trainer.data.packedbatch import PackedBatch
+from declutr.trainer.data.batches import digest_of
+from declutr.trainer.data.packedbatch import PackedBatch
 
 _MULTIPLIER = 0xD6E8FEB86659FD93  # odd, so that multiplication by its powers loses no bit
 

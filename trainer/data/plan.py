@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common import seeding
+from declutr.common import seeding
 
 _ROUNDS = 8
 

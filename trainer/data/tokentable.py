@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from trainer.data.tokenrates import TokenRates, token_keys
+from declutr.trainer.data.tokenrates import TokenRates, token_keys
 
 
 @dataclass(frozen=True)

@@ -5,26 +5,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.cluster import cluster_problem, named_cluster
-from common.config import ConfigError, flat_keys
-from common.console.logs import get_logger
-from common.records import DamagedError, read_record
-from pipeline.shards.content import MEDIA_KINDS
-from pipeline.shards.manifest import Manifest
-from pipeline.shards.shards import check_shards
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
-from trainer.checkpoints.state import read_origin
-from trainer.driver.device import DEVICE, device_problem, kept_device
-from trainer.driver.objective_checks import data_problems, kind_problem, objective_problems
-from trainer.driver.path_checks import place_problems
-from trainer.driver.resolved import Found, ResolvedRun, find_shards
-from trainer.driver.tokenizer_check import tokenizer_problem
-from trainer.driver.validation_checks import stsb_problems, validation_problems
-from trainer.setup.auxiliary import data_hashes, joint_hash
-from trainer.setup.cache import run_folder
-from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import RESUME_SETTINGS, with_geometry
+from declutr.common.cluster import cluster_problem, named_cluster
+from declutr.common.config import ConfigError, flat_keys
+from declutr.common.console.logs import get_logger
+from declutr.common.records import DamagedError, read_record
+from declutr.pipeline.shards.content import MEDIA_KINDS
+from declutr.pipeline.shards.manifest import Manifest
+from declutr.pipeline.shards.shards import check_shards
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
+from declutr.trainer.checkpoints.state import read_origin
+from declutr.trainer.driver.device import DEVICE, device_problem, kept_device
+from declutr.trainer.driver.objective_checks import data_problems, kind_problem, objective_problems
+from declutr.trainer.driver.path_checks import place_problems
+from declutr.trainer.driver.resolved import Found, ResolvedRun, find_shards
+from declutr.trainer.driver.tokenizer_check import tokenizer_problem
+from declutr.trainer.driver.validation_checks import stsb_problems, validation_problems
+from declutr.trainer.setup.auxiliary import data_hashes, joint_hash
+from declutr.trainer.setup.cache import run_folder
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.geometry import RESUME_SETTINGS, with_geometry
 
 
 def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
@@ -101,7 +101,7 @@ def load_problems(run: ResolvedRun) -> list[str]:
     from_scratch = began_before and config.encoder.pretrained is None and not config.auxiliary_tasks
     found = stsb_problems(config) + ([] if from_scratch else objective_problems(config))
     if config.auxiliary_tasks:
-        from trainer.driver.task_checks import task_problems
+        from declutr.trainer.driver.task_checks import task_problems
 
         found += task_problems(run)
     remark = None if began_before else config.objective.remark_before(config.context(run.manifest.short_documents))
@@ -109,7 +109,7 @@ def load_problems(run: ResolvedRun) -> list[str]:
         get_logger().warning("%s", remark)
     if from_scratch:
         return found
-    from trainer.driver.encoder_checks import encoder_problems
+    from declutr.trainer.driver.encoder_checks import encoder_problems
 
     return list(dict.fromkeys([*found, *encoder_problems(run)]))  # both parts load the objective
 
@@ -147,7 +147,7 @@ def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]
     """
     if (run / "summary.json").is_file():
         return []
-    from trainer.worker.ray_internals import unsupported_ray  # loads Ray
+    from declutr.trainer.worker.ray_internals import unsupported_ray  # loads Ray
 
     if problem := unsupported_ray():
         return [problem]

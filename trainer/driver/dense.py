@@ -5,8 +5,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from common.storage import read_json, write_json
-from trainer.model.behind import Dense, Normalize, Step
+from declutr.common.storage import read_json, write_json
+from declutr.trainer.model.behind import Dense, Normalize, Step
 
 
 def write_steps(folder: Path, steps: Sequence[Step]) -> None:

@@ -9,12 +9,12 @@ from typing import Literal
 
 import msgspec
 
-from common.console.logs import get_logger
-from common.records import DamagedError, read_record
-from common.storage import write_json
-from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
-from trainer.checkpoints.store import RunStore
-from trainer.setup.scaling import ScalingConfig
+from declutr.common.console.logs import get_logger
+from declutr.common.records import DamagedError, read_record
+from declutr.common.storage import write_json
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
+from declutr.trainer.checkpoints.store import RunStore
+from declutr.trainer.setup.scaling import ScalingConfig
 
 DEVICE = "device.json"
 

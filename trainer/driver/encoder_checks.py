@@ -6,23 +6,23 @@ import torch
 from safetensors import SafetensorError
 from torch.nn import Dropout
 
-from common.config import ConfigError
-from common.console.logs import get_logger
-from pipeline.shards.manifest import TOKENIZER, Manifest
-from pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.data.tokenrates import limit
-from trainer.driver.resolved import ResolvedRun
-from trainer.model.config import EncoderConfig
-from trainer.model.encoder import Encoder
-from trainer.model.freezing import frozen_parameters
-from trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
-from trainer.model.layouts import drops_by_key
-from trainer.model.sentences import left_out
-from trainer.objectives.base import ObjectiveError
-from trainer.setup.build import build_encoder, build_objective
-from trainer.setup.config import TrainConfig
+from declutr.common.config import ConfigError
+from declutr.common.console.logs import get_logger
+from declutr.pipeline.shards.manifest import TOKENIZER, Manifest
+from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.data.tokenrates import limit
+from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.model.config import EncoderConfig
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.freezing import frozen_parameters
+from declutr.trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
+from declutr.trainer.model.layouts import drops_by_key
+from declutr.trainer.model.sentences import left_out
+from declutr.trainer.objectives.base import ObjectiveError
+from declutr.trainer.setup.build import build_encoder, build_objective
+from declutr.trainer.setup.config import TrainConfig
 
 _TRIED = 0.1  # rate of dropout in the test of an encoder
 # Errors of transformers when a model cannot be built or its files cannot be read.

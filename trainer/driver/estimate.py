@@ -8,20 +8,20 @@ from statistics import median
 
 from pydantic import Field, ValidationError
 
-from common.config import Strict
-from common.console.logs import get_logger
-from common.storage import hash_json, write_text
-from pipeline.shards.shards import ShardSet
-from trainer.driver.checks import load_problems, refuse
-from trainer.driver.resolved import ResolvedRun
-from trainer.driver.summary import read_seconds
-from trainer.driver.validation_checks import validated_rows, validation_remarks
-from trainer.metrics.interval import steps_between
-from trainer.metrics.metrics import read_metrics
-from trainer.setup.auxiliary import data_hashes
-from trainer.setup.config import TrainConfig
-from trainer.setup.coverage import Coverage, coverage
-from trainer.setup.steps import total_steps
+from declutr.common.config import Strict
+from declutr.common.console.logs import get_logger
+from declutr.common.storage import hash_json, write_text
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.driver.checks import load_problems, refuse
+from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.driver.summary import read_seconds
+from declutr.trainer.driver.validation_checks import validated_rows, validation_remarks
+from declutr.trainer.metrics.interval import steps_between
+from declutr.trainer.metrics.metrics import read_metrics
+from declutr.trainer.setup.auxiliary import data_hashes
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.coverage import Coverage, coverage
+from declutr.trainer.setup.steps import total_steps
 
 _LEAST_SECONDS = 60.0
 """Shortest run whose duration is compared; below it, the start of the workers dominates, which no step shows."""
@@ -137,7 +137,7 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
     every_steps = steps_between(config.validation.every_steps, steps)
     scored = validated_rows(run) if every_steps else 0
     read = _coverage(config, main, passes)
-    from trainer.driver.trial import try_steps  # loads torch
+    from declutr.trainer.driver.trial import try_steps  # loads torch
 
     trial = try_steps(config, run.folder, shards, steps, scored)
     made = TrainEstimate(

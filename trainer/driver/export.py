@@ -5,25 +5,25 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from common.console.logs import get_logger
-from common.records import DamagedError
-from common.storage import atomic_folder, hash_file, hash_json, set_aside, write_json, write_text
-from trainer.checkpoints import checkpoint, ranking
-from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.checkpoints.state import RunState
-from trainer.checkpoints.weights import load_objective, load_parameters
-from trainer.driver.dense import write_steps
-from trainer.driver.exported import EXPORT, SETTINGS, read_settings
-from trainer.driver.model_card import model_card
-from trainer.driver.resolved import ResolvedRun
-from trainer.driver.verdict import verdict_of
-from trainer.metrics.config import FOLLOWED
-from trainer.model.behind import steps_of
-from trainer.model.encoder import Encoder
-from trainer.model.hf_logging import silence
-from trainer.model.language_model import max_span_tokens
-from trainer.setup.build import build_encoder, build_objective, load_tokenizer
-from trainer.setup.config import TrainConfig
+from declutr.common.console.logs import get_logger
+from declutr.common.records import DamagedError
+from declutr.common.storage import atomic_folder, hash_file, hash_json, set_aside, write_json, write_text
+from declutr.trainer.checkpoints import checkpoint, ranking
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.weights import load_objective, load_parameters
+from declutr.trainer.driver.dense import write_steps
+from declutr.trainer.driver.exported import EXPORT, SETTINGS, read_settings
+from declutr.trainer.driver.model_card import model_card
+from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.driver.verdict import verdict_of
+from declutr.trainer.metrics.config import FOLLOWED
+from declutr.trainer.model.behind import steps_of
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.hf_logging import silence
+from declutr.trainer.model.language_model import max_span_tokens
+from declutr.trainer.setup.build import build_encoder, build_objective, load_tokenizer
+from declutr.trainer.setup.config import TrainConfig
 
 
 def export(resolved: ResolvedRun) -> Path:

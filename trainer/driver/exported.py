@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from common.records import DamagedError, read_record
-from common.storage import hash_json
+from declutr.common.records import DamagedError, read_record
+from declutr.common.storage import hash_json
 
 EXPORT = "export"
 SETTINGS = "declutr.json"

@@ -13,7 +13,7 @@ import ray
 import ray.train
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from common.console.logs import get_logger
+from declutr.common.console.logs import get_logger
 
 FAILURES = "failures.log"
 _NODE_SECONDS = 2.0

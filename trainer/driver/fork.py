@@ -10,26 +10,26 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from common.config import ConfigError
-from common.console.logs import get_logger
-from common.paths import expand
-from common.storage import atomic_folder, write_json, write_text
-from common.stores.address import is_remote
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.checkpoints.state import FORK, RunState, read_origin
-from trainer.checkpoints.weights import load_objective, load_task
-from trainer.driver.checks import changes, load_problems, read_resume_settings, refuse, resolve
-from trainer.driver.resolved import ResolvedRun
-from trainer.metrics.metrics import METRICS, read_metrics
-from trainer.parallel.communicator import Communicator
-from trainer.setup.auxiliary import data_hashes, joint_hash
-from trainer.setup.build import build_encoder, build_objective, load_tokenizer
-from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import RESUME_SETTINGS
-from trainer.setup.steps import total_steps
-from trainer.setup.tasks import build_task
-from trainer.step.microbatch import Microbatch
+from declutr.common.config import ConfigError
+from declutr.common.console.logs import get_logger
+from declutr.common.paths import expand
+from declutr.common.storage import atomic_folder, write_json, write_text
+from declutr.common.stores.address import is_remote
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.checkpoints.state import FORK, RunState, read_origin
+from declutr.trainer.checkpoints.weights import load_objective, load_task
+from declutr.trainer.driver.checks import changes, load_problems, read_resume_settings, refuse, resolve
+from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.metrics.metrics import METRICS, read_metrics
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.setup.auxiliary import data_hashes, joint_hash
+from declutr.trainer.setup.build import build_encoder, build_objective, load_tokenizer
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.geometry import RESUME_SETTINGS
+from declutr.trainer.setup.steps import total_steps
+from declutr.trainer.setup.tasks import build_task
+from declutr.trainer.step.microbatch import Microbatch
 
 
 def fork(config: TrainConfig, new_run: str) -> TrainConfig:

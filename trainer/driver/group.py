@@ -21,11 +21,11 @@ import ray.train
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from common.console.logs import get_logger
-from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.driver.device import Device
-from trainer.setup.scaling import ScalingConfig
-from trainer.worker.launch import train_loop
+from declutr.common.console.logs import get_logger
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.driver.device import Device
+from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.worker.launch import train_loop
 
 _BACKEND_SECONDS = 1800
 
@@ -45,7 +45,7 @@ def build_group(
     """
     from ray.train.torch import TorchTrainer  # loads torch, which no refused run waits for
 
-    from trainer.worker.backend import GroupConfig
+    from declutr.trainer.worker.backend import GroupConfig
 
     resources = ray.cluster_resources()
     needed = scaling.least_workers * scaling.cpus_per_worker + 1

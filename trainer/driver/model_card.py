@@ -3,12 +3,12 @@
 import json
 from collections.abc import Iterator
 
-from pipeline.shards.content import MEDIA_KINDS
-from pipeline.shards.manifest import data_hash
-from trainer.checkpoints.state import RunState
-from trainer.driver.resolved import ResolvedRun
-from trainer.metrics.config import STSB
-from trainer.objectives.row_score import REPORTED
+from declutr.pipeline.shards.content import MEDIA_KINDS
+from declutr.pipeline.shards.manifest import data_hash
+from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.metrics.config import STSB
+from declutr.trainer.objectives.row_score import REPORTED
 
 _ROWS = {"pairs": "premises"}
 """Names of the rows of shards, where the kind of content is not their name."""

@@ -1,13 +1,13 @@
 """Checks of an objective against the shards that it is to read, before Ray starts."""
 
-from pipeline.shards.manifest import Manifest
-from trainer.objectives.config import ObjectiveError
-from trainer.setup.config import TrainConfig
+from declutr.pipeline.shards.manifest import Manifest
+from declutr.trainer.objectives.config import ObjectiveError
+from declutr.trainer.setup.config import TrainConfig
 
 
 def objective_problems(config: TrainConfig) -> list[str]:
     """Problems of the objective's package, which is loaded, with torch."""
-    from trainer.objectives.base import implementation_of
+    from declutr.trainer.objectives.base import implementation_of
 
     objective = config.objective
     try:

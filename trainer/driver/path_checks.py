@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.hub import looks_like_a_path
-from common.paths import PathError, expand, folder_problem
-from common.stores.address import is_remote
-from common.suggestions import suggest
-from pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
-from trainer.objectives.registry import BROKEN, KINDS
+from declutr.common.hub import looks_like_a_path
+from declutr.common.paths import PathError, expand, folder_problem
+from declutr.common.stores.address import is_remote
+from declutr.common.suggestions import suggest
+from declutr.pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
+from declutr.trainer.objectives.registry import BROKEN, KINDS
 
 _NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
 # Files and folders that a run writes. A folder in place of a file, or the reverse, would end it hours later.

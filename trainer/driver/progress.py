@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.console.bars import bar
-from common.watcher import Watcher
+from declutr.common.console.bars import bar
+from declutr.common.watcher import Watcher
 
 _EVERY_SECONDS = 0.5
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.stores.retry import RemoteError
-from pipeline.shards.manifest import Manifest, ShardError, load_manifest
-from pipeline.shards.shards import ShardSet
-from trainer.data.plan import Plan
-from trainer.setup.cache import data_folder
-from trainer.setup.config import TrainConfig
+from declutr.common.stores.retry import RemoteError
+from declutr.pipeline.shards.manifest import Manifest, ShardError, load_manifest
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.setup.cache import data_folder
+from declutr.trainer.setup.config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -7,37 +7,44 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from common.config import config_yaml
-from common.console.logs import get_logger
-from common.lease import Lease
-from common.lock import RunLock
-from common.paths import expand
-from common.scores import SCORES
-from common.storage import atomic_folder, write_json, write_text
-from common.stores.address import is_remote
-from common.stores.retry import RetryPolicy
-from pipeline.shards.manifest import TOKENIZER
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
-from trainer.checkpoints.ranking import BestScore, history
-from trainer.checkpoints.store import RunStore, store_of
-from trainer.driver.checks import load_problems, ray_problems, refuse, resolve
-from trainer.driver.device import DEVICE, choose_device
-from trainer.driver.estimate import find_estimate
-from trainer.driver.exported import EXPORT, read_settings
-from trainer.driver.failure import FAILURES
-from trainer.driver.progress import ProgressBar
-from trainer.driver.resolved import ResolvedRun
-from trainer.driver.signals import Signals
-from trainer.driver.summary import SECONDS, SUMMARY, add_seconds, ended_early, first_and_last_scores, read_seconds
-from trainer.driver.supervisor import Supervisor
-from trainer.driver.validation_checks import validation_remarks
-from trainer.driver.waiting import oversubscribed
-from trainer.model.config import EncoderConfig, FrontendConfig
-from trainer.setup.cache import run_folder
-from trainer.setup.config import TrainConfig
-from trainer.setup.geometry import RESUME_SETTINGS
-from trainer.setup.steps import total_steps
+from declutr.common.config import config_yaml
+from declutr.common.console.logs import get_logger
+from declutr.common.lease import Lease
+from declutr.common.lock import RunLock
+from declutr.common.paths import expand
+from declutr.common.scores import SCORES
+from declutr.common.storage import atomic_folder, write_json, write_text
+from declutr.common.stores.address import is_remote
+from declutr.common.stores.retry import RetryPolicy
+from declutr.pipeline.shards.manifest import TOKENIZER
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
+from declutr.trainer.checkpoints.ranking import BestScore, history
+from declutr.trainer.checkpoints.store import RunStore, store_of
+from declutr.trainer.driver.checks import load_problems, ray_problems, refuse, resolve
+from declutr.trainer.driver.device import DEVICE, choose_device
+from declutr.trainer.driver.estimate import find_estimate
+from declutr.trainer.driver.exported import EXPORT, read_settings
+from declutr.trainer.driver.failure import FAILURES
+from declutr.trainer.driver.progress import ProgressBar
+from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.driver.signals import Signals
+from declutr.trainer.driver.summary import (
+    SECONDS,
+    SUMMARY,
+    add_seconds,
+    ended_early,
+    first_and_last_scores,
+    read_seconds,
+)
+from declutr.trainer.driver.supervisor import Supervisor
+from declutr.trainer.driver.validation_checks import validation_remarks
+from declutr.trainer.driver.waiting import oversubscribed
+from declutr.trainer.model.config import EncoderConfig, FrontendConfig
+from declutr.trainer.setup.cache import run_folder
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.geometry import RESUME_SETTINGS
+from declutr.trainer.setup.steps import total_steps
 
 Model = TypeVar("Model", EncoderConfig, FrontendConfig)
 
@@ -165,7 +172,7 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
             get_logger().info("%s: ended early after step %d of %d: %s", run, done, steps, early["why"])
     if store is not None and config.export == "best":
         store.fetch_best(config.validation.score)
-    from trainer.driver.export import export  # loads torch and transformers, which no start waits for
+    from declutr.trainer.driver.export import export  # loads torch and transformers, which no start waits for
 
     folder = export(resolved)
     exported = read_settings(folder)

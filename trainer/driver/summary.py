@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from common.console.logs import get_logger
-from common.records import DamagedError, Record, read_record
-from common.storage import write_json
-from trainer.metrics.metrics import read_metrics
+from declutr.common.console.logs import get_logger
+from declutr.common.records import DamagedError, Record, read_record
+from declutr.common.storage import write_json
+from declutr.trainer.metrics.metrics import read_metrics
 
 SUMMARY = "summary.json"
 SECONDS = "seconds.json"

@@ -14,13 +14,13 @@ from typing import Any
 
 import ray
 
-from common.config import ConfigError
-from common.console.logs import get_logger
-from common.session import start_ray
-from common.stores.address import child
-from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.driver.device import Device
-from trainer.driver.failure import (
+from declutr.common.config import ConfigError
+from declutr.common.console.logs import get_logger
+from declutr.common.session import start_ray
+from declutr.common.stores.address import child
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.driver.device import Device
+from declutr.trainer.driver.failure import (
     FAILURES,
     GroupFailure,
     TrainingFailedError,
@@ -29,14 +29,14 @@ from trainer.driver.failure import (
     describe,
     oom_kills,
 )
-from trainer.driver.group import Fit, build_group, kill_worker
-from trainer.driver.signals import RunStoppedError, Signals
-from trainer.driver.waiting import Waiting
-from trainer.driver.watchdog import Hang, Watchdog
-from trainer.metrics.metrics import METRICS, read_last_step
-from trainer.setup.scaling import ScalingConfig
-from trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel
-from trainer.worker.stopwatch import Stopwatch, describe_start
+from declutr.trainer.driver.group import Fit, build_group, kill_worker
+from declutr.trainer.driver.signals import RunStoppedError, Signals
+from declutr.trainer.driver.waiting import Waiting
+from declutr.trainer.driver.watchdog import Hang, Watchdog
+from declutr.trainer.metrics.metrics import METRICS, read_last_step
+from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel
+from declutr.trainer.worker.stopwatch import Stopwatch, describe_start
 
 _MOST_PAUSE_SECONDS = 60.0
 _HEAD_SECONDS = 60.0  # a restarted head needs this long

@@ -1,13 +1,13 @@
 """Checks of auxiliary tasks before Ray starts."""
 
-from pipeline.shards.content import MEDIA_KINDS
-from trainer.driver.encoder_checks import encoder_problems
-from trainer.driver.objective_checks import objective_problems
-from trainer.driver.resolved import ResolvedRun
-from trainer.model.language_model import UnfitEncoderError
-from trainer.model.layouts import patch_problem
-from trainer.setup.build import build_encoder, load_tokenizer
-from trainer.setup.tasks import build_frontend
+from declutr.pipeline.shards.content import MEDIA_KINDS
+from declutr.trainer.driver.encoder_checks import encoder_problems
+from declutr.trainer.driver.objective_checks import objective_problems
+from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.model.language_model import UnfitEncoderError
+from declutr.trainer.model.layouts import patch_problem
+from declutr.trainer.setup.build import build_encoder, load_tokenizer
+from declutr.trainer.setup.tasks import build_frontend
 
 
 def task_problems(run: ResolvedRun) -> list[str]:

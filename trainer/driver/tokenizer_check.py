@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from common.paths import expand
-from common.storage import read_json
-from pipeline.shards.manifest import TOKENIZER, Manifest
-from trainer.setup.config import TrainConfig
+from declutr.common.paths import expand
+from declutr.common.storage import read_json
+from declutr.pipeline.shards.manifest import TOKENIZER, Manifest
+from declutr.trainer.setup.config import TrainConfig
 
 _FILE = "tokenizer.json"
 

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from common.cluster import named_cluster
-from pipeline.shards.shards import ShardSet
-from trainer.data.batches import RankBatch
-from trainer.data.canonical import collate_canonical
-from trainer.data.chunks import fetched
-from trainer.data.collator import Collator
-from trainer.data.plan import Plan
-from trainer.driver.device import kept_device
-from trainer.metrics.metrics import peak_memory_mib
-from trainer.parallel.communicator import Communicator
-from trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
-from trainer.setup.config import TrainConfig
-from trainer.setup.tasks import build_task, build_train_steps
-from trainer.step.microbatch import Microbatch
-from trainer.worker.nonfinite_losses import NonFiniteLosses
-from trainer.worker.scheduler import ScheduledStep, TaskScheduler
+from declutr.common.cluster import named_cluster
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.canonical import collate_canonical
+from declutr.trainer.data.chunks import fetched
+from declutr.trainer.data.collator import Collator
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.driver.device import kept_device
+from declutr.trainer.metrics.metrics import peak_memory_mib
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.tasks import build_task, build_train_steps
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.worker.nonfinite_losses import NonFiniteLosses
+from declutr.trainer.worker.scheduler import ScheduledStep, TaskScheduler
 
 _SECONDS = 5.0
 """Time of the measured steps; a first step that takes longer is the only one."""

@@ -1,12 +1,12 @@
 """Checks the settings of the held-out scores against the shards, before Ray starts."""
 
-from common.bootstrap import MIN_ROWS
-from common.paths import expand
-from pipeline.shards.manifest import Manifest, data_hash
-from trainer.driver.resolved import ResolvedRun
-from trainer.metrics.config import FOLLOWED, STSB
-from trainer.metrics.interval import steps_between
-from trainer.setup.config import TrainConfig
+from declutr.common.bootstrap import MIN_ROWS
+from declutr.common.paths import expand
+from declutr.pipeline.shards.manifest import Manifest, data_hash
+from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.metrics.config import FOLLOWED, STSB
+from declutr.trainer.metrics.interval import steps_between
+from declutr.trainer.setup.config import TrainConfig
 
 _MIN_VALIDATIONS = 5
 
@@ -44,7 +44,7 @@ def stsb_problems(config: TrainConfig) -> list[str]:
     folder = config.validation.stsb
     if folder is None or not config.validation.every_steps:
         return []
-    from trainer.metrics.sts import StsError, read_pairs
+    from declutr.trainer.metrics.sts import StsError, read_pairs
 
     try:
         read_pairs(expand(folder))

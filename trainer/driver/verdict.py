@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from common.bootstrap import compare
-from trainer.checkpoints.state import RunState
-from trainer.objectives.row_score import statistic_of
-from trainer.setup.config import TrainConfig
+from declutr.common.bootstrap import compare
+from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.objectives.row_score import statistic_of
+from declutr.trainer.setup.config import TrainConfig
 
 
 def verdict_of(config: TrainConfig, state: RunState) -> dict[str, Any]:

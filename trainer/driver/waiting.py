@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.cluster import named_cluster
-from trainer.driver.device import Device
-from trainer.setup.scaling import ScalingConfig
+from declutr.common.cluster import named_cluster
+from declutr.trainer.driver.device import Device
+from declutr.trainer.setup.scaling import ScalingConfig
 
 FIRST_SECONDS = 10.0
 _AGAIN_SECONDS = 60.0

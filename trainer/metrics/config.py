@@ -2,8 +2,8 @@
 
 from pydantic import Field
 
-from common.config import Strict
-from trainer.metrics.interval import Interval
+from declutr.common.config import Strict
+from declutr.trainer.metrics.interval import Interval
 
 FOLLOWED = "followed"
 """The score that another process gives (`declutr evaluate --follow`)."""

@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.appendlog import AppendLog
-from common.console.logs import get_logger
-from common.storage import set_aside, write_text
-from trainer.metrics import tensorboard
+from declutr.common.appendlog import AppendLog
+from declutr.common.console.logs import get_logger
+from declutr.common.storage import set_aside, write_text
+from declutr.trainer.metrics import tensorboard
 
 if TYPE_CHECKING:  # reading metrics needs no torch
-    from trainer.step.step_metrics import StepMetrics
+    from declutr.trainer.step.step_metrics import StepMetrics
 
 METRICS = "metrics.jsonl"
 _BACK_OFF_SECONDS = 1.0

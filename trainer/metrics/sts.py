@@ -12,14 +12,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from trainer.data.batches import SpanBatch
-from trainer.metrics.config import STSB
-from trainer.model.behind import Dense
-from trainer.model.encoder import Encoder
-from trainer.objectives.base import Validator
-from trainer.objectives.held_out import embed_together
-from trainer.objectives.row_score import RowScore
-from trainer.parallel.communicator import Communicator
+from declutr.trainer.data.batches import SpanBatch
+from declutr.trainer.metrics.config import STSB
+from declutr.trainer.model.behind import Dense
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.objectives.base import Validator
+from declutr.trainer.objectives.held_out import embed_together
+from declutr.trainer.objectives.row_score import RowScore
+from declutr.trainer.parallel.communicator import Communicator
 
 FILE = "sts-dev.csv"
 _SCORE, _FIRST, _COLUMNS = 4, 5, 7  # columns of a line; some lines have notes behind them

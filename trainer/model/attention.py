@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.data.packedbatch import to_device
-from trainer.data.tokenrates import TokenRates
-from trainer.model.dropout import DropoutKeys, WeightDropout
-from trainer.model.kernel_choice import Kernels
-from trainer.model.keyed_attention import attend_in_parts, attend_with_dropout, padded_attention, weight_dropout
+from declutr.trainer.data.packedbatch import to_device
+from declutr.trainer.data.tokenrates import TokenRates
+from declutr.trainer.model.dropout import DropoutKeys, WeightDropout
+from declutr.trainer.model.kernel_choice import Kernels
+from declutr.trainer.model.keyed_attention import attend_in_parts, attend_with_dropout, padded_attention, weight_dropout
 
 PACKED = "declutr_packed"
 PADDED = "declutr_padded"

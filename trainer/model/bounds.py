@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.storage import read_json
+from declutr.common.storage import read_json
 
 MIB = 2**20
 MAX_SETTINGS_MIB = 8

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from common.console.logs import get_logger
+from declutr.common.console.logs import get_logger
 
 
 class Compilation:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from common.config import Strict
+from declutr.common.config import Strict
 
 Positive = Annotated[float, Field(gt=0)]
 _MOST_PATCHES = 2**16  # of a clip, and values of a patch: a mistyped number must not take all memory

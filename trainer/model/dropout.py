@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import seeding
-from trainer.data.tokenrates import TokenRates, drops, limit
+from declutr.common import seeding
+from declutr.trainer.data.tokenrates import TokenRates, drops, limit
 
 NEVER = 2.0**-60
 """Probability of a layer that drops nothing but exists, because some batches have rates for it."""

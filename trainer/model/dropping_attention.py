@@ -14,10 +14,10 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
-from trainer.data.tokenrates import limit
-from trainer.model import dropping_kernel as kernels
-from trainer.model.dropout import WeightDropout, attention_words
-from trainer.model.keyed_attention import attend_with_dropout
+from declutr.trainer.data.tokenrates import limit
+from declutr.trainer.model import dropping_kernel as kernels
+from declutr.trainer.model.dropout import WeightDropout, attention_words
+from declutr.trainer.model.keyed_attention import attend_with_dropout
 
 _MOST_HEAD_SIZE = 128  # a multiprocessor's memory holds no blocks of larger heads
 _LEAST_WIDTH = 16  # of a matrix product

@@ -11,7 +11,7 @@ Every sum has one order, so a repeated step has the same bits. Legend: T tokens,
 import triton
 import triton.language as tl
 
-from trainer.data.tokenrates import signed
+from declutr.trainer.data.tokenrates import signed
 
 BLOCK = tl.constexpr(64)  # queries, or keys, that a program has at a time
 _HIDDEN = tl.constexpr(-1.0e30)  # score of a key that is not attended to; its difference to itself is not NaN

@@ -12,21 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common import seeding
-from trainer.data.batches import IGNORED, AnyBatch, SpanBatch, as_rows, padding_mask, position_ids, row_places
-from trainer.data.patches import PatchBatch
-from trainer.data.tokentable import TokenTable
-from trainer.model.attention import PACKED, PADDED, AttentionLayout, prepare_modules, register
-from trainer.model.behind import Dense, Step, modules_of
-from trainer.model.compilation import Compilation
-from trainer.model.config import EncoderConfig
-from trainer.model.dropout import DropoutKeys, key_dropout
-from trainer.model.flops import linear_weights
-from trainer.model.frontend import EmbeddingSwitch, Frontend
-from trainer.model.hf_logging import silence
-from trainer.model.kernel_choice import Kernels, fitting_kernels
-from trainer.model.language_model import drops_attention, mlm_head, padding_index
-from trainer.model.load_report import LoadReport
+from declutr.common import seeding
+from declutr.trainer.data.batches import IGNORED, AnyBatch, SpanBatch, as_rows, padding_mask, position_ids, row_places
+from declutr.trainer.data.patches import PatchBatch
+from declutr.trainer.data.tokentable import TokenTable
+from declutr.trainer.model.attention import PACKED, PADDED, AttentionLayout, prepare_modules, register
+from declutr.trainer.model.behind import Dense, Step, modules_of
+from declutr.trainer.model.compilation import Compilation
+from declutr.trainer.model.config import EncoderConfig
+from declutr.trainer.model.dropout import DropoutKeys, key_dropout
+from declutr.trainer.model.flops import linear_weights
+from declutr.trainer.model.frontend import EmbeddingSwitch, Frontend
+from declutr.trainer.model.hf_logging import silence
+from declutr.trainer.model.kernel_choice import Kernels, fitting_kernels
+from declutr.trainer.model.language_model import drops_attention, mlm_head, padding_index
+from declutr.trainer.model.load_report import LoadReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

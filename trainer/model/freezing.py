@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from trainer.model.language_model import FAMILIES, UnfitEncoderError
+from declutr.trainer.model.language_model import FAMILIES, UnfitEncoderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

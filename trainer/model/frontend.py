@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from common import seeding
-from common.hub import hub_or_cache
-from common.paths import expand
-from trainer.data.patches import PatchBatch
-from trainer.model.config import FrontendConfig
-from trainer.model.hf_logging import silence
-from trainer.model.language_model import UnfitEncoderError
+from declutr.common import seeding
+from declutr.common.hub import hub_or_cache
+from declutr.common.paths import expand
+from declutr.trainer.data.patches import PatchBatch
+from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.model.hf_logging import silence
+from declutr.trainer.model.language_model import UnfitEncoderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

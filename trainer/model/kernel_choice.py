@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.console.logs import get_logger
-from trainer.model.dropout import WeightDropout
+from declutr.common.console.logs import get_logger
+from declutr.trainer.model.dropout import WeightDropout
 
 
 class Kernels(NamedTuple):
@@ -36,7 +36,7 @@ def fitting_kernels(model: torch.nn.Module, device: torch.device, drops: bool) -
     """
     if device.type != "cuda":
         return None
-    from trainer.model import kernels
+    from declutr.trainer.model import kernels
 
     config: Any = model.config
     head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
@@ -52,7 +52,7 @@ def fitting_dropping(head_size: int, device: torch.device) -> Any:
     """The kernel that drops attention weights; None, with a line in the log, if it does not work on the device."""
     problem = "the package triton is missing; install torch for CUDA"
     if find_spec("triton") is not None:
-        from trainer.model import dropping_attention
+        from declutr.trainer.model import dropping_attention
 
         found = dropping_attention.problem(head_size, device)
         if found is None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trainer.data.tokenrates import TokenRates
-from trainer.model.dropout import NEVER, DropoutKeys, WeightDropout
+from declutr.trainer.data.tokenrates import TokenRates
+from declutr.trainer.model.dropout import NEVER, DropoutKeys, WeightDropout
 
 _WEIGHTS = 2**26  # largest number of weights that exist at a time on a GPU, 256 MiB in float32
 

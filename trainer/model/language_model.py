@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from common import seeding
-from common.hub import hub_or_cache
-from common.paths import expand
-from common.suggestions import suggest
-from trainer.data.vocabulary import Vocabulary
-from trainer.model.bounds import check_config, check_folder
-from trainer.model.config import EncoderConfig
-from trainer.model.dropout import NEVER
-from trainer.model.hf_logging import silence
-from trainer.model.load_report import LoadReport
+from declutr.common import seeding
+from declutr.common.hub import hub_or_cache
+from declutr.common.paths import expand
+from declutr.common.suggestions import suggest
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.model.bounds import check_config, check_folder
+from declutr.trainer.model.config import EncoderConfig
+from declutr.trainer.model.dropout import NEVER
+from declutr.trainer.model.hf_logging import silence
+from declutr.trainer.model.load_report import LoadReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainer.data.batches import SpanBatch
-from trainer.data.patches import PatchBatch
-from trainer.model.encoder import Encoder
-from trainer.model.frontend import Frontend
-from trainer.model.language_model import FAMILIES, UnfitEncoderError, max_span_tokens, mlm_head
+from declutr.trainer.data.batches import SpanBatch
+from declutr.trainer.data.patches import PatchBatch
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.frontend import Frontend
+from declutr.trainer.model.language_model import FAMILIES, UnfitEncoderError, max_span_tokens, mlm_head
 
 Layout = Literal["packed", "padded"]
 # Relative to the largest entry. For 30 untrained families, rounding was at most 3e-6 and the smallest leak 5e-4.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from common.excerpt import excerpt
+from declutr.common.excerpt import excerpt
 
 # Heads and buffers in many published files that no masked language model has or needs.
 _HARMLESS = (

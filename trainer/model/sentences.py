@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from common.hub import hub_or_cache
-from common.records import DamagedError, read_record
-from trainer.model.behind import Normalize, Step, load_dense
+from declutr.common.hub import hub_or_cache
+from declutr.common.records import DamagedError, read_record
+from declutr.trainer.model.behind import Normalize, Step, load_dense
 
 _TAKEN_OVER = ("Transformer", "Pooling", "Dense", "Normalize")
 _MODES = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens"}

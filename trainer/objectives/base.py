@@ -16,16 +16,16 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipeline.shards.shards import ShardSet
-from trainer.data.batches import RankBatch
-from trainer.data.collator import Collator
-from trainer.data.vocabulary import Vocabulary
-from trainer.model.behind import Dense
-from trainer.model.encoder import Encoder
-from trainer.objectives.config import ObjectiveConfig, RunContext
-from trainer.objectives.config import ObjectiveError as ObjectiveError
-from trainer.objectives.row_shard import RowShard
-from trainer.parallel.communicator import Communicator
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.collator import Collator
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.model.behind import Dense
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
+from declutr.trainer.objectives.config import ObjectiveError as ObjectiveError
+from declutr.trainer.objectives.row_shard import RowShard
+from declutr.trainer.parallel.communicator import Communicator
 
 Config = TypeVar("Config", bound=ObjectiveConfig)
 
@@ -119,7 +119,7 @@ class Objective(nn.Module, ABC, Generic[Config]):
         """Scalar terms by name, a subset of `config.metrics`; their sum is the loss.
 
         Called once a step with identical arguments on every worker. Draw random numbers only from `batch.seed` and
-        keys in `batch.facts`, through `common.seeding`.
+        keys in `batch.facts`, through `declutr.common.seeding`.
         """
 
     def remember(self, batch: Gathered) -> None:

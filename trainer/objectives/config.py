@@ -7,12 +7,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from common.config import Strict
-from pipeline.shards.content import ContentKind
-from pipeline.shards.manifest import Manifest
-from pipeline.shards.windows import ShortDocuments
-from trainer.model.config import FrontendConfig
-from trainer.objectives.span_config import SpanConfig
+from declutr.common.config import Strict
+from declutr.pipeline.shards.content import ContentKind
+from declutr.pipeline.shards.manifest import Manifest
+from declutr.pipeline.shards.windows import ShortDocuments
+from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.objectives.span_config import SpanConfig
 
 
 class ObjectiveError(ValueError):

@@ -7,11 +7,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trainer.data.batches import SpanBatch
-from trainer.data.plan import permute
-from trainer.model.behind import Dense
-from trainer.model.encoder import Encoder
-from trainer.parallel.communicator import Communicator
+from declutr.trainer.data.batches import SpanBatch
+from declutr.trainer.data.plan import permute
+from declutr.trainer.model.behind import Dense
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.parallel.communicator import Communicator
 
 _CHUNK = 256  # spans in one forward
 # An "epoch" that training never reaches: what it draws for held-out rows is the same at every validation.

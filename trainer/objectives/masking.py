@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from common import seeding
-from common.config import Strict
-from trainer.data.vocabulary import Vocabulary
+from declutr.common import seeding
+from declutr.common.config import Strict
+from declutr.trainer.data.vocabulary import Vocabulary
 
 I64 = NDArray[np.int64]
 

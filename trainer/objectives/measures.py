@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.seeding import U64
-from trainer.objectives.row_score import RowScore
+from declutr.common.seeding import U64
+from declutr.trainer.objectives.row_score import RowScore
 
 
 def retrieval(anchors: Tensor, positives: Tensor, keys: U64) -> dict[str, float]:

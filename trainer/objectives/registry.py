@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args
 
 from pydantic import BeforeValidator, Field
 
-from trainer.objectives.config import ObjectiveConfig
-from trainer.objectives.declutr.config import DeclutrConfig
-from trainer.objectives.scd.config import ScdConfig
-from trainer.objectives.scl.config import SclConfig
-from trainer.objectives.simcse.config import SimcseConfig
-from trainer.objectives.supcon.config import SupconConfig
+from declutr.trainer.objectives.config import ObjectiveConfig
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.scd.config import ScdConfig
+from declutr.trainer.objectives.scl.config import SclConfig
+from declutr.trainer.objectives.simcse.config import SimcseConfig
+from declutr.trainer.objectives.supcon.config import SupconConfig
 
 GROUP = "declutr.objectives"
 """Entry point group: the name is the kind, the value the `ObjectiveConfig` subclass."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from common import seeding
-from common.bootstrap import F64, Statistic, mean, spearman
+from declutr.common import seeding
+from declutr.common.bootstrap import F64, Statistic, mean, spearman
 
 REPORTED = "reported_"
 """Before the name of a score: its value on the rows that choose nothing."""

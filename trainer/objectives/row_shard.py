@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.communicator import Communicator
 
 SHARED_ROWS = 1024
 """Most rows of a contrast that every worker computes whole. The scores of fewer rows cost less than an exchange."""

@@ -4,8 +4,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from pipeline.shards.content import ContentKind
-from trainer.objectives.config import ObjectiveConfig
+from declutr.pipeline.shards.content import ContentKind
+from declutr.trainer.objectives.config import ObjectiveConfig
 
 
 class TextObjectiveConfig(ObjectiveConfig):

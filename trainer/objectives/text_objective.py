@@ -4,14 +4,14 @@ from typing import TypeVar
 
 import torch
 
-from pipeline.shards.shards import ShardSet
-from trainer.data.vocabulary import Vocabulary
-from trainer.objectives.base import Objective
-from trainer.objectives.held_out import held_out_rows
-from trainer.objectives.text_config import TextObjectiveConfig
-from trainer.objectives.text_packing import TextPacker
-from trainer.objectives.text_validation import TextValidator
-from trainer.parallel.communicator import Communicator
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.objectives.base import Objective
+from declutr.trainer.objectives.held_out import held_out_rows
+from declutr.trainer.objectives.text_config import TextObjectiveConfig
+from declutr.trainer.objectives.text_packing import TextPacker
+from declutr.trainer.objectives.text_validation import TextValidator
+from declutr.trainer.parallel.communicator import Communicator
 
 TextConfig = TypeVar("TextConfig", bound=TextObjectiveConfig)
 

@@ -11,12 +11,12 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from common import seeding
-from trainer.data.batches import SpanBatch
-from trainer.data.packing import dropout_words, pack
-from trainer.data.shard_columns import document_keys, ragged
-from trainer.data.vocabulary import Vocabulary
-from trainer.objectives.masking import MaskingConfig, mask_spans
+from declutr.common import seeding
+from declutr.trainer.data.batches import SpanBatch
+from declutr.trainer.data.packing import dropout_words, pack
+from declutr.trainer.data.shard_columns import document_keys, ragged
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.objectives.masking import MaskingConfig, mask_spans
 
 I64 = NDArray[np.int64]
 

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.shards.content import ENTAILMENT
-from pipeline.shards.shards import ShardSet
-from trainer.model.behind import Dense
-from trainer.model.encoder import Encoder
-from trainer.objectives.held_out import embed_together
-from trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
-from trainer.objectives.text_packing import TextPacker, Texts
-from trainer.parallel.communicator import Communicator
+from declutr.pipeline.shards.content import ENTAILMENT
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.model.behind import Dense
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.objectives.held_out import embed_together
+from declutr.trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
+from declutr.trainer.objectives.text_packing import TextPacker, Texts
+from declutr.trainer.parallel.communicator import Communicator
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.parallel.request import Request as Request
+from declutr.trainer.parallel.request import Request as Request
 
 _BUCKET_ELEMENTS = 32 * 1024 * 1024
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.communicator import Communicator
 
 _BITS = 44
 SCALE = 2.0**_BITS

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.communicator import Communicator
 
 _BUCKET_BYTES = 32 * 2**20  # large enough for the network's full rate, small enough that the last one is soon sent
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.model.encoder import Encoder
-from trainer.parallel.communicator import Communicator, is_part
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.parallel.communicator import Communicator, is_part
 
 
 def shard(encoder: Encoder, comm: Communicator) -> None:

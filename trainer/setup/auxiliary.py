@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
-from common.config import Strict
-from common.storage import hash_json
-from pipeline.shards.manifest import Manifest, data_hash
-from trainer.model.config import FrontendConfig
-from trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
-from trainer.objectives.span_config import SpanConfig
-from trainer.step.config import OptimConfig
+from declutr.common.config import Strict
+from declutr.common.storage import hash_json
+from declutr.pipeline.shards.manifest import Manifest, data_hash
+from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.step.config import OptimConfig
 
 
 class AuxiliaryTaskConfig(Strict):

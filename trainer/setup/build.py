@@ -5,29 +5,29 @@ from typing import Any
 
 import torch
 
-from common import seeding
-from common.paths import expand
-from pipeline.shards.manifest import TOKENIZER, Manifest, ShardError, load_manifest
-from pipeline.shards.shards import ShardSet
-from pipeline.shards.windows import ShortDocuments
-from pipeline.tokenizer.tokenization import fingerprint
-from trainer.data.collator import Collator
-from trainer.data.vocabulary import Vocabulary
-from trainer.metrics.sts import StsValidator, read_stsb, together
-from trainer.model.encoder import Encoder
-from trainer.model.language_model import (
+from declutr.common import seeding
+from declutr.common.paths import expand
+from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, ShardError, load_manifest
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.shards.windows import ShortDocuments
+from declutr.pipeline.tokenizer.tokenization import fingerprint
+from declutr.trainer.data.collator import Collator
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.metrics.sts import StsValidator, read_stsb, together
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.language_model import (
     load_hf_config,
     load_model,
     load_with_dropout_layers,
     max_span_tokens,
     vocabulary_of,
 )
-from trainer.model.layouts import fitting_layout
-from trainer.model.sentences import read_behind
-from trainer.objectives.base import Objective, ObjectiveError, Validator, implementation_of
-from trainer.setup.cache import data_folder
-from trainer.setup.config import TrainConfig
-from trainer.step.task import TrainTask
+from declutr.trainer.model.layouts import fitting_layout
+from declutr.trainer.model.sentences import read_behind
+from declutr.trainer.objectives.base import Objective, ObjectiveError, Validator, implementation_of
+from declutr.trainer.setup.cache import data_folder
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.step.task import TrainTask
 
 
 def load_tokenizer(folder: Path, manifest: Manifest | None = None) -> tuple[Any, Vocabulary]:

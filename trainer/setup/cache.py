@@ -3,9 +3,9 @@
 from functools import lru_cache
 from pathlib import Path
 
-from common.paths import expand
-from common.stores.address import is_remote, short_name
-from common.stores.folders import local_copy
+from declutr.common.paths import expand
+from declutr.common.stores.address import is_remote, short_name
+from declutr.common.stores.folders import local_copy
 
 
 def data_folder(data: str, cache: str) -> Path:

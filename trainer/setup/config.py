@@ -4,21 +4,21 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
-from common import seeding
-from common.config import Strict
-from common.storage import hash_json
-from common.stores.address import is_remote
-from common.suggestions import suggest
-from pipeline.shards.windows import ShortDocuments
-from trainer.checkpoints.config import CheckpointConfig
-from trainer.metrics.config import FOLLOWED, STSB, ValidationConfig
-from trainer.model.config import EncoderConfig, FrontendConfig
-from trainer.objectives.config import RunContext
-from trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
-from trainer.objectives.span_config import SpanConfig
-from trainer.setup.auxiliary import AuxiliaryTaskConfig
-from trainer.setup.scaling import ScalingConfig
-from trainer.step.config import OptimConfig
+from declutr.common import seeding
+from declutr.common.config import Strict
+from declutr.common.storage import hash_json
+from declutr.common.stores.address import is_remote
+from declutr.common.suggestions import suggest
+from declutr.pipeline.shards.windows import ShortDocuments
+from declutr.trainer.checkpoints.config import CheckpointConfig
+from declutr.trainer.metrics.config import FOLLOWED, STSB, ValidationConfig
+from declutr.trainer.model.config import EncoderConfig, FrontendConfig
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.setup.auxiliary import AuxiliaryTaskConfig
+from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.step.config import OptimConfig
 
 _UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient
 

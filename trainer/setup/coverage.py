@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common import seeding
-from pipeline.shards.shards import ShardSet
-from trainer.data.plan import permute
-from trainer.objectives.config import ObjectiveConfig, RunContext
+from declutr.common import seeding
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.plan import permute
+from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
 
 _DRAWS = 20_000
 """Draws of a document in an epoch; more documents are sampled."""

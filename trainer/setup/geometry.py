@@ -5,10 +5,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from common.storage import read_json
-from pipeline.shards.manifest import Manifest
-from trainer.objectives.span_config import SpanConfig
-from trainer.setup.config import TrainConfig
+from declutr.common.storage import read_json
+from declutr.pipeline.shards.manifest import Manifest
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.setup.config import TrainConfig
 
 RESUME_SETTINGS = "resume_settings.json"
 """The file of a run that holds the settings which decide its result."""

@@ -1,7 +1,7 @@
 """Number of steps of a run, without torch."""
 
-from trainer.data.plan import Plan
-from trainer.setup.config import TrainConfig
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.setup.config import TrainConfig
 
 
 def total_steps(config: TrainConfig, plan: Plan) -> int:

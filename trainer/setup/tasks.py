@@ -6,23 +6,23 @@ from dataclasses import fields, replace
 import torch
 from torch import nn
 
-from pipeline.shards.content import AnyContent, AudioContent, ImagesContent
-from pipeline.shards.manifest import Manifest
-from trainer.model.config import FrontendConfig
-from trainer.model.encoder import Encoder
-from trainer.model.freezing import frozen_parameters
-from trainer.model.frontend import Frontend, embedding_width, load_vit
-from trainer.parallel.communicator import Communicator
-from trainer.parallel.fixedpoint import FixedPointReducer
-from trainer.parallel.overlap import BucketedReducer
-from trainer.parallel.sharding import shard
-from trainer.setup.build import build_objective
-from trainer.setup.config import TrainConfig
-from trainer.step.config import OptimConfig
-from trainer.step.microbatch import Microbatch
-from trainer.step.optim import build_optimizer
-from trainer.step.step import TrainStep
-from trainer.step.task import TrainTask
+from declutr.pipeline.shards.content import AnyContent, AudioContent, ImagesContent
+from declutr.pipeline.shards.manifest import Manifest
+from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.freezing import frozen_parameters
+from declutr.trainer.model.frontend import Frontend, embedding_width, load_vit
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.fixedpoint import FixedPointReducer
+from declutr.trainer.parallel.overlap import BucketedReducer
+from declutr.trainer.parallel.sharding import shard
+from declutr.trainer.setup.build import build_objective
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.optim import build_optimizer
+from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.task import TrainTask
 
 
 def build_task(

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trainer.data.batches import AnyBatch, RankBatch
-from trainer.data.canonical import canonical_microbatches
-from trainer.objectives.row_shard import RowShard
-from trainer.parallel.fixedpoint import FixedPointReducer
-from trainer.step.gradcache import GlobalCounts, GradCache, Gradients, backward
+from declutr.trainer.data.batches import AnyBatch, RankBatch
+from declutr.trainer.data.canonical import canonical_microbatches
+from declutr.trainer.objectives.row_shard import RowShard
+from declutr.trainer.parallel.fixedpoint import FixedPointReducer
+from declutr.trainer.step.gradcache import GlobalCounts, GradCache, Gradients, backward
 
 _MLM_STEP = 2.0**-20  # losses are rounded to its multiples: below 2^33, sums of those are exact in float64
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from common.config import Strict
+from declutr.common.config import Strict
 
 
 class OptimConfig(Strict):

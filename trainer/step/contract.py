@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.data.batches import RankBatch
-from trainer.objectives.base import Objective
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.objectives.base import Objective
 
 
 def facts_problem(batch: RankBatch) -> str | None:

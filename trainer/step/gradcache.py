@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import seeding
-from trainer.data.batches import AnyBatch, RankBatch
-from trainer.model.encoder import Encoder
-from trainer.model.frontend import Frontend
-from trainer.objectives.base import Gathered, Objective, ObjectiveError
-from trainer.objectives.row_shard import SHARED_ROWS, RowShard
-from trainer.parallel.communicator import Communicator
-from trainer.step.contract import facts_code, facts_problem, keys_problem, terms_problem
+from declutr.common import seeding
+from declutr.trainer.data.batches import AnyBatch, RankBatch
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.frontend import Frontend
+from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError
+from declutr.trainer.objectives.row_shard import SHARED_ROWS, RowShard
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.step.contract import facts_code, facts_problem, keys_problem, terms_problem
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import Literal
 
 import torch
 
-from trainer.data.batches import AnyBatch
-from trainer.parallel.communicator import Communicator
+from declutr.trainer.data.batches import AnyBatch
+from declutr.trainer.parallel.communicator import Communicator
 
 # On a CPU larger forwards are not faster, and when memory runs out, the kernel kills the process without an error.
 _CPU_TOKENS = 8192

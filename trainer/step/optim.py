@@ -7,9 +7,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.communicator import is_part
-from trainer.parallel.sharding import full_tensor
-from trainer.step.config import OptimConfig
+from declutr.trainer.parallel.communicator import is_part
+from declutr.trainer.parallel.sharding import full_tensor
+from declutr.trainer.step.config import OptimConfig
 
 _LATE_STEP = 1e30  # beta ** step is 0
 

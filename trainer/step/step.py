@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.console.logs import get_logger
-from trainer.data.batches import RankBatch
-from trainer.parallel.overlap import BucketedReducer
-from trainer.step.config import OptimConfig
-from trainer.step.gradcache import Gradients
-from trainer.step.optim import clip_gradients, learning_rate
-from trainer.step.step_metrics import HostCopy, NonFiniteLossError, PendingStep, StepMetrics
-from trainer.step.task import TrainTask
-from trainer.step.task_totals import DeviceTotals
+from declutr.common.console.logs import get_logger
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.parallel.overlap import BucketedReducer
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.gradcache import Gradients
+from declutr.trainer.step.optim import clip_gradients, learning_rate
+from declutr.trainer.step.step_metrics import HostCopy, NonFiniteLossError, PendingStep, StepMetrics
+from declutr.trainer.step.task import TrainTask
+from declutr.trainer.step.task_totals import DeviceTotals
 
 __all__ = ["NonFiniteLossError", "StepMetrics", "TrainStep"]
 

@@ -7,18 +7,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.data.batches import AnyBatch, RankBatch
-from trainer.data.canonical import canonical_microbatches
-from trainer.model.encoder import Encoder
-from trainer.model.frontend import Frontend
-from trainer.objectives.base import Objective
-from trainer.objectives.row_shard import SHARED_ROWS
-from trainer.parallel.communicator import Communicator
-from trainer.parallel.fixedpoint import FixedPointReducer
-from trainer.parallel.overlap import BucketedReducer
-from trainer.step.canonical import CanonicalCache
-from trainer.step.gradcache import GradCache, Gradients
-from trainer.step.microbatch import Microbatch, out_of_memory
+from declutr.trainer.data.batches import AnyBatch, RankBatch
+from declutr.trainer.data.canonical import canonical_microbatches
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.frontend import Frontend
+from declutr.trainer.objectives.base import Objective
+from declutr.trainer.objectives.row_shard import SHARED_ROWS
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.fixedpoint import FixedPointReducer
+from declutr.trainer.parallel.overlap import BucketedReducer
+from declutr.trainer.step.canonical import CanonicalCache
+from declutr.trainer.step.gradcache import GradCache, Gradients
+from declutr.trainer.step.microbatch import Microbatch, out_of_memory
 
 T = TypeVar("T")
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.data.batches import DIGEST, RankBatch
-from trainer.data.packedbatch import to_device
-from trainer.model.flops import step_flops
-from trainer.step.gradcache import Gradients
-from trainer.step.task import TrainTask
+from declutr.trainer.data.batches import DIGEST, RankBatch
+from declutr.trainer.data.packedbatch import to_device
+from declutr.trainer.model.flops import step_flops
+from declutr.trainer.step.gradcache import Gradients
+from declutr.trainer.step.task import TrainTask
 
 
 class TaskTotals(NamedTuple):

@@ -13,8 +13,8 @@ import ray
 import torch
 from ray.train.torch import TorchConfig
 
-from common.cluster import use_network_of
-from trainer.worker.flight_recorder import record_exchanges
+from declutr.common.cluster import use_network_of
+from declutr.trainer.worker.flight_recorder import record_exchanges
 
 _signalled: list[str] = []  # signals to this process, which runs one training at a time
 _missing: list[str] = []  # why the group has no GPUs

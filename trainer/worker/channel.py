@@ -12,8 +12,8 @@ from typing import Any
 
 from ray.exceptions import GetTimeoutError, RaySystemError, RpcError
 
-from common.watcher import Watcher
-from trainer.worker.ray_internals import draining_nodes, head
+from declutr.common.watcher import Watcher
+from declutr.trainer.worker.ray_internals import draining_nodes, head
 
 EVERY_SECONDS = 0.5
 _NAMESPACE = b"declutr"

@@ -7,23 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from common.bootstrap import F64
-from common.console.logs import get_logger
-from common.stores.address import child
-from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import CHECKPOINTS
-from trainer.checkpoints.ranking import EarlyStopping
-from trainer.checkpoints.saver import SaveError, Saver
-from trainer.checkpoints.state import Reported, RunState, read_origin
-from trainer.checkpoints.store import after_save
-from trainer.checkpoints.weights import collect, load
-from trainer.metrics.metrics import METRICS, read_last_step
-from trainer.parallel.communicator import Request
-from trainer.setup.auxiliary import joint_hash
-from trainer.setup.config import TrainConfig
-from trainer.worker.heartbeat import Heartbeat
-from trainer.worker.reporter import Reporter
-from trainer.worker.scheduler import TaskScheduler
+from declutr.common.bootstrap import F64
+from declutr.common.console.logs import get_logger
+from declutr.common.stores.address import child
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.checkpoints.ranking import EarlyStopping
+from declutr.trainer.checkpoints.saver import SaveError, Saver
+from declutr.trainer.checkpoints.state import Reported, RunState, read_origin
+from declutr.trainer.checkpoints.store import after_save
+from declutr.trainer.checkpoints.weights import collect, load
+from declutr.trainer.metrics.metrics import METRICS, read_last_step
+from declutr.trainer.parallel.communicator import Request
+from declutr.trainer.setup.auxiliary import joint_hash
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.worker.reporter import Reporter
+from declutr.trainer.worker.scheduler import TaskScheduler
 
 _NO_ROWS: F64 = np.empty(0)
 

@@ -10,35 +10,35 @@ import ray.train
 import torch
 from ray.util import get_current_placement_group
 
-from common.console.logs import get_logger, setup_logging
-from pipeline.shards.shards import ShardError, ShardSet
-from trainer.checkpoints.saver import SaveError
-from trainer.checkpoints.store import fetch_run, store_of
-from trainer.data.batches import RankBatch
-from trainer.data.chunks import rank_plan
-from trainer.data.plan import Plan
-from trainer.data.stream import Prefetcher, batches, limit_resources, with_auxiliary
-from trainer.model.language_model import UnfitEncoderError
-from trainer.objectives.base import ObjectiveError
-from trainer.setup.auxiliary import data_hashes, joint_hash
-from trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
-from trainer.setup.cache import data_folder, run_folder
-from trainer.setup.config import TrainConfig
-from trainer.setup.steps import total_steps
-from trainer.setup.tasks import autocast_type, build_task, build_train_steps
-from trainer.step.microbatch import Microbatch, MicrobatchError
-from trainer.step.step import NonFiniteLossError
-from trainer.worker.backend import missing_gpu
-from trainer.worker.channel import ControlChannel
-from trainer.worker.checkpointing import Checkpointing
-from trainer.worker.heartbeat import CountedCommunicator, Heartbeat, HeartbeatLogHandler
-from trainer.worker.listener import Listener
-from trainer.worker.loop import TrainingLoop
-from trainer.worker.nonfinite_losses import NonFiniteLosses
-from trainer.worker.reporter import Reporter
-from trainer.worker.scheduler import ScheduledStep, TaskScheduler
-from trainer.worker.spotwatch import SpotWatch
-from trainer.worker.stopwatch import Stopwatch
+from declutr.common.console.logs import get_logger, setup_logging
+from declutr.pipeline.shards.shards import ShardError, ShardSet
+from declutr.trainer.checkpoints.saver import SaveError
+from declutr.trainer.checkpoints.store import fetch_run, store_of
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.chunks import rank_plan
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.data.stream import Prefetcher, batches, limit_resources, with_auxiliary
+from declutr.trainer.model.language_model import UnfitEncoderError
+from declutr.trainer.objectives.base import ObjectiveError
+from declutr.trainer.setup.auxiliary import data_hashes, joint_hash
+from declutr.trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
+from declutr.trainer.setup.cache import data_folder, run_folder
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.steps import total_steps
+from declutr.trainer.setup.tasks import autocast_type, build_task, build_train_steps
+from declutr.trainer.step.microbatch import Microbatch, MicrobatchError
+from declutr.trainer.step.step import NonFiniteLossError
+from declutr.trainer.worker.backend import missing_gpu
+from declutr.trainer.worker.channel import ControlChannel
+from declutr.trainer.worker.checkpointing import Checkpointing
+from declutr.trainer.worker.heartbeat import CountedCommunicator, Heartbeat, HeartbeatLogHandler
+from declutr.trainer.worker.listener import Listener
+from declutr.trainer.worker.loop import TrainingLoop
+from declutr.trainer.worker.nonfinite_losses import NonFiniteLosses
+from declutr.trainer.worker.reporter import Reporter
+from declutr.trainer.worker.scheduler import ScheduledStep, TaskScheduler
+from declutr.trainer.worker.spotwatch import SpotWatch
+from declutr.trainer.worker.stopwatch import Stopwatch
 
 
 def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.communicator import Communicator, Request
-from trainer.worker.device_events import DeviceEvent, HostEvent, events_of
+from declutr.trainer.parallel.communicator import Communicator, Request
+from declutr.trainer.worker.device_events import DeviceEvent, HostEvent, events_of
 
 _KEPT_LINES = 10
 _SMOOTHING = 0.1  # weight of the newest step in the running mean of a worker's own time

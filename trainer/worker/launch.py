@@ -4,7 +4,7 @@ from typing import Any
 
 
 def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
-    """As `trainer.worker.entry.train_loop`."""
-    from trainer.worker.entry import train_loop
+    """As `declutr.trainer.worker.entry.train_loop`."""
+    from declutr.trainer.worker.entry import train_loop
 
     return train_loop(settings)

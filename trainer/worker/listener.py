@@ -5,12 +5,12 @@ The driver sends one after a signal to itself, or when a node is about to be rem
 
 import math
 
-from common.console.logs import get_logger
-from common.watcher import Watcher
-from trainer.worker.backend import signalled
-from trainer.worker.channel import EVERY_SECONDS, UNREACHABLE, ControlChannel
-from trainer.worker.flight_recorder import newest_exchanges
-from trainer.worker.heartbeat import Heartbeat
+from declutr.common.console.logs import get_logger
+from declutr.common.watcher import Watcher
+from declutr.trainer.worker.backend import signalled
+from declutr.trainer.worker.channel import EVERY_SECONDS, UNREACHABLE, ControlChannel
+from declutr.trainer.worker.flight_recorder import newest_exchanges
+from declutr.trainer.worker.heartbeat import Heartbeat
 
 
 class Listener(Watcher):

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import torch
 
-from common.console.logs import get_logger
-from trainer.data.stream import Prefetcher
-from trainer.metrics.interval import steps_between
-from trainer.metrics.metrics import MetricsWriter, rates
-from trainer.model.flops import gpu_name, peak_flops
-from trainer.model.language_model import UnfitEncoderError
-from trainer.objectives.base import Validator
-from trainer.objectives.row_score import REPORTED, divide
-from trainer.setup.config import TrainConfig
-from trainer.step.step import TrainStep
-from trainer.step.step_metrics import NonFiniteLossError, StepMetrics
-from trainer.worker.checkpointing import Checkpointing
-from trainer.worker.heartbeat import Heartbeat
-from trainer.worker.scheduler import StepResult, TaskScheduler
-from trainer.worker.stopwatch import Stopwatch
-from trainer.worker.vanished import VanishedLoss
+from declutr.common.console.logs import get_logger
+from declutr.trainer.data.stream import Prefetcher
+from declutr.trainer.metrics.interval import steps_between
+from declutr.trainer.metrics.metrics import MetricsWriter, rates
+from declutr.trainer.model.flops import gpu_name, peak_flops
+from declutr.trainer.model.language_model import UnfitEncoderError
+from declutr.trainer.objectives.base import Validator
+from declutr.trainer.objectives.row_score import REPORTED, divide
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.step_metrics import NonFiniteLossError, StepMetrics
+from declutr.trainer.worker.checkpointing import Checkpointing
+from declutr.trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.worker.scheduler import StepResult, TaskScheduler
+from declutr.trainer.worker.stopwatch import Stopwatch
+from declutr.trainer.worker.vanished import VanishedLoss
 
 
 @dataclass

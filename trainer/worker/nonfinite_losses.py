@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from common.console.logs import get_logger
-from trainer.step.step import TrainStep
-from trainer.step.step_metrics import NonFiniteLossError, PendingStep, StepMetrics
+from declutr.common.console.logs import get_logger
+from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.step_metrics import NonFiniteLossError, PendingStep, StepMetrics
 
 
 @dataclass

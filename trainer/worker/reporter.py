@@ -9,7 +9,7 @@ import ray.train
 from ray.exceptions import RayError
 from ray.train import Checkpoint, CheckpointUploadMode
 
-from common.console.logs import get_logger
+from declutr.common.console.logs import get_logger
 
 
 class Reporter:

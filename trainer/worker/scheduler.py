@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from trainer.data.batches import RankBatch
-from trainer.step.step import TrainStep
-from trainer.step.step_metrics import PendingStep, StepMetrics
-from trainer.worker.nonfinite_losses import NonFiniteLosses
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.step_metrics import PendingStep, StepMetrics
+from declutr.trainer.worker.nonfinite_losses import NonFiniteLosses
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 import time
 from typing import Literal
 
-from common.console.logs import get_logger
-from common.watcher import Watcher
-from trainer.worker.channel import UNREACHABLE
-from trainer.worker.metadata import CLOUDS
-from trainer.worker.ray_internals import drain_node
+from declutr.common.console.logs import get_logger
+from declutr.common.watcher import Watcher
+from declutr.trainer.worker.channel import UNREACHABLE
+from declutr.trainer.worker.metadata import CLOUDS
+from declutr.trainer.worker.ray_internals import drain_node
 
 _EVERY_SECONDS = 5.0  # as AWS recommends; GCP gives 30 s
 _MOST_FAILURES = 3

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainer.objectives.config import ObjectiveConfig, RunContext
+from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
 
 _STEPS = 10
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.faults.kills import struck
 from benchmarks.chaos.run import ChaosError, Run, Snapshot
-from pipeline.shards.manifest import load_manifest
-from trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
+from declutr.pipeline.shards.manifest import load_manifest
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 
 
 def _stop(run: Run) -> Snapshot:

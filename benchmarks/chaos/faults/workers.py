@@ -10,7 +10,7 @@ from benchmarks.chaos.run import ChaosError, Run, Snapshot
 
 _SLOW_SECONDS = 20.0
 _NAN = """
-import trainer.step.step
+import declutr.trainer.step.step
 whole = trainer.step.step.TrainStep.gradients
 def poisoned(self, batch, step):
     found = whole(self, batch, step)
@@ -20,7 +20,7 @@ def poisoned(self, batch, step):
 trainer.step.step.TrainStep.gradients = poisoned
 """
 _RAISE = """
-import trainer.step.step
+import declutr.trainer.step.step
 def broken(self, batch, step):
     raise OSError("chaos: the device does not answer")
 trainer.step.step.TrainStep.gradients = broken

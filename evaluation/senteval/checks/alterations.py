@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from evaluation.senteval.checks.digests import Digests, digests_of, file_rows, same_sentences
-from evaluation.senteval.checks.published import Published, published
-from evaluation.senteval.data.findings import DataFinding
-from evaluation.senteval.data.taskdata import Split, TaskData
+from declutr.evaluation.senteval.checks.digests import Digests, digests_of, file_rows, same_sentences
+from declutr.evaluation.senteval.checks.published import Published, published
+from declutr.evaluation.senteval.data.findings import DataFinding
+from declutr.evaluation.senteval.data.taskdata import Split, TaskData
 
 _MIN_DISTINCT = 0.9
 """Minimum number of distinct rows, as a share of the published number."""

@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.excerpt import excerpt
-from evaluation.senteval.checks.alterations import check_rows
-from evaluation.senteval.checks.digests import digests_of, same_sentences
-from evaluation.senteval.checks.published import Published, PublishedSplit, published
-from evaluation.senteval.checks.wording import check_duplicates, check_encoding
-from evaluation.senteval.data.findings import DataFinding, Inspection
-from evaluation.senteval.data.loading import load
-from evaluation.senteval.data.taskdata import DataError, MissingDataError, Split, TaskData
-from evaluation.senteval.data.tasks import SentEvalTask
+from declutr.common.excerpt import excerpt
+from declutr.evaluation.senteval.checks.alterations import check_rows
+from declutr.evaluation.senteval.checks.digests import digests_of, same_sentences
+from declutr.evaluation.senteval.checks.published import Published, PublishedSplit, published
+from declutr.evaluation.senteval.checks.wording import check_duplicates, check_encoding
+from declutr.evaluation.senteval.data.findings import DataFinding, Inspection
+from declutr.evaluation.senteval.data.loading import load
+from declutr.evaluation.senteval.data.taskdata import DataError, MissingDataError, Split, TaskData
+from declutr.evaluation.senteval.data.tasks import SentEvalTask
 
 _MAX_IMBALANCE = 1.5  # "balanced across the target classes", says the README of the probing data
 

@@ -4,8 +4,8 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 
-from common.config import Strict
-from evaluation.senteval.data.taskdata import Split, TaskData
+from declutr.common.config import Strict
+from declutr.evaluation.senteval.data.taskdata import Split, TaskData
 
 _WRITTEN_OUT = re.compile(r"-[lr][rcs]b-|& ?(?:amp|lt|gt|quot|apos|#39) ?;")  # signs as some tokenizers write them
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
-from common.config import Strict
-from evaluation.senteval.checks.digests import Digests
+from declutr.common.config import Strict
+from declutr.evaluation.senteval.checks.digests import Digests
 
 
 class PublishedSplit(Strict):
@@ -51,5 +51,5 @@ class _Document(Strict):
 @cache
 def published() -> Mapping[str, Published]:
     """Figures of every task, by name."""
-    content = files("evaluation.senteval.checks").joinpath("published.json").read_bytes()
+    content = files("declutr.evaluation.senteval.checks").joinpath("published.json").read_bytes()
     return _Document.model_validate_json(content).tasks

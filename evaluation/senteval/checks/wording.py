@@ -4,9 +4,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from evaluation.senteval.checks.published import Published
-from evaluation.senteval.data.findings import DataFinding
-from evaluation.senteval.data.taskdata import Split, TaskData
+from declutr.evaluation.senteval.checks.published import Published
+from declutr.evaluation.senteval.data.findings import DataFinding
+from declutr.evaluation.senteval.data.taskdata import Split, TaskData
 
 # UTF-8 read as latin-1 or cp1252: a lead byte's character, then those of its continuation bytes
 _LATIN1 = re.compile(

@@ -20,12 +20,12 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from evaluation.senteval.classifier.config import ClassifierConfig
-from evaluation.senteval.classifier.features import BlockBuffer, Table
-from evaluation.senteval.classifier.folds import TrainingSet
-from evaluation.senteval.classifier.network import Network, linear_start
-from evaluation.senteval.classifier.schedule import Padded, Schedule
-from evaluation.senteval.classifier.updates import Updates
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.classifier.features import BlockBuffer, Table
+from declutr.evaluation.senteval.classifier.folds import TrainingSet
+from declutr.evaluation.senteval.classifier.network import Network, linear_start
+from declutr.evaluation.senteval.classifier.schedule import Padded, Schedule
+from declutr.evaluation.senteval.classifier.updates import Updates
 
 
 @dataclass(frozen=True)

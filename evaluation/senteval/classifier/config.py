@@ -4,8 +4,8 @@ from typing import Self
 
 from pydantic import Field
 
-from common.config import Strict
-from evaluation.senteval.classifier.updates import DEFAULT_RATES, OptimizerName
+from declutr.common.config import Strict
+from declutr.evaluation.senteval.classifier.updates import DEFAULT_RATES, OptimizerName
 
 
 class ClassifierConfig(Strict):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.senteval.classifier.classifier import Examples, fit_many
-from evaluation.senteval.classifier.config import ClassifierConfig
-from evaluation.senteval.classifier.folds import TrainingSet, hold_out, stratified_folds
+from declutr.evaluation.senteval.classifier.classifier import Examples, fit_many
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.classifier.folds import TrainingSet, hold_out, stratified_folds
 
 
 @dataclass(frozen=True)

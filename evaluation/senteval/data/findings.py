@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from evaluation.senteval.data.taskdata import TaskData
-from evaluation.senteval.data.tasks import SentEvalTask
+from declutr.evaluation.senteval.data.taskdata import TaskData
+from declutr.evaluation.senteval.data.tasks import SentEvalTask
 
 Level = Literal["refuse", "warn", "info"]
 Standing = Literal["identical", "published", "altered", "unpublished", "refused", "missing"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from evaluation.senteval.data.taskdata import DataError
+from declutr.evaluation.senteval.data.taskdata import DataError
 
 Parsed = TypeVar("Parsed")
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.excerpt import excerpt
-from evaluation.senteval.data import formats
-from evaluation.senteval.data.formats import SplitRows
-from evaluation.senteval.data.lines import git_sha1
-from evaluation.senteval.data.misplaced import where_else
-from evaluation.senteval.data.retrieval_files import SPLITS, read_retrieval, refuse_pickles
-from evaluation.senteval.data.taskdata import EMPTY, DataError, MissingDataError, Split, TaskData
-from evaluation.senteval.data.tasks import LANGUAGES, SentEvalTask
+from declutr.common.excerpt import excerpt
+from declutr.evaluation.senteval.data import formats
+from declutr.evaluation.senteval.data.formats import SplitRows
+from declutr.evaluation.senteval.data.lines import git_sha1
+from declutr.evaluation.senteval.data.misplaced import where_else
+from declutr.evaluation.senteval.data.retrieval_files import SPLITS, read_retrieval, refuse_pickles
+from declutr.evaluation.senteval.data.taskdata import EMPTY, DataError, MissingDataError, Split, TaskData
+from declutr.evaluation.senteval.data.tasks import LANGUAGES, SentEvalTask
 
 _BINARY = {  # class 1, class 0
     "CR": ("custrev.pos", "custrev.neg"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from evaluation.senteval.data.tasks import SentEvalTask
+from declutr.evaluation.senteval.data.tasks import SentEvalTask
 
 _MAX_LISTED = 100
 """Folders per level to search."""

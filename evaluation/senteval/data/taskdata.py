@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.senteval.data.tasks import SentEvalTask
+from declutr.evaluation.senteval.data.tasks import SentEvalTask
 
 EMPTY = "."
 """Replacement for a line without words: SentEval's examples and DeCLUTR's script embed a full stop for it."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from common.suggestions import suggest
+from declutr.common.suggestions import suggest
 
 Group = Literal["downstream", "probing", "multilingual"]
 Procedure = Literal["inner_kfold", "kfold", "split", "relatedness", "retrieval", "similarity", "cosine"]

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.storage import atomic_file
-from evaluation.senteval.data.lines import git_sha1
-from evaluation.senteval.data.tasks import find
-from evaluation.senteval.download.snli_archive import FILES, SnliError, make_split
-from evaluation.senteval.download.sources import RemoteArchive, RemoteFile, RemoteSnli, Sources, known_hashes
-from evaluation.senteval.download.transfer import TransferError, fetch
+from declutr.common.storage import atomic_file
+from declutr.evaluation.senteval.data.lines import git_sha1
+from declutr.evaluation.senteval.data.tasks import find
+from declutr.evaluation.senteval.download.snli_archive import FILES, SnliError, make_split
+from declutr.evaluation.senteval.download.sources import RemoteArchive, RemoteFile, RemoteSnli, Sources, known_hashes
+from declutr.evaluation.senteval.download.transfer import TransferError, fetch
 
 _MAX_FILE_BYTES = 256 << 20
 _MAX_ARCHIVE_BYTES = 2 << 30

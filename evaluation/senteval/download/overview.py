@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from common.excerpt import excerpt
-from evaluation.senteval.checks.checking import UNCHECKED
-from evaluation.senteval.data.findings import Inspection
-from evaluation.senteval.download.downloading import Fetched
-from evaluation.senteval.download.sources import Sources
+from declutr.common.excerpt import excerpt
+from declutr.evaluation.senteval.checks.checking import UNCHECKED
+from declutr.evaluation.senteval.data.findings import Inspection
+from declutr.evaluation.senteval.download.downloading import Fetched
+from declutr.evaluation.senteval.download.sources import Sources
 
 _SAID = {
     "identical": "the published files, byte for byte",

@@ -9,9 +9,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.storage import atomic_file
-from evaluation.senteval.data.lines import git_sha1
-from evaluation.senteval.download.treebank import tokenize
+from declutr.common.storage import atomic_file
+from declutr.evaluation.senteval.data.lines import git_sha1
+from declutr.evaluation.senteval.download.treebank import tokenize
 
 FILES = ("labels", "s1", "s2")
 _COLUMNS = ("gold_label", "sentence1", "sentence2")

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from common.config import Strict
-from evaluation.senteval.checks.published import published
-from evaluation.senteval.data.loading import task_files
-from evaluation.senteval.data.tasks import find
+from declutr.common.config import Strict
+from declutr.evaluation.senteval.checks.published import published
+from declutr.evaluation.senteval.data.loading import task_files
+from declutr.evaluation.senteval.data.tasks import find
 
 
 def _within(path: str) -> str:
@@ -79,7 +79,9 @@ class Sources(Strict):
 @cache
 def public_sources() -> Sources:
     """Sources that come with the package."""
-    return Sources.model_validate_json(files("evaluation.senteval.download").joinpath("sources.json").read_bytes())
+    return Sources.model_validate_json(
+        files("declutr.evaluation.senteval.download").joinpath("sources.json").read_bytes()
+    )
 
 
 @cache

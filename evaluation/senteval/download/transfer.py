@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from common.storage import fsync_path, write_json
+from declutr.common.storage import fsync_path, write_json
 
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 60

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
-from common.session import SessionConfig
-from common.storage import read_json, write_json
-from evaluation.encoders.protocol import SentenceEncoder, vectors_fingerprint
-from evaluation.senteval.data.findings import Inspection
-from evaluation.senteval.data.taskdata import sentence_rows, sentences
-from evaluation.senteval.data.tasks import TASKS
-from evaluation.senteval.runner.plan import ScoringChoice, ScoringUnit, StoredUnit, plan_units
-from evaluation.senteval.runner.vectors import duration, embed_all, parts_folder, time_left
-from evaluation.senteval.runner.workers import score_units
-from evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
-from evaluation.senteval.scores.results import Protocol, Report, result_of
-from evaluation.senteval.scores.scoring import Method, method_for
+from declutr.common.session import SessionConfig
+from declutr.common.storage import read_json, write_json
+from declutr.evaluation.encoders.protocol import SentenceEncoder, vectors_fingerprint
+from declutr.evaluation.senteval.data.findings import Inspection
+from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences
+from declutr.evaluation.senteval.data.tasks import TASKS
+from declutr.evaluation.senteval.runner.plan import ScoringChoice, ScoringUnit, StoredUnit, plan_units
+from declutr.evaluation.senteval.runner.vectors import duration, embed_all, parts_folder, time_left
+from declutr.evaluation.senteval.runner.workers import score_units
+from declutr.evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
+from declutr.evaluation.senteval.scores.results import Protocol, Report, result_of
+from declutr.evaluation.senteval.scores.scoring import Method, method_for
 
 _CACHE = "embeddings"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")

@@ -7,14 +7,23 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from common.config import Strict
-from common.storage import hash_json, read_json
-from evaluation.senteval.classifier.config import ClassifierConfig
-from evaluation.senteval.data.findings import Inspection
-from evaluation.senteval.data.taskdata import TaskData
-from evaluation.senteval.data.tasks import ALL_TASKS, DOWNSTREAM, PROBING, STS, STSB_MULTI, TASKS, TRANSFER, find
-from evaluation.senteval.scores.results import Protocol
-from evaluation.senteval.scores.scoring import Method, cost, method_for
+from declutr.common.config import Strict
+from declutr.common.storage import hash_json, read_json
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.findings import Inspection
+from declutr.evaluation.senteval.data.taskdata import TaskData
+from declutr.evaluation.senteval.data.tasks import (
+    ALL_TASKS,
+    DOWNSTREAM,
+    PROBING,
+    STS,
+    STSB_MULTI,
+    TASKS,
+    TRANSFER,
+    find,
+)
+from declutr.evaluation.senteval.scores.results import Protocol
+from declutr.evaluation.senteval.scores.scoring import Method, cost, method_for
 
 _VERSIONS: Mapping[Method, int] = {"procedure": 1, "cosine": 2, "geometry": 1}
 """Version of each scoring method; a new version invalidates stored scores."""

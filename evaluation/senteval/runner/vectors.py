@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from common.storage import atomic_file
-from evaluation.encoders.protocol import EncoderError, SentenceEncoder, vectors_fingerprint
+from declutr.common.storage import atomic_file
+from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder, vectors_fingerprint
 
 PART_ROWS = 16_384
 

@@ -12,11 +12,11 @@ import ray
 import torch
 from numpy.typing import NDArray
 
-from common.session import SessionConfig, start_ray
-from evaluation.senteval.classifier.config import ClassifierConfig
-from evaluation.senteval.data.taskdata import TaskData
-from evaluation.senteval.runner.plan import ScoringUnit, StoredUnit
-from evaluation.senteval.scores.scoring import Method, needs_fits, score
+from declutr.common.session import SessionConfig, start_ray
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.taskdata import TaskData
+from declutr.evaluation.senteval.runner.plan import ScoringUnit, StoredUnit
+from declutr.evaluation.senteval.scores.scoring import Method, needs_fits, score
 
 _WORTH_IT = 5e6
 """Cost of fits above which Ray's start-up of some seconds pays off: half a minute or more on one thread."""

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common import seeding
-from trainer.objectives.measures import effective_rank
+from declutr.common import seeding
+from declutr.trainer.objectives.measures import effective_rank
 
 SAMPLE_ROWS = 2000
 _SEED = 1111

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.senteval.data.taskdata import TaskData
-from trainer.objectives.measures import alignment
+from declutr.evaluation.senteval.data.taskdata import TaskData
+from declutr.trainer.objectives.measures import alignment
 
 ABOVE = 4.0
 """Pairs scored higher than this count as positives."""
@@ -56,7 +56,7 @@ def score_geometry(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[
 def blockwise_uniformity(embeddings: Tensor) -> float:
     """Uniformity of `(N, D)` embeddings, computed in blocks of B rows, so that N^2 distances are never held.
 
-    Equals `trainer.objectives.measures.uniformity`, in the type of the embeddings, summed in float64;
+    Equals `declutr.trainer.objectives.measures.uniformity`, in the type of the embeddings, summed in float64;
     ||x - y||^2 = 2 - 2 x.y on the unit sphere.
     """
     unit = F.normalize(embeddings, dim=-1)

@@ -16,10 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 
-from evaluation.senteval.classifier.features import Table
-from evaluation.senteval.classifier.folds import orders
-from evaluation.senteval.classifier.network import Network, linear_start
-from evaluation.senteval.classifier.updates import DEFAULT_RATES, Updates
+from declutr.evaluation.senteval.classifier.features import Table
+from declutr.evaluation.senteval.classifier.folds import orders
+from declutr.evaluation.senteval.classifier.network import Network, linear_start
+from declutr.evaluation.senteval.classifier.updates import DEFAULT_RATES, Updates
 
 NUM_BINS = 5
 _PASSES = 50  # passes between two dev scores

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from evaluation.senteval.data.findings import Inspection, Standing
-from evaluation.senteval.scores.averages import Average, averages, dev_headline, headline
+from declutr.evaluation.senteval.data.findings import Inspection, Standing
+from declutr.evaluation.senteval.scores.averages import Average, averages, dev_headline, headline
 
 Protocol = Literal["senteval", "simcse"]
 

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from common.config import Strict
-from evaluation.senteval.classifier.features import table
-from evaluation.senteval.classifier.folds import Rows
-from evaluation.senteval.classifier.network import linear_start
-from evaluation.senteval.data.retrieval_files import CAPTIONS_PER_IMAGE
+from declutr.common.config import Strict
+from declutr.evaluation.senteval.classifier.features import table
+from declutr.evaluation.senteval.classifier.folds import Rows
+from declutr.evaluation.senteval.classifier.network import linear_start
+from declutr.evaluation.senteval.data.retrieval_files import CAPTIONS_PER_IMAGE
 
 _PROJECTED_ROWS = 4096
 _SCORED_QUERIES = 512

@@ -10,18 +10,18 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.senteval.classifier import protocols
-from evaluation.senteval.classifier.classifier import Examples, examples
-from evaluation.senteval.classifier.config import ClassifierConfig
-from evaluation.senteval.classifier.features import Table, pair_table, table
-from evaluation.senteval.data.taskdata import Split, TaskData, sentence_rows
-from evaluation.senteval.data.tasks import STS, STSB_MULTI, TRANSFER, SentEvalTask
-from evaluation.senteval.scores.averages import RECALLS
-from evaluation.senteval.scores.geometry import score_geometry
-from evaluation.senteval.scores.relatedness import Pairs, relatedness
-from evaluation.senteval.scores.results import Protocol
-from evaluation.senteval.scores.retrieval import RetrievalConfig, gallery, retrieval
-from evaluation.senteval.scores.similarity import gold, score_sts
+from declutr.evaluation.senteval.classifier import protocols
+from declutr.evaluation.senteval.classifier.classifier import Examples, examples
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.classifier.features import Table, pair_table, table
+from declutr.evaluation.senteval.data.taskdata import Split, TaskData, sentence_rows
+from declutr.evaluation.senteval.data.tasks import STS, STSB_MULTI, TRANSFER, SentEvalTask
+from declutr.evaluation.senteval.scores.averages import RECALLS
+from declutr.evaluation.senteval.scores.geometry import score_geometry
+from declutr.evaluation.senteval.scores.relatedness import Pairs, relatedness
+from declutr.evaluation.senteval.scores.results import Protocol
+from declutr.evaluation.senteval.scores.retrieval import RetrievalConfig, gallery, retrieval
+from declutr.evaluation.senteval.scores.similarity import gold, score_sts
 
 Method = Literal["procedure", "cosine", "geometry"]
 """procedure: the task's own in SentEval; cosine: of dev and test pairs, for tasks where SentEval trains a regression;

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 
-from evaluation.senteval.data.taskdata import Split, TaskData
+from declutr.evaluation.senteval.data.taskdata import Split, TaskData
 
 Vector = NDArray[np.float64]
 

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from cli.evaluate import run
-from evaluation.retrieval.compare import RetrievalScores, differences
-from evaluation.retrieval.measures import MEASURES
-from evaluation.retrieval.pairs import PairsError, read_test
+from declutr.cli.evaluate import run
+from declutr.evaluation.retrieval.compare import RetrievalScores, differences
+from declutr.evaluation.retrieval.measures import MEASURES
+from declutr.evaluation.retrieval.pairs import PairsError, read_test
 
 
 def jsonl(path, rows):

@@ -2,7 +2,7 @@ import pytest
 from sentevaldata import write_binary, write_rest, write_retrieval, write_sts
 from threads import one_thread
 
-from evaluation.senteval.data.tasks import TASKS
+from declutr.evaluation.senteval.data.tasks import TASKS
 
 __all__ = ["one_thread"]
 

@@ -4,12 +4,12 @@ import pytest
 from sentevaldata import COMPLETE, write
 from sentevalsets import write_sets
 
-from evaluation.senteval.checks.alterations import check_rows
-from evaluation.senteval.checks.checking import inspect
-from evaluation.senteval.checks.digests import digests_of, letters
-from evaluation.senteval.checks.published import Published, PublishedSplit, published
-from evaluation.senteval.data.loading import load, task_files
-from evaluation.senteval.data.tasks import TASKS, find
+from declutr.evaluation.senteval.checks.alterations import check_rows
+from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.checks.digests import digests_of, letters
+from declutr.evaluation.senteval.checks.published import Published, PublishedSplit, published
+from declutr.evaluation.senteval.data.loading import load, task_files
+from declutr.evaluation.senteval.data.tasks import TASKS, find
 
 STS15 = find("STS15").folder
 STSB = "downstream/STS/STSBenchmark"

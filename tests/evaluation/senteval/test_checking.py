@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from sentevaldata import COMPLETE, write, write_binary, write_rest
 
-from evaluation.senteval import checks
-from evaluation.senteval.checks.checking import inspect
-from evaluation.senteval.checks.published import published
-from evaluation.senteval.data.findings import MARKS
-from evaluation.senteval.data.loading import task_files
-from evaluation.senteval.data.tasks import ALL_TASKS, find
-from evaluation.senteval.download.overview import overview
+from declutr.evaluation.senteval import checks
+from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.checks.published import published
+from declutr.evaluation.senteval.data.findings import MARKS
+from declutr.evaluation.senteval.data.loading import task_files
+from declutr.evaluation.senteval.data.tasks import ALL_TASKS, find
+from declutr.evaluation.senteval.download.overview import overview
 
 real = pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
 

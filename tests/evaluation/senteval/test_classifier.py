@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from benchmarks.evaluate import released as plain
-from evaluation.senteval.classifier.classifier import examples, fit_many
-from evaluation.senteval.classifier.config import ClassifierConfig
-from evaluation.senteval.classifier.features import table
-from evaluation.senteval.classifier.folds import TrainingSet
+from declutr.evaluation.senteval.classifier.classifier import examples, fit_many
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.classifier.features import table
+from declutr.evaluation.senteval.classifier.folds import TrainingSet
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS = {

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sentevaldata import write_rest
 
-from evaluation.senteval.checks.checking import inspect
-from evaluation.senteval.data.loading import task_files
-from evaluation.senteval.data.tasks import TASKS, find
+from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.data.loading import task_files
+from declutr.evaluation.senteval.data.tasks import TASKS, find
 
 DAMAGE = st.one_of(
     st.binary(max_size=40),

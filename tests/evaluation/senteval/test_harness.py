@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from sentevalsets import write_sets
 
-from common.session import SessionConfig
-from evaluation.encoders.protocol import EncoderError
-from evaluation.encoders.words import HashedWords
-from evaluation.senteval.checks.checking import inspect
-from evaluation.senteval.classifier.config import ClassifierConfig
-from evaluation.senteval.data.taskdata import sentence_rows
-from evaluation.senteval.data.tasks import find
-from evaluation.senteval.runner.harness import evaluate
-from evaluation.senteval.runner.plan import ScoringChoice, choose_tasks
-from evaluation.senteval.runner.vectors import Vectors, embed_all
-from evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
+from declutr.common.session import SessionConfig
+from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.evaluation.encoders.words import HashedWords
+from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.taskdata import sentence_rows
+from declutr.evaluation.senteval.data.tasks import find
+from declutr.evaluation.senteval.runner.harness import evaluate
+from declutr.evaluation.senteval.runner.plan import ScoringChoice, choose_tasks
+from declutr.evaluation.senteval.runner.vectors import Vectors, embed_all
+from declutr.evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = ClassifierConfig(num_folds=2, max_epoch=1, epoch_size=1, tenacity=0, decays=(1e-5, 1e-2))
@@ -205,7 +205,7 @@ def test_a_class_too_small_for_the_folds_is_said(folder, tmp_path):
 def test_on_ray_as_here(folder, tmp_path, monkeypatch):
     import ray
 
-    from evaluation.senteval.runner import workers
+    from declutr.evaluation.senteval.runner import workers
 
     here = scored(Counting(), folder, tmp_path / "here", "SST2", "SICK-R", "STS12", "Tense")
     monkeypatch.setattr(workers, "_WORTH_IT", 0)

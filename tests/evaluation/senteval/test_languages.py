@@ -8,19 +8,19 @@ from scipy.stats import spearmanr
 from sentevaldata import write
 from translations import FOLDER, write_translations
 
-from cli.main import main
-from evaluation.encoders.loading import load_encoder
-from evaluation.senteval.checks.alterations import check_rows
-from evaluation.senteval.checks.checking import inspect
-from evaluation.senteval.checks.digests import digests_of
-from evaluation.senteval.checks.published import Published, PublishedSplit, published
-from evaluation.senteval.data.lines import git_sha1
-from evaluation.senteval.data.loading import load, task_files
-from evaluation.senteval.data.taskdata import DataError, MissingDataError
-from evaluation.senteval.data.tasks import ALL_TASKS, LANGUAGES, STSB_MULTI, TASKS, find
-from evaluation.senteval.download.sources import public_sources, restricted
-from evaluation.senteval.runner.plan import SETS, choose_tasks
-from evaluation.senteval.scores.similarity import cosines
+from declutr.cli.main import main
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.senteval.checks.alterations import check_rows
+from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.checks.digests import digests_of
+from declutr.evaluation.senteval.checks.published import Published, PublishedSplit, published
+from declutr.evaluation.senteval.data.lines import git_sha1
+from declutr.evaluation.senteval.data.loading import load, task_files
+from declutr.evaluation.senteval.data.taskdata import DataError, MissingDataError
+from declutr.evaluation.senteval.data.tasks import ALL_TASKS, LANGUAGES, STSB_MULTI, TASKS, find
+from declutr.evaluation.senteval.download.sources import public_sources, restricted
+from declutr.evaluation.senteval.runner.plan import SETS, choose_tasks
+from declutr.evaluation.senteval.scores.similarity import cosines
 
 GERMAN = f"{FOLDER}/stsb-de-test.csv"
 
@@ -103,7 +103,7 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, text, said):
 def test_another_language_in_a_file_is_refused(folder, tmp_path, monkeypatch):
     """All languages have the same labels, so that only the sentences tell them apart."""
     known = {name: figures_of(load(find(name), folder)) for name in STSB_MULTI}
-    monkeypatch.setattr("evaluation.senteval.checks.alterations.published", lambda: known)
+    monkeypatch.setattr("declutr.evaluation.senteval.checks.alterations.published", lambda: known)
     write_translations(tmp_path, languages=("de",))
     french = (folder / f"{FOLDER}/stsb-fr-test.csv").read_bytes()
     (tmp_path / GERMAN).write_bytes(french.replace(b"\r\n", b"\n"))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from sentevaldata import COMPLETE, PROBING, SLICES, write, write_retrieval
 
-from evaluation.senteval.data.loading import load, task_files
-from evaluation.senteval.data.taskdata import DataError, MissingDataError, sentence_rows, sentences
-from evaluation.senteval.data.tasks import DOWNSTREAM, TASKS, UnknownTaskError, find
+from declutr.evaluation.senteval.data.loading import load, task_files
+from declutr.evaluation.senteval.data.taskdata import DataError, MissingDataError, sentence_rows, sentences
+from declutr.evaluation.senteval.data.tasks import DOWNSTREAM, TASKS, UnknownTaskError, find
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from sentevaldata import write_binary
 
-from evaluation.senteval.data.loading import load, task_files
-from evaluation.senteval.data.taskdata import MissingDataError
-from evaluation.senteval.data.tasks import TASKS, find
+from declutr.evaluation.senteval.data.loading import load, task_files
+from declutr.evaluation.senteval.data.taskdata import MissingDataError
+from declutr.evaluation.senteval.data.tasks import TASKS, find
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from benchmarks.evaluate import released as plain
-from evaluation.senteval.classifier import protocols
-from evaluation.senteval.classifier.classifier import examples
-from evaluation.senteval.classifier.config import ClassifierConfig
-from evaluation.senteval.classifier.features import pair_table, table
-from evaluation.senteval.scores.relatedness import Pairs, bins, relatedness
+from declutr.evaluation.senteval.classifier import protocols
+from declutr.evaluation.senteval.classifier.classifier import examples
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.classifier.features import pair_table, table
+from declutr.evaluation.senteval.scores.relatedness import Pairs, bins, relatedness
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = ClassifierConfig(

@@ -5,10 +5,10 @@ import json
 import pytest
 from sentevaldata import write_rest
 
-from evaluation.senteval.checks.checking import inspect
-from evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
-from evaluation.senteval.scores.averages import NoDevScoreError, averages, dev_headline, headline
-from evaluation.senteval.scores.results import Report, TaskResult, result_of
+from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
+from declutr.evaluation.senteval.scores.averages import NoDevScoreError, averages, dev_headline, headline
+from declutr.evaluation.senteval.scores.results import Report, TaskResult, result_of
 
 
 def scores_of(name, value):

@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.senteval.classifier.folds import orders
-from evaluation.senteval.classifier.network import linear_start
-from evaluation.senteval.scores.retrieval import RetrievalConfig, contrasts, gallery, mean_recalls, recalls, retrieval
+from declutr.evaluation.senteval.classifier.folds import orders
+from declutr.evaluation.senteval.classifier.network import linear_start
+from declutr.evaluation.senteval.scores.retrieval import (
+    RetrievalConfig,
+    contrasts,
+    gallery,
+    mean_recalls,
+    recalls,
+    retrieval,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,13 +6,13 @@ from sentevaldata import write_retrieval
 from sentevalsets import write_sets
 
 from benchmarks.evaluate.official import Plain
-from evaluation.encoders.words import HashedWords
-from evaluation.senteval.classifier.config import ClassifierConfig
-from evaluation.senteval.data.loading import load
-from evaluation.senteval.data.taskdata import sentence_rows, sentences
-from evaluation.senteval.data.tasks import PROBING, STS, TASKS, TRANSFER, UnknownTaskError, find
-from evaluation.senteval.runner.plan import choose_tasks, methods
-from evaluation.senteval.scores.scoring import cost, method_for, needs_fits, score
+from declutr.evaluation.encoders.words import HashedWords
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.loading import load
+from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences
+from declutr.evaluation.senteval.data.tasks import PROBING, STS, TASKS, TRANSFER, UnknownTaskError, find
+from declutr.evaluation.senteval.runner.plan import choose_tasks, methods
+from declutr.evaluation.senteval.scores.scoring import cost, method_for, needs_fits, score
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = ClassifierConfig(

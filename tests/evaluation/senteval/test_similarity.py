@@ -7,14 +7,14 @@ import pytest
 import torch
 from sentevaldata import write_rest, write_sts
 
-from evaluation.senteval.data.loading import load
-from evaluation.senteval.data.taskdata import sentences
-from evaluation.senteval.data.tasks import find
-from evaluation.senteval.scores import geometry
-from evaluation.senteval.scores.collapse import collapse_warnings
-from evaluation.senteval.scores.geometry import blockwise_uniformity, score_geometry
-from evaluation.senteval.scores.similarity import aggregate, correlate, cosines, score_sts
-from trainer.objectives.measures import uniformity
+from declutr.evaluation.senteval.data.loading import load
+from declutr.evaluation.senteval.data.taskdata import sentences
+from declutr.evaluation.senteval.data.tasks import find
+from declutr.evaluation.senteval.scores import geometry
+from declutr.evaluation.senteval.scores.collapse import collapse_warnings
+from declutr.evaluation.senteval.scores.geometry import blockwise_uniformity, score_geometry
+from declutr.evaluation.senteval.scores.similarity import aggregate, correlate, cosines, score_sts
+from declutr.trainer.objectives.measures import uniformity
 
 
 def embedded(data, seed=0, size=8):

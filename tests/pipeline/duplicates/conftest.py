@@ -2,12 +2,12 @@
 
 import pytest
 
-from pipeline.duplicates.documents import Documents, number
-from pipeline.duplicates.keys import write_keys
-from pipeline.duplicates.pairs import bucket_pairs
-from pipeline.duplicates.signatures import Signer
-from pipeline.filters.whitespace import normalise
-from pipeline.readers.corpus import document_id
+from declutr.pipeline.duplicates.documents import Documents, number
+from declutr.pipeline.duplicates.keys import write_keys
+from declutr.pipeline.duplicates.pairs import bucket_pairs
+from declutr.pipeline.duplicates.signatures import Signer
+from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.readers.corpus import document_id
 
 
 @pytest.fixture(scope="session")

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.duplicates import pairs as pairs_module
-from pipeline.duplicates.clusters import decide
-from pipeline.duplicates.config import DuplicatesConfig, NearConfig
-from pipeline.duplicates.keys import KeysError, keys_path, open_keys, write_keys
-from pipeline.duplicates.pairs import DuplicatePairs, join
-from pipeline.duplicates.shingles import shingles
-from pipeline.duplicates.signatures import Signer
+from declutr.pipeline.duplicates import pairs as pairs_module
+from declutr.pipeline.duplicates.clusters import decide
+from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
+from declutr.pipeline.duplicates.keys import KeysError, keys_path, open_keys, write_keys
+from declutr.pipeline.duplicates.pairs import DuplicatePairs, join
+from declutr.pipeline.duplicates.shingles import shingles
+from declutr.pipeline.duplicates.signatures import Signer
 
 NEAR = DuplicatesConfig(near=NearConfig())
 

@@ -7,13 +7,13 @@ import planted
 import pytest
 import ray
 
-from common.session import SessionConfig
-from common.storage import hash_file
-from pipeline.duplicates import search as search_module
-from pipeline.duplicates.config import DuplicatesConfig, NearConfig
-from pipeline.duplicates.keys import KeysError
-from pipeline.duplicates.search import find_duplicates, pairs_path
-from pipeline.duplicates.table import DUPLICATES, removed
+from declutr.common.session import SessionConfig
+from declutr.common.storage import hash_file
+from declutr.pipeline.duplicates import search as search_module
+from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
+from declutr.pipeline.duplicates.keys import KeysError
+from declutr.pipeline.duplicates.search import find_duplicates, pairs_path
+from declutr.pipeline.duplicates.table import DUPLICATES, removed
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 CONFIG = DuplicatesConfig(near=NearConfig())

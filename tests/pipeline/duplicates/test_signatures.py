@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.duplicates import signatures
-from pipeline.duplicates.config import DuplicatesConfig, NearConfig, problems
-from pipeline.duplicates.shingles import shingles, word_hashes
-from pipeline.duplicates.signatures import Signer, band_keys
+from declutr.pipeline.duplicates import signatures
+from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig, problems
+from declutr.pipeline.duplicates.shingles import shingles, word_hashes
+from declutr.pipeline.duplicates.signatures import Signer, band_keys
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -82,11 +82,11 @@ def test_a_signature_is_of_a_set_and_the_same_in_every_process():
     hashes = shingles("one two three four five six seven " * 3 + "eight", 3)
     assert np.array_equal(signer.sketch(hashes), signer.sketch(np.unique(hashes)[::-1]))
     code = (
-        "from pipeline.duplicates.config import NearConfig\n"
-        "from pipeline.duplicates.signatures import Signer\n"
+        "from declutr.pipeline.duplicates.config import NearConfig\n"
+        "from declutr.pipeline.duplicates.signatures import Signer\n"
         "print(Signer(NearConfig()).sign('Ein schöner Tag am See, und dann?').tolist())"
     )
-    environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"}
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PYTHONHASHSEED": "7"}
     printed = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True)
     here = signer.sign("Ein schöner Tag am See, und dann?")
     assert printed.stdout.decode().strip() == str(here.tolist())

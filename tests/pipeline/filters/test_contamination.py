@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.filters import evaluation_sets
-from pipeline.filters.config import FiltersConfig, problems
-from pipeline.filters.contamination import Contamination, ContaminationIndex
-from pipeline.filters.document_filter import DocumentFilter
-from pipeline.filters.evaluation_sets import build_index
-from pipeline.filters.words import folded_words
+from declutr.pipeline.filters import evaluation_sets
+from declutr.pipeline.filters.config import FiltersConfig, problems
+from declutr.pipeline.filters.contamination import Contamination, ContaminationIndex
+from declutr.pipeline.filters.document_filter import DocumentFilter
+from declutr.pipeline.filters.evaluation_sets import build_index
+from declutr.pipeline.filters.words import folded_words
 
 LONG = "The quick, brown fox -- they say -- jumps over the lazy dog's back; and then it isn't seen again!"
 SHORT = "What is the capital city of all Burgundy?"

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.filters.config import FiltersConfig, fingerprints, problems
-from pipeline.filters.contamination import Contamination
-from pipeline.filters.document_filter import DocumentFilter, FilterResult
-from pipeline.filters.evaluation_sets import build_index
+from declutr.pipeline.filters.config import FiltersConfig, fingerprints, problems
+from declutr.pipeline.filters.contamination import Contamination
+from declutr.pipeline.filters.document_filter import DocumentFilter, FilterResult
+from declutr.pipeline.filters.evaluation_sets import build_index
 
 _DIGITS = re.compile(r"\d+")
 DOCUMENTED = {

@@ -1,8 +1,8 @@
 import pytest
 
-from pipeline.filters.config import FiltersConfig
-from pipeline.filters.document_filter import DocumentFilter
-from pipeline.filters.gopher import GopherQuality
+from declutr.pipeline.filters.config import FiltersConfig
+from declutr.pipeline.filters.document_filter import DocumentFilter
+from declutr.pipeline.filters.gopher import GopherQuality
 
 OFF = dict.fromkeys(GopherQuality.model_fields)
 

@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
-from pipeline.filters.config import FiltersConfig, problems
-from pipeline.filters.document_filter import DocumentFilter
-from pipeline.filters.language import LanguageRule, identify, known_languages
+from declutr.pipeline.filters.config import FiltersConfig, problems
+from declutr.pipeline.filters.document_filter import DocumentFilter
+from declutr.pipeline.filters.language import LanguageRule, identify, known_languages
 
 SENTENCES = {
     "en": [

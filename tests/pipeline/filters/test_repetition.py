@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.filters.config import FiltersConfig
-from pipeline.filters.document_filter import DocumentFilter
-from pipeline.filters.repetition import GopherRepetition, repetition_drop
-from pipeline.filters.words import hash_words
+from declutr.pipeline.filters.config import FiltersConfig
+from declutr.pipeline.filters.document_filter import DocumentFilter
+from declutr.pipeline.filters.repetition import GopherRepetition, repetition_drop
+from declutr.pipeline.filters.words import hash_words
 
 OFF = dict.fromkeys(GopherRepetition.model_fields)
 NEVER = (1.0,) * 6

@@ -3,8 +3,8 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.filters import whitespace
-from pipeline.filters.whitespace import normalise
+from declutr.pipeline.filters import whitespace
+from declutr.pipeline.filters.whitespace import normalise
 
 SPACED = st.text(
     alphabet=st.sampled_from(" \t\n\r\x0b\x0c\x1c\x1f\x85\xa0\u2003\u3000ab\x00é\u200b\U0001f600"), max_size=60

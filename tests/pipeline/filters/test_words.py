@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.filters import words as words_module
-from pipeline.filters.words import folded_words, hash_folded, hash_words
+from declutr.pipeline.filters import words as words_module
+from declutr.pipeline.filters.words import folded_words, hash_folded, hash_words
 
 ANY = st.text(alphabet=st.characters(exclude_categories=()), max_size=200)  # lone surrogates, too
 
@@ -50,6 +50,6 @@ def test_different_words_have_different_hashes():
 
 
 def test_hashes_are_the_same_in_every_process():
-    code = "from pipeline.filters.words import hash_words; print(hash_words('the same é').hashes.tolist())"
+    code = "from declutr.pipeline.filters.words import hash_words; print(hash_words('the same é').hashes.tolist())"
     other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert other.stdout.strip() == str(hash_words("the same é").hashes.tolist())

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import PipelineConfig, config_hash, identity
-from pipeline.duplicates.search import find_duplicates
-from pipeline.duplicates.table import DUPLICATES
-from pipeline.job.selection import most_frequent_labels, write_selected
-from pipeline.job.units import plan_units
-from pipeline.job.worker import CANDIDATES, write_unit
-from pipeline.readers.skipped import Skipped
-from pipeline.shards.ledger import ledger_entries
-from pipeline.shards.manifest import MANIFEST, build_manifest
-from pipeline.shards.shards import check_shards
+from declutr.pipeline.config import PipelineConfig, config_hash, identity
+from declutr.pipeline.duplicates.search import find_duplicates
+from declutr.pipeline.duplicates.table import DUPLICATES
+from declutr.pipeline.job.selection import most_frequent_labels, write_selected
+from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.job.worker import CANDIDATES, write_unit
+from declutr.pipeline.readers.skipped import Skipped
+from declutr.pipeline.shards.ledger import ledger_entries
+from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
+from declutr.pipeline.shards.shards import check_shards
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from mediafiles import claimed_wav, sound, tone
 
-from pipeline.media.clips import decode_clip, frame_samples, log_mel
-from pipeline.media.decoded import UndecodableError, UnsuitableError
-from pipeline.shards.content import AudioContent
+from declutr.pipeline.media.clips import decode_clip, frame_samples, log_mel
+from declutr.pipeline.media.decoded import UndecodableError, UnsuitableError
+from declutr.pipeline.shards.content import AudioContent
 
 CONTENT = AudioContent(kind="audio", max_seconds=2.0)
 

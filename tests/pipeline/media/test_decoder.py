@@ -4,11 +4,11 @@ import numpy as np
 from mediafiles import blank_webp, commented_ppm, png, repeated_scans, sound, stored, tone, wide_tile
 from PIL import Image
 
-from pipeline.media.images import decode_image
-from pipeline.media.limits import Limits
-from pipeline.media.media_rows import media_rows
-from pipeline.readers.corpus import Blob, ReadFailure, Rejected
-from pipeline.shards.content import AudioContent, ImagesContent
+from declutr.pipeline.media.images import decode_image
+from declutr.pipeline.media.limits import Limits
+from declutr.pipeline.media.media_rows import media_rows
+from declutr.pipeline.readers.corpus import Blob, ReadFailure, Rejected
+from declutr.pipeline.shards.content import AudioContent, ImagesContent
 
 IMAGES = ImagesContent(kind="images", shortest_edge=32)
 

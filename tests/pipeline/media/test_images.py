@@ -9,11 +9,11 @@ import pytest
 from mediafiles import RED, animated, claimed_png, picture, png, stored, upright_wrong
 from PIL import Image, ImageOps
 
-from pipeline.media.decoded import UndecodableError, UnsuitableError
-from pipeline.media.images import MAX_RATIO, decode_image
-from pipeline.readers.corpus import document_id
-from pipeline.shards.content import ImagesContent
-from pipeline.shards.media import MAX_PIXELS
+from declutr.pipeline.media.decoded import UndecodableError, UnsuitableError
+from declutr.pipeline.media.images import MAX_RATIO, decode_image
+from declutr.pipeline.readers.corpus import document_id
+from declutr.pipeline.shards.content import ImagesContent
+from declutr.pipeline.shards.media import MAX_PIXELS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Pillow, as in the process that decodes
 CONTENT = ImagesContent(kind="images", shortest_edge=32)

@@ -10,9 +10,9 @@ from mediafiles import png, sound, spread, stored, tone
 from PIL import Image
 from pydantic import ValidationError
 
-from common.config import ConfigError, load_config
-from common.config_docs import annotated_yaml
-from pipeline.config import PipelineConfig, identity
+from declutr.common.config import ConfigError, load_config
+from declutr.common.config_docs import annotated_yaml
+from declutr.pipeline.config import PipelineConfig, identity
 
 BASE = {"output": "out", "corpus": {"kind": "files", "paths": ["in"]}}
 
@@ -77,9 +77,9 @@ def test_settings_that_do_not_fit_are_refused(changes, told):
 PREPARE = """
 import json, resource, sys
 from pathlib import Path
-from pipeline.config import PipelineConfig
-from pipeline.job.units import plan_units
-from pipeline.job.worker import write_unit
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.job.worker import write_unit
 config = PipelineConfig.model_validate(json.loads(sys.argv[1]))
 units, _ = plan_units(config.corpus, config.unit_mib, None, config.content)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -116,7 +116,7 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path):
 
 
 def test_tasks_for_texts_import_no_decoders():
-    code = "import sys, pipeline.job.worker, pipeline.prepare; print(*sys.modules)"
+    code = "import sys, declutr.pipeline.job.worker, pipeline.prepare; print(*sys.modules)"
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert not {"PIL", "soundfile", "transformers.audio_utils", "scipy.signal"} & set(done.stdout.split())

@@ -13,18 +13,18 @@ import pytest
 from mediafiles import animated, claimed_png, picture, png, sound, spread, stored, tar_of, tone
 from PIL import Image
 
-from common.storage import hash_file
-from evaluation.report.content import gather
-from evaluation.report.header import header
-from inspection.locate import locate
-from pipeline.job.outcome import labels_hint, summary
-from pipeline.job.units import plan_units
-from pipeline.readers.blobs import with_labels
-from pipeline.readers.corpus import Blob
-from pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
-from pipeline.shards.media import media_problem
-from pipeline.shards.schema import media_schema
-from pipeline.shards.shards import ShardSet, check_shards
+from declutr.common.storage import hash_file
+from declutr.evaluation.report.content import gather
+from declutr.evaluation.report.header import header
+from declutr.inspection.locate import locate
+from declutr.pipeline.job.outcome import labels_hint, summary
+from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.readers.blobs import with_labels
+from declutr.pipeline.readers.corpus import Blob
+from declutr.pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
+from declutr.pipeline.shards.media import media_problem
+from declutr.pipeline.shards.schema import media_schema
+from declutr.pipeline.shards.shards import ShardSet, check_shards
 
 BAD_IMAGES = [b"text", png(1)[:60], png(2)[:900], b"GIF89a" + b"\1" * 40, animated()[:200], b"BM" + b"\7" * 80]
 BAD_SOUNDS = [b"text", sound(tone())[:50], sound(tone(), format="FLAC")[:90], b"OggS" + b"\1" * 90, b"RIFF" * 20]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import PipelineConfig, config_hash, identity
-from pipeline.job.units import plan_units, read_unit
-from pipeline.job.worker import write_unit
-from pipeline.shards.ledger import ledger_entries
-from pipeline.shards.manifest import MANIFEST, build_manifest
-from pipeline.shards.shards import ShardSet
+from declutr.pipeline.config import PipelineConfig, config_hash, identity
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.worker import write_unit
+from declutr.pipeline.shards.ledger import ledger_entries
+from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
+from declutr.pipeline.shards.shards import ShardSet
 
 LABELS = {-1: None, 0: "entailment", 1: "neutral", 2: "contradiction"}
 

@@ -5,11 +5,11 @@ import textwrap
 import pytest
 from pydantic import ValidationError
 
-from common.config import ConfigError, load_config
-from pipeline.config import PipelineConfig, config_hash, identity
-from pipeline.prepare import main
-from pipeline.shards.content import DocumentsContent
-from pipeline.shards.shards import ShardSet
+from declutr.common.config import ConfigError, load_config
+from declutr.pipeline.config import PipelineConfig, config_hash, identity
+from declutr.pipeline.prepare import main
+from declutr.pipeline.shards.content import DocumentsContent
+from declutr.pipeline.shards.shards import ShardSet
 
 BASE = {
     "output": "out",

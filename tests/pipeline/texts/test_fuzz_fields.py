@@ -8,10 +8,10 @@ import pytest
 from corpora import COMPRESSORS
 from damage import damaged
 
-from pipeline.job.units import plan_units, read_unit
-from pipeline.readers.corpus import ReadFailure
-from pipeline.shards.content import TRIPLE_LABELS
-from pipeline.texts.text_rows import Rejected, TextRow
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.readers.corpus import ReadFailure
+from declutr.pipeline.shards.content import TRIPLE_LABELS
+from declutr.pipeline.texts.text_rows import Rejected, TextRow
 
 _ROWS = [(f"Premise {n // 3}, it is.", f'Hypothesis "{n}".', n % 3) for n in range(30)]
 

@@ -13,8 +13,8 @@ from hubserver import hub_server
 ROOT = Path(__file__).resolve().parents[3]
 READ = """
 import json, sys
-from pipeline.config import PipelineConfig
-from pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.job.units import plan_units, read_unit
 for content in json.loads(sys.argv[1]):
     config = PipelineConfig.model_validate({"output": "o", "corpus": {"kind": "hub", "name": "owner/nli"},
         "tokenizer": {"kind": "train", "vocab_size": 300}, "content": content})

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from sentevaldata import SHARED
 
-from pipeline.job.outcome import nothing_kept
-from pipeline.job.units import plan_units
-from pipeline.readers.corpus import ReadFailure
-from pipeline.shards.manifest import sum_counts
-from pipeline.texts import pairs
-from pipeline.texts.text_rows import Rejected, TextRow, row_id
+from declutr.pipeline.job.outcome import nothing_kept
+from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.readers.corpus import ReadFailure
+from declutr.pipeline.shards.manifest import sum_counts
+from declutr.pipeline.texts import pairs
+from declutr.pipeline.texts.text_rows import Rejected, TextRow, row_id
 
 NLI = SHARED / "nli"
 
@@ -241,7 +241,7 @@ def test_needs_drops_premises_that_lack_a_label(tmp_path, make_texts, prepare_un
 
 
 def test_a_corpus_without_a_row_says_why(tmp_path, make_texts, output, write_jsonl, make_pair):
-    from pipeline.job.worker import write_unit
+    from declutr.pipeline.job.worker import write_unit
 
     def message(content, *rows):
         config = make_texts(content, write_jsonl(tmp_path / "a.jsonl", *rows))
@@ -265,7 +265,7 @@ def test_too_large_files_are_refused(tmp_path, make_texts, rows_of, write_jsonl,
     monkeypatch.setattr(pairs, "MAX_FILE_BYTES", 1000)
     with pytest.raises(OSError, match=r"a\.jsonl: its pairs have more than"):
         rows_of(make_texts("pairs", path))
-    monkeypatch.setattr("pipeline.job.units.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("declutr.pipeline.job.units.MAX_FILE_BYTES", 1000)
     config = make_texts("pairs", path)
     (problem,) = plan_units(config.corpus, 1, None, config.content)[1]
     assert "split it into files with different premises" in problem
@@ -325,8 +325,8 @@ def test_a_text_without_tokens_drops_its_row(tmp_path, make_texts, write_jsonl, 
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from pipeline.job.worker import write_unit
-    from pipeline.tokenizer.tokenization import describe_tokenizer
+    from declutr.pipeline.job.worker import write_unit
+    from declutr.pipeline.tokenizer.tokenization import describe_tokenizer
 
     backend = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, "[UNK]"))
     backend.normalizer = normalizers.Replace("?", "")

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from pipeline.readers.corpus import document_id
-from pipeline.texts.sentences import sentences
+from declutr.pipeline.readers.corpus import document_id
+from declutr.pipeline.texts.sentences import sentences
 
 TEXT = (
     "Dr. Smith went to Washington, D.C. on Jan. 5, 2020. He said it cost $3.50 e.g. for two.\n\n"

@@ -7,18 +7,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from common.storage import hash_file
-from pipeline.config import config_hash, identity
-from pipeline.duplicates.search import find_duplicates
-from pipeline.duplicates.table import DUPLICATES
-from pipeline.job.selection import write_selected
-from pipeline.job.units import plan_units
-from pipeline.job.worker import CANDIDATES, write_unit
-from pipeline.shards.index import load_index
-from pipeline.shards.integrity import content_problem, schema_problem
-from pipeline.shards.manifest import MANIFEST, ShardError, build_manifest, load_manifest
-from pipeline.shards.shards import ShardSet, check_shards
-from pipeline.shards.windows import Geometry
+from declutr.common.storage import hash_file
+from declutr.pipeline.config import config_hash, identity
+from declutr.pipeline.duplicates.search import find_duplicates
+from declutr.pipeline.duplicates.table import DUPLICATES
+from declutr.pipeline.job.selection import write_selected
+from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.job.worker import CANDIDATES, write_unit
+from declutr.pipeline.shards.index import load_index
+from declutr.pipeline.shards.integrity import content_problem, schema_problem
+from declutr.pipeline.shards.manifest import MANIFEST, ShardError, build_manifest, load_manifest
+from declutr.pipeline.shards.shards import ShardSet, check_shards
+from declutr.pipeline.shards.windows import Geometry
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_copies_and_near_copies_of_rows_are_removed_with_their_texts_kept_for_in
 
 
 def test_rules_and_evaluation_sets_look_at_all_texts_of_a_row(tmp_path, make_texts, output, write_jsonl, make_pair):
-    from pipeline.filters.evaluation_sets import INDEX, build_index
+    from declutr.pipeline.filters.evaluation_sets import INDEX, build_index
 
     planted = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
     (tmp_path / "questions.txt").write_text(planted + "\n")

@@ -11,15 +11,15 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from pipeline.shards.windows import ShortDocuments
-from trainer.data.batches import RankBatch, SpanBatch
-from trainer.data.packing import dropout_words, pack
-from trainer.data.shard_columns import document_keys, ragged
-from trainer.data.vocabulary import Vocabulary
-from trainer.objectives.declutr.sampling import sample_spans
-from trainer.objectives.declutr.spans import Spans
-from trainer.objectives.masking import MaskingConfig, mask_spans, ranges
-from trainer.objectives.span_config import SpanConfig
+from declutr.pipeline.shards.windows import ShortDocuments
+from declutr.trainer.data.batches import RankBatch, SpanBatch
+from declutr.trainer.data.packing import dropout_words, pack
+from declutr.trainer.data.shard_columns import document_keys, ragged
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.objectives.declutr.sampling import sample_spans
+from declutr.trainer.objectives.declutr.spans import Spans
+from declutr.trainer.objectives.masking import MaskingConfig, mask_spans, ranges
+from declutr.trainer.objectives.span_config import SpanConfig
 
 I64 = NDArray[np.int64]
 

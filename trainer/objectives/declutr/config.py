@@ -8,11 +8,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from common.config import Strict
-from pipeline.shards.manifest import Manifest
-from trainer.objectives.config import ObjectiveConfig, RunContext
-from trainer.objectives.declutr.sampling import sample_spans
-from trainer.objectives.masking import MaskingConfig
+from declutr.common.config import Strict
+from declutr.pipeline.shards.manifest import Manifest
+from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
+from declutr.trainer.objectives.declutr.sampling import sample_spans
+from declutr.trainer.objectives.masking import MaskingConfig
 
 # Documents in the paper's batch. With fewer, distinguishing their spans soon becomes too easy (docs/decisions, 18).
 _FEW_DOCUMENTS = 16
@@ -80,7 +80,7 @@ ContrastiveLossConfig = Annotated[
 class DeclutrConfig(ObjectiveConfig):
     """The loss of DeCLUTR: contrastive + MLM (paper eq. 3), or only one of them (paper Figure 3)."""
 
-    implementation: ClassVar[str] = "trainer.objectives.declutr.objective:Declutr"
+    implementation: ClassVar[str] = "declutr.trainer.objectives.declutr.objective:Declutr"
     metrics: ClassVar[tuple[str, ...]] = ("contrastive", "mlm")
     scores: ClassVar[tuple[str, ...]] = ("distant_recall_at_1", "distant_mrr", "recall_at_1", "mrr")
     method: ClassVar[str] = "DeCLUTR"
@@ -148,7 +148,7 @@ class DeclutrConfig(ObjectiveConfig):
 
     def _loss_problems(self) -> list[str]:
         if isinstance(self.loss, MetricLearningConfig):
-            from trainer.objectives.declutr.ntxent import MetricLearningLoss
+            from declutr.trainer.objectives.declutr.ntxent import MetricLearningLoss
 
             try:
                 MetricLearningLoss(**self.loss.model_dump(exclude={"kind"}))

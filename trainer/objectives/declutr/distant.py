@@ -7,7 +7,7 @@ documents.
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.objectives.declutr.spans import I64, Draws, Spans
+from declutr.trainer.objectives.declutr.spans import I64, Draws, Spans
 
 DISTANT = "distant spans"
 """Purpose under which the random numbers of distant spans are drawn."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.objectives.row_shard import RowShard, tile_rows, tiles_of
+from declutr.trainer.objectives.row_shard import RowShard, tile_rows, tiles_of
 
 
 def ntxent(

@@ -7,18 +7,18 @@ positives an anchor, M = anchors of the global batch, D size.
 import torch
 from torch import Tensor
 
-from pipeline.shards.shards import ShardSet
-from trainer.data.batches import RankBatch
-from trainer.data.vocabulary import Vocabulary
-from trainer.objectives.base import Gathered, Objective
-from trainer.objectives.config import RunContext
-from trainer.objectives.declutr.collator import SpanCollator
-from trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig, NTXentConfig
-from trainer.objectives.declutr.ntxent import MetricLearningLoss, ntxent
-from trainer.objectives.declutr.validation import SpanValidator
-from trainer.objectives.held_out import held_out_rows
-from trainer.objectives.span_config import SpanConfig
-from trainer.parallel.communicator import Communicator
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.objectives.base import Gathered, Objective
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.declutr.collator import SpanCollator
+from declutr.trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig, NTXentConfig
+from declutr.trainer.objectives.declutr.ntxent import MetricLearningLoss, ntxent
+from declutr.trainer.objectives.declutr.validation import SpanValidator
+from declutr.trainer.objectives.held_out import held_out_rows
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.parallel.communicator import Communicator
 
 
 class Declutr(Objective[DeclutrConfig]):

@@ -4,10 +4,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.shards.windows import ShortDocuments
-from trainer.data.shard_columns import document_keys, ragged
-from trainer.objectives.declutr.spans import Spans, draw, place
-from trainer.objectives.span_config import SpanConfig
+from declutr.pipeline.shards.windows import ShortDocuments
+from declutr.trainer.data.shard_columns import document_keys, ragged
+from declutr.trainer.objectives.declutr.spans import Spans, draw, place
+from declutr.trainer.objectives.span_config import SpanConfig
 
 
 def sample_spans(

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common import seeding
-from pipeline.shards.windows import ShortDocuments
-from trainer.objectives.span_config import SpanConfig
+from declutr.common import seeding
+from declutr.pipeline.shards.windows import ShortDocuments
+from declutr.trainer.objectives.span_config import SpanConfig
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]

@@ -13,16 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.seeding import U64
-from pipeline.shards.shards import ShardSet
-from trainer.data.shard_columns import document_keys, ragged
-from trainer.model.encoder import Encoder
-from trainer.objectives.declutr.collator import SpanCollator
-from trainer.objectives.declutr.distant import DISTANT, place_distant
-from trainer.objectives.declutr.spans import Spans, draw, pair_lengths
-from trainer.objectives.held_out import HELD_OUT_EPOCH, compute_together
-from trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
-from trainer.parallel.communicator import Communicator
+from declutr.common.seeding import U64
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.shard_columns import document_keys, ragged
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.objectives.declutr.collator import SpanCollator
+from declutr.trainer.objectives.declutr.distant import DISTANT, place_distant
+from declutr.trainer.objectives.declutr.spans import Spans, draw, pair_lengths
+from declutr.trainer.objectives.held_out import HELD_OUT_EPOCH, compute_together
+from declutr.trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
+from declutr.trainer.parallel.communicator import Communicator
 
 
 class HeldOut(NamedTuple):

@@ -4,9 +4,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.shards.manifest import Manifest
-from trainer.objectives.config import RunContext
-from trainer.objectives.text_config import TextObjectiveConfig
+from declutr.pipeline.shards.manifest import Manifest
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.text_config import TextObjectiveConfig
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -18,7 +18,7 @@ class ScdConfig(TextObjectiveConfig):
     of the projected views over the global batch.
     """
 
-    implementation: ClassVar[str] = "trainer.objectives.scd.objective:Scd"
+    implementation: ClassVar[str] = "declutr.trainer.objectives.scd.objective:Scd"
     metrics: ClassVar[tuple[str, ...]] = ("repulsion", "decorrelation")
     method: ClassVar[str] = "SCD"
 

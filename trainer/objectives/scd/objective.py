@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trainer.data.batches import RankBatch
-from trainer.data.vocabulary import Vocabulary
-from trainer.objectives.base import Gathered
-from trainer.objectives.config import RunContext
-from trainer.objectives.scd.config import ScdConfig
-from trainer.objectives.text_objective import TextObjective
-from trainer.objectives.text_packing import TextPacker, Texts
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.objectives.base import Gathered
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.scd.config import ScdConfig
+from declutr.trainer.objectives.text_objective import TextObjective
+from declutr.trainer.objectives.text_packing import TextPacker, Texts
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pipeline.shards.content import ContentKind
-from trainer.objectives.text_config import TextObjectiveConfig
+from declutr.pipeline.shards.content import ContentKind
+from declutr.trainer.objectives.text_config import TextObjectiveConfig
 
 Most = Annotated[int, Field(ge=1)] | Literal["all"]
 
@@ -13,7 +13,7 @@ Most = Annotated[int, Field(ge=1)] | Literal["all"]
 class SclConfig(TextObjectiveConfig):
     """SCL on natural language inference: loss = (1 - lambda) cross entropy + lambda supervised contrast."""
 
-    implementation: ClassVar[str] = "trainer.objectives.scl.objective:Scl"
+    implementation: ClassVar[str] = "declutr.trainer.objectives.scl.objective:Scl"
     metrics: ClassVar[tuple[str, ...]] = ("classification", "contrastive")
     reads: ClassVar[tuple[ContentKind, ...]] = ("pairs",)
     method: ClassVar[str] = "SCL"

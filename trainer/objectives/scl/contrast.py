@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import seeding
-from pipeline.shards.content import ENTAILMENT
-from trainer.objectives.base import Gathered
-from trainer.objectives.scl.config import Most, SclConfig
+from declutr.common import seeding
+from declutr.pipeline.shards.content import ENTAILMENT
+from declutr.trainer.objectives.base import Gathered
+from declutr.trainer.objectives.scl.config import Most, SclConfig
 
 
 def contrast(batch: Gathered, config: SclConfig) -> Tensor:

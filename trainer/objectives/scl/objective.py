@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pipeline.shards.content import LABELS
-from trainer.data.batches import RankBatch
-from trainer.data.vocabulary import Vocabulary
-from trainer.objectives.base import Gathered
-from trainer.objectives.config import RunContext
-from trainer.objectives.scl.config import SclConfig
-from trainer.objectives.scl.contrast import contrast
-from trainer.objectives.text_objective import TextObjective
-from trainer.objectives.text_packing import TextPacker, Texts, premise_keys, text_keys
+from declutr.pipeline.shards.content import LABELS
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.objectives.base import Gathered
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.scl.config import SclConfig
+from declutr.trainer.objectives.scl.contrast import contrast
+from declutr.trainer.objectives.text_objective import TextObjective
+from declutr.trainer.objectives.text_packing import TextPacker, Texts, premise_keys, text_keys
 
 
 @dataclass(frozen=True)

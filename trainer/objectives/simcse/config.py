@@ -4,11 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.shards.content import ContentKind
-from pipeline.shards.manifest import Manifest
-from trainer.objectives.config import RunContext
-from trainer.objectives.masking import MaskingConfig
-from trainer.objectives.text_config import TextObjectiveConfig
+from declutr.pipeline.shards.content import ContentKind
+from declutr.pipeline.shards.manifest import Manifest
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.masking import MaskingConfig
+from declutr.trainer.objectives.text_config import TextObjectiveConfig
 
 _VANISHED = 1e-3
 _NEEDS = ("entailment", "contradiction")
@@ -17,7 +17,7 @@ _NEEDS = ("entailment", "contradiction")
 class SimcseConfig(TextObjectiveConfig):
     """SimCSE (Gao et al. 2021): cross entropy of cosines over the batch; defaults of the unsupervised BERT run."""
 
-    implementation: ClassVar[str] = "trainer.objectives.simcse.objective:Simcse"
+    implementation: ClassVar[str] = "declutr.trainer.objectives.simcse.objective:Simcse"
     metrics: ClassVar[tuple[str, ...]] = ("contrastive", "mlm")
     reads: ClassVar[tuple[ContentKind, ...]] = ("sentences", "triples", "pairs")
     method: ClassVar[str] = "SimCSE"

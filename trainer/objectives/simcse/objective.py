@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pipeline.shards.content import CONTRADICTION, ENTAILMENT
-from trainer.data.batches import RankBatch
-from trainer.data.vocabulary import Vocabulary
-from trainer.model.behind import Dense
-from trainer.objectives.base import Gathered
-from trainer.objectives.config import RunContext
-from trainer.objectives.simcse.config import SimcseConfig
-from trainer.objectives.simcse.infonce import infonce
-from trainer.objectives.text_objective import TextObjective
-from trainer.objectives.text_packing import TextPacker, Texts, draw_labelled
+from declutr.pipeline.shards.content import CONTRADICTION, ENTAILMENT
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.model.behind import Dense
+from declutr.trainer.objectives.base import Gathered
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.simcse.config import SimcseConfig
+from declutr.trainer.objectives.simcse.infonce import infonce
+from declutr.trainer.objectives.text_objective import TextObjective
+from declutr.trainer.objectives.text_packing import TextPacker, Texts, draw_labelled
 
 _MASKED = 9
 """Number of the first masked copy among the spans of its row."""

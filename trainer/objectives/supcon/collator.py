@@ -12,16 +12,16 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from common import seeding
-from trainer.data.batches import RankBatch
-from trainer.data.packing import dropout_words
-from trainer.data.patches import PatchBatch
-from trainer.data.shard_columns import document_keys
-from trainer.model.config import FrontendConfig
-from trainer.objectives.supcon.config import MaskConfig, SupconConfig
-from trainer.objectives.supcon.crops import NUM_VIEWS, VIEWS, Crops
-from trainer.objectives.supcon.fetch import ClipFetch
-from trainer.objectives.supcon.mixup import MIXED, Mixup, clips_of
+from declutr.common import seeding
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.packing import dropout_words
+from declutr.trainer.data.patches import PatchBatch
+from declutr.trainer.data.shard_columns import document_keys
+from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
+from declutr.trainer.objectives.supcon.crops import NUM_VIEWS, VIEWS, Crops
+from declutr.trainer.objectives.supcon.fetch import ClipFetch
+from declutr.trainer.objectives.supcon.mixup import MIXED, Mixup, clips_of
 
 
 @dataclass(frozen=True)

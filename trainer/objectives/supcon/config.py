@@ -4,10 +4,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from common.config import Strict
-from pipeline.shards.content import ContentKind
-from pipeline.shards.manifest import Manifest
-from trainer.objectives.config import ObjectiveConfig, RunContext
+from declutr.common.config import Strict
+from declutr.pipeline.shards.content import ContentKind
+from declutr.pipeline.shards.manifest import Manifest
+from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -42,7 +42,7 @@ class MaskConfig(Strict):
 class SupconConfig(ObjectiveConfig):
     """SupCon (Khosla et al. 2020) or SimCLR on images or sounds, for tasks of VisualCSE and AudioCSE."""
 
-    implementation: ClassVar[str] = "trainer.objectives.supcon.objective:Supcon"
+    implementation: ClassVar[str] = "declutr.trainer.objectives.supcon.objective:Supcon"
     metrics: ClassVar[tuple[str, ...]] = ("supcon",)
     reads: ClassVar[tuple[ContentKind, ...]] = ("images", "audio")
     method: ClassVar[str] = "SupCon"

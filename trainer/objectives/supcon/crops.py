@@ -12,10 +12,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 
-from common import seeding
-from pipeline.shards.shards import ShardError
-from trainer.data.shard_columns import document_keys
-from trainer.objectives.supcon.config import CropConfig
+from declutr.common import seeding
+from declutr.pipeline.shards.shards import ShardError
+from declutr.trainer.data.shard_columns import document_keys
+from declutr.trainer.objectives.supcon.config import CropConfig
 
 VIEWS = "views"
 """Column of the views: `(2, size, size, 3)` uint8 values of an image."""

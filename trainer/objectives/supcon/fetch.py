@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.shards.shards import ShardSet
-from trainer.objectives.supcon.crops import Crops
-from trainer.objectives.supcon.mixup import Mixup
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.objectives.supcon.crops import Crops
+from declutr.trainer.objectives.supcon.mixup import Mixup
 
 
 @dataclass(frozen=True)

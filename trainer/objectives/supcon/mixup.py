@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from common import seeding
-from pipeline.media.clips import LOWEST_ENERGY
-from pipeline.shards.shards import ShardSet
-from trainer.data.shard_columns import document_keys, ragged
+from declutr.common import seeding
+from declutr.pipeline.media.clips import LOWEST_ENERGY
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.shard_columns import document_keys, ragged
 
 MIXED = "mixed"
 """Column that says which clips were mixed."""

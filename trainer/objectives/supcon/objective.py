@@ -6,14 +6,14 @@ Legend: M rows of the global batch, D embedding size.
 import torch
 from torch import Tensor, nn
 
-from trainer.data.collator import Collator
-from trainer.data.vocabulary import Vocabulary
-from trainer.objectives.base import Gathered, Objective, ObjectiveError
-from trainer.objectives.config import RunContext
-from trainer.objectives.simcse.infonce import infonce
-from trainer.objectives.supcon.collator import ClipCollator
-from trainer.objectives.supcon.config import SupconConfig
-from trainer.objectives.supcon.loss import by_rank_of_class, supcon
+from declutr.trainer.data.collator import Collator
+from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.simcse.infonce import infonce
+from declutr.trainer.objectives.supcon.collator import ClipCollator
+from declutr.trainer.objectives.supcon.config import SupconConfig
+from declutr.trainer.objectives.supcon.loss import by_rank_of_class, supcon
 
 
 class Supcon(Objective[SupconConfig]):

@@ -1,0 +1,1 @@
+"""Sentence encoders from long documents without labels, on Ray."""
