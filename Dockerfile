@@ -23,7 +23,7 @@ RUN python -m venv /home/declutr/venv \
     && python -m pip install --no-cache-dir --quiet --disable-pip-version-check -c constraints.txt $TORCH \
     && python -m pip install --no-cache-dir --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 COPY --chown=declutr pyproject.toml README.md ./
-COPY --chown=declutr deploy/build_backend.py deploy/
+COPY --chown=declutr src src
 COPY --chown=declutr configs configs
 COPY --chown=declutr common common
 COPY --chown=declutr pipeline pipeline

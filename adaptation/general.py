@@ -38,7 +38,7 @@ def stsb_values(encoder: TransformerEncoder, folder: Path) -> F64:
 
 def moved(before: TransformerEncoder, after: TransformerEncoder) -> float:
     """Mean absolute change of the cosines between any two of some general sentences."""
-    sentences = files("adaptation").joinpath("sentences.txt").read_text(encoding="utf-8").splitlines()
+    sentences = files(__package__).joinpath("sentences.txt").read_text(encoding="utf-8").splitlines()
     tables = [
         rows @ rows.T for rows in (unit_rows(one.encode(sentences).astype(np.float64)) for one in (before, after))
     ]

@@ -174,7 +174,7 @@ def _page() -> tuple[str, str]:
 
     The policy names the style and the script by their hashes. The script may contact only the page's own server.
     """
-    report, here = files("declutr.evaluation.report"), files("declutr.evaluation.explore")
+    report, here = files("declutr.evaluation.report"), files(__package__)
     style = "".join(place.read_text(encoding="utf-8") for place in (report / "style.css", here / "page.css"))
     script = "".join((here / name).read_text(encoding="utf-8") for name in ("map.js", "page.js"))
     html = (here / "page.html").read_text(encoding="utf-8")

@@ -95,7 +95,7 @@ def document(title: str, body: Html, pictures: bool = False) -> str:
 
 def _head(title: str, pictures: bool) -> Html:
     """Head of the page. Its policy forbids all scripts, and every style except ours, which it names by hash."""
-    style = (files("declutr.evaluation.report") / "style.css").read_text(encoding="utf-8")
+    style = (files(__package__) / "style.css").read_text(encoding="utf-8")
     images = "img-src data:; " if pictures else ""
     policy = f"default-src 'none'; {images}style-src {policy_hash(style)}; base-uri 'none'; form-action 'none'"
     return join(

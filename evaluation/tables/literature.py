@@ -74,6 +74,4 @@ class _Document(Strict):
 @cache
 def literature() -> tuple[PublishedModel, ...]:
     """All rows, in the order of the papers."""
-    return _Document.model_validate_json(
-        files("declutr.evaluation.tables").joinpath("published.json").read_bytes()
-    ).papers
+    return _Document.model_validate_json(files(__package__).joinpath("published.json").read_bytes()).papers

@@ -11,19 +11,19 @@ from benchmarks.chaos.run import ChaosError, Run, Snapshot
 _SLOW_SECONDS = 20.0
 _NAN = """
 import declutr.trainer.step.step
-whole = trainer.step.step.TrainStep.gradients
+whole = declutr.trainer.step.step.TrainStep.gradients
 def poisoned(self, batch, step):
     found = whole(self, batch, step)
     if {first} <= step < {end}:
         next(p for group in self.optimizer.param_groups for p in group["params"]).grad.fill_(float("nan"))
     return found
-trainer.step.step.TrainStep.gradients = poisoned
+declutr.trainer.step.step.TrainStep.gradients = poisoned
 """
 _RAISE = """
 import declutr.trainer.step.step
 def broken(self, batch, step):
     raise OSError("chaos: the device does not answer")
-trainer.step.step.TrainStep.gradients = broken
+declutr.trainer.step.step.TrainStep.gradients = broken
 """
 
 

@@ -51,5 +51,5 @@ class _Document(Strict):
 @cache
 def published() -> Mapping[str, Published]:
     """Figures of every task, by name."""
-    content = files("declutr.evaluation.senteval.checks").joinpath("published.json").read_bytes()
+    content = files(__package__).joinpath("published.json").read_bytes()
     return _Document.model_validate_json(content).tasks

@@ -79,9 +79,7 @@ class Sources(Strict):
 @cache
 def public_sources() -> Sources:
     """Sources that come with the package."""
-    return Sources.model_validate_json(
-        files("declutr.evaluation.senteval.download").joinpath("sources.json").read_bytes()
-    )
+    return Sources.model_validate_json(files(__package__).joinpath("sources.json").read_bytes())
 
 
 @cache
