@@ -1,7 +1,6 @@
 """The repository's promises about itself: configs are valid, documents name what exists, the cluster file is Ray's."""
 
 import ast
-import inspect
 import json
 import os
 import re
@@ -21,8 +20,6 @@ from declutr.common.config import load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.pipeline.config import PipelineConfig
 from declutr.trainer.objectives.base import implementation_of
-from declutr.trainer.objectives.declutr.distant import DISTANT
-from declutr.trainer.objectives.declutr.spans import draw
 from declutr.trainer.objectives.registry import DEFAULT
 from declutr.trainer.setup.config import TrainConfig
 
@@ -251,21 +248,3 @@ def test_the_trainer_names_no_objective():
     files = [path for path in (ROOT / "trainer").rglob("*.py") if "objectives" not in path.parts]
     assert len(files) > 40
     assert {(path.name, name) for path in files for name in named_in(path) if name in own} == set()
-
-
-def test_purposes_of_random_draws_are_pinned():
-    """Every random number of a run and of prepared data depends on them, so renames leave them alone."""
-    found = set()
-    for path in [path for folder in ("pipeline", "trainer", "adaptation") for path in (ROOT / folder).rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) > 1):
-                continue
-            if ast.unparse(node.func) in {f"seeding.{name}" for name in ("key_for", "words", "blocks", "torch_seed")}:
-                found.add(ast.unparse(node.args[1]))
-    assert found == {
-        "'adaptation pairs'", "'adaptation split'", "'branch'", "'choosing half'", "'coverage'", "'difficult texts'",
-        "'dropout'", "'frontend'", "'held-out'", "'mixup'", "'mlm'", "'objective'", "'order'", "'projection'", "'scl'",
-        "'text'", "'weights'", "f'crop {view}'", "f'label {label}'", "f'mask {view}'", "purpose",
-    }  # fmt: skip
-    assert inspect.signature(draw).parameters["purpose"].default == "spans"
-    assert DISTANT == "distant spans"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from declutr.common import seeding
+from declutr.trainer.objectives.declutr.distant import DISTANT
 
 
 @pytest.mark.parametrize(
@@ -111,3 +112,4 @@ def test_purposes_of_draws_stay_when_code_is_renamed():
                 if name in ("blocks", "key_for", "torch_seed", "words") and ast.unparse(node.func) == f"seeding.{name}":
                     found.add(ast.unparse(node.args[1]).lstrip("f").strip("'"))
     assert found - {"purpose"} | {"spans"} == PURPOSES
+    assert DISTANT == "distant spans"
