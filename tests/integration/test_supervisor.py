@@ -153,23 +153,6 @@ def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data,
     assert not (copied / "lock.json").exists()
 
 
-def test_the_next_group_has_the_resources_of_one_whose_coordinator_was_killed(data, tmp_path):
-    """The session's CPUs hold one group, not two."""
-    values = runs.train_values(data, tmp_path / "run", steps=3000, checkpoint={"every_steps": 20})
-    values["scaling"] |= {"cpus_per_worker": max(2, os.cpu_count())}
-    config = runs.write_config(tmp_path / "train.yaml", train=values)
-    driver, before = runs.start_command("declutr.trainer.train", config, tmp_path / "run")
-    runs.wait_for_step(driver, before, tmp_path / "run", 20)
-    before = runs.inode(tmp_path / "run" / "metrics.jsonl")  # a restart replaces the file
-    (victim,) = [pid for pid, title in runs.descendants(driver.pid).items() if "ray::TrainController" in title]
-    os.kill(victim, signal.SIGKILL)
-    runs.wait_for_step(driver, before, tmp_path / "run", 40)
-    driver.terminate()
-    _, err = driver.communicate(timeout=100)
-    assert err.count("the process that coordinates the workers died; starting again") == 1
-    assert "stopped at step" in err
-
-
 def test_a_command_that_is_told_to_stop_before_its_first_step_says_so(data, tmp_path):
     config = runs.write_config(tmp_path / "train.yaml", train=runs.train_values(data, tmp_path / "run"))
     driver, _ = runs.start_command("declutr.trainer.train", config, tmp_path / "run")
