@@ -16,7 +16,7 @@ _NET = "10.78.0"
 STORE = f"{_NET}.200"
 ENDPOINT = f"endpoint_override=http://{STORE}:5000"
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": str(ROOT / "src"),
     "PYTHONWARNINGS": "ignore",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -23,7 +23,7 @@ SCALING = {"num_workers": 2, "cpus_per_worker": 2}
 # In place of `pip install`: a virtual environment that sees the packages of this one, and the code that came along.
 INSTALL = (
     "{python} -m venv --without-pip ~/venv"
-    " && printf '%s\\n' $HOME/declutr {packages} > ~/venv/lib/python{version}/site-packages/declutr.pth"
+    " && printf '%s\\n' $HOME/declutr/src {packages} > ~/venv/lib/python{version}/site-packages/declutr.pth"
     " && printf '#!/bin/sh\\nexec ~/venv/bin/python -m ray.scripts.scripts \"$@\"\\n' > ~/venv/bin/ray"
     " && chmod +x ~/venv/bin/ray"
 )
