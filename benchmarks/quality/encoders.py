@@ -209,9 +209,9 @@ def table(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def held_out_table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[str]:
-    """Markdown table of the held-out scores: share of queries whose passage is found first, in percent."""
+    """Markdown table of the held-out scores: recall@1 in percent."""
     kinds = KINDS[:3]
-    yield from _head("found first among held-out documents, %", kinds)
+    yield from _head("recall@1, %", kinds)
     for name, words in _HELD_OUT.items():
         cells = (_cell(_figures([100 * value for value in found[name][kind]])) for kind in kinds)
         yield f"| {words} (`{name}`) | {' | '.join(cells)} |"

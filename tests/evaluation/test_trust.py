@@ -168,16 +168,16 @@ PREPARE = (
     ],
 )
 def test_a_file_of_settings_grants_no_trust(tmp_path, text, section, model, key):
-    section = key.partition(".")[0]
+    part = key.partition(".")[0]
     path = tmp_path / "c.yaml"
     for value in ("true", "1", "'yes'", "null"):
         path.write_text(text % value)
         with pytest.raises(ConfigError, match=f"{key} = true: a file cannot grant trust"):
             load_config(str(path), section, model)
-        assert getattr(load_config(str(path), section, model, [f"{key}=true"]), section).trust_remote_code
-        assert not getattr(load_config(str(path), section, model, [f"{key}=false"]), section).trust_remote_code
+        assert getattr(load_config(str(path), section, model, [f"{key}=true"]), part).trust_remote_code
+        assert not getattr(load_config(str(path), section, model, [f"{key}=false"]), part).trust_remote_code
     path.write_text(text % "false")
-    assert not getattr(load_config(str(path), section, model), section).trust_remote_code
+    assert not getattr(load_config(str(path), section, model), part).trust_remote_code
 
 
 @pytest.fixture

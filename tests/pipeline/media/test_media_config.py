@@ -116,7 +116,7 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path):
 
 
 def test_tasks_for_texts_import_no_decoders():
-    code = "import sys, declutr.pipeline.job.worker, pipeline.prepare; print(*sys.modules)"
+    code = "import sys, declutr.pipeline.job.worker, declutr.pipeline.prepare; print(*sys.modules)"
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert not {"PIL", "soundfile", "transformers.audio_utils", "scipy.signal"} & set(done.stdout.split())
