@@ -50,7 +50,7 @@ def test_held_out_scores_of_touching_and_of_distant_passages():
     found = encoders.held_out(trained)
     assert found["distant_recall_at_1"] == {"untrained": [0.02] * 2, "mlm_only": [0.015, 0.025], "declutr": [0.05, 0.1]}
     head, _, touching, distant = encoders.held_out_table(found)
-    assert head == "| found first among held-out documents, % | untrained | MLM only | DeCLUTR |"
+    assert head == "| recall@1, % | untrained | MLM only | DeCLUTR |"
     assert touching == "| the passage that touches it (`recall_at_1`) | 4.0 ± 0.0 | 4.0 ± 1.4 | 15.0 ± 7.1 |"
     assert distant.endswith("(`distant_recall_at_1`) | 2.0 ± 0.0 | 2.0 ± 0.7 | 7.5 ± 3.5 |")
 
