@@ -122,7 +122,7 @@ def _misfits(config: TrainConfig, name: str, manifests: Mapping[str, Manifest]) 
     found = []
     if task.frontend.model_fields_set:
         found.append(f"frontend: the shards hold {own.content.kind}, which have no patches; remove it")
-    if main.tokenizer and own.tokenizer and main.tokenizer != own.tokenizer:
+    if main.tokenizer and own.tokenizer and main.tokenizer.fingerprint != own.tokenizer.fingerprint:
         found.append(
             f"data = {task.data}: was prepared with another tokenizer than data = {config.data}; prepare it "
             "with that one"
