@@ -59,7 +59,7 @@ def references(
 
 
 def _changed(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with these keys changed; SimCSE has no spans."""
+    """Settings with these keys changed; SimCSE has no spans, and no score of distant ones."""
     for key, value in changes.items():
         *sections, last = key.split(".")
         place = settings
@@ -67,7 +67,9 @@ def _changed(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, 
             place = place[section]
         place[last] = value
     if "objective" in changes:
-        del settings["spans"]
+        del settings["spans"], settings["validation"]["score"]
+    elif settings["spans"]["strategy"] != "distant":
+        del settings["spans"]["min_distance_tokens"]
     return settings
 
 
