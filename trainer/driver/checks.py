@@ -18,7 +18,7 @@ from declutr.trainer.checkpoints.state import read_origin
 from declutr.trainer.driver.device import DEVICE, device_problem, kept_device
 from declutr.trainer.driver.objective_checks import data_problems, kind_problem, objective_problems
 from declutr.trainer.driver.path_checks import place_problems
-from declutr.trainer.driver.resolved import Found, ResolvedRun, find_shards
+from declutr.trainer.driver.resolved import Found, ResolvedRun, data_key, find_shards
 from declutr.trainer.driver.tokenizer_check import tokenizer_problem
 from declutr.trainer.driver.validation_checks import stsb_problems, validation_problems
 from declutr.trainer.setup.auxiliary import data_hashes, joint_hash
@@ -32,34 +32,33 @@ def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
 
     Args:
         config: of the run.
-        of_run: also look for problems of the run's folder, and of another run's results in it.
+        of_run: refuse also what is wrong with the run's folder, such as another run's results in it.
 
     Raises:
         ConfigError: with every problem that the files of the run and the manifests of its shards show, one line each.
     """
     found = place_problems(config.model_dump())
-    if not of_run:
-        found = [line for line in found if not line.startswith("run = ")]
-    elif any(line.startswith("run = ") for line in found):
+    no_place = any(line.startswith("run = ") for line in found)
+    if no_place and of_run:
         raise ConfigError("train", found)
     run, shards = run_folder(config.run, config.cache), find_shards(config)
     config = with_geometry(config, run, shards.manifests)
-    if of_run:
+    if not no_place:
         found += _run_problems(config, run)
         if problem := device_problem(config.scaling, run):
             found.append(problem)
     found += [line for key, line in shards.unreadable.items() if not any(one.startswith(f"{key} = ") for one in found)]
     found += [
-        f"{f'auxiliary_tasks.{name}.data' if name else 'data'} = {one.data}: {problem}"
+        f"{data_key(name)} = {one.data}: {problem}"
         for name, one in config.tasks().items()
         if name in shards.manifests
         for problem in check_shards(shards.data[name])
     ]
     if "" in shards.manifests:
         found += _manifest_problems(config, shards)
-        if of_run and len(shards.manifests) == len(config.tasks()):
+        if not no_place and len(shards.manifests) == len(config.tasks()):
             found += _other_shards(config, run, data_hashes(shards.manifests))
-    refuse(found)
+    refuse([line for line in found if of_run or not line.startswith("run = ")])
     return ResolvedRun(config, run, shards.data, shards.manifests, shards.scored)
 
 
@@ -237,9 +236,7 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
 
 def _other_shards(config: TrainConfig, run: Path, now: dict[str, str]) -> list[str]:
     """Problems of a run that was trained on shards of other hashes; its next steps would read the wrong documents."""
-    places = {
-        name: f"{f'auxiliary_tasks.{name}.data' if name else 'data'} = {config.tasks()[name].data}" for name in now
-    }
+    places = {name: f"{data_key(name)} = {config.tasks()[name].data}" for name in now}
     for _, state in checkpoint.states_in(run / CHECKPOINTS):
         if state.data_hash != joint_hash(now):
             before = state.task_hashes

@@ -63,24 +63,27 @@ class Found:
     unreadable: dict[str, str]
 
 
+def data_key(task: str) -> str:
+    """Name of the setting with the shards of a task; "" is the main one."""
+    return f"auxiliary_tasks.{task}.data" if task else "data"
+
+
 def find_shards(config: TrainConfig) -> Found:
     """Reads the manifests of all shards of a run; fetches those at addresses."""
-    found = Found({}, {}, None, {})
-    places = {
-        name: (f"auxiliary_tasks.{name}.data" if name else "data", one.data) for name, one in config.tasks().items()
-    }
-    for name, (key, place) in places.items():
+    places = {data_key(name): task.data for name, task in config.tasks().items()}
+    if config.validation.data is not None and config.validation.every_steps:
+        places["validation.data"] = config.validation.data
+    folders, manifests, unreadable = dict[str, Path](), dict[str, Manifest](), dict[str, str]()
+    for key, place in places.items():
         try:
             folder = data_folder(place, config.cache)
-            found.data[name], found.manifests[name] = folder, load_manifest(folder)
+            folders[key], manifests[key] = folder, load_manifest(folder)
         except (ShardError, RemoteError, OSError) as error:
-            found.unreadable[key] = f"{key} = {place}: {error}"
-    scored_at = config.validation.data
-    if scored_at is None or not config.validation.every_steps:
-        return found
-    try:
-        scored = load_manifest(data_folder(scored_at, config.cache))
-    except (ShardError, RemoteError, OSError) as error:
-        found.unreadable["validation.data"] = f"validation.data = {scored_at}: {error}"
-        return found
-    return Found(found.data, found.manifests, scored, found.unreadable)
+            unreadable[key] = f"{key} = {place}: {error}"
+    read = [name for name in config.tasks() if data_key(name) in manifests]
+    return Found(
+        {name: folders[data_key(name)] for name in read},
+        {name: manifests[data_key(name)] for name in read},
+        manifests.get("validation.data"),
+        unreadable,
+    )
