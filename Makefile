@@ -52,7 +52,7 @@ test-fast: setup ## tests without Ray, process groups and slow tests: about ten 
 chaos: setup ## one run for each fault, compared with the quiet run (docs/reliability.md): half an hour
 	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json
 
-chaos-short: setup ## nine of the faults, several to a run: about 6 minutes on 2 CPU cores
+chaos-short: setup ## seven of the faults, several to a run: about 5 minutes on 2 CPU cores
 	$(BIN)/python -m benchmarks.chaos --short --patience 3 --json runs/chaos-short.json
 
 soak: setup ## training for half an hour with a random fault every minute

@@ -33,11 +33,9 @@ SHORT = (
     "controller_killed",
     "driver_terminated",
     "driver_killed",
-    "broken_checkpoints",
-    "changed_shard",
 )
 STEPS = 900
-SHORT_STEPS = 450  # the nine faults above take about 280 of them
+SHORT_STEPS = 350  # the seven faults above take about 210 of them
 _CPUS_ON_NODES = 2  # of 3, so that a node takes one worker
 _TAIL_LINES = 40
 _AGENTS_SECONDS = 120  # after SIGKILL of their session, Ray's agents look for it for a minute and then exit

@@ -12,7 +12,7 @@ from declutr.cli.main import main
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.pipeline.shards.manifest import MANIFEST
 
-pytestmark = [pytest.mark.ray]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 
 LETTERS = {
     "de": "abcdefgäöüß",
@@ -45,8 +45,7 @@ def test_from_texts_to_a_score(tmp_path):
         "tokenizer.vocab_size=500",
         "geometry.max_tokens=16",
     ]
-    done = runs.run_command("declutr.pipeline.prepare", config, *small, "session.num_cpus=1", timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert main(["prepare", str(config), *small, "session.num_cpus=1"]) == 0
     manifest = json.loads((tmp_path / "data" / MANIFEST).read_text())
     assert manifest["totals"]["kept"] > 100
     assert manifest["tokenizer"]["vocab_size"] == 500
@@ -54,10 +53,7 @@ def test_from_texts_to_a_score(tmp_path):
     size += ["encoder.from_config.intermediate_size=48", "encoder.from_config.num_attention_heads=2"]
     size += ["encoder.from_config.max_position_embeddings=24", "spans.max_tokens=16", "spans.min_tokens=4"]
     size += ["batch_documents=8", "epochs=null", "steps=4", "scaling.cpus_per_worker=1"]
-    done = runs.run_command(
-        "declutr.trainer.train", config, f"data={tmp_path / 'data'}", f"run={tmp_path / 'run'}", *size, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    assert main(["train", str(config), f"data={tmp_path / 'data'}", f"run={tmp_path / 'run'}", *size]) == 0
     sets = write_translations(tmp_path / "sets", rows=12, languages=("de", "zh"))
     given = [
         "evaluate",

@@ -45,7 +45,6 @@ def config(data, tmp_path_factory):
         encoder={"dropout": 0.1},
         steps=12,
         checkpoint={"every_steps": 4},
-        scaling={"num_workers": 2},
     )
     return runs.write_config(folder / "config.yaml", train=values)
 
@@ -63,7 +62,7 @@ def run_to_end(*arguments):
     return done.stdout
 
 
-def test_it_trains_on_two_workers_and_continues_after_a_kill(installed, config, tmp_path):
+def test_it_trains_and_continues_after_a_kill(installed, config, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_to_end(installed, "train", config, *SETTINGS, f"run={whole}")
     steps = runs.steps_of(whole)

@@ -2,14 +2,13 @@
 
 import io
 import re
-import time
 
 import numpy as np
 import pytest
 import soundfile
 import tinyruns as runs
 import yaml
-from mediafiles import picture, png, sound, spread, stored, tar_of, tone
+from mediafiles import picture, png, spread, stored, tar_of
 
 from declutr.common.storage import hash_file
 from declutr.inspection.describe import describe
@@ -111,32 +110,6 @@ def test_lost_shards_are_made_again_to_the_byte(corpus, prepared, tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     prepare(config)
     assert contents(tmp_path / "out") == whole
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_killed_command_continues_to_the_same_bytes(tmp_path):
-    """kill -9 of the driver while it prepares sounds; the same command finishes."""
-    files = {f"{n % 10}_x_{n}.wav": sound(tone(0.3 + 0.01 * n, 8000, n), 8000) for n in range(30)}
-    files["3_copy.flac"] = sound(*io_read(files["7_x_7.wav"]), format="FLAC")
-    corpus = spread(tmp_path / "in", files)
-    changes = {"content": {"kind": "audio", "label": r"^(\d)_"}, "unit_mib": 0.06}
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    manifest = prepare(PipelineConfig.model_validate(values_of(corpus, whole, **changes)))
-    assert manifest.dropped == {"duplicate_other_label": 1}
-    assert manifest.totals["kept"] == 30
-    config = runs.write_config(tmp_path / "config.yaml", prepare=values_of(corpus, killed, **changes))
-    process, _ = runs.start_command("declutr.pipeline.prepare", config, tmp_path)
-    deadline = time.monotonic() + 240
-    while not list(killed.glob("candidates/units/*.json")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
-    assert not (killed / "manifest.json").exists()
-    prepare(PipelineConfig.model_validate(values_of(corpus, killed, **changes)))
-    assert contents(killed) == contents(whole)
 
 
 def io_read(data):

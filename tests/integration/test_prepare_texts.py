@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import time
 
 import numpy as np
 import pytest
@@ -145,26 +144,6 @@ def test_lost_shards_are_made_again_to_the_byte(corpus, prepared, tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     prepare(config)
     assert contents(folder) == whole
-
-
-@pytest.mark.slow
-def test_a_killed_command_continues_to_the_same_bytes(corpus, tmp_path):
-    """kill -9 of the driver while it prepares; the same command finishes."""
-    changes = {"duplicates": {"near": {}}, "write_rejected": True}
-    whole = tmp_path / "whole"
-    prepare(PipelineConfig.model_validate(values_of(corpus, whole, **changes)))
-    config = runs.write_config(tmp_path / "config.yaml", prepare=values_of(corpus, tmp_path / "killed", **changes))
-    process, _ = runs.start_command("declutr.pipeline.prepare", config, tmp_path)
-    deadline = time.monotonic() + 240
-    while not list((tmp_path / "killed").glob("candidates/units/*.json")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
-    assert not (tmp_path / "killed" / "manifest.json").exists()
-    prepare(PipelineConfig.model_validate(values_of(corpus, tmp_path / "killed", **changes)))
-    assert contents(tmp_path / "killed") == contents(whole)
 
 
 def test_a_file_without_contradictions_is_refused_with_the_counts(tmp_path, capsys):

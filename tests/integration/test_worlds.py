@@ -1,4 +1,4 @@
-"""Any number of workers: the same documents with the same spans at every step, the same loss curve."""
+"""Any number of workers: the same documents with the same spans at every step."""
 
 import dataclasses
 import time
@@ -19,7 +19,6 @@ from declutr.trainer.data.plan import Plan
 from declutr.trainer.data.stream import Prefetcher, batches, documents
 from declutr.trainer.model.language_model import vocabulary_of
 from declutr.trainer.setup.build import build_collator, build_encoder, build_objective
-from declutr.trainer.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 STEPS = 40  # more than an epoch of 257 documents
@@ -131,29 +130,3 @@ def test_nothing_spins_while_blocks_wait_for_their_reader(data, monkeypatch):
     until(lambda: len(looks) > first + 11)  # it goes on looking: it has not read everything
     assert looks[first + 11] - looks[first] >= 11 * stream._PACE_SECONDS
     steps.close()
-
-
-def curve(data, run, workers):
-    changes = {"steps": 30, "validation": {"every_steps": 15}, "scaling": {"num_workers": workers}}
-    train(runs.train_config(data, run, **changes))
-    return runs.steps_of(run), runs.steps_of(run, "validation")
-
-
-@pytest.fixture(scope="module")
-def alone(data, tmp_path_factory):
-    """Steps and scores of a run of one worker."""
-    return curve(data, tmp_path_factory.mktemp("alone") / "run", 1)
-
-
-def test_three_workers_follow_the_loss_curve_of_one(data, alone, tmp_path):
-    steps, scores = alone
-    assert list(steps) == list(range(1, 31))
-    first, last = (np.mean([steps[step]["mlm"] for step in some]) for some in (range(1, 6), range(26, 31)))
-    assert last < first - 0.05, "nothing is learned"
-    others, other_scores = curve(data, tmp_path, 3)
-    for step, line in steps.items():
-        assert line == pytest.approx(others[step], rel=1e-4), f"step {step}"
-    assert steps[1] == pytest.approx(others[1], rel=1e-6)
-    assert list(scores) == [0, 15, 30]
-    for step, line in scores.items():
-        assert line == pytest.approx(other_scores[step], rel=1e-3, abs=0.03)
