@@ -23,7 +23,13 @@ def session():
 
 
 def pytest_collection_modifyitems(items):
-    """Puts files with Ray or slow tests first: they share a session, and no process ends with the longest of them."""
+    """Puts files with Ray or slow tests first: they share a session, and no process ends with the longest of them.
+
+    Shards for tests are prepared with Ray, so that tests that read them are marked too.
+    """
+    for item in items:
+        if "data" in item.fixturenames and item.path.parent.name == "integration":
+            item.add_marker("ray")
     long = {item.path for item in items if item.get_closest_marker("ray") or item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
 

@@ -196,6 +196,7 @@ def installed(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_wheel_has_every_file_of_the_packages(installed):
     assert {path.name for path in installed.iterdir()} - {"bin"} == {"declutr", "declutr_ray-0.1.0.dist-info"}
     packages = [path.name for path in (ROOT / "src" / "declutr").iterdir() if path.is_symlink()]

@@ -37,6 +37,7 @@ def outcome(rng, gain, seed):
     return judge(start, test[chosen], DISTANT, seed).outcome
 
 
+@pytest.mark.slow
 def test_judge_says_better_of_nothing_at_most_as_often_as_it_may():
     """Without a difference, 2.5% of the intervals are above 0: 1 of 40; 5 or more have a probability of 0.3%."""
     rng = np.random.default_rng(0)
@@ -44,6 +45,7 @@ def test_judge_says_better_of_nothing_at_most_as_often_as_it_may():
     assert outcomes.count("better") <= 4
 
 
+@pytest.mark.slow
 def test_judge_finds_a_planted_gain():
     rng = np.random.default_rng(0)
     assert [outcome(rng, 0.04, seed) for seed in range(10)].count("better") >= 8

@@ -63,6 +63,7 @@ def test_step(tmp_path):
     assert found["mfu"] is None
 
 
+@pytest.mark.slow
 def test_batch(tmp_path):
     found = figures(batch.main, tmp_path, *TINY, "--sizes", "2", "8", "--microbatch-tokens", "100")
     assert found["peak_mib"].keys() == {"2", "8"}
@@ -135,6 +136,7 @@ def test_a_wide_folder_is_what_prepare_would_leave(tmp_path):
     assert found.take(np.array([59, 0])).column("offset").to_pylist() == [19, 0]
 
 
+@pytest.mark.slow
 def test_needs_neither_ray_nor_data(tmp_path):
     """A whole run in an empty folder, without Ray and sentence-transformers."""
     code = (

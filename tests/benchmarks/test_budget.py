@@ -20,6 +20,7 @@ def found(tmp_path_factory):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_a_step_stays_within_its_budget(found):
     assert found["gigabytes"] <= MOST_GIGABYTES
     assert found["operations"] <= MOST_OPERATIONS

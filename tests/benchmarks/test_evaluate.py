@@ -27,6 +27,7 @@ def figures(tmp_path, *arguments):
     return found
 
 
+@pytest.mark.slow
 def test_against_the_plain_writing(tmp_path):
     kept = ["--hashed-size", "16", "--keep", str(tmp_path / "kept")]
     found = figures(tmp_path, *kept)

@@ -38,6 +38,7 @@ def test_step(tmp_path, objective):
         assert part["ratio_range"][0] <= part["ratio_median"] <= part["ratio_range"][1]
 
 
+@pytest.mark.slow
 def test_step_of_supcon(tmp_path):
     """Whole clips have the loss and gradient of the released layout; short ones are padded there."""
     found = figures(step.main, tmp_path, *TINY, "--objective", "supcon", "--documents", "3", "--steps", "2")
@@ -56,6 +57,7 @@ def test_feed_of_clips(tmp_path, content):
     assert found["rows_per_second_per_core"] > 0
 
 
+@pytest.mark.slow
 def test_batch_of_simcse(tmp_path):
     sizes = ("--sizes", "4", "8", "--microbatch-tokens", "100")
     found = figures(batch.main, tmp_path, *TINY, "--objective", "simcse", *sizes)

@@ -79,6 +79,7 @@ def rights_of(profile):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("account")
 def test_cluster_file_that_was_not_filled_in_starts_nothing(capsys):
     unfilled = yaml.safe_load((ROOT / "cluster.yaml").read_text())
@@ -88,6 +89,7 @@ def test_cluster_file_that_was_not_filled_in_starts_nothing(capsys):
     assert boto3.client("ec2").describe_instances()["Reservations"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("account")
 def test_what_would_be_started_and_who_reaches_it():
     outputs = create_stack()
@@ -137,6 +139,7 @@ def test_what_would_be_started_and_who_reaches_it():
     assert names(run) == ["note"]
 
 
+@pytest.mark.slow
 def test_template_is_what_cloudformation_takes():
     pytest.importorskip("cfnlint", reason="cfn-lint is not installed")
     lint = [sys.executable, "-c", "from cfnlint.runner import main; main()", str(ROOT / "deploy" / "aws.yaml")]

@@ -263,6 +263,7 @@ def test_numbers_within_the_bounds(load):
     assert (config.seed, config.high, config.inner.rate) == (2**63 - 1, 10**12, 1e-30)
 
 
+@pytest.mark.slow
 def test_thousands_of_unknown_keys_are_reported_in_seconds(load):
     """A comparison with every known key takes milliseconds, so only the first ones get advice."""
     began = time.process_time()

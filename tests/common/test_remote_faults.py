@@ -28,6 +28,7 @@ def folder(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_throttling_and_short_answers_are_waited_out(store, folder, tmp_path):
     address, faults = store
     faults.refuse(503, "SlowDown", left=12)

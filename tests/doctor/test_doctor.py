@@ -64,6 +64,7 @@ def edited(here, **changes):
     return dataclasses.replace(here, **changes)
 
 
+@pytest.mark.slow
 def test_this_machine(tmp_path, capsys):
     """The real command, alone: every kind of fact is there, two processes really sum, nothing is left behind."""
     status = examination.main(["--path", str(tmp_path / "run"), "--address", "local", "--json"])

@@ -61,6 +61,7 @@ def test_names_of_files_steer_nothing(tmp_path, capsys):
         assert all(line.isprintable() for line in told.splitlines())
 
 
+@pytest.mark.slow
 def test_commands_write_to_an_ascii_terminal(index):
     done = declutr("search", index, "cat", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, b"")

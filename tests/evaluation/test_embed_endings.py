@@ -18,6 +18,7 @@ def texts(tmp_path):
     return tmp_path / "in.txt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["npy", "parquet"])
 def test_a_full_disk_is_told_and_the_same_command_continues(texts, tmp_path, suffix, capsys):
     with small_volume(tmp_path / "disk", 16) as volume:

@@ -58,6 +58,7 @@ def vectors(path):
     return np.stack(pq.read_table(path).column("embedding").to_numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["in.txt", "in.jsonl.gz", "in.parquet", "several"])
 def test_every_input_gives_what_sentence_transformers_gives(model, expected, tmp_path, source):
     write_inputs(tmp_path)
@@ -99,6 +100,7 @@ def test_truncated_then_normalised_then_rounded(model, expected, tmp_path):
     assert embed(model, tmp_path / "in.txt", tmp_path / "out.npy", "--dimensions", 33) == 1
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_stops_the_work_or_is_counted(model, expected, tmp_path, capsys):
     rows = [json.dumps(row).encode() for row in rows_of(LINES)]
     rows[3], rows[5] = b'{"sentence": 3}', b"no json"
@@ -141,6 +143,7 @@ def test_a_job_that_is_finished_is_not_done_again_unless_something_changed(model
         read_note(output)
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_writes_the_same_bytes(model, tmp_path):
     """kill -9 when some units are there and others not; then to the end."""
     texts = [f"{'word ' * (number % 9)}number {number}" for number in range(12000)]

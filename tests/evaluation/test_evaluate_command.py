@@ -96,6 +96,7 @@ def test_other_data_are_not_scored_unasked(folder, tmp_path, capsys):
     assert "spearman" not in "".join(path.read_text() for path in tmp_path.rglob("*.json") if path.is_file())
 
 
+@pytest.mark.slow
 def test_the_page_in_a_browser(scored, tmp_path):
     with start_browser(tmp_path) as browser:
         browser.open(scored / "scores.html")

@@ -80,6 +80,7 @@ ALONE = """
 """A point of a group that no other one covers."""
 
 
+@pytest.mark.slow
 def test_a_sentence_finds_its_neighbours_and_has_a_place_on_the_map(browser, server, index):
     open_page(browser, server)
     assert one(browser, "h1").text == ENCODER
@@ -230,6 +231,7 @@ def test_nothing_overflows_or_moves(browser, server, width):
         assert browser.boxes("#map")[0][0] > 0.85 * width
 
 
+@pytest.mark.slow
 def test_dark_and_light_have_enough_contrast(browser, server):
     """WCAG AA: 4.5 between text and ground, 3 between points and the map."""
     script = """

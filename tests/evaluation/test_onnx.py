@@ -15,6 +15,7 @@ onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]
 pytest.importorskip("onnxscript", reason="pip install -e '.[onnx]'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "pooling", "after"),
     [("roberta", "mean", []), ("roberta", "mean_without_cls", []), ("bert", "max", ["Dense", "Normalize"])],

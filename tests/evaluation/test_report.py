@@ -204,6 +204,7 @@ def batch_of(names, tokens):
     return pa.record_batch(columns), pa.array(names)
 
 
+@pytest.mark.slow
 def test_more_sources_than_are_held_lose_their_names_only():
     tallies = Tallies()
     number = 6 * MAX_NAMES

@@ -40,6 +40,7 @@ def pictures_of(page):
     return [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([A-Za-z0-9+/=]+)"', page)]
 
 
+@pytest.mark.slow
 def test_charts_are_those_of_the_shards(images, clips):
     folder, manifest = images
     content = gather(folder)

@@ -10,6 +10,7 @@ def page(prepared, tmp_path_factory):
     return write_report(prepared[0], tmp_path_factory.mktemp("report"))
 
 
+@pytest.mark.slow
 def test_it_loads_without_complaint_and_asks_the_network_for_nothing(browser, page):
     browser.open(page)
     assert browser.run("return document.readyState") == "complete"

@@ -98,6 +98,7 @@ def their_run(tmp_path, theirs):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["search", "explore", "embed", "export-onnx", "evaluate", "mteb"])
 def test_only_the_command_line_grants_trust(command, their_index, their_run, theirs, marker, tmp_path, capsys):
     commands = {

@@ -173,6 +173,7 @@ def p_values(case, pmf, num_documents):
     return found
 
 
+@pytest.mark.slow
 def test_exact_laws(figures, measured):
     pmf = figures.arrays("span_stats")
     cases = [case for case in figures.json("span_stats")["configs"] if case.get("exact")]

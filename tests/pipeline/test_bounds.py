@@ -62,6 +62,7 @@ def test_a_member_with_holes_is_a_failure(tmp_path):
     assert outcomes(read_all(files(tmp_path))) == [("x.tar!holes.txt", "not_a_file"), ("x.tar!b.txt", "next")]
 
 
+@pytest.mark.slow
 def test_nested_bombs_break_off(tmp_path):
     """64 GiB in less than a hundred kilobytes."""
     packer = zlib.compressobj(9, wbits=31)
@@ -89,6 +90,7 @@ def write_large_before_small(path, kind, num_large):
     pq.write_table(table, path, compression="zstd", row_group_size=len(table), use_dictionary=kind == "dictionary")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "num_large"), [("dictionary", 220), ("plain", 60)])
 def test_large_texts_before_small_ones_are_read_in_bounded_memory(tmp_path, kind, num_large):
     """The texts of the dictionary would together be more than an Arrow array of strings can hold."""

@@ -31,6 +31,7 @@ def test_an_address_where_nobody_listens_is_named_at_once(free_port, monkeypatch
     assert time.monotonic() - begun < 5
 
 
+@pytest.mark.slow
 def test_a_head_that_was_lost_has_time_to_come_back(free_port):
     program = "import socket, sys, time; time.sleep(1.5); "
     program += "socket.create_server(('127.0.0.1', int(sys.argv[1]))).accept()"

@@ -114,6 +114,7 @@ def test_units_depend_on_the_inputs_and_the_sample_is_even_over_them(make_config
     assert len(list(sample_texts(config, units, 100))) == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("output", "words"),
     [

@@ -56,6 +56,7 @@ def test_every_character_gets_the_same_ids(encoders):
     assert disagreement(reference, fast, lines) is None
 
 
+@pytest.mark.slow
 def test_a_megabyte_without_a_boundary_takes_no_more_than_linear_time_and_the_same_ids(encoders):
     reference, fast = encoders
     texts = [letter * 300_000 for letter in ("a", "!", " ", "\n", "\u3000", "x \n")]
@@ -174,6 +175,7 @@ def test_robertas_real_vocabulary(tmp_path):
     assert fast.encode(["Hello world"])[0].tolist() == [20920, 232]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine_name", ["tiktoken", "tokenizers"])
 def test_memory_stays_flat_over_ever_new_words(encoders, engine_name):
     """A small version of the measurement in benchmarks/README.md: half a million words that no cache has seen."""

@@ -42,6 +42,7 @@ def count(config):
     return sum(1 for unit in units for _ in read_unit(unit, config.corpus))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 20.0])
 def test_a_mixed_folder_is_estimated_by_folder_and_format(mixed, make_config, monkeypatch, seconds):
     monkeypatch.setattr(estimating, "_SAMPLE_SECONDS", seconds)

@@ -131,6 +131,7 @@ DATASETS = {
 }
 
 
+@pytest.mark.slow
 def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_path):
     asked = [
         {"name": "owner/plain"},

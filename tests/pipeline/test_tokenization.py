@@ -75,6 +75,7 @@ def test_a_tokenizer_that_is_nowhere_is_a_problem_with_its_name(tmp_path, monkey
         load_tokenizer(str(tmp_path / "no-such-tokenizer"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason="real vocabularies are not on this machine")
 @pytest.mark.parametrize(
     ("name", "prefix", "ids"), [("roberta-base", " ", [20920, 232]), ("bert-base-uncased", "", [7592, 2088])]

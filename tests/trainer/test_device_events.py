@@ -147,6 +147,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_the_flight_recorder_names_the_exchange_that_a_rank_did_not_enter(tmp_path):
     command = [sys.executable, "-c", RANK]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": runs.ROOT}

@@ -64,6 +64,7 @@ def explicit(query, key, value, bounds, window, drop):
     return torch.cat(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 7, 65])
 @pytest.mark.parametrize("mixed_rates", [False, True])
 @pytest.mark.parametrize(("heads", "head_size"), [(3, 8), (1, 24)])
@@ -80,6 +81,7 @@ def test_values_and_gradients_are_those_of_explicit_weights(heads, head_size, mi
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_operation_keeps_the_rules_of_torch():
     """Shapes without values, gradients and strides as torch.compile expects them; a repetition has the same bits."""
     (query, key, value, _), drop = random_inputs([5, 70], 2, 16, mixed_rates=True)
@@ -112,6 +114,7 @@ def test_an_encoder_computes_what_groups_compute(family):
         assert (one - other).norm() < 0.01 * other.norm()
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_lengths():
     """The backward is traced too. Dynamo repeats an analysis for it, and keeps one."""
     torch._dynamo.reset()
@@ -126,6 +129,7 @@ def test_one_graph_for_all_lengths():
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_gpus_have_enough_shared_memory(tmp_path):
     """Triton compiles for GPUs without one. 99 KiB is what a program may have on the smallest, for example an L4."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -136,6 +140,7 @@ def test_gpus_have_enough_shared_memory(tmp_path):
     assert max(sizes) <= 99 * 1024
 
 
+@pytest.mark.slow
 def test_a_gpu_tries_the_kernel_before_it_is_used(monkeypatch):
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):  # as in a first pass
         assert dropping_attention.problem(64, CPU, torch.float16) is None

@@ -77,6 +77,7 @@ def test_a_shortest_span_above_the_shards_longest_is_refused(data, tmp_path):
         config(data, {"min_tokens": 9, "max_tokens": 8})
 
 
+@pytest.mark.slow
 def test_print_config_shows_the_values_of_the_shards(data, tmp_path):
     path = runs.write_config(tmp_path / "config.yaml", train={"run": "unused", "data": str(data), **ENCODER})
     shown = runs.run_command("declutr.trainer.train", path, "--print-config")
@@ -87,6 +88,7 @@ def test_print_config_shows_the_values_of_the_shards(data, tmp_path):
     assert config_yaml(with_geometry(printed, tmp_path)) == config_yaml(printed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["nowhere", "s3://bucket/shards"])
 def test_print_config_says_which_values_it_could_not_find(tmp_path, place):
     path = runs.write_config(tmp_path / "config.yaml", train={"run": "unused", "data": place, **ENCODER})
@@ -96,6 +98,7 @@ def test_print_config_says_which_values_it_could_not_find(tmp_path, place):
     assert "takes spans.num_anchors, spans.min_tokens from them" in shown.stderr
 
 
+@pytest.mark.slow
 def test_rows_without_spans_have_no_values_to_find(tmp_path):
     path = runs.write_config(tmp_path / "config.yaml", train={"run": "unused", "data": "nowhere", **ENCODER})
     shown = runs.run_command("declutr.trainer.train", path, "objective.kind=simcse", "--print-config")

@@ -64,6 +64,7 @@ def test_the_message_names_package_entry_point_and_cause(tmp_path, monkeypatch, 
     assert problem.endswith("correct or uninstall the package")
 
 
+@pytest.mark.slow
 def test_a_package_that_cannot_be_used_stops_only_what_names_its_kind(tmp_path, monkeypatch):
     """Its import ends the process with status 0; commands that do not need it ended with that, silently."""
     install(tmp_path, monkeypatch, "spoilt-objective", "spoilt_exits", "import sys; sys.exit(0)")

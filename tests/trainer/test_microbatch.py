@@ -38,6 +38,7 @@ print(json.dumps({"worst": worst, "limit": limit, "tokens": tokens}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its own memory through Linux's RLIMIT_AS and /proc")
 def test_a_step_that_runs_out_of_memory_is_taken_again_in_smaller_pieces():
     path = [entry for entry in sys.path if entry]

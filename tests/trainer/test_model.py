@@ -243,6 +243,7 @@ def test_vocabulary_of_a_tokenizer():
         vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=words, **names))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's own, about gradients of non-leaf tensors
 @pytest.mark.parametrize("setting", ["activation_checkpointing", "compile"])
 def test_settings_for_speed_and_memory_change_no_gradient(setting):

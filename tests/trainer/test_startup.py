@@ -16,6 +16,7 @@ from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 CODE = "import sys\n{}\nprint(*sorted({{'torch', 'transformers', 'scipy.stats'}} & set(sys.modules)))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [

@@ -64,6 +64,7 @@ def test_a_cluster_that_does_not_answer_is_refused(tmp_path, monkeypatch):
     assert problem.startswith("scaling.address = 127.0.0.1:2: no Ray cluster answers there")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_a_signal_asks_for_a_good_end(name):
     number = getattr(signal, name)

@@ -184,6 +184,7 @@ def test_nothing_there_is_missing_and_a_part_of_it_is_broken(tmp_path):
     assert not isinstance(caught.value, MissingDataError)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
 def test_the_real_sets():
     """Numbers of rows are those that SentEval's own loaders gave."""

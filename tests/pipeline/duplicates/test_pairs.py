@@ -150,6 +150,7 @@ def test_ids_that_share_their_key_are_told_apart(tmp_path, search):
     assert (pairs.later.tolist(), pairs.earlier.tolist()) == ([2], [0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_huge_group_costs_linear_work(exact, tmp_path, search):
     config = DuplicatesConfig(exact=exact, near=NearConfig())

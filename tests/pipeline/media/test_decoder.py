@@ -1,6 +1,7 @@
 """Files that would take gigabytes or hours are failures of their own, and their neighbours are read."""
 
 import numpy as np
+import pytest
 from mediafiles import blank_webp, commented_ppm, png, repeated_scans, sound, stored, tone, wide_tile
 from PIL import Image
 
@@ -21,6 +22,7 @@ def statuses(records):
     return [record.reason if isinstance(record, ReadFailure | Rejected) else "kept" for record in records]
 
 
+@pytest.mark.slow
 def test_an_image_that_needs_gigabytes_is_a_failure():
     records = list(media_rows(blobs(png(1), blank_webp(9400, 9400), png(2)), IMAGES))
     assert statuses(records) == ["kept", "too_much_memory", "kept"]
@@ -34,6 +36,7 @@ def test_the_size_of_a_tile_is_bounded_whatever_the_size_of_the_image():
     assert large in ("too_much_memory", "undecodable")  # libtiff reports an error of its own
 
 
+@pytest.mark.slow
 def test_an_image_that_needs_hours_is_a_failure():
     slow = repeated_scans(3000, 3000), commented_ppm(2 << 20)
     files = png(1), slow[0], png(2), slow[1], png(3)

@@ -90,6 +90,7 @@ print(json.dumps([counts.model_dump(), before, resource.getrusage(resource.RUSAG
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units")
 @pytest.mark.parametrize("kind", ["images", "audio"])
 def test_memory_does_not_grow_with_the_corpus(kind, tmp_path):
