@@ -26,7 +26,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "two anchors, adjacent positives": {"spans.num_anchors": 2, "spans.strategy": "adjacent"},
     "one anchor, adjacent positive": {"spans.strategy": "adjacent"},
     "last third of the layers": {"encoder.num_trainable_layers": 2},
-    "MLM": {"objective.terms": "mlm"},
+    "MLM": {"objective.terms": "mlm", "encoder.new_mlm_head": True},
     "SimCSE": {"objective": {"kind": "simcse", "max_tokens": PASSAGE_TOKENS}, "encoder.dropout": 0.1},
 }
 """Settings that differ from the recipe's training, by name; the number of steps is the same."""

@@ -1,0 +1,40 @@
+"""The settings of the reference trainings, and the queries cut from test documents."""
+
+import numpy as np
+import pytest
+
+from benchmarks.adapt.queries import _found, _paragraphs
+from benchmarks.adapt.references import REFERENCES, _changed
+from declutr.adaptation.config import AdaptConfig, train_config
+from declutr.trainer.setup.config import TrainConfig
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_settings_of_every_reference_are_valid(name, tmp_path):
+    config = AdaptConfig(encoder=str(tmp_path), corpus=["a.jsonl"])
+    settings = train_config(config, tmp_path / "data", tmp_path / "run", 5, "mean").model_dump(exclude_unset=True)
+    changed = TrainConfig.model_validate(_changed(settings, REFERENCES[name]))
+    assert changed.steps == 5
+    assert changed.encoder.new_mlm_head == (name == "MLM"), "an encoder of sentences has no head"
+
+
+def test_paragraphs_of_a_document_are_cut_after_their_first_sentence():
+    rest = " ".join(f"word{n}" for n in range(30))
+    whole = "This is a first sentence of some words. " + rest
+    text = "\n".join(["A heading", whole, "Too short a paragraph to search. It has no rest."] + [whole] * 20)
+    found = _paragraphs(text)
+    assert len(found) == 8
+    assert set(found) == {("This is a first sentence of some words.", rest)}
+    assert _paragraphs("A heading") == []
+
+
+class Plane:
+    """Encodes a text as the direction that its number names."""
+
+    def encode(self, texts):
+        return np.array([[np.cos(float(text)), np.sin(float(text))] for text in texts])
+
+
+def test_found_counts_sentences_of_each_document_that_find_their_paragraph():
+    hits = _found(Plane(), [0, 0, 2], ["0.0", "1.0", "2.0"], ["0.1", "2.1", "1.4"])
+    assert hits.tolist() == [[1, 2], [0, 1]]
