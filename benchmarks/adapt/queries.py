@@ -59,8 +59,8 @@ def _paragraphs(text: str) -> list[tuple[str, str]]:
         first, _, rest = re.sub(r"(?<=[a-z)][.?!])\s+", "\n", paragraph.strip(), count=1).partition("\n")
         if len(first.split()) in _SENTENCE_WORDS and len(rest.split()) >= _REST_WORDS:
             found.append((first, rest))
-    places = np.unique(np.linspace(0, len(found) - 1, _MOST_PARAGRAPHS).astype(int)) if found else []
-    return [found[place] for place in places]
+    places = np.linspace(0, len(found) - 1, _MOST_PARAGRAPHS).astype(int).tolist() if found else []
+    return [found[place] for place in sorted(set(places))]
 
 
 def _found(encoder: TransformerEncoder, owners: list[int], queries: list[str], texts: list[str]) -> F64:

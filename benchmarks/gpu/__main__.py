@@ -3,7 +3,7 @@
     make gpu
     python -m benchmarks.gpu --json OUT [--model roberta-base] [--documents 16] [--only step]
 
-1. `kernel`, `dropping`: embeddings and gradients of the attention kernel against those of groups, in bfloat16; the
+1. `kernel`, `dropout`: embeddings and gradients of the attention kernel against those of groups, in bfloat16; the
    second with dropped attention weights.
 2. `compiled`: the same for the compiled encoder against the one that is not, with dropout: equal masks on both sides.
 3. `syncs`: steps in which any wait for the GPU is an error.
@@ -34,7 +34,7 @@ _DEVICE = torch.device("cuda")
 # bfloat16 has 8 bits: rounding in another order moves an embedding by up to a few parts in a hundred of the largest.
 _TOLERANCE = 0.05
 _WARM_UP, _TIMED, _PROFILED = 5, 20, 3
-_CHECKS = ("kernel", "dropping", "compiled", "syncs", "time")
+_CHECKS = ("kernel", "dropout", "compiled", "syncs", "time")
 _BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options
     "step": ("step", "--device", "cuda", "--model", "roberta-base", "--documents", "16", "--compile"),
     "batch": ("step.batch", "--device", "cuda"),
@@ -48,7 +48,7 @@ def kernel_against_groups(workload: packed.Workload, documents: int) -> dict[str
     encoder = _encoder(workload, compiled=False)
     drops = drops_attention(encoder.model.config)
     found = encoder.kernels(_DEVICE, drops)
-    if found is None or (drops and found.attend_dropping is None):
+    if found is None or (drops and found.attend_dropout is None):
         return {"passed": False, "why": "the kernel does not run on this GPU; the log has the reason"}
     with_kernel = _values(encoder, workload, documents)
     encoder._kernels[_DEVICE, drops] = None
@@ -174,10 +174,10 @@ def main(arguments: list[str] | None = None) -> None:
 def _parts(given: argparse.Namespace, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     dropping = packed.Workload.of(given, "cuda", "bf16", dropout=0.1, attention_dropout=0.0)
     plain = packed.Workload.of(given, "cuda", "bf16", dropout=0.0)
-    dropping_weights = packed.Workload.of(given, "cuda", "bf16", dropout=0.1, attention_dropout=0.1)
+    with_attention_dropout = packed.Workload.of(given, "cuda", "bf16", dropout=0.1, attention_dropout=0.1)
     return {
         "kernel": lambda: kernel_against_groups(plain, given.documents),
-        "dropping": lambda: kernel_against_groups(dropping_weights, given.documents),
+        "dropout": lambda: kernel_against_groups(with_attention_dropout, given.documents),
         "compiled": lambda: compiled_against_eager(dropping, given.documents),
         "syncs": lambda: without_syncs(dropping, given.documents),
         "time": lambda: timed(dropping, given.documents, folder),

@@ -86,7 +86,7 @@ def _encoder(workload: packed.Workload) -> Encoder:
     encoder = models.encoder(workload.size, workload.dropout, workload.seed, workload.attention_dropout)
     drops = drops_attention(encoder.model.config)
     dropping = (
-        importlib.import_module("declutr.trainer.model.dropping_attention").attend_dropping if drops else None
+        importlib.import_module("declutr.trainer.model.dropout_attention").attend_dropout if drops else None
     )  # Triton
     encoder._kernels[_CPU, drops] = Kernels(kernels.attend, dropping)
     return encoder

@@ -241,4 +241,4 @@ def test_a_machine_without_a_gpu_is_told_what_to_do(capsys):
         gpu.main([])
     with pytest.raises(SystemExit):
         gpu.main(["--only", "nothing"])
-    assert "choose from 'kernel', 'dropping'" in capsys.readouterr().err
+    assert "choose from 'kernel', 'dropout'" in capsys.readouterr().err

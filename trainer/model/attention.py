@@ -144,14 +144,14 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__}: packed attention needs packed_layout")
     window, bounds, kernels = kwargs.get("sliding_window"), packed_layout.bounds, packed_layout.kernels
     drop = weight_dropout(module, dropout, packed_layout.token_keys, packed_layout.rates)
-    if kernels is not None and query.dtype in _HALF and (drop is None or kernels.attend_dropping is not None):
+    if kernels is not None and query.dtype in _HALF and (drop is None or kernels.attend_dropout is not None):
         assert bounds is not None
         q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
         given = q, k, v, bounds, packed_layout.longest, scaling, window
         if drop is None:
             return kernels.attend(*given)[None], None
-        assert kernels.attend_dropping is not None
-        return kernels.attend_dropping(*given, drop)[None], None
+        assert kernels.attend_dropout is not None
+        return kernels.attend_dropout(*given, drop)[None], None
     return attend_in_groups(query, key, value, scaling, window, drop, packed_layout), None
 
 

@@ -17,11 +17,11 @@ class Kernels(NamedTuple):
 
     Attributes:
         attend: trainer/model/kernels.py.
-        attend_dropping: trainer/model/dropping_attention.py, which drops weights; None: groups do.
+        attend_dropout: trainer/model/dropout_attention.py, which drops weights; None: groups do.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
-    attend_dropping: (
+    attend_dropout: (
         Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None, WeightDropout], Tensor] | None
     ) = None
 
@@ -45,18 +45,18 @@ def fitting_kernels(model: torch.nn.Module, device: torch.device, drops: bool) -
         _tell(f"attention computes spans of similar length together, which is slower: {problem}")
         return None
     kernels.use_newest(capability)
-    return Kernels(kernels.attend, fitting_dropping(head_size, device) if drops else None)
+    return Kernels(kernels.attend, fitting_dropout(head_size, device) if drops else None)
 
 
-def fitting_dropping(head_size: int, device: torch.device) -> Any:
+def fitting_dropout(head_size: int, device: torch.device) -> Any:
     """The kernel that drops attention weights; None, with a line in the log, if it does not work on the device."""
     problem = "the package triton is missing; install torch for CUDA"
     if find_spec("triton") is not None:
-        from declutr.trainer.model import dropping_attention
+        from declutr.trainer.model import dropout_attention
 
-        found = dropping_attention.problem(head_size, device)
+        found = dropout_attention.problem(head_size, device)
         if found is None:
-            return dropping_attention.attend_dropping
+            return dropout_attention.attend_dropout
         problem = found
     _tell(f"attention dropout stores the weights of some spans at a time, which is slower: {problem}")
     return None

@@ -1,6 +1,6 @@
 """Attention whose weights are dropped by token, as one operation of a GPU, which stays in torch.compile's graph.
 
-Only `fitting_dropping` imports this file and its kernels, because they need Triton.
+Only `fitting_dropout` imports this file and its kernels, because they need Triton.
 
 Legend: T tokens, S spans.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from declutr.trainer.data.tokenrates import limit
-from declutr.trainer.model import dropping_kernel as kernels
+from declutr.trainer.model import dropout_kernel as kernels
 from declutr.trainer.model.dropout import WeightDropout, attention_words
 from declutr.trainer.model.keyed_attention import attend_with_dropout
 
@@ -24,7 +24,7 @@ _LEAST_WIDTH = 16  # of a matrix product
 _TRIED_LENGTHS, _TRIED_HEADS, _TRIED_RATE, _TOLERANCE = (70, 3, 129), 2, 0.3, 0.02
 
 
-def attend_dropping(
+def attend_dropout(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -57,7 +57,7 @@ def attend_dropping(
     return made
 
 
-@torch.library.custom_op("declutr::attend_dropping", mutates_args=())
+@torch.library.custom_op("declutr::attend_dropout", mutates_args=())
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -78,7 +78,7 @@ def _attend(
     return made, sums
 
 
-@torch.library.custom_op("declutr::attend_dropping_backward", mutates_args=())
+@torch.library.custom_op("declutr::attend_dropout_backward", mutates_args=())
 def _attend_backward(
     gradient: Tensor,
     query: Tensor,
@@ -171,7 +171,7 @@ def _difference(head_size: int, device: torch.device, dtype: torch.dtype) -> flo
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         starts = torch.tensor(bounds, dtype=torch.int32, device=device)
-        return attend_dropping(query, key, value, starts, max(_TRIED_LENGTHS), None, None, drop)
+        return attend_dropout(query, key, value, starts, max(_TRIED_LENGTHS), None, None, drop)
 
     def explicit(*tensors: Tensor) -> Tensor:
         made = []

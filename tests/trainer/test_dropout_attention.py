@@ -20,24 +20,24 @@ from declutr.trainer.model.kernel_choice import Kernels
 from declutr.trainer.model.keyed_attention import attend_with_dropout
 
 pytest.importorskip("triton", reason="Triton is not installed")
-dropping_attention = importlib.import_module("declutr.trainer.model.dropping_attention")
+dropout_attention = importlib.import_module("declutr.trainer.model.dropout_attention")
 
 CPU = torch.device("cpu")
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from declutr.trainer.model import dropping_kernel
+from declutr.trainer.model import dropout_kernel
 KINDS = dict.fromkeys(("bounds", "keys", "limits", "words"), "*i32") | dict.fromkeys(("num_words", "heads"), "i32")
 KINDS |= dict.fromkeys(("sums", "dots", "kept"), "*fp32") | {"scale": "fp32"}
 for capability, head_size, window in ((80, 128, 0), (89, 64, 0), (90, 24, 65)):
     constants = {"WINDOW": window, "SIZE": head_size, "WIDE": max(16, triton.next_power_of_2(head_size))}
-    for kernel in (dropping_kernel.forward, dropping_kernel.backward_queries, dropping_kernel.backward_keys):
+    for kernel in (dropout_kernel.forward, dropout_kernel.backward_queries, dropout_kernel.backward_keys):
         kinds = {name: "constexpr" if name in constants else KINDS.get(name, "*bf16") for name in kernel.arg_names}
         source, target = ASTSource(kernel, kinds, constants), GPUTarget("cuda", capability, 32)
         print(triton.compile(source, target=target).metadata.shared)
 """
-BOTH = Kernels(kernels.attend, dropping_attention.attend_dropping)
+BOTH = Kernels(kernels.attend, dropout_attention.attend_dropout)
 WIDE = {"hidden_size": 32, "num_attention_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 128}
 
 
@@ -74,7 +74,7 @@ def test_values_and_gradients_are_those_of_explicit_weights(heads, head_size, mi
     (*given, upstream), drop = random_inputs(lengths, heads, head_size, mixed_rates)
     given = [each.clone().requires_grad_() for each in given]
     bounds = [0, *accumulate(lengths)]
-    found = dropping_attention.attend_dropping(*given, torch.tensor(bounds, dtype=torch.int32), 256, 0.2, window, drop)
+    found = dropout_attention.attend_dropout(*given, torch.tensor(bounds, dtype=torch.int32), 256, 0.2, window, drop)
     expected = explicit(*given, bounds, window, drop)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     gradients = [torch.autograd.grad(each, given, upstream) for each in (found, expected)]
@@ -87,8 +87,8 @@ def test_the_operation_keeps_the_rules_of_torch():
     (query, key, value, _), drop = random_inputs([5, 70], 2, 16, mixed_rates=True)
     bounds = torch.tensor([0, 5, 75], dtype=torch.int32)
     given = query.requires_grad_(), key, value, bounds, drop.keys, drop.rates.limits, drop.rates.factors.float()
-    torch.library.opcheck(dropping_attention._attend, (*given, 3, 128, 0.25, 0))
-    one, two = (dropping_attention._attend(*given, 3, 128, 0.25, 0)[0] for _ in range(2))
+    torch.library.opcheck(dropout_attention._attend, (*given, 3, 128, 0.25, 0))
+    one, two = (dropout_attention._attend(*given, 3, 128, 0.25, 0)[0] for _ in range(2))
     assert torch.equal(one, two)
 
 
@@ -143,7 +143,7 @@ def test_gpus_have_enough_shared_memory(tmp_path):
 @pytest.mark.slow
 def test_a_gpu_tries_the_kernel_before_it_is_used(monkeypatch):
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):  # as in a first pass
-        assert dropping_attention.problem(64, CPU, torch.float16) is None
-    assert "the head size is 256" in dropping_attention.problem(256, CPU)
-    monkeypatch.setattr(dropping_attention, "_TOLERANCE", 0.0)
-    assert "values and gradients are wrong by 0." in dropping_attention.problem(64, CPU, torch.float16)
+        assert dropout_attention.problem(64, CPU, torch.float16) is None
+    assert "the head size is 256" in dropout_attention.problem(256, CPU)
+    monkeypatch.setattr(dropout_attention, "_TOLERANCE", 0.0)
+    assert "values and gradients are wrong by 0." in dropout_attention.problem(64, CPU, torch.float16)
