@@ -20,7 +20,7 @@ BATCH_DOCUMENTS = 64
 
 
 class AdaptConfig(Strict):
-    """What to adapt to what."""
+    """Settings of an adaptation."""
 
     encoder: str
     """Folder or name of the encoder to start from."""

@@ -42,7 +42,7 @@ def cross_fitted(
 
 
 def _of_documents(passages: Passages, documents: np.ndarray) -> Passages:
-    """The passages of some documents, numbered anew."""
+    """The passages of some documents, numbered from 0."""
     inside = np.isin(passages.owners, documents)
     owners = np.searchsorted(documents, passages.owners[inside])
     nothing: F64 = np.empty(0)

@@ -1,4 +1,4 @@
-"""What an adapted encoder lost in general: STS-B, or how far cosines of general sentences moved."""
+"""Losses of an adapted encoder on general sentences: STS-B, or how far their cosines moved."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -275,7 +275,7 @@ class _Adaptation:
         return result
 
     def _general(self, encoder: TransformerEncoder | None) -> tuple[Comparison | None, str]:
-        """What the candidate lost in general, with its words."""
+        """Loss of the candidate on general sentences, with its words."""
         if encoder is None:
             return None, ""
         if self.config.stsb is None:

@@ -1,4 +1,4 @@
-"""What an adapted encoder is measured by: distant passages, headings, and the user's pairs.
+"""Measures of an adapted encoder: distant passages, headings, and the user's pairs.
 
 Every measure has a value for each row (a document or a query), so that two encoders are compared on the same rows.
 Legend: n documents, P passages of all of them, Q queries.

@@ -31,7 +31,7 @@ Values = dict[str, F64]
 
 @dataclass(frozen=True)
 class TestSet:
-    """What a split is scored on.
+    """Passages, headings and pairs on which a split is scored.
 
     Attributes:
         passages: of its documents.

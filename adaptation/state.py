@@ -1,4 +1,4 @@
-"""What the folder of an adaptation remembers: settings, time used, steps of training, looks at its test."""
+"""State of an adaptation in its folder: settings, time used, steps of training, looks at its test."""
 
 import time
 from collections.abc import Iterator
@@ -87,7 +87,7 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
     try:
         record = _Record.model_validate_json(path.read_bytes()) if path.is_file() else _Record(config=config)
     except ValidationError as error:
-        raise AdaptError(f"{path} is damaged: delete it, and the same command decides the training anew") from error
+        raise AdaptError(f"{path} is damaged: delete it, and the same command decides the training again") from error
     differing = [
         name
         for name in AdaptConfig.model_fields
