@@ -39,3 +39,5 @@ def test_rays_own_trainer_starts_the_workers(tmp_path):
     trainer = build_group(ScalingConfig(device="cpu"), "cpu", {}, tmp_path, "channel", {})
     assert type(trainer) is TorchTrainer
     assert isinstance(trainer.backend_config, TorchConfig)
+    allocator = trainer.run_config.worker_runtime_env["env_vars"]["LD_PRELOAD"]
+    assert Path(allocator).is_file(), "glibc's heap would grow with the steps"

@@ -26,8 +26,6 @@ from declutr.trainer.setup.steps import total_steps
 _LEAST_SECONDS = 60.0
 """Shortest run whose duration is compared; below it, the start of the workers dominates, which no step shows."""
 _DAY_SECONDS = 86_400.0
-_GROWTH = 3.0
-"""On CPUs a worker grows to about this multiple of its first steps (docs/log.md, 2026-11-24)."""
 _LITTLE = 0.5
 """Share of the tokens below which a plan says what more passes would read."""
 _MORE = 4
@@ -160,7 +158,7 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
         step_seconds=trial.step_seconds,
         step_tokens=trial.step_tokens,
         validation_seconds=trial.validation_seconds,
-        memory_mib=trial.memory_mib * (_GROWTH if trial.device == "cpu" else 1),
+        memory_mib=trial.memory_mib,
     )
     made = made.model_copy(update={"advice": _advice(run, made, main)})
     path = _path(run.folder)

@@ -28,6 +28,9 @@ from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.worker.launch import train_loop
 
 _BACKEND_SECONDS = 1800
+# Every step has tensors of other sizes, which fragment the heap of glibc to a multiple of what is in use (docs/log.md).
+# A host without this file of Ray's wheel, for example a Mac, goes on without it.
+_ALLOCATOR = Path(ray.__file__).parent / "core" / "libjemalloc.so"
 
 
 def build_group(
@@ -81,6 +84,7 @@ def build_group(
             storage_path=str(run),
             failure_config=ray.train.FailureConfig(max_failures=0),
             callbacks=_tune_callbacks(),
+            worker_runtime_env={"env_vars": {"LD_PRELOAD": str(_ALLOCATOR)}} if device == "cpu" else None,
         ),
     )
 
