@@ -12,8 +12,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.filters.whitespace import normalise
 from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document, Rejected, document_id
-from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.data.shard_columns import document_keys
+from declutr.pipeline.shards.shards import ShardSet, document_keys
 
 Split = Literal["development", "test"]
 MOST_DOCUMENTS = 500

@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from declutr.trainer.data.shard_columns import ragged
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.pipeline.shards.shards import ragged
+from declutr.trainer.data.packing import Vocabulary
 
 
 def passages(

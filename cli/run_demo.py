@@ -19,8 +19,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.outcome import summary
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import TOKENIZER
-from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.data.shard_columns import ragged
+from declutr.pipeline.shards.shards import ShardSet, ragged
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.train import train
 

@@ -14,7 +14,6 @@ from declutr.trainer.model.language_model import load_hf_config
 from declutr.trainer.objectives.base import implementation_of
 from declutr.trainer.setup.cache import data_folder
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.steps import total_steps
 from declutr.trainer.setup.tasks import new_frontend
 
 _WEIGHT_BYTES = 4
@@ -100,7 +99,7 @@ def _checkpoints(config: TrainConfig) -> int:
         documents = (
             load_manifest(data_folder(config.data, config.cache)).totals["kept_train"] if config.steps is None else 0
         )
-        number += total_steps(config, Plan(config.seed, documents, config.batch_documents)) // saving.keep_every_steps
+        number += config.total_steps(Plan(config.seed, documents, config.batch_documents)) // saving.keep_every_steps
     return number
 
 

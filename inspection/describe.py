@@ -8,16 +8,13 @@ import numpy as np
 from declutr.common.excerpt import shorten
 from declutr.common.records import DamagedError
 from declutr.common.scores import comparable, read_scores
-from declutr.inspection.decoding import decoder
-from declutr.inspection.media import media_lines
-from declutr.inspection.texts import text_lines
+from declutr.inspection.rows import decoder, media_lines, text_lines
 from declutr.pipeline.shards.content import size_noun
 from declutr.pipeline.shards.manifest import MANIFEST, Manifest, load_manifest
-from declutr.pipeline.shards.shards import ShardSet, check_shards
+from declutr.pipeline.shards.shards import ShardSet, check_shards, document_keys, ragged
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.data.shard_columns import document_keys, ragged
 from declutr.trainer.driver.exported import EXPORT, SETTINGS, read_settings
 from declutr.trainer.driver.objective_checks import kind_problem
 from declutr.trainer.metrics.metrics import read_metrics

@@ -10,8 +10,8 @@ from declutr.common.excerpt import shorten
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.chunks import fetched
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.data.patches import PatchBatch
-from declutr.trainer.data.vocabulary import Vocabulary
 from declutr.trainer.objectives.base import Objective, implementation_of
 from declutr.trainer.setup.build import load_tokenizer
 from declutr.trainer.setup.config import TrainConfig

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from declutr.common.commandline import config_parser
@@ -17,22 +17,25 @@ from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.credentials import refused_settings
 from declutr.common.lock import RunLockedError
+from declutr.common.paths import expand
 from declutr.common.session_config import SessionError
 from declutr.common.storage import atomic_file, write_text
+from declutr.common.stores.address import child, is_remote
+from declutr.common.stores.files import pull_file
+from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.config import PipelineConfig, config_hash, identity
 from declutr.pipeline.duplicates.config import problems as duplicates_problems
 from declutr.pipeline.filters.config import problems as filter_problems
 from declutr.pipeline.filters.evaluation_sets import INDEX, build_index
-from declutr.pipeline.job.estimate import Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
-from declutr.pipeline.job.opened import Output
-from declutr.pipeline.job.opening import open_output, small_files
+from declutr.pipeline.job.estimate import ESTIMATE, Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
 from declutr.pipeline.job.outcome import labels_hint, lines_hint, nothing_kept, summary, too_many_failed
-from declutr.pipeline.job.output import PreparePlan, hash_plan, output_problems, plan_of
+from declutr.pipeline.job.output import Output, PreparePlan, hash_plan, output_problems, plan_of
 from declutr.pipeline.job.path_checks import look
-from declutr.pipeline.job.progress import seconds_spent
+from declutr.pipeline.job.progress import PROGRESS, seconds_spent
 from declutr.pipeline.job.recheck import content_problems
 from declutr.pipeline.job.sample import output_tokenizer
 from declutr.pipeline.job.stages import run_stages
+from declutr.pipeline.job.stored import open_output
 from declutr.pipeline.job.units import Unit, plan_units, with_file_states
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 from declutr.pipeline.shards.manifest import (
@@ -203,6 +206,19 @@ def _examine(
     return units, plan, found
 
 
+@contextmanager
+def _small_files(config: PipelineConfig) -> Iterator[Path]:
+    """A folder with the estimate and the progress of an output, as far as they exist."""
+    if not is_remote(config.output):
+        yield expand(config.output)
+        return
+    with tempfile.TemporaryDirectory(prefix="declutr-") as folder:
+        for name in (ESTIMATE, PROGRESS):
+            with suppress(OSError):  # they only serve the last message
+                pull_file(child(config.output, name), Path(folder, name), RetryPolicy(total_seconds=0.0))
+        yield Path(folder)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `prepare CONFIG [key=value ...] [--print-config]`; returns the exit status."""
     parser = config_parser("prepare", "From a corpus to Arrow shards.")
@@ -232,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.write(summary(manifest, config.output) + "\n")
     if hint := labels_hint(manifest):
         sys.stdout.write(hint + "\n")
-    with small_files(config) as folder:
+    with _small_files(config) as folder:
         if estimate := load_estimate(folder):
             sys.stdout.write(estimate.score(manifest, seconds_spent(folder)) + "\n")
     return 0

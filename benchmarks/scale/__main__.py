@@ -29,7 +29,7 @@ from benchmarks.workload import models
 from declutr.common import seeding
 from declutr.common.session import start_ray
 from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
-from declutr.trainer.checkpoints.checksum import has_checksum
+from declutr.trainer.checkpoints.state import has_checksum
 from declutr.trainer.checkpoints.tensorfile import write_tensors
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.plan import I64, Plan

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import build_model, load_hf_config

@@ -10,8 +10,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.workload import models, texts
-from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.data.collator import Collator
+from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.base import Objective, implementation_of
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext

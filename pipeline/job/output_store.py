@@ -6,6 +6,7 @@ the sizes in it, is not finished. The whole output is complete when `.files.json
 the manifest (common/stores/folders.py); `sent/` and `candidates/` are removed then.
 """
 
+import re
 import shutil
 import socket
 import tempfile
@@ -27,12 +28,17 @@ from declutr.common.stores.folders import local_files
 from declutr.common.stores.listing import FileRecord, decoded, encoded
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.duplicates.exchange import Exchange
+from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.progress import HEARTBEATS
 from declutr.pipeline.job.units import Unit
 from declutr.pipeline.job.worker import CANDIDATES
+from declutr.pipeline.shards.manifest import TOKENIZER
 
 SENT = "sent"
 """Folder in the output for the lists of finished units."""
+_OF_UNIT = re.compile(r"(?:train-|held-out-|ledger/|rejected/|units/)(\d{5,})\.(?:arrow|jsonl\.gz|json)")
+SHARED = ("shared", "files")
+"""Place of the files that all units share, among those of units."""
 _COPIES, _TASKS = "copies", "tasks"
 _THREADS = 16
 _SWEEP_SECONDS = 30.0
@@ -156,6 +162,17 @@ def _sweep(store: OutputStore) -> None:
 def holds(there: Mapping[str, int], files: Mapping[str, FileRecord]) -> bool:
     """Returns True if all files have the size of their record."""
     return all(there.get(name) == record.num_bytes for name, record in files.items())
+
+
+def units_in(listing: Mapping[str, FileRecord], stage: str) -> list[tuple[tuple[str, str], Files]]:
+    """The files of a complete output, by unit; those that all units share are one more."""
+    found: dict[tuple[str, str], Files] = {}
+    for name, record in listing.items():
+        if match := _OF_UNIT.fullmatch(name):
+            found.setdefault((stage, match[1]), {})[name] = record
+        elif name == INDEX or name.startswith(f"{TOKENIZER}/"):
+            found.setdefault(SHARED, {})[name] = record
+    return list(found.items())
 
 
 def made_in(folder: Path, needs: Mapping[str, FileRecord]) -> list[str]:

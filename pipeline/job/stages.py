@@ -18,7 +18,7 @@ from declutr.common.stores.listing import decoded, encoded
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.keys import KeysError
 from declutr.pipeline.duplicates.table import DUPLICATES
-from declutr.pipeline.job.opened import Output
+from declutr.pipeline.job.output import Output
 from declutr.pipeline.job.output_store import Files, OutputStore, made_in, refuse_missing
 from declutr.pipeline.job.progress import HEARTBEATS, Progress
 from declutr.pipeline.job.sample import output_engine

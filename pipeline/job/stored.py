@@ -1,17 +1,22 @@
-"""The output of a preparation in an object store while a command works on it."""
+"""The output of a preparation in an object store, and the opening of an output in either place."""
 
 import contextlib
+import fcntl
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from declutr.common.cluster import started_cluster
+from declutr.common.config import ConfigError
 from declutr.common.console.logs import get_logger
 from declutr.common.lease import Lease
 from declutr.common.lock import LOCK
+from declutr.common.paths import expand
 from declutr.common.session_config import SessionConfig
 from declutr.common.storage import hash_file
+from declutr.common.stores.address import is_remote
 from declutr.common.stores.copies import PLAN
 from declutr.common.stores.files import entries, pull_file, push_file, remove_file, remove_tree, write_file
 from declutr.common.stores.listing import LISTING, FileRecord, encoded, read_listing
@@ -21,9 +26,8 @@ from declutr.pipeline.duplicates.search import find_duplicates
 from declutr.pipeline.duplicates.table import DUPLICATES
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.estimate import ESTIMATE
-from declutr.pipeline.job.opened import Output
-from declutr.pipeline.job.output import PreparePlan
-from declutr.pipeline.job.output_store import SENT, Files, OutputStore, holds
+from declutr.pipeline.job.output import Output, PreparePlan
+from declutr.pipeline.job.output_store import SENT, SHARED, Files, OutputStore, holds, units_in
 from declutr.pipeline.job.progress import PROGRESS
 from declutr.pipeline.job.unit_writer import matching_sidecar
 from declutr.pipeline.job.units import Unit
@@ -32,10 +36,9 @@ from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
 
 _SETTLE_SECONDS = 1.0
 """Time after which a command looks whether its lease was overwritten; writing a small object takes less."""
-_OF_UNIT = re.compile(r"(?:train-|held-out-|ledger/|rejected/|units/)(\d{5,})\.(?:arrow|jsonl\.gz|json)")
-_SHARED = ("shared", "files")
 _SINGLE = (PLAN, ESTIMATE, PROGRESS, DUPLICATES, MANIFEST)
 """Files of the command itself, the manifest last."""
+_HELD = ".held"
 
 
 class StoredOutput(Output):
@@ -103,7 +106,7 @@ class StoredOutput(Output):
         """Fetches the small files of the output: plan, tokenizer, sidecars of finished units."""
         self._there, self._files = self.store.finished()
         self._listing = read_listing(self.store.address, self.store.retries) if LISTING in self._there else None
-        for place, files in _units(self._listing or {}, "select" if self.config.duplicates.enabled else "prepare"):
+        for place, files in units_in(self._listing or {}, "select" if self.config.duplicates.enabled else "prepare"):
             if holds(self._there, files):
                 self._files.setdefault(place, files)
         for name in _SINGLE:
@@ -113,7 +116,7 @@ class StoredOutput(Output):
             name: record
             for place, files in self._files.items()
             for name, record in files.items()
-            if (place == _SHARED or Path(name).parent.name == "units") and not self._has(name, record)
+            if (place == SHARED or Path(name).parent.name == "units") and not self._has(name, record)
         }
         self.store.fetch(wanted, self.folder)
 
@@ -136,8 +139,8 @@ class StoredOutput(Output):
         """Sends the tokenizer and the index of evaluation sets, unless the store has them."""
         names = [path.relative_to(self.folder).as_posix() for path in sorted((self.folder / TOKENIZER).glob("*"))]
         names += [INDEX] if (self.folder / INDEX).exists() else []
-        if _SHARED not in self._files:
-            self._files[_SHARED] = self.store.send_finished(*_SHARED, self.folder, names)
+        if SHARED not in self._files:
+            self._files[SHARED] = self.store.send_finished(*SHARED, self.folder, names)
 
     def finished_sidecar(self, unit: Unit, stage: str) -> Sidecar | None:
         """The sidecar of a unit that a stage has finished; `refresh` fetches only sidecars of units with all files."""
@@ -149,7 +152,7 @@ class StoredOutput(Output):
 
     def shared_files(self, stage: str) -> Files:
         """The tokenizer and the index of evaluation sets; to select, also the list of duplicates."""
-        found = dict(self._files[_SHARED])
+        found = dict(self._files[SHARED])
         if stage == "select":
             path = self.folder / DUPLICATES
             found[DUPLICATES] = FileRecord(hash_file(path), path.stat().st_size)
@@ -187,7 +190,7 @@ class StoredOutput(Output):
         files = {
             name: record
             for place, found in self._files.items()
-            if place[0] in (stage, _SHARED[0])
+            if place[0] in (stage, SHARED[0])
             for name, record in found.items()
         }
         files |= self.store.send(self.folder, [name for name in _SINGLE if (self.folder / name).is_file()])
@@ -220,12 +223,39 @@ class StoredOutput(Output):
                 push_file(self.folder / PROGRESS, self.store.at(PROGRESS), RetryPolicy(total_seconds=0.0))
 
 
-def _units(listing: Mapping[str, FileRecord], stage: str) -> list[tuple[tuple[str, str], Files]]:
-    """The files of a complete output, by unit; those that all units share are one more."""
-    found: dict[tuple[str, str], Files] = {}
-    for name, record in listing.items():
-        if match := _OF_UNIT.fullmatch(name):
-            found.setdefault((stage, match[1]), {})[name] = record
-        elif name == INDEX or name.startswith(f"{TOKENIZER}/"):
-            found.setdefault(_SHARED, {})[name] = record
-    return list(found.items())
+@contextlib.contextmanager
+def open_output(config: PipelineConfig) -> Iterator[Output]:
+    """The output that a configuration names, for one command.
+
+    Raises:
+        RemoteError: the store refuses, or did not answer in time.
+        ConfigError: `cache` cannot be written.
+    """
+    if not is_remote(config.output):
+        yield Output(config, expand(config.output).absolute())
+        return
+    store = OutputStore(config.output, config.cache, config.storage_retry_seconds)
+    try:
+        store.cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"cache = {config.cache}: {error.strerror}; name a folder of this host that can be written"
+        raise ConfigError("prepare", [problem]) from error
+    for left in store.cache_dir.glob("command-*"):
+        _remove_unless_held(left)
+    with (
+        tempfile.TemporaryDirectory(prefix="command-", dir=store.cache_dir) as name,
+        Path(name, _HELD).open("w") as held,
+    ):
+        fcntl.flock(held, fcntl.LOCK_EX)
+        output = StoredOutput(config, store, Path(name))
+        output.refresh()
+        yield output
+    with contextlib.suppress(OSError):  # other files of this output are left
+        store.cache_dir.rmdir()
+
+
+def _remove_unless_held(folder: Path) -> None:
+    """Removes the folder of a killed command, whose lock the kernel has released."""
+    with contextlib.suppress(OSError), (folder / _HELD).open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -15,8 +15,7 @@ from declutr.pipeline.readers.planning import file_parts
 from declutr.pipeline.readers.pydocs import PythonDocs, python_parts, read_python
 from declutr.pipeline.readers.skipped import Skipped
 from declutr.pipeline.shards.content import AnyContent, AudioContent, DocumentsContent, ImagesContent, keys_of
-from declutr.pipeline.texts.pairs import MAX_FILE_BYTES
-from declutr.pipeline.texts.text_rows import rows
+from declutr.pipeline.texts.text_rows import MAX_FILE_BYTES, rows
 
 Corpus = FilesCorpus | HubCorpus | PythonDocs
 DOCUMENTS = DocumentsContent()

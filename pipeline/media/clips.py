@@ -5,6 +5,7 @@ The energies are those of transformers' ASTFeatureExtractor before padding and n
 
 import math
 import warnings
+import zlib
 from functools import lru_cache
 from io import BytesIO
 from typing import Any
@@ -13,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError, library_message
-from declutr.pipeline.media.ogg import check_ogg
 from declutr.pipeline.readers.corpus import document_id
 from declutr.pipeline.shards.content import AudioContent
 from declutr.pipeline.shards.media import Clip
@@ -40,6 +40,12 @@ _UNKNOWN_BYTES = 0x7FFF_0000
 
 _UNKNOWN_FRAMES = 2**63 - 1
 """Length that libsndfile gives if a header has none, as in a FLAC file whose writer did not know it."""
+SEVERAL_STREAMS = "several_streams"
+_CAPTURE = b"OggS"
+_HEADER_BYTES = 27
+_FIRST, _LAST = 2, 4
+"""Flags of the first and the last page of a stream."""
+_REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def decode_clip(data: bytes, content: AudioContent, label: str) -> Decoded:
@@ -118,7 +124,12 @@ def _read(data: bytes, max_seconds: float) -> tuple[NDArray[np.float64], int, bo
     """The mean of the channels `(num_samples,)`, the sample rate, and True if the clip was cut."""
     import soundfile  # imported here because only audio needs it
 
-    from declutr.pipeline.media.forward import ForwardSound
+    class ForwardSound(soundfile.SoundFile):  # type: ignore[misc]
+        """A `SoundFile` for reading forward: a FLAC file of unknown length (0 samples in its header) cannot seek."""
+
+        def seekable(self) -> bool:
+            """Returns False, so that `read` does not seek to where it is after each block."""
+            return False
 
     try:
         with ForwardSound(BytesIO(data)) as file:
@@ -194,3 +205,44 @@ def _filters(sample_rate: int, num_mel_bins: int, frame_length: int) -> tuple[ND
             triangularize_in_mel_space=True,
         )
     return window_function(frame_length, "hann", periodic=False), csr_array(filters.T), fft_length
+
+
+def check_ogg(data: bytes) -> None:
+    """Checks that a file is one stream with all its pages; bytes before, between and after pages are skipped.
+
+    The time is linear in the size of the file.
+
+    Raises:
+        UndecodableError: `truncated` without the last page or with a damaged one; `several_streams` with a further
+            stream, chained or interleaved.
+    """
+    streams, flags, at = 0, 0, data.find(_CAPTURE)
+    while at >= 0:
+        flags, end = _page(data, at)
+        streams += bool(flags & _FIRST)
+        at = data.find(_CAPTURE, end)
+    if streams > 1:
+        raise UndecodableError(
+            SEVERAL_STREAMS, f"the Ogg file has {streams} streams, of which one would be read; store each in a file"
+        )
+    if not flags & _LAST:
+        raise UndecodableError("truncated", "the Ogg file has no last page")
+
+
+def _page(data: bytes, at: int) -> tuple[int, int]:
+    """The flags of the page at this position, and the position after it."""
+    num_lengths = data[at + _HEADER_BYTES - 1] if at + _HEADER_BYTES <= len(data) else 0
+    body = at + _HEADER_BYTES + num_lengths
+    end = body + sum(data[at + _HEADER_BYTES : body])
+    if end > len(data):
+        raise UndecodableError("truncated", f"the Ogg file ends within its page at byte {at}")
+    checksum = data[at + 22 : at + 26]
+    if _checksum(data[at : at + 22] + bytes(4) + data[at + 26 : end]) != int.from_bytes(checksum, "little"):
+        raise UndecodableError("truncated", f"the Ogg page at byte {at} is damaged (its checksum is wrong)")
+    return data[at + 5], end
+
+
+def _checksum(page: bytes) -> int:
+    """The checksum of a page: zlib's polynomial with the bits of bytes and result in the other order, started at 0."""
+    found = zlib.crc32(page.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
+    return int(f"{found:032b}"[::-1], 2)

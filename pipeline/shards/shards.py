@@ -216,3 +216,21 @@ def _hash_problems(folder: Path, written: Shard | LedgerFile) -> list[str]:
     if (found := hash_file(path)) == written.sha256:
         return []
     return [f"{path} is damaged: SHA-256 {found}, the manifest says {written.sha256}; delete it and prepare again"]
+
+
+def document_keys(documents: pa.Table) -> NDArray[np.uint64]:
+    """`(n,)` first eight bytes of each document's id: the key of all its random draws."""
+    ids = _whole(documents.column("id"))
+    raw = np.frombuffer(ids.buffers()[1], np.uint8).reshape(-1, 16)[ids.offset : ids.offset + len(ids)]
+    return np.ascontiguousarray(raw[:, :8]).view("<u8").reshape(-1)
+
+
+def ragged(column: pa.ChunkedArray) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+    """Values and `(n + 1,)` offsets of a list column."""
+    lists = _whole(column)
+    return lists.values.to_numpy(), lists.offsets.to_numpy().astype(np.int64)
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    """The column as one array; a single chunk, the usual case, is not copied."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

@@ -1,11 +1,38 @@
-"""Rows of a corpus, made from the records of its readers according to the `content` section of `prepare`."""
+"""Rows of a corpus, made from the records of its readers according to the `content` section of `prepare`.
+
+Documents are split into sentences by `sentencex`, a rule-based segmenter of the Wikimedia Foundation. The pairs of a
+file are grouped by premise in memory, so a file of pairs is never cut.
+"""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 
-from declutr.pipeline.readers.corpus import Document, ReadFailure, Record, Rejected, document_id
-from declutr.pipeline.shards.content import AnyContent, PairsContent, SentencesContent, TriplesContent
+from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.readers.corpus import MIB, Document, Fields, ReadFailure, Record, Rejected, Value, document_id
+from declutr.pipeline.shards.content import (
+    LABELS,
+    NO_LABEL,
+    TRIPLE_LABELS,
+    AnyContent,
+    Label,
+    PairsContent,
+    SentencesContent,
+    TriplesContent,
+)
+from declutr.pipeline.shards.windows import EMPTY
+
+_WINDOW_CHARACTERS = 1 << 14
+"""Characters that are split at a time: with some scripts the segmenter's time grows with the square of its input."""
+MAX_FILE_BYTES = 1024 * MIB
+"""Largest file of pairs, and most characters of the pairs of a file that are held."""
+REPEATED = "repeated_pair"
+NO_GOLD_LABEL = "no_gold_label"
+UNKNOWN_LABEL = "unknown_label"
+LACKS = "lacks_"
+_UNLABELLED = ("-", str(NO_LABEL))
+_SHOWN_CHARACTERS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +67,6 @@ def rows(records: Iterator[Record], content: AnyContent) -> Iterator[Record]:
     Raises:
         OSError: the pairs of one file are too large.
     """
-    # Imported here because these modules build the rows defined above.
-    from declutr.pipeline.texts.pairs import pair_rows, triple_rows
-    from declutr.pipeline.texts.sentences import split_documents
-
     match content:
         case SentencesContent(split=True, language=language):
             return split_documents(records, language)
@@ -53,3 +76,168 @@ def rows(records: Iterator[Record], content: AnyContent) -> Iterator[Record]:
             return triple_rows(records)
         case _:
             return records
+
+
+def split_documents(records: Iterator[Record], language: str) -> Iterator[Record]:
+    """The sentences of each document, with the document's offset. A document without text stays one empty record."""
+    for record in records:
+        if isinstance(record, ReadFailure):
+            yield record
+            continue
+        empty = True
+        for sentence in sentences(record.text, language):
+            empty = False
+            yield Document(sentence, record.source, record.offset)
+        if empty:
+            yield Document("", record.source, record.offset)
+
+
+def sentences(text: str, language: str) -> Iterator[str]:
+    """The sentences of a text that are not blank. Together they have all its characters, except blank stretches.
+
+    A sentence ends at a blank line at the latest. One of more than 16,384 characters is cut.
+    """
+    from sentencex import get_sentence_boundaries  # imported here because only this setting needs it
+
+    start = 0
+    while start < len(text):
+        window = text[start : start + _WINDOW_CHARACTERS]
+        starts = [found["start_index"] for found in get_sentence_boundaries(language, window)]
+        if start + len(window) < len(text) and len(starts) > 1:
+            window = window[: starts.pop()]  # the last sentence may continue after the window
+        for first, stop in zip([0, *starts[1:]], [*starts[1:], len(window)], strict=True):
+            if sentence := window[first:stop].strip():
+                yield sentence
+        start += len(window)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    premise: str
+    hypothesis: str
+    label: int
+    offset: int
+
+
+@dataclass(slots=True)
+class _Premise:
+    """A premise with its hypotheses, from the first pair on."""
+
+    text: str
+    offset: int
+    hypotheses: dict[tuple[str, int], str] = field(default_factory=dict)
+    """Hypotheses as written, by normalised text and label."""
+
+
+def pair_rows(records: Iterator[Record], required_labels: Sequence[Label]) -> Iterator[Record]:
+    """The failures and single pairs that a file leaves out, then a row for each premise, in order of first occurrence.
+
+    Args:
+        records: failures, and `Fields` of premise, hypothesis and label.
+        required_labels: labels of which a premise must have a hypothesis each.
+
+    Raises:
+        OSError: the pairs of a file have too many characters.
+    """
+    for source, some in groupby(records, key=lambda record: record.source):
+        premises: dict[str, _Premise] = {}
+        held = 0
+        for record in some:
+            pair = _pair(record)
+            if not isinstance(pair, _Pair):
+                yield pair
+                continue
+            premise = premises.setdefault(normalise(pair.premise), _Premise(pair.premise, pair.offset))
+            key = (normalise(pair.hypothesis), pair.label)
+            if key in premise.hypotheses:
+                yield _rejected((pair.premise, pair.hypothesis), source, pair.offset, REPEATED)
+                continue
+            premise.hypotheses[key] = pair.hypothesis
+            held += len(pair.premise) + len(pair.hypothesis)
+            if held > MAX_FILE_BYTES:
+                raise OSError(
+                    f"{source}: its pairs have more than {MAX_FILE_BYTES // MIB:,} Mi characters, and the pairs of a "
+                    "file are held in memory; split it into files with different premises"
+                )
+        yield from _grouped(source, premises, required_labels)
+
+
+def _grouped(source: str, premises: dict[str, _Premise], required_labels: Sequence[Label]) -> Iterator[Record]:
+    """The row of each premise, or the premise as left out because it lacks a required label."""
+    for premise in premises.values():
+        labels = tuple(label for _, label in premise.hypotheses)
+        texts = (premise.text, *premise.hypotheses.values())
+        lacking = [label for label in required_labels if LABELS.index(label) not in labels]
+        if lacking:
+            yield _rejected(texts, source, premise.offset, LACKS + lacking[0])
+        else:
+            yield make_row(texts, (NO_LABEL, *labels), source, premise.offset)
+
+
+def triple_rows(records: Iterator[Record]) -> Iterator[Record]:
+    """A row for each `Fields` of sentence, entailed and contradicting sentence; failures stay."""
+    for record in records:
+        if not isinstance(record, Fields):
+            yield record
+            continue
+        texts = _texts(record, ("premise", "entailment", "contradiction"))
+        if isinstance(texts, tuple):
+            yield make_row(texts, TRIPLE_LABELS, record.source, record.offset)
+        else:
+            yield texts
+
+
+def _pair(record: Record) -> _Pair | Record:
+    """The pair of a record, or the reason why it is none."""
+    if not isinstance(record, Fields):
+        return record
+    if not record.values:
+        return _rejected(("",), record.source, record.offset, EMPTY)
+    given = record.values[-1]
+    label = _label(given)
+    if label is None:
+        known = f"{', '.join(LABELS)}, 0, 1, 2; - and -1 mean that there is none"
+        message = f"label {_shown(given)} is unknown; known are {known}"
+        return ReadFailure(reason=UNKNOWN_LABEL, source=record.source, offset=record.offset, message=message)
+    texts = _texts(record, ("premise", "hypothesis"))
+    if not isinstance(texts, tuple):
+        return texts
+    if label == NO_LABEL:
+        return _rejected(texts, record.source, record.offset, NO_GOLD_LABEL)
+    premise, hypothesis = texts
+    return _Pair(premise, hypothesis, label, record.offset)
+
+
+def _label(given: Value) -> int | None:
+    """Place of a label in LABELS; NO_LABEL if annotators did not agree; None if it is unknown."""
+    written = str(given).strip().lower()
+    if written in _UNLABELLED:
+        return NO_LABEL
+    if written in LABELS:
+        return LABELS.index(written)
+    return next((place for place in range(len(LABELS)) if written == str(place)), None)
+
+
+def _texts(record: Fields, names: Sequence[str]) -> tuple[str, ...] | Record:
+    """The texts of a record; its failure if one is a number, and the left-out row if one is empty or null."""
+    if not record.values:
+        return _rejected(("",), record.source, record.offset, EMPTY)
+    texts = record.values[: len(names)]
+    for name, text in zip(names, texts, strict=True):
+        if isinstance(text, int):
+            message = f"the {name} is the number {text}, not text"
+            return ReadFailure(reason="not_text", source=record.source, offset=record.offset, message=message)
+    written = tuple(str(text or "") for text in texts)
+    for name, text in zip(names, written, strict=True):
+        if not text.strip():
+            return _rejected(written, record.source, record.offset, f"empty_{name}")
+    return written
+
+
+def _rejected(texts: tuple[str, ...], source: str, offset: int, reason: str) -> Rejected:
+    return Rejected("\n".join(map(normalise, texts)), source, offset, reason)
+
+
+def _shown(value: Value) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

@@ -8,7 +8,7 @@ import torch
 
 from declutr.pipeline.shards.windows import window_starts
 from declutr.trainer.data.batches import RankBatch, SpanBatch
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import build_model, load_hf_config

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import VOCABULARY, documents, rank_batch, tiny_collator
 
-from declutr.trainer.data.batches import DIGEST
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.packedbatch import DIGEST
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.masking import mask_tokens
 from declutr.trainer.objectives.span_config import SpanConfig

@@ -126,7 +126,7 @@ def test_stamps_of_a_processor_and_of_a_gpu():
 RANK = """
 import os, sys, time
 from datetime import timedelta
-from declutr.trainer.worker.flight_recorder import newest_exchanges, record_exchanges
+from declutr.trainer.worker.backend import newest_exchanges, record_exchanges
 record_exchanges()
 import torch, torch.distributed as dist
 rank = int(sys.argv[1])

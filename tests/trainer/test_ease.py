@@ -5,7 +5,7 @@ import math
 import pytest
 from tinyruns import least_config as config
 
-from declutr.trainer.worker.vanished import VanishedLoss
+from declutr.trainer.objectives.config import VanishedLoss
 
 
 def small_batch(run):

@@ -14,7 +14,7 @@ from declutr.pipeline.shards.windows import Geometry, document_windows
 from declutr.trainer.driver.estimate import TrainEstimate, find_estimate, score
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.declutr.sampling import sample_spans
+from declutr.trainer.objectives.declutr.spans import sample_spans
 from declutr.trainer.objectives.span_config import SpanConfig
 from declutr.trainer.setup.coverage import coverage
 from declutr.trainer.train import main

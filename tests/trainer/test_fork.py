@@ -10,12 +10,11 @@ from mediashards import prepare_media
 from declutr.common.config import ConfigError
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.state import RunState, data_hashes, joint_hash
 from declutr.trainer.checkpoints.weights import collect
 from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.fork import fork
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.setup.auxiliary import data_hashes, joint_hash
 from declutr.trainer.setup.build import build_encoder, load_tokenizer
 from declutr.trainer.setup.tasks import build_task, build_train_steps
 from declutr.trainer.step.microbatch import Microbatch

@@ -13,10 +13,9 @@ from scipy.stats import beta, kstest
 from declutr.common import seeding
 from declutr.pipeline.media.clips import log_mel
 from declutr.pipeline.shards.content import AudioContent
-from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.data.chunks import fetched, rank_plan, read_chunk
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.data.shard_columns import document_keys
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 from declutr.trainer.objectives.supcon.config import SupconConfig

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from measures import deviation
 from tiny import contrastive, documents, rank_batch, rows_of, tiny_collator, tiny_encoder, tiny_train_step
 
+from declutr.pipeline.shards.shards import ragged
 from declutr.pipeline.shards.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.data.shard_columns import ragged
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.spans import draw, place
 from declutr.trainer.objectives.span_config import SpanConfig

@@ -8,8 +8,7 @@ from http.client import HTTPConnection
 import pytest
 from metadataserver import metadata_server
 
-from declutr.trainer.worker.metadata import CLOUDS, AwsMetadata, GcpMetadata, SpotNotice
-from declutr.trainer.worker.spotwatch import SpotWatch
+from declutr.trainer.worker.spotwatch import CLOUDS, AwsMetadata, GcpMetadata, SpotNotice, SpotWatch
 
 NOTICE = b'{"action": "terminate", "time": "2026-11-23T08:22:00Z"}'
 

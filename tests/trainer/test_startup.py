@@ -22,7 +22,7 @@ CODE = "import sys\n{}\nprint(*sorted({{'torch', 'transformers', 'scipy.stats'}}
     [
         "import declutr.trainer.train, declutr.trainer.driver.run",
         "import declutr.cli.inspect, declutr.inspection.describe",
-        "import declutr.trainer.worker.launch, declutr.trainer.driver.group",
+        "import declutr.trainer.driver.group",
     ],
 )
 def test_no_torch_before_it_is_needed(imports):

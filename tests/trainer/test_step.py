@@ -11,8 +11,8 @@ from tiny import HALF, OBJECTIVES, documents, rank_batch, tiny_collator, tiny_en
 from tiny import contrastive as contrastive_loss
 
 from declutr.common import seeding
+from declutr.pipeline.shards.shards import document_keys
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.data.shard_columns import document_keys
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.config import OptimConfig

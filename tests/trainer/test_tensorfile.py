@@ -9,7 +9,7 @@ import xxhash
 from safetensors.torch import load_file, save
 
 from declutr.trainer.checkpoints import tensorfile
-from declutr.trainer.checkpoints.checksum import has_checksum
+from declutr.trainer.checkpoints.state import has_checksum
 from declutr.trainer.checkpoints.tensorfile import write_tensors
 
 TENSORS = {

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from declutr.common.config import first_problem
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import atomic_folder, read_json, write_json
-from declutr.trainer.checkpoints.checksum import has_checksum
-from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.state import RunState, has_checksum
 
 if TYPE_CHECKING:  # reading a state needs no torch
     from torch import Tensor

@@ -1,13 +1,17 @@
 """State of a run in addition to its weights: one record, from which everything else is computed."""
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import xxhash
 from pydantic import ConfigDict, Field
 
 from declutr.common.config import Strict
 from declutr.common.records import DamagedError, read_record
 from declutr.common.storage import hash_json
+from declutr.pipeline.shards.manifest import Manifest, data_hash
 
 FORK = "fork.json"
 """The file of a forked run that names its origin."""
@@ -15,6 +19,8 @@ FORK = "fork.json"
 
 Rows = list[float] | list[list[float]]
 """Values of rows, as in `RowScore`."""
+XXH3 = "xxh3:"
+"""Prefix of checksums by XXH3."""
 
 
 class Reported(Strict):
@@ -91,3 +97,23 @@ def read_origin(run: Path) -> Origin | None:
             f'{error}. The file stores the origin of the run: write {{"from": "OLD_RUN", "step": STEP}} into it, or '
             "fork again"
         ) from error
+
+
+def has_checksum(path: Path, checksum: str) -> bool:
+    """Compares a file with its checksum.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    with path.open("rb") as stream:
+        return XXH3 + hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest() == checksum
+
+
+def data_hashes(manifests: Mapping[str, Manifest]) -> dict[str, str]:
+    """Identity of each task's data by its name; the main task has the name ""."""
+    return {name: data_hash(manifest) for name, manifest in manifests.items()}
+
+
+def joint_hash(hashes: Mapping[str, str]) -> str:
+    """Identity of a run's data, from `data_hashes`."""
+    return hashes[""] if len(hashes) == 1 else hash_json(hashes)

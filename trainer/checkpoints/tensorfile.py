@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from declutr.trainer.checkpoints.checksum import XXH3
+from declutr.trainer.checkpoints.state import XXH3
 
 # safetensors' names, in its order of tensors: largest alignment first, then by name
 _DTYPES = {

@@ -6,24 +6,19 @@ Legend: S spans, T tokens of all spans together (specials included), K tokens th
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Self, Union
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from declutr.trainer.data.packedbatch import PackedBatch, to_device
+from declutr.trainer.data.packedbatch import PackedBatch, digest_of, to_device
+from declutr.trainer.data.patches import PatchBatch
 
-if TYPE_CHECKING:
-    from declutr.trainer.data.patches import PatchBatch
-
-AnyBatch = Union["SpanBatch", "PatchBatch"]
-"""Spans of tokens, or clips of patches."""
 IGNORED = -100  # the label that torch's cross entropy leaves out
-DIGEST = 2**40  # limit of digests, so that float64 sums those of thousands of ranks exactly
-_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication by its powers loses no bit
 
 
 @dataclass(frozen=True)
@@ -112,6 +107,10 @@ class SpanBatch(PackedBatch):
         return made
 
 
+AnyBatch = SpanBatch | PatchBatch
+"""Spans of tokens, or clips of patches."""
+
+
 class CanonicalMicrobatch(NamedTuple):
     """A canonical microbatch (trainer/data/canonical.py).
 
@@ -185,27 +184,6 @@ class RankBatch:
         return made
 
 
-def digest_of(values: NDArray[np.uint64], lengths: Tensor, keys: Tensor | None) -> int:
-    """A number below DIGEST for spans: a sum over spans, each mixed from its tokens' numbers and its dropout key.
-
-    Args:
-        values: `(T,)` a number for each token.
-        lengths: `(S,)` tokens of each span.
-        keys: `(S,)` int32 dropout keys, or None.
-    """
-    if not len(lengths):
-        return 0
-    sizes = lengths.numpy()
-    starts = np.cumsum(sizes) - sizes
-    powers = np.cumprod(np.full(int(sizes.max()), _MULTIPLIER, np.uint64))
-    factors = powers[np.arange(len(values)) - np.repeat(starts, sizes)]
-    mixed = np.add.reduceat(values * factors, starts)
-    if keys is not None:
-        mixed ^= keys.numpy().astype(np.uint64)
-    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(_MULTIPLIER)
-    return int((mixed ^ (mixed >> np.uint64(29))).sum() % np.uint64(DIGEST))
-
-
 def position_ids(batch: AnyBatch, padding_index: int | None) -> Tensor:
     """`(1, T)` position of each packed token in its span.
 
@@ -244,3 +222,18 @@ def as_rows(values: Tensor, batch: AnyBatch, filling: int = 0) -> Tensor:
 def row_places(batch: AnyBatch) -> Tensor:
     """`(T,)` place of each token among those of all rows that are padded on the right."""
     return batch.table.owners * batch.longest + batch.table.places
+
+
+class Collator(Protocol):
+    """Turns rows of the shards into the spans of a step; NumPy only, a pure function of its arguments.
+
+    A collator may have an attribute `fetch` (trainer/data/chunks.py) for work that the tasks that read shards do.
+    """
+
+    def collate(self, rows: pa.Table, epochs: NDArray[np.int64]) -> RankBatch:
+        """The batch of a worker, on the CPU.
+
+        Args:
+            rows: n rows of the shards.
+            epochs: `(n,)` epoch in which each is read.
+        """

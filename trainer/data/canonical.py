@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from declutr.trainer.data.batches import AnyBatch, CanonicalMicrobatch, RankBatch
-from declutr.trainer.data.collator import Collator
+from declutr.trainer.data.batches import AnyBatch, CanonicalMicrobatch, Collator, RankBatch
 
 
 def collate_canonical(

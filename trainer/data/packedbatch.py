@@ -8,10 +8,15 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from declutr.trainer.data.tokentable import TokenTable
+
+DIGEST = 2**40  # limit of digests, so that float64 sums those of thousands of ranks exactly
+_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication by its powers loses no bit
 
 
 class PackedBatch(ABC):
@@ -112,3 +117,24 @@ def pieces(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
             start, total = place, 0
         total += size
     return [*found, (start, len(sizes))] if start < len(sizes) else found
+
+
+def digest_of(values: NDArray[np.uint64], lengths: Tensor, keys: Tensor | None) -> int:
+    """A number below DIGEST for spans: a sum over spans, each mixed from its tokens' numbers and its dropout key.
+
+    Args:
+        values: `(T,)` a number for each token.
+        lengths: `(S,)` tokens of each span.
+        keys: `(S,)` int32 dropout keys, or None.
+    """
+    if not len(lengths):
+        return 0
+    sizes = lengths.numpy()
+    starts = np.cumsum(sizes) - sizes
+    powers = np.cumprod(np.full(int(sizes.max()), _MULTIPLIER, np.uint64))
+    factors = powers[np.arange(len(values)) - np.repeat(starts, sizes)]
+    mixed = np.add.reduceat(values * factors, starts)
+    if keys is not None:
+        mixed ^= keys.numpy().astype(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(_MULTIPLIER)
+    return int((mixed ^ (mixed >> np.uint64(29))).sum() % np.uint64(DIGEST))

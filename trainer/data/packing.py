@@ -6,9 +6,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common import seeding
-from declutr.trainer.data.vocabulary import Vocabulary
 
 I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Size and special ids of a tokenizer.
+
+    Attributes:
+        size: number of ids.
+        bos: id before every span, or None.
+        eos: id after every span, or None.
+        mask: id of the mask token.
+        special: every special id; never selected for MLM.
+    """
+
+    size: int
+    bos: int | None
+    eos: int | None
+    mask: int
+    special: tuple[int, ...]
+
+    @property
+    def num_specials(self) -> int:
+        """Number of special tokens around a span."""
+        return (self.bos is not None) + (self.eos is not None)
 
 
 @dataclass(frozen=True)

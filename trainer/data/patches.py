@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from declutr.trainer.data.batches import digest_of
-from declutr.trainer.data.packedbatch import PackedBatch
+from declutr.trainer.data.packedbatch import PackedBatch, digest_of
 
 _MULTIPLIER = 0xD6E8FEB86659FD93  # odd, so that multiplication by its powers loses no bit
 

@@ -21,10 +21,9 @@ from ray.data import DataContext, ExecutionResources
 
 from declutr.common.console.logs import get_logger
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.canonical import collate_canonical
 from declutr.trainer.data.chunks import RankPlan, fetched, read_chunk
-from declutr.trainer.data.collator import Collator
 
 _MOST_CHUNKS = 512  # of one Dataset: Ray Data spends about 1 ms on each before it returns the first block
 _AHEAD_BATCHES = 4

@@ -14,14 +14,13 @@ from declutr.pipeline.shards.manifest import Manifest
 from declutr.pipeline.shards.shards import check_shards
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
-from declutr.trainer.checkpoints.state import read_origin
+from declutr.trainer.checkpoints.state import data_hashes, joint_hash, read_origin
 from declutr.trainer.driver.device import DEVICE, device_problem, kept_device
 from declutr.trainer.driver.objective_checks import data_problems, kind_problem, objective_problems
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.driver.resolved import Found, ResolvedRun, data_key, find_shards
 from declutr.trainer.driver.tokenizer_check import tokenizer_problem
 from declutr.trainer.driver.validation_checks import stsb_problems, validation_problems
-from declutr.trainer.setup.auxiliary import data_hashes, joint_hash
 from declutr.trainer.setup.cache import run_folder
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import RESUME_SETTINGS, with_geometry

@@ -12,16 +12,15 @@ from declutr.common.config import Strict
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import hash_json, write_text
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.checkpoints.state import data_hashes
 from declutr.trainer.driver.checks import load_problems, refuse
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.driver.summary import read_seconds
 from declutr.trainer.driver.validation_checks import validated_rows, validation_remarks
 from declutr.trainer.metrics.interval import steps_between
 from declutr.trainer.metrics.metrics import read_metrics
-from declutr.trainer.setup.auxiliary import data_hashes
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.coverage import Coverage, coverage
-from declutr.trainer.setup.steps import total_steps
 
 _LEAST_SECONDS = 60.0
 """Shortest run whose duration is compared; below it, the start of the workers dominates, which no step shows."""
@@ -130,7 +129,7 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
     config, manifest, shards = run.config, run.manifest, run.training_shards()
     main = shards[""]
     size = main.num_documents
-    steps = total_steps(config, run.plan)
+    steps = config.total_steps(run.plan)
     passes = steps * config.batch_documents / size
     every_steps = steps_between(config.validation.every_steps, steps)
     scored = validated_rows(run) if every_steps else 0

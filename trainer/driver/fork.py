@@ -17,17 +17,15 @@ from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.common.stores.address import is_remote
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.checkpoints.state import FORK, RunState, read_origin
+from declutr.trainer.checkpoints.state import FORK, RunState, data_hashes, joint_hash, read_origin
 from declutr.trainer.checkpoints.weights import load_objective, load_task
 from declutr.trainer.driver.checks import changes, load_problems, read_resume_settings, refuse, resolve
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.metrics.metrics import METRICS, read_metrics
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.setup.auxiliary import data_hashes, joint_hash
 from declutr.trainer.setup.build import build_encoder, build_objective, load_tokenizer
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import RESUME_SETTINGS
-from declutr.trainer.setup.steps import total_steps
 from declutr.trainer.setup.tasks import build_task
 from declutr.trainer.step.microbatch import Microbatch
 
@@ -66,7 +64,7 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     if found is None:
         raise ConfigError("train", [f"run = {old}: has no good checkpoint to fork from"])
     path, state = found
-    steps = total_steps(config, resolved.plan)
+    steps = config.total_steps(resolved.plan)
     wrong = _misfits(resolved, path)
     if state.step >= steps:
         wrong.append(

@@ -25,7 +25,6 @@ from declutr.common.console.logs import get_logger
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.driver.device import Device
 from declutr.trainer.setup.scaling import ScalingConfig
-from declutr.trainer.worker.launch import train_loop
 
 _BACKEND_SECONDS = 1800
 # Every step has tensors of other sizes, which fragment the heap of glibc to a multiple of what is in use (docs/log.md).
@@ -64,7 +63,7 @@ def build_group(
     timeout = int(max(_BACKEND_SECONDS, 2 * scaling.watchdog_timeout_seconds))
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     return TorchTrainer(
-        train_loop,
+        _train_loop,
         train_loop_config={
             "config": settings,
             "device": device,
@@ -140,3 +139,10 @@ def kill_worker(heartbeat: dict[str, Any]) -> None:
 def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # the process has ended already
         os.kill(pid, signal.SIGKILL)
+
+
+def _train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The function that Ray Train calls on every worker."""
+    from declutr.trainer.worker.entry import train_loop  # loads torch and transformers, which the driver does not need
+
+    return train_loop(settings)

@@ -44,7 +44,6 @@ from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.setup.cache import run_folder
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import RESUME_SETTINGS
-from declutr.trainer.setup.steps import total_steps
 
 Model = TypeVar("Model", EncoderConfig, FrontendConfig)
 
@@ -124,7 +123,7 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
     if is_remote(config.data) and not (run / TOKENIZER).is_dir():  # readers of the run open no address that it names
         with atomic_folder(run / TOKENIZER) as aside:
             shutil.copytree(resolved.data[""] / TOKENIZER, aside, dirs_exist_ok=True)
-    steps = total_steps(config, resolved.plan)
+    steps = config.total_steps(resolved.plan)
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
     if latest is not None and done > steps:

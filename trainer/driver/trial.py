@@ -11,10 +11,9 @@ from transformers.utils import logging as transformers_logging
 
 from declutr.common.cluster import named_cluster
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.canonical import collate_canonical
 from declutr.trainer.data.chunks import fetched
-from declutr.trainer.data.collator import Collator
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.driver.device import kept_device
 from declutr.trainer.metrics.metrics import peak_memory_mib

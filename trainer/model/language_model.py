@@ -14,7 +14,7 @@ from declutr.common import seeding
 from declutr.common.hub import hub_or_cache
 from declutr.common.paths import expand
 from declutr.common.suggestions import suggest
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.bounds import check_config, check_folder
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.dropout import NEVER

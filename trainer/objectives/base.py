@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.data.collator import Collator
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.batches import Collator, RankBatch
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext

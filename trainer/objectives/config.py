@@ -14,6 +14,8 @@ from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.objectives.span_config import SpanConfig
 
+_STEPS = 10
+
 
 class ObjectiveError(ValueError):
     """An objective violated the objective interface; raised on every rank."""
@@ -139,3 +141,29 @@ class ObjectiveConfig(Strict):
         """A warning about the loss terms of the first step, or None."""
         del run, terms
         return None
+
+
+@dataclass
+class VanishedLoss:
+    """Counts the steps in a row whose loss the objective remarks on.
+
+    Attributes:
+        objective: settings of the objective.
+        run: settings of the run that it sees.
+        steps: number of such steps in a row.
+        warned: whether the remark was returned.
+    """
+
+    objective: ObjectiveConfig
+    run: RunContext
+    steps: int = 0
+    warned: bool = False
+
+    def add(self, terms: dict[str, float]) -> str | None:
+        """Returns the objective's remark once, after ten such steps in a row."""
+        remark = self.objective.remark_on_loss(self.run, terms)
+        self.steps = self.steps + 1 if remark else 0
+        if self.warned or self.steps < _STEPS:
+            return None
+        self.warned = True
+        return remark

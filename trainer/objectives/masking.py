@@ -12,7 +12,7 @@ from pydantic import Field
 
 from declutr.common import seeding
 from declutr.common.config import Strict
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.packing import Vocabulary
 
 I64 = NDArray[np.int64]
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 import torch
 
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.objectives.base import Objective
 from declutr.trainer.objectives.held_out import held_out_rows
 from declutr.trainer.objectives.text_config import TextObjectiveConfig

@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from declutr.common import seeding
+from declutr.pipeline.shards.shards import document_keys, ragged
 from declutr.trainer.data.batches import SpanBatch
-from declutr.trainer.data.packing import dropout_words, pack
-from declutr.trainer.data.shard_columns import document_keys, ragged
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.packing import Vocabulary, dropout_words, pack
 from declutr.trainer.objectives.masking import MaskingConfig, mask_spans
 
 I64 = NDArray[np.int64]

@@ -11,8 +11,8 @@ from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, ShardError, lo
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import fingerprint
-from declutr.trainer.data.collator import Collator
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.batches import Collator
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.metrics.sts import StsValidator, read_stsb, together
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import (

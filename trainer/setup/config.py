@@ -11,16 +11,32 @@ from declutr.common.stores.address import is_remote
 from declutr.common.suggestions import suggest
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.checkpoints.config import CheckpointConfig
+from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.config import FOLLOWED, STSB, ValidationConfig
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
 from declutr.trainer.objectives.span_config import SpanConfig
-from declutr.trainer.setup.auxiliary import AuxiliaryTaskConfig
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.step.config import OptimConfig
 
 _UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient
+
+
+class AuxiliaryTaskConfig(Strict):
+    """A task that trains the same encoder on other data, in every step of the run."""
+
+    data: str
+    """Folder of its prepared shards, or their address."""
+    objective: AnyObjectiveConfig = DEFAULT
+    spans: SpanConfig = SpanConfig()
+    batch_documents: int = Field(default=16, ge=1)
+    """Number of its rows in one step over all workers."""
+    weight: float = Field(default=1.0, ge=0)
+    """Factor of its loss. With `task_schedule: alternating`, AdamW cancels it except in clipping."""
+    optim: OptimConfig | None = None
+    """Its own optimizer, with `task_schedule: alternating`; null: the same settings as the run's `optim`."""
+    frontend: FrontendConfig = FrontendConfig()
 
 
 class TrainConfig(Strict):
@@ -182,6 +198,10 @@ class TrainConfig(Strict):
             short_documents: treatment of short documents, from the shards' manifest.
         """
         return RunContext(self.seed, self.spans, self.batch_documents, short_documents, self._frontend)
+
+    def total_steps(self, plan: Plan) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps if self.steps is not None else plan.steps_in(self.epochs or 1.0)
 
     def of_task(self, name: str) -> "TrainConfig":
         """The configuration of an auxiliary task, as that of a run whose main task it is.

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from declutr.trainer.data.batches import DIGEST, RankBatch
-from declutr.trainer.data.packedbatch import to_device
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.packedbatch import DIGEST, to_device
 from declutr.trainer.model.flops import step_flops
 from declutr.trainer.step.gradcache import Gradients
 from declutr.trainer.step.task import TrainTask

@@ -4,20 +4,22 @@ Ray has no setting for that. A signal reaches the main thread of a process alone
 without a handler SIGTERM would end the worker during a step. So a backend, Ray's extension point, installs it.
 """
 
+import os
 import signal
 import socket
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import ray
 import torch
 from ray.train.torch import TorchConfig
 
 from declutr.common.cluster import use_network_of
-from declutr.trainer.worker.flight_recorder import record_exchanges
 
 _signalled: list[str] = []  # signals to this process, which runs one training at a time
 _missing: list[str] = []  # why the group has no GPUs
+_KEPT = 256  # exchanges, of which each takes about a kilobyte
 
 
 def signalled() -> str | None:
@@ -89,3 +91,40 @@ def listen() -> None:
         _signalled.append(signal.Signals(number).name)
 
     signal.signal(signal.SIGTERM, take_notice)
+
+
+class _Exchange(msgspec.Struct, frozen=True):
+    """The part of an entry that is shown."""
+
+    collective_seq_id: int
+    profiling_name: str
+    state: str
+    retired: bool
+    input_sizes: list[list[int]] = []
+    input_dtypes: list[str] = []
+
+
+class _Trace(msgspec.Struct, frozen=True):
+    entries: list[_Exchange] = []
+
+
+def record_exchanges() -> None:
+    """Turns the recorder on; it must be called before the process group is made."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_KEPT))
+
+
+def newest_exchanges(most: int = 3) -> list[str]:
+    """Descriptions of the newest exchanges, oldest first: number, kind, sizes, and whether it has ended.
+
+    Empty without a recorder, which is not a public part of torch.
+    """
+    try:
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+    except ImportError:
+        return []
+    trace = msgspec.json.decode(_dump_fr_trace_json(True, False), type=_Trace)
+    return [
+        f"{one.collective_seq_id} {one.profiling_name} {one.input_dtypes}{one.input_sizes}: "
+        f"{'ended' if one.retired else one.state}"
+        for one in trace.entries[-most:]
+    ]

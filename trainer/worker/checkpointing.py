@@ -14,12 +14,11 @@ from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.ranking import EarlyStopping
 from declutr.trainer.checkpoints.saver import SaveError, Saver
-from declutr.trainer.checkpoints.state import Reported, RunState, read_origin
+from declutr.trainer.checkpoints.state import Reported, RunState, joint_hash, read_origin
 from declutr.trainer.checkpoints.store import after_save
 from declutr.trainer.checkpoints.weights import collect, load
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.parallel.communicator import Request
-from declutr.trainer.setup.auxiliary import joint_hash
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.reporter import Reporter

@@ -13,6 +13,7 @@ from ray.util import get_current_placement_group
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.pipeline.shards.shards import ShardError, ShardSet
 from declutr.trainer.checkpoints.saver import SaveError
+from declutr.trainer.checkpoints.state import data_hashes, joint_hash
 from declutr.trainer.checkpoints.store import fetch_run, store_of
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.chunks import rank_plan
@@ -20,11 +21,9 @@ from declutr.trainer.data.plan import Plan
 from declutr.trainer.data.stream import Prefetcher, batches, limit_resources, with_auxiliary
 from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.objectives.base import ObjectiveError
-from declutr.trainer.setup.auxiliary import data_hashes, joint_hash
 from declutr.trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
 from declutr.trainer.setup.cache import data_folder, run_folder
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.steps import total_steps
 from declutr.trainer.setup.tasks import autocast_type, build_task, build_train_steps
 from declutr.trainer.step.microbatch import Microbatch, MicrobatchError
 from declutr.trainer.step.step import NonFiniteLossError
@@ -139,7 +138,7 @@ def _train(
         name: Plan(one.seed, shards[name].num_documents, one.batch_documents, one.canonical_documents)
         for name, one in settings.items()
     }
-    train_steps = build_train_steps(config, tasks, total_steps(config, plans[""]))
+    train_steps = build_train_steps(config, tasks, config.total_steps(plans[""]))
     collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
 
     def read(name: str, done: int) -> Iterator[RankBatch]:

@@ -58,7 +58,7 @@ class Heartbeat:
         notice: message about the signal to this worker that stops its group; empty without a signal.
         host: name of the worker's host.
         pid: its process.
-        flight: newest exchanges of a worker that stands still (trainer/worker/flight_recorder.py), oldest first.
+        flight: newest exchanges of a worker that stands still (trainer/worker/backend.py), oldest first.
     """
 
     rank: int

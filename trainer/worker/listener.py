@@ -7,9 +7,8 @@ import math
 
 from declutr.common.console.logs import get_logger
 from declutr.common.watcher import Watcher
-from declutr.trainer.worker.backend import signalled
+from declutr.trainer.worker.backend import newest_exchanges, signalled
 from declutr.trainer.worker.channel import EVERY_SECONDS, UNREACHABLE, ControlChannel
-from declutr.trainer.worker.flight_recorder import newest_exchanges
 from declutr.trainer.worker.heartbeat import Heartbeat
 
 

@@ -16,6 +16,7 @@ from declutr.trainer.metrics.metrics import MetricsWriter, rates
 from declutr.trainer.model.flops import gpu_name, peak_flops
 from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.objectives.base import Validator
+from declutr.trainer.objectives.config import VanishedLoss
 from declutr.trainer.objectives.row_score import REPORTED, divide
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.step import TrainStep
@@ -24,7 +25,6 @@ from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.scheduler import StepResult, TaskScheduler
 from declutr.trainer.worker.stopwatch import Stopwatch
-from declutr.trainer.worker.vanished import VanishedLoss
 
 
 @dataclass

@@ -14,7 +14,7 @@ from declutr.pipeline.job.outcome import nothing_kept
 from declutr.pipeline.job.units import plan_units
 from declutr.pipeline.readers.corpus import ReadFailure
 from declutr.pipeline.shards.manifest import sum_counts
-from declutr.pipeline.texts import pairs
+from declutr.pipeline.texts import text_rows
 from declutr.pipeline.texts.text_rows import Rejected, TextRow, row_id
 
 NLI = SHARED / "nli"
@@ -262,7 +262,7 @@ def test_a_corpus_without_a_row_says_why(tmp_path, make_texts, output, write_jso
 
 def test_too_large_files_are_refused(tmp_path, make_texts, rows_of, write_jsonl, make_pair, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", *(make_pair(f"premise {n}", "h" * 100, 0) for n in range(20)))
-    monkeypatch.setattr(pairs, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(text_rows, "MAX_FILE_BYTES", 1000)
     with pytest.raises(OSError, match=r"a\.jsonl: its pairs have more than"):
         rows_of(make_texts("pairs", path))
     monkeypatch.setattr("declutr.pipeline.job.units.MAX_FILE_BYTES", 1000)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from declutr.pipeline.readers.corpus import document_id
-from declutr.pipeline.texts.sentences import sentences
+from declutr.pipeline.texts.text_rows import sentences
 
 TEXT = (
     "Dr. Smith went to Washington, D.C. on Jan. 5, 2020. He said it cost $3.50 e.g. for two.\n\n"

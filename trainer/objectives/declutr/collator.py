@@ -11,13 +11,11 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from declutr.pipeline.shards.shards import document_keys, ragged
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.data.batches import RankBatch, SpanBatch
-from declutr.trainer.data.packing import dropout_words, pack
-from declutr.trainer.data.shard_columns import document_keys, ragged
-from declutr.trainer.data.vocabulary import Vocabulary
-from declutr.trainer.objectives.declutr.sampling import sample_spans
-from declutr.trainer.objectives.declutr.spans import Spans
+from declutr.trainer.data.packing import Vocabulary, dropout_words, pack
+from declutr.trainer.objectives.declutr.spans import Spans, sample_spans
 from declutr.trainer.objectives.masking import MaskingConfig, mask_spans, ranges
 from declutr.trainer.objectives.span_config import SpanConfig
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from declutr.common.config import Strict
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
-from declutr.trainer.objectives.declutr.sampling import sample_spans
+from declutr.trainer.objectives.declutr.spans import sample_spans
 from declutr.trainer.objectives.masking import MaskingConfig
 
 # Documents in the paper's batch. With fewer, distinguishing their spans soon becomes too easy (docs/decisions, 18).

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.objectives.base import Gathered, Objective
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.declutr.collator import SpanCollator

@@ -12,9 +12,11 @@ windows. A document that is long enough has the same spans in every mode.
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from declutr.common import seeding
+from declutr.pipeline.shards.shards import document_keys, ragged
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.objectives.span_config import SpanConfig
 
@@ -230,3 +232,18 @@ def _position(removed: list[int], index: int) -> int:
             break
         index += 1
     return index
+
+
+def sample_spans(
+    config: SpanConfig, seed: int, short_documents: ShortDocuments, documents: pa.Table, epochs: NDArray[np.int64]
+) -> Spans:
+    """The spans of n shard rows in the epochs `(n,)`."""
+    windows, offsets = ragged(documents.column("windows"))
+    return place(
+        config,
+        draw(config, seed, epochs, document_keys(documents)),
+        documents.column("num_tokens").to_numpy(),
+        windows.astype(np.int64),
+        offsets,
+        short_documents,
+    )

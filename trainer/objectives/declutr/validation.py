@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from declutr.common.seeding import U64
-from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.data.shard_columns import document_keys, ragged
+from declutr.pipeline.shards.shards import ShardSet, document_keys, ragged
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.declutr.collator import SpanCollator
 from declutr.trainer.objectives.declutr.distant import DISTANT, place_distant

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.scd.config import ScdConfig

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from declutr.pipeline.shards.content import LABELS
 from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.scl.config import SclConfig

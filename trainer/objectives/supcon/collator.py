@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from declutr.common import seeding
+from declutr.pipeline.shards.shards import document_keys
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.packing import dropout_words
 from declutr.trainer.data.patches import PatchBatch
-from declutr.trainer.data.shard_columns import document_keys
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from declutr.trainer.objectives.supcon.crops import NUM_VIEWS, VIEWS, Crops

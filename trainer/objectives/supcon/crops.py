@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 
 from declutr.common import seeding
-from declutr.pipeline.shards.shards import ShardError
-from declutr.trainer.data.shard_columns import document_keys
+from declutr.pipeline.shards.shards import ShardError, document_keys
 from declutr.trainer.objectives.supcon.config import CropConfig
 
 VIEWS = "views"

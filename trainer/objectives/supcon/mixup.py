@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.pipeline.media.clips import LOWEST_ENERGY
-from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.data.shard_columns import document_keys, ragged
+from declutr.pipeline.shards.shards import ShardSet, document_keys, ragged
 
 MIXED = "mixed"
 """Column that says which clips were mixed."""

@@ -6,8 +6,8 @@ Legend: M rows of the global batch, D embedding size.
 import torch
 from torch import Tensor, nn
 
-from declutr.trainer.data.collator import Collator
-from declutr.trainer.data.vocabulary import Vocabulary
+from declutr.trainer.data.batches import Collator
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.simcse.infonce import infonce
