@@ -23,8 +23,8 @@ from declutr.adaptation.verdict import Verdict, choose, judge
 from declutr.adaptation.whiten import WhitenConfig
 from declutr.common import seeding
 from declutr.common.bootstrap import MIN_ROWS, Comparison
+from declutr.common.console.excerpt import shorten
 from declutr.common.console.logs import get_logger
-from declutr.common.excerpt import shorten
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text

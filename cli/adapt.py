@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import get_args
 
-from declutr.common.commandline import refused
+from declutr.common.console.commandline import refused
 from declutr.common.paths import path_argument
 
 
@@ -47,9 +47,9 @@ def run(arguments: list[str]) -> int:
     from declutr.adaptation.job import REPORT, adapt
     from declutr.adaptation.state import AdaptError
     from declutr.adaptation.whitening import WhiteningError
+    from declutr.common.cluster import SessionError
     from declutr.common.lock import RunLockedError
-    from declutr.common.records import DamagedError
-    from declutr.common.session_config import SessionError
+    from declutr.common.storage import DamagedError
     from declutr.evaluation.encoders.protocol import EncoderError
     from declutr.pipeline.shards.manifest import ShardError
     from declutr.trainer.driver.failure import TrainingFailedError

@@ -3,7 +3,7 @@
 import argparse
 from typing import get_args
 
-from declutr.common.commandline import refused
+from declutr.common.console.commandline import refused
 from declutr.common.paths import path_argument
 
 

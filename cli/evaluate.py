@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from declutr.common.commandline import refused
+from declutr.common.console.commandline import refused
 from declutr.common.paths import path_argument
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
 
 def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
     """Score all encoders and write the tables; return whether every encoder was scored."""
-    from declutr.common.session import SessionConfig
+    from declutr.common.cluster import SessionConfig
     from declutr.evaluation.encoders.loading import EncoderError, load_encoder
     from declutr.evaluation.senteval.data.taskdata import sentence_rows
     from declutr.evaluation.senteval.runner.harness import evaluate
@@ -233,7 +233,7 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
 def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> int:
     import torch
 
-    from declutr.common.session import SessionConfig
+    from declutr.common.cluster import SessionConfig
     from declutr.evaluation.watch import Follower, FollowError
 
     threads = torch.get_num_threads()

@@ -2,8 +2,8 @@
 
 import argparse
 
-from declutr.common.commandline import refused
-from declutr.common.excerpt import shorten
+from declutr.common.console.commandline import refused
+from declutr.common.console.excerpt import shorten
 from declutr.common.paths import path_argument
 
 _SHOWN_CHARACTERS = 200

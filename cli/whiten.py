@@ -2,7 +2,7 @@
 
 import argparse
 
-from declutr.common.commandline import refused
+from declutr.common.console.commandline import refused
 from declutr.common.paths import path_argument
 
 
@@ -26,9 +26,9 @@ def run(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     from declutr.adaptation.whiten import WhitenConfig, whiten
     from declutr.adaptation.whitening import WhiteningError
+    from declutr.common.cluster import SessionError
     from declutr.common.config import first_problem
     from declutr.common.console.logs import setup_logging
-    from declutr.common.session_config import SessionError
     from declutr.evaluation.encoders.protocol import EncoderError
     from declutr.pipeline.shards.manifest import ShardError
 

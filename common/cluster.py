@@ -1,9 +1,13 @@
-"""Address of a Ray cluster, and a check that it answers, before Ray is imported; the network that its hosts share."""
+"""Settings of a Ray session and its cluster, and a check that it answers, without Ray; its hosts' network."""
 
 import os
 import socket
 import time
 from pathlib import Path
+
+from pydantic import Field
+
+from declutr.common.config import Strict
 
 _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
@@ -62,3 +66,16 @@ def use_network_of(address: str) -> None:
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+class SessionError(RuntimeError):
+    """No Ray session could be started on this machine."""
+
+
+class SessionConfig(Strict):
+    """The place where the work runs; it has no influence on results."""
+
+    num_cpus: int | None = Field(default=None, ge=1)
+    """Logical CPUs of a local session; all CPUs of this machine if not set. Not used with a cluster."""
+    address: str | None = None
+    """Address of a running cluster (`auto`: the one that this host belongs to). RAY_ADDRESS has the same effect."""

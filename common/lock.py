@@ -17,7 +17,7 @@ from typing import BinaryIO, Self, TextIO
 import msgspec
 
 from declutr.common.console.logs import get_logger
-from declutr.common.records import DamagedError, decode_record
+from declutr.common.storage import DamagedError, decode_record
 from declutr.common.watcher import Watcher
 
 LOCK = "lock.json"

@@ -14,8 +14,7 @@ import msgspec
 from pydantic import ConfigDict, ValidationError
 
 from declutr.common.config import Strict
-from declutr.common.records import DamagedError, read_record
-from declutr.common.storage import write_json
+from declutr.common.storage import DamagedError, read_record, write_json
 
 SCORES = "scores.jsonl"
 SCORING = "scoring.json"

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from declutr.common.cluster import cluster_problem, named_cluster
+from declutr.common.cluster import SessionError, cluster_problem, named_cluster
 from declutr.common.config import ConfigError
 from declutr.common.console.logs import get_logger
 
@@ -24,9 +24,6 @@ os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 import psutil
 import ray
 from ray.util.annotations import RayDeprecationWarning
-
-from declutr.common.session_config import SessionConfig as SessionConfig
-from declutr.common.session_config import SessionError
 
 _started_here = False
 """True if `start_ray` started this process's session on this machine."""

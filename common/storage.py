@@ -1,4 +1,4 @@
-"""Files that are either whole or absent (write aside, fsync, rename), and hashes of contents."""
+"""Files that are either whole or absent (write aside, fsync, rename), hashes of contents, and records as JSON."""
 
 import errno
 import hashlib
@@ -9,7 +9,11 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+
+Record = TypeVar("Record")
 
 
 def fsync_path(path: Path) -> None:
@@ -136,3 +140,31 @@ def hash_json(value: Any) -> str:
     """SHA-256 of a JSON value, independent of key order and spacing."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+class DamagedError(ValueError):
+    """A file whose content differs from what the project writes."""
+
+
+def read_record(path: Path, kind: type[Record]) -> Record:
+    """Reads a JSON file whose content has the type `kind`; keys that a struct does not have are ignored.
+
+    Raises:
+        DamagedError: the content is empty, cut off, or of another type.
+        OSError: the file is missing or cannot be read.
+    """
+    return decode_record(read_regular(path), kind, str(path))
+
+
+def decode_record(raw: bytes, kind: type[Record], name: str) -> Record:
+    """Like `read_record`, for bytes that were read from the place `name`.
+
+    Raises:
+        DamagedError: as `read_record`.
+    """
+    if not raw.strip():
+        raise DamagedError(f"{name} is damaged: it is empty")
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise DamagedError(f"{name} is damaged: {error}") from error

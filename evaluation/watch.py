@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from declutr.common.cluster import SessionConfig
 from declutr.common.lock import LOCK
 from declutr.common.scores import ScoreLine, append_score, read_scores, scoring
-from declutr.common.session import SessionConfig
 from declutr.common.storage import hash_json
 from declutr.evaluation.encoders.loading import EncoderError, load_encoder
 from declutr.evaluation.senteval.data.findings import Inspection

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from declutr.common.excerpt import shorten
-from declutr.common.records import DamagedError
+from declutr.common.console.excerpt import shorten
 from declutr.common.scores import comparable, read_scores
+from declutr.common.storage import DamagedError
 from declutr.inspection.rows import decoder, media_lines, text_lines
 from declutr.pipeline.shards.content import size_noun
 from declutr.pipeline.shards.manifest import MANIFEST, Manifest, load_manifest
@@ -16,7 +16,7 @@ from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.driver.exported import EXPORT, SETTINGS, read_settings
-from declutr.trainer.driver.objective_checks import kind_problem
+from declutr.trainer.driver.shard_checks import kind_problem
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.objectives.declutr.spans import draw, place
 from declutr.trainer.objectives.span_config import SpanConfig

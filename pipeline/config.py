@@ -5,8 +5,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
+from declutr.common.cluster import SessionConfig
 from declutr.common.config import Strict, flat_keys
-from declutr.common.session_config import SessionConfig
 from declutr.common.storage import hash_json
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.filters.config import FiltersConfig

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from declutr.common.commandline import config_parser
+from declutr.common.cluster import SessionError
 from declutr.common.config import ConfigError, load_config
 from declutr.common.config_docs import annotated_yaml
+from declutr.common.console.commandline import config_parser
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.credentials import refused_settings
 from declutr.common.lock import RunLockedError
 from declutr.common.paths import expand
-from declutr.common.session_config import SessionError
 from declutr.common.storage import atomic_file, write_text
 from declutr.common.stores.address import child, is_remote
 from declutr.common.stores.files import pull_file

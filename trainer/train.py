@@ -18,9 +18,9 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed 
 # Processes that a local session starts ahead are of no use here: Ray Train starts its own, with other variables.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
-from declutr.common.commandline import config_parser
 from declutr.common.config import ConfigError, load_config
 from declutr.common.config_docs import annotated_yaml
+from declutr.common.console.commandline import config_parser
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.credentials import redact
 from declutr.common.lock import RunLockedError, refuse_held
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     early = None if arguments.fork is not None else _EarlyRay(config)
-    from declutr.common.records import DamagedError
+    from declutr.common.storage import DamagedError
     from declutr.pipeline.shards.shards import ShardError
     from declutr.trainer.checkpoints.checkpoint import CheckpointError
     from declutr.trainer.driver.failure import TrainingFailedError

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from declutr.common.storage import write_text
-from declutr.trainer.model.hf_logging import silence
+from declutr.trainer.model.load_report import silence
 
 _HELD_OUT_PREMISES = 500
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from declutr.common.console.excerpt import shorten
 from declutr.common.console.logs import get_logger
 from declutr.common.credentials import redact
-from declutr.common.excerpt import shorten
 from declutr.common.stores.address import network_errors
 
 # Errors that a retry does not change, as Arrow words them.

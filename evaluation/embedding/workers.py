@@ -24,8 +24,8 @@ def embed_on_ray(
     """
     if not todo:
         return
+    from declutr.common.cluster import SessionError
     from declutr.common.session import start_ray
-    from declutr.common.session_config import SessionError
 
     try:
         start_ray()

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from declutr.common.storage import read_json, write_json
 from declutr.evaluation.encoders.transformer import TransformerEncoder
-from declutr.trainer.driver.dense import write_steps
 from declutr.trainer.driver.export import write_encoder
-from declutr.trainer.model.behind import Step, steps_of
+from declutr.trainer.model.behind import Step, steps_of, write_steps
 
 
 def write_transformer(encoder: TransformerEncoder, more: Sequence[Step], folder: Path) -> None:

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from declutr.common.storage import write_text
 from declutr.evaluation.report.content import Content, bar_charts, gather, lengths_chart
-from declutr.evaluation.report.example_section import examples
+from declutr.evaluation.report.content_sections import examples, media, texts
 from declutr.evaluation.report.header import header
 from declutr.evaluation.report.markup import Html, join, markup, policy_hash, tag
-from declutr.evaluation.report.media_section import media
 from declutr.evaluation.report.png import save_bars, save_histogram
 from declutr.evaluation.report.sections import (
     contamination,
@@ -19,7 +18,6 @@ from declutr.evaluation.report.sections import (
     reasons,
     sources,
 )
-from declutr.evaluation.report.text_section import texts
 
 REPORT = "report"
 """Default folder of the report, next to the shards."""

@@ -8,8 +8,9 @@ from typing import Any
 import pyarrow as pa
 import ray
 
+from declutr.common.cluster import SessionConfig
 from declutr.common.console.logs import get_logger
-from declutr.common.session import SessionConfig, start_ray
+from declutr.common.session import start_ray
 from declutr.common.storage import atomic_file, hash_json
 from declutr.pipeline.duplicates.clusters import decide
 from declutr.pipeline.duplicates.config import DuplicatesConfig

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from declutr.common.cluster import SessionConfig
 from declutr.common.config import Strict
 from declutr.common.lock import LOCK, RunLock
-from declutr.common.session_config import SessionConfig
 from declutr.common.storage import fsync_path, hash_json, write_text
 from declutr.common.stores.copies import PLAN
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity

@@ -8,17 +8,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from declutr.common.cluster import started_cluster
+from declutr.common.cluster import SessionConfig, started_cluster
 from declutr.common.config import ConfigError
 from declutr.common.console.logs import get_logger
-from declutr.common.lease import Lease
 from declutr.common.lock import LOCK
 from declutr.common.paths import expand
-from declutr.common.session_config import SessionConfig
 from declutr.common.storage import hash_file
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.copies import PLAN
 from declutr.common.stores.files import entries, pull_file, push_file, remove_file, remove_tree, write_file
+from declutr.common.stores.lease import Lease
 from declutr.common.stores.listing import LISTING, FileRecord, encoded, read_listing
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.config import PipelineConfig

@@ -1,12 +1,15 @@
 """Settings of a corpus, the parts it is cut into, and the records that reading it gives."""
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from declutr.common.config import Strict
+from declutr.common.console.excerpt import shorten
+from declutr.common.suggestions import suggest
 
 MIB = 2**20
 ID_BYTES = 16
@@ -18,6 +21,12 @@ MAX_DOCUMENT_MIB = Field(default=16.0, gt=0, le=512)
 
 Format = Literal["jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv", "blob", "label", "other"]
 """blob: one image or clip. label: a label of one. other: a file of a corpus of images or clips that is neither."""
+NO_TEXT = "no_text_field"
+TEXT_SETTING = "corpus.text_field"
+_SHOWN_CHARACTERS = 200
+
+Names = tuple[str, ...]
+"""Keys or columns that hold a text, in the order in which their values are joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +165,36 @@ class Input:
 def document_id(normalised: bytes) -> bytes:
     """16 bytes that identify a document: a hash of its normalised text in UTF-8, so that equal texts have equal ids."""
     return hashlib.blake2b(normalised, digest_size=ID_BYTES).digest()
+
+
+def names_of(text_field: str | Sequence[str]) -> Names:
+    """The keys or columns of a setting that takes one or several."""
+    return (text_field,) if isinstance(text_field, str) else tuple(text_field)
+
+
+def shown_names(names: Names) -> str:
+    """The names as the setting takes them."""
+    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+
+
+def missing(names: Names, found: Sequence[str], what: str = "column") -> str | None:
+    """A message on the first of these names that was not found, with the nearest of those that were; else None."""
+    for name in names:
+        if name not in found:
+            hint = separated(found) or suggest(name, found)
+            return f"no {what} {name!r}; found {shorten(', '.join(found), _SHOWN_CHARACTERS)}{hint}"
+    return None
+
+
+def separated(header: Sequence[str]) -> str:
+    """A remark on a header that was not cut, because its columns are not separated by what the format expects."""
+    if len(header) != 1:
+        return ""
+    if "\t" in header[0]:
+        return "; its columns are separated by tabs: set corpus.format to tsv"
+    return "; its columns are separated by ;, and CSV needs commas" if ";" in header[0] else ""
+
+
+def joined(values: Iterable[bytes]) -> bytes:
+    """The text of several values, empty ones left out."""
+    return b"\n".join(value for value in values if value)

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 
 from declutr.pipeline.readers.archives import find_members
 from declutr.pipeline.readers.blobs import blob_column_problem
-from declutr.pipeline.readers.columns import TEXT_SETTING, Names, shown_names
-from declutr.pipeline.readers.corpus import END, Input, Part
+from declutr.pipeline.readers.corpus import END, TEXT_SETTING, Input, Names, Part, shown_names
 from declutr.pipeline.readers.delimited import DELIMITERS, header_problem
 from declutr.pipeline.readers.streams import ByteStream
 from declutr.pipeline.readers.tables import TABLE_ERRORS, column_problem

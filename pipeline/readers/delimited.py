@@ -5,11 +5,8 @@ from collections.abc import Iterator
 from io import BytesIO
 from itertools import islice
 
-from declutr.pipeline.readers.columns import NO_TEXT, Names, joined, missing
-from declutr.pipeline.readers.corpus import END, MIB, ReadFailure, Record
-from declutr.pipeline.readers.encodings import as_utf8, encoding_of
-from declutr.pipeline.readers.lines import lines, unreadable
-from declutr.pipeline.readers.pieces import documents
+from declutr.pipeline.readers.corpus import END, MIB, NO_TEXT, Names, ReadFailure, Record, joined, missing
+from declutr.pipeline.readers.plain_text import as_utf8, documents, encoding_of, lines, unreadable
 from declutr.pipeline.readers.streams import READ_ERRORS, ByteStream
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}

@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 from declutr.pipeline.readers.corpus import END, Fields, ReadFailure, Record, Value
 from declutr.pipeline.readers.delimited import delimited_rows, short_row
 from declutr.pipeline.readers.jsonl import explained_object, json_kind, json_lines
-from declutr.pipeline.readers.lines import unreadable
-from declutr.pipeline.readers.pieces import decode, is_wide, nul_bytes
+from declutr.pipeline.readers.plain_text import decode, is_wide, nul_bytes, unreadable
 from declutr.pipeline.readers.streams import ByteStream
 from declutr.pipeline.readers.tables import TABLE_ERRORS, Rows, as_bytes, lost_rows
 

@@ -9,10 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from declutr.pipeline.readers.columns import NO_TEXT, Names, missing
-from declutr.pipeline.readers.corpus import END, Document, ReadFailure, Record
-from declutr.pipeline.readers.lines import lines, unreadable
-from declutr.pipeline.readers.pieces import Buffer, character_start, decode, is_wide, nul_bytes
+from declutr.pipeline.readers.corpus import END, NO_TEXT, Document, Names, ReadFailure, Record, missing
+from declutr.pipeline.readers.plain_text import Buffer, character_start, decode, is_wide, lines, nul_bytes, unreadable
 from declutr.pipeline.readers.streams import READ_ERRORS, ByteStream
 
 MAX_HELD_BYTES = 1 << 29

@@ -13,7 +13,7 @@ from declutr.pipeline.readers.fields import read_json_fields, read_parquet_field
 from declutr.pipeline.readers.files import Rules, read_archive, read_stream
 from declutr.pipeline.readers.inputs import open_input, stream_of
 from declutr.pipeline.readers.jsonl import read_jsonl
-from declutr.pipeline.readers.lines import read_text, unreadable
+from declutr.pipeline.readers.plain_text import read_text, unreadable
 from declutr.pipeline.readers.streams import (
     BLOCK_BYTES,
     READ_ERRORS,

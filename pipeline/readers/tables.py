@@ -6,10 +6,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from declutr.pipeline.readers.columns import NO_TEXT, Names, joined, missing
-from declutr.pipeline.readers.corpus import MIB, ReadFailure, Record
-from declutr.pipeline.readers.lines import unreadable
-from declutr.pipeline.readers.pieces import documents
+from declutr.pipeline.readers.corpus import MIB, NO_TEXT, Names, ReadFailure, Record, joined, missing
+from declutr.pipeline.readers.plain_text import documents, unreadable
 from declutr.pipeline.readers.streams import READ_ERRORS
 
 TABLE_ERRORS = (*READ_ERRORS, UnicodeDecodeError)

@@ -15,9 +15,8 @@ from declutr.adaptation.passages import passages
 from declutr.adaptation.whiten import WhitenConfig, load, whiten, write_whitened
 from declutr.adaptation.whitening import WhiteningError, WithinSums, whitening
 from declutr.evaluation.encoders.loading import load_encoder
-from declutr.trainer.driver.dense import write_steps
 from declutr.trainer.driver.export import write_encoder
-from declutr.trainer.model.behind import Dense, Normalize
+from declutr.trainer.model.behind import Dense, Normalize, write_steps
 from declutr.trainer.setup.build import build_encoder
 
 TEXTS = ["some words", "others", "some words and others"]

@@ -13,13 +13,13 @@ from damagedjson import DAMAGED
 from s3server import s3_server
 from waiting import until
 
-from declutr.common import lease
-from declutr.common.lease import Lease
 from declutr.common.lock import LOCK, RunLockedError
+from declutr.common.stores import lease
 from declutr.common.stores.address import child
 from declutr.common.stores.files import names, read_file, write_file
+from declutr.common.stores.lease import Lease
 
-HOLD = "import sys; from declutr.common.lease import Lease\n"
+HOLD = "import sys; from declutr.common.stores.lease import Lease\n"
 HOLD += "with Lease(sys.argv[1], print): print('held', flush=True); sys.stdin.read()"
 
 

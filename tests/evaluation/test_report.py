@@ -15,10 +15,9 @@ from declutr.cli.main import main
 from declutr.evaluation.report.charts import Histogram, ReferenceLine, Series, count_ticks, short_number
 from declutr.evaluation.report.clusters import find_clusters
 from declutr.evaluation.report.content import gather, lengths_chart
-from declutr.evaluation.report.header import header
+from declutr.evaluation.report.header import header, readiness
 from declutr.evaluation.report.markup import Html, markup, tag, visible
 from declutr.evaluation.report.page import write_report
-from declutr.evaluation.report.readiness import readiness
 from declutr.evaluation.report.survey import BINS_PER_OCTAVE, NUM_BINS, survey
 from declutr.evaluation.report.tally import MAX_NAMES, Tallies, Tally, tally_columns
 from declutr.pipeline.shards.ledger import SCHEMA, ledger_entries

@@ -9,8 +9,8 @@ from sentevalsets import write_sets
 from waiting import until
 
 from declutr.cli.main import main
+from declutr.common.cluster import SessionConfig
 from declutr.common.scores import SCORES, read_scores, read_scoring
-from declutr.common.session import SessionConfig
 from declutr.common.storage import read_json
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.data.tasks import find

@@ -8,7 +8,6 @@ from faultystore import faulty_store
 from s3server import s3_server
 
 from declutr.common.config import ConfigError
-from declutr.common.lease import Lease
 from declutr.common.lock import LOCK, RunLockedError
 from declutr.common.session import start_ray
 from declutr.common.storage import hash_file
@@ -16,6 +15,7 @@ from declutr.common.stores.address import child
 from declutr.common.stores.copies import pull_all
 from declutr.common.stores.files import modified, names, read_file, remove_file, sizes, write_file
 from declutr.common.stores.folders import is_whole
+from declutr.common.stores.lease import Lease
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import main, plan_ahead, prepare
 from declutr.pipeline.shards.manifest import ShardError

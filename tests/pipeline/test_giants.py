@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from declutr.pipeline.readers import jsonl
 from declutr.pipeline.readers.corpus import Document
 from declutr.pipeline.readers.jsonl import read_jsonl
-from declutr.pipeline.readers.pieces import cut
+from declutr.pipeline.readers.plain_text import cut
 from declutr.pipeline.readers.streams import ByteStream
 
 GIANT_MIB = 150

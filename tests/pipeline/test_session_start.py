@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-START = "from declutr.common.session import start_ray\nfrom declutr.common.session_config import SessionError\n"
+START = "from declutr.common.session import start_ray\nfrom declutr.common.cluster import SessionError\n"
 START += "try: start_ray(1)\nexcept SessionError as error: print(error)"
 
 

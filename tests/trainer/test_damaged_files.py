@@ -8,7 +8,7 @@ from damagedjson import DAMAGED
 from madeup import STEPS, config_of, finish, save
 
 from declutr.common.config import ConfigError
-from declutr.common.records import DamagedError
+from declutr.common.storage import DamagedError
 from declutr.inspection.checkpoints import CheckpointsError, rows
 from declutr.inspection.describe import DescribeError, describe
 from declutr.trainer.checkpoints.checkpoint import CheckpointError, find_latest

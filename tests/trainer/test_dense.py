@@ -11,9 +11,8 @@ from transformers import AutoTokenizer
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer.data.batches import SpanBatch
-from declutr.trainer.driver.dense import write_steps
 from declutr.trainer.driver.export import write_encoder
-from declutr.trainer.model.behind import Dense, Normalize, steps_of
+from declutr.trainer.model.behind import Dense, Normalize, steps_of, write_steps
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_encoder
 from declutr.trainer.setup.tasks import build_task, used_parameters

@@ -3,8 +3,7 @@
 import pytest
 import tinyruns as runs
 
-from declutr.common.records import DamagedError
-from declutr.common.storage import read_json
+from declutr.common.storage import DamagedError, read_json
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
 from declutr.trainer.driver.checks import ray_problems
 from declutr.trainer.driver.device import DEVICE, choose_device, device_problem, kept_device, recorded_device

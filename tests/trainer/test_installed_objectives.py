@@ -11,8 +11,8 @@ import pytest
 import tinyruns as runs
 from madeup import shards
 
-from declutr.trainer.driver.objective_checks import objective_problems
 from declutr.trainer.driver.path_checks import place_problems
+from declutr.trainer.driver.shard_checks import objective_problems
 from declutr.trainer.objectives.config import ObjectiveConfig
 from declutr.trainer.objectives.registry import load_kinds
 

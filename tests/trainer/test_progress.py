@@ -1,4 +1,4 @@
-from declutr.trainer.driver.progress import ProgressBar
+from declutr.trainer.metrics.progress import ProgressBar
 
 
 def test_a_continued_run_shows_the_steps_of_earlier_starts(capsys):

@@ -10,7 +10,7 @@ from tiny import VOCAB_SIZE, tiny_encoder
 from torch import nn
 
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.driver.validation_checks import validation_problems
+from declutr.trainer.driver.shard_checks import validation_problems
 from declutr.trainer.metrics.config import STSB
 from declutr.trainer.metrics.sts import StsError, StsPairs, StsValidator, read_pairs
 from declutr.trainer.model.behind import Dense

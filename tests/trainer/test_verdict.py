@@ -9,7 +9,7 @@ from scipy.stats import spearmanr
 from states import state_of
 
 from declutr.trainer.checkpoints.state import Reported, RunState
-from declutr.trainer.driver.verdict import verdict_of
+from declutr.trainer.driver.export import verdict_of
 from declutr.trainer.objectives.row_score import RowScore, choosing_rows, divide
 
 KEYS = np.random.default_rng(0).integers(0, 2**64, 301, dtype=np.uint64)

@@ -9,7 +9,7 @@ import torch
 
 from declutr.trainer.driver.checks import ray_problems
 from declutr.trainer.driver.signals import Signals
-from declutr.trainer.driver.waiting import Waiting, oversubscribed
+from declutr.trainer.driver.watchdog import Waiting, oversubscribed
 from declutr.trainer.setup.scaling import ScalingConfig
 
 

@@ -9,8 +9,7 @@ import xxhash
 from pydantic import ConfigDict, Field
 
 from declutr.common.config import Strict
-from declutr.common.records import DamagedError, read_record
-from declutr.common.storage import hash_json
+from declutr.common.storage import DamagedError, hash_json, read_record
 from declutr.pipeline.shards.manifest import Manifest, data_hash
 
 FORK = "fork.json"

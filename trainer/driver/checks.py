@@ -8,7 +8,7 @@ from typing import Any
 from declutr.common.cluster import cluster_problem, named_cluster
 from declutr.common.config import ConfigError, flat_keys
 from declutr.common.console.logs import get_logger
-from declutr.common.records import DamagedError, read_record
+from declutr.common.storage import DamagedError, read_record
 from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.pipeline.shards.shards import check_shards
@@ -16,11 +16,16 @@ from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from declutr.trainer.checkpoints.state import data_hashes, joint_hash, read_origin
 from declutr.trainer.driver.device import DEVICE, device_problem, kept_device
-from declutr.trainer.driver.objective_checks import data_problems, kind_problem, objective_problems
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.driver.resolved import Found, ResolvedRun, data_key, find_shards
-from declutr.trainer.driver.tokenizer_check import tokenizer_problem
-from declutr.trainer.driver.validation_checks import stsb_problems, validation_problems
+from declutr.trainer.driver.shard_checks import (
+    data_problems,
+    kind_problem,
+    objective_problems,
+    stsb_problems,
+    tokenizer_problem,
+    validation_problems,
+)
 from declutr.trainer.setup.cache import run_folder
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import RESUME_SETTINGS, with_geometry
@@ -99,7 +104,7 @@ def load_problems(run: ResolvedRun) -> list[str]:
     from_scratch = began_before and config.encoder.pretrained is None and not config.auxiliary_tasks
     found = stsb_problems(config) + ([] if from_scratch else objective_problems(config))
     if config.auxiliary_tasks:
-        from declutr.trainer.driver.task_checks import task_problems
+        from declutr.trainer.driver.encoder_checks import task_problems
 
         found += task_problems(run)
     remark = None if began_before else config.objective.remark_before(config.context(run.manifest.short_documents))

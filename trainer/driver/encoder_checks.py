@@ -1,4 +1,4 @@
-"""Checks a run's encoder before Ray starts: its files, tokenizer, vocabulary, positions and weights."""
+"""Checks a run's encoder and its auxiliary tasks before Ray starts: tokenizer, vocabulary, positions, weights."""
 
 from typing import Any
 
@@ -8,21 +8,32 @@ from torch.nn import Dropout
 
 from declutr.common.config import ConfigError
 from declutr.common.console.logs import get_logger
+from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import TOKENIZER, Manifest
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.data.tokenrates import limit
 from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.driver.shard_checks import objective_problems
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.freezing import frozen_parameters
-from declutr.trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
-from declutr.trainer.model.layouts import drops_by_key
+from declutr.trainer.model.language_model import (
+    FAMILIES,
+    UnfitEncoderError,
+    load_hf_config,
+    max_span_tokens,
+    mlm_head,
+    vocabulary_of,
+)
+from declutr.trainer.model.layouts import drops_by_key, patch_problem
 from declutr.trainer.model.sentences import left_out
 from declutr.trainer.objectives.base import ObjectiveError
 from declutr.trainer.setup.build import build_encoder, build_objective
+from declutr.trainer.setup.build import load_tokenizer as tokenizer_of_shards
 from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.tasks import build_frontend
 
 _TRIED = 0.1  # rate of dropout in the test of an encoder
 # Errors of transformers when a model cannot be built or its files cannot be read.
@@ -167,3 +178,28 @@ def _unkeyed(config: TrainConfig, encoder: Encoder) -> str:
 def _unloadable(encoder: EncoderConfig, error: Exception) -> str:
     source = encoder.pretrained if encoder.pretrained is not None else encoder.from_config
     return f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+
+
+def task_problems(run: ResolvedRun) -> list[str]:
+    """Problems of the objectives and encoders of the auxiliary tasks, one line each, which starts with the key."""
+    found = []
+    for name in run.config.auxiliary_tasks:
+        task, manifest = run.config.of_task(name), run.manifests[name]
+        wrong = objective_problems(task)
+        if not wrong and manifest.content.kind in MEDIA_KINDS:
+            wrong = _frontend_problems(run, name)
+        elif not wrong:
+            wrong = encoder_problems(run, name)
+        found += [f"auxiliary_tasks.{name}.{line}" for line in wrong]
+    return found
+
+
+def _frontend_problems(run: ResolvedRun, name: str) -> list[str]:
+    """Problems of the frontend: the ViT that it names, and an encoder whose layers cannot read patches."""
+    encoder = build_encoder(run.config, tokenizer_of_shards(run.data[""], run.manifest)[0])
+    try:
+        frontend = build_frontend(run.config.of_task(name), encoder, run.manifests[name].content)
+    except (UnfitEncoderError, OSError) as error:
+        return [str(error).splitlines()[0]]
+    problem = patch_problem(encoder, frontend) if frontend is not None else None
+    return [f"frontend: {problem}"] if problem else []

@@ -15,8 +15,8 @@ from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints.state import data_hashes
 from declutr.trainer.driver.checks import load_problems, refuse
 from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.driver.shard_checks import validated_rows, validation_remarks
 from declutr.trainer.driver.summary import read_seconds
-from declutr.trainer.driver.validation_checks import validated_rows, validation_remarks
 from declutr.trainer.metrics.interval import steps_between
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.setup.config import TrainConfig

@@ -5,23 +5,24 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from declutr.common.bootstrap import compare
 from declutr.common.console.logs import get_logger
-from declutr.common.records import DamagedError
-from declutr.common.storage import atomic_folder, hash_file, hash_json, set_aside, write_json, write_text
+from declutr.common.storage import DamagedError, atomic_folder, hash_file, hash_json, set_aside, write_json, write_text
 from declutr.trainer.checkpoints import checkpoint, ranking
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
-from declutr.trainer.driver.dense import write_steps
 from declutr.trainer.driver.exported import EXPORT, SETTINGS, read_settings
 from declutr.trainer.driver.model_card import model_card
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.driver.verdict import verdict_of
 from declutr.trainer.metrics.config import FOLLOWED
-from declutr.trainer.model.behind import steps_of
+from declutr.trainer.model.behind import steps_of, write_steps
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.hf_logging import silence
 from declutr.trainer.model.language_model import max_span_tokens
+from declutr.trainer.model.load_report import silence
+from declutr.trainer.objectives.row_score import statistic_of
 from declutr.trainer.setup.build import build_encoder, build_objective, load_tokenizer
 from declutr.trainer.setup.config import TrainConfig
 
@@ -165,4 +166,35 @@ def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dic
             "pooling_mode_max_tokens": pooling == "max",
             **({"pooling_mode": pooling} if pooling == "mean_without_cls" else {}),  # refused there, instead of ignored
         },
+    }
+
+
+def verdict_of(config: TrainConfig, state: RunState) -> dict[str, Any]:
+    """The difference between the start of a run and a checkpoint, for the summary, the model card and the last line.
+
+    Returns:
+        `sentence`, and with values of both: `score`, `start`, `exported`, `difference`, `rows`, `interval` (95%, or
+        None with too few rows) and `measurable`.
+    """
+    reported = state.reported
+    if not config.validation.every_steps:
+        return {"sentence": "not validated (validation.every_steps = 0)"}
+    if reported is None:
+        return {"sentence": "no score of held-out rows tells whether it is better than at the start"}
+    if not reported.start or not reported.rows:
+        missing = "the start of the run" if not reported.start else f"step {state.step}"
+        return {"sentence": f"no verdict: {missing} was not validated"}
+    start, rows = np.asarray(reported.start), np.asarray(reported.rows)
+    if start.shape != rows.shape:
+        return {"sentence": "no verdict: other rows were validated at the start, so validation.data has changed"}
+    found = compare(start, rows, config.seed, statistic_of(start))
+    return {
+        "score": reported.score,
+        "start": found.before,
+        "exported": found.after,
+        "difference": found.difference,
+        "rows": found.rows,
+        "interval": found.interval,
+        "measurable": found.measurable,
+        "sentence": f"{reported.score} {found.before:.4f} at the start, {found.after:.4f} exported: {found.sentence()}",
     }

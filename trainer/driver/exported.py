@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from declutr.common.records import DamagedError, read_record
-from declutr.common.storage import hash_json
+from declutr.common.storage import DamagedError, hash_json, read_record
 
 EXPORT = "export"
 SETTINGS = "declutr.json"
@@ -19,7 +18,7 @@ class ExportSettings(msgspec.Struct, frozen=True):
     """Step of the exported checkpoint."""
     pooling: str
     verdict: dict[str, Any]
-    """Comparison with the start of the run (trainer/driver/verdict.py)."""
+    """Comparison with the start of the run (trainer/driver/export.py)."""
     checkpoint: str
     """Hash of that checkpoint's state, which has the checksums of its files."""
     files: dict[str, str]

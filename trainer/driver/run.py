@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from declutr.common.config import config_yaml
 from declutr.common.console.logs import get_logger
-from declutr.common.lease import Lease
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand
 from declutr.common.scores import SCORES
 from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.common.stores.address import is_remote
+from declutr.common.stores.lease import Lease
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
@@ -26,8 +26,8 @@ from declutr.trainer.driver.device import DEVICE, choose_device
 from declutr.trainer.driver.estimate import find_estimate
 from declutr.trainer.driver.exported import EXPORT, read_settings
 from declutr.trainer.driver.failure import FAILURES
-from declutr.trainer.driver.progress import ProgressBar
 from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.driver.shard_checks import validation_remarks
 from declutr.trainer.driver.signals import Signals
 from declutr.trainer.driver.summary import (
     SECONDS,
@@ -38,8 +38,8 @@ from declutr.trainer.driver.summary import (
     read_seconds,
 )
 from declutr.trainer.driver.supervisor import Supervisor
-from declutr.trainer.driver.validation_checks import validation_remarks
-from declutr.trainer.driver.waiting import oversubscribed
+from declutr.trainer.driver.watchdog import oversubscribed
+from declutr.trainer.metrics.progress import ProgressBar
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.setup.cache import run_folder
 from declutr.trainer.setup.config import TrainConfig

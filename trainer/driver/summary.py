@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 
 from declutr.common.console.logs import get_logger
-from declutr.common.records import DamagedError, Record, read_record
-from declutr.common.storage import write_json
+from declutr.common.storage import DamagedError, Record, read_record, write_json
 from declutr.trainer.metrics.metrics import read_metrics
 
 SUMMARY = "summary.json"

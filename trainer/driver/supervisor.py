@@ -31,8 +31,7 @@ from declutr.trainer.driver.failure import (
 )
 from declutr.trainer.driver.group import Fit, build_group, kill_worker
 from declutr.trainer.driver.signals import RunStoppedError, Signals
-from declutr.trainer.driver.waiting import Waiting
-from declutr.trainer.driver.watchdog import Hang, Watchdog
+from declutr.trainer.driver.watchdog import Hang, Waiting, Watchdog
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel

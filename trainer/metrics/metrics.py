@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from declutr.common.appendlog import AppendLog
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import set_aside, write_text
 from declutr.trainer.metrics import tensorboard
+from declutr.trainer.metrics.appendlog import AppendLog
 
 if TYPE_CHECKING:  # reading metrics needs no torch
     from declutr.trainer.step.step_metrics import StepMetrics

@@ -1,17 +1,19 @@
-"""Steps behind the pooling of a sentence encoder, as sentence-transformers computes them: dense layers, normalisation.
+"""Steps behind the pooling of a sentence encoder, as sentence-transformers computes, loads and stores them.
 
 Legend: S spans, D embedding size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from declutr.common.storage import read_json, write_json
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "torch.nn.modules.linear.Identity": nn.Identity,
@@ -99,3 +101,37 @@ def load_dense(settings: dict[str, Any], path: Path, where: str) -> Dense:
     named = {key.removeprefix("linear."): value.float() for key, value in weights.items()}
     layer.load_state_dict(named, assign=True)
     return Dense(layer.requires_grad_(), ACTIVATIONS[activation]())
+
+
+def write_steps(folder: Path, steps: Sequence[Step]) -> None:
+    """Adds dense layers with their activations, and normalisations, to an exported encoder, in their order.
+
+    A normalisation of what is normalised already is left out.
+    """
+    modules = read_json(folder / "modules.json")
+    scaled = False
+    for step in steps:
+        if isinstance(step, Normalize) and scaled:
+            continue
+        scaled = isinstance(step, Normalize)
+        kind = type(step).__name__
+        name = f"{len(modules)}_{kind}"
+        (folder / name).mkdir()
+        if isinstance(step, Dense):
+            _write_dense(folder / name, step)
+        entry = {"idx": len(modules), "name": str(len(modules)), "path": name}
+        modules.append(entry | {"type": f"sentence_transformers.models.{kind}"})
+    write_json(folder / "modules.json", modules)
+
+
+def _write_dense(folder: Path, layer: Dense) -> None:
+    linear, kind = layer.linear, type(layer.activation)
+    settings = {
+        "in_features": linear.in_features,
+        "out_features": linear.out_features,
+        "bias": linear.bias is not None,
+        "activation_function": f"{kind.__module__}.{kind.__qualname__}",
+    }
+    write_json(folder / "config.json", settings)
+    weights = {f"linear.{key}": value.detach().cpu().contiguous() for key, value in linear.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")

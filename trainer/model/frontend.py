@@ -15,8 +15,8 @@ from declutr.common.hub import hub_or_cache
 from declutr.common.paths import expand
 from declutr.trainer.data.patches import PatchBatch
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.model.hf_logging import silence
 from declutr.trainer.model.language_model import UnfitEncoderError
+from declutr.trainer.model.load_report import silence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

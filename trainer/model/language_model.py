@@ -18,8 +18,7 @@ from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.bounds import check_config, check_folder
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.dropout import NEVER
-from declutr.trainer.model.hf_logging import silence
-from declutr.trainer.model.load_report import LoadReport
+from declutr.trainer.model.load_report import LoadReport, silence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

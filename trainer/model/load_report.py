@@ -1,9 +1,11 @@
-"""Weights that a pretrained encoder's files and the model built from them do not share."""
+"""Loading of pretrained encoders: the weights that their files and the model do not share, and silence otherwise."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from declutr.common.excerpt import excerpt
+from declutr.common.console.excerpt import excerpt
 
 # Heads and buffers in many published files that no masked language model has or needs.
 _HARMLESS = (
@@ -81,3 +83,19 @@ class LoadReport:
 
 def _harmless(name: str) -> bool:
     return any(part in name for part in _HARMLESS)
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Mutes transformers' log below errors and its progress bars, and restores both afterwards."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from declutr.common.excerpt import excerpt
+from declutr.common.console.excerpt import excerpt
 from declutr.evaluation.senteval.checks.alterations import check_rows
 from declutr.evaluation.senteval.checks.digests import digests_of, same_sentences
 from declutr.evaluation.senteval.checks.published import Published, PublishedSplit, published

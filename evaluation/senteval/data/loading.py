@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.common.excerpt import excerpt
+from declutr.common.console.excerpt import excerpt
 from declutr.evaluation.senteval.data import formats
 from declutr.evaluation.senteval.data.formats import SplitRows
 from declutr.evaluation.senteval.data.lines import git_sha1

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from declutr.common.excerpt import excerpt
+from declutr.common.console.excerpt import excerpt
 from declutr.evaluation.senteval.checks.checking import UNCHECKED
 from declutr.evaluation.senteval.data.findings import Inspection
 from declutr.evaluation.senteval.download.downloading import Fetched

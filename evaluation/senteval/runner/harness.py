@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from declutr.common.session import SessionConfig
+from declutr.common.cluster import SessionConfig
 from declutr.common.storage import read_json, write_json
 from declutr.evaluation.encoders.protocol import SentenceEncoder, vectors_fingerprint
 from declutr.evaluation.senteval.data.findings import Inspection

@@ -12,7 +12,8 @@ import ray
 import torch
 from numpy.typing import NDArray
 
-from declutr.common.session import SessionConfig, start_ray
+from declutr.common.cluster import SessionConfig
+from declutr.common.session import start_ray
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.taskdata import TaskData
 from declutr.evaluation.senteval.runner.plan import ScoringUnit, StoredUnit

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sentevalsets import write_sets
 
-from declutr.common.session import SessionConfig
+from declutr.common.cluster import SessionConfig
 from declutr.evaluation.encoders.protocol import EncoderError
 from declutr.evaluation.encoders.words import HashedWords
 from declutr.evaluation.senteval.checks.checking import inspect

@@ -7,7 +7,7 @@ import planted
 import pytest
 import ray
 
-from declutr.common.session import SessionConfig
+from declutr.common.cluster import SessionConfig
 from declutr.common.storage import hash_file
 from declutr.pipeline.duplicates import search as search_module
 from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig

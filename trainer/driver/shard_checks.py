@@ -1,14 +1,19 @@
-"""Checks the settings of the held-out scores against the shards, before Ray starts."""
+"""Checks the settings of objective, tokenizer and held-out scores against the shards, before Ray starts."""
+
+from pathlib import Path
 
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.paths import expand
-from declutr.pipeline.shards.manifest import Manifest, data_hash
+from declutr.common.storage import read_json
+from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, data_hash
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.metrics.config import FOLLOWED, STSB
 from declutr.trainer.metrics.interval import steps_between
+from declutr.trainer.objectives.config import ObjectiveError
 from declutr.trainer.setup.config import TrainConfig
 
 _MIN_VALIDATIONS = 5
+_FILE = "tokenizer.json"
 
 
 def validation_problems(config: TrainConfig, manifest: Manifest, scored: Manifest | None) -> list[str]:
@@ -124,3 +129,99 @@ def _score_problems(config: TrainConfig, scored: Manifest) -> list[str]:
         f"validation.score = {validation.score}: {kind} do not have this score; set validation.stsb (score = {STSB}), "
         "validation.data to shards of pairs or triples, or export=last"
     ]
+
+
+def objective_problems(config: TrainConfig) -> list[str]:
+    """Problems of the objective's package, which is loaded, with torch."""
+    from declutr.trainer.objectives.base import implementation_of
+
+    objective = config.objective
+    try:
+        implementation_of(objective)
+    except ObjectiveError as error:
+        return [str(error)]
+    if objective.mlm and "mlm" not in objective.metrics:
+        return [
+            f"objective.kind = {objective.kind}: mlm is true, but metrics = {list(objective.metrics)} lacks 'mlm', so "
+            "the MLM loss would not be recorded; add it"
+        ]
+    return []
+
+
+def kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
+    """The problem of shards whose rows the objective cannot read."""
+    objective, kind = config.objective, manifest.content.kind
+    if kind in objective.reads:
+        return None
+    *others, last = objective.reads
+    kinds = f"{', '.join(others)} or {last}" if others else last
+    return (
+        f"objective.kind = {objective.kind} reads {kinds}; data = {config.data} holds {kind}: prepare it with "
+        f"content.kind={objective.reads[0]}"
+    )
+
+
+def data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
+    """Reasons why a task's objective cannot train on these shards, one line each, from their manifest alone.
+
+    Args:
+        config: configuration of the run, or that of a task.
+        manifest: of its shards.
+    """
+    if other_kind := kind_problem(config, manifest):
+        return [other_kind]
+    found = config.objective.problems(config.context(manifest.short_documents), manifest)
+    if config.batch_documents > manifest.totals["kept_train"]:
+        found.append(
+            f"batch_documents = {config.batch_documents}: the shards hold only {manifest.totals['kept_train']} "
+            f"training {manifest.noun}, and a batch must not contrast one of them with itself"
+        )
+    return found
+
+
+def tokenizer_problem(config: TrainConfig, manifest: Manifest, data: Path) -> str | None:
+    """The problem of an encoder whose tokenizer has another id for a token of the shards' tokenizer, by files alone.
+
+    A tokenizer that is not on this machine, or differs otherwise, is compared when it is loaded (`encoder_problems`).
+
+    Args:
+        config: of the run.
+        manifest: of its shards.
+        data: folder of its shards.
+    """
+    name = config.encoder.pretrained
+    if name is None or manifest.tokenizer is None:
+        return None
+    shards, encoder = _ids(data / TOKENIZER / _FILE), _ids(_file_of(name))
+    token = next((token for token in shards if encoder.get(token, shards[token]) != shards[token]), None)
+    if token is None:
+        return None
+    return (
+        f"encoder.pretrained = {name}: its tokenizer is not the one that made the shards (the id of {token!r} is "
+        f"{encoder[token]} in it and {shards[token]} in the shards); prepare the corpus with that tokenizer, "
+        f"tokenizer.name={name}"
+    )
+
+
+def _file_of(name: str) -> Path | None:
+    """The tokenizer of a folder or of a name in the hub's cache; None if it is not on this machine."""
+    if (folder := expand(name)).is_dir():
+        return folder / _FILE
+    from huggingface_hub import try_to_load_from_cache  # imported here because not every run needs it
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, _FILE)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _ids(path: Path | None) -> dict[str, int]:
+    """Ids of a tokenizer's file by token; empty if it cannot be read."""
+    try:
+        vocabulary = {} if path is None else read_json(path)["model"]["vocab"]
+        # Unigram has a list of tokens with their scores.
+        return {row[0]: number for number, row in enumerate(vocabulary)} if isinstance(vocabulary, list) else vocabulary
+    except (OSError, ValueError, KeyError, TypeError, IndexError):  # loading it tells why
+        return {}
