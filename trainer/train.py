@@ -125,7 +125,7 @@ def _plan(run: ResolvedRun) -> str:
     from declutr.trainer.driver.estimate import plan_ahead
     from declutr.trainer.model.language_model import UnfitEncoderError
     from declutr.trainer.step.microbatch import MicrobatchError
-    from declutr.trainer.step.step_metrics import NonFiniteLossError
+    from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 
     try:
         return "\n".join(plan_ahead(run).lines()) + "\n"

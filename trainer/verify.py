@@ -137,7 +137,7 @@ def _largest(values: list[float]) -> float:
 
 def _single(config: TrainConfig, size: int, case: Case) -> tuple[dict[str, Tensor], int]:
     train_steps, batch = _prepare(config, size, case, Communicator())
-    return _gradients(train_steps, batch), batch.spans.num_tokens
+    return _gradients(train_steps, batch), batch[""].spans.num_tokens
 
 
 def _group(config: TrainConfig, size: int, cases: list[Case]) -> list[dict[str, Tensor]]:
@@ -169,7 +169,9 @@ def _rank(rank: int, config: dict[str, object], size: int, cases: list[dict[str,
         dist.destroy_process_group()
 
 
-def _prepare(config: TrainConfig, size: int, case: Case, comm: Communicator) -> tuple[list[TrainStep], RankBatch]:
+def _prepare(
+    config: TrainConfig, size: int, case: Case, comm: Communicator
+) -> tuple[list[TrainStep], dict[str, RankBatch]]:
     """The configuration's train steps, and this rank's share of the run's first batch."""
     transformers_logging.disable_progress_bar()  # one per case and process
     settings = config.tasks()
@@ -187,22 +189,20 @@ def _prepare(config: TrainConfig, size: int, case: Case, comm: Communicator) -> 
         rows = fetched(shards[name], documents, epochs, getattr(collator, "fetch", None))
         shares[name] = collator.collate(rows, epochs)
         tasks.append(task)
-    batch = dataclasses.replace(shares.pop(""), auxiliary=shares)
-    return build_train_steps(exact, tasks, total_steps=1), batch
+    return build_train_steps(exact, tasks, total_steps=1), shares
 
 
-def _gradients(train_steps: list[TrainStep], batch: RankBatch) -> dict[str, Tensor]:
+def _gradients(train_steps: list[TrainStep], batch: dict[str, RankBatch]) -> dict[str, Tensor]:
     """Summed gradients of each train step by parameter name, and the loss."""
     gradients: dict[str, Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
     for train_step in train_steps:
-        share = batch.auxiliary[train_step.name] if train_step.name else batch
         train_step.optimizer.zero_grad(set_to_none=True)
-        found = train_step.gradients(share, 1)
+        found = train_step.gradients(batch, 1)
         named = step_parameters(train_step)
         named = {name: p for name, p in named.items() if p.requires_grad}
         train_step.comm.all_reduce_gradients(list(named.values()))
-        for task, one in ((train_step, found), *((each, found.auxiliary[each.name]) for each in train_step.joined)):
+        for task, one in zip(train_step.tasks, found, strict=True):
             mlm = train_step.comm.all_reduce_sum(one.mlm_sum) / max(1, one.num_selected)
             loss = sum(one.terms.values()) + task.objective.config.mlm_weight * mlm
             total += task.weight * loss.detach()

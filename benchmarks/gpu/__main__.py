@@ -66,10 +66,10 @@ def without_syncs(workload: packed.Workload, documents: int) -> dict[str, Any]:
     train_step = workload.train_step(_encoder(workload, compiled=True), late=True)
     batches = [workload.batch(step * documents, documents) for step in range(_WARM_UP + 2)]
     for step, batch in enumerate(batches[:_WARM_UP], start=1):
-        train_step.begin(batch, step).read()
+        train_step.begin({"": batch}, step).read()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pending = [train_step.begin(batch, _WARM_UP + 1) for batch in batches[_WARM_UP:]]
+        pending = [train_step.begin({"": batch}, _WARM_UP + 1) for batch in batches[_WARM_UP:]]
     except RuntimeError as error:
         return {"passed": False, "why": str(error)}
     finally:
@@ -82,18 +82,18 @@ def timed(workload: packed.Workload, documents: int, folder: Path) -> dict[str, 
     train_step = workload.train_step(_encoder(workload, compiled=True), late=True)
     batches = [workload.batch(step * documents, documents) for step in range(_WARM_UP + _TIMED)]
     for step, batch in enumerate(batches[:_WARM_UP], start=1):
-        train_step.begin(batch, step).read()
+        train_step.begin({"": batch}, step).read()
     torch.cuda.reset_peak_memory_stats()
     seconds = []
     for step, batch in enumerate(batches[_WARM_UP:], start=_WARM_UP + 1):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        train_step.begin(batch, step)
+        train_step.begin({"": batch}, step)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     with torch.profiler.profile() as profile:
         for batch in batches[-_PROFILED:]:
-            train_step.begin(batch, 1)
+            train_step.begin({"": batch}, 1)
         torch.cuda.synchronize()
     folder.mkdir(parents=True, exist_ok=True)
     profile.export_chrome_trace(str(folder / "trace.json"))

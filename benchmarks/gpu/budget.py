@@ -70,7 +70,7 @@ def measure(workload: packed.Workload, documents: int) -> dict[str, Any]:
             train_step.optimizer.step()  # creates its state
             faked = _faked(batch, mode)
             traffic.paused = False
-            train_step.begin(faked, 2)
+            train_step.begin({"": faked}, 2)
     return {
         "tokens": batch.spans.num_tokens,
         "operations": sum(traffic.operations.values()),

@@ -59,7 +59,7 @@ class Setting(packed.Workload):
             return RankBatch(spans.to(self.device), self.documents, contrasted)
 
         def gradients(batch: RankBatch) -> Tensor:
-            found = made.gradients(batch, 1)
+            [found] = made.gradients({"": batch}, 1)
             return found.terms.get("contrastive", 0.0) + found.mlm_sum / max(1, found.num_selected)
 
         return Side("ours", encoder.model, prepare, gradients, encoder.token_places)

@@ -42,13 +42,13 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
     before = memory.reset_peak(device)
     encoder = workload.encoder()
     train_step = workload.train_step(encoder, options.microbatch_tokens)
-    train_step.step(workload.batch(0, min(_FIRST, count)), 1)
+    train_step.step({"": workload.batch(0, min(_FIRST, count))}, 1)
     measured = workload.batch(0, count)
     memory.reset_peak(device)
     begun = time.perf_counter()
     rows = {measured.spans.num_spans, measured.num_rows, 2 * measured.num_rows}
     with memory.EmbeddingState(rows, encoder.embedding_size) as counted:
-        train_step.step(measured, 2)
+        train_step.step({"": measured}, 2)
     figures: dict[str, Any] = {
         "peak_mib": round(memory.peak(device) - before, 1),
         "embedding_state_mib": round(counted.peak_bytes / memory.MIB, 2),
@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - begun, 3),
         "tokens": measured.spans.num_tokens,
         "spans": measured.spans.num_spans,
-        "microbatches": len(train_step.microbatch.cut(measured.spans)),
+        "microbatches": len(train_step.tasks[0].microbatch.cut(measured.spans)),
     }
     if count <= options.direct_limit:
         figures["grad_rel_diff"] = difference(train_step, measured, options.microbatch_tokens)
@@ -76,8 +76,8 @@ def difference(train_step: TrainStep, batch: RankBatch, microbatch_tokens: int) 
     found = []
     for limit in (microbatch_tokens, None):
         train_step.optimizer.zero_grad(set_to_none=True)
-        train_step.microbatch.max_tokens = limit
-        train_step.gradients(batch, 4)
+        train_step.tasks[0].microbatch.max_tokens = limit
+        train_step.gradients({"": batch}, 4)
         parameters = train_step.encoder.named_parameters()
         found.append({name: p.grad.clone() for name, p in parameters if p.grad is not None})
     cut, direct = found

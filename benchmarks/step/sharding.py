@@ -50,14 +50,14 @@ def measure(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             shard(encoder, comm)
         train_steps[name] = workload.train_step(encoder, options.microbatch_tokens, comm)
     losses = {
-        name: train_step.step(batch, 1).loss for name, train_step in train_steps.items()
+        name: train_step.step({"": batch}, 1).loss for name, train_step in train_steps.items()
     }  # creates the optimizer's state
     seconds: dict[str, list[float]] = {name: [] for name in train_steps}
     for number in range(options.steps):
         for name, train_step in train_steps.items():
             comm.all_reduce_max(0)  # so that all start together
             begun = time.perf_counter()
-            losses[name] = train_step.step(batch, number + 2).loss
+            losses[name] = train_step.step({"": batch}, number + 2).loss
             seconds[name].append(time.perf_counter() - begun)
     ratios = [after / before for before, after in zip(seconds["whole"], seconds["sharded"], strict=True)]
     kept = {name: kept_mib(train_step) for name, train_step in train_steps.items()}

@@ -55,12 +55,13 @@ class TextSetting(packed.TextWorkload):
         made = self.train_step(encoder)
 
         def gradients(batch: RankBatch) -> Tensor:
-            return torch.stack(list(made.gradients(batch, 1).terms.values())).sum()
+            [found] = made.gradients({"": batch}, 1)
+            return torch.stack(list(found.terms.values())).sum()
 
         def places(batch: RankBatch) -> int:
             return encoder.token_places(batch.spans)
 
-        both = nn.ModuleDict({"encoder": encoder.model, "objective": made.objective})
+        both = nn.ModuleDict({"encoder": encoder.model, "objective": made.tasks[0].objective})
         return Side("ours", both, lambda batch: batch.to(self.device), gradients, places)
 
     def released(self) -> Side:

@@ -47,7 +47,7 @@ def train_step_of(options: argparse.Namespace, comm: Communicator, deterministic
         return made
     parameters = [p for group in made.optimizer.param_groups for p in group["params"]]
     reducer = FixedPointReducer(made.comm, parameters, -(-options.documents // options.unit) + 1)
-    return replace(made, reducer=reducer)
+    return replace(made, tasks=(replace(made.tasks[0], reducer=reducer),))
 
 
 def batch_of(options: argparse.Namespace, comm: Communicator, step: int, deterministic: bool) -> RankBatch:
@@ -83,14 +83,13 @@ def train(
     cpu = torch.device("cpu")
     before = memory.reset_peak(cpu)
     train_step = train_step_of(options, comm, deterministic)
-    parts = train_step.encoder, train_step.optimizer, train_step.objective
     if folder is not None and first > 1:
-        weights.load(checkpoint.checkpoint_path(Path(folder), first - 1), *parts)
+        weights.load(checkpoint.checkpoint_path(Path(folder), first - 1), [train_step])
     for step in range(first, last + 1):
-        train_step.step(batch_of(options, comm, step, deterministic), step)
+        train_step.step({"": batch_of(options, comm, step, deterministic)}, step)
     grown = memory.peak(cpu) - before
     if folder is not None:
-        contents = weights.collect(*parts, keep=comm.rank == 0)
+        contents = weights.collect([train_step], keep=comm.rank == 0)
         if comm.rank == 0:
             done: dict[str, Any] = {"step": last, "documents": last * options.documents, "world_size": comm.size}
             state = RunState(**done, config_hash="", data_hash="", scores={}, files={})
@@ -109,7 +108,7 @@ def turns(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             batch = batch_of(options, comm, step, deterministic)
             comm.all_reduce_max(0)  # so that all start together
             begun = time.perf_counter()
-            counted[deterministic] = _exchanged(partial(train_step.step, batch, step))
+            counted[deterministic] = _exchanged(partial(train_step.step, {"": batch}, step))
             seconds[deterministic].append(time.perf_counter() - begun)
     return {"seconds": [seconds[False][1:], seconds[True][1:]], "bytes": [counted[False], counted[True]]}
 

@@ -25,6 +25,7 @@ from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.microbatch import Microbatch
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.task import TrainTask
 
 _CPU = torch.device("cpu")
 TOTAL_STEPS = 1000  # length of the learning rate's schedule
@@ -99,18 +100,16 @@ class Workload:
         """Build a train step with the trainer's default optimizer, for one worker by default."""
         optim = OptimConfig()
         loss = self.loss(encoder.embedding_size)
-        return TrainStep(
+        task = TrainTask(
             encoder=encoder,
             objective=loss,
-            optimizer=build_optimizer(optim, encoder, loss, fused=late or None),
-            optim=optim,
             comm=comm or Communicator(),
             seed=self.seed,
-            total_steps=TOTAL_STEPS,
             microbatch=Microbatch(microbatch_tokens),
             autocast=self.autocast,
-            late=late,
         )
+        optimizer = build_optimizer(optim, encoder, loss, fused=late or None)
+        return TrainStep(tasks=(task,), optimizer=optimizer, optim=optim, total_steps=TOTAL_STEPS, late=late)
 
 
 @dataclass(frozen=True)

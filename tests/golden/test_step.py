@@ -17,6 +17,7 @@ from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.microbatch import Microbatch
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.task import TrainTask
 
 pytestmark = pytest.mark.golden
 
@@ -54,16 +55,9 @@ def train_step(case, arrays, comm, layout="packed", microbatch_tokens=None, term
     objective = DeclutrConfig(terms=terms, loss={"kind": "ntxent", "temperature": case["tau"]})
     optim = OptimConfig(lr=case["base_lr"], bias_correction=False)
     loss = declutr(objective, case["A"], case["P"])
-    return TrainStep(
-        encoder=encoder,
-        objective=loss,
-        optimizer=build_optimizer(optim, encoder, loss),
-        optim=optim,
-        comm=comm,
-        seed=0,
-        total_steps=case["T_total"],
-        microbatch=Microbatch(microbatch_tokens),
-    )
+    task = TrainTask(encoder=encoder, objective=loss, comm=comm, seed=0, microbatch=Microbatch(microbatch_tokens))
+    optimizer = build_optimizer(optim, encoder, loss)
+    return TrainStep(tasks=(task,), optimizer=optimizer, optim=optim, total_steps=case["T_total"])
 
 
 def share_of(case, arrays, number, comm, positives=True):
@@ -95,7 +89,7 @@ def run(comm, case, arrays, layout, microbatch_tokens):
     worst = {"losses": 0.0, "grad_norm": 0.0, "lr": 0.0, "parameters": 0.0}
     for step in case["steps"]:
         number = step["step"]
-        metrics = runner.step(share_of(case, arrays, number, comm), number)
+        metrics = runner.step({"": share_of(case, arrays, number, comm)}, number)
         assert metrics.num_selected == step["n_masked"]
         after = recorded(arrays, f"after{number}/")
         state = runner.encoder.model.state_dict()
@@ -145,7 +139,7 @@ def test_gradients_of_each_term(figures, terms, microbatch_tokens, measured):
         nothing = torch.empty(0, dtype=torch.int64)
         spans = SpanBatch(batch.spans.input_ids, batch.spans.lengths, nothing, nothing)
         batch = RankBatch(spans, batch.num_documents, batch.num_rows)
-    runner.gradients(batch, 1)
+    runner.gradients({"": batch}, 1)
     gradients = {name: p.grad for name, p in runner.encoder.model.named_parameters() if p.grad is not None}
     expected = recorded(arrays, f"grad_{terms}/")
     zero = [name for name in expected if name not in gradients]

@@ -9,7 +9,7 @@ import tinyruns as runs
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
-from tiny import declutr
+from tiny import declutr, tiny_train_step
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from declutr.common.storage import read_json
@@ -111,7 +111,6 @@ def exported(data, run, family, pooling):
     """Random weights, written as a checkpoint of a finished run: its encoder and the folder of its export."""
     from declutr.trainer.checkpoints.state import RunState
     from declutr.trainer.driver.export import export
-    from declutr.trainer.step.optim import build_optimizer
 
     scratch = {**runs.FROM_CONFIG, "model_type": family}
     changes = {"encoder": {"from_config": scratch, "pooling": pooling, "projection": {"kind": "mlp"}}}
@@ -119,8 +118,7 @@ def exported(data, run, family, pooling):
     encoder = build_encoder(config, AutoTokenizer.from_pretrained(data / "tokenizer"))
     counts = {"step": 6, "documents": 48, "world_size": 1}
     state = RunState(**counts, config_hash="c", data_hash="d", scores={}, files={})
-    objective = declutr(config.objective)
-    contents = collect(encoder, build_optimizer(config.optim, encoder, objective), objective)
+    contents = collect([tiny_train_step(encoder, loss=declutr(config.objective))])
     checkpoint.save(run / "checkpoints", state, contents)
     return encoder.eval(), export(runs.resolved(config))
 

@@ -68,11 +68,8 @@ class Run:
         measured = []
         for step in range(first, last + 1):
             epochs, rows = self.plan.documents(step - 1, step)
-            measured.append(self.train_step.step(self.collator.collate(self.shards.take(rows), epochs), step))
+            measured.append(self.train_step.step({"": self.collator.collate(self.shards.take(rows), epochs)}, step))
         return measured
-
-    def parts(self):
-        return self.train_step.encoder, self.train_step.optimizer, self.train_step.objective
 
     def state(self, step):
         numbers = {"step": step, "documents": step * self.config.batch_documents, "world_size": 1}
@@ -102,9 +99,9 @@ def test_it_learns_and_resumes_to_the_bit(data, tmp_path, name):
 
     half = Run(data, **changes)
     half.steps(1, STEPS // 2)
-    path = checkpoint.save(tmp_path, half.state(STEPS // 2), collect(*half.parts()))
+    path = checkpoint.save(tmp_path, half.state(STEPS // 2), collect([half.train_step]))
     resumed = Run(data, **changes)
-    load(path, *resumed.parts())
+    load(path, [resumed.train_step])
     assert resumed.steps(STEPS // 2 + 1, STEPS) == measured[STEPS // 2 :]
     for name, parameter in whole.train_step.encoder.named_parameters():
         assert torch.equal(parameter, dict(resumed.train_step.encoder.named_parameters())[name]), name
@@ -114,9 +111,9 @@ def test_what_was_loaded_is_the_file_no_longer(data, tmp_path):
     """Else a deleted checkpoint keeps its room on the disk until the run ends."""
     run = Run(data, objective={"queue_size": 40})
     run.steps(1, 2)
-    path = checkpoint.save(tmp_path, run.state(2), collect(*run.parts()))
+    path = checkpoint.save(tmp_path, run.state(2), collect([run.train_step]))
     resumed = Run(data, objective={"queue_size": 40})
-    load(path, *resumed.parts())
+    load(path, [resumed.train_step])
     for file in path.glob("*.safetensors"):
         num_bytes = file.stat().st_size
         with file.open("r+b") as stream:
@@ -136,13 +133,13 @@ def test_parameters_without_a_loss_stay_as_they_were(data):
 
 def test_a_checkpoint_of_another_encoder_is_refused(data, tmp_path):
     run = Run(data)
-    path = checkpoint.save(tmp_path, run.state(1), collect(*run.parts()))
+    path = checkpoint.save(tmp_path, run.state(1), collect([run.train_step]))
     wider = Run(data, encoder={"from_config": {**runs.FROM_CONFIG, "hidden_size": 16}})
     with pytest.raises(checkpoint.CheckpointError, match=r"has shape \[\d+, 32\], not \[\d+, 16\]"):
-        load(path, *wider.parts())
+        load(path, [wider.train_step])
     other = Run(data, encoder={"projection": {"kind": "linear"}})
     with pytest.raises(checkpoint.CheckpointError, match="parameters differ from the model's"):
-        load(path, *other.parts())
+        load(path, [other.train_step])
     assert set(json.loads((path / "state.json").read_text())["files"]) == {
         "encoder.safetensors",
         "objective.safetensors",

@@ -33,7 +33,7 @@ def held_out_embeddings(comm, values, chunk_documents):
     task = build_task(config, "", encoder, shards.manifest, comm, Microbatch())
     [train_step] = build_train_steps(config, [task], 1)
     assert encoder.sharded == (comm.size > 1)
-    validator = build_validator(config, train_step, shards, tokenizer, torch.device("cpu"))
+    validator = build_validator(config, train_step.tasks[0], shards, tokenizer, torch.device("cpu"))
     return dataclasses.replace(validator, chunk_documents=chunk_documents).embed(encoder)
 
 

@@ -2,6 +2,7 @@
 
 import tinyruns as runs
 from shardfolders import write
+from tiny import tiny_train_step
 from transformers import AutoTokenizer
 
 from declutr.pipeline.shards.manifest import data_hash, load_manifest
@@ -13,7 +14,6 @@ from declutr.trainer.driver.run import run_training
 from declutr.trainer.objectives.declutr.objective import Declutr
 from declutr.trainer.setup.build import build_encoder
 from declutr.trainer.setup.cache import data_folder
-from declutr.trainer.step.optim import build_optimizer
 
 STEPS = 6
 
@@ -41,7 +41,7 @@ def save(config, run, step=STEPS, seed=0):
     tokenizer = AutoTokenizer.from_pretrained(f"{config.data}/tokenizer")
     encoder = build_encoder(config.model_copy(update={"seed": seed}), tokenizer)
     objective = Declutr(config.objective, config.context("drop"), encoder.embedding_size)
-    contents = collect(encoder, build_optimizer(config.optim, encoder, objective), objective)
+    contents = collect([tiny_train_step(encoder, loss=objective)])
     hashes = {
         "config_hash": config.hash(),
         "data_hash": data_hash(load_manifest(data_folder(config.data, config.cache))),

@@ -1,5 +1,6 @@
 """Tiny encoders of each family, and documents as the shards hold them."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.microbatch import Microbatch
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.task import TrainTask
 
 VOCAB_SIZE = 64
 VOCABULARY = Vocabulary(size=VOCAB_SIZE, bos=0, eos=2, mask=63, special=(0, 1, 2, 3, 63))
@@ -137,21 +139,22 @@ def rows_of(spans: torch.Tensor | SpanBatch, num_rows: int, num_documents: int =
 
 
 def tiny_train_step(encoder: Encoder, objective: DeclutrConfig | None = None, **settings: Any) -> TrainStep:
-    """A train step for 2 anchors with 2 positives each. `settings` are TrainStep's, `sharded` and `loss`."""
+    """A train step for 2 anchors with 2 positives each. `settings` are its own, its task's, `sharded` and `loss`."""
     optim = settings.pop("optim", OptimConfig(lr=1e-2, bias_correction=False))
     shape = {"num_anchors": settings.pop("num_anchors", 2), "num_positives": settings.pop("num_positives", 2)}
     loss = settings.pop("loss", None) or declutr(objective, **shape, size=encoder.embedding_size)
     settings["microbatch"] = Microbatch(settings.pop("microbatch_tokens", None))
     if settings.pop("sharded", False):
         shard(encoder, settings["comm"])
-    given = {
-        "optimizer": build_optimizer(optim, encoder, loss),
-        "comm": Communicator(),
-        "seed": 0,
-        "total_steps": 10,
-        **settings,
-    }
-    return TrainStep(encoder=encoder, objective=loss, optim=optim, **given)
+    own = {"optimizer": build_optimizer(optim, encoder, loss), "total_steps": 10}
+    own |= {name: settings.pop(name) for name in ("optimizer", "total_steps", "late") if name in settings}
+    task = TrainTask(**{"encoder": encoder, "objective": loss, "comm": Communicator(), "seed": 0, **settings})
+    return TrainStep(tasks=(task,), optim=optim, **own)
+
+
+def with_task(train_step: TrainStep, **changes: Any) -> TrainStep:
+    """The train step with another task."""
+    return replace(train_step, tasks=(replace(train_step.tasks[0], **changes),))
 
 
 def rank_batch(

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 
 import numpy as np
 import pyarrow as pa
@@ -26,12 +27,11 @@ from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.row_score import RowScore, choosing_rows
 from declutr.trainer.parallel.communicator import Communicator, Request
 from declutr.trainer.setup.cache import run_folder
-from declutr.trainer.step.step import NonFiniteLossError
+from declutr.trainer.step.nonfinite_losses import NonFiniteLossError, NonFiniteLosses
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.loop import TrainingLoop
-from declutr.trainer.worker.nonfinite_losses import NonFiniteLosses
-from declutr.trainer.worker.scheduler import ScheduledStep, TaskScheduler
+from declutr.trainer.worker.scheduler import TaskScheduler
 from declutr.trainer.worker.stopwatch import Stopwatch
 
 RARE = 62
@@ -58,14 +58,14 @@ def worker(run, comm=None, total_steps=6, **changes):
         encoder.model.base_model.embeddings.word_embeddings.weight[RARE] = 1e200
     objective = DeclutrConfig(terms="contrastive", queue_size=6)
     train_step = tiny_train_step(encoder, objective, comm=comm or Communicator(), total_steps=total_steps)
+    skips = NonFiniteLosses(config.on_nonfinite_loss == "skip", config.max_skipped_steps)
+    train_step = dataclasses.replace(train_step, nonfinite_losses=skips)
     return loop_of(config, run, train_step, run / "data")
 
 
 def loop_of(config, run, train_step, data):
     """The loop of a worker, without batches and validation."""
-    scheduler = TaskScheduler(
-        [ScheduledStep(train_step, NonFiniteLosses(config.on_nonfinite_loss == "skip", config.max_skipped_steps))]
-    )
+    scheduler = TaskScheduler([train_step])
     heartbeat = Heartbeat(train_step.comm.rank, train_step.comm.size)
     hashes = {"": data_hash(load_manifest(data))}
     checkpointing = Checkpointing(config, run, hashes, scheduler, heartbeat)
@@ -100,11 +100,11 @@ def batch(step, comm=None, bad=BAD):
 
 
 def take(one, first, last, comm=None, bad=BAD):
-    return [one.scheduler.take(batch(step, comm, bad), step) for step in range(first, last + 1)]
+    return [one.scheduler.take({"": batch(step, comm, bad)}, step) for step in range(first, last + 1)]
 
 
 def tensors(one):
-    contents = collect(one.train_step.encoder, one.train_step.optimizer, one.train_step.objective)
+    contents = collect([one.train_step])
     return {f"{file}:{name}": tensor for file, named in contents.items() for name, tensor in named.items()}
 
 
@@ -119,7 +119,7 @@ def test_a_bad_loss_changes_nothing_but_the_count(tmp_path, log):
     assert (one.scheduler.main.nonfinite_losses.skipped, one.scheduler.main.nonfinite_losses.in_a_row) == (2, 0)
     assert len([line for line in log if "skipped" in line]) == 2
     for step in sorted(set(range(1, 7)) - BAD):
-        assert other.scheduler.take(batch(step), step) == measured[step - 1]
+        assert other.scheduler.take({"": batch(step)}, step) == measured[step - 1]
     assert same(tensors(one), tensors(other))
 
 
@@ -252,12 +252,11 @@ def test_the_copy_is_of_the_step_and_not_of_what_comes_after(tmp_path):
     """While the writer has not begun, training goes on: what is written are the weights of the step that was saved."""
     one = worker(tmp_path)
     take(one, 1, 1, bad=())
-    contents = collect(one.train_step.encoder, one.train_step.optimizer, one.train_step.objective)
+    contents = collect([one.train_step])
     kept = copy.deepcopy(contents)
     take(one, 2, 3, bad=())
     assert all(torch.equal(contents[file][name], kept[file][name]) for file in kept for name in kept[file])
-    parts = one.train_step.encoder, one.train_step.optimizer, one.train_step.objective
-    again = collect(*parts, memory=contents)
+    again = collect([one.train_step], memory=contents)
     assert again["encoder.safetensors"].keys() == kept["encoder.safetensors"].keys()
     name = "model.roberta.embeddings.LayerNorm.bias"
     assert again["encoder.safetensors"][name].data_ptr() == contents["encoder.safetensors"][name].data_ptr()

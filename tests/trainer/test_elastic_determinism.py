@@ -8,7 +8,7 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
-from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
+from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step, with_task
 from tinyruns import least_config
 
 from declutr.trainer.data.canonical import canonical_microbatches, collate_canonical
@@ -18,8 +18,8 @@ from declutr.trainer.parallel import fixedpoint
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.fixedpoint import SCALE, FixedPointReducer
 from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.step.optim import build_optimizer
-from declutr.trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60, 99, 52, 77, 64]
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.2, "projection": {"kind": "mlp", "size": 6}}
@@ -46,9 +46,10 @@ def train_step_of(
     made = tiny_train_step(
         tiny_encoder(family, dtype, **encoder), config, comm=comm, microbatch_tokens=tokens, optim=optim
     )
-    optimizer = build_optimizer(optim, made.encoder, made.objective)
+    optimizer = build_optimizer(optim, made.encoder, made.tasks[0].objective)
     reducer = FixedPointReducer(comm, [p for group in optimizer.param_groups for p in group["params"]], num_terms)
-    return dataclasses.replace(made, optimizer=optimizer, reducer=reducer), tiny_collator(config)
+    made = with_task(made, reducer=reducer)
+    return dataclasses.replace(made, optimizer=optimizer), tiny_collator(config)
 
 
 def batch_of(collator, comm, step, unit=1, lengths=LENGTHS):
@@ -71,7 +72,7 @@ def trained(comm, cases, steps=3):
         for step in range(1, steps + 1):
             batch = batch_of(collator, comm, step, unit)
             batch = dataclasses.replace(batch, digest=batch.spans.digest())
-            lines.append(train_step.step(batch, step).line())
+            lines.append(train_step.step({"": batch}, step).line())
         found[name] = checksum(train_step.encoder.parameters()), lines
     return found
 
@@ -96,7 +97,7 @@ def test_any_number_of_workers_has_the_same_bits(alone, size):
 
 def gradients(train_step, batch):
     train_step._clear()
-    train_step.gradients(batch, 1)
+    train_step.gradients({"": batch}, 1)
     train_step._sum([p for group in train_step.optimizer.param_groups for p in group["params"]])
     return [p.grad.clone() for p in train_step.encoder.parameters()]
 
@@ -107,7 +108,7 @@ def test_gradient_is_that_of_the_whole_batch(unit):
     plain = tiny_train_step(tiny_encoder("roberta", torch.float64, **DROPOUT), DeclutrConfig(masking=HALF))
     plain.optimizer.zero_grad()
     whole = rank_batch(collator, documents(LENGTHS, 12))
-    plain.gradients(whole, 1)
+    plain.gradients({"": whole}, 1)
     batch = batch_of(collator, Communicator(), 0, unit)
     assert batch.spans.digest() == whole.spans.digest()
     assert [part.num_documents for part in canonical_microbatches(batch)] == [unit] * (9 // unit) + (
@@ -131,12 +132,12 @@ def test_a_gradient_that_could_overflow_is_found():
     """The limit is of each term; the message names it, and nothing is updated."""
     train_step, collator = train_step_of(Communicator())
     before = checksum(train_step.encoder.parameters())
-    train_step.reducer.limit = 1e-6
+    train_step.tasks[0].reducer.limit = 1e-6
     with pytest.raises(NonFiniteLossError, match="nothing was updated"):
-        train_step.step(batch_of(collator, Communicator(), 1), 1)
+        train_step.step({"": batch_of(collator, Communicator(), 1)}, 1)
     assert checksum(train_step.encoder.parameters()) == before
-    train_step.reducer.limit = 2.0**12
-    train_step.step(batch_of(collator, Communicator(), 1), 1)
+    train_step.tasks[0].reducer.limit = 2.0**12
+    train_step.step({"": batch_of(collator, Communicator(), 1)}, 1)
     assert checksum(train_step.encoder.parameters()) != before
 
 

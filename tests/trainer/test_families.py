@@ -117,7 +117,7 @@ def taken(comm, family, layout, tokens, dropout, steps):
     start, end = len(table) * comm.rank // comm.size, len(table) * (comm.rank + 1) // comm.size
     found = []
     for number in range(1, steps + 1):
-        measured = train_step.step(rank_batch(tiny_collator(objective), table, start, end, epoch=number), number)
+        measured = train_step.step({"": rank_batch(tiny_collator(objective), table, start, end, epoch=number)}, number)
         found += [measured.loss, measured.grad_norm]
     return found
 

@@ -45,7 +45,7 @@ def made(tmp_path_factory):
     encoder = build_encoder(settings, load_tokenizer(root / "data")[0])
     tasks = [build_task(settings, name, encoder, manifests[name], Communicator(), Microbatch()) for name in manifests]
     train_steps = build_train_steps(settings, tasks, 6)
-    contents = collect(encoder, train_steps[-1].optimizer, train_steps[-1].objective, train_steps=train_steps)
+    contents = collect(train_steps)
     hashes = data_hashes(manifests)
     state = RunState(
         step=STEP,

@@ -52,7 +52,7 @@ def gradients(family, num_trainable_layers, tokens):
     train_step = tiny_train_step(encoder, config, microbatch_tokens=tokens)
     freeze_unused(encoder, [train_step])
     train_step.optimizer.zero_grad()
-    train_step.gradients(rank_batch(tiny_collator(config), documents([48, 70, 49], 12), 0, None), 1)
+    train_step.gradients({"": rank_batch(tiny_collator(config), documents([48, 70, 49], 12), 0, None)}, 1)
     return {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
 
 

@@ -1,6 +1,7 @@
 """Metrics read after the update, as on a GPU: the same figures, and no update by a loss that is not finite."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -10,10 +11,9 @@ from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_
 
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.microbatch import out_of_memory
+from declutr.trainer.step.nonfinite_losses import NonFiniteLossError, NonFiniteLosses
 from declutr.trainer.step.optim import UncorrectedAdamW, build_optimizer
-from declutr.trainer.step.step import NonFiniteLossError
-from declutr.trainer.worker.nonfinite_losses import NonFiniteLosses
-from declutr.trainer.worker.scheduler import ScheduledStep, TaskScheduler
+from declutr.trainer.worker.scheduler import TaskScheduler, read
 
 
 def train_step(late, corrected=False):
@@ -33,8 +33,8 @@ def parameters(one):
 @pytest.mark.parametrize("corrected", [False, True])
 def test_the_same_steps(corrected):
     early, late = train_step(False, corrected), train_step(True, corrected)
-    expected = [early.step(batch(number), number).line() for number in (1, 2, 3)]
-    pending = [late.begin(batch(number), number) for number in (1, 2, 3)]
+    expected = [early.step({"": batch(number)}, number).line() for number in (1, 2, 3)]
+    pending = [late.begin({"": batch(number)}, number) for number in (1, 2, 3)]
     assert [one.read().line() for one in pending] == expected
     assert all(torch.equal(*pair) for pair in zip(parameters(early), parameters(late), strict=True))
 
@@ -44,10 +44,10 @@ def test_a_bad_loss_changes_nothing(corrected):
     """Neither parameters nor moments; the next good step continues as if the bad one had not been."""
     one, other = train_step(True, corrected), train_step(True, corrected)
     for each in (one, other):
-        each.step(batch(1), 1)
+        each.step({"": batch(1)}, 1)
     before = parameters(one), copy.deepcopy(one.optimizer.state_dict()["state"])
     one.encoder.model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * math.nan)
-    pending = one.begin(batch(2), 2)
+    pending = one.begin({"": batch(2)}, 2)
     one.encoder.model.get_input_embeddings().weight._backward_hooks.clear()
     assert all(torch.equal(*pair) for pair in zip(before[0], parameters(one), strict=True))
     state = one.optimizer.state_dict()["state"]
@@ -55,20 +55,20 @@ def test_a_bad_loss_changes_nothing(corrected):
     with pytest.raises(NonFiniteLossError, match="nothing was updated"):
         pending.read()
     for each in (one, other):
-        each.step(batch(3), 3)
+        each.step({"": batch(3)}, 3)
     assert all(torch.equal(*pair) for pair in zip(parameters(one), parameters(other), strict=True))
 
 
 def test_skipped_steps_are_counted_when_they_are_read():
-    one = train_step(True)
-    scheduler = TaskScheduler([ScheduledStep(one, NonFiniteLosses(skip=True, most_in_a_row=1))])
+    one = dataclasses.replace(train_step(True), nonfinite_losses=NonFiniteLosses(skip=True, most_in_a_row=1))
+    scheduler = TaskScheduler([one])
     one.encoder.model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * math.nan)
-    first, second = scheduler.begin(batch(1), 1), scheduler.begin(batch(2), 2)
+    first, second = scheduler.begin({"": batch(1)}, 1), scheduler.begin({"": batch(2)}, 2)
     assert scheduler.main.nonfinite_losses.skipped == 0
-    assert first.read().skipped
+    assert read(first).skipped
     assert scheduler.main.nonfinite_losses.skipped == 1
     with pytest.raises(NonFiniteLossError, match="max_skipped_steps = 1"):
-        second.read()
+        read(second)
 
 
 def test_the_fused_update_without_bias_correction():

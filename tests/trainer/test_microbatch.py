@@ -23,11 +23,11 @@ torch.set_num_threads(1)
 shape = {"hidden_size": 64, "intermediate_size": 8192}
 def gradient(microbatch):
     train_step = tiny_train_step(tiny_encoder(from_config=shape, dropout=0.1))
-    train_step.microbatch.max_tokens, train_step.microbatch.automatic = microbatch
+    train_step.tasks[0].microbatch.max_tokens, train_step.tasks[0].microbatch.automatic = microbatch
     batch = rank_batch(tiny_collator(DeclutrConfig()), documents([200] * 50, 12))
-    train_step.gradients(batch, 1)
+    train_step.gradients({"": batch}, 1)
     grads = torch.cat([p.grad.flatten() for p in train_step.encoder.parameters() if p.grad is not None])
-    return grads, train_step.microbatch.max_tokens, batch.spans.num_tokens
+    return grads, train_step.tasks[0].microbatch.max_tokens, batch.spans.num_tokens
 
 expected, _, tokens = gradient((500, False))
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

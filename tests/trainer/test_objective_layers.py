@@ -9,13 +9,13 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
-from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
+from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step, with_task
 from torch import nn
 
 from declutr.trainer import verify
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
-from declutr.trainer.checkpoints.weights import collect, load, trained_parameters
+from declutr.trainer.checkpoints.weights import collect, load, step_parameters
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError
 from declutr.trainer.objectives.config import RunContext
@@ -27,7 +27,7 @@ from declutr.trainer.parallel.sharding import full_tensor
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.microbatch import Microbatch
-from declutr.trainer.step.step import NonFiniteLossError
+from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]
 BOTH = DeclutrConfig(masking={"mlm_probability": 0.5})
@@ -61,7 +61,7 @@ def setup(comm, tokens=None, norm=1.0, sharded=False, start=0, end=None):
 
 
 def named(train_step):
-    return trained_parameters(train_step.encoder, train_step.objective)
+    return step_parameters(train_step)
 
 
 def steps(comm, sharded=False):
@@ -70,12 +70,12 @@ def steps(comm, sharded=False):
     results = []
     for tokens, norm in CASES:
         train_step, batch = setup(comm, tokens, norm, sharded, start, end)
-        train_step.gradients(batch, 1)
+        train_step.gradients({"": batch}, 1)
         train_step.comm.all_reduce_gradients(list(named(train_step).values()))
         gradients = {name: full_tensor(p.grad).clone() for name, p in named(train_step).items()}
         train_step, batch = setup(comm, tokens, norm, sharded, start, end)
-        norms = [train_step.step(batch, number).grad_norm for number in (1, 2)]
-        contents = collect(train_step.encoder, train_step.optimizer, train_step.objective)
+        norms = [train_step.step({"": batch}, number).grad_norm for number in (1, 2)]
+        contents = collect([train_step])
         results.append((gradients, norms, contents))
     return results
 
@@ -114,42 +114,43 @@ def test_microbatches_change_nothing(single):
 
 def test_a_checkpoint_holds_the_layers_their_moments_and_statistics(tmp_path):
     train_step, batch = setup(Communicator())
-    train_step.step(batch, 1)
+    train_step.step({"": batch}, 1)
     state = RunState(step=1, documents=5, world_size=1, config_hash="", data_hash="", scores={}, files={})
-    path = checkpoint.save(tmp_path, state, collect(train_step.encoder, train_step.optimizer, train_step.objective))
-    after = train_step.step(batch, 2)
+    path = checkpoint.save(tmp_path, state, collect([train_step]))
+    after = train_step.step({"": batch}, 2)
     again, batch = setup(Communicator())
-    load(path, again.encoder, again.optimizer, again.objective)
-    assert again.step(batch, 2) == after
-    for found, expected in zip(again.objective.state().values(), train_step.objective.state().values(), strict=True):
+    load(path, [again])
+    assert again.step({"": batch}, 2) == after
+    states = [one.tasks[0].objective.state().values() for one in (again, train_step)]
+    for found, expected in zip(*states, strict=True):
         assert torch.equal(found, expected)
 
 
 def test_layers_of_another_shape_are_refused(tmp_path):
     train_step, _ = setup(Communicator())
     state = RunState(step=1, documents=5, world_size=1, config_hash="", data_hash="", scores={}, files={})
-    path = checkpoint.save(tmp_path, state, collect(train_step.encoder, train_step.optimizer, train_step.objective))
-    train_step.objective.projector[3] = nn.Linear(12, 9).double()
+    path = checkpoint.save(tmp_path, state, collect([train_step]))
+    train_step.tasks[0].objective.projector[3] = nn.Linear(12, 9).double()
     with pytest.raises(checkpoint.CheckpointError, match=r"objective\.safetensors does not fit the objective"):
-        load(path, train_step.encoder, train_step.optimizer, train_step.objective)
+        load(path, [train_step])
 
 
 def test_a_skipped_step_leaves_the_statistics_alone():
     train_step, batch = setup(Communicator())
-    train_step.step(batch, 1)
-    before = {name: value.clone() for name, value in train_step.objective.state().items()}
+    train_step.step({"": batch}, 1)
+    before = {name: value.clone() for name, value in train_step.tasks[0].objective.state().items()}
     with torch.no_grad():
         train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
     with pytest.raises(NonFiniteLossError, match="nothing was updated"):
-        train_step.step(batch, 2)
-    assert all(torch.equal(value, before[name]) for name, value in train_step.objective.state().items())
+        train_step.step({"": batch}, 2)
+    assert all(torch.equal(value, before[name]) for name, value in train_step.tasks[0].objective.state().items())
 
 
 def test_an_unknown_term_is_refused():
     train_step, batch = setup(Communicator())
-    train_step.objective.loss = lambda batch: {"other": batch.views.sum()}
+    train_step.tasks[0].objective.loss = lambda batch: {"other": batch.views.sum()}
     with pytest.raises(ValueError, match=r"terms \['other'\]; add them to its config\.metrics"):
-        train_step.step(batch, 1)
+        train_step.step({"": batch}, 1)
 
 
 WRONG_TERMS = [
@@ -167,18 +168,18 @@ WRONG_TERMS = [
 @pytest.mark.parametrize(("terms", "said"), WRONG_TERMS)
 def test_terms_that_cannot_be_trained_are_refused(terms, said, tokens):
     train_step, batch = setup(Communicator(), tokens)
-    train_step.objective.loss = lambda gathered: terms(gathered.views)
+    train_step.tasks[0].objective.loss = lambda gathered: terms(gathered.views)
     with pytest.raises(ObjectiveError, match=said) as raised:
-        train_step.step(batch, 1)
+        train_step.step({"": batch}, 1)
     assert "objective declutr: `loss` " in str(raised.value)
 
 
 def detached_on_ranks(comm):
     """The second of two ranks has no rows, so its part of the views never has a gradient."""
     train_step, batch = setup(comm, start=0, end=0 if comm.rank else len(LENGTHS))
-    train_step.objective.loss = lambda gathered: {"contrastive": gathered.views.detach().sum()}
+    train_step.tasks[0].objective.loss = lambda gathered: {"contrastive": gathered.views.detach().sum()}
     try:
-        train_step.step(batch, 1)
+        train_step.step({"": batch}, 1)
     except ObjectiveError as error:
         return str(error)
     return ""
@@ -191,19 +192,20 @@ def test_a_rank_without_rows_refuses_detached_terms_as_the_others_do():
 
 def test_a_term_of_one_entry_is_a_scalar():
     train_step, batch = setup(Communicator())
-    train_step.objective.loss = lambda gathered: {"contrastive": gathered.views.square().sum().reshape(1)}
-    assert train_step.step(batch, 1).grad_norm > 0
+    train_step.tasks[0].objective.loss = lambda gathered: {"contrastive": gathered.views.square().sum().reshape(1)}
+    assert train_step.step({"": batch}, 1).grad_norm > 0
 
 
 def test_views_of_another_shape_are_refused():
     train_step, batch = setup(Communicator())
     rows = batch.num_rows
-    train_step.objective.views = lambda embeddings, _: embeddings
+    train_step.tasks[0].objective.views = lambda embeddings, _: embeddings
     with pytest.raises(ValueError, match=rf"objective declutr: `views` returned the shape .*, not \[{rows}, 2, D\]"):
-        train_step.step(batch, 1)
-    train_step.objective.views = lambda embeddings, given: Objective.views(train_step.objective, embeddings, given)
+        train_step.step({"": batch}, 1)
+    objective = train_step.tasks[0].objective
+    objective.views = lambda embeddings, given: Objective.views(objective, embeddings, given)
     with pytest.raises(ValueError, match=rf"spans do not match {rows} rows with 2 views each"):
-        train_step.step(batch, 1)
+        train_step.step({"": batch}, 1)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,7 @@ def test_views_of_another_shape_are_refused():
 def test_facts_that_do_not_fit_the_rows_are_refused(values, said):
     train_step, batch = setup(Communicator())
     with pytest.raises(ObjectiveError, match=f"objective declutr: the fact {said}"):
-        train_step.step(replace(batch, facts={"label": values}), 1)
+        train_step.step({"": replace(batch, facts={"label": values})}, 1)
 
 
 def facts_on_one_rank(comm):
@@ -224,7 +226,7 @@ def facts_on_one_rank(comm):
     train_step, batch = setup(comm, start=start, end=end)
     facts = {"label": torch.arange(batch.num_rows)} if comm.rank else {}
     try:
-        train_step.step(replace(batch, facts=facts), 1)
+        train_step.step({"": replace(batch, facts=facts)}, 1)
     except ObjectiveError as error:
         return str(error)
     return ""
@@ -251,7 +253,7 @@ def test_a_step_that_ran_out_of_memory_counts_its_statistics_once():
     found, weights = [], []
     for fails in (True, False):
         train_step, batch = setup(Communicator(), 60)
-        train_step = replace(train_step, microbatch=Microbatch(60, automatic=True))
+        train_step = with_task(train_step, microbatch=Microbatch(60, automatic=True))
         forward, failures = train_step.encoder.forward, [False, fails]
 
         def once(*given, forward=forward, failures=failures):
@@ -261,9 +263,9 @@ def test_a_step_that_ran_out_of_memory_counts_its_statistics_once():
             return forward(*given)
 
         train_step.encoder.forward = once
-        train_step.step(batch, 1)
-        assert (train_step.microbatch.max_tokens < 60) == fails
-        found.append(train_step.objective.state())
+        train_step.step({"": batch}, 1)
+        assert (train_step.tasks[0].microbatch.max_tokens < 60) == fails
+        found.append(train_step.tasks[0].objective.state())
         weights.append([parameter.detach().clone() for parameter in train_step.encoder.parameters()])
     statistics = [[value for name, value in state.items() if "running" in name] for state in found]
     assert deviation(*statistics) < 1e-12
@@ -281,8 +283,8 @@ def test_gradients_are_announced_before_the_last_backward_and_no_earlier(tokens)
         return forward(*given)
 
     train_step.encoder.forward = counted
-    passes = replace(train_step._passes(batch, 1), before_last=lambda: calls.append("announced"))
-    pieces = train_step._pieces(batch)
+    passes = replace(train_step.tasks[0]._passes(batch, 1), before_last=lambda: calls.append("announced"))
+    pieces = train_step.tasks[0]._pieces(batch)
     passes.differentiate(batch, pieces, passes.embed(pieces), passes.count(batch))
     assert (len(pieces) > 1) == (tokens is not None)
     assert calls[-1] == "announced"

@@ -1,18 +1,16 @@
 """Gradient sums that overlap the last backward: those of one exchange after it."""
 
-import dataclasses
-
 import pytest
 import torch
 from groups import run_group
 from measures import deviation
-from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
+from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step, with_task
 
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.overlap import BucketedReducer
 from declutr.trainer.step.microbatch import Microbatch
-from declutr.trainer.step.step import NonFiniteLossError
+from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 
 pytestmark = pytest.mark.dist
 LENGTHS = [48, 70, 49, 131, 60]
@@ -36,7 +34,7 @@ def setup(comm, overlap, objective=None, tokens=None, lengths=LENGTHS, bytes=409
         body = list(train_step.encoder.model.base_model.parameters())
         heads = [p for p in train_step.encoder.parameters() if id(p) not in {id(one) for one in body}]  # sent last
         sums = BucketedReducer(comm, [*heads, *body], compressed, bytes)
-        train_step = dataclasses.replace(train_step, overlap=sums)
+        train_step = with_task(train_step, overlap=sums)
     start, end = Plan(0, len(lengths), len(lengths)).slice(comm.rank, comm.size)
     return train_step, rank_batch(tiny_collator(config), documents(lengths, 12), start, end)
 
@@ -45,14 +43,14 @@ def sums_of(comm, overlap, case):
     """Gradients summed over ranks, parameters after two steps, and the buckets sent when the backward ended."""
     train_step, batch = setup(comm, overlap, **case)
     train_step._clear()
-    train_step.gradients(batch, 1)
-    buckets = train_step.overlap.buckets if overlap else []
+    train_step.gradients({"": batch}, 1)
+    buckets = train_step.tasks[0].overlap.buckets if overlap else []
     sent = sum(bucket.work is not None for bucket in buckets), len(buckets)
     parameters = list(train_step.encoder.parameters())
     train_step._sum(parameters)
     gradients = [p.grad.clone() for p in parameters]
     for step in (1, 2):
-        train_step.step(batch, step)
+        train_step.step({"": batch}, step)
     return gradients, [p.detach().clone() for p in parameters], sent
 
 
@@ -96,7 +94,7 @@ def failing(comm):
     results = []
     for at in (0, 1, 2):
         train_step, batch = setup(comm, True)
-        train_step = dataclasses.replace(train_step, microbatch=Microbatch(30, automatic=True))
+        train_step = with_task(train_step, microbatch=Microbatch(30, automatic=True))
         expected, _ = setup(comm, False)
         calls = iter(range(1000))
         embed = train_step.encoder.forward
@@ -107,10 +105,11 @@ def failing(comm):
             return embed(*arguments)
 
         train_step.encoder.forward = forward
-        train_step.step(batch, 1)
-        expected.step(batch, 1)
+        train_step.step({"": batch}, 1)
+        expected.step({"": batch}, 1)
         pairs = zip(train_step.encoder.parameters(), expected.encoder.parameters(), strict=True)
-        results.append((train_step.microbatch.max_tokens, max(float((a - b).abs().max().detach()) for a, b in pairs)))
+        tokens = train_step.tasks[0].microbatch.max_tokens
+        results.append((tokens, max(float((a - b).abs().max().detach()) for a, b in pairs)))
     return results
 
 
@@ -126,7 +125,7 @@ def not_finite(comm):
     with torch.no_grad():
         train_step.encoder.projection[0].weight[0, 0] = torch.nan
     try:
-        train_step.step(batch, 1)
+        train_step.step({"": batch}, 1)
     except NonFiniteLossError:
         return True
     return False

@@ -66,7 +66,7 @@ def test_without_a_limit_gradients_are_not_scaled():
     for limit in (None, 1e9, 1e-3):
         optim = OptimConfig(lr=1e-2, max_grad_norm=limit)
         train_step = tiny_train_step(tiny_encoder(), optim=optim)
-        metrics = train_step.step(rank_batch(tiny_collator(), documents([48, 70, 49], 12)), 1)
+        metrics = train_step.step({"": rank_batch(tiny_collator(), documents([48, 70, 49], 12))}, 1)
         found.append((metrics.grad_norm, torch.cat([p.flatten() for p in train_step.encoder.parameters()])))
     assert found[0][0] == found[1][0] == found[2][0] > 1e-3
     assert torch.equal(found[0][1], found[1][1])

@@ -20,7 +20,7 @@ from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.sharding import full_tensor
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.step import NonFiniteLossError
+from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 
 pytestmark = pytest.mark.dist
 LENGTHS = [48, 70, 49, 131, 60]
@@ -87,15 +87,15 @@ def one_step(comm, dtype, cases):
     results = []
     for case in cases:
         train_step, batch = setup(comm, dtype=dtype, **case)
-        found = train_step.gradients(batch, 1)
+        [found] = train_step.gradients({"": batch}, 1)
         parameters = [p for p in train_step.encoder.parameters() if p.requires_grad]
         assert all(isinstance(p, DTensor) == (comm.size > 1) for p in train_step.encoder.parameters())
         train_step.comm.all_reduce_gradients(parameters)
         gradients = [full_tensor(p.grad).clone() for p in parameters]
         losses = [found.terms.get("contrastive", torch.zeros(())).item(), comm.all_reduce_sum(found.mlm_sum).item()]
-        metrics = train_step.step(batch, 1)
+        metrics = train_step.step({"": batch}, 1)
         results.append(
-            (losses, gradients, metrics, weights(train_step), moments(train_step), train_step.objective.queue)
+            (losses, gradients, metrics, weights(train_step), moments(train_step), train_step.tasks[0].objective.queue)
         )
     return results
 
@@ -137,7 +137,7 @@ def test_any_number_of_ranks_takes_the_same_step(size, dtype):
 def held(comm):
     """Bytes of parameters, gradients and moments that this rank keeps between two steps."""
     train_step, batch = setup(comm, tokens=60)
-    train_step.step(batch, 1)
+    train_step.step({"": batch}, 1)
 
     parameters = list(train_step.encoder.parameters())
     states = [value for p in parameters for value in train_step.optimizer.state[p].values()]
@@ -159,7 +159,7 @@ def test_a_rank_keeps_its_part_alone():
 
 def autocast(comm):
     train_step, batch = setup(comm, tokens=60, dtype=torch.float32, autocast=torch.bfloat16)
-    train_step.gradients(batch, 1)
+    train_step.gradients({"": batch}, 1)
     train_step.comm.all_reduce_gradients(list(train_step.encoder.parameters()))
     return [full_tensor(p.grad).clone() for p in train_step.encoder.parameters()]
 
@@ -174,7 +174,7 @@ def test_autocast_is_that_of_one_process_within_its_precision():
 
 def compiled(comm):
     train_step, batch = setup(comm, encoder={"dropout": 0.2, "compile": comm.size > 1})
-    return [train_step.step(batch, number).loss for number in (1, 2)], weights(train_step)
+    return [train_step.step({"": batch}, number).loss for number in (1, 2)], weights(train_step)
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def not_finite(comm):
     messages = []
     for tokens in (None, 60):
         train_step, batch = setup(comm, tokens=tokens)
-        train_step.step(batch, 1)
+        train_step.step({"": batch}, 1)
         before = weights(train_step)
         norm = train_step.encoder.model.base_model.embeddings.LayerNorm.bias
         if comm.rank == 0:
@@ -198,7 +198,7 @@ def not_finite(comm):
                 norm.to_local()[0] = math.nan
         poisoned = moments(train_step)
         with pytest.raises(NonFiniteLossError) as stopped:
-            train_step.step(batch, 2)
+            train_step.step({"": batch}, 2)
         after = weights(train_step)
         changed = [name for name in before if not torch.equal(before[name], after[name])]
         same_moments = all(torch.equal(a, b) for a, b in zip(poisoned, moments(train_step), strict=True))
@@ -217,12 +217,11 @@ def test_a_loss_that_is_not_finite_stops_every_rank():
 def steps(comm, folder, first, last, start=None, sharded=True, **given):
     """Takes the steps first..last, from a checkpoint where there is one, and writes a checkpoint after the last."""
     train_step, batch = setup(comm, OBJECTIVES["queue"], tokens=60, sharded=sharded and comm.size > 1, **given)
-    parts = train_step.encoder, train_step.optimizer, train_step.objective
     if start is not None:
-        load(start, *parts)
+        load(start, [train_step])
     for number in range(first, last + 1):
-        train_step.step(batch, number)
-    contents = collect(*parts, keep=comm.rank == 0)
+        train_step.step({"": batch}, number)
+    contents = collect([train_step], keep=comm.rank == 0)
     assert all(contents.values()) == (comm.rank == 0)
     if comm.rank == 0:
         done = {"step": last, "documents": 5 * last, "world_size": comm.size}

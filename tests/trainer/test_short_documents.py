@@ -207,25 +207,25 @@ def setup(mode, objective, start=0, end=None, **settings_):
 def test_the_loss_is_that_of_all_documents_views(mode):
     """Each document's views, made alone, one after the other: the order and number of pairs in the global loss."""
     train_step, batch = setup(mode, OBJECTIVES["unmasked anchors"])
-    found = train_step.gradients(batch, 1)
+    [found] = train_step.gradients({"": batch}, 1)
     collator = collator_for(mode, OBJECTIVES["unmasked anchors"])
     views = []
     for row in range(5):
         alone = collator.collate(shard_rows(mode, slice(row, row + 1)), FIRST_EPOCH)
-        views.append(train_step.objective.views(train_step.encoder(alone.spans)[0], alone))
+        views.append(train_step.tasks[0].objective.views(train_step.encoder(alone.spans)[0], alone))
     assert [len(view) for view in views] == ([1, 2, 1, 2, 1] if mode == "fewer_anchors" else [2] * 5)
     whole = torch.cat(views)
-    expected = contrastive(train_step.objective, whole)
+    expected = contrastive(train_step.tasks[0].objective, whole)
     assert deviation([found.terms["contrastive"]], [expected]) < 1e-10
 
 
 def test_spans_of_other_documents_are_refused():
     train_step, batch = setup("fewer_anchors", OBJECTIVES["both"])
     spans = train_step.encoder(batch.spans)[0]
-    assert len(train_step.objective.views(spans, batch)) == batch.num_rows == 7
+    assert len(train_step.tasks[0].objective.views(spans, batch)) == batch.num_rows == 7
     for rows in (6, 8):
         with pytest.raises(ValueError, match=f"21 spans do not match {rows} anchors with 3 spans each"):
-            train_step.objective.views(spans, rows_of(spans, rows))
+            train_step.tasks[0].objective.views(spans, rows_of(spans, rows))
 
 
 CASES = [(mode, objective, tokens) for mode in MODES for objective in OBJECTIVES.values() for tokens in (None, 40)]
@@ -238,9 +238,13 @@ def steps(comm):
         size = len(LENGTHS[mode])
         start, end = Plan(0, size, size).slice(comm.rank, comm.size)
         train_step, batch = setup(mode, objective, start, end, comm=comm, microbatch_tokens=tokens)
-        metrics = train_step.step(batch, 1)
+        metrics = train_step.step({"": batch}, 1)
         results.append(
-            (metrics, [p.detach().clone() for p in train_step.encoder.parameters()], train_step.objective.queue)
+            (
+                metrics,
+                [p.detach().clone() for p in train_step.encoder.parameters()],
+                train_step.tasks[0].objective.queue,
+            )
         )
     return results
 

@@ -16,8 +16,8 @@ from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.step.optim import parameter_groups
-from declutr.trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]
 PROJECTION = {"projection": {"kind": "mlp", "size": 6}}
@@ -28,11 +28,11 @@ def setup(objective, lengths=LENGTHS, dtype=torch.float64, encoder=None, start=0
     train_step = tiny_train_step(tiny_encoder(dtype=dtype, **(encoder or PROJECTION)), config, **settings)
     if config.queue_size:
         rows = torch.randn(9, train_step.encoder.embedding_size, generator=torch.Generator().manual_seed(5))
-        train_step.objective.queue = rows.to(dtype)
+        train_step.tasks[0].objective.queue = rows.to(dtype)
     table = documents(lengths, 12)
     if config.queue_size and config.excludes_same_document:  # some of the queue belong to documents of the batch
         owners = torch.from_numpy(document_keys(table).view("int64")).repeat(9)[:9]
-        train_step.objective.queue_documents = owners + torch.tensor([0, 1] * 5)[:9]
+        train_step.tasks[0].objective.queue_documents = owners + torch.tensor([0, 1] * 5)[:9]
     return train_step, rank_batch(tiny_collator(config), table, start, end)
 
 
@@ -48,7 +48,7 @@ def same_parameters(encoder, before):
 def gradients(train_step, batch, step=1):
     """Contrastive loss, this rank's MLM sum, selected tokens, and all gradients, summed over ranks."""
     train_step.optimizer.zero_grad()
-    found = train_step.gradients(batch, step)
+    [found] = train_step.gradients({"": batch}, step)
     mlm_sum, selected = found.mlm_sum, found.num_selected
     contrastive = found.terms.get("contrastive", torch.zeros(()))
     parameters = list(train_step.encoder.parameters())
@@ -83,7 +83,8 @@ def test_both_terms_are_a_sum():
     train_step, batch = setup({"masking": HALF})
     both = gradients(train_step, batch)
     embeddings, mlm_sum = train_step.encoder(batch.spans)
-    contrastive = contrastive_loss(train_step.objective, train_step.objective.views(embeddings, batch))
+    objective = train_step.tasks[0].objective
+    contrastive = contrastive_loss(objective, objective.views(embeddings, batch))
     assert both[0] == contrastive.item()
     parameters = list(train_step.encoder.parameters())
     expected = torch.autograd.grad(contrastive + mlm_sum / len(batch.spans.labels), parameters, allow_unused=True)
@@ -121,7 +122,7 @@ def test_packed_and_padded_drop_the_same():
 
 def test_dropout_differs_from_epoch_to_epoch():
     train_step, first = dropped_out(None)
-    second = rank_batch(tiny_collator(train_step.objective.config), documents(LENGTHS, 12), epoch=1)
+    second = rank_batch(tiny_collator(train_step.tasks[0].objective.config), documents(LENGTHS, 12), epoch=1)
     same_spans = dataclasses.replace(first, spans=dataclasses.replace(first.spans, keys=second.spans.keys))
     assert apart(gradients(train_step, same_spans), gradients(train_step, first)) > 1e-3
 
@@ -136,7 +137,8 @@ def test_the_padded_layouts_second_pass_replays_torchs_dropout():
         torch.manual_seed(seeding.torch_seed(0, "dropout", 1, 0, number))
         outputs.append(train_step.encoder(piece))
     embeddings, mlm_sum = torch.cat([e for e, _ in outputs]), sum(loss for _, loss in outputs)
-    contrastive = contrastive_loss(train_step.objective, train_step.objective.views(embeddings, batch))
+    objective = train_step.tasks[0].objective
+    contrastive = contrastive_loss(objective, objective.views(embeddings, batch))
     train_step.optimizer.zero_grad()
     (contrastive + mlm_sum / two_passes[2]).backward()
     one_graph = or_zeros([p.grad for p in train_step.encoder.parameters()], two_passes[3])
@@ -147,42 +149,42 @@ def test_the_padded_layouts_second_pass_replays_torchs_dropout():
 def test_a_step_leaves_the_global_generator_alone():
     train_step, batch = dropped_out(40)
     state = torch.random.get_rng_state()
-    train_step.step(batch, 1)
+    train_step.step({"": batch}, 1)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_nothing_selected():
     train_step, batch = setup({"masking": {"mlm_probability": 0.0}})
-    metrics = train_step.step(batch, 1)
+    metrics = train_step.step({"": batch}, 1)
     assert metrics.terms["mlm"] == 0.0
     assert metrics.num_selected == 0
     assert metrics.loss == metrics.terms["contrastive"] > 0
     only_mlm, batch = setup({"terms": "mlm", "masking": {"mlm_probability": 0.0}})
-    assert only_mlm.step(batch, 1).loss == 0.0
+    assert only_mlm.step({"": batch}, 1).loss == 0.0
 
 
 @pytest.mark.parametrize("tokens", [None, 40])
 @pytest.mark.parametrize("objective", [OBJECTIVES["queue"], OBJECTIVES["mlm"]], ids=["both", "mlm"])
 def test_a_loss_that_is_not_finite_updates_nothing(objective, tokens):
     train_step, batch = setup(objective, microbatch_tokens=tokens)
-    train_step.step(batch, 1)
+    train_step.step({"": batch}, 1)
     with torch.no_grad():
         train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
-    queue = None if train_step.objective.queue is None else train_step.objective.queue.clone()
+    queue = None if train_step.tasks[0].objective.queue is None else train_step.tasks[0].objective.queue.clone()
     before = [p.detach().clone() for p in train_step.encoder.parameters()]
     moments = [s["exp_avg"].clone() for s in train_step.optimizer.state.values()]
     with pytest.raises(NonFiniteLossError, match=r"step 2: loss nan .* nothing was updated\. Try a smaller optim\.lr"):
-        train_step.step(batch, 2)
+        train_step.step({"": batch}, 2)
     assert same_parameters(train_step.encoder, before)
     assert all(torch.equal(s["exp_avg"], m) for s, m in zip(train_step.optimizer.state.values(), moments, strict=True))
-    assert queue is None or torch.equal(train_step.objective.queue, queue)
+    assert queue is None or torch.equal(train_step.tasks[0].objective.queue, queue)
 
 
 def test_training_lowers_the_loss():
     """Twenty steps on one batch, bias-corrected AdamW: both terms fall."""
     optim = OptimConfig(lr=1e-2)
     train_step, batch = setup({"masking": HALF}, optim=optim, total_steps=20, encoder={})
-    metrics = [train_step.step(batch, step) for step in range(1, 21)]
+    metrics = [train_step.step({"": batch}, step) for step in range(1, 21)]
     assert metrics[-1].terms["contrastive"] < 0.85 * metrics[0].terms["contrastive"]
     assert metrics[-1].terms["mlm"] < 0.85 * metrics[0].terms["mlm"]
     assert metrics[0].lr < metrics[1].lr == 1e-2 > metrics[2].lr > metrics[-1].lr
@@ -191,7 +193,7 @@ def test_training_lowers_the_loss():
 def test_metrics_count_what_was_computed():
     for layout in ("packed", "padded"):
         train_step, batch = setup({"masking": HALF}, encoder={"layout": layout}, microbatch_tokens=150)
-        metrics = train_step.step(batch, 1)
+        metrics = train_step.step({"": batch}, 1)
         assert metrics.num_tokens == batch.spans.num_tokens
         assert metrics.num_selected == len(batch.spans.labels)
         places = sum(len(p.lengths) * int(p.lengths.max()) for p in batch.spans.microbatches(150))
@@ -219,9 +221,9 @@ def rank_results(comm, cases):
         given = {"comm": comm, "microbatch_tokens": tokens, "start": start, "end": end, "encoder": encoder}
         train_step, batch = setup(objective, lengths, **given)
         found = gradients(train_step, batch)
-        metrics = train_step.step(batch, 1)
+        metrics = train_step.step({"": batch}, 1)
         parameters = [p.detach().clone() for p in train_step.encoder.parameters()]
-        results.append((found, metrics, parameters, train_step.objective.queue))
+        results.append((found, metrics, parameters, train_step.tasks[0].objective.queue))
     return results
 
 
@@ -283,7 +285,7 @@ def rank_failure(comm):
             train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
     before = [p.detach().clone() for p in train_step.encoder.parameters()]
     try:
-        train_step.step(batch, 1)
+        train_step.step({"": batch}, 1)
     except NonFiniteLossError as error:
         same = same_parameters(train_step.encoder, before)
         return str(error), same

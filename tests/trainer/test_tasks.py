@@ -31,11 +31,11 @@ from declutr.trainer.parallel.sharding import full_tensor, shard
 from declutr.trainer.setup.tasks import used_parameters
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.nonfinite_losses import NonFiniteLosses
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import TrainStep
 from declutr.trainer.step.task import TrainTask
-from declutr.trainer.worker.nonfinite_losses import NonFiniteLosses
-from declutr.trainer.worker.scheduler import ScheduledStep, TaskScheduler
+from declutr.trainer.worker.scheduler import TaskScheduler
 
 ROWS = {
     "": sentences([5, 12, 9, 7, 3]),
@@ -88,13 +88,11 @@ def train_steps_of(encoder, names, comm=None, tokens=None, joint=True, weight=0.
         shard(encoder, comm)
     groups = [tasks] if joint else [[one] for one in (*tasks[1:], tasks[0])]
     train_steps = []
-    for main, *joined in groups:
-        optim = OptimConfig(lr=lr if main.name else 1e-2)
-        modules = [part for one in (main, *joined) for part in (one.objective, one.frontend) if part is not None]
-        reached = used_parameters(encoder, [main, *joined])
-        made = {name: getattr(main, name) for name in main.__dataclass_fields__}
-        optimizer = build_optimizer(optim, encoder, *modules, reached=reached)
-        train_steps.append(TrainStep(**made, optimizer=optimizer, optim=optim, total_steps=10, joined=tuple(joined)))
+    for group in groups:
+        optim = OptimConfig(lr=lr if group[0].name else 1e-2)
+        modules = [part for one in group for part in (one.objective, one.frontend) if part is not None]
+        optimizer = build_optimizer(optim, encoder, *modules, reached=used_parameters(encoder, group))
+        train_steps.append(TrainStep(tasks=tuple(group), optimizer=optimizer, optim=optim, total_steps=10))
     return train_steps
 
 
@@ -116,9 +114,7 @@ def rows_of(task, start, end, epoch):
 
 def batch_of(train_steps, comm=None, epoch=1):
     comm = comm or Communicator()
-    tasks = [one for train_step in train_steps for one in (train_step, *train_step.joined)]
-    shares = {one.name: share_of(one, comm, epoch) for one in tasks}
-    return replace(shares.pop(""), auxiliary=shares)
+    return {one.name: share_of(one, comm, epoch) for train_step in train_steps for one in train_step.tasks}
 
 
 def gradients(names, comm=None, tokens=None, joint=True, sharded=False, **encoder):
@@ -128,13 +124,13 @@ def gradients(names, comm=None, tokens=None, joint=True, sharded=False, **encode
     batch, found, terms = batch_of(train_steps, comm), {}, {}
     for train_step in train_steps:
         train_step.optimizer.zero_grad(set_to_none=True)
-        one = train_step.gradients(batch.auxiliary[train_step.name] if train_step.name else batch, 1)
+        parts = train_step.gradients(batch, 1)
         reached = {id(p) for group in train_step.optimizer.param_groups for p in group["params"]}
         parameters = {name: p for name, p in step_parameters(train_step).items() if id(p) in reached}
         train_step.comm.all_reduce_gradients(list(parameters.values()))
         found |= {f"{train_step.name} {name}": full_tensor(p.grad).clone() for name, p in parameters.items()}
-        for name, part in {train_step.name: one, **one.auxiliary}.items():
-            terms |= {f"{name}_{term}": value.item() for term, value in part.terms.items()}
+        for task, part in zip(train_step.tasks, parts, strict=True):
+            terms |= {f"{task.name}_{term}": value.item() for term, value in part.terms.items()}
     return found, terms
 
 
@@ -170,19 +166,16 @@ def bits(comm):
         train_steps = []
         for made in train_steps_of(tiny_encoder(dropout=0.2), names, comm, joint=joint):
             reducer = FixedPointReducer(comm, [p for group in made.optimizer.param_groups for p in group["params"]], 99)
-            train_steps.append(
-                replace(made, reducer=reducer, joined=tuple(replace(one, reducer=reducer) for one in made.joined))
-            )
+            train_steps.append(replace(made, tasks=tuple(replace(one, reducer=reducer) for one in made.tasks)))
         for step in (1, 2):
-            shares = {}
-            for one in [each for train_step in train_steps for each in (train_step, *train_step.joined)]:
+            batch = {}
+            for one in [each for train_step in train_steps for each in train_step.tasks]:
                 rows = ROWS[one.name]
                 start, end = Plan(0, len(rows), len(rows), 1).slice(comm.rank, comm.size)
                 epochs = np.full(end - start, step)
-                shares[one.name] = collate_canonical(collator_of(one), rows_of(one, start, end, step), epochs, start, 1)
-            batch = replace(shares.pop(""), auxiliary=shares)
+                batch[one.name] = collate_canonical(collator_of(one), rows_of(one, start, end, step), epochs, start, 1)
             for train_step in train_steps:
-                train_step.step(batch.auxiliary[train_step.name] if train_step.name else batch, step)
+                train_step.step(batch, step)
         named = {f"{one.name} {key}": p for one in train_steps for key, p in step_parameters(one).items()}
         found[name] = {key: p.detach().clone() for key, p in named.items()}
     return found
@@ -226,7 +219,7 @@ def trained(names, steps=3, **how):
     """The encoder's parameters after some steps."""
     encoder = tiny_encoder(dropout=0.2)
     train_steps = train_steps_of(encoder, names, **how)
-    scheduler = TaskScheduler([ScheduledStep(train_step, NonFiniteLosses(False, 1)) for train_step in train_steps])
+    scheduler = TaskScheduler(train_steps)
     for step in range(1, steps + 1):
         scheduler.take(batch_of(train_steps, epoch=step), step)
     return {name: p.detach().clone() for name, p in encoder.named_parameters()}
@@ -271,15 +264,16 @@ def test_embeddings_of_tokens_get_no_gradient_from_patches():
 def test_a_bad_loss_stops_or_skips_its_own_turn():
     """The main task is updated, the metrics name the task, and its counter counts alone."""
     encoder = tiny_encoder(dropout=0.2)
-    train_steps = train_steps_of(encoder, ("image",), joint=False)
+    made = train_steps_of(encoder, ("image",), joint=False)
+    train_steps = [replace(one, nonfinite_losses=NonFiniteLosses(True, 3)) for one in made]
     with torch.no_grad():
-        train_steps[0].frontend.cls.fill_(float("nan"))
-    scheduler = TaskScheduler([ScheduledStep(train_step, NonFiniteLosses(True, 3)) for train_step in train_steps])
+        train_steps[0].tasks[0].frontend.cls.fill_(float("nan"))
+    scheduler = TaskScheduler(train_steps)
     before = {name: p.detach().clone() for name, p in encoder.named_parameters()}
     measured = scheduler.take(batch_of(train_steps), 1)
     assert measured.auxiliary["image_skipped"]
     assert not measured.skipped
-    assert [task.nonfinite_losses.skipped for task in scheduler.steps] == [1, 0]
+    assert [one.nonfinite_losses.skipped for one in train_steps] == [1, 0]
     assert any(not torch.equal(p, before[name]) for name, p in encoder.named_parameters())
     assert all(bool(p.isfinite().all()) for p in encoder.parameters())
 
@@ -307,18 +301,14 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path, joint):
 
     def begun():
         train_steps = train_steps_of(tiny_encoder(dropout=0.2), ("image", "audio"), joint=joint)
-        return train_steps, TaskScheduler(
-            [ScheduledStep(train_step, NonFiniteLosses(False, 1)) for train_step in train_steps]
-        )
+        return train_steps, TaskScheduler(train_steps)
 
     train_steps, scheduler = begun()
     whole_run = [scheduler.take(batch_of(train_steps, epoch=step), step) for step in (1, 2)]
-    main = train_steps[-1]
-    contents = collect(main.encoder, main.optimizer, main.objective, train_steps=train_steps)
-    path = checkpoint.save(tmp_path, RunState(**STATE, step=2), contents)
+    path = checkpoint.save(tmp_path, RunState(**STATE, step=2), collect(train_steps))
     whole_run += [scheduler.take(batch_of(train_steps, epoch=step), step) for step in (3, 4)]
     train_steps, scheduler = begun()
     scheduler.take(batch_of(train_steps, epoch=9), 1)  # other weights and moments
-    load(path, train_steps[-1].encoder, train_steps[-1].optimizer, train_steps[-1].objective, train_steps)
+    load(path, train_steps)
     for step in (3, 4):
         assert scheduler.take(batch_of(train_steps, epoch=step), step) == whole_run[step - 1]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from groups import run_group
 from measures import deviation
 from textrows import sentences, text_rows
-from tiny import VOCABULARY, tiny_encoder, tiny_train_step
+from tiny import VOCABULARY, tiny_encoder, tiny_train_step, with_task
 
-from declutr.trainer.checkpoints.weights import trained_parameters
+from declutr.trainer.checkpoints.weights import step_parameters
 from declutr.trainer.data.canonical import collate_canonical
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.base import Gathered, ObjectiveError
@@ -81,8 +81,8 @@ def setup(name, comm=None, tokens=None, sharded=False, rows=None, shared_rows=SH
 def gradients(name, **how):
     """Gradients by name, and the terms."""
     train_step, batch = setup(name, **how)
-    found = train_step.gradients(batch, 1)
-    parameters = trained_parameters(train_step.encoder, train_step.objective)
+    [found] = train_step.gradients({"": batch}, 1)
+    parameters = step_parameters(train_step)
     train_step.comm.all_reduce_gradients(list(parameters.values()))
     terms = {name: value.item() for name, value in found.terms.items()}
     return {name: full_tensor(p.grad).clone() for name, p in parameters.items()}, terms
@@ -124,14 +124,15 @@ def bits(comm):
     comm, found = replace(comm, deterministic=True), {}
     for name, (_, _, rows) in CASES.items():
         train_step, _ = setup(name, comm)
-        parameters = trained_parameters(train_step.encoder, train_step.objective)
-        train_step = replace(train_step, reducer=FixedPointReducer(comm, list(parameters.values()), 9))
+        parameters = step_parameters(train_step)
+        train_step = with_task(train_step, reducer=FixedPointReducer(comm, list(parameters.values()), 9))
         start, end = Plan(0, len(rows), len(rows), 1).slice(comm.rank, comm.size)
-        collator, lines = train_step.objective.collator(VOCABULARY, 30), []
+        collator, lines = train_step.tasks[0].objective.collator(VOCABULARY, 30), []
         for step in (1, 2):
             batch = collate_canonical(collator, rows.slice(start, end - start), np.full(end - start, step), start, 1)
-            lines.append(train_step.step(batch, step).line())
-        found[name] = {key: p.detach().clone() for key, p in parameters.items()}, train_step.objective.state(), lines
+            lines.append(train_step.step({"": batch}, step).line())
+        state = train_step.tasks[0].objective.state()
+        found[name] = {key: p.detach().clone() for key, p in parameters.items()}, state, lines
     return found
 
 
@@ -175,7 +176,8 @@ def test_texts_are_cut_with_their_specials():
 def test_a_row_without_texts_of_a_worker_takes_part():
     for name in CASES:
         train_step, _ = setup(name)
-        batch = train_step.objective.collator(VOCABULARY, 30).collate(CASES[name][2].slice(0, 0), np.empty(0, np.int64))
+        collator = train_step.tasks[0].objective.collator(VOCABULARY, 30)
+        batch = collator.collate(CASES[name][2].slice(0, 0), np.empty(0, np.int64))
         assert batch.spans.num_spans == batch.num_rows == 0
         assert list(batch.facts) == list(setup(name)[1].facts)
 
@@ -241,12 +243,14 @@ def test_the_weight_of_mlm_scales_its_part_of_the_gradient():
     losses, found = {}, {}
     for weight in (0.1, 0.3, 0.5):
         train_step, batch = setup("simcse with mlm")
-        train_step.objective.config = train_step.objective.config.model_copy(update={"mlm_loss_weight": weight})
-        train_step.gradients(batch, 1)
+        objective = train_step.tasks[0].objective
+        objective.config = objective.config.model_copy(update={"mlm_loss_weight": weight})
+        train_step.gradients({"": batch}, 1)
         found[weight] = {n: p.grad.clone() for n, p in train_step.encoder.named_parameters() if p.grad is not None}
         train_step, batch = setup("simcse with mlm")
-        train_step.objective.config = train_step.objective.config.model_copy(update={"mlm_loss_weight": weight})
-        metrics = train_step.step(batch, 1)
+        objective = train_step.tasks[0].objective
+        objective.config = objective.config.model_copy(update={"mlm_loss_weight": weight})
+        metrics = train_step.step({"": batch}, 1)
         losses[weight] = metrics.terms["mlm"]
         assert metrics.loss == pytest.approx(metrics.terms["contrastive"] + weight * metrics.terms["mlm"], rel=1e-12)
     assert losses[0.1] == losses[0.5]
@@ -346,7 +350,7 @@ def test_views_with_one_dropout_key_are_refused(name):
     train_step, batch = setup(name)
     first = batch.spans.keys[torch.arange(len(batch.spans.keys)) // 2 * 2]
     with pytest.raises(ObjectiveError, match="same dropout key"):
-        train_step.step(replace(batch, spans=replace(batch.spans, keys=first)), 1)
+        train_step.step({"": replace(batch, spans=replace(batch.spans, keys=first))}, 1)
 
 
 def test_scd_drops_each_view_at_its_own_rates():

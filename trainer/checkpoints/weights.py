@@ -18,42 +18,32 @@ from declutr.trainer.step.step import TrainStep
 from declutr.trainer.step.task import TrainTask
 
 
-def collect(
-    encoder: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    objective: Objective[Any],
-    keep: bool = True,
-    memory: Contents | None = None,
-    train_steps: Sequence[TrainStep] = (),
-) -> Contents:
+def collect(train_steps: Sequence[TrainStep], keep: bool = True, memory: Contents | None = None) -> Contents:
     """Copies the tensors of each file, whole, to the CPU. Every worker must call it, because it gathers sharded ones.
 
     Args:
-        encoder: of the run.
-        optimizer: of the main task.
-        objective: of the main task.
+        train_steps: the train steps of the run.
         keep: false: the worker only takes part in the gathering, and gets no tensors.
         memory: an earlier result that is no longer needed; overwriting it takes a fraction of the time that new memory
             takes.
-        train_steps: the train steps of the run, if it has auxiliary tasks.
     """
-    memory = memory or {}
-    joined, tasks = _additional(train_steps)
-    files: dict[str, Mapping[str, Tensor]] = {
-        ENCODER: dict(encoder.named_parameters()),
-        OPTIMIZER: _moments(trained_parameters(encoder, objective, joined), optimizer),
-        OBJECTIVE: objective.state(),
-    }
-    for task in tasks:
-        files[f"{task.name}.{OBJECTIVE}"] = task.objective.state()
-        if task.frontend is not None:
-            files[f"{task.name}.{FRONTEND}"] = dict(task.frontend.named_parameters())
-    for train_step in train_steps[:-1]:
-        files[f"{train_step.name}.{OPTIMIZER}"] = _moments(step_parameters(train_step), train_step.optimizer)
+    memory, encoder = memory or {}, train_steps[0].encoder
+    files: dict[str, Mapping[str, Tensor]] = {ENCODER: dict(encoder.named_parameters())}
+    for train_step in train_steps:
+        files[_file(train_step.name, OPTIMIZER)] = _moments(step_parameters(train_step), train_step.optimizer)
+        for task in train_step.tasks:
+            files[_file(task.name, OBJECTIVE)] = task.objective.state()
+            if task.frontend is not None:
+                files[_file(task.name, FRONTEND)] = dict(task.frontend.named_parameters())
     contents = {file: _copies(named, keep, memory.get(file, {})) for file, named in files.items()}
     if next(encoder.parameters()).is_cuda:
         torch.cuda.synchronize()  # waits for the copies from the GPU
     return contents
+
+
+def _file(name: str, kind: str) -> str:
+    """Name of a task's file."""
+    return f"{name}.{kind}" if name else kind
 
 
 def load_parameters(path: Path, encoder: nn.Module) -> None:
@@ -65,14 +55,8 @@ def load_parameters(path: Path, encoder: nn.Module) -> None:
     _copy(load_file(path / ENCODER), dict(encoder.named_parameters()), path)
 
 
-def load(
-    path: Path,
-    encoder: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    objective: Objective[Any],
-    train_steps: Sequence[TrainStep] = (),
-) -> None:
-    """Restores encoder, optimizer and objective from a checkpoint, and those of auxiliary tasks.
+def load(path: Path, train_steps: Sequence[TrainStep]) -> None:
+    """Restores encoder, optimizers, objectives and frontends from a checkpoint.
 
     Tensors that stay on the CPU are cloned: tensors of `load_file` map the file, so a deleted checkpoint would occupy
     disk space while one of them exists.
@@ -80,40 +64,32 @@ def load(
     Raises:
         CheckpointError: names or shapes differ.
     """
-    load_parameters(path, encoder)
-    joined, tasks = _additional(train_steps)
-    _load_moments(path / OPTIMIZER, trained_parameters(encoder, objective, joined), optimizer)
-    device = next(encoder.parameters()).device
-    load_objective(path, objective, device)
-    for task in tasks:
-        load_task(path, task, device)
-    for train_step in train_steps[:-1]:
-        if (path / f"{train_step.name}.{OPTIMIZER}").is_file():
-            _load_moments(path / f"{train_step.name}.{OPTIMIZER}", step_parameters(train_step), train_step.optimizer)
+    load_parameters(path, train_steps[0].encoder)
+    for train_step in train_steps:
+        file = path / _file(train_step.name, OPTIMIZER)
+        if not train_step.name or file.is_file():
+            _load_moments(file, step_parameters(train_step), train_step.optimizer)
+        for task in train_step.tasks:
+            load_task(path, task, next(train_step.encoder.parameters()).device)
 
 
 def load_task(path: Path, task: TrainTask, device: torch.device | None = None) -> None:
-    """Restores the objective and the frontend of an auxiliary task, if the checkpoint has that task.
+    """Restores a task's objective and frontend; an auxiliary task may be missing in the checkpoint.
 
     Raises:
         CheckpointError: they do not fit.
     """
-    if not (path / f"{task.name}.{OBJECTIVE}").is_file():  # its state lists all files: this is a fork's first one
+    file = path / _file(task.name, FRONTEND)
+    if task.name and not (path / _file(task.name, OBJECTIVE)).is_file():
+        # its state lists all files: this is a fork's first one
         get_logger().info("%s has no task %s, which starts with new weights", path, task.name)
         return
-    load_objective(path, task.objective, device, f"{task.name}.{OBJECTIVE}")
-    file = path / f"{task.name}.{FRONTEND}"
+    load_objective(path, task.objective, device, _file(task.name, OBJECTIVE))
     if file.is_file() != (task.frontend is not None):
         has = "has a frontend, which the task lacks" if file.is_file() else "has no frontend for the task"
         raise CheckpointError(f"{path}: {has} {task.name}")
     if task.frontend is not None:
         _copy(load_file(file), dict(task.frontend.named_parameters()), file)
-
-
-def _additional(train_steps: Sequence[TrainStep]) -> tuple[Sequence[TrainTask], list[TrainTask]]:
-    """The tasks that join the main update, and all additional ones."""
-    joined = train_steps[-1].joined if train_steps else ()
-    return joined, [*train_steps[:-1], *joined]
 
 
 def _load_moments(file: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -145,27 +121,17 @@ def load_objective(
         raise CheckpointError(f"{path}: {name} does not fit the objective: {error}") from error
 
 
-def trained_parameters(
-    encoder: nn.Module, objective: nn.Module, joined: Sequence[TrainTask] = ()
-) -> dict[str, nn.Parameter]:
-    """Parameters of an update by the name under which a checkpoint keeps their moments."""
-    own = {f"objective.{name}": parameter for name, parameter in objective.named_parameters()}
-    others = [own_parameters(task) for task in joined]
-    return reduce(or_, others, dict(encoder.named_parameters()) | own)
-
-
 def step_parameters(train_step: TrainStep) -> dict[str, nn.Parameter]:
-    """Parameters of a train step's update by name."""
-    if train_step.name:
-        return dict(train_step.encoder.named_parameters()) | own_parameters(train_step)
-    return trained_parameters(train_step.encoder, train_step.objective, train_step.joined)
+    """Parameters of an update by the name under which a checkpoint keeps their moments."""
+    return reduce(or_, map(own_parameters, train_step.tasks), dict(train_step.encoder.named_parameters()))
 
 
 def own_parameters(task: TrainTask) -> dict[str, nn.Parameter]:
-    """Parameters of an auxiliary task's objective and frontend by name; files of checkpoints have these names."""
+    """Parameters of a task's objective and frontend by name; files of checkpoints have these names."""
+    prefix = f"also.{task.name}." if task.name else ""
     parts = {"objective": task.objective, "frontend": task.frontend}
     return {
-        f"also.{task.name}.{part}.{name}": parameter
+        f"{prefix}{part}.{name}": parameter
         for part, module in parts.items()
         if module is not None
         for name, parameter in module.named_parameters()

@@ -129,7 +129,7 @@ class CanonicalMicrobatch(NamedTuple):
 
 @dataclass(frozen=True)
 class RankBatch:
-    """A rank's share of a step.
+    """A rank's share of a task's batch in a step.
 
     Attributes:
         spans: packed spans of its documents.
@@ -138,7 +138,6 @@ class RankBatch:
         views: `(m, V)` int64, number of the span of each view. None: the objective knows the order.
         facts: `(m,)` int64 each, properties of a row that the loss needs in addition to its views, such as a label.
         digest: digest of the spans (SpanBatch.digest); 0 if it was not computed.
-        auxiliary: the shares of the run's auxiliary tasks by name.
         canonical: canonical microbatches of which the spans are composed; empty if there are none.
     """
 
@@ -148,7 +147,6 @@ class RankBatch:
     facts: dict[str, Tensor] = field(default_factory=dict)
     digest: int = 0
     views: Tensor | None = None
-    auxiliary: dict[str, "RankBatch"] = field(default_factory=dict)
     canonical: tuple[CanonicalMicrobatch, ...] = ()
 
     @property
@@ -178,7 +176,6 @@ class RankBatch:
             spans=self.spans.to(device),
             facts={name: to_device(values, device) for name, values in self.facts.items()},
             views=None if self.views is None else to_device(self.views, device),
-            auxiliary={name: batch.to(device) for name, batch in self.auxiliary.items()},
         )
         vars(made)["views_alike"] = self.views_alike  # on a GPU, `views` could not be read without waiting
         return made

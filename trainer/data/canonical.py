@@ -67,7 +67,6 @@ def canonical_microbatches(batch: RankBatch) -> list[RankBatch]:
             facts={},
             views=None if batch.views is None else batch.views[row : row + microbatch.num_rows] - bound,
             canonical=(microbatch,),
-            auxiliary={},
         )
         for microbatch, part, bound, row in zip(batch.canonical, spans, bounds, rows, strict=False)
     ]

@@ -8,7 +8,7 @@ the same global batches, and a resumed run starts at its step without reading ea
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -142,15 +142,6 @@ def batches(rank_plan: RankPlan, collator: Collator, device: torch.device) -> It
         else:
             batch = collate_canonical(collator, table, epochs, rank_plan.start // unit, unit)
         yield replace(batch, digest=batch.spans.digest()).to(device)
-
-
-def with_auxiliary(main: Iterator[RankBatch], auxiliary: Mapping[str, Iterator[RankBatch]]) -> Iterator[RankBatch]:
-    """The batches of the main task with those of the auxiliary tasks, step by step."""
-    if not auxiliary:
-        yield from main
-        return
-    for batch, *others in zip(main, *auxiliary.values(), strict=True):
-        yield replace(batch, auxiliary=dict(zip(auxiliary, others, strict=True)))
 
 
 @dataclass

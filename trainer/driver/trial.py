@@ -22,8 +22,7 @@ from declutr.trainer.setup.build import build_collator, build_encoder, build_val
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.tasks import build_task, build_train_steps
 from declutr.trainer.step.microbatch import Microbatch
-from declutr.trainer.worker.nonfinite_losses import NonFiniteLosses
-from declutr.trainer.worker.scheduler import ScheduledStep, TaskScheduler
+from declutr.trainer.worker.scheduler import TaskScheduler
 
 _SECONDS = 5.0
 """Time of the measured steps; a first step that takes longer is the only one."""
@@ -77,17 +76,14 @@ def try_steps(config: TrainConfig, run: Path, shards: dict[str, ShardSet], total
         build_task(config, name, encoder, one.manifest, comm, Microbatch.of(config.microbatch_tokens, device))
         for name, one in shards.items()
     ]
-    train_steps = build_train_steps(config, tasks, total_steps)
-    scheduler = TaskScheduler(
-        [ScheduledStep(train_step, NonFiniteLosses(skip=True, most_in_a_row=_MOST_STEPS)) for train_step in train_steps]
-    )
+    skipping = config.model_copy(update={"on_nonfinite_loss": "skip", "max_skipped_steps": _MOST_STEPS})
+    scheduler = TaskScheduler(build_train_steps(skipping, tasks, total_steps))
     collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
     seconds, tokens = list[float](), list[int]()
     while len(seconds) <= _MOST_STEPS and sum(seconds) < _SECONDS + min(seconds[:1], default=0.0):
         step = len(seconds)
         began = time.perf_counter()
-        main, *others = (_batch(config, name, one, collators[name], step, device) for name, one in shards.items())
-        batch = replace(main, auxiliary=dict(zip(list(shards)[1:], others, strict=True)))
+        batch = {name: _batch(config, name, one, collators[name], step, device) for name, one in shards.items()}
         tokens.append(scheduler.take(batch, step + 1).num_tokens)
         seconds.append(time.perf_counter() - began)
         if seconds[0] > _SECONDS:
@@ -145,9 +141,9 @@ def _validation_seconds(
     """Time of a validation of `scored` held-out rows, from one of at most 64."""
     fewer = config.validation.model_copy(update={"max_documents": max(2, min(scored, _SCORED))})
     few = config.model_copy(update={"validation": fewer})
-    validator = build_validator(few, scheduler.main.train_step, shards, tokenizer, device) if scored else None
+    validator = build_validator(few, scheduler.main.tasks[0], shards, tokenizer, device) if scored else None
     if validator is None:
         return 0.0
     began = time.perf_counter()
-    validator.scores(scheduler.main.train_step.encoder)
+    validator.scores(scheduler.main.encoder)
     return (time.perf_counter() - began) * scored / min(scored, _SCORED)

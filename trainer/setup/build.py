@@ -107,10 +107,10 @@ def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
 
 
 def build_validator(
-    config: TrainConfig, train_step: TrainTask, shards: ShardSet, tokenizer: Any, device: torch.device
+    config: TrainConfig, task: TrainTask, shards: ShardSet, tokenizer: Any, device: torch.device
 ) -> Validator | None:
     """The scores of a validation: the objective's on held-out rows, and STS-B's; None if there are none."""
-    validation, objective = config.validation, train_step.objective
+    validation, objective = config.validation, task.objective
     if not validation.every_steps:
         return None
     if validation.data is None:
@@ -118,11 +118,11 @@ def build_validator(
     else:
         held_out = ShardSet(data_folder(validation.data, config.cache), "train", look=False)
     vocabulary = vocabulary_of(tokenizer)
-    room = max_content(train_step.encoder, vocabulary)
+    room = max_content(task.encoder, vocabulary)
     found = []
     if held_out.num_documents > 1:  # all rows may be trained on if STS-B validates
-        found.append(objective.validator(held_out, vocabulary, room, validation.max_documents, train_step.comm, device))
+        found.append(objective.validator(held_out, vocabulary, room, validation.max_documents, task.comm, device))
     if validation.stsb is not None:
         pairs = read_stsb(expand(validation.stsb), tokenizer, room + vocabulary.num_specials)
-        found.append(StsValidator(pairs, objective.exported(), train_step.comm, device))
+        found.append(StsValidator(pairs, objective.exported(), task.comm, device))
     return together([one for one in found if one is not None])

@@ -1,7 +1,7 @@
 """Builds the tasks of a run and the train steps that update the encoder in turn."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from declutr.trainer.setup.build import build_objective
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.nonfinite_losses import NonFiniteLosses
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import TrainStep
 from declutr.trainer.step.task import TrainTask
@@ -67,15 +68,12 @@ def build_train_steps(config: TrainConfig, tasks: Sequence[TrainTask], total_ste
     Returns:
         The train steps in the order of their updates; the last is that of the main task.
     """
-    main, *others = tasks
-    encoder = main.encoder
+    encoder, settings = tasks[0].encoder, config.tasks()
     freeze_unused(encoder, tasks)
     if config.scaling.fsdp:
-        shard(encoder, main.comm)
-    if config.task_schedule == "joint":
-        return [_train_step(config, config.optim, [main, *others], total_steps)]
-    settings = config.tasks()
-    return [_train_step(config, settings[task.name].optim, [task], total_steps) for task in (*others, main)]
+        shard(encoder, tasks[0].comm)
+    groups = [tasks] if config.task_schedule == "joint" else [[one] for one in (*tasks[1:], tasks[0])]
+    return [_train_step(config, settings[group[0].name].optim, group, total_steps) for group in groups]
 
 
 def _train_step(config: TrainConfig, optim: OptimConfig, tasks: Sequence[TrainTask], total_steps: int) -> TrainStep:
@@ -83,15 +81,13 @@ def _train_step(config: TrainConfig, optim: OptimConfig, tasks: Sequence[TrainTa
     modules: list[nn.Module] = [one for task in tasks for one in (task.objective, task.frontend) if one]
     reached = used_parameters(tasks[0].encoder, tasks)
     optimizer = build_optimizer(optim, tasks[0].encoder, *modules, reached=reached)
-    tasks = _with_reducer(config, optimizer, tasks)
-    main, *joined = tasks
     return TrainStep(
-        **{each.name: getattr(main, each.name) for each in fields(main)},
+        tasks=tuple(_with_reducer(config, optimizer, tasks)),
         optimizer=optimizer,
         optim=optim,
         total_steps=total_steps,
-        joined=tuple(joined),
         late=_reads_late(tasks),
+        nonfinite_losses=NonFiniteLosses(config.on_nonfinite_loss == "skip", config.max_skipped_steps),
     )
 
 

@@ -7,7 +7,7 @@ Legend: M rows of views of the global batch, D embedding size.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import Any
@@ -49,14 +49,12 @@ class Gradients:
         mlm_sum: this rank's MLM loss, summed over its selected tokens.
         num_selected: selected tokens of all ranks.
         gathered: detached views of the global batch; None unless the objective needs them for `remember`.
-        auxiliary: results of the tasks that join the update, by name.
     """
 
     terms: dict[str, Tensor]
     mlm_sum: Tensor
     num_selected: int
     gathered: Gathered | None
-    auxiliary: dict[str, "Gradients"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,176 +1,241 @@
 """One optimizer step: exact gradients of the global batch's loss, clip, update. No Ray, no files."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from declutr.common.console.logs import get_logger
 from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.packedbatch import DIGEST
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.fixedpoint import FixedPointReducer
 from declutr.trainer.parallel.overlap import BucketedReducer
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import Gradients
+from declutr.trainer.step.nonfinite_losses import NonFiniteLosses
 from declutr.trainer.step.optim import clip_gradients, learning_rate
-from declutr.trainer.step.step_metrics import HostCopy, NonFiniteLossError, PendingStep, StepMetrics
-from declutr.trainer.step.task import TrainTask
-from declutr.trainer.step.task_totals import DeviceTotals
-
-__all__ = ["NonFiniteLossError", "StepMetrics", "TrainStep"]
+from declutr.trainer.step.step_metrics import StepMetrics
+from declutr.trainer.step.task import NUM_COUNTS, TrainTask
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainStep(TrainTask):
-    """Takes optimizer steps of a task; holds everything that a step needs except its batch.
+class TrainStep:
+    """Updates the parameters that some tasks train; holds everything that this needs except the batch.
 
     Attributes:
-        optimizer: optimizer of the parameters that the task trains.
+        tasks: the tasks whose gradients are part of the update; the first one names it.
+        optimizer: optimizer of the parameters that the tasks train.
         optim: settings of the learning rate and of clipping.
         total_steps: T of the schedule.
-        joined: tasks whose gradients are part of the same update.
         late: do not wait for the loss before the update; the optimizer's `found_inf` leaves out an update on the
             device. Needs a fused optimizer, and objectives without buffers that remember nothing.
+        nonfinite_losses: counts the updates that were left out.
     """
 
+    tasks: tuple[TrainTask, ...]
     optimizer: torch.optim.Optimizer
     optim: OptimConfig
     total_steps: int
-    joined: tuple[TrainTask, ...] = ()
     late: bool = False
+    nonfinite_losses: NonFiniteLosses = field(default_factory=NonFiniteLosses)
 
-    def step(self, batch: RankBatch, step: int) -> StepMetrics:
+    @property
+    def name(self) -> str:
+        """Name of the update."""
+        return self.tasks[0].name
+
+    @property
+    def encoder(self) -> Encoder:
+        """The encoder that all tasks train."""
+        return self.tasks[0].encoder
+
+    @property
+    def comm(self) -> Communicator:
+        """The workers."""
+        return self.tasks[0].comm
+
+    @property
+    def _reducer(self) -> FixedPointReducer | None:
+        return self.tasks[0].reducer
+
+    @property
+    def _overlap(self) -> BucketedReducer | None:
+        """Sums that start during the last backward, which is that of the last task."""
+        return self.tasks[-1].overlap
+
+    def step(self, batch: Mapping[str, RankBatch], step: int) -> StepMetrics:
         """Runs the 1-based optimizer step `step`.
+
+        Args:
+            batch: this rank's share of the batch of each task, by name.
+            step: the step's number.
 
         Raises:
             NonFiniteLossError: the loss or gradient is not finite; on every rank, before anything is updated.
         """
         return self.begin(batch, step).read()
 
-    def begin(self, batch: RankBatch, step: int) -> PendingStep:
-        """Runs the 1-based optimizer step `step`; nothing is updated if the loss or gradient is not finite."""
+    def begin(self, batch: Mapping[str, RankBatch], step: int) -> "PendingStep":
+        """As `step`, but leaves the metrics to be read later."""
         self._clear()
-        buffers = [task.buffers() for task in (self, *self.joined)]
+        buffers = [task.buffers() for task in self.tasks]
         found = self.gradients(batch, step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._sum(parameters)
         norm = clip_gradients(parameters, self.optim.max_grad_norm)
-        rate = learning_rate(self.optim, step, self.total_steps)
-        parts = [DeviceTotals.of(self, batch, found)]
-        parts += [DeviceTotals.of(each, batch.auxiliary[each.name], found.auxiliary[each.name]) for each in self.joined]
-        values = torch.cat([norm.double().view(1), *(part.numbers for part in parts)])
-        pending = PendingStep(
-            HostCopy(values),
-            lambda numbers: _metrics(parts, numbers, rate),
-            lambda measured: self._nonfinite_message(measured, step),
-        )
+        totals = [task.totals(batch[task.name], one) for task, one in zip(self.tasks, found, strict=True)]
+        values = torch.cat([norm.double().view(1), *totals])
+        pending = PendingStep(self, step, found, values)
         if self.late:
             self.optimizer.found_inf = (~values.isfinite().all()).float()  # type: ignore[attr-defined]
         elif pending.metrics.skipped:
             self._restore(buffers)
             return pending
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = pending.rate
         self.optimizer.step()
-        for task, one in ((self, found), *((each, found.auxiliary[each.name]) for each in self.joined)):
+        for task, one in zip(self.tasks, found, strict=True):
             if one.gathered is not None:
                 task.objective.remember(one.gathered)
         return pending
 
+    def gradients(self, batch: Mapping[str, RankBatch], step: int) -> list[Gradients]:
+        """Accumulates this rank's part of the global gradient in the parameters of encoder, objectives and frontends.
+
+        A step that ran out of memory is repeated with smaller pieces.
+
+        Returns:
+            The result of each task.
+
+        Raises:
+            MicrobatchError: memory is too small for a single span.
+        """
+        buffers = [task.buffers() for task in self.tasks]
+        while True:
+            found = list[Gradients]()
+            for task in self.tasks:
+                one = task.attempt(batch[task.name], step)
+                if one is None:
+                    break
+                found.append(one)
+            else:
+                return found
+            self._clear()
+            self._restore(buffers)
+            task.microbatch.lower(batch[task.name].spans, self.comm)
+            limit = task.microbatch.max_tokens
+            get_logger().warning("step %d: out of memory, repeating it with at most %s tokens a forward", step, limit)
+
     def _clear(self) -> None:
         """Forgets all gradients."""
         self.optimizer.zero_grad(set_to_none=True)
-        for reducer in (self.reducer, self._overlap):
+        for reducer in (self._reducer, self._overlap):
             if reducer is not None:
                 reducer.begin()
 
-    @property
-    def _overlap(self) -> BucketedReducer | None:
-        """Sums that start during the last backward, which is that of the last task."""
-        return (self, *self.joined)[-1].overlap
-
     def _sum(self, parameters: list[torch.nn.Parameter]) -> None:
         """Replaces each gradient by its sum over ranks; NaN if fixed-point sums could overflow."""
-        if self.reducer is None:
+        if self._reducer is None:
             summed: set[int] = set()
             if self._overlap is not None:
                 self._overlap.finish()
                 summed = {id(p) for bucket in self._overlap.buckets for p in bucket.parameters}
             self.comm.all_reduce_gradients([p for p in parameters if id(p) not in summed])
-        elif not self.reducer.finish():
+        elif not self._reducer.finish():
             message = (
                 "a microbatch's gradient has an entry that is not finite or not below %g (scaling.elastic_determinism)"
             )
-            get_logger().warning(message, self.reducer.limit)
+            get_logger().warning(message, self._reducer.limit)
 
-    def _nonfinite_message(self, measured: StepMetrics, step: int) -> str:
-        """Message about a loss or gradient that is not finite."""
-        named = f"step {step}: " if not self.name else f"step {step}, task {self.name}: "
-        return (
-            f"{named}loss {measured.loss} "
-            f"({', '.join(f'{name} {value}' for name, value in measured.terms.items())}), gradient norm "
-            f"{measured.grad_norm}: not finite, nothing was updated{' by this task' if self.name else ''}. Try a "
-            f"smaller {f'auxiliary_tasks.{self.name}.' if self.name else ''}optim.lr (now {self.optim.lr}), a larger "
-            "temperature if the loss has one, or precision: fp32"
-        )
-
-    def gradients(self, batch: RankBatch, step: int) -> Gradients:
-        """Accumulates this rank's part of the global gradient in the parameters of encoder, objectives and frontends.
-
-        A step that ran out of memory is repeated with smaller pieces.
-
-        Raises:
-            MicrobatchError: memory is too small for a single span.
-        """
-        parts: list[tuple[TrainTask, RankBatch]] = [
-            (self, batch),
-            *((each, batch.auxiliary[each.name]) for each in self.joined),
-        ]
-        buffers = [task.buffers() for task, _ in parts]
-        while True:
-            found = []
-            for task, part in parts:
-                one = task.attempt(part, step)
-                if one is None:
-                    break
-                found.append(one)
-            else:
-                auxiliary = {task.name: one for task, one in zip(self.joined, found[1:], strict=True)}
-                return replace(found[0], auxiliary=auxiliary)
-            self._clear()
-            self._restore(buffers)
-            task.microbatch.lower(part.spans, self.comm)
-            limit = task.microbatch.max_tokens
-            get_logger().warning("step %d: out of memory, repeating it with at most %s tokens a forward", step, limit)
-
-    def _restore(self, buffers: list[list[Tensor]]) -> None:
-        for task, before in zip((self, *self.joined), buffers, strict=True):
+    def _restore(self, buffers: Sequence[list[Tensor]]) -> None:
+        for task, before in zip(self.tasks, buffers, strict=True):
             task.restore(before)
 
 
-def _metrics(parts: Sequence[DeviceTotals], numbers: list[float], rate: float) -> StepMetrics:
-    """The metrics of a step over all ranks; `skipped` if the loss or the gradient norm is not finite."""
-    norm, *rest = numbers
-    read = []
-    for part in parts:
-        size = len(part.numbers)
-        read.append(part.totals(rest[:size]))
-        rest = rest[size:]
-    loss = sum(one.loss for one in read)
-    places, tokens = sum(one.places for one in read), sum(one.tokens for one in read)
-    auxiliary: dict[str, float] = {
-        f"{part.label}batch_digest": one.digest for part, one in zip(parts[1:], read[1:], strict=True)
-    }
-    return StepMetrics(
-        loss=loss,
-        terms={name: value for one in read for name, value in one.terms.items()},
-        grad_norm=norm,
-        lr=rate,
-        num_selected=sum(part.num_selected for part in parts),
-        num_tokens=int(tokens),
-        padding_share=1 - tokens / max(1.0, places),
-        flops=sum(one.flops for one in read),
-        batch_digest=read[0].digest,
-        skipped=not (math.isfinite(loss) and math.isfinite(norm)),
-        auxiliary=auxiliary,
-    )
+@dataclass
+class PendingStep:
+    """An update whose metrics were not read yet: numbers on their way from a device to the CPU.
+
+    Attributes:
+        train_step: the train step.
+        step: 1-based number of the step.
+        found: results of each task.
+        values: `(n,)` float64: the gradient's norm, and `TrainTask.totals` of each task. The copy from a GPU starts at
+            once, and nothing waits for it.
+    """
+
+    train_step: TrainStep
+    step: int
+    found: list[Gradients]
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        """Starts the copy."""
+        self._copied: torch.cuda.Event | None = None
+        self._counted = False
+        if self.values.is_cuda:
+            values = self.values
+            self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self.values.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the update."""
+        return learning_rate(self.train_step.optim, self.step, self.train_step.total_steps)
+
+    @cached_property
+    def metrics(self) -> StepMetrics:
+        """The metrics over all ranks, also of an update that was left out; waits until the numbers have arrived."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tasks = self.train_step.tasks
+        sizes = [1, *(NUM_COUNTS + len(one.terms) for one in self.found)]
+        (norm,), *totals = (part.tolist() for part in self.values.split(sizes))
+        losses = [task.losses(*one) for task, *one in zip(tasks, self.found, totals, strict=True)]
+        loss = sum(each for each, _ in losses)
+        counts = [one[:NUM_COUNTS] for one in totals]
+        _, tokens, places, flops, _ = (sum(column) for column in zip(*counts, strict=True))
+        digest, *others = (int(one[-1]) % DIGEST for one in counts)
+        return StepMetrics(
+            loss=loss,
+            terms={name: value for _, terms in losses for name, value in terms.items()},
+            grad_norm=norm,
+            lr=self.rate,
+            num_selected=sum(one.num_selected for one in self.found),
+            num_tokens=int(tokens),
+            padding_share=1 - tokens / max(1.0, places),
+            flops=flops,
+            batch_digest=digest,
+            skipped=not (math.isfinite(loss) and math.isfinite(norm)),
+            auxiliary={f"{task.label}batch_digest": one for task, one in zip(tasks[1:], others, strict=True)},
+        )
+
+    def read(self) -> StepMetrics:
+        """The metrics; the update is counted if it was left out.
+
+        Raises:
+            NonFiniteLossError: the loss or gradient is not finite and may not be skipped; on every rank.
+        """
+        if not self._counted:
+            self._counted = True
+            problem = self._problem() if self.metrics.skipped else None
+            self.train_step.nonfinite_losses.add(self.step, self.train_step.name, problem)
+        return self.metrics
+
+    def _problem(self) -> str:
+        """Message about a loss or gradient that is not finite."""
+        found, name = self.metrics, self.train_step.name
+        return (
+            f"step {self.step}{f', task {name}' if name else ''}: loss {found.loss} "
+            f"({', '.join(f'{term} {value}' for term, value in found.terms.items())}), gradient norm "
+            f"{found.grad_norm}: not finite, nothing was updated{' by this task' if name else ''}. Try a smaller "
+            f"{f'auxiliary_tasks.{name}.' if name else ''}optim.lr (now {self.train_step.optim.lr}), a larger "
+            "temperature if the loss has one, or precision: fp32"
+        )

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from declutr.trainer.data.batches import AnyBatch, RankBatch
 from declutr.trainer.data.canonical import canonical_microbatches
+from declutr.trainer.data.packedbatch import to_device
 from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.flops import step_flops
 from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.objectives.base import Objective
 from declutr.trainer.objectives.row_shard import SHARED_ROWS
@@ -20,6 +22,7 @@ from declutr.trainer.step.canonical import CanonicalCache
 from declutr.trainer.step.gradcache import GradCache, Gradients
 from declutr.trainer.step.microbatch import Microbatch, out_of_memory
 
+NUM_COUNTS = 5
 T = TypeVar("T")
 
 
@@ -86,6 +89,24 @@ class TrainTask:
         if embedded is None:
             return None
         return self._all_fit(lambda: passes.differentiate(batch, pieces, embedded, counts), sends=True)
+
+    def totals(self, batch: RankBatch, found: Gradients) -> Tensor:
+        """`(5 + n,)` float64: MLM sum, tokens, token places, FLOPs and digest of all ranks, and n terms of the loss."""
+        spans, encoder, mlm_sum = batch.spans, self.encoder, found.mlm_sum.double()[None]
+        places = sum(encoder.token_places(piece) for piece in self.cut(batch))
+        flops = step_flops(encoder.model, encoder.num_linear_weights, spans.lengths, len(spans.labels))
+        counts = torch.tensor([spans.num_tokens, places, flops, batch.digest], dtype=torch.float64)
+        totals = self.comm.all_reduce_sum(torch.cat([mlm_sum, to_device(counts, mlm_sum.device)]))
+        return torch.cat([totals, *(value.detach().double().view(1) for value in found.terms.values())])
+
+    def losses(self, found: Gradients, totals: list[float]) -> tuple[float, dict[str, float]]:
+        """The weighted loss, and its terms by their names in the metrics, of `totals` that were read."""
+        config, (mlm_sum, *numbers) = self.objective.config, totals
+        values = dict(zip(found.terms, numbers[NUM_COUNTS - 1 :], strict=True))
+        values["mlm"] = mlm_sum / max(1, found.num_selected)
+        values = {name: values.get(name, 0.0) for name in config.metrics}
+        loss = sum({"mlm": config.mlm_weight}.get(name, 1.0) * value for name, value in values.items())
+        return self.weight * loss, {f"{self.label}{name}": value for name, value in values.items()}
 
     def cut(self, batch: RankBatch) -> list[AnyBatch]:
         """The microbatches of a share: canonical ones if the bits must not depend on the number of workers."""

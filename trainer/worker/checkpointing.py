@@ -52,7 +52,7 @@ class Checkpointing:
         self.start: int | None = None
         self._reported: Reported | None = None
         self._validated = 0  # step of its rows
-        self._config, self._run, self._scheduler, self._train_step = config, run, scheduler, scheduler.main.train_step
+        self._config, self._run, self._scheduler, self._train_step = config, run, scheduler, scheduler.main
         self._heartbeat = heartbeat
         self._reporter = reporter
         self._metrics: dict[int, dict[str, Any]] = {}  # of steps whose checkpoint is not reported yet
@@ -72,10 +72,10 @@ class Checkpointing:
         if done:
             path = checkpoint.checkpoint_path(folder, done)
             state = checkpoint.read_state(path) if found is None else found[1]
-            load(path, train_step.encoder, train_step.optimizer, train_step.objective, self._scheduler.train_steps)
+            load(path, self._scheduler.train_steps)
             counts = {"": (state.skipped, state.skipped_in_a_row), **state.tasks_skipped}
-            for one in self._scheduler.steps:
-                one.nonfinite_losses.skipped, one.nonfinite_losses.in_a_row = counts.get(one.train_step.name, (0, 0))
+            for one in self._scheduler.train_steps:
+                one.nonfinite_losses.skipped, one.nonfinite_losses.in_a_row = counts.get(one.name, (0, 0))
             self._reported, self._validated = state.reported, done
         origin = read_origin(self._run)
         self.start = done if done == (origin.step if origin else 0) else None
@@ -194,14 +194,13 @@ class Checkpointing:
         """Copies a checkpoint for the first worker's saver; every worker takes part."""
         train_step, saver = self._train_step, self.saver
         memory = saver.reuse_memory() if saver is not None else None
-        parts = train_step.encoder, train_step.optimizer, train_step.objective
-        contents = collect(*parts, keep=saver is not None, memory=memory, train_steps=self._scheduler.train_steps)
+        contents = collect(self._scheduler.train_steps, keep=saver is not None, memory=memory)
         if saver is not None:
             if self._reporter is not None:
                 line = {name: value for name, value in (self._heartbeat.line or {}).items() if name != "kind"}
                 place = child(child(self._config.run, CHECKPOINTS), checkpoint.checkpoint_path(Path(), step).name)
                 self._metrics[step] = {**line, **scores, "step": step, "checkpoint": place}
-            *others, (_, main) = [(one.train_step.name, one.nonfinite_losses) for one in self._scheduler.steps]
+            *others, (_, main) = [(one.name, one.nonfinite_losses) for one in self._scheduler.train_steps]
             reported = self._reported
             if reported is not None and self._validated != step:
                 reported = reported.model_copy(update={"rows": []})

@@ -18,7 +18,7 @@ from declutr.trainer.checkpoints.store import fetch_run, store_of
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.data.stream import Prefetcher, batches, limit_resources, with_auxiliary
+from declutr.trainer.data.stream import Prefetcher, batches, limit_resources
 from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.objectives.base import ObjectiveError
 from declutr.trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
@@ -26,16 +26,15 @@ from declutr.trainer.setup.cache import data_folder, run_folder
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.tasks import autocast_type, build_task, build_train_steps
 from declutr.trainer.step.microbatch import Microbatch, MicrobatchError
-from declutr.trainer.step.step import NonFiniteLossError
+from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.worker.backend import missing_gpu
 from declutr.trainer.worker.channel import ControlChannel
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.heartbeat import CountedCommunicator, Heartbeat, HeartbeatLogHandler
 from declutr.trainer.worker.listener import Listener
 from declutr.trainer.worker.loop import TrainingLoop
-from declutr.trainer.worker.nonfinite_losses import NonFiniteLosses
 from declutr.trainer.worker.reporter import Reporter
-from declutr.trainer.worker.scheduler import ScheduledStep, TaskScheduler
+from declutr.trainer.worker.scheduler import TaskScheduler
 from declutr.trainer.worker.spotwatch import SpotWatch
 from declutr.trainer.worker.stopwatch import Stopwatch
 
@@ -147,13 +146,10 @@ def _train(
         return batches(rank_plan(plans[name], shards[name], *place, fetch=fetch), collators[name], device)
 
     def prefetch(done: int) -> Prefetcher:
-        main, *others = ((name, read(name, done)) for name in settings)
-        return Prefetcher(with_auxiliary(main[1], dict(others)))
+        shares = zip(*(read(name, done) for name in settings), strict=True)
+        return Prefetcher(dict(zip(settings, one, strict=True)) for one in shares)
 
-    skips = config.on_nonfinite_loss == "skip"
-    scheduler = TaskScheduler(
-        [ScheduledStep(train_step, NonFiniteLosses(skips, config.max_skipped_steps)) for train_step in train_steps]
-    )
+    scheduler = TaskScheduler(train_steps)
     checkpointing = Checkpointing(config, run, hashes, scheduler, heartbeat, reporter)
     loop = TrainingLoop(
         config,
@@ -162,7 +158,7 @@ def _train(
         scheduler,
         checkpointing,
         prefetch,
-        validator=build_validator(config, scheduler.main.train_step, shards[""], tokenizer, device),
+        validator=build_validator(config, scheduler.main.tasks[0], shards[""], tokenizer, device),
         stop=lambda: listener.notice() is not None,
         heartbeat=heartbeat,
         stopwatch=stopwatch,
@@ -171,7 +167,7 @@ def _train(
         step = loop.train()
     except (NonFiniteLossError, MicrobatchError, SaveError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
-    if step == scheduler.main.train_step.total_steps:
+    if step == scheduler.main.total_steps:
         return None
     if checkpointing.early:
         return {"early": True, "step": step}

@@ -19,11 +19,12 @@ from declutr.trainer.objectives.base import Validator
 from declutr.trainer.objectives.config import VanishedLoss
 from declutr.trainer.objectives.row_score import REPORTED, divide
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.step.step import TrainStep
-from declutr.trainer.step.step_metrics import NonFiniteLossError, StepMetrics
+from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
+from declutr.trainer.step.step import PendingStep, TrainStep
+from declutr.trainer.step.step_metrics import StepMetrics
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.heartbeat import Heartbeat
-from declutr.trainer.worker.scheduler import StepResult, TaskScheduler
+from declutr.trainer.worker.scheduler import TaskScheduler, read
 from declutr.trainer.worker.stopwatch import Stopwatch
 
 
@@ -112,7 +113,7 @@ class TrainingLoop:
     @property
     def train_step(self) -> TrainStep:
         """The train step of the main task."""
-        return self.scheduler.main.train_step
+        return self.scheduler.main
 
     def validate(self, step: int, metrics: MetricsWriter | None) -> dict[str, float]:
         """Computes and records held-out scores of the weights after a step; empty without a validator.
@@ -142,7 +143,7 @@ class TrainingLoop:
 
     def log_first_step(self, step: int, measured: StepMetrics, metrics: MetricsWriter | None) -> None:
         """Records the parts of the start, and logs the objective's remark about the run's first loss."""
-        objective = self.train_step.objective
+        objective = self.train_step.tasks[0].objective
         remark = self.config.objective.remark_after_first_step(objective.run, measured.terms)
         if step == 1 and remark and self.train_step.comm.rank == 0:
             get_logger().warning("%s", remark)
@@ -153,7 +154,7 @@ class TrainingLoop:
 
     def peak_flops(self) -> float | None:
         """FLOPs per second of all workers' devices together; None if the device is unknown."""
-        peak = peak_flops(gpu_name(self.device), half=self.train_step.autocast is not None)
+        peak = peak_flops(gpu_name(self.device), half=self.train_step.tasks[0].autocast is not None)
         return None if peak is None else peak * self.train_step.comm.size
 
     def refuse_random_weights(self) -> None:
@@ -181,7 +182,7 @@ class Recorder:
         batches: the prefetcher.
         metrics: metrics of the run; None on other workers than the first.
         peak: FLOPs per second of all devices together; None if unknown.
-        pending: the step whose metrics are not read yet.
+        pending: updates of the step whose metrics are not read yet; empty if there is none.
         began: monotonic time in seconds at which the time of the next record starts.
     """
 
@@ -190,12 +191,12 @@ class Recorder:
     batches: Prefetcher
     metrics: MetricsWriter | None
     peak: float | None
-    pending: StepResult | None = None
+    pending: list[PendingStep] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         """Begins to watch the loss."""
-        self.vanished = VanishedLoss(self.loop.config.objective, self.loop.train_step.objective.run)
+        self.vanished = VanishedLoss(self.loop.config.objective, self.loop.train_step.tasks[0].objective.run)
 
     def settle(self) -> None:
         """Records the pending step, if there is one.
@@ -203,10 +204,10 @@ class Recorder:
         Raises:
             NonFiniteLossError: its loss is not finite and may not be skipped.
         """
-        if self.pending is None:
+        if not self.pending:
             return
-        step, measured = self.pending.step, self.pending.read()
-        self.pending = None
+        step, measured = self.pending[0].step, read(self.pending)
+        self.pending = []
         if step == self.first:
             self.loop.log_first_step(step, measured, self.metrics)
         if self.metrics:
@@ -220,5 +221,5 @@ class Recorder:
 
     def proceed(self) -> None:
         """Leaves validation and saving out of the time of the next step."""
-        if self.pending is None:
+        if not self.pending:
             self.began = time.monotonic()
