@@ -50,7 +50,7 @@ def gradients(family, num_trainable_layers, tokens):
         family, projection={"kind": "mlp", "size": 6}, num_trainable_layers=num_trainable_layers, dropout=0.1
     )
     train_step = tiny_train_step(encoder, config, microbatch_tokens=tokens)
-    freeze_unused(encoder, [train_step])
+    freeze_unused(encoder, train_step.tasks)
     train_step.optimizer.zero_grad()
     train_step.gradients({"": rank_batch(tiny_collator(config), documents([48, 70, 49], 12), 0, None)}, 1)
     return {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
