@@ -238,6 +238,13 @@ def test_tasks_change_the_encoder():
         assert deviation(trained(("image",), **how).values(), alone.values()) > 1e-4
 
 
+@pytest.mark.parametrize("joint", [True, False])
+def test_the_logged_loss_is_the_weighted_sum_of_the_tasks_losses(joint):
+    train_steps = train_steps_of(tiny_encoder(dropout=0.2), ("image",), joint=joint)
+    line = TaskScheduler(train_steps).take(batch_of(train_steps), 1).line()
+    assert line["loss"] == pytest.approx(line["contrastive"] + 0.7 * line["image_supcon"], rel=1e-12)
+
+
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_packed_clips_equal_clips_one_by_one(name, layout):
