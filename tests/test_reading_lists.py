@@ -39,7 +39,7 @@ def files_run(call, *arguments):
 def test_the_list_of_a_step_names_the_files_that_run():
     collator, train_step = tiny_collator(), tiny_train_step(tiny_encoder())
     batch, collated = files_run(rank_batch, collator, documents([60, 70, 80], 12))
-    _, stepped = files_run(train_step.step, batch, 1)
+    _, stepped = files_run(train_step.step, {"": batch}, 1)
     numbered, others = reading_list("A step, from rows of the shards to the update")
     assert len(numbered) <= 15
     assert set(numbered) <= collated | stepped <= {*numbered, *others}
