@@ -14,8 +14,9 @@ ALLOWED = "trainer/worker/ray_internals.py"
 
 
 def private(name):
-    """True if a dotted name is of Ray and not public."""
+    """True if a dotted name is of Ray and not public; names such as `__file__` are Python's."""
     first, *parts = name.split(".")
+    parts = [part for part in parts if not (part.startswith("__") and part.endswith("__"))]
     hidden = any(part.startswith("_") or part in ("internal_kv", "generated") for part in parts)
     return first == "ray" and hidden
 
