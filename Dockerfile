@@ -4,9 +4,9 @@
 #   docker build -t declutr:cpu --build-arg TORCH="torch --index-url ADDRESS" .
 FROM python:3.11-slim-bookworm
 
-# wget: KubeRay's health checks use it.
+# wget: KubeRay's health checks use it. A compiler and Python's headers: torch.compile and Triton build launchers.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends wget \
+    && apt-get install -y --no-install-recommends wget gcc libc6-dev python3-dev \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 declutr
 USER declutr

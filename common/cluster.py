@@ -54,9 +54,9 @@ def cluster_problem(name: str, address: str, wait_seconds: float = 0.0) -> str |
 
 
 def use_network_of(address: str) -> None:
-    """Lets gloo listen at an address of this host, unless GLOO_SOCKET_IFNAME is set.
+    """Lets gloo and NCCL listen at an address of this host, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set.
 
-    Gloo would take the address of the host's name, which Debian makes 127.0.1.1.
+    Gloo would take the address of the host's name, which Debian makes 127.0.1.1; NCCL the first interface it finds.
 
     Args:
         address: this host's address in the cluster.
@@ -66,6 +66,7 @@ def use_network_of(address: str) -> None:
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes a name for a prefix without `=`
 
 
 class SessionError(RuntimeError):

@@ -28,11 +28,14 @@ from benchmarks import record
 from benchmarks.workload import models, packed
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
+from declutr.trainer.model.kernel_choice import Kernels
 from declutr.trainer.model.language_model import drops_attention
 
-_DEVICE = torch.device("cuda")
+_DEVICE = torch.device("cuda", 0)  # as tensors name it: encoders keep their kernels by device
 # bfloat16 has 8 bits: rounding in another order moves an embedding by up to a few parts in a hundred of the largest.
 _TOLERANCE = 0.05
+_LARGER = 5
+"""Factor of new weights, beside whose residual stream attention would hardly show."""
 _WARM_UP, _TIMED, _PROFILED = 5, 20, 3
 _CHECKS = ("kernel", "dropout", "compiled", "syncs", "time")
 _BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options
@@ -46,13 +49,32 @@ _BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options
 def kernel_against_groups(workload: packed.Workload, documents: int) -> dict[str, Any]:
     """Compare the kernel with groups."""
     encoder = _encoder(workload, compiled=False)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.mul_(_LARGER if parameter.dim() > 1 else 1)
     drops = drops_attention(encoder.model.config)
     found = encoder.kernels(_DEVICE, drops)
     if found is None or (drops and found.attend_dropout is None):
         return {"passed": False, "why": "the kernel does not run on this GPU; the log has the reason"}
-    with_kernel = _values(encoder, workload, documents)
+    calls = list[str]()
+    dropping = found.attend_dropout and _counted(found.attend_dropout, calls)
+    encoder._kernels[_DEVICE, drops] = Kernels(_counted(found.attend, calls), dropping)
+    with_kernel, used = _values(encoder, workload, documents), len(calls)
     encoder._kernels[_DEVICE, drops] = None
-    return _compared(with_kernel, _values(encoder, workload, documents))
+    with_groups = _values(encoder, workload, documents)
+    if not used or len(calls) > used:
+        return {"passed": False, "why": f"the kernel was called {used} times, and {len(calls) - used} times by groups"}
+    return _compared(with_kernel, with_groups)
+
+
+def _counted(attend: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    """The kernel, which notes each of its calls."""
+
+    def counted(*given: Any) -> Any:
+        calls.append(attend.__name__)
+        return attend(*given)
+
+    return counted
 
 
 def compiled_against_eager(workload: packed.Workload, documents: int) -> dict[str, Any]:
@@ -121,7 +143,7 @@ def _values(encoder: Encoder, workload: packed.Workload, documents: int) -> list
     """Embeddings of a batch, and the gradient of their sum with that of the MLM loss."""
     batch = workload.batch(0, documents).tokens
     encoder.zero_grad(set_to_none=True)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
+    with torch.autocast(_DEVICE.type, dtype=torch.bfloat16):
         embeddings, mlm = encoder(batch)
     (embeddings.square().sum() + mlm).backward()
     gradients = [parameter.grad.float() for parameter in encoder.parameters() if parameter.grad is not None]

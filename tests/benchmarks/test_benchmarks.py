@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import cpukernel  # noqa: F401 - registers the kernels
 import numpy as np
 import pytest
 import ray
@@ -21,13 +22,14 @@ from benchmarks.scale import __main__ as scale
 from benchmarks.scale import shards
 from benchmarks.step import __main__ as step
 from benchmarks.step import batch, feed, sharding
-from benchmarks.workload import packed, texts
+from benchmarks.workload import models, packed, texts
 from declutr.pipeline.shards.schema import shard_schema
 from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry, window_starts
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.data.plan import permute
-from declutr.trainer.model import flops
+from declutr.trainer.model import flops, kernels
+from declutr.trainer.model.kernel_choice import Kernels
 from declutr.trainer.objectives.span_config import SpanConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,6 +187,7 @@ def test_flops_of_a_forward_counted_by_torch():
 
 def test_peaks_of_known_gpus():
     assert flops.peak_flops("NVIDIA H200", half=True) == 989e12
+    assert flops.peak_flops("NVIDIA B200", half=True) == 2250e12
     assert flops.peak_flops("NVIDIA L40S", half=True) == 362e12
     assert flops.peak_flops("Some other", half=True) is None
     assert flops.peak_flops(None, half=True) is None
@@ -236,6 +239,30 @@ def test_prepare(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def wrong(*given):
+    return 1.5 * kernels.attend(*given)
+
+
+@pytest.mark.parametrize(
+    ("device", "attend", "told"),
+    [("cpu", kernels.attend, None), ("cpu", wrong, "differs"), ("cpu:0", kernels.attend, "called 0 times")],
+)
+def test_gpu_kernel_check_fails_if_the_kernel_is_wrong_or_not_called(monkeypatch, device, attend, told):
+    """On the CPU, whose kernel stands for that of a GPU: also if it is kept for another device than that of tensors."""
+    workload = packed.Workload("tiny", SpanConfig(max_tokens=20, min_tokens=8), 0)
+    monkeypatch.setattr(gpu, "_DEVICE", torch.device(device))
+
+    def encoder(*_, **__):
+        made = models.encoder("tiny", 0.0, 0)
+        made._kernels[torch.device(device), False] = Kernels(attend)
+        return made
+
+    monkeypatch.setattr(gpu, "_encoder", encoder)
+    found = gpu.kernel_against_groups(workload, 4)
+    assert found["passed"] == (told is None)
+    assert told in (None, "differs") or told in found["why"]
+
+
 def test_a_machine_without_a_gpu_is_told_what_to_do(capsys):
     with pytest.raises(SystemExit, match=r"no GPU: torch .* benchmarks\.gpu\.budget"):
         gpu.main([])

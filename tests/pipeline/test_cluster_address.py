@@ -88,10 +88,13 @@ def test_a_hangup_ends_a_command_as_sigterm_does():
 def test_gloo_listens_at_the_hosts_address_in_the_cluster(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # restores it after the test
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     use_network_of("203.0.113.7")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     use_network_of("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo", "without = every interface that begins so"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "given")
     use_network_of("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "given"

@@ -1,5 +1,6 @@
 """Hanging and slow workers whose devices work behind their processes, as with NCCL, and torch's flight recorder."""
 
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -158,3 +159,14 @@ def test_the_flight_recorder_names_the_exchange_that_a_rank_did_not_enter(tmp_pa
     assert first.splitlines()[1].startswith("5 gloo:all_reduce ['Float'][[7]]: ")
     assert "ended" not in first.splitlines()[1]
     assert [line.split()[0] for line in second.splitlines()] == ["3", "4"]
+
+
+@pytest.mark.slow
+def test_prepare_sets_the_allocator_before_a_gpu_is_used():
+    code = "import os, torch; from declutr.trainer.worker.backend import _prepare; _prepare(); " + (
+        "print(os.environ['PYTORCH_ALLOC_CONF'], torch.cuda.is_initialized())"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, cwd=runs.ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["expandable_segments:True", "False"], done.stderr

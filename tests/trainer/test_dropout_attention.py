@@ -147,3 +147,21 @@ def test_a_gpu_tries_the_kernel_before_it_is_used(monkeypatch):
     assert "the head size is 256" in dropout_attention.problem(256, CPU)
     monkeypatch.setattr(dropout_attention, "_TOLERANCE", 0.0)
     assert "values and gradients are wrong by 0." in dropout_attention.problem(64, CPU, torch.float16)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler"),
+        subprocess.CalledProcessError(1, "gcc: Python.h: No such file or directory"),
+        AssertionError("libcuda.so cannot found!"),
+    ],
+)
+def test_problem_of_a_machine_that_cannot_start_kernels_is_told(monkeypatch, error):
+    """As Triton fails without a compiler, without Python's headers, and without libcuda."""
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(dropout_attention, "_difference", fail)
+    assert f"{type(error).__name__}: {error}" in dropout_attention.problem(64, CPU)

@@ -9,6 +9,7 @@ import torch
 from measures import deviation
 from tiny import FAMILIES, random_spans, tiny_encoder
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import current_flash_attention_impl
 
 from declutr.trainer.model import kernels
 from declutr.trainer.model.attention import attend_in_groups
@@ -92,7 +93,16 @@ def test_guard(capability, head_size, reason):
 
 def test_versions():
     """FlashAttention 3 needs Hopper and its package, which no test installs."""
-    assert kernels.use_newest((8, 0)) == kernels.use_newest((9, 0)) == "FA2"
+    assert kernels.use_newest((8, 0), 64, CPU) == kernels.use_newest((9, 0), 64, CPU) == "FA2"
+
+
+def test_use_newest_with_a_package_of_another_version_stays_at_the_version_that_works(monkeypatch, tmp_path, log):
+    (tmp_path / "flash_attn_interface.py").write_text("def flash_attn_varlen_func(): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert kernels.use_newest((9, 0), 64, CPU) == "FA2"
+    assert current_flash_attention_impl() is None
+    (told,) = log
+    assert told.startswith("attention uses FlashAttention 2: version 3 fails (")
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -111,7 +121,22 @@ def test_weights_of_some_spans_at_a_time(masked, most_weights):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_missing_code_generator_is_named(monkeypatch):
+def test_compiler_problem_names_what_a_machine_lacks(monkeypatch, tmp_path):
+    """A compiler under any of its names, and Python's headers, where this Python would have them."""
+    headers = tmp_path / "include"
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(headers)})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert "no C compiler was found (gcc, clang); install gcc, or set CC" in compiler_problem()
+    (tmp_path / "cc").touch(mode=0o755)
+    assert "no C compiler" in compiler_problem(), "Triton does not look for cc"
+    (tmp_path / "clang").touch(mode=0o755)
+    assert f"{headers / 'Python.h'} is missing; install python3-dev" in compiler_problem()
+    headers.mkdir()
+    (headers / "Python.h").touch()
+    assert compiler_problem() is None
+    monkeypatch.setenv("CC", "icc")
+    assert "no C compiler was found (icc)" in compiler_problem()
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "triton is missing" in compiler_problem()
 

@@ -2,13 +2,18 @@
 
 import os
 import shutil
+import sysconfig
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from declutr.common.console.logs import get_logger
+
+_COMPILERS = ("gcc", "clang")
+"""Names under which Triton looks for a compiler of its launchers; `cc` is not among them."""
 
 
 class Compilation:
@@ -54,6 +59,9 @@ def compiler_problem() -> str | None:
     if find_spec("triton") is None:
         return "the package triton is missing; install torch for CUDA"
     named = os.environ.get("CC")
-    if not any(shutil.which(name) for name in ([named] if named else ["cc", "gcc", "clang"])):
-        return f"no C compiler was found ({named or 'cc, gcc, clang'}); install gcc, or set CC"
+    if not any(shutil.which(name) for name in ([named] if named else _COMPILERS)):
+        return f"no C compiler was found ({named or ', '.join(_COMPILERS)}); install gcc, or set CC"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        return f"{header} is missing; install python3-dev, or Python's headers in another way"
     return None

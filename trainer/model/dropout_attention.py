@@ -5,6 +5,7 @@ Only `fitting_dropout` imports this file and its kernels, because they need Trit
 Legend: T tokens, S spans.
 """
 
+import subprocess
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,6 +21,8 @@ from declutr.trainer.model.dropout import WeightDropout, attention_words
 from declutr.trainer.model.keyed_attention import attend_with_dropout
 
 _MOST_HEAD_SIZE = 128  # a multiprocessor's memory holds no blocks of larger heads
+# Of Triton: no kernel can be generated; no compiler; no Python.h; no libcuda; no place for files.
+_FAILURES = (TritonError, RuntimeError, subprocess.CalledProcessError, AssertionError, OSError)
 _LEAST_WIDTH = 16  # of a matrix product
 _TRIED_LENGTHS, _TRIED_HEADS, _TRIED_RATE, _TOLERANCE = (70, 3, 129), 2, 0.3, 0.02
 
@@ -155,8 +158,8 @@ def problem(head_size: int, device: torch.device, dtype: torch.dtype = torch.bfl
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):  # a first pass has neither
             apart = _difference(head_size, device, dtype)
-    except TritonError as error:
-        return f"Triton cannot compile the kernel: {error}"
+    except _FAILURES as error:
+        return f"Triton cannot compile or start the kernel: {type(error).__name__}: {error}"
     return None if apart <= _TOLERANCE else f"the kernel's values and gradients are wrong by {apart:.1%}"
 
 

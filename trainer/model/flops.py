@@ -21,6 +21,8 @@ _FORWARD_AND_BACKWARD = 3
 # Peaks of dense matrix products in FLOP/s, half precision and float32, without sparsity, from vendors' data sheets. A
 # GPU has the peak with the most words of its name: "NVIDIA H100 PCIe" is slower than "NVIDIA H100 80GB HBM3".
 _PEAKS = {
+    "GB200": (2500e12, 90e12),
+    "B200": (2250e12, 80e12),
     "H200": (989e12, 67e12),
     "GH200": (989e12, 67e12),
     "H200 NVL": (835e12, 60e12),

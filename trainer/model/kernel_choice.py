@@ -44,7 +44,7 @@ def fitting_kernels(model: torch.nn.Module, device: torch.device, drops: bool) -
     if problem := kernels.problem(capability, head_size):
         _tell(f"attention computes spans of similar length together, which is slower: {problem}")
         return None
-    kernels.use_newest(capability)
+    kernels.use_newest(capability, head_size, device)
     return Kernels(kernels.attend, fitting_dropout(head_size, device) if drops else None)
 
 

@@ -5,12 +5,21 @@ It is part of torch.compile's graph. Only `fitting_kernel` imports this file, be
 
 import importlib.util
 
+import torch
 from torch import Tensor
-from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    list_flash_attention_impls,
+    restore_flash_attention_impl,
+)
 from torch.nn.attention.varlen import varlen_attn
+
+from declutr.common.console.logs import get_logger
 
 _LEAST_CAPABILITY = (8, 0)  # Ampere
 _HOPPER = 9
+_OTHER_VERSION = (AttributeError, ImportError, RuntimeError, TypeError, ValueError)
+"""Errors of a package whose functions have other arguments."""
 _MOST_HEAD_SIZE = 256
 _HEAD_SIZE_UNIT = 8
 
@@ -55,10 +64,24 @@ def problem(capability: tuple[int, int], head_size: int) -> str | None:
     return None
 
 
-def use_newest(capability: tuple[int, int]) -> str:
-    """Lets torch use FlashAttention 3 on Hopper if its package is installed; returns the version in use."""
+def use_newest(capability: tuple[int, int], head_size: int, device: torch.device) -> str:
+    """Lets torch use FlashAttention 3 on Hopper if its package is installed and works; returns the version in use."""
     offered = "FA3" in list_flash_attention_impls() and importlib.util.find_spec("flash_attn_interface") is not None
     if capability[0] != _HOPPER or not offered:
         return "FA2"
-    activate_flash_attention_impl("FA3")
+    try:
+        activate_flash_attention_impl("FA3")
+        _try(head_size, device)
+    except _OTHER_VERSION as error:
+        restore_flash_attention_impl()
+        get_logger().warning("attention uses FlashAttention 2: version 3 fails (%s: %s)", type(error).__name__, error)
+        return "FA2"
     return "FA3"
+
+
+def _try(head_size: int, device: torch.device) -> None:
+    """Attends within two spans, forward and backward."""
+    query, key, value = torch.ones(3, 6, 1, head_size, device=device, dtype=torch.bfloat16).requires_grad_().unbind()
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32, device=device)
+    with torch.enable_grad():
+        attend(query, key, value, bounds, 4, None, None).sum().backward()

@@ -47,12 +47,12 @@ _RaysBackend: Any = TorchConfig().backend_cls
 
 class _Group(_RaysBackend):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: GroupConfig) -> None:
+        worker_group.execute(_prepare)
         if "nccl" in str(backend_config.backend):
             problems = [problem for problem in worker_group.execute(_gpu_problem) if problem]
             if problems:  # raised here, it would be retried for minutes; the workers end at once
                 worker_group.execute(_refuse, problems[0])
                 return
-        worker_group.execute(_prepare)
         super().on_start(worker_group, backend_config)
 
     def on_training_start(self, worker_group: Any, backend_config: GroupConfig) -> None:
@@ -61,7 +61,10 @@ class _Group(_RaysBackend):  # type: ignore[misc]
 
 
 def _prepare() -> None:
-    """Sets what torch reads when it makes the process group."""
+    """Sets what torch reads when it makes the process group, and when it first uses a GPU, which Ray does next."""
+    # batches have different lengths, whose blocks would not fit into each other
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     record_exchanges()
     use_network_of(ray.util.get_node_ip_address())
 
@@ -114,17 +117,16 @@ def record_exchanges() -> None:
 
 
 def newest_exchanges(most: int = 3) -> list[str]:
-    """Descriptions of the newest exchanges, oldest first: number, kind, sizes, and whether it has ended.
+    """Descriptions of the newest exchanges of each backend, oldest first: number, kind, sizes, and if it has ended.
 
     Empty without a recorder, which is not a public part of torch.
     """
-    try:
-        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
-    except ImportError:
-        return []
-    trace = msgspec.json.decode(_dump_fr_trace_json(True, False), type=_Trace)
+    found = list[_Exchange]()
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's and NCCL's
+        if dump := getattr(torch._C._distributed_c10d, name, None):
+            found += msgspec.json.decode(dump(True, False), type=_Trace).entries[-most:]
     return [
         f"{one.collective_seq_id} {one.profiling_name} {one.input_dtypes}{one.input_sizes}: "
         f"{'ended' if one.retired else one.state}"
-        for one in trace.entries[-most:]
+        for one in found
     ]

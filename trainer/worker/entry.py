@@ -56,9 +56,6 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """
     if problem := missing_gpu():
         raise RuntimeError(problem)
-    # Batches have different lengths, whose blocks would not fit into each other; read when the GPU is first used.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     stopwatch = Stopwatch(settings["marks"])
     stopwatch.mark("group")
     config = TrainConfig.model_validate(settings["config"])

@@ -123,8 +123,8 @@ class TrainingLoop:
         """
         if self.validator is None:
             return {}
-        half = self.device.type == "cuda" and self.config.precision == "bf16"
-        with self.heartbeat.doing("validating"), torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+        half = self.train_step.tasks[0].autocast if self.device.type == "cuda" else None
+        with self.heartbeat.doing("validating"), torch.autocast(self.device.type, half, enabled=half is not None):
             found = self.validator.scores(self.train_step.encoder)
         if found is None:
             raise NonFiniteLossError(
