@@ -1,7 +1,9 @@
 """Settings that every test needs before Ray is imported, and what several folders of tests share."""
 
+import gc
 import logging
 import os
+import threading
 
 import pytest
 
@@ -39,6 +41,10 @@ def pytest_runtest_teardown(item, nextitem):
     if "session" in item.fixturenames and (nextitem is None or "session" not in nextitem.fixturenames):
         import ray
 
+        gc.collect()  # streams that a test has left
+        for thread in threading.enumerate():
+            if thread.name.startswith("StreamingExecutor"):  # of Ray Data; used after the session, Ray ends the process
+                thread.join(30)
         ray.shutdown()
 
 
