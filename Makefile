@@ -46,7 +46,7 @@ test: setup ## every test: about 22 minutes on 2 CPU cores
 test-cluster: setup ## kill one of three hosts in namespaces of this machine: two minutes, needs root
 	$(BIN)/python -m pytest -m cluster
 
-test-fast: setup ## tests of less than two seconds, without Ray and process groups: minutes on 2 CPU cores
+test-fast: setup ## tests of less than two seconds, without Ray and process groups: two minutes on 2 CPU cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not ray and not dist and not slow"
 
 chaos: setup ## one run for each fault, compared with the quiet run (docs/reliability.md): half an hour
