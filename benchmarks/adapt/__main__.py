@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.adapt.references import references
+from benchmarks.adapt.references import points, references
 from benchmarks.record import facts, parser, publish
 from declutr.adaptation.candidates import CandidateBuilder
 from declutr.adaptation.config import AdaptConfig
@@ -106,7 +106,8 @@ def _runs(given: argparse.Namespace, source: str, most: int | None, seed: int) -
 
 
 def _differences(found: Mapping[str, Comparison], stsb: Comparison | None) -> dict[str, Any]:
-    return {"distant": _points(found.get(DISTANT)), "queries": _points(found.get(HEADINGS)), "stsb": _points(stsb)}
+    compared = {"distant": found.get(DISTANT), "queries": found.get(HEADINGS), "stsb": stsb}
+    return {name: one and points(one) for name, one in compared.items()}
 
 
 def _stsb(given: argparse.Namespace, row: Row, output: Path, result: Result, seed: int) -> Comparison | None:
@@ -125,14 +126,6 @@ def _stsb(given: argparse.Namespace, row: Row, output: Path, result: Result, see
 @cache
 def _start_values(start: Path, stsb: Path) -> F64:
     return stsb_values(load_transformer(str(start)), stsb)
-
-
-def _points(one: Comparison | None) -> dict[str, Any] | None:
-    """A difference in points, with the ends of its interval and the number of rows."""
-    if one is None:
-        return None
-    low, high = (None, None) if one.interval is None else (100 * end for end in one.interval)
-    return {"value": 100 * one.difference, "low": low, "high": high, "rows": one.rows}
 
 
 def _calibrations(given: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.adapt.references import points
 from benchmarks.record import facts, parser, publish
 from declutr.adaptation.config import AdaptConfig, prepare_config
 from declutr.adaptation.documents import held_out_documents
@@ -46,10 +47,8 @@ def _row(start: TransformerEncoder, run: Path, encoder: Path) -> dict[str, Any]:
     owners, queries, texts = (list(column) for column in zip(*cut, strict=True))
     before, after = (_found(one, owners, queries, texts) for one in (start, load_transformer(str(run / "encoder"))))
     found = compare(before, after, int(seed), share)
-    low, high = found.interval or (float("nan"), float("nan"))
-    counts = {"queries": len(queries), "documents": found.rows}
-    points = {"before": found.before, "value": found.difference, "low": low, "high": high}
-    return {"source": source, "seed": int(seed), **counts, **{name: 100 * value for name, value in points.items()}}
+    told = {"source": source, "seed": int(seed), "queries": len(queries), "before": 100 * found.before}
+    return told | points(found)
 
 
 def _paragraphs(text: str) -> list[tuple[str, str]]:

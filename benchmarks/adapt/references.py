@@ -92,3 +92,9 @@ def _sentences(config: AdaptConfig, data: Path, start: TransformerEncoder) -> Pa
     }
     prepare(PipelineConfig.model_validate(made))
     return file.parent / "passages"
+
+
+def points(one: Comparison) -> dict[str, Any]:
+    """A difference in points, with the ends of its interval and the number of rows."""
+    low, high = (None, None) if one.interval is None else (100 * end for end in one.interval)
+    return {"value": 100 * one.difference, "low": low, "high": high, "rows": one.rows}

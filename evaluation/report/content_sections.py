@@ -1,7 +1,9 @@
 """Sections on the content: examples of what is kept and what is not, images and clips, rows of short texts."""
 
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
+from declutr.evaluation.report.charts import Bars
 from declutr.evaluation.report.content import Content, lengths_chart
 from declutr.evaluation.report.examples import SHOWN_CHARACTERS, Example
 from declutr.evaluation.report.markup import Html, details, join, place, table, tag
@@ -87,15 +89,7 @@ def media(content: Content) -> Html:
             f"All clips have {found.seconds / 60:,.1f} minutes; the longest clip has {found.longest_frames:,} frames."
         )
         parts.insert(0, tag("p", told))
-    for bars in media_bars(found, content.manifest):
-        most = max((bar.value for bar in bars.bars), default=0)
-        rows: list[list[object]] = [
-            [join(tag("bdi", bar.label, class_="label"), draw_bar(bar.value, most, bar.role)), bar.shown]
-            for bar in bars.bars
-        ]
-        if rows:
-            parts.append(table(bars.title, [bars.name, "number"], rows))
-    return join(*parts)
+    return join(*parts, *_bar_tables(media_bars(found, content.manifest), "bdi"))
 
 
 def texts(content: Content) -> Html:
@@ -117,12 +111,16 @@ def texts(content: Content) -> Html:
         ),
         table("Lengths of texts in tokens", heads, rows),
     ]
-    for chart in text_bars(found, content.manifest.labels):
+    return join(*parts, *_bar_tables(text_bars(found, content.manifest.labels), "span"))
+
+
+def _bar_tables(charts: Iterable[Bars], element: str) -> Iterator[Html]:
+    """A table of each chart that has bars; `element` holds a bar's label, `bdi` for one that the corpus names."""
+    for chart in charts:
         most = max((bar.value for bar in chart.bars), default=0)
-        bars: list[list[object]] = [
-            [join(tag("span", bar.label, class_="label"), draw_bar(bar.value, most, bar.role)), bar.shown]
+        rows: list[list[object]] = [
+            [join(tag(element, bar.label, class_="label"), draw_bar(bar.value, most, bar.role)), bar.shown]
             for bar in chart.bars
         ]
-        if bars:
-            parts.append(table(chart.title, [chart.name, "number"], bars))
-    return join(*parts)
+        if rows:
+            yield table(chart.title, [chart.name, "number"], rows)
