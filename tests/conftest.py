@@ -14,6 +14,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two processes of tests on two cores: 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SESSION_CPUS = 6
+# Threads of Ray Data, which end some time after their reader has left them. One that uses Ray, if only to let go of an
+# object, after the session has ended ends the process.
+_DATA_THREADS = ("StreamingExecutor", "Prefetcher", "iter_threaded", "map_tp_")
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +46,8 @@ def pytest_runtest_teardown(item, nextitem):
 
         gc.collect()  # streams that a test has left
         for thread in threading.enumerate():
-            if thread.name.startswith("StreamingExecutor"):  # of Ray Data; used after the session, Ray ends the process
-                thread.join(30)
+            if thread.name.startswith(_DATA_THREADS):
+                thread.join(5)
         ray.shutdown()
 
 

@@ -63,6 +63,29 @@ def global_steps(data, collator, world, **sizes):
     return steps
 
 
+def test_nothing_spins_while_blocks_wait_for_their_reader(data, monkeypatch):
+    looks, waiting = [], []
+
+    class Looks(stream._Pace):
+        def on_execution_step(self, executor):
+            looks.append(time.monotonic())
+            waiting.append(not executor._consumer_idling())
+
+    context = DataContext.get_current()
+    monkeypatch.setattr(context, "custom_execution_callback_classes", [Looks])
+    limits = ExecutionResources(object_store_memory=2**16)
+    monkeypatch.setattr(context.execution_options, "resource_limits", limits)
+    (plan,) = rank_plans(data, 1, last=150, chunk_steps=1)
+    steps = documents(plan)
+    for _ in range(2):  # the first chunk needs no task, the second does
+        next(steps)
+    until(lambda: len(waiting) >= 10 and all(waiting[-10:]))  # what may be read ahead is read
+    first = len(looks)
+    until(lambda: len(looks) > first + 11)  # it goes on looking: it has not read everything
+    assert looks[first + 11] - looks[first] >= 11 * stream._PACE_SECONDS
+    steps.close()
+
+
 def test_every_world_reads_the_same_spans_at_every_step(data, collator, monkeypatch):
     alone = global_steps(data, collator, 1)
     assert len(alone) == STEPS
@@ -107,26 +130,3 @@ def test_an_epoch_reads_every_document_once(data):
     assert len(set(ids[:size])) == size
     assert set(ids[:size]) == set(ShardSet(data, "train").take(np.arange(size)).column("id").to_pylist())
     assert ids[size:] != ids[: len(ids) - size]
-
-
-def test_nothing_spins_while_blocks_wait_for_their_reader(data, monkeypatch):
-    looks, waiting = [], []
-
-    class Looks(stream._Pace):
-        def on_execution_step(self, executor):
-            looks.append(time.monotonic())
-            waiting.append(not executor._consumer_idling())
-
-    context = DataContext.get_current()
-    monkeypatch.setattr(context, "custom_execution_callback_classes", [Looks])
-    limits = ExecutionResources(object_store_memory=2**16)
-    monkeypatch.setattr(context.execution_options, "resource_limits", limits)
-    (plan,) = rank_plans(data, 1, last=150, chunk_steps=1)
-    steps = documents(plan)
-    for _ in range(2):  # the first chunk needs no task, the second does
-        next(steps)
-    until(lambda: len(waiting) >= 10 and all(waiting[-10:]))  # what may be read ahead is read
-    first = len(looks)
-    until(lambda: len(looks) > first + 11)  # it goes on looking: it has not read everything
-    assert looks[first + 11] - looks[first] >= 11 * stream._PACE_SECONDS
-    steps.close()
