@@ -58,7 +58,7 @@ def kept_examples(folder: Path, manifest: Manifest) -> list[Example]:
     rows = np.unique(np.floor(drawn * number).astype(np.int64))
     if media:
         return [
-            Example(row["source"], row["offset"], row["num_tokens"], None, None, row["label"], thumbnail(row))
+            Example(row["source"], row["offset"], None, None, None, row["label"], thumbnail(row))
             for row in ShardSet(folder, "train").take(rows).to_pylist()
         ]
     decoder = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json"))

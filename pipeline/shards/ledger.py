@@ -6,7 +6,7 @@
 | source     | string                | as in the shards                                                              |
 | offset     | int64                 | as in the shards                                                              |
 | text_bytes | int64                 | UTF-8 bytes of the text after cleaning                                        |
-| num_tokens | int64                 | null if the text was not tokenized                                            |
+| num_tokens | int64                 | null if not tokenized; pixels of an image, frames of a clip                   |
 | language   | string                | null if it was not identified                                                 |
 | status       | string                | `train`, `held-out`, or the reason why the document was dropped or failed     |
 | row        | int64                 | row in the unit's shard of that split; null if the document is in no shard    |

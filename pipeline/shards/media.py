@@ -82,8 +82,8 @@ def notes_of(detail: str | None) -> list[str]:
 
 
 def media_arrays(rows: Sequence[Media]) -> dict[str, Any]:
-    """Columns of rows of one kind: those of `MEDIA_COLUMNS`, `label` and `num_tokens`."""
-    columns: dict[str, Any] = {"label": [row.label for row in rows], "num_tokens": [row.size for row in rows]}
+    """Columns of rows of one kind: those of `MEDIA_COLUMNS` and `label`."""
+    columns: dict[str, Any] = {"label": [row.label for row in rows]}
     images = [row for row in rows if isinstance(row, Image)]
     if images:
         return columns | {
@@ -137,13 +137,12 @@ def media_problem(batch: pa.RecordBatch, kind: MediaKind, num_mel_bins: int) -> 
 def _images_problem(batch: pa.RecordBatch) -> tuple[int, str] | None:
     """A wrong size, or a PNG whose header gives another size than the columns."""
     width, height = (batch.column(name).to_numpy().astype(np.int64) for name in ("width", "height"))
-    said = batch.column("num_tokens").to_numpy()
-    wrong = (width < 1) | (height < 1) | (width * height != said) | (said > MAX_PIXELS)
+    wrong = (width < 1) | (height < 1) | (width * height > MAX_PIXELS)
     if wrong.any():
         row = int(wrong.argmax())
         return row, (
-            f"num_tokens = {said[row]}, but the image has {width[row]} x {height[row]} pixels (at least 1 x 1, at most "
-            f"{MAX_PIXELS} together)"
+            f"the image has {width[row]} x {height[row]} pixels; at least 1 x 1 and at most {MAX_PIXELS} together are "
+            "possible"
         )
     for row, image in enumerate(batch.column("image")):
         head = image.as_buffer()[:_HEADER_BYTES].to_pybytes()
@@ -157,13 +156,13 @@ def _audio_problem(batch: pa.RecordBatch, num_mel_bins: int) -> tuple[int, str] 
     """A wrong number of frames or energies, or an energy that is not finite."""
     column = batch.column("frames")
     lengths = np.diff(column.offsets.to_numpy().astype(np.int64))
-    counted, said = batch.column("num_frames").to_numpy().astype(np.int64), batch.column("num_tokens").to_numpy()
-    wrong = (counted < 1) | (counted != said) | (counted * num_mel_bins != lengths)
+    counted = batch.column("num_frames").to_numpy().astype(np.int64)
+    wrong = (counted < 1) | (counted * num_mel_bins != lengths)
     if wrong.any():
         row = int(wrong.argmax())
         return row, (
-            f"num_tokens = {said[row]}, num_frames = {counted[row]}, and {lengths[row]} energies, with "
-            f"{num_mel_bins} bands a frame in the manifest"
+            f"num_frames = {counted[row]}, and {lengths[row]} energies, with {num_mel_bins} bands a frame in the "
+            "manifest"
         )
     if not (finite := np.isfinite(column.flatten().to_numpy())).all():
         row = int(np.searchsorted(np.cumsum(lengths), int((~finite).argmax()), side="right"))

@@ -32,16 +32,14 @@ has the `offset` of the document. A premise has the `offset` of its first pair.
 
 Rows of images and audio have no tokens. Their other columns:
 
-| kind   | column     | type          | meaning                                                                  |
-|--------|------------|---------------|--------------------------------------------------------------------------|
-| images | image      | binary        | PNG, RGB, 8 bits a channel, upright                                      |
-| images | width      | int32         | pixels                                                                   |
-| images | height     | int32         | pixels                                                                   |
-| images | num_tokens | int64         | width * height: the size of a row by which the trainer plans its reading |
-| audio  | frames     | list<float32> | num_frames * num_mel_bins log-mel energies, frame after frame            |
-| audio  | num_frames | int32         |                                                                          |
-| audio  | num_tokens | int64         | num_frames                                                               |
-| both   | label      | string        | label; "" if content.label is null                                       |
+| kind   | column     | type          | meaning                                                       |
+|--------|------------|---------------|---------------------------------------------------------------|
+| images | image      | binary        | PNG, RGB, 8 bits a channel, upright                           |
+| images | width      | int32         | pixels                                                        |
+| images | height     | int32         | pixels                                                        |
+| audio  | frames     | list<float32> | num_frames * num_mel_bins log-mel energies, frame after frame |
+| audio  | num_frames | int32         |                                                               |
+| both   | label      | string        | label; "" if content.label is null                            |
 
 `id` is a hash of the pixels and their size, or of the frames, without the label. `num_mel_bins` and `sample_rate` are
 in the manifest's settings. `offset` is the row of a Parquet file, and 0 of any other file.
@@ -106,7 +104,6 @@ def media_schema(kind: MediaKind) -> pa.Schema:
         "id": pa.binary(ID_BYTES),
         **MEDIA_COLUMNS[kind],
         "label": pa.string(),
-        "num_tokens": pa.int64(),
         "source": pa.string(),
         "offset": pa.int64(),
     }

@@ -11,7 +11,7 @@ MELS = 6
 
 def image_rows(sizes: list[tuple[int, int]], labels: str = "abab", seed: int = 0) -> pa.Table:
     """Rows of random images of these widths and heights."""
-    columns = {"id": [], "image": [], "width": [], "height": [], "label": [], "num_tokens": []}
+    columns = {"id": [], "image": [], "width": [], "height": [], "label": []}
     for number, (width, height) in enumerate(sizes):
         rng = np.random.default_rng([seed, number])
         stored = io.BytesIO()
@@ -21,25 +21,23 @@ def image_rows(sizes: list[tuple[int, int]], labels: str = "abab", seed: int = 0
         columns["width"].append(width)
         columns["height"].append(height)
         columns["label"].append(labels[number % len(labels)])
-        columns["num_tokens"].append(width * height)
     return _table(columns, {"image": pa.binary(), "width": pa.int32(), "height": pa.int32()})
 
 
 def clip_rows(lengths: list[int], labels: str = "xyx", seed: int = 0) -> pa.Table:
     """Rows of random spectrograms with these numbers of frames."""
-    columns = {"id": [], "frames": [], "num_frames": [], "label": [], "num_tokens": []}
+    columns = {"id": [], "frames": [], "num_frames": [], "label": []}
     for number, length in enumerate(lengths):
         rng = np.random.default_rng([seed, number])
         columns["id"].append(rng.bytes(16))
         columns["frames"].append(rng.normal(size=length * MELS).astype(np.float32))
         columns["num_frames"].append(length)
         columns["label"].append(labels[number % len(labels)])
-        columns["num_tokens"].append(length)
     return _table(columns, {"frames": pa.list_(pa.float32()), "num_frames": pa.int32()})
 
 
 def _table(columns: dict[str, list], types: dict[str, pa.DataType]) -> pa.Table:
-    types = {"id": pa.binary(16), "label": pa.string(), "num_tokens": pa.int64(), **types}
+    types = {"id": pa.binary(16), "label": pa.string(), **types}
     return pa.table({name: pa.array(values, types[name]) for name, values in columns.items()})
 
 

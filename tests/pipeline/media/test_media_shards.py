@@ -58,7 +58,7 @@ def test_rows_of_class_folders(folder, make_media, prepare_media):
     table = ShardSet(out, "train").take(np.arange(3))
     assert table.schema.equals(media_schema("images"))
     row = rows["cats/3.png", 0]
-    assert (row["width"], row["height"], row["num_tokens"], row["label"]) == (21, 16, 21 * 16, "cats")
+    assert (row["width"], row["height"], row["label"]) == (21, 16, "cats")
     expected = picture(3).resize((21, 16), Image.Resampling.BICUBIC)
     assert (np.asarray(Image.open(io.BytesIO(row["image"]))) == np.asarray(expected)).all()
     entry = ledger["dogs/loop.gif", 0]
@@ -82,7 +82,7 @@ def test_rows_of_clips(tmp_path, make_media, prepare_media):
     assert manifest.notes == {"cut": 1}
     rows = taken(out)
     row = rows["1_ann_2.wav", 0]
-    assert row["num_frames"] == row["num_tokens"] == 98
+    assert row["num_frames"] == 98
     assert len(row["frames"]) == 98 * 128
     assert ShardSet(out, "train").take(np.arange(1)).schema.equals(media_schema("audio"))
     assert ledger["1_short.wav", 0].detail == "9 samples, a frame has 400"
@@ -314,25 +314,24 @@ def test_bytes_are_the_same_twice_also_of_failures(kind, tmp_path, make_media, p
 
 WRONG = {
     "images": [
-        ({"width": [41, 40]}, 0, "num_tokens = 1200, but the image has 41 x 30"),
+        ({"width": [41, 40]}, 0, "no PNG of 41 x 30"),
         ({"width": [40, 30], "height": [30, 40]}, 1, "no PNG of 30 x 40"),
         ({"image": [png(0), stored(picture(1), "BMP")]}, 1, "no PNG of 40 x 30"),
         ({"image": [b"", png(1)]}, 0, "no PNG"),
         ({"width": [-40, 40], "height": [-30, 30]}, 0, "-40 x -30"),
-        ({"width": [40, 2**16], "height": [30, 2**16], "num_tokens": [1200, 2**32]}, 1, "65536 x 65536"),
+        ({"width": [40, 2**16], "height": [30, 2**16]}, 1, "65536 x 65536"),
     ],
     "audio": [
         ({"num_frames": [3, 1]}, 0, "num_frames = 3"),
-        ({"num_tokens": [2, 7]}, 1, "num_tokens = 7"),
         ({"frames": [[1.0] * 8, [1.0] * 5]}, 1, "5 energies, with 4 bands"),
         ({"frames": [[1.0] * 8, [1.0, 2.0, np.nan, 1.0]]}, 1, "not finite"),
         ({"frames": [[np.inf] * 8, [1.0] * 4]}, 0, "not finite"),
-        ({"num_frames": [0, 1], "num_tokens": [0, 1], "frames": [[], [1.0] * 4]}, 0, "num_frames = 0"),
+        ({"num_frames": [0, 1], "frames": [[], [1.0] * 4]}, 0, "num_frames = 0"),
     ],
 }
 GOOD = {
-    "images": {"image": [png(0), png(1)], "width": [40, 40], "height": [30, 30], "num_tokens": [1200, 1200]},
-    "audio": {"frames": [[1.0] * 8, [2.0] * 4], "num_frames": [2, 1], "num_tokens": [2, 1]},
+    "images": {"image": [png(0), png(1)], "width": [40, 40], "height": [30, 30]},
+    "audio": {"frames": [[1.0] * 8, [2.0] * 4], "num_frames": [2, 1]},
 }
 
 
