@@ -88,10 +88,12 @@ def unknown_key(
     if 0 < len(same) <= 3:
         return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
     elsewhere = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
-    for word, choices in ((last, beside), (".".join(path), {key: key for key in everywhere}), (last, elsewhere)):
+    # a key of the same parents would be near by them alone, whatever its name
+    other_places = {key: key for key in everywhere if key not in beside.values() and key != ".".join(parents)}
+    for word, choices in ((last, beside), (".".join(path), other_places), (last, elsewhere)):
         if len(word) <= _LONGEST_WORD and (near := difflib.get_close_matches(word, choices, n=1)):
             return f"; did you mean `{choices[near[0]]}`?"
-    return f"; known here: {', '.join(beside)}" if beside else ""
+    return f"; known here: {', '.join(beside)}" if beside else unknown_key(parents, model, section, others)
 
 
 def choices_of(path: Sequence[str], model: type[BaseModel]) -> list[str]:
