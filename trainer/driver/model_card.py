@@ -69,6 +69,9 @@ Result on that other half: {verdict}.
 {manifest.totals["kept_train"]} training {rows}, {manifest.totals["num_tokens"]} tokens; data hash
 `{state.data_hash}`, preparation config hash `{manifest.config_hash}`, tokenizer `{tokenizer.fingerprint}`.
 
+## Licence
+None is given yet. Whoever publishes this encoder names one that the start, the data and the code allow.
+
 ## Configuration (hash `{state.config_hash}`)
 ```json
 {json.dumps(config.model_dump(mode="json"), indent=1)}
