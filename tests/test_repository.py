@@ -1,35 +1,251 @@
-"""Files that a forge, a package index or a reader of the repository uses."""
+"""The repository's promises about itself: configs are valid, documents name what exists, the cluster file is Ray's."""
 
-import tomllib
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
+import ray
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
+from declutr.cli.main import main
+from declutr.cli.settings_page import page
+from declutr.common.config import load_config
+from declutr.common.config_docs import annotated_yaml
+from declutr.pipeline.config import PipelineConfig
+from declutr.trainer.objectives.base import implementation_of
+from declutr.trainer.objectives.registry import DEFAULT
+from declutr.trainer.setup.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = "common|pipeline|trainer|evaluation|adaptation|doctor|inspection|cli|benchmarks|configs|deploy|docs|tests"
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
 
 
-def test_citation_version_is_that_of_the_package():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == PROJECT["version"]
-    assert all(citation[key] for key in ("cff-version", "title", "message", "authors", "references"))
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_is_valid(path):
+    sections = yaml.safe_load(path.read_text())
+    models = {"prepare": PipelineConfig, "train": TrainConfig}
+    assert sections
+    for section in sections:
+        config = load_config(str(path), section, models[section])
+        assert yaml.safe_load(annotated_yaml(config)) == config.model_dump(mode="json")
 
 
-def test_workflow_calls_the_checks_of_every_change():
-    job = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["ci"]
-    assert job["steps"][-1]["run"].endswith("bash .ci/run")
+def test_settings_page_is_current():
+    assert (ROOT / "docs" / "settings.md").read_text() == page(), "outdated: run `make settings`"
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
-def test_issue_form_asks_with_unique_ids(form):
-    fields = yaml.safe_load(form.read_text())["body"]
-    assert len({field["id"] for field in fields}) == len(fields)
-    assert any(field.get("validations", {}).get("required") for field in fields)
+def test_every_setting_has_a_meaning():
+    rows = re.findall(r"^\| `(.+?)` \| .*? \| (.*) \|$", page(), re.MULTILINE)
+    nothing = "Selects the settings of this table."
+    unexplained = [name for name, meaning in rows if meaning == nothing and not name.endswith(".kind")]
+    assert len(rows) > 100
+    assert unexplained == []
 
 
-def test_licence_is_said_to_be_missing_until_there_is_one():
-    given = "license" in PROJECT or (ROOT / "LICENSE").exists()
-    for name in ("README.md", "trainer/driver/model_card.py", "pyproject.toml"):
-        assert given or "licence" in (ROOT / name).read_text().lower(), name
+@pytest.mark.parametrize("name", ["demo", "cpu-small", "adapt", "multilingual"])
+def test_sections_fit_each_other(name):
+    data = load_config(f"configs/{name}.yaml", "prepare", PipelineConfig)
+    run = load_config(f"configs/{name}.yaml", "train", TrainConfig)
+    assert run.data == data.output
+    assert run.encoder.pretrained is None or run.encoder.pretrained == data.tokenizer.name
+    assert run.objective.remark_before(run.context("drop")) is None
+    assert (run.spans.max_tokens, run.spans.num_anchors) == (data.geometry.max_tokens, data.geometry.num_anchors)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_name_paths_that_exist(path):
+    text = path.read_text()
+    named = re.findall(rf"\b((?:{FOLDERS})/[\w./-]*\w)", text)
+    missing = [name for name in set(named) if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_documents_name_benchmarks_that_exist():
+    """Commands that run, and the file of every published figure; no file of a figure that is published nowhere."""
+    folder = ROOT / "benchmarks"
+    text = "\n".join(path.read_text() for path in [*DOCUMENTS, ROOT / "CHANGELOG.md", folder / "README.md"])
+    commands = set(re.findall(r"python -m (benchmarks(?:\.\w+)*)", text))
+    paths = {name: name.replace(".", "/") for name in commands}
+    lacking = [
+        name
+        for name, path in paths.items()
+        if not any((ROOT / f"{path}{end}").is_file() for end in (".py", "/__main__.py"))
+    ]
+    assert len(commands) > 10
+    assert lacking == []
+    named = set(re.findall(r"[\w-]+_epyc-[\w-]+\.json", text))
+    assert named == {path.name for path in (folder / "results").iterdir()}
+
+
+def test_documents_name_make_targets_that_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in DOCUMENTS:
+        used = set(re.findall(r"`make ([a-z -]+?)`", path.read_text()))
+        assert {target for use in used for target in use.split()} <= targets, path
+
+
+@pytest.mark.parametrize("indent", ["", "    "])
+@pytest.mark.parametrize("mark", ["<" * 7, ">" * 7, "|" * 7])
+def test_check_finds_conflict_markers(tmp_path, indent, mark):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    assert "markers" in re.search(r"^check: (.*?) ##", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+
+    def markers():
+        subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+        return subprocess.run(["make", "markers"], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "fine.md").write_text(f"Title\n=======\n    {mark[:6]} x\n")
+    assert markers().returncode == 0
+    (tmp_path / "mended.py").write_text(f"first\n{indent}{mark} main\n")
+    found = markers()
+    assert found.returncode != 0
+    assert f"mended.py:2:{indent}{mark} main" in found.stdout
+
+
+def test_setup_says_what_it_does(tmp_path):
+    """With a Python that only writes down what it was asked for."""
+    for name in ("Makefile", "requirements.lock", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    asked = tmp_path / ".venv/bin/python"
+    asked.parent.mkdir(parents=True)
+    asked.write_text('#!/bin/sh\necho "$@" >> asked\n')
+    asked.chmod(0o755)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "setup", f"PYTHON={asked}", "TRITON=triton"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert [re.match(r"\d\d:\d\d:\d\d setup: (\d of 5|done)", line)[1] for line in lines] == [
+        *(f"{step} of 5" for step in range(1, 6)),
+        "done",
+    ]
+    installs = [line.split("check ")[1] for line in (tmp_path / "asked").read_text().splitlines() if "pip" in line]
+    assert installs == [
+        "-c constraints.txt torch",
+        "-c constraints.txt triton",
+        "--require-hashes -r requirements.lock",
+        "--no-deps --no-build-isolation -e .",
+    ]
+    assert (tmp_path / ".venv/.installed").exists()
+
+
+def test_cluster_file_fits_rays_schema():
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    jsonschema.validate(cluster, schema)
+    assert "0.0.0.0" not in (ROOT / "cluster.yaml").read_text()
+
+
+def shown_help(capsys, command):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([command, "--help"])
+    return capsys.readouterr().out
+
+
+def test_every_command_helps_and_has_the_options_that_documents_name(capsys):
+    assert main([]) == 0
+    listed = re.findall(r"^  declutr ([a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    helps = {command: shown_help(capsys, command) for command in listed}
+    assert [
+        command
+        for command, text in helps.items()
+        if not re.match(rf"usage: declutr ({command}|\[-h\] {{push,pull}}) ", text)
+    ] == []
+    named = [
+        (path.name, command, option)
+        for path in DOCUMENTS
+        for command, rest in re.findall(
+            r"\bdeclutr ([a-z][a-z-]*)((?: [^`\n#]*)?)", path.read_text().replace("\\\n", " ")
+        )
+        for option in re.findall(r"(?<!\S)--[a-z-]+", rest)
+    ]
+    assert len(named) > 20
+    missing = [
+        (path, command, option)
+        for path, command, option in named
+        if not re.search(rf"{option}\b", helps.get(command, ""))
+    ]
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder in which a wheel of the checkout is installed, without what it needs."""
+    checkout, folder = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("site")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, listed.split("\0")):
+        if name.split("/")[0] not in ("tests", "benchmarks", "docs"):
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, checkout / name, follow_symlinks=False)
+    quiet = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--no-compile"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *quiet, "--target", folder, checkout], check=True)
+    return folder
+
+
+@pytest.mark.slow
+def test_wheel_has_every_file_of_the_packages(installed):
+    assert {path.name for path in installed.iterdir()} - {"bin"} == {"declutr", "declutr_ray-0.1.0.dist-info"}
+    packages = [path.name for path in (ROOT / "src" / "declutr").iterdir() if path.is_symlink()]
+    assert len(packages) == 9
+    for package in packages:
+        wanted = {p.relative_to(ROOT) for p in (ROOT / package).rglob("*") if p.is_file() and p.suffix != ".pyc"}
+        found = {
+            p.relative_to(installed / "declutr") for p in (installed / "declutr" / package).rglob("*") if p.is_file()
+        }
+        assert found == wanted
+
+
+def test_wheel_runs_its_commands_outside_of_the_checkout(installed, tmp_path):
+    code = "import declutr.cli.main as m; print(m.__file__); m.main()"
+    for arguments in (["--help"], ["train", "configs/cpu-small.yaml", "--print-config"]):
+        given = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(installed)!r}); {code}", *arguments]
+        done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(str(installed))
+
+
+@pytest.mark.parametrize(
+    "package", ["adaptation", "cli", "common", "doctor", "evaluation", "inspection", "pipeline", "trainer"]
+)
+def test_package_under_a_second_name_is_refused(package):
+    done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True)
+    assert f"ImportError: import declutr.{package}, not {package}" in done.stderr
+
+
+def named_in(path):
+    """Identifiers and string constants of a Python file, docstrings and messages left out."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name
+        elif isinstance(node, ast.arg | ast.keyword):
+            yield node.arg
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_the_trainer_names_no_objective():
+    """A new objective changes no file outside trainer/objectives/: none of them knows one by class, kind or term."""
+    config = type(DEFAULT)
+    own = {config.__name__, implementation_of(DEFAULT).__name__, DEFAULT.kind, *config.metrics} - {"mlm"}
+    own |= {"ntxent", "anchors", "positives", "queue_size"}
+    files = [path for path in (ROOT / "trainer").rglob("*.py") if "objectives" not in path.parts]
+    assert len(files) > 40
+    assert {(path.name, name) for path in files for name in named_in(path) if name in own} == set()
