@@ -9,8 +9,7 @@ from declutr.adaptation.config import BATCH_DOCUMENTS, PASSAGE_TOKENS, WINDOW_TO
 from declutr.adaptation.whiten import WhitenConfig, whiten
 from declutr.common.storage import atomic_folder
 from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.transformer import TransformerEncoder
-from declutr.evaluation.encoders.written import write_transformer
+from declutr.evaluation.encoders.transformer import TransformerEncoder, write_transformer
 from declutr.trainer.train import train
 
 CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"

@@ -23,13 +23,13 @@ from declutr.adaptation.verdict import Verdict, choose, judge
 from declutr.adaptation.whiten import WhitenConfig
 from declutr.common import seeding
 from declutr.common.bootstrap import MIN_ROWS, Comparison
-from declutr.common.console.excerpt import shorten
 from declutr.common.console.logs import get_logger
+from declutr.common.console.terminal import shorten
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
+from declutr.evaluation.encoders.choice import missing
 from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.names import missing
 from declutr.evaluation.encoders.protocol import EncoderError
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test

@@ -18,8 +18,7 @@ from declutr.common.console.bars import bar
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.transformer import TransformerEncoder
-from declutr.evaluation.encoders.written import write_transformer
+from declutr.evaluation.encoders.transformer import TransformerEncoder, write_transformer
 from declutr.pipeline.shards.manifest import data_hash, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.tokenizer.tokenization import fingerprint

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import get_args
 
-from declutr.common.console.commandline import refused
+from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from declutr.common.console.commandline import refused
+from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 
 

@@ -3,7 +3,7 @@
 import argparse
 from typing import get_args
 
-from declutr.common.console.commandline import refused
+from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 
 
@@ -13,8 +13,7 @@ def run(arguments: list[str]) -> int:
     from declutr.common.console.logs import setup_logging
     from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
     from declutr.evaluation.embedding.job import embed
-    from declutr.evaluation.encoders.choice import AnyPrecision, EncoderChoice, Pooling
-    from declutr.evaluation.encoders.names import missing
+    from declutr.evaluation.encoders.choice import AnyPrecision, EncoderChoice, Pooling, missing
     from declutr.evaluation.encoders.protocol import EncoderError
 
     parser = argparse.ArgumentParser(

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from declutr.common.console.commandline import refused
+from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 
 

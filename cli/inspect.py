@@ -2,7 +2,7 @@
 
 import argparse
 
-from declutr.common.console.commandline import refused
+from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 
 

@@ -2,8 +2,7 @@
 
 import argparse
 
-from declutr.common.console.commandline import refused
-from declutr.common.console.excerpt import shorten
+from declutr.common.console.terminal import refused, shorten
 from declutr.common.paths import path_argument
 
 _SHOWN_CHARACTERS = 200

@@ -14,8 +14,8 @@ from pathlib import Path
 from declutr.common.cluster import SessionError
 from declutr.common.config import ConfigError, load_config
 from declutr.common.config_docs import annotated_yaml
-from declutr.common.console.commandline import config_parser
 from declutr.common.console.logs import get_logger, setup_logging
+from declutr.common.console.terminal import config_parser
 from declutr.common.credentials import refused_settings
 from declutr.common.lock import RunLockedError
 from declutr.common.paths import expand

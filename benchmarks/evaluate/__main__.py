@@ -31,8 +31,7 @@ from declutr.evaluation.encoders.protocol import SentenceEncoder
 from declutr.evaluation.encoders.words import HashedWords
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data.findings import Inspection
-from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences
+from declutr.evaluation.senteval.data.taskdata import Inspection, sentence_rows, sentences
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.runner.plan import choose_tasks
 from declutr.evaluation.senteval.runner.vectors import embed_all, texts_hash

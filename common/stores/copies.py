@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from declutr.common.console.excerpt import excerpt
 from declutr.common.console.logs import get_logger
+from declutr.common.console.terminal import excerpt
 from declutr.common.storage import atomic_folder, put_back, write_text
 from declutr.common.stores.address import child
 from declutr.common.stores.files import fetch_file

@@ -15,8 +15,7 @@ from declutr.common.console.logs import get_logger
 from declutr.common.storage import hash_json, write_text
 from declutr.evaluation.embedding.config import EmbedConfig, EmbedError
 from declutr.evaluation.embedding.output import Note, assemble, note_path, read_note
-from declutr.evaluation.embedding.plan import identify, located, plan
-from declutr.evaluation.embedding.units import EmbeddingSidecar, embed_unit, finished
+from declutr.evaluation.embedding.units import EmbeddingSidecar, embed_unit, finished, identify, located, plan
 from declutr.evaluation.embedding.workers import embed_on_ray
 from declutr.evaluation.encoders.protocol import SentenceEncoder
 from declutr.pipeline.job.units import Unit

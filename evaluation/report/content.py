@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from declutr.evaluation.report.charts import Bar, Bars, Histogram, ReferenceLine, Role, Series
-from declutr.evaluation.report.clusters import Clusters, find_clusters
-from declutr.evaluation.report.examples import Example, kept_examples, rejected_examples
+from declutr.evaluation.report.examples import Clusters, Example, find_clusters, kept_examples, rejected_examples
 from declutr.evaluation.report.grouping import group_sources
 from declutr.evaluation.report.markup import share
 from declutr.evaluation.report.media import MediaSurvey, media_bars, survey_media

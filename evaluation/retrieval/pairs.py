@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from declutr.common.console.excerpt import excerpt
+from declutr.common.console.terminal import excerpt
 from declutr.common.suggestions import suggest
 
 MOST_BYTES = 2**30

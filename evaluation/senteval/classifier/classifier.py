@@ -21,11 +21,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.classifier.features import BlockBuffer, Table
-from declutr.evaluation.senteval.classifier.folds import TrainingSet
-from declutr.evaluation.senteval.classifier.network import Network, linear_start
+from declutr.evaluation.senteval.classifier.features import BlockBuffer, Table, TrainingSet
+from declutr.evaluation.senteval.classifier.network import Network, Updates, linear_start
 from declutr.evaluation.senteval.classifier.schedule import Padded, Schedule
-from declutr.evaluation.senteval.classifier.updates import Updates
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import Field
 
 from declutr.common.config import Strict
-from declutr.evaluation.senteval.classifier.updates import DEFAULT_RATES, OptimizerName
+from declutr.evaluation.senteval.classifier.network import DEFAULT_RATES, OptimizerName
 
 
 class ClassifierConfig(Strict):

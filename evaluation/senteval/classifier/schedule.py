@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.classifier.folds import Rows, TrainingSet, orders
+from declutr.evaluation.senteval.classifier.features import Rows, TrainingSet, orders
 
 Stream = tuple[int, int]  # `TrainingSet.stream`
 

@@ -15,13 +15,12 @@ import numpy as np
 from declutr.common.cluster import SessionConfig
 from declutr.common.storage import read_json, write_json
 from declutr.evaluation.encoders.protocol import SentenceEncoder, vectors_fingerprint
-from declutr.evaluation.senteval.data.findings import Inspection
-from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences
+from declutr.evaluation.senteval.data.taskdata import Inspection, sentence_rows, sentences
 from declutr.evaluation.senteval.data.tasks import TASKS
 from declutr.evaluation.senteval.runner.plan import ScoringChoice, ScoringUnit, StoredUnit, plan_units
 from declutr.evaluation.senteval.runner.vectors import duration, embed_all, parts_folder, time_left
 from declutr.evaluation.senteval.runner.workers import score_units
-from declutr.evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
+from declutr.evaluation.senteval.scores.geometry import collapse_warnings, sample_rows
 from declutr.evaluation.senteval.scores.results import Protocol, Report, result_of
 from declutr.evaluation.senteval.scores.scoring import Method, method_for
 

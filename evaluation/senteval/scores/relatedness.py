@@ -16,10 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 
-from declutr.evaluation.senteval.classifier.features import Table
-from declutr.evaluation.senteval.classifier.folds import orders
-from declutr.evaluation.senteval.classifier.network import Network, linear_start
-from declutr.evaluation.senteval.classifier.updates import DEFAULT_RATES, Updates
+from declutr.evaluation.senteval.classifier.features import Table, orders
+from declutr.evaluation.senteval.classifier.network import DEFAULT_RATES, Network, Updates, linear_start
 
 NUM_BINS = 5
 _PASSES = 50  # passes between two dev scores

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from declutr.evaluation.senteval.data.findings import Inspection, Standing
+from declutr.evaluation.senteval.data.taskdata import Inspection, Standing
 from declutr.evaluation.senteval.scores.averages import Average, averages, dev_headline, headline
 
 Protocol = Literal["senteval", "simcse"]

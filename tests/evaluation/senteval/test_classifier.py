@@ -9,8 +9,7 @@ import torch
 from benchmarks.evaluate import released as plain
 from declutr.evaluation.senteval.classifier.classifier import examples, fit_many
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.classifier.features import table
-from declutr.evaluation.senteval.classifier.folds import TrainingSet
+from declutr.evaluation.senteval.classifier.features import TrainingSet, table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS = {

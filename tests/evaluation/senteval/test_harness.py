@@ -16,7 +16,7 @@ from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.runner.harness import evaluate
 from declutr.evaluation.senteval.runner.plan import ScoringChoice, choose_tasks
 from declutr.evaluation.senteval.runner.vectors import Vectors, embed_all
-from declutr.evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
+from declutr.evaluation.senteval.scores.geometry import collapse_warnings, sample_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = ClassifierConfig(num_folds=2, max_epoch=1, epoch_size=1, tenacity=0, decays=(1e-5, 1e-2))

@@ -11,8 +11,7 @@ from declutr.evaluation.senteval.data.loading import load
 from declutr.evaluation.senteval.data.taskdata import sentences
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.scores import geometry
-from declutr.evaluation.senteval.scores.collapse import collapse_warnings
-from declutr.evaluation.senteval.scores.geometry import blockwise_uniformity, score_geometry
+from declutr.evaluation.senteval.scores.geometry import blockwise_uniformity, collapse_warnings, score_geometry
 from declutr.evaluation.senteval.scores.similarity import aggregate, correlate, cosines, score_sts
 from declutr.trainer.objectives.measures import uniformity
 
