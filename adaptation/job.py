@@ -14,12 +14,10 @@ from declutr.adaptation.config import WINDOW_TOKENS, AdaptConfig, located, prepa
 from declutr.adaptation.crossfit import cross_fitted
 from declutr.adaptation.documents import Split, all_documents, held_out_documents
 from declutr.adaptation.general import STSB_TEST, compare_stsb, moved
-from declutr.adaptation.measures import Passages, make_passages
-from declutr.adaptation.page import page
-from declutr.adaptation.result import Result, Row, SearchExample, write_result
+from declutr.adaptation.measures import Passages, Verdict, choose, judge, make_passages
+from declutr.adaptation.result import Result, Row, SearchExample, page, write_result
 from declutr.adaptation.scores import DISTANT, PAIRS, TestSet, Values, compared
 from declutr.adaptation.state import AdaptError, State, opened
-from declutr.adaptation.verdict import Verdict, choose, judge
 from declutr.adaptation.whiten import WhitenConfig
 from declutr.common import seeding
 from declutr.common.bootstrap import MIN_ROWS, Comparison

@@ -108,7 +108,7 @@ class TestSet:
 
 def _first(test: RetrievalTest, scores: F32) -> F64:
     """`(Q,)` recall@1 of pairs."""
-    from declutr.evaluation.retrieval.measures import measures
+    from declutr.evaluation.retrieval.compare import measures
 
     return measures(scores, test.relevant)[:, 0]
 

@@ -11,8 +11,8 @@ from declutr.adaptation.documents import held_out_documents
 from declutr.adaptation.general import compare_stsb
 from declutr.adaptation.job import load_transformer
 from declutr.adaptation.measures import make_passages
-from declutr.adaptation.passages import passages
 from declutr.adaptation.scores import TestSet, compared
+from declutr.adaptation.whiten import passages
 from declutr.common.bootstrap import Comparison
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.pipeline.config import PipelineConfig

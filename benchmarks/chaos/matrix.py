@@ -13,10 +13,9 @@ from typing import Any
 
 import yaml
 
-from benchmarks.chaos import workload
+from benchmarks.chaos import place
 from benchmarks.chaos.census import Census, title
-from benchmarks.chaos.compare import End, compare
-from benchmarks.chaos.fault import Fault, FaultRow, fail, observe
+from benchmarks.chaos.fault import End, Fault, FaultRow, compare, fail, observe
 from benchmarks.chaos.faults import files, kills, nodes, workers
 from benchmarks.chaos.place import Nodes, environment, leave_mounts_to_ourselves, mounts_below, small_disks, temporary
 from benchmarks.chaos.run import ChaosError, Run, Snapshot
@@ -75,9 +74,9 @@ class Bench:
 
     def prepare(self) -> None:
         """Make the shards."""
-        workload.write_corpus(self.top / "corpus.jsonl", self.steps, self.seed)
+        place.write_corpus(self.top / "corpus.jsonl", self.steps, self.seed)
         config = self.top / "prepare.yaml"
-        values = workload.prepare_values(self.top / "corpus.jsonl", self.data)
+        values = place.prepare_values(self.top / "corpus.jsonl", self.data)
         config.write_text(yaml.safe_dump({"prepare": values}), encoding="utf-8")
         made = [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
         subprocess.run(made, env=environment(self.top), check=True, capture_output=True)
@@ -96,7 +95,7 @@ class Bench:
         """Make a run in a new folder."""
         self._number += 1
         place = self.top / f"run{self._number}"
-        values = workload.train_values(self.data, place / "run", self.steps, self.seed)
+        values = place.train_values(self.data, place / "run", self.steps, self.seed)
         for key, value in (changes or {}).items():
             values[key] = values[key] | value if isinstance(values.get(key), dict) else value
         return Run(place, values, self.census, environment(self.top), self.away_seconds, self.patience)

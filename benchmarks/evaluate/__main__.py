@@ -35,7 +35,7 @@ from declutr.evaluation.senteval.data.taskdata import Inspection, sentence_rows,
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.runner.plan import choose_tasks
 from declutr.evaluation.senteval.runner.vectors import embed_all, texts_hash
-from declutr.evaluation.senteval.scores.averages import headline
+from declutr.evaluation.senteval.scores.results import headline
 from declutr.evaluation.senteval.scores.scoring import Embeddings, cost, score
 
 _SIBLING = Path(__file__).resolve().parents[3] / "shared" / "data" / "senteval"

@@ -1,8 +1,15 @@
-"""Nearest neighbours by graphs (HNSW: Malkov and Yashunin, 2016) of a fixed number of rows, each built by one thread.
+"""Nearest neighbours by graphs (HNSW: Malkov and Yashunin, 2016) of a fixed number of rows, and checks of their files.
 
 usearch can also add to one graph with several threads. Such a graph differs every time, and among many nearly equal
 vectors some cannot be found, not even by themselves (docs/log.md). So each thread builds separate graphs; the split of
 rows into graphs does not depend on the number of threads.
+
+usearch trusts a file: a neighbour beyond the last vector makes it read outside its memory. So every number that usearch
+follows is compared here with its valid range. After that, no byte of the file can lead outside the file.
+
+The layout, little-endian, for n vectors of d numbers: n and 4d as 32-bit numbers; the vectors; a head of 64 bytes; n,
+the two connectivities, the highest level and the first node as 64-bit numbers; n levels of 16 bits; n nodes. A node is
+its key (64 bits), its level l (16 bits) and l + 1 lists of neighbours: their number (32 bits), then slots for them.
 """
 
 import os

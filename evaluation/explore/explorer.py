@@ -1,4 +1,9 @@
-"""Answers for the page, as values for JSON: the map of an index, and the texts nearest to a query or a text."""
+"""Answers for the page, as values for JSON: the map of an index, and the texts nearest to a query or a text.
+
+The map is the plane in which embeddings differ most: their first two principal components (Pearson, 1901). With mean m
+and covariance C = 1/n sum_i (x_i - m)(x_i - m)^T, a vector x is shown at (u_1, u_2)^T (x - m), where u_1 and u_2 are
+the eigenvectors of C with the largest eigenvalues. The map is linear, so new vectors can be placed too.
+"""
 
 import threading
 from collections.abc import Sequence

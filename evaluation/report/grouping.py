@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from declutr.evaluation.report.tally import Tally, total
-from declutr.pipeline.readers.names import bare_suffix
+from declutr.pipeline.readers.corpus import bare_suffix
 
 MAX_GROUPS = 8
 """Number of colours and shapes that a reader can distinguish."""

@@ -27,7 +27,7 @@ from declutr.common.stores.files import push_file, read_file, sizes, write_file
 from declutr.common.stores.folders import local_files
 from declutr.common.stores.listing import FileRecord, decoded, encoded
 from declutr.common.stores.retry import RetryPolicy
-from declutr.pipeline.duplicates.exchange import Exchange
+from declutr.pipeline.duplicates.search import Exchange
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.progress import HEARTBEATS
 from declutr.pipeline.job.units import Unit

@@ -4,6 +4,9 @@ Shapes: S training sets, R regularisations, B rows of a batch, C classes, H hidd
 Classifiers of one set read the same rows. So the R layers of a set are one matrix product of R*C (or R*H) outputs, and
 all sets together one batched product. Rows come last in activations, so that softmax runs along contiguous memory.
 Gradients are written out, because autograd's bookkeeping costs more than the arithmetic of layers this small.
+
+Adam and RMSprop update the stacked parameters, with a separate weight decay for every regularisation. Weight decay is
+coupled, as in torch's `Adam(weight_decay=...)`: it is added to the gradients of weights and biases.
 """
 
 import math

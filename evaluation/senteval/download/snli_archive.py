@@ -2,6 +2,10 @@
 
 The zip is read as a stream, member by member, without extraction. A file is kept only if it has the published hash;
 otherwise its tokenisation would differ from SentEval's.
+
+Its sentences are tokenized as the Penn Treebank, one a line. The rules are those of the Penn Treebank project's sed
+script of 1995 (SentEval's data/downstream/tokenizer.sed), to the byte, including a space after every sentence, so that
+files can be compared with published hashes.
 """
 
 import io

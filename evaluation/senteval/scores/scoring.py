@@ -16,10 +16,9 @@ from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.classifier.features import Table, pair_table, table
 from declutr.evaluation.senteval.data.taskdata import Split, TaskData, sentence_rows
 from declutr.evaluation.senteval.data.tasks import STS, STSB_MULTI, TRANSFER, SentEvalTask
-from declutr.evaluation.senteval.scores.averages import RECALLS
 from declutr.evaluation.senteval.scores.geometry import score_geometry
 from declutr.evaluation.senteval.scores.relatedness import Pairs, relatedness
-from declutr.evaluation.senteval.scores.results import Protocol
+from declutr.evaluation.senteval.scores.results import RECALLS, Protocol
 from declutr.evaluation.senteval.scores.retrieval import RetrievalConfig, gallery, retrieval
 from declutr.evaluation.senteval.scores.similarity import gold, score_sts
 
