@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
+import released as plain
 import torch
 
-from benchmarks.evaluate import released as plain
 from declutr.evaluation.senteval.classifier.classifier import examples, fit_many
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.classifier.features import TrainingSet, table
