@@ -1,4 +1,4 @@
-"""Scores of a candidate on every measure of a split: an encoder, a lexical baseline, or both added.
+"""Scores of a candidate on every measure of a split (encoder, lexical baseline, or both added), and general losses.
 
 Legend: n documents, P passages, Q queries.
 """
@@ -6,17 +6,19 @@ Legend: n documents, P passages, Q queries.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from declutr.adaptation.measures import F32, F64, FAR_TOKENS, Passages, share
-from declutr.common.bootstrap import Comparison, Statistic, compare, mean
+from declutr.common.bootstrap import Comparison, Statistic, compare, mean, spearman
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import score_encoder
-from declutr.evaluation.retrieval.lexical import Lexicon
-from declutr.evaluation.retrieval.pairs import RetrievalTest
+from declutr.evaluation.retrieval.pairs import Lexicon, RetrievalTest
+from declutr.trainer.metrics.sts import read_pairs
 
 DISTANT, HEADINGS, PAIRS = "distant", "headings", "pairs"
 MEANING = {
@@ -120,3 +122,38 @@ def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
         rows = before[name][:, 1] > 0 if name == HEADINGS else slice(None)
         found[name] = compare(before[name][rows], after[name][rows], seed, STATISTICS[name])
     return found
+
+
+STSB_TEST = "sts-test.csv"
+
+
+def compare_stsb(before: TransformerEncoder, after: TransformerEncoder, folder: Path, seed: int) -> Comparison:
+    """Spearman correlations of both encoders on STS-B's test set, and the interval of their difference over pairs.
+
+    Raises:
+        StsError: the file is missing or damaged.
+    """
+    return compare(stsb_values(before, folder), stsb_values(after, folder), seed, spearman)
+
+
+def stsb_values(encoder: TransformerEncoder, folder: Path) -> F64:
+    """`(N, 2)` cosine and judgement of each pair of STS-B's test set.
+
+    Raises:
+        StsError: the file is missing or damaged.
+    """
+    pairs = read_pairs(folder, STSB_TEST)
+    gold = np.array([score for score, _, _ in pairs])
+    first = unit_rows(encoder.encode([text for _, text, _ in pairs]).astype(np.float64))
+    second = unit_rows(encoder.encode([text for _, _, text in pairs]).astype(np.float64))
+    return np.stack([(first * second).sum(axis=1), gold], axis=1)
+
+
+def moved(before: TransformerEncoder, after: TransformerEncoder) -> float:
+    """Mean absolute change of the cosines between any two of some general sentences."""
+    sentences = files(__package__).joinpath("sentences.txt").read_text(encoding="utf-8").splitlines()
+    tables = [
+        rows @ rows.T for rows in (unit_rows(one.encode(sentences).astype(np.float64)) for one in (before, after))
+    ]
+    pairs = np.triu_indices(len(sentences), 1)
+    return float(np.abs(tables[1] - tables[0])[pairs].mean())

@@ -15,7 +15,7 @@ from torch import nn
 
 from declutr.adaptation.whitening import WhiteningError, WithinSums, whitening
 from declutr.common.config import Strict
-from declutr.common.console.bars import bar
+from declutr.common.console.logs import bar
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.evaluation.encoders.loading import load_encoder

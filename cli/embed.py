@@ -13,8 +13,7 @@ def run(arguments: list[str]) -> int:
     from declutr.common.console.logs import setup_logging
     from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
     from declutr.evaluation.embedding.job import embed
-    from declutr.evaluation.encoders.choice import AnyPrecision, EncoderChoice, Pooling, missing
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.evaluation.encoders.protocol import AnyPrecision, EncoderChoice, EncoderError, Pooling, missing
 
     parser = argparse.ArgumentParser(
         prog="declutr embed", description="Embed texts. Run again to continue after a stop."

@@ -15,10 +15,16 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from declutr.common.hub import cache_only
-from declutr.evaluation.encoders.choice import AnyPrecision, EncoderChoice, LongTexts, Pooling, no_encoder
 from declutr.evaluation.encoders.pretrained import load_pretrained
+from declutr.evaluation.encoders.protocol import (
+    AnyPrecision,
+    EncoderChoice,
+    LongTexts,
+    Pooling,
+    SentenceEncoder,
+    no_encoder,
+)
 from declutr.evaluation.encoders.protocol import EncoderError as EncoderError
-from declutr.evaluation.encoders.protocol import SentenceEncoder
 from declutr.evaluation.encoders.runs import load_run, start_of
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors

@@ -19,8 +19,8 @@ from declutr.evaluation.embedding.config import EmbedError
 from declutr.evaluation.embedding.index import NO_WORD, Hit, SearchIndex
 from declutr.evaluation.embedding.stored import Stored
 from declutr.evaluation.encoders.protocol import SentenceEncoder
-from declutr.evaluation.report.grouping import OTHERS, Grouping
 from declutr.evaluation.report.markup import visible
+from declutr.evaluation.report.tally import OTHERS, Grouping
 from declutr.trainer.data.plan import permute
 
 

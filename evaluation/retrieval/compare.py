@@ -12,8 +12,7 @@ from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, paired_inter
 from declutr.common.storage import write_json, write_text
 from declutr.evaluation.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
-from declutr.evaluation.retrieval.lexical import Lexicon
-from declutr.evaluation.retrieval.pairs import RetrievalTest
+from declutr.evaluation.retrieval.pairs import Lexicon, RetrievalTest
 
 F64 = NDArray[np.float64]
 CUTOFFS = (1, 5, 10)

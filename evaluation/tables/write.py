@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from declutr.evaluation.report.svg import draw_bar
+
 from declutr.common.storage import write_json, write_text
 from declutr.evaluation.report.markup import Html, join, tag
 from declutr.evaluation.report.page import document
-from declutr.evaluation.report.svg import draw_bar
 from declutr.evaluation.senteval.runner.harness import Evaluated
 from declutr.evaluation.tables.blocks import Block, Cell, ModelRow, compare
 from declutr.evaluation.tables.literature import PublishedModel, literature

@@ -13,8 +13,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.keys import write_keys
 from declutr.pipeline.duplicates.shingles import Signer
-from declutr.pipeline.filters.config import FiltersConfig
-from declutr.pipeline.filters.document_filter import DocumentFilter, normalise
+from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig, normalise
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.progress import Done, UnitHeartbeat
 from declutr.pipeline.job.unit_writer import Decision, UnitWriter, decide_media, decide_unread, splits_of

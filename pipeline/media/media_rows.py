@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from declutr.pipeline.media.answers import FAILED, Answer
-from declutr.pipeline.media.decoded import LIMITS, Decoded, Limits
+from declutr.pipeline.media.decoded import FAILED, LIMITS, Answer, Decoded, Limits
 from declutr.pipeline.media.decoder import Decoder
 from declutr.pipeline.readers.blobs import BlobRules
 from declutr.pipeline.readers.corpus import (

@@ -2,8 +2,14 @@
 
 from collections.abc import Iterator
 
-from declutr.evaluation.senteval.checks.digests import Digests, digests_of, file_rows, same_sentences
-from declutr.evaluation.senteval.checks.published import Published, published
+from declutr.evaluation.senteval.checks.published import (
+    Digests,
+    Published,
+    digests_of,
+    file_rows,
+    published,
+    same_sentences,
+)
 from declutr.evaluation.senteval.data.taskdata import DataFinding, Split, TaskData
 
 _MIN_DISTINCT = 0.9

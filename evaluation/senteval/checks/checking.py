@@ -7,8 +7,13 @@ from pathlib import Path
 
 from declutr.common.console.terminal import excerpt
 from declutr.evaluation.senteval.checks.alterations import check_rows
-from declutr.evaluation.senteval.checks.digests import digests_of, same_sentences
-from declutr.evaluation.senteval.checks.published import Published, PublishedSplit, published
+from declutr.evaluation.senteval.checks.published import (
+    Published,
+    PublishedSplit,
+    digests_of,
+    published,
+    same_sentences,
+)
 from declutr.evaluation.senteval.data.loading import load
 from declutr.evaluation.senteval.data.taskdata import (
     DataError,

@@ -16,11 +16,10 @@ from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.classifier.features import Table, pair_table, table
 from declutr.evaluation.senteval.data.taskdata import Split, TaskData, sentence_rows
 from declutr.evaluation.senteval.data.tasks import STS, STSB_MULTI, TRANSFER, SentEvalTask
-from declutr.evaluation.senteval.scores.geometry import score_geometry
 from declutr.evaluation.senteval.scores.relatedness import Pairs, relatedness
 from declutr.evaluation.senteval.scores.results import RECALLS, Protocol
 from declutr.evaluation.senteval.scores.retrieval import RetrievalConfig, gallery, retrieval
-from declutr.evaluation.senteval.scores.similarity import gold, score_sts
+from declutr.evaluation.senteval.scores.similarity import gold, score_geometry, score_sts
 
 Method = Literal["procedure", "cosine", "geometry"]
 """procedure: the task's own in SentEval; cosine: of dev and test pairs, for tasks where SentEval trains a regression;
