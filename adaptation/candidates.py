@@ -1,4 +1,4 @@
-"""The candidates of an adaptation, from the cheapest to the dearest, each a folder that can be loaded; cross-fitting."""
+"""The candidates of an adaptation, from the cheapest to the dearest, each a folder that can be loaded."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A user's retrieval test (queries, each with the text that answers it or the id of a document), and lexical baselines."""
+"""A user's retrieval test (queries, each with its text or the id of a document), and lexical baselines."""
 
 import csv
 import json

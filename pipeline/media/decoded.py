@@ -1,4 +1,4 @@
-"""The result of decoding one image or clip, its bounds, and the messages between a task and the process that decodes."""
+"""The result of decoding one image or clip, its bounds, and the messages of the process that decodes."""
 
 import os
 import re

@@ -2,9 +2,10 @@
 
 Legend: R pairs, N embeddings or sentences, D embedding size, B rows of a block.
 
-As the SimCSE family plots them (Wang and Isola 2020), alignment = E ||f(x) - f(x+)||^2 over pairs scored above 4, uniformity = log E exp(-2 ||f(x) - f(y)||^2) over all
-sentences, both on the unit sphere. SimCSE takes the pairs above 4 and "the whole STS-B dataset" (its authors in
-princeton-nlp/SimCSE#52): all three splits, each sentence as often as it occurs. That is the default here.
+As the SimCSE family plots them (Wang and Isola 2020), alignment = E ||f(x) - f(x+)||^2 over pairs scored above 4, and
+uniformity = log E exp(-2 ||f(x) - f(y)||^2) over all sentences, both on the unit sphere. SimCSE takes the pairs above 4
+and "the whole STS-B dataset" (its authors in princeton-nlp/SimCSE#52): all three splits, each sentence as often as it
+occurs. That is the default here.
 """
 
 import math
