@@ -17,7 +17,7 @@ from scipy.linalg import eigh
 from declutr.common import seeding
 from declutr.evaluation.embedding.config import EmbedError
 from declutr.evaluation.embedding.index import NO_WORD, Hit, SearchIndex
-from declutr.evaluation.embedding.stored import Stored
+from declutr.evaluation.embedding.output import Stored
 from declutr.evaluation.encoders.protocol import SentenceEncoder
 from declutr.evaluation.report.markup import visible
 from declutr.evaluation.report.tally import OTHERS, Grouping

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from declutr.common import seeding
-from declutr.evaluation.report.media import thumbnail
+from declutr.evaluation.report.rows import thumbnail
 from declutr.evaluation.report.survey import I64, Survey, unit_and_ordinal
 from declutr.pipeline.shards.content import LABELS
 from declutr.pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_batches

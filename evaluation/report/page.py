@@ -11,8 +11,8 @@ from declutr.evaluation.report.content import Content, bar_charts, gather, lengt
 from declutr.evaluation.report.examples import SHOWN_CHARACTERS, Example
 from declutr.evaluation.report.header import header
 from declutr.evaluation.report.markup import Html, details, join, markup, place, policy_hash, table, tag
-from declutr.evaluation.report.media import media_bars
 from declutr.evaluation.report.png import save_bars, save_histogram
+from declutr.evaluation.report.rows import media_bars, text_bars
 from declutr.evaluation.report.sections import (
     contamination,
     duplicates,
@@ -22,7 +22,6 @@ from declutr.evaluation.report.sections import (
     reasons,
     sources,
 )
-from declutr.evaluation.report.text_survey import text_bars
 from declutr.pipeline.shards.content import size_noun
 
 _NOTHING = Html("")

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from declutr.evaluation.report.svg import draw_bar
-
 from declutr.common.storage import write_json, write_text
+from declutr.evaluation.report.charts import draw_bar
 from declutr.evaluation.report.markup import Html, join, tag
 from declutr.evaluation.report.page import document
 from declutr.evaluation.senteval.runner.harness import Evaluated

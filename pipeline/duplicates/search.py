@@ -15,9 +15,9 @@ from declutr.common.paths import expand
 from declutr.common.session import start_ray
 from declutr.common.storage import atomic_file, hash_json
 from declutr.common.stores.address import child
+from declutr.common.stores.copies import FileRecord
 from declutr.common.stores.files import names, pull_file, push_file
 from declutr.common.stores.folders import local_files
-from declutr.common.stores.listing import FileRecord
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.documents import Documents, Numbering, number
