@@ -15,7 +15,7 @@ import yaml
 
 from benchmarks.chaos.census import Census, title
 from benchmarks.chaos.fault import End, Fault, FaultRow, compare, fail, observe
-from benchmarks.chaos.faults import files, kills, nodes, workers
+from benchmarks.chaos.faults import files, nodes, processes
 from benchmarks.chaos.place import (
     Nodes,
     environment,
@@ -31,7 +31,7 @@ from benchmarks.chaos.run import ChaosError, Run, Snapshot
 from benchmarks.record import progress
 from declutr.common import seeding
 
-FAULTS = (*workers.FAULTS, *kills.FAULTS, *files.FAULTS, *workers.SKIPPING, *nodes.FAULTS)
+FAULTS = (*processes.FAULTS, *processes.KILLS, *files.FAULTS, *processes.SKIPPING, *nodes.FAULTS)
 # Faults of the short form.
 SHORT = (
     "worker_killed",
