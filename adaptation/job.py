@@ -12,9 +12,21 @@ import numpy as np
 from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, wanted
 from declutr.adaptation.config import WINDOW_TOKENS, AdaptConfig, located, prepare_config
 from declutr.adaptation.documents import Split, all_documents, held_out_documents
-from declutr.adaptation.measures import Passages, Verdict, choose, judge, make_passages
+from declutr.adaptation.measures import Passages, make_passages
 from declutr.adaptation.result import Result, Row, SearchExample, page, write_result
-from declutr.adaptation.scores import DISTANT, PAIRS, STSB_TEST, TestSet, Values, compare_stsb, compared, moved
+from declutr.adaptation.scores import (
+    DISTANT,
+    PAIRS,
+    STSB_TEST,
+    TestSet,
+    Values,
+    Verdict,
+    choose,
+    compare_stsb,
+    compared,
+    judge,
+    moved,
+)
 from declutr.adaptation.state import AdaptError, State, opened
 from declutr.adaptation.whiten import WhitenConfig
 from declutr.common import seeding

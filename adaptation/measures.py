@@ -1,4 +1,4 @@
-"""Measures of an adapted encoder (distant passages, headings, the user's pairs), the choice by them, and the verdict.
+"""Measures of an adapted encoder: distant passages, headings, and the user's pairs.
 
 Every measure has a value for each row (a document or a query), so that two encoders are compared on the same rows.
 Legend: n documents, P passages of all of them, Q queries.
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,6 @@ from tokenizers import Tokenizer
 
 from declutr.adaptation.config import PASSAGE_TOKENS, WINDOW_TOKENS
 from declutr.adaptation.documents import HeldOutDocument
-from declutr.adaptation.scores import STATISTICS, Values
-from declutr.common.bootstrap import MIN_ROWS, Comparison, compare
 
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
@@ -156,74 +154,3 @@ def _specials(engine: Tokenizer) -> tuple[list[int], list[int]]:
     one = engine.encode("a", add_special_tokens=True)
     places = [place for place, special in enumerate(one.special_tokens_mask) if not special]
     return one.ids[: places[0]], one.ids[places[-1] + 1 :]
-
-
-Outcome = Literal["better", "no measurable difference", "worse", "too few documents to tell"]
-_POINT = 0.01
-
-
-def choose(order: Sequence[str], development: dict[str, Values], primary: str, seed: int) -> str:
-    """The cheapest candidate that no dearer one exceeds on development rows with an interval above 0.
-
-    Args:
-        order: candidates from the cheapest to the dearest.
-        development: their values.
-        primary: the measure that decides.
-        seed: of the intervals.
-    """
-    for place, name in enumerate(order):
-        found = [
-            compare(development[name][primary], development[other][primary], seed, STATISTICS[primary])
-            for other in order[place + 1 :]
-        ]
-        if not any(one.interval is not None and one.interval[0] > 0 for one in found):
-            return name
-    raise ValueError("there is no candidate")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a candidate is better than the start on test rows.
-
-    Attributes:
-        outcome: the verdict.
-        comparison: start and candidate by the primary measure.
-    """
-
-    outcome: Outcome
-    comparison: Comparison
-
-    @property
-    def rows_needed(self) -> int | None:
-        """Rows with which a difference of one point would be measurable, N (half width / 1 point)^2; None: unknown."""
-        interval = self.comparison.interval
-        if interval is None:
-            return None
-        return round(self.comparison.rows * ((interval[1] - interval[0]) / 2 / _POINT) ** 2)
-
-    def sentence(self, rows: str) -> str:
-        """The verdict with its figures.
-
-        Args:
-            rows: what the rows are, such as documents.
-        """
-        one = self.comparison
-        if one.interval is None:
-            return f"{self.outcome}: {one.rows} test {rows}, an interval needs at least {MIN_ROWS}"
-        low, high = (100 * end for end in one.interval)
-        told = (
-            f"{self.outcome}: {100 * one.before:.1f} before, {100 * one.after:.1f} after, difference "
-            f"{100 * one.difference:+.1f} points (95% interval {low:+.1f} to {high:+.1f}, {one.rows:,} test {rows})"
-        )
-        if self.outcome == "no measurable difference":
-            told += f"; a difference of one point would need about {self.rows_needed:,} test {rows}"
-        return told
-
-
-def judge(before: Values, after: Values, primary: str, seed: int) -> Verdict:
-    """The verdict on a candidate against the start, by the primary measure."""
-    one = compare(before[primary], after[primary], seed, STATISTICS[primary])
-    if one.interval is None:
-        return Verdict("too few documents to tell", one)
-    low, high = one.interval
-    return Verdict("better" if low > 0 else "worse" if high < 0 else "no measurable difference", one)

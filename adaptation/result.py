@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from declutr.adaptation.measures import Verdict
-from declutr.adaptation.scores import MEANING, STATISTICS, Values, compared
+from declutr.adaptation.scores import MEANING, STATISTICS, Values, Verdict, compared
 from declutr.common.bootstrap import Comparison
 from declutr.common.storage import write_json
 from declutr.evaluation.report.markup import Html, join, table, tag

@@ -21,9 +21,9 @@ from benchmarks.record import facts, parser, publish
 from declutr.adaptation.candidates import CandidateBuilder
 from declutr.adaptation.config import AdaptConfig
 from declutr.adaptation.job import adapt, load_transformer
-from declutr.adaptation.measures import F64, choose, judge
+from declutr.adaptation.measures import F64
 from declutr.adaptation.result import Result, Row
-from declutr.adaptation.scores import DISTANT, HEADINGS, Values, stsb_values
+from declutr.adaptation.scores import DISTANT, HEADINGS, Values, choose, judge, stsb_values
 from declutr.common.bootstrap import Comparison, compare, spearman
 from declutr.common.storage import read_json
 
