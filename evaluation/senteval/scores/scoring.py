@@ -30,7 +30,7 @@ Embeddings = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores by name (see `results.py` and `geometry.py`) and warnings to show with them."""
+    """Scores by name (see `results.py` and `similarity.py`) and warnings to show with them."""
 
     scores: Mapping[str, float]
     warnings: tuple[str, ...] = ()
