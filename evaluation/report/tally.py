@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field, fields
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from declutr.pipeline.readers.corpus import bare_suffix
+from declutr.pipeline.readers.names import bare_suffix
 from declutr.pipeline.shards.manifest import SPLITS
 
 MAX_NAMES = 100_000

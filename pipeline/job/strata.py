@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 
 from declutr.pipeline.job.units import UnitReader
-from declutr.pipeline.readers.corpus import Document, Part, Record, bare_suffix
+from declutr.pipeline.readers.corpus import Document, Part, Record
+from declutr.pipeline.readers.names import bare_suffix
 
 MAX_STRATA = 16
 SAMPLED_PARTS = 64

@@ -8,16 +8,8 @@ from functools import lru_cache
 from declutr.pipeline.media.decoded import FAILED, LIMITS, Answer, Decoded, Limits
 from declutr.pipeline.media.decoder import Decoder
 from declutr.pipeline.readers.blobs import BlobRules
-from declutr.pipeline.readers.corpus import (
-    AUDIO_SUFFIXES,
-    IMAGE_SUFFIXES,
-    Blob,
-    Document,
-    ReadFailure,
-    Record,
-    Rejected,
-    document_id,
-)
+from declutr.pipeline.readers.corpus import Blob, Document, ReadFailure, Record, Rejected, document_id
+from declutr.pipeline.readers.names import AUDIO_SUFFIXES, IMAGE_SUFFIXES
 from declutr.pipeline.shards.content import (
     FOLDER,
     PARENT_FOLDER,

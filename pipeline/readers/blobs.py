@@ -11,7 +11,8 @@ from typing import Any, BinaryIO, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from declutr.pipeline.readers.corpus import Blob, Document, ReadFailure, Record, Rejected, bare_suffix
+from declutr.pipeline.readers.corpus import Blob, Document, ReadFailure, Record, Rejected
+from declutr.pipeline.readers.names import bare_suffix
 from declutr.pipeline.readers.plain_text import unreadable
 from declutr.pipeline.readers.streams import READ_ERRORS, ByteStream
 from declutr.pipeline.readers.tables import TABLE_ERRORS, Rows, lost_rows

@@ -12,18 +12,13 @@ from declutr.pipeline.readers.archives import Member, is_tar, members
 from declutr.pipeline.readers.blobs import BlobRules, blob_format, read_blob, read_parquet_blobs, with_labels
 from declutr.pipeline.readers.corpus import (
     END,
-    JSON_SUFFIX,
     MIB,
-    SUFFIXES,
-    TAR_SUFFIX,
     FilesCorpus,
     Format,
     HubCorpus,
     Names,
     ReadFailure,
     Record,
-    bare_suffix,
-    is_hidden,
     names_of,
 )
 from declutr.pipeline.readers.delimited import DELIMITERS, read_delimited
@@ -35,6 +30,7 @@ from declutr.pipeline.readers.fields import (
     read_parquet_fields,
 )
 from declutr.pipeline.readers.jsonl import MAX_HELD_BYTES, read_jsonl
+from declutr.pipeline.readers.names import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix, is_hidden
 from declutr.pipeline.readers.plain_text import as_utf8, encoding_of, read_text, read_text_file, unreadable
 from declutr.pipeline.readers.streams import (
     BLOCK_BYTES,

@@ -6,7 +6,8 @@ from typing import Any
 
 from declutr.common.hub import hub_problem
 from declutr.common.stores.address import network_errors
-from declutr.pipeline.readers.corpus import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, HubCorpus, Input, bare_suffix
+from declutr.pipeline.readers.corpus import HubCorpus, Input
+from declutr.pipeline.readers.names import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, bare_suffix
 
 _CONVERTED = "refs/convert/parquet"
 """Branch with the Hub's Parquet copies of datasets in other formats: CONFIG/SPLIT/0000.parquet."""

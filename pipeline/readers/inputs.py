@@ -13,7 +13,8 @@ from typing import Any, BinaryIO, cast
 from declutr.common.hub import hub_problem
 from declutr.common.paths import expand
 from declutr.common.stores.address import address_of, filesystem, is_remote, network_errors
-from declutr.pipeline.readers.corpus import END, Input, is_hidden
+from declutr.pipeline.readers.corpus import END, Input
+from declutr.pipeline.readers.names import is_hidden
 from declutr.pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped
 from declutr.pipeline.readers.streams import CHUNK_BYTES, ByteStream
 
