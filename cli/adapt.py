@@ -101,12 +101,9 @@ def run_whiten(arguments: list[str]) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the encoder")
     given = parser.parse_args(arguments)
     from declutr.adaptation.whiten import WhitenConfig, whiten
-    from declutr.adaptation.whitening import WhiteningError
     from declutr.common.cluster import SessionError
     from declutr.common.config import first_problem
     from declutr.common.console.logs import setup_logging
-    from declutr.evaluation.encoders.protocol import EncoderError
-    from declutr.pipeline.shards.manifest import ShardError
 
     setup_logging("whiten")
     named = {name: value for name, value in vars(given).items() if value is not None}
@@ -114,7 +111,7 @@ def run_whiten(arguments: list[str]) -> int:
     try:
         config = WhitenConfig.model_validate(named | {"shards": str(given.shards)})
         sums = whiten(config, output, address)
-    except (WhiteningError, EncoderError, ShardError, SessionError, ValueError, OSError) as error:
+    except (SessionError, ValueError, OSError) as error:
         return refused(first_problem(error, WhitenConfig) if isinstance(error, ValueError) else error)
     print(f"{output}: whitened by {sums.spans:,} passages of {sums.documents:,} documents; rebuild existing indexes")
     return 0

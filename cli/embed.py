@@ -11,9 +11,9 @@ def run_embed(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
     from declutr.common.config import Strict, first_problem
     from declutr.common.console.logs import setup_logging
-    from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
+    from declutr.evaluation.embedding.config import EmbedConfig, Format, Shape
     from declutr.evaluation.embedding.job import embed
-    from declutr.evaluation.encoders.protocol import AnyPrecision, EncoderChoice, EncoderError, Pooling, missing
+    from declutr.evaluation.encoders.protocol import AnyPrecision, EncoderChoice, Pooling, missing
 
     parser = argparse.ArgumentParser(
         prog="declutr embed", description="Embed texts. Run again to continue after a stop."
@@ -54,7 +54,7 @@ def run_embed(arguments: list[str]) -> int:
     try:
         config = EmbedConfig.model_validate(parts | given)
         note = embed(config)
-    except (EmbedError, EncoderError, ValueError) as error:
+    except ValueError as error:
         return refused(first_problem(error, EmbedConfig))
     except OSError as error:  # a full disk, or storage that is not reachable
         return refused(f"{config.output}: {error}. Finished units are kept; run the same command to continue")
