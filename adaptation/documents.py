@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.pipeline.config import PipelineConfig
-from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document, Rejected, document_id
 from declutr.pipeline.shards.shards import ShardSet, document_keys

@@ -9,28 +9,35 @@ from pathlib import Path
 
 import numpy as np
 
-from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, wanted
+from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, wanted
 from declutr.adaptation.config import WINDOW_TOKENS, AdaptConfig, located, prepare_config
-from declutr.adaptation.crossfit import cross_fitted
 from declutr.adaptation.documents import Split, all_documents, held_out_documents
-from declutr.adaptation.general import STSB_TEST, compare_stsb, moved
 from declutr.adaptation.measures import Passages, make_passages
-from declutr.adaptation.page import page
-from declutr.adaptation.result import Result, Row, SearchExample, write_result
-from declutr.adaptation.scores import DISTANT, PAIRS, TestSet, Values, compared
+from declutr.adaptation.result import Result, Row, SearchExample, page, write_result
+from declutr.adaptation.scores import (
+    DISTANT,
+    PAIRS,
+    STSB_TEST,
+    TestSet,
+    Values,
+    Verdict,
+    choose,
+    compare_stsb,
+    compared,
+    judge,
+    moved,
+)
 from declutr.adaptation.state import AdaptError, State, opened
-from declutr.adaptation.verdict import Verdict, choose, judge
 from declutr.adaptation.whiten import WhitenConfig
 from declutr.common import seeding
 from declutr.common.bootstrap import MIN_ROWS, Comparison
-from declutr.common.console.excerpt import shorten
 from declutr.common.console.logs import get_logger
+from declutr.common.console.terminal import shorten
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
 from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.names import missing
-from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.evaluation.encoders.protocol import EncoderError, missing
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test
 from declutr.pipeline.prepare import prepare

@@ -1,4 +1,4 @@
-"""Scores of a candidate on every measure of a split: an encoder, a lexical baseline, or both added.
+"""Scores of a candidate on every measure of a split, its general losses, the choice by scores, and the verdict.
 
 Legend: n documents, P passages, Q queries.
 """
@@ -6,17 +6,20 @@ Legend: n documents, P passages, Q queries.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from declutr.adaptation.measures import F32, F64, FAR_TOKENS, Passages, share
-from declutr.common.bootstrap import Comparison, Statistic, compare, mean
+from declutr.common.bootstrap import MIN_ROWS, Comparison, Statistic, compare, mean, spearman
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import score_encoder
-from declutr.evaluation.retrieval.lexical import Lexicon
-from declutr.evaluation.retrieval.pairs import RetrievalTest
+from declutr.evaluation.retrieval.pairs import Lexicon, RetrievalTest
+from declutr.trainer.metrics.sts import read_pairs
 
 DISTANT, HEADINGS, PAIRS = "distant", "headings", "pairs"
 MEANING = {
@@ -108,7 +111,7 @@ class TestSet:
 
 def _first(test: RetrievalTest, scores: F32) -> F64:
     """`(Q,)` recall@1 of pairs."""
-    from declutr.evaluation.retrieval.measures import measures
+    from declutr.evaluation.retrieval.compare import measures
 
     return measures(scores, test.relevant)[:, 0]
 
@@ -120,3 +123,109 @@ def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
         rows = before[name][:, 1] > 0 if name == HEADINGS else slice(None)
         found[name] = compare(before[name][rows], after[name][rows], seed, STATISTICS[name])
     return found
+
+
+STSB_TEST = "sts-test.csv"
+
+
+def compare_stsb(before: TransformerEncoder, after: TransformerEncoder, folder: Path, seed: int) -> Comparison:
+    """Spearman correlations of both encoders on STS-B's test set, and the interval of their difference over pairs.
+
+    Raises:
+        StsError: the file is missing or damaged.
+    """
+    return compare(stsb_values(before, folder), stsb_values(after, folder), seed, spearman)
+
+
+def stsb_values(encoder: TransformerEncoder, folder: Path) -> F64:
+    """`(N, 2)` cosine and judgement of each pair of STS-B's test set.
+
+    Raises:
+        StsError: the file is missing or damaged.
+    """
+    pairs = read_pairs(folder, STSB_TEST)
+    gold = np.array([score for score, _, _ in pairs])
+    first = unit_rows(encoder.encode([text for _, text, _ in pairs]).astype(np.float64))
+    second = unit_rows(encoder.encode([text for _, _, text in pairs]).astype(np.float64))
+    return np.stack([(first * second).sum(axis=1), gold], axis=1)
+
+
+def moved(before: TransformerEncoder, after: TransformerEncoder) -> float:
+    """Mean absolute change of the cosines between any two of some general sentences."""
+    sentences = files(__package__).joinpath("sentences.txt").read_text(encoding="utf-8").splitlines()
+    tables = [
+        rows @ rows.T for rows in (unit_rows(one.encode(sentences).astype(np.float64)) for one in (before, after))
+    ]
+    pairs = np.triu_indices(len(sentences), 1)
+    return float(np.abs(tables[1] - tables[0])[pairs].mean())
+
+
+Outcome = Literal["better", "no measurable difference", "worse", "too few documents to tell"]
+_POINT = 0.01
+
+
+def choose(order: Sequence[str], development: dict[str, Values], primary: str, seed: int) -> str:
+    """The cheapest candidate that no dearer one exceeds on development rows with an interval above 0.
+
+    Args:
+        order: candidates from the cheapest to the dearest.
+        development: their values.
+        primary: the measure that decides.
+        seed: of the intervals.
+    """
+    for place, name in enumerate(order):
+        found = [
+            compare(development[name][primary], development[other][primary], seed, STATISTICS[primary])
+            for other in order[place + 1 :]
+        ]
+        if not any(one.interval is not None and one.interval[0] > 0 for one in found):
+            return name
+    raise ValueError("there is no candidate")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a candidate is better than the start on test rows.
+
+    Attributes:
+        outcome: the verdict.
+        comparison: start and candidate by the primary measure.
+    """
+
+    outcome: Outcome
+    comparison: Comparison
+
+    @property
+    def rows_needed(self) -> int | None:
+        """Rows with which a difference of one point would be measurable, N (half width / 1 point)^2; None: unknown."""
+        interval = self.comparison.interval
+        if interval is None:
+            return None
+        return round(self.comparison.rows * ((interval[1] - interval[0]) / 2 / _POINT) ** 2)
+
+    def sentence(self, rows: str) -> str:
+        """The verdict with its figures.
+
+        Args:
+            rows: what the rows are, such as documents.
+        """
+        one = self.comparison
+        if one.interval is None:
+            return f"{self.outcome}: {one.rows} test {rows}, an interval needs at least {MIN_ROWS}"
+        low, high = (100 * end for end in one.interval)
+        told = (
+            f"{self.outcome}: {100 * one.before:.1f} before, {100 * one.after:.1f} after, difference "
+            f"{100 * one.difference:+.1f} points (95% interval {low:+.1f} to {high:+.1f}, {one.rows:,} test {rows})"
+        )
+        if self.outcome == "no measurable difference":
+            told += f"; a difference of one point would need about {self.rows_needed:,} test {rows}"
+        return told
+
+
+def judge(before: Values, after: Values, primary: str, seed: int) -> Verdict:
+    """The verdict on a candidate against the start, by the primary measure."""
+    one = compare(before[primary], after[primary], seed, STATISTICS[primary])
+    if one.interval is None:
+        return Verdict("too few documents to tell", one)
+    low, high = one.interval
+    return Verdict("better" if low > 0 else "worse" if high < 0 else "no measurable difference", one)

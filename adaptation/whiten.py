@@ -1,4 +1,4 @@
-"""`declutr whiten`: an encoder whose embeddings are whitened by the covariance within prepared documents."""
+"""`declutr whiten`: an encoder whose embeddings are whitened by the covariance within passages of documents."""
 
 import json
 from collections.abc import Iterator
@@ -7,24 +7,58 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import nn
 
-from declutr.adaptation.passages import passages
 from declutr.adaptation.whitening import WhiteningError, WithinSums, whitening
 from declutr.common.config import Strict
-from declutr.common.console.bars import bar
+from declutr.common.console.logs import bar
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.transformer import TransformerEncoder
-from declutr.evaluation.encoders.written import write_transformer
+from declutr.evaluation.encoders.transformer import TransformerEncoder, write_transformer
 from declutr.pipeline.shards.manifest import data_hash, load_manifest
-from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.shards.shards import ShardSet, ragged
 from declutr.pipeline.tokenizer.tokenization import fingerprint
+from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.behind import Dense, Normalize
 from declutr.trainer.model.language_model import vocabulary_of
+
+
+def passages(
+    documents: pa.Table, count: int, max_content: int, vocabulary: Vocabulary
+) -> tuple[list[list[int]], NDArray[np.int64]]:
+    """Token ids of at most `count` passages of each document, and the number of the document of each.
+
+    A passage is the beginning of a window (pipeline/shards/windows.py), so passages do not overlap.
+
+    Args:
+        documents: n rows of the shards.
+        count: passages of a document; a document with fewer windows has one for each.
+        max_content: most tokens of a passage without special ones.
+        vocabulary: ids of the tokenizer.
+
+    Returns:
+        The ids with special tokens, and `(S,)` document numbers from 0 to n - 1.
+    """
+    tokens, offsets = ragged(documents.column("tokens"))
+    windows, bounds = ragged(documents.column("windows"))
+    before = [] if vocabulary.bos is None else [vocabulary.bos]
+    after = [] if vocabulary.eos is None else [vocabulary.eos]
+    rows: list[list[int]] = []
+    owners: list[int] = []
+    for document in range(len(documents)):
+        starts = windows[bounds[document] : bounds[document + 1]].astype(np.int64)
+        length = min(int(starts[1] - starts[0]), max_content)
+        chosen = starts[np.linspace(0, len(starts) - 1, min(count, len(starts))).round().astype(np.int64)]
+        for start in (offsets[document] + chosen).tolist():
+            rows.append([*before, *tokens[start : start + length].tolist(), *after])
+            owners.append(document)
+    return rows, np.array(owners, np.int64)
+
 
 SETTINGS = "whitening.json"
 """The file of a whitened encoder with the settings and the documents from which it was computed."""

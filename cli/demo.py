@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from declutr.common.console.commandline import refused
+from declutr.common.console.terminal import refused
 
 
 def run(arguments: list[str]) -> int:

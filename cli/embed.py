@@ -1,21 +1,19 @@
-"""`declutr embed`."""
+"""`declutr embed` and `export-onnx`."""
 
 import argparse
 from typing import get_args
 
-from declutr.common.console.commandline import refused
+from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 
 
-def run(arguments: list[str]) -> int:
+def run_embed(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
     from declutr.common.config import Strict, first_problem
     from declutr.common.console.logs import setup_logging
-    from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Format, Shape
+    from declutr.evaluation.embedding.config import EmbedConfig, Format, Shape
     from declutr.evaluation.embedding.job import embed
-    from declutr.evaluation.encoders.choice import AnyPrecision, EncoderChoice, Pooling
-    from declutr.evaluation.encoders.names import missing
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.evaluation.encoders.protocol import AnyPrecision, EncoderChoice, Pooling, missing
 
     parser = argparse.ArgumentParser(
         prog="declutr embed", description="Embed texts. Run again to continue after a stop."
@@ -56,11 +54,38 @@ def run(arguments: list[str]) -> int:
     try:
         config = EmbedConfig.model_validate(parts | given)
         note = embed(config)
-    except (EmbedError, EncoderError, ValueError) as error:
+    except ValueError as error:
         return refused(first_problem(error, EmbedConfig))
     except OSError as error:  # a full disk, or storage that is not reachable
         return refused(f"{config.output}: {error}. Finished units are kept; run the same command to continue")
     for reason, number in note.skipped.items():
         print(f"skipped: {number:,} {reason}")
     print(f"{config.output}: {note.rows:,} embeddings of {note.size} numbers ({config.shape.dtype})")
+    return 0
+
+
+def run_export_onnx(arguments: list[str]) -> int:
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(prog="declutr export-onnx", description="Export an encoder with pooling to ONNX.")
+    parser.add_argument("model", help="as `declutr embed` takes it")
+    parser.add_argument(
+        "--output", type=path_argument, required=True, help="folder to create: model.onnx, tokenizer.json"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, help="most tokens of an input, special ones included (encoder's limit)"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    given = parser.parse_args(arguments)
+    from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+
+    try:
+        from declutr.evaluation.embedding.onnx import export_onnx, require_onnx
+
+        require_onnx()
+        trust = given.trust_remote_code
+        encoder = load_encoder(given.model, device="cpu", max_tokens=given.max_tokens, trust_remote_code=trust)
+        export_onnx(encoder, given.output)
+    except (EncoderError, FileExistsError) as error:
+        return refused(error)
+    print(f"{given.output}: model.onnx, tokenizer.json")
     return 0

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from declutr.common.console.commandline import refused
+from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 
 if TYPE_CHECKING:
-    from declutr.evaluation.senteval.data.findings import Inspection
+    from declutr.evaluation.senteval.data.taskdata import Inspection
     from declutr.evaluation.senteval.runner.plan import ScoringChoice
     from declutr.evaluation.senteval.scores.results import Protocol
 
@@ -41,7 +41,7 @@ def run(arguments: list[str]) -> int:
     from declutr.evaluation.senteval.checks.checking import inspect
     from declutr.evaluation.senteval.classifier.config import ClassifierConfig
     from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
-    from declutr.evaluation.senteval.download.overview import overview
+    from declutr.evaluation.senteval.download.downloading import overview
     from declutr.evaluation.senteval.runner.plan import SETS, ScoringChoice, choose_tasks
 
     default = [*STS, *TRANSFER] if given.protocol == "simcse" else ["all"]
@@ -108,8 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
     """Fetch all available files of the tasks; return whether a transfer failed."""
-    from declutr.evaluation.senteval.download.downloading import download
-    from declutr.evaluation.senteval.download.overview import transfers
+    from declutr.evaluation.senteval.download.downloading import download, transfers
     from declutr.evaluation.senteval.download.sources import public_sources, relocated, restricted
 
     sources = restricted(public_sources(), tasks)
@@ -180,7 +179,7 @@ def _evaluate_pairs(given: argparse.Namespace) -> int:
         return refused(error)
     from declutr.evaluation.encoders.loading import EncoderError, load_encoder
     from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
-    from declutr.evaluation.retrieval.lexical import Lexicon
+    from declutr.evaluation.retrieval.pairs import Lexicon
 
     lexicon = Lexicon(test.texts)
     scored, names = score_lexical(test, lexicon), list(dict.fromkeys(given.encoders))

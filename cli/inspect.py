@@ -1,12 +1,32 @@
-"""`declutr inspect`."""
+"""`declutr inspect`, `report` and `checkpoints`."""
 
 import argparse
+import json
+from dataclasses import asdict
 
-from declutr.common.console.commandline import refused
+from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 
 
-def run(arguments: list[str]) -> int:
+def run_report(arguments: list[str]) -> int:
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="declutr report", description="Write a page with charts on a prepared corpus."
+    )
+    parser.add_argument("shards", type=path_argument, help="output folder of `prepare`")
+    parser.add_argument("--output", type=path_argument, help="folder of report.html and charts/*.png (SHARDS/report)")
+    given = parser.parse_args(arguments)
+    from declutr.evaluation.report.page import write_report
+    from declutr.pipeline.shards.shards import ShardError
+
+    try:
+        print(write_report(given.shards, given.output))
+    except ShardError as error:
+        return refused(error)
+    return 0
+
+
+def run_inspect(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(prog="declutr inspect", description="Describe shards, a run or a checkpoint.")
     parser.add_argument("path", type=path_argument)
@@ -55,3 +75,23 @@ def run(arguments: list[str]) -> int:
     except (DescribeError, ShardError, CheckpointError, ObjectiveError) as error:
         return refused(error)
     return 0
+
+
+def run_checkpoints(arguments: list[str]) -> int:
+    """Run the command; return the exit status, also 1 if the newest checkpoint is broken."""
+    parser = argparse.ArgumentParser(prog="declutr checkpoints", description="List and verify a run's checkpoints.")
+    parser.add_argument("run", type=path_argument, help="folder of the run")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    given = parser.parse_args(arguments)
+    from declutr.inspection.checkpoints import CheckpointsError, rows, table
+
+    try:
+        found = rows(given.run)
+    except (CheckpointsError, OSError) as error:
+        return refused(error)
+    if given.json:
+        print(json.dumps([asdict(row) for row in found], indent=2))
+    else:
+        for line in table(found):
+            print(line)
+    return int(found[-1].broken is not None)

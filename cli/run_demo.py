@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer
 
 from declutr.common.config import load_config
-from declutr.common.console.excerpt import shorten
+from declutr.common.console.terminal import shorten
 from declutr.common.paths import expand
 from declutr.common.storage import write_json
 from declutr.evaluation.encoders.loading import load_encoder

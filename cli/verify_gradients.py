@@ -2,7 +2,7 @@
 
 import argparse
 
-from declutr.common.console.commandline import refused
+from declutr.common.console.terminal import refused
 
 
 def run(arguments: list[str]) -> int:

@@ -10,9 +10,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from declutr.common.credentials import redact, refused_settings, shown_value
-from declutr.common.numbers import number_problems
 from declutr.common.overrides import apply_overrides
-from declutr.common.suggestions import choices_of, suggest, unknown_key
+from declutr.common.suggestions import choices_of, number_problems, suggest, unknown_key
 from declutr.common.yamlfile import YamlError, read_yaml_file
 
 SECTIONS = ("prepare", "train")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from declutr.common.console.excerpt import shorten
+from declutr.common.console.terminal import shorten
 from declutr.doctor.facts import ray_environment
 from declutr.doctor.finding import Finding, make_finding
 

@@ -15,7 +15,7 @@ from declutr.common.lock import LOCK
 from declutr.common.scores import ScoreLine, append_score, read_scores, scoring
 from declutr.common.storage import hash_json
 from declutr.evaluation.encoders.loading import EncoderError, load_encoder
-from declutr.evaluation.senteval.data.findings import Inspection
+from declutr.evaluation.senteval.data.taskdata import Inspection
 from declutr.evaluation.senteval.data.tasks import TASKS
 from declutr.evaluation.senteval.runner.harness import evaluate
 from declutr.evaluation.senteval.runner.plan import ScoringChoice

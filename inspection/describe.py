@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from declutr.common.console.excerpt import shorten
+from declutr.common.console.terminal import shorten
 from declutr.common.scores import comparable, read_scores
 from declutr.common.storage import DamagedError
 from declutr.inspection.rows import decoder, media_lines, text_lines

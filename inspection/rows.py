@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from declutr.common.console.excerpt import shorten
+from declutr.common.console.terminal import shorten
 from declutr.pipeline.shards.content import LABELS
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.pipeline.shards.shards import ShardSet

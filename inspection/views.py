@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from declutr.common.console.excerpt import shorten
+from declutr.common.console.terminal import shorten
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.chunks import fetched

@@ -9,7 +9,7 @@ from declutr.common.cluster import SessionConfig
 from declutr.common.config import Strict, flat_keys
 from declutr.common.storage import hash_json
 from declutr.pipeline.duplicates.config import DuplicatesConfig
-from declutr.pipeline.filters.config import FiltersConfig
+from declutr.pipeline.filters.document_filter import FiltersConfig
 from declutr.pipeline.readers.corpus import FilesCorpus, HubCorpus
 from declutr.pipeline.readers.fields import FIELD_FORMATS
 from declutr.pipeline.readers.pydocs import PythonDocs

@@ -14,8 +14,8 @@ from pathlib import Path
 from declutr.common.cluster import SessionError
 from declutr.common.config import ConfigError, load_config
 from declutr.common.config_docs import annotated_yaml
-from declutr.common.console.commandline import config_parser
 from declutr.common.console.logs import get_logger, setup_logging
+from declutr.common.console.terminal import config_parser
 from declutr.common.credentials import refused_settings
 from declutr.common.lock import RunLockedError
 from declutr.common.paths import expand
@@ -25,7 +25,7 @@ from declutr.common.stores.files import pull_file
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.config import PipelineConfig, config_hash, identity
 from declutr.pipeline.duplicates.config import problems as duplicates_problems
-from declutr.pipeline.filters.config import problems as filter_problems
+from declutr.pipeline.filters.document_filter import problems as filter_problems
 from declutr.pipeline.filters.evaluation_sets import INDEX, build_index
 from declutr.pipeline.job.estimate import ESTIMATE, Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
 from declutr.pipeline.job.outcome import labels_hint, lines_hint, nothing_kept, summary, too_many_failed

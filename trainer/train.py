@@ -20,8 +20,8 @@ os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 from declutr.common.config import ConfigError, load_config
 from declutr.common.config_docs import annotated_yaml
-from declutr.common.console.commandline import config_parser
 from declutr.common.console.logs import get_logger, setup_logging
+from declutr.common.console.terminal import config_parser
 from declutr.common.credentials import redact
 from declutr.common.lock import RunLockedError, refuse_held
 from declutr.common.paths import expand

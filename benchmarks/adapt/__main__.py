@@ -20,12 +20,10 @@ from benchmarks.adapt.references import points, references
 from benchmarks.record import facts, parser, publish
 from declutr.adaptation.candidates import CandidateBuilder
 from declutr.adaptation.config import AdaptConfig
-from declutr.adaptation.general import stsb_values
 from declutr.adaptation.job import adapt, load_transformer
 from declutr.adaptation.measures import F64
 from declutr.adaptation.result import Result, Row
-from declutr.adaptation.scores import DISTANT, HEADINGS, Values
-from declutr.adaptation.verdict import choose, judge
+from declutr.adaptation.scores import DISTANT, HEADINGS, Values, choose, judge, stsb_values
 from declutr.common.bootstrap import Comparison, compare, spearman
 from declutr.common.storage import read_json
 

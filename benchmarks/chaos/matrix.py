@@ -13,17 +13,25 @@ from typing import Any
 
 import yaml
 
-from benchmarks.chaos import workload
 from benchmarks.chaos.census import Census, title
-from benchmarks.chaos.compare import End, compare
-from benchmarks.chaos.fault import Fault, FaultRow, fail, observe
-from benchmarks.chaos.faults import files, kills, nodes, workers
-from benchmarks.chaos.place import Nodes, environment, leave_mounts_to_ourselves, mounts_below, small_disks, temporary
+from benchmarks.chaos.fault import End, Fault, FaultRow, compare, fail, observe
+from benchmarks.chaos.faults import files, nodes, processes
+from benchmarks.chaos.place import (
+    Nodes,
+    environment,
+    leave_mounts_to_ourselves,
+    mounts_below,
+    prepare_values,
+    small_disks,
+    temporary,
+    train_values,
+    write_corpus,
+)
 from benchmarks.chaos.run import ChaosError, Run, Snapshot
 from benchmarks.record import progress
 from declutr.common import seeding
 
-FAULTS = (*workers.FAULTS, *kills.FAULTS, *files.FAULTS, *workers.SKIPPING, *nodes.FAULTS)
+FAULTS = (*processes.FAULTS, *processes.KILLS, *files.FAULTS, *processes.SKIPPING, *nodes.FAULTS)
 # Faults of the short form.
 SHORT = (
     "worker_killed",
@@ -75,9 +83,9 @@ class Bench:
 
     def prepare(self) -> None:
         """Make the shards."""
-        workload.write_corpus(self.top / "corpus.jsonl", self.steps, self.seed)
+        write_corpus(self.top / "corpus.jsonl", self.steps, self.seed)
         config = self.top / "prepare.yaml"
-        values = workload.prepare_values(self.top / "corpus.jsonl", self.data)
+        values = prepare_values(self.top / "corpus.jsonl", self.data)
         config.write_text(yaml.safe_dump({"prepare": values}), encoding="utf-8")
         made = [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
         subprocess.run(made, env=environment(self.top), check=True, capture_output=True)
@@ -96,7 +104,7 @@ class Bench:
         """Make a run in a new folder."""
         self._number += 1
         place = self.top / f"run{self._number}"
-        values = workload.train_values(self.data, place / "run", self.steps, self.seed)
+        values = train_values(self.data, place / "run", self.steps, self.seed)
         for key, value in (changes or {}).items():
             values[key] = values[key] | value if isinstance(values.get(key), dict) else value
         return Run(place, values, self.census, environment(self.top), self.away_seconds, self.patience)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from benchmarks.chaos.__main__ import table
 from benchmarks.chaos.fault import FaultRow, observe
-from benchmarks.chaos.faults import files, kills, workers
+from benchmarks.chaos.faults import files, processes
 from benchmarks.chaos.matrix import Bench, opened
 from benchmarks.chaos.place import small_disks
 from benchmarks.chaos.run import ChaosError, Run
@@ -23,7 +23,7 @@ _EVERY_SECONDS = 60.0
 _MEASURED_STEPS = 300
 _AWAY_SECONDS = 10.0
 _SHARE_TRAINING = 0.6  # approximate share of a minute with a fault spent in training; starts take the rest
-_KINDS = tuple(fault for fault in (*kills.FAULTS, *workers.FAULTS, *files.FAULTS) if fault.trains)
+_KINDS = tuple(fault for fault in (*processes.KILLS, *processes.FAULTS, *files.FAULTS) if fault.trains)
 
 
 def soak(bench: Bench, run: Run, seed: int, rows: list[FaultRow]) -> None:

@@ -5,8 +5,7 @@ task. The time covers everything after the embeddings: features, folds, classifi
 transformer with random weights from a fixed seed and a bag of hashed words. Neither needs a download, and both are the
 same everywhere.
 
-    python -m benchmarks.evaluate --json OUT                          # against a plain version of the procedure
-    python -m benchmarks.evaluate --json OUT --senteval CHECKOUT      # against facebookresearch/SentEval itself
+    python -m benchmarks.evaluate --senteval CHECKOUT --json OUT
 
 On complete data the official preset takes long: MR alone is 410 fits of seconds each. With `--keep FOLDER` the same
 command resumes with the task that was interrupted, and processes with different `--encoders` share their measurements.
@@ -24,36 +23,34 @@ import torch
 
 from benchmarks import record
 from benchmarks.evaluate.embed import SIZES, write_encoder
-from benchmarks.evaluate.official import Checkout, Plain
+from benchmarks.evaluate.official import Checkout
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.encoders.protocol import SentenceEncoder
 from declutr.evaluation.encoders.words import HashedWords
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data.findings import Inspection
-from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences
+from declutr.evaluation.senteval.data.taskdata import Inspection, sentence_rows, sentences
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.runner.plan import choose_tasks
 from declutr.evaluation.senteval.runner.vectors import embed_all, texts_hash
-from declutr.evaluation.senteval.scores.averages import headline
+from declutr.evaluation.senteval.scores.results import headline
 from declutr.evaluation.senteval.scores.scoring import Embeddings, cost, score
 
-_SIBLING = Path(__file__).resolve().parents[3] / "shared" / "data" / "senteval"
 _HUNDREDTHS = ("acc", "devacc", "f1")  # already in percent; correlations are not
 _SHORT = {"num_folds": 2, "max_epoch": 2, "epoch_size": 1, "tenacity": 0}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print and write."""
+def main(arguments: list[str] | None = None, official: Checkout | None = None) -> None:
+    """Measure, print and write; `official` is the other side, by default the checkout."""
     given = _options().parse_args(arguments)
-    data = given.data or (given.senteval / "data" if given.senteval else _SIBLING)
+    data = given.data or given.senteval / "data"
     config = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
     if given.short:
         config = config.model_copy(update=_SHORT)
     torch.set_num_threads(1)
     facts = record.facts("evaluate", given.commit)
-    official: Checkout | Plain = Checkout(given.senteval, data) if given.senteval else Plain()
+    official = official or Checkout(given.senteval, data)
     inspections, left_out = _at_hand(choose_tasks(given.tasks.split(",")), data, config)
     if not inspections:
         raise SystemExit(f"{data}: no data for any task of {given.tasks}; give their folder with --data FOLDER")
@@ -89,7 +86,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _options() -> argparse.ArgumentParser:
     options = record.parser("evaluate", __doc__)
-    options.add_argument("--senteval", type=Path, metavar="DIR", help="checkout of facebookresearch/SentEval")
+    options.add_argument(
+        "--senteval", type=Path, required=True, metavar="DIR", help="checkout of facebookresearch/SentEval"
+    )
     options.add_argument("--data", type=Path, help="folder with downstream and probing; default: DIR/data")
     options.add_argument("--tasks", default="all", help="names and sets, separated by commas")
     options.add_argument("--preset", choices=("official", "prototyping"), default="official")
@@ -144,7 +143,7 @@ def _task(
     rows: dict[str, int],
     embeddings: Embeddings,
     config: ClassifierConfig,
-    official: Checkout | Plain,
+    official: Checkout,
     turn: int,
 ) -> dict[str, Any]:
     """Measure both sides of one task: scores, seconds, ratio, differences in points."""

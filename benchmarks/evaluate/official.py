@@ -1,4 +1,4 @@
-"""The official procedure on given embeddings: a checkout of facebookresearch/SentEval, or a plain version of it.
+"""The official procedure on given embeddings, by a checkout of facebookresearch/SentEval.
 
 A checkout (read at 5d6dc11) does not run on current Python and numpy versions, nor without CUDA. While it runs,
 `.cuda()` leaves everything on the CPU, `torch.device("cuda")` is the CPU, `inspect.getargspec` exists, and ragged
@@ -18,14 +18,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import pearsonr, spearmanr
-from sklearn.metrics import f1_score
 
 from benchmarks import record
-from benchmarks.evaluate import released as plain
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data.taskdata import EMPTY, Split, TaskData
-from declutr.evaluation.senteval.scores.relatedness import bins
+from declutr.evaluation.senteval.data.taskdata import EMPTY, TaskData
 
 Array = NDArray[Any]
 Scores = dict[str, float]
@@ -72,12 +68,12 @@ class Checkout:
             return embeddings[[rows[" ".join(words) or EMPTY] for words in batch]]
 
         classifier = {
-            "nhid": config.num_hidden,
+            "nhid": 0,
             "optim": config.optimizer,
             "batch_size": config.batch_size,
             "tenacity": config.tenacity,
             "epoch_size": config.epoch_size,
-            "dropout": config.dropout,
+            "dropout": 0.0,
             "max_epoch": config.max_epoch,
         }
         params = {"task_path": str(self.data), "usepytorch": True, "kfold": config.num_folds, "classifier": classifier}
@@ -127,67 +123,3 @@ def _today() -> Iterator[None]:
                 if getattr(module, name, None) is real:
                     stack.enter_context(patch.object(module, name, shim))
         yield
-
-
-class Plain:
-    """Plain version of the same procedure, one fit at a time (`released.py`)."""
-
-    name = "benchmarks.evaluate.released"
-
-    def score(
-        self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig
-    ) -> tuple[Scores, Array]:
-        """Return a task's scores, and its wall and processor seconds."""
-        begun = record.now()
-        scores = self._scores(data, rows, embeddings, config)
-        return scores, record.now() - begun
-
-    def _scores(self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig) -> Scores:
-        task, classes = data.task, len(data.classes)
-        if task.procedure == "similarity":
-            return _similarity(data, rows, embeddings)
-        parts = {name: (_features(split, rows, embeddings, data), split.labels) for name, split in data.splits.items()}
-        if task.procedure == "inner_kfold":
-            dev, accuracy, _ = plain.inner_kfold(*parts["all"], classes, config)
-            return {"devacc": dev, "acc": accuracy}
-        if task.procedure == "kfold":
-            dev, accuracy, answers = plain.kfold(*parts["train"], *parts["test"], classes, config)
-            f1 = {"f1": round(100 * float(f1_score(parts["test"][1], answers)), 2)} if classes == 2 else {}
-            return {"devacc": dev, "acc": accuracy, **f1}
-        if task.procedure == "relatedness":
-            dev, pearson, spearman = plain.relatedness(parts, bins(parts["train"][1]), config.seed)
-            return {"devpearson": dev, "pearson": pearson, "spearman": spearman}
-        chosen = config.for_snli() if task.name == "SNLI" else config
-        dev, accuracy = plain.split(parts, classes, chosen)
-        return {"devacc": dev, "acc": accuracy}
-
-
-def _features(split: Split, rows: Mapping[str, int], embeddings: Array, data: TaskData) -> Array:
-    first = embeddings[[rows[text] for text in split.first]]
-    if split.second is None:
-        return first
-    second = embeddings[[rows[text] for text in split.second]]
-    parts = [np.abs(first - second), first * second]
-    if data.task.features == "pair_product_difference":
-        parts = [first, second, parts[1], parts[0]]
-    made: Array = np.concatenate(parts, axis=1)
-    return made
-
-
-def _similarity(data: TaskData, rows: Mapping[str, int], embeddings: Array) -> Scores:
-    found: dict[str, list[float]] = {"spearman": [], "pearson": []}
-    weights = []
-    for split in data.splits.values():
-        values = []
-        for one, two in zip(split.first, split.second or (), strict=True):
-            u, v = np.nan_to_num(embeddings[rows[one]]), np.nan_to_num(embeddings[rows[two]])
-            with np.errstate(all="ignore"):
-                values.append(float(np.nan_to_num(np.dot(u, v) / (np.linalg.norm(u) * np.linalg.norm(v)))))
-        found["spearman"].append(float(spearmanr(values, split.labels).statistic))
-        found["pearson"].append(float(pearsonr(values, split.labels).statistic))
-        weights.append(len(values))
-    return {
-        f"{kind}.{way}": float(np.average(values, weights=weights if way == "wmean" else None))
-        for kind, values in found.items()
-        for way in _WAYS
-    }

@@ -39,7 +39,7 @@ from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer,
 MIB = 2**20
 _ROOT = Path(__file__).resolve().parents[2]
 _SHARED = _ROOT.parent / "shared" / "data"
-_TAKEN = ("warm", "cold", "datasets", "our_engine", "tiktoken", "tokenizers", "warm_tokenizers")
+_TAKEN = ("warm", "cold", "datasets", "our_engine", "tiktoken", "tokenizers")
 _DEMO_FILES = 8
 _DEMO_VOCABULARY = 16_384
 
@@ -49,8 +49,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = record.parser("prepare", __doc__)
     options.add_argument("--corpus", metavar="GLOB", help="compressed JSONL with the key text")
     options.add_argument("--tokenizer", metavar="FOLDER", help="a saved tokenizer")
-    options.add_argument("--engine", choices=("auto", "tiktoken", "wordpiece", "tokenizers"), default="auto")
-    options.add_argument("--copies", type=int, default=1, help="copies of the corpus, with changed documents")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--workers", type=int, default=2, help="processes per side")
     options.add_argument(
@@ -67,7 +65,7 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     paths, tokenizer, corpus = inputs(given, work)
     start_ray(given.workers)
     settings = {"paths": paths, "tokenizer": tokenizer, "workers": given.workers, "min_tokens": 4 * given.max_tokens}
-    choice = choose_engine(Path(tokenizer), given.engine)
+    choice = choose_engine(Path(tokenizer), "auto")
     settings |= {"stock": False, "engine": choice.engine, "prefix": BatchTokenizer.load(Path(tokenizer)).prefix}
     manifest = ours(given, settings, work / "warm-up")[1]  # Ray's workers start and import once
     mib = manifest.totals["text_bytes"] / MIB
@@ -84,7 +82,6 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
             rates["tiktoken"].append(mib / engine_alone(settings | {"stock": True}, where / "limit"))
         if choice.engine != "tokenizers":
             rates["tokenizers"].append(mib / engine_alone(settings | {"engine": "tokenizers"}, where / "limit"))
-            rates["warm_tokenizers"].append(mib / ours(given, settings, where / "slow", "tokenizers")[0])
         if find_spec("datasets"):
             found = others.run(others.datasets, [settings], where / "datasets")[0]
             if (found["documents"], found["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
@@ -106,7 +103,6 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         "ratio_vs_datasets_rounds": _ratio(rates["warm"], rates["datasets"]),
         "share_of_limit_rounds": _ratio(rates["warm"], rates["tiktoken"] or rates["our_engine"]),
         "engine_ratio_vs_tokenizers_rounds": _ratio(rates["our_engine"], rates["tokenizers"]),
-        "ratio_vs_tokenizers_rounds": _ratio(rates["warm"], rates["warm_tokenizers"]),
         "share_of_our_engine_rounds": _ratio(rates["warm"], rates["our_engine"]),
         "with_ray_start": {
             "mib_per_s": _median(rates["cold"]),
@@ -132,9 +128,6 @@ def inputs(given: argparse.Namespace, work: Path) -> tuple[list[str], str, str]:
     kind = "files given" if given.corpus else "shared corpora"
     if not paths:
         kind, paths = "documentation of the installed packages", _demo_corpus(work / "corpus")
-    if given.copies > 1:
-        paths = _copies(paths, given.copies, work / "copies")
-        kind += f", {given.copies} times, each document with the number of its copy"
     real = _SHARED / "tokenizers" / "roberta-base"
     if given.tokenizer or real.is_dir():
         tokenizer = load_tokenizer(given.tokenizer or str(real))
@@ -159,38 +152,21 @@ def _demo_corpus(folder: Path) -> list[str]:
     return paths
 
 
-def _copies(paths: list[str], count: int, folder: Path) -> list[str]:
-    """Copy the corpus several times, with changed documents, so that none is a duplicate."""
-    folder.mkdir()
-    made = []
-    for copy in range(count):
-        for path in paths:
-            made.append(str(folder / f"{copy}-{Path(path).name}"))
-            with gzip.open(path, "rt", encoding="utf-8") as lines, gzip.open(made[-1], "wt", 1, "utf-8") as stream:
-                for line in lines:
-                    stream.write(json.dumps({"text": f"{json.loads(line)['text']} {copy}"}) + "\n")
-    return made
-
-
-def _config(
-    given: argparse.Namespace, settings: dict[str, Any], output: Path, engine: str | None = None
-) -> dict[str, Any]:
+def _config(given: argparse.Namespace, settings: dict[str, Any], output: Path) -> dict[str, Any]:
     """The `prepare` section for this project."""
     return {
         "output": str(output),
         "corpus": {"kind": "files", "paths": settings["paths"]},
-        "tokenizer": {"kind": "pretrained", "name": settings["tokenizer"], "engine": engine or given.engine},
+        "tokenizer": {"kind": "pretrained", "name": settings["tokenizer"]},
         "geometry": {"num_anchors": 2, "max_tokens": given.max_tokens},
         "session": {"num_cpus": given.workers},
     }
 
 
-def ours(
-    given: argparse.Namespace, settings: dict[str, Any], output: Path, engine: str | None = None
-) -> tuple[float, Manifest]:
+def ours(given: argparse.Namespace, settings: dict[str, Any], output: Path) -> tuple[float, Manifest]:
     """Time `prepare` in a running session; return seconds and manifest."""
     begun = time.perf_counter()
-    manifest = prepare(PipelineConfig.model_validate(_config(given, settings, output, engine)))
+    manifest = prepare(PipelineConfig.model_validate(_config(given, settings, output)))
     return time.perf_counter() - begun, manifest
 
 

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from tokenizers import Tokenizer
 
-from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
 from declutr.pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
 

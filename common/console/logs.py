@@ -1,13 +1,57 @@
-"""One log format for all processes, which names the process's role."""
+"""Logs and progress bars, and standard streams that outlive a closed terminal."""
 
+import errno
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO, cast
 
 from tqdm import tqdm
 
-from declutr.common.console.streams import lasting_streams
-from declutr.common.console.terminal import visible
+from declutr.common.console.terminal import Piped, Wrapper, visible
+
+_GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe has ended; the terminal was closed
+
+
+class Lasting(Wrapper):
+    """A text stream that drops its output when its reader ends: `train 2>&1 | head` trains to the last step."""
+
+    def write(self, text: str) -> int:
+        """Writes a text, or drops it if the reader has ended."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._drop(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flushes the stream."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._drop(error)
+
+    def _drop(self, error: OSError) -> None:
+        if error.errno not in _GONE:
+            raise error
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, self._stream.fileno())
+        os.close(nothing)
+
+
+def lasting_streams() -> None:
+    """Wraps stdout and stderr of this process in `Lasting`; characters that their encoding lacks become escapes."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, Lasting):
+            continue
+        if isinstance(stream, Piped):
+            stream = stream.lasting()
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, cast(TextIO, Lasting(stream)))
 
 
 class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
@@ -28,7 +72,7 @@ class _Visible(logging.Formatter):
 def setup_logging(role: str) -> None:
     """Sends the logs of this process to stderr as `time role level message`. `DECLUTR_LOG=DEBUG` shows more.
 
-    If the reader of its output ends, the process continues and drops further output (common/console/streams.py).
+    If the reader of its output ends, the process continues and drops further output (common/console/logs.py).
     """
     lasting_streams()
     level = os.environ.get("DECLUTR_LOG", "INFO").upper()
@@ -43,3 +87,38 @@ def setup_logging(role: str) -> None:
 def get_logger() -> logging.Logger:
     """The project's logger."""
     return logging.getLogger("declutr")
+
+
+LINE_SECONDS = 60.0
+_LINE = "{desc} {percentage:.0f}% ({n_fmt} of {total_fmt}), {elapsed} elapsed, {remaining} left{postfix}"
+
+
+class Lines:
+    """A file object that turns a bar into lines: its newest state once a minute, and its last state."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._wrote_at = clock, clock()
+        self._newest = self._wrote = ""
+
+    def write(self, text: str) -> None:
+        """Takes a state of the bar, which starts with a carriage return, or the newline at its end."""
+        self._newest = text.strip() or self._newest
+        due = text == "\n" or self._clock() - self._wrote_at >= LINE_SECONDS
+        if due and self._newest != self._wrote:
+            self._wrote_at, self._wrote = self._clock(), self._newest
+            sys.stderr.write(f"{time.strftime('%H:%M:%S')} {self._newest}\n")
+            sys.stderr.flush()
+
+    def flush(self) -> None:
+        """Accepts the call; a line is flushed when it is written."""
+
+
+def bar(**settings: Any) -> "tqdm[Any]":
+    """A progress bar on stderr, or lines there where it is no terminal.
+
+    Args:
+        settings: tqdm's arguments except `file`; `bar_format` applies to the bar, not to the lines.
+    """
+    if sys.stderr.isatty():
+        return tqdm(file=sys.stderr, **({"dynamic_ncols": True} | settings))
+    return tqdm(file=Lines(), **(settings | {"bar_format": _LINE}))

@@ -1,14 +1,47 @@
-"""Output with visible control characters: texts of a corpus and file names may hold escape sequences."""
+"""Output to a terminal: visible control characters (file names may hold escape sequences), short names, refusals."""
 
+import argparse
 import io
 import os
 import re
 import signal
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TextIO, cast
+
+
+def config_parser(section: str, description: str) -> argparse.ArgumentParser:
+    """A parser for `CONFIG [key=value ...] [--print-config]`; call `parse_intermixed_args` on it.
+
+    Args:
+        section: name of the command and of its section in the config file.
+        description: one sentence for `--help`.
+    """
+    parser = argparse.ArgumentParser(prog=f"declutr {section}", description=description)
+    parser.add_argument("config", help=f"YAML file with a `{section}` section")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
+    parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")
+    return parser
+
+
+def refused(reason: object) -> int:
+    """Write the reason to stderr; return exit status 1."""
+    sys.stderr.write(f"{reason}\n")
+    return 1
+
+
+def excerpt(names: Sequence[str], most: int = 3) -> str:
+    """Joins the first `most` names with commas and counts the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def shorten(text: str, most: int) -> str:
+    """Cuts a text longer than `most` characters and marks the cut with an ellipsis."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
 
 _ALLOWED = frozenset("\n\u200c\u200d\u00ad")
 """Line feed; and the joiners and the soft hyphen, which some scripts and emoji need."""
@@ -89,7 +122,7 @@ class Piped(_Shown):
             self._end()
 
     def lasting(self) -> TextIO:
-        """The same stream for a long command, which continues when the reader ends (common/console/streams.py)."""
+        """The same stream for a long command, which continues when the reader ends (common/console/logs.py)."""
         return cast(TextIO, _Shown(self._stream, ours=False))
 
     def _end(self) -> NoReturn:

@@ -18,9 +18,17 @@ from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_folder
 from declutr.common.stores.address import child, is_remote, short_name
-from declutr.common.stores.copies import fetch_all, pull_all
+from declutr.common.stores.copies import (
+    LISTING,
+    FileRecord,
+    encoded,
+    fetch_all,
+    pull_all,
+    read_listing,
+    records,
+    refuse_names,
+)
 from declutr.common.stores.files import push_file, remove_file, remove_tree, write_file
-from declutr.common.stores.listing import LISTING, FileRecord, encoded, read_listing, records, refuse_names
 from declutr.common.stores.retry import DEFAULT_RETRIES, RetryPolicy
 
 

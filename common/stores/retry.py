@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from declutr.common.console.excerpt import shorten
 from declutr.common.console.logs import get_logger
+from declutr.common.console.terminal import shorten
 from declutr.common.credentials import redact
 from declutr.common.stores.address import network_errors
 

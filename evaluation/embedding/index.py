@@ -17,16 +17,22 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from declutr.common.config import Strict, first_problem
-from declutr.common.console.bars import bar
+from declutr.common.console.logs import bar
 from declutr.common.storage import atomic_folder, hash_file, hash_json, write_json
 from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from declutr.evaluation.embedding.graphs import Graphs, write_graphs
-from declutr.evaluation.embedding.output import read_note, unit_vectors, write_npy_header
-from declutr.evaluation.embedding.plan import identify, plan
-from declutr.evaluation.embedding.stored import CHUNK_ROWS, SCHEMA, Stored, StoredTexts, stored_vectors
-from declutr.evaluation.embedding.units import corpus_of, keyed, shaped
-from declutr.evaluation.encoders.choice import EncoderChoice
-from declutr.evaluation.encoders.protocol import SentenceEncoder
+from declutr.evaluation.embedding.output import (
+    CHUNK_ROWS,
+    SCHEMA,
+    Stored,
+    StoredTexts,
+    read_note,
+    stored_vectors,
+    unit_vectors,
+    write_npy_header,
+)
+from declutr.evaluation.embedding.units import corpus_of, identify, keyed, plan, shaped
+from declutr.evaluation.encoders.protocol import EncoderChoice, SentenceEncoder
 from declutr.pipeline.job.units import Unit, plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document
 

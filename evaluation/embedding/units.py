@@ -12,11 +12,69 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from declutr.common.config import Strict
-from declutr.common.storage import atomic_file, write_text
+from declutr.common.console.logs import get_logger
+from declutr.common.paths import expand
+from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from declutr.evaluation.encoders.protocol import SentenceEncoder
-from declutr.pipeline.job.units import Unit, input_state_read, read_unit
+from declutr.pipeline.job.units import Unit, hash_unit, input_state_read, plan_units, read_unit, with_file_states
 from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, Record
+from declutr.pipeline.readers.skipped import Skipped, describe_skipped
+
+_MIB = 2**20
+_MAX_UNITS = 4096
+
+
+def located(config: EmbedConfig) -> EmbedConfig:
+    """Job with absolute paths, because workers run in another folder, and the note is read from anywhere."""
+    inputs = [path if "://" in path else str(expand(path).absolute()) for path in config.inputs]
+    choice = config.choice
+    if Path(choice.model).exists():
+        choice = choice.model_copy(update={"model": str(Path(choice.model).absolute())})
+    return config.model_copy(update={"inputs": inputs, "choice": choice, "output": config.output.absolute()})
+
+
+def plan(config: EmbedConfig) -> list[Unit]:
+    """Plan the units of the inputs, with the states of their files.
+
+    Raises:
+        EmbedError: every problem that can be found before any work.
+    """
+    problems = []
+    if config.output.suffix not in (".npy", ".parquet"):
+        problems.append(f"--output {config.output}: must end in .npy or .parquet")
+    if config.output.suffix == ".npy" and (config.id_field or config.skip_bad):
+        problems.append(
+            "ids and skipped rows need an --output that ends in .parquet, because .npy has row numbers only"
+        )
+    skipped = Skipped()
+    units, found = plan_units(corpus_of(config, config.text_field), config.unit_mib or 1, skipped)
+    if config.unit_mib is None and len(units) > _MAX_UNITS:
+        mib = sum(unit.weight for unit in units) / _MIB / _MAX_UNITS
+        units, found = plan_units(corpus_of(config, config.text_field), mib)
+    if config.id_field and not found:
+        found = plan_units(corpus_of(config, config.id_field), 1)[1]
+    words = {"corpus.paths": "input", "corpus.format": "--format", "corpus.text_field": "--text-field or --id-field"}
+    for problem in found:
+        for ours, theirs in words.items():
+            problem = problem.replace(ours, theirs)
+        problems.append(problem)
+    if problems:
+        raise EmbedError("\n".join(problems))
+    for line in describe_skipped(skipped.kinds()):
+        get_logger().warning(line)
+    return with_file_states(units)
+
+
+def identify(config: EmbedConfig, units: list[Unit], fingerprint: str) -> list[str]:
+    """SHA-256 for each unit of its input, the encoder and the settings that decide its embeddings."""
+    settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
+    settings |= {"precision": config.choice.precision, "fingerprint": fingerprint, "suffix": config.output.suffix}
+    return [
+        hash_json([settings, hash_unit(unit), unit.input_state.model_dump() if unit.input_state else None])
+        for unit in units
+    ]
+
 
 MAX_TEXT_MIB = 512
 _WINDOW_TEXTS = 8192

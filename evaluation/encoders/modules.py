@@ -13,9 +13,7 @@ from torch import nn
 
 from declutr.common.hub import hub_problem
 from declutr.common.storage import read_json
-from declutr.evaluation.encoders.choice import Pooling
-from declutr.evaluation.encoders.names import missing, near
-from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.evaluation.encoders.protocol import EncoderError, Pooling, missing, near
 from declutr.evaluation.encoders.weights import DAMAGE
 from declutr.trainer.model.behind import Normalize, load_dense, modules_of
 

@@ -1,12 +1,18 @@
-"""Interface of every sentence encoder."""
+"""Interface of every sentence encoder, and the names and settings by which one is chosen, readable without torch."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
+from declutr.common.config import Strict
+from declutr.common.hub import looks_like_a_path
+from declutr.common.paths import expand
 from declutr.common.storage import hash_json
+from declutr.common.suggestions import suggest
 
 
 class EncoderError(ValueError):
@@ -43,3 +49,47 @@ def vectors_fingerprint(encoder: SentenceEncoder) -> str:
     if getattr(encoder, "precision", "fp32") == "fp32":
         return encoder.fingerprint
     return hash_json([encoder.fingerprint, "bf16"])
+
+
+def missing(name: str) -> str | None:
+    """The problem of a name that can only be a path where nothing is; None for all other names."""
+    if ":" in name or not looks_like_a_path(name) or expand(name).exists():
+        return None
+    return f"{name} cannot be loaded: there is no such folder{near(name)}"
+
+
+def near(name: str) -> str:
+    """A suggestion of the nearest path in the folder above a path, if there is one."""
+    above = expand(name).parent
+    return suggest(name, [str(Path(name).parent / path.name) for path in above.iterdir()]) if above.is_dir() else ""
+
+
+def no_encoder(folder: Path) -> str | None:
+    """The problem of an existing folder without the files of an encoder; None if it has one of them."""
+    if not folder.is_dir() or any((folder / name).is_file() for name in ("config.json", "modules.json")):
+        return None
+    shards = "holds prepared shards, not an encoder" if (folder / "manifest.json").is_file() else "is no encoder"
+    return f"{folder} {shards}: it has neither config.json nor modules.json; name a run, or the folder `export` of one"
+
+
+Pooling = Literal["mean", "cls", "max", "mean_without_cls"]
+LongTexts = Literal["cut", "windows"]
+AnyPrecision = Literal["auto", "fp32", "bf16"]
+
+
+class EncoderChoice(Strict):
+    """Encoder and its treatment of long texts."""
+
+    model: str
+    """Name as `load_encoder` takes it."""
+    pooling: Pooling | None = None
+    """Pooling that overrides the encoder's own."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens of one input, including special tokens; the encoder's own limit if not set."""
+    long_texts: LongTexts = "cut"
+    """Treatment of longer texts: cut them, or read them in windows and average by tokens."""
+    precision: AnyPrecision = "auto"
+    """Precision of the matrix products. auto: bf16 on a GPU that has it (cosine to fp32 at least 0.999), else fp32."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model. Only for models you trust. In a note or an index this is a record:
+    reading it back grants nothing."""

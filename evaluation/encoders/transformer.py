@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,10 +19,11 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 from torch import nn
 
-from declutr.common.storage import hash_json
-from declutr.evaluation.encoders.choice import LongTexts
+from declutr.common.storage import hash_json, read_json, write_json
+from declutr.evaluation.encoders.protocol import LongTexts
 from declutr.trainer.data.batches import SpanBatch
-from declutr.trainer.model.behind import Normalize
+from declutr.trainer.driver.export import write_encoder
+from declutr.trainer.model.behind import Normalize, Step, steps_of, write_steps
 from declutr.trainer.model.encoder import Encoder
 
 Precision = Literal["fp32", "bf16"]
@@ -207,3 +209,15 @@ def _single_threads() -> Iterator[ThreadPoolExecutor]:
             yield pool
     finally:
         torch.set_num_threads(before)
+
+
+def write_transformer(encoder: TransformerEncoder, more: Sequence[Step], folder: Path) -> None:
+    """Write the encoder to an empty folder, with its own steps behind the pooling and then `more`."""
+    write_encoder(encoder.encoder, encoder.tokenizer, folder)
+    limits = read_json(folder / "sentence_bert_config.json")
+    write_json(folder / "sentence_bert_config.json", limits | {"max_seq_length": encoder.max_tokens})
+    if encoder.prompt:
+        options = read_json(folder / "config_sentence_transformers.json")
+        named = {"prompts": {"default": encoder.prompt}, "default_prompt_name": "default"}
+        write_json(folder / "config_sentence_transformers.json", options | named)
+    write_steps(folder, [*steps_of(encoder.after), *more])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from declutr.common.console.excerpt import excerpt
+from declutr.common.console.terminal import excerpt
 from declutr.common.storage import read_json
 from declutr.evaluation.encoders.protocol import EncoderError
 

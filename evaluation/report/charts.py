@@ -1,10 +1,16 @@
-"""Contents of the charts of a report. `svg.py` draws them in the page, `png.py` as separate files."""
+"""Contents of the charts of a report, and their drawing in the page as SVG; `png.py` draws them as separate files.
+
+Colours come from the page's style sheet by class, and so follow its light and dark schemes. matplotlib's SVG would not:
+its style attributes are what the page's policy forbids.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from declutr.evaluation.report.markup import Html, join, tag
 
 Role = Literal["kept", "short", "dropped", "failed"]
 """Kind of documents that a bar counts; decides its colour."""
@@ -103,3 +109,85 @@ def short_number(value: int) -> str:
         if value >= size and value % (size // 10) == 0:
             return f"{value / size:g}{letter}"
     return f"{value:,}"
+
+
+_HEIGHT = 220
+_HEAD = 44
+"""Pixels above the bars, for the labels of the marks."""
+_FOOT = 46
+
+
+def draw_histogram(chart: Histogram) -> Html:
+    """Draws the histogram with a title, a description and a tooltip for each bin. The counts are in a table below."""
+    ticks = count_ticks(int(chart.totals().max()))
+    scale = _HEIGHT / ticks[-1]
+    base = _HEAD + _HEIGHT
+    parts = [tag("title", chart.title, id=f"{chart.name}-title"), tag("desc", _told(chart), id=f"{chart.name}-desc")]
+    for tick in ticks:
+        level = _px(base - tick * scale)
+        parts.append(tag("line", x1="0", x2="100%", y1=level, y2=level, class_="grid"))
+        parts.append(tag("text", short_number(tick), x="-8", y=level, dy="0.32em", class_="tick end"))
+    for tick in chart.axis_ticks():
+        x = _percent(chart.place(tick))
+        parts.append(tag("line", x1=x, x2=x, y1=_px(base), y2=_px(base + 5), class_="axis"))
+        parts.append(tag("text", short_number(tick), x=x, y=_px(base + 20), class_="tick middle"))
+    parts.append(tag("text", chart.axis, x="50%", y=_px(base + 40), class_="tick middle"))
+    parts += _bins(chart, scale, base)
+    parts.append(tag("line", x1="0", x2="100%", y1=_px(base), y2=_px(base), class_="axis"))
+    for number, mark in enumerate(sorted(chart.marks, key=lambda mark: -mark.value)):
+        place = chart.place(mark.value)
+        y = 14 + 18 * number
+        before = place > 0.4
+        x = _percent(place)
+        parts.append(tag("line", x1=x, x2=x, y1=_px(y - 10), y2=_px(base), class_="mark"))
+        side = {"dx": "-6" if before else "6", "class_": f"tick {'end' if before else 'start'} strong"}
+        parts.append(tag("text", mark.label, x=x, y=_px(y), **side))
+    labelled = f"{chart.name}-title {chart.name}-desc"
+    return tag("svg", *parts, role="img", aria_labelledby=labelled, class_="histogram", height=str(base + _FOOT))
+
+
+def _bins(chart: Histogram, scale: float, base: int) -> list[Html]:
+    """One group for each bin, with its series stacked."""
+    groups = []
+    for index in range(len(chart.edges) - 1):
+        left, right = chart.place(chart.edges[index]), chart.place(chart.edges[index + 1])
+        told = [f"{one.counts[index]:,} {one.label}" for one in chart.series if one.counts[index]]
+        if not told:
+            continue
+        low, high = chart.edges[index], chart.edges[index + 1]
+        rects = [tag("title", f"{low:,.0f} to {high:,.0f} {chart.axis.split()[0]}: {', '.join(told)}")]
+        top = float(base)
+        for one in chart.series:
+            height = float(one.counts[index]) * scale
+            if height:
+                top -= height
+                # A document in ten thousand would be less than a pixel high, and gone.
+                drawn = max(height, 1.0)
+                place = {"x": _percent(left), "width": _percent((right - left) * 0.92)}
+                rects.append(tag("rect", y=_px(top + height - drawn), height=_px(drawn), class_=one.role, **place))
+        groups.append(tag("g", *rects))
+    return groups
+
+
+def draw_bar(part: float, whole: float, role: str) -> Html:
+    """Draws the bar of a table row. It repeats a number of the row, so screen readers skip it."""
+    width = _percent(part / whole if whole else 0)
+    rects = join(
+        tag("rect", x="0", y="0", width="100%", height="6", rx="3", class_="track"),
+        tag("rect", x="0", y="0", width=width, height="6", rx="3", class_=role),
+    )
+    return tag("svg", rects, class_="bar", height="6", aria_hidden="true")
+
+
+def _told(chart: Histogram) -> str:
+    sums = ", ".join(f"{int(one.counts.sum()):,} {one.label}" for one in chart.series)
+    marks = "; ".join(f"line at {mark.label}" for mark in chart.marks)
+    return f"Histogram of {chart.axis}: {sums}. {marks}. The figures are in the table below."
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.3f}%"
+
+
+def _px(value: float) -> str:
+    return f"{value:.2f}"

@@ -7,14 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from declutr.evaluation.report.charts import Bar, Bars, Histogram, ReferenceLine, Role, Series
-from declutr.evaluation.report.clusters import Clusters, find_clusters
-from declutr.evaluation.report.examples import Example, kept_examples, rejected_examples
-from declutr.evaluation.report.grouping import group_sources
+from declutr.evaluation.report.examples import Clusters, Example, find_clusters, kept_examples, rejected_examples
 from declutr.evaluation.report.markup import share
-from declutr.evaluation.report.media import MediaSurvey, media_bars, survey_media
+from declutr.evaluation.report.rows import MediaSurvey, TextSurvey, media_bars, survey_media, survey_texts, text_bars
 from declutr.evaluation.report.survey import NUM_BINS, Survey, survey
-from declutr.evaluation.report.tally import Tally, total
-from declutr.evaluation.report.text_survey import TextSurvey, survey_texts, text_bars
+from declutr.evaluation.report.tally import Tally, group_sources, total
 from declutr.pipeline.job.estimate import Estimate, load_estimate
 from declutr.pipeline.job.progress import seconds_spent
 from declutr.pipeline.shards.content import size_noun

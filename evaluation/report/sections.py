@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from declutr.evaluation.report.charts import draw_bar, draw_histogram
 from declutr.evaluation.report.content import Content, lengths_chart
 from declutr.evaluation.report.markup import Html, details, in_mib, join, place, share, table, tag
 from declutr.evaluation.report.survey import CONTAMINATED
-from declutr.evaluation.report.svg import draw_bar, draw_histogram
 from declutr.evaluation.report.tally import Tally
 from declutr.pipeline.shards.content import size_noun
 from declutr.pipeline.shards.ledger import Entry

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from declutr.evaluation.senteval.data.tasks import DOWNSTREAM, LANGUAGES, PROBING, STS, STSB_MULTI, TRANSFER, find
 from declutr.evaluation.senteval.runner.harness import Evaluated
-from declutr.evaluation.senteval.scores.averages import averages, headline
-from declutr.evaluation.senteval.scores.results import Protocol
+from declutr.evaluation.senteval.scores.results import Protocol, averages, headline
 from declutr.evaluation.tables.literature import PublishedModel
 
 _YEARS = ("STS12", "STS13", "STS14", "STS15", "STS16")

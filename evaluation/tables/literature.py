@@ -13,8 +13,7 @@ from pydantic import Field, model_validator
 
 from declutr.common.config import Strict
 from declutr.evaluation.senteval.data.tasks import find
-from declutr.evaluation.senteval.scores.averages import RECALLS
-from declutr.evaluation.senteval.scores.results import Protocol
+from declutr.evaluation.senteval.scores.results import RECALLS, Protocol
 
 Aggregation = Literal["mean", "wmean", "all"]
 

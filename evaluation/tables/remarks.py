@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from declutr.evaluation.senteval.data.findings import MARKS
+from declutr.evaluation.senteval.data.taskdata import MARKS
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.runner.harness import Evaluated
 from declutr.evaluation.tables.literature import PublishedModel

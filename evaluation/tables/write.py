@@ -1,16 +1,118 @@
-"""Output files of a comparison: `scores.md`, `scores.json`, `scores.html`; their column of differences."""
+"""Tables of results as Markdown and as a page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from declutr.common.storage import write_json, write_text
+from declutr.evaluation.report.charts import draw_bar
+from declutr.evaluation.report.markup import Html, join, tag
+from declutr.evaluation.report.page import document
 from declutr.evaluation.senteval.runner.harness import Evaluated
 from declutr.evaluation.tables.blocks import Block, Cell, ModelRow, compare
 from declutr.evaluation.tables.literature import PublishedModel, literature
-from declutr.evaluation.tables.markdown import markdown
-from declutr.evaluation.tables.page import page
-from declutr.evaluation.tables.remarks import remarks
+from declutr.evaluation.tables.remarks import Remarks, remarks
+
+
+def markdown(blocks: Sequence[Block], told: Remarks) -> str:
+    """Format blocks as headings and tables, followed by the remarks."""
+    return "\n".join([*_lines(blocks, told), ""])
+
+
+def _lines(blocks: Sequence[Block], told: Remarks) -> Iterator[str]:
+    yield "# Sentence encoders on SentEval"
+    for block in blocks:
+        yield ""
+        yield f"## {block.title}"
+        yield ""
+        yield _row(["", *block.columns])
+        yield _row(["---", *("---:" for _ in block.columns)])
+        yield from (
+            _row([_labelled(row, told), *(shown(cell, block.percent) for cell in row.cells)]) for row in block.rows
+        )
+    for title, lines in told.parts():
+        yield ""
+        yield f"## {title}"
+        yield ""
+        yield from (f"- {_plain(line)}" for line in lines)
+
+
+def shown(cell: Cell, percent: bool = True) -> str:
+    """Format a number; a dash if there is none."""
+    if cell.value is None:
+        return "–"
+    return f"{cell.value:{'+' if cell.signed else ''}.{2 if percent else 3}f}{'*' if cell.marked else ''}"
+
+
+def _labelled(row: ModelRow, told: Remarks) -> str:
+    label = _plain(row.label)
+    return f"*{label}*, published ({told.numbers[row.source]})" if row.source else f"**{label}**"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _plain(text: str) -> str:
+    """Escape Markdown, because names of encoders and files may contain anything."""
+    kept = "".join(f"\\{character}" if character in "\\`*_[]<>|#" else character for character in text)
+    return " ".join(kept.split())
+
+
+def page(blocks: Sequence[Block], told: Remarks) -> str:
+    """Return the whole document. Equal blocks give equal text."""
+    links = [tag("a", block.short, href=f"#{block.name}") for block in blocks]
+    sections = [
+        tag("section", tag("h2", block.title, id=f"{block.name}-head"), _table(block, told), id=block.name)
+        for block in blocks
+    ]
+    notes = [join(tag("h2", title), tag("ul", *(tag("li", line) for line in lines))) for title, lines in told.parts()]
+    body = tag(
+        "body",
+        tag(
+            "header",
+            tag("p", "Sentence encoders", class_="kind"),
+            tag("h1", "SentEval"),
+            tag(
+                "p",
+                "Higher is better, except alignment and uniformity. ",
+                tag("span", class_="swatch kept"),
+                "scored here ",
+                tag("span", class_="swatch dropped"),
+                "published, copied from the papers",
+                class_="lead",
+            ),
+        ),
+        tag("nav", *links, aria_label="Tables"),
+        tag("main", *sections, tag("section", *notes, id="remarks")),
+        tag("footer", "Made by ", tag("code", "declutr evaluate"), "."),
+    )
+    return document("SentEval: sentence encoders compared", body)
+
+
+def _table(block: Block, told: Remarks) -> Html:
+    head = tag(
+        "tr", tag("th", "", scope="col"), *(tag("th", name, scope="col", class_="number") for name in block.columns)
+    )
+    rows = [
+        tag("tr", tag("th", _name(row, told), scope="row"), *(_cell(cell, row, block.percent) for cell in row.cells))
+        for row in block.rows
+    ]
+    inner = tag("table", tag("thead", head), tag("tbody", *rows))
+    return tag("div", inner, class_="scroll", tabindex="0", role="region", aria_label=block.title)
+
+
+def _name(row: ModelRow, told: Remarks) -> Html:
+    label = tag("bdi", row.label, class_="label")
+    return join(label, tag("small", f"published ({told.numbers[row.source]})")) if row.source else label
+
+
+def _cell(cell: Cell, row: ModelRow, percent: bool) -> Html:
+    bar = None
+    if percent and cell.value is not None and not cell.signed:
+        bar = draw_bar(max(cell.value, 0.0), 100.0, "dropped" if row.source else "kept")
+    return tag("td", shown(cell, percent), *([bar] if bar else []), class_="number")
+
 
 Starts = Mapping[tuple[str, str], str]
 """Label of the pretrained row, by label and source of a row; both have the same source."""

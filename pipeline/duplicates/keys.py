@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from declutr.common.storage import atomic_file
 from declutr.pipeline.duplicates.config import DuplicatesConfig
-from declutr.pipeline.duplicates.signatures import band_keys
+from declutr.pipeline.duplicates.shingles import band_keys
 from declutr.pipeline.readers.corpus import ID_BYTES
 
 U64 = NDArray[np.uint64]

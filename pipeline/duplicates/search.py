@@ -1,7 +1,8 @@
-"""The search on Ray Data: one task and one result file a bucket, so that a stopped search can continue."""
+"""The search on Ray Data or over an object store: one task and one result file a bucket, so that it can continue."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,68 @@ import ray
 
 from declutr.common.cluster import SessionConfig
 from declutr.common.console.logs import get_logger
+from declutr.common.paths import expand
 from declutr.common.session import start_ray
 from declutr.common.storage import atomic_file, hash_json
-from declutr.pipeline.duplicates.clusters import decide
+from declutr.common.stores.address import child
+from declutr.common.stores.copies import FileRecord
+from declutr.common.stores.files import names, pull_file, push_file
+from declutr.common.stores.folders import local_files
+from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.documents import Documents, Numbering, number
-from declutr.pipeline.duplicates.exchange import PAIRS, Exchange
 from declutr.pipeline.duplicates.keys import KeysError
-from declutr.pipeline.duplicates.pairs import DuplicatePairs, bucket_pairs, join
+from declutr.pipeline.duplicates.pairs import DuplicatePairs, bucket_pairs, decide, join
 from declutr.pipeline.duplicates.table import DUPLICATES, STAMP, stamp_of, write_duplicates
+
+PAIRS = "pairs"
+"""Folder of the pairs of the buckets."""
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The store of a search. Each host has one copy of all keys, and sends the pairs that it finds.
+
+    Every method raises RemoteError if the store refuses, or did not answer within `storage_retry_seconds`.
+    """
+
+    address: str
+    """Folder of the candidates."""
+    cache: str
+    """Folder for copies, which each host expands."""
+    files: Mapping[str, FileRecord]
+    """The keys of all units, by name from the address."""
+    storage_retry_seconds: float
+
+    @property
+    def _retries(self) -> RetryPolicy:
+        return RetryPolicy(self.storage_retry_seconds)
+
+    def folder(self) -> Path:
+        """This host's copy of the keys, fetched at the first use.
+
+        Raises:
+            AlteredError: a file is missing or altered.
+        """
+        return local_files(self.address, self.files, expand(self.cache).absolute(), self._retries)
+
+    def send(self, pairs: Path) -> None:
+        """Sends the pairs of a bucket."""
+        push_file(pairs, child(self.address, f"{PAIRS}/{pairs.name}"), self._retries)
+
+    def fetch(self, folder: Path) -> None:
+        """Fetches the pairs that the store has and the host does not."""
+
+        def fetch(name: str) -> None:
+            pull_file(child(self.address, f"{PAIRS}/{name}"), folder / PAIRS / name, self._retries)
+
+        missing = [
+            name for name in names(child(self.address, PAIRS), self._retries) if not (folder / PAIRS / name).exists()
+        ]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(fetch, missing))
+
 
 KEYS_PER_BUCKET = 1 << 22
 """Keys that a task sorts, about 300 MB at its peak. With the corpus it decides the number of buckets."""

@@ -23,8 +23,8 @@ import numpy as np
 import pyarrow as pa
 
 from declutr.common.storage import atomic_file
-from declutr.pipeline.duplicates.clusters import Decisions
 from declutr.pipeline.duplicates.documents import I64, Documents
+from declutr.pipeline.duplicates.pairs import Decisions
 from declutr.pipeline.readers.corpus import ID_BYTES
 
 DUPLICATES = "duplicates.arrow"

@@ -1,17 +1,97 @@
-"""Cleaning and judging of one document: a pure function of its text and the configuration. Cheap rules run first."""
+"""The `filters` section of `prepare`, and the cleaning and judging of one document by it. Cheap rules run first."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from declutr.pipeline.filters.boilerplate import BoilerplateRemover
-from declutr.pipeline.filters.c4 import c4_lines, c4_page
-from declutr.pipeline.filters.config import CONTAMINATED, ONLY_BOILERPLATE, FiltersConfig
-from declutr.pipeline.filters.contamination import ContaminationIndex
-from declutr.pipeline.filters.gopher import Drop, quality_drop
-from declutr.pipeline.filters.language import LanguageRule, identify
-from declutr.pipeline.filters.repetition import repetition_drop
-from declutr.pipeline.filters.whitespace import normalise
+from declutr.common.config import Strict
+from declutr.common.paths import expand
+from declutr.common.storage import hash_file
+from declutr.pipeline.filters.contamination import Contamination, ContaminationIndex
+from declutr.pipeline.filters.evaluation_sets import contamination_problems, hash_sets
+from declutr.pipeline.filters.gopher import Drop, GopherQuality, GopherRepetition, quality_drop, repetition_drop
+from declutr.pipeline.filters.language import LanguageRule, identify, language_problems
+from declutr.pipeline.filters.lines import Boilerplate, BoilerplateRemover, C4Rules, c4_lines, c4_page, c4_problems
 from declutr.pipeline.filters.words import hash_words
+
+ONLY_BOILERPLATE = "only_boilerplate"
+CONTAMINATED = "contaminated"
+
+
+class FiltersConfig(Strict):
+    """Rules that remove text or drop documents, in the order in which they are applied.
+
+    A section given as `{}` is on, with its published thresholds.
+    """
+
+    boilerplate: Boilerplate | None = None
+    """Remove lines of navigation, cookie notices and the like."""
+    c4: C4Rules | None = None
+    """Lines and pages after C4."""
+    gopher: GopherQuality | None = None
+    """Counts of words and lines after Gopher."""
+    language: LanguageRule | None = None
+    """Identify each document's language; keep selected languages."""
+    repetition: GopherRepetition | None = None
+    """Repetition within a document after Gopher."""
+    contamination: Contamination | None = None
+    """Look for texts of evaluation sets."""
+    normalise_whitespace: bool = True
+    """Collapse whitespace to single spaces, after all rules that look at lines."""
+
+
+def problems(config: FiltersConfig) -> list[str]:
+    """Finds problems of the settings and of the files that they name, one line each."""
+    found = c4_problems(config.c4) if config.c4 else []
+    found += language_problems(config.language) if config.language else []
+    found += contamination_problems(config.contamination) if config.contamination else []
+    return found
+
+
+def fingerprints(config: FiltersConfig) -> dict[str, str]:
+    """SHA-256 of the files that influence the choice, by setting; part of the identity of a run.
+
+    Raises:
+        OSError: a file cannot be read (`problems` reports this earlier).
+    """
+    found = {}
+    if config.c4 and config.c4.bad_words:
+        found["filters.c4.bad_words"] = hash_file(expand(config.c4.bad_words))
+    if config.contamination:
+        found["filters.contamination.paths"] = hash_sets(config.contamination)
+    return found
+
+
+_WHITESPACE = [chr(code) for code in range(0x3001) if chr(code).isspace() and chr(code) != " "]
+"""Every whitespace character except the space; Unicode has none above U+3000 (checked by a test)."""
+_ASCII_WHITESPACE = [character for character in _WHITESPACE if character.isascii()]
+_PIECE_CHARACTERS = 1 << 20
+
+
+def normalise(text: str, piece_characters: int = _PIECE_CHARACTERS) -> str:
+    """Collapses whitespace to single spaces and strips both ends. Case is kept.
+
+    Equal to `" ".join(text.split())`, which creates an object for each word: about twelve times the text's memory.
+    """
+    if len(text) <= piece_characters:
+        return _collapse(text).strip(" ")
+    kept: list[str] = []
+    for start in range(0, len(text), piece_characters):
+        piece = _collapse(text[start : start + piece_characters])
+        # A piece keeps one space at either end; it is removed where two of them meet and at the start of the text.
+        if (not kept or kept[-1].endswith(" ")) and piece.startswith(" "):
+            piece = piece[1:]
+        if piece:
+            kept.append(piece)
+    return "".join(kept).rstrip(" ")
+
+
+def _collapse(text: str) -> str:
+    """Replaces each run of whitespace by one space."""
+    for character in _ASCII_WHITESPACE if text.isascii() else _WHITESPACE:
+        text = text.replace(character, " ")
+    while "  " in text:  # a run of n spaces is gone after log2(n) rounds
+        text = text.replace("  ", " ")
+    return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
-"""The quality rules of Gopher: Rae et al. 2021, "Scaling Language Models" (arXiv:2112.11446), appendix A.1.1.
+"""The rules of Gopher on quality and repetition: Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1 and table A1.
 
 The paper does not define words and lines. Here a word is text between whitespace, and blank lines do not count.
 """
 
 import re
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from declutr.common.config import Strict
-from declutr.pipeline.filters.words import WordHashes
+from declutr.pipeline.filters.words import U64, WordHashes, extend_ngrams
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 _STOP_WORD = re.compile(rf"\b(?:{'|'.join(STOP_WORDS)})\b", re.IGNORECASE)
@@ -94,3 +96,107 @@ def _has_stop_words(text: str, least: int) -> bool:
             if len(seen) >= least:
                 break
     return len(seen) >= least
+
+
+_PARAGRAPHS = re.compile(r"\n\s*\n")
+_TOP = (2, 3, 4)
+_DUPLICATE = (5, 6, 7, 8, 9, 10)
+
+
+class GopherRepetition(Strict):
+    """Largest shares of repetition in a document. A rule set to null is off; the defaults are those of table A1."""
+
+    max_duplicate_lines: float | None = Field(default=0.30, ge=0, le=1)
+    """Share of lines that repeat an earlier line. Reason gopher_duplicate_lines."""
+    max_duplicate_paragraphs: float | None = Field(default=0.30, ge=0, le=1)
+    """Share of paragraphs (separated by blank lines) that repeat an earlier one. Reason gopher_duplicate_paragraphs."""
+    max_duplicate_line_characters: float | None = Field(default=0.20, ge=0, le=1)
+    """Reason gopher_duplicate_line_characters."""
+    max_duplicate_paragraph_characters: float | None = Field(default=0.20, ge=0, le=1)
+    """Reason gopher_duplicate_paragraph_characters."""
+    max_top_ngram: tuple[float, float, float] | None = (0.20, 0.18, 0.16)
+    """Share of characters in the most frequent 2-, 3- and 4-gram of words. Reasons gopher_top_2gram ..."""
+    max_duplicate_ngram: tuple[float, float, float, float, float, float] | None = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
+    """Share of characters in 5-, 6-, ... 10-grams that occur twice or more. Reasons gopher_duplicate_5gram ..."""
+
+
+def repetition_drop(text: str, words: WordHashes, lines: list[str], config: GopherRepetition) -> Drop | None:
+    """The first rule that a document breaks, or None. Arguments as in `gopher.quality_drop`."""
+    by_lines = (config.max_duplicate_lines, config.max_duplicate_line_characters)
+    if drop := _duplicates(lines, "line", *by_lines):
+        return drop
+    by_paragraphs = (config.max_duplicate_paragraphs, config.max_duplicate_paragraph_characters)
+    if by_paragraphs != (None, None):
+        paragraphs = [stripped for part in _PARAGRAPHS.split(text) if (stripped := part.strip())]
+        if drop := _duplicates(paragraphs, "paragraph", *by_paragraphs):
+            return drop
+    if config.max_top_ngram or config.max_duplicate_ngram:
+        return _repeated_ngrams(words, config)
+    return None
+
+
+def _duplicates(parts: list[str], name: str, max_share: float | None, max_characters: float | None) -> Drop | None:
+    """Checks the share of lines or paragraphs that repeat an earlier one of the document."""
+    unique = set(parts)
+    if len(unique) == len(parts):
+        return None
+    share = (len(parts) - len(unique)) / len(parts)
+    if max_share is not None and share > max_share:
+        return f"gopher_duplicate_{name}s", f"{share:.3f} of the {name}s"
+    num_characters = sum(map(len, parts))
+    share = (num_characters - sum(map(len, unique))) / num_characters
+    if max_characters is not None and share > max_characters:
+        return f"gopher_duplicate_{name}_characters", f"{share:.3f} of the characters"
+    return None
+
+
+def _repeated_ngrams(words: WordHashes, config: GopherRepetition) -> Drop | None:
+    """The n-gram rules, n = 2 ... 10 in this order.
+
+    An n-gram occurs twice only if both (n-1)-grams in it do, so each round looks only at the repeats of the round
+    before. A text without repetition has few candidates left after the 2-grams. Characters are those of words, without
+    spaces; characters in overlapping n-grams count once.
+    """
+    total = max(1, int(words.lengths.sum()))
+    places = np.arange(len(words))
+    hashes = words.hashes
+    for n in (*_TOP, *_DUPLICATE):
+        # Repeated (n-1)-grams whose successor is repeated too (all words if n is 2).
+        follows = places[1:] == places[:-1] + 1
+        places, hashes = places[:-1][follows], hashes[:-1][follows]
+        if not len(places):
+            return None
+        hashes = extend_ngrams(hashes, words.hashes[places + n - 1])
+        repeated, top = _repeats(hashes)
+        if n in _TOP and config.max_top_ngram and top is not None:
+            share = _covered(places[hashes == top], n, words.lengths) / total
+            if share > config.max_top_ngram[_TOP.index(n)]:
+                return f"gopher_top_{n}gram", f"{share:.3f} of the characters"
+        places, hashes = places[repeated], hashes[repeated]
+        if n in _DUPLICATE and config.max_duplicate_ngram:
+            share = _covered(places, n, words.lengths) / total
+            if share > config.max_duplicate_ngram[_DUPLICATE.index(n)]:
+                return f"gopher_duplicate_{n}gram", f"{share:.3f} of the characters"
+    return None
+
+
+def _repeats(hashes: U64) -> tuple[NDArray[np.bool_], np.uint64 | None]:
+    """A mask of the entries that occur at least twice, `(n,)`, and the most frequent entry (least hash if tied)."""
+    order = np.argsort(hashes)
+    ordered = hashes[order]
+    edges = np.ones(len(ordered) + 1, np.bool_)  # True where a value differs from the one before, and at both ends
+    np.not_equal(ordered[1:], ordered[:-1], out=edges[1:-1])
+    repeated = np.empty(len(hashes), np.bool_)
+    repeated[order] = ~(edges[1:] & edges[:-1])
+    first = np.flatnonzero(edges)
+    counts = np.diff(first)
+    most = int(np.argmax(counts))
+    return repeated, ordered[first[most]] if counts[most] > 1 else None
+
+
+def _covered(places: NDArray[np.int64], n: int, lengths: NDArray[np.int64]) -> int:
+    """Characters of the words that n-grams at these places cover, each once."""
+    edges = np.zeros(len(lengths) + 1, np.int64)
+    np.add.at(edges, places, 1)
+    np.add.at(edges, places + n, -1)
+    return int(lengths[np.cumsum(edges[:-1]) > 0].sum())

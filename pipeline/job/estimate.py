@@ -17,11 +17,10 @@ from declutr.common.config import Strict
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import write_text
 from declutr.pipeline.config import PipelineConfig, identity
-from declutr.pipeline.job.decisions import Decision
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
 from declutr.pipeline.job.sample import output_engine
 from declutr.pipeline.job.strata import SampleTotals, Stratum, chunks, draw_strata
-from declutr.pipeline.job.unit_writer import RunningCounts
+from declutr.pipeline.job.unit_writer import Decision, RunningCounts
 from declutr.pipeline.job.units import Unit, read_unit
 from declutr.pipeline.job.worker import decide_records
 from declutr.pipeline.readers.corpus import MIB, ReadFailure

@@ -6,7 +6,7 @@ from typing import Any
 
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.table import OTHER_LABEL
-from declutr.pipeline.media.labels import NO_LABEL
+from declutr.pipeline.media.media_rows import NO_LABEL
 from declutr.pipeline.readers.corpus import NO_TEXT, ReadFailure
 from declutr.pipeline.readers.names import SUFFIXES, bare_suffix
 from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, PairsContent, keys_of, noun_of, size_noun

@@ -16,7 +16,7 @@ from declutr.common.stores.copies import PLAN
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity
 from declutr.pipeline.duplicates.search import find_duplicates
 from declutr.pipeline.duplicates.table import DUPLICATES
-from declutr.pipeline.filters.config import fingerprints
+from declutr.pipeline.filters.document_filter import fingerprints
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.estimate import ESTIMATE
 from declutr.pipeline.job.output_store import Files, OutputStore

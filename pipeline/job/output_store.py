@@ -22,12 +22,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from declutr.common.paths import expand
 from declutr.common.storage import hash_file
 from declutr.common.stores.address import child, is_remote, short_name
-from declutr.common.stores.copies import fetch_all
+from declutr.common.stores.copies import FileRecord, decoded, encoded, fetch_all
 from declutr.common.stores.files import push_file, read_file, sizes, write_file
 from declutr.common.stores.folders import local_files
-from declutr.common.stores.listing import FileRecord, decoded, encoded
 from declutr.common.stores.retry import RetryPolicy
-from declutr.pipeline.duplicates.exchange import Exchange
+from declutr.pipeline.duplicates.search import Exchange
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.progress import HEARTBEATS
 from declutr.pipeline.job.units import Unit

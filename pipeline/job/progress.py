@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from declutr.common.config import Strict
-from declutr.common.console.bars import bar
+from declutr.common.console.logs import bar
 from declutr.common.watcher import Watcher
 from declutr.pipeline.shards.content import ContentKind, bytes_noun, noun_of
 from declutr.pipeline.shards.manifest import Counts, Sidecar

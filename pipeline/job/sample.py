@@ -8,7 +8,7 @@ from typing import Any
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import atomic_folder
 from declutr.pipeline.config import PipelineConfig
-from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.job.units import Unit, read_unit
 from declutr.pipeline.readers.corpus import MIB
 from declutr.pipeline.shards.manifest import TOKENIZER

@@ -14,7 +14,7 @@ from ray.exceptions import WorkerCrashedError
 
 from declutr.common.console.logs import get_logger
 from declutr.common.session import start_ray
-from declutr.common.stores.listing import decoded, encoded
+from declutr.common.stores.copies import decoded, encoded
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.keys import KeysError
 from declutr.pipeline.duplicates.table import DUPLICATES

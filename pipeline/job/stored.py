@@ -15,10 +15,9 @@ from declutr.common.lock import LOCK
 from declutr.common.paths import expand
 from declutr.common.storage import hash_file
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.copies import PLAN
+from declutr.common.stores.copies import LISTING, PLAN, FileRecord, encoded, read_listing
 from declutr.common.stores.files import entries, pull_file, push_file, remove_file, remove_tree, write_file
 from declutr.common.stores.lease import Lease
-from declutr.common.stores.listing import LISTING, FileRecord, encoded, read_listing
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.search import find_duplicates

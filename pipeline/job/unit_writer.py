@@ -1,6 +1,7 @@
-"""Output files of a unit: shards, ledger, rejected documents and, last, the sidecar that marks it as finished."""
+"""Status of each record of a unit, and its output: shards, ledger, rejected documents and, last, the sidecar."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,18 +12,81 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from declutr.common import seeding
 from declutr.common.storage import write_text
 from declutr.pipeline.config import PipelineConfig, config_hash
+from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.job.units import Unit, hash_unit
-from declutr.pipeline.readers.corpus import ReadFailure
+from declutr.pipeline.media.media_rows import MediaRow, RejectedMedia
+from declutr.pipeline.readers.corpus import ReadFailure, Record, Rejected, document_id
 from declutr.pipeline.readers.input_state import InputState
 from declutr.pipeline.shards.content import LABELS, NO_LABEL, Layout
 from declutr.pipeline.shards.ledger import Entry, LedgerWriter, rejected_writer
-from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar
-from declutr.pipeline.shards.media import Clip, Image, Media, notes_of
+from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar, Split
+from declutr.pipeline.shards.media import Clip, Image, Media, joined_notes, notes_of
 from declutr.pipeline.shards.schema import media_schema, shard_schema
 from declutr.pipeline.shards.writer import ShardWriter
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A document before it is written: its ledger row, with an empty status unless a rule has dropped it."""
+
+    entry: Entry
+    text: str
+    texts: tuple[str, ...] = ()
+    """Texts of a row of sentences, pairs or triples, cleaned; none for documents."""
+    labels: tuple[int, ...] = ()
+    """Label of each text."""
+    layout: Layout | None = None
+    """Places of the texts in the row's tokens, if it is kept."""
+
+    @property
+    def split_key(self) -> bytes:
+        """16 bytes by which its split is drawn: its id, or for several texts a hash of the premise."""
+        if len(self.texts) > 1:
+            return document_id(normalise(self.texts[0]).encode())
+        return self.entry.id or b""
+
+
+def splits_of(identities: Sequence[bytes], config: PipelineConfig) -> list[Split]:
+    """Splits of documents, drawn by their ids so that equal texts are never in both splits."""
+    keys = np.array([int.from_bytes(identity[:8], "little") for identity in identities], dtype=np.uint64)
+    drawn = seeding.unit(seeding.words(config.seed, "held-out", keys, np.zeros_like(keys), 1))[:, 0]
+    return ["held-out" if held_out else "train" for held_out in (drawn < config.validation_fraction).tolist()]
+
+
+def decide_unread(record: Record) -> Decision | None:
+    """Decides on a record that forms no row; None if it is one."""
+    if isinstance(record, ReadFailure):
+        return Decision(
+            Entry(None, record.source, record.offset, 0, None, None, record.reason, None, record.message), ""
+        )
+    if isinstance(record, Rejected):
+        raw = record.text.encode()
+        entry = Entry(document_id(raw), record.source, record.offset, len(raw), None, None, record.reason, None, None)
+        return Decision(entry, record.text)
+    return None
+
+
+def decide_media(records: Iterator[Record], config: PipelineConfig) -> Iterator[tuple[Decision, Media | None]]:
+    """Every image or clip with its status, in order."""
+    for record in records:
+        media, place = None, (record.source, record.offset)
+        if isinstance(record, MediaRow):
+            media = record.media
+            [split] = splits_of([record.id], config)
+            notes = joined_notes(record.notes)
+            decision = Decision(Entry(record.id, *place, record.num_bytes, media.size, None, split, None, notes), "")
+        elif isinstance(record, RejectedMedia):
+            entry = Entry(record.id, *place, record.num_bytes, None, None, record.reason, None, record.detail)
+            decision = Decision(entry, "")
+        else:
+            unread = decide_unread(record)
+            assert unread is not None
+            decision = unread
+        yield decision, media
 
 
 @dataclass

@@ -12,14 +12,11 @@ from numpy.typing import NDArray
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.keys import write_keys
-from declutr.pipeline.duplicates.signatures import Signer
-from declutr.pipeline.filters.config import FiltersConfig
-from declutr.pipeline.filters.document_filter import DocumentFilter
+from declutr.pipeline.duplicates.shingles import Signer
+from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig, normalise
 from declutr.pipeline.filters.evaluation_sets import INDEX
-from declutr.pipeline.filters.whitespace import normalise
-from declutr.pipeline.job.decisions import Decision, decide_media, decide_unread, splits_of
 from declutr.pipeline.job.progress import Done, UnitHeartbeat
-from declutr.pipeline.job.unit_writer import UnitWriter
+from declutr.pipeline.job.unit_writer import Decision, UnitWriter, decide_media, decide_unread, splits_of
 from declutr.pipeline.job.units import Unit, input_state_read, read_unit
 from declutr.pipeline.readers.corpus import Document, Record, document_id
 from declutr.pipeline.shards.content import NO_LABEL, Layout

@@ -14,11 +14,23 @@ from functools import partial
 
 from pydantic import TypeAdapter
 
-from declutr.pipeline.media.answers import FAILED, UNSUITABLE, Answer, read_batch, write_answer, write_started
 from declutr.pipeline.media.clips import decode_clip, load_libraries
-from declutr.pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError
+from declutr.pipeline.media.decoded import (
+    FAILED,
+    OUT_OF_MEMORY,
+    UNSUITABLE,
+    Answer,
+    Decoded,
+    Limits,
+    UndecodableError,
+    UnsuitableError,
+    limit_memory,
+    limit_time,
+    read_batch,
+    write_answer,
+    write_started,
+)
 from declutr.pipeline.media.images import decode_image, load_formats
-from declutr.pipeline.media.limits import OUT_OF_MEMORY, Limits, limit_memory, limit_time
 from declutr.pipeline.shards.content import AudioContent, ImagesContent, MediaContent
 
 _BUFFER_BYTES = 1 << 18

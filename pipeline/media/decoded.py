@@ -1,9 +1,18 @@
-"""The result of decoding one image or clip, and the reasons why it cannot be decoded."""
+"""The result of decoding one image or clip, its bounds, and the messages of the process that decodes."""
 
+import os
 import re
+import resource
+import signal
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
 
-from declutr.pipeline.shards.media import Media
+import numpy as np
+
+from declutr.pipeline.shards.media import Clip, Image, Media
 
 
 class UndecodableError(ValueError):
@@ -41,3 +50,131 @@ class Decoded:
     """16 bytes: a hash of the stored pixels or frames, without the label."""
     notes: tuple[str, ...]
     """Changes that are counted, such as `first_frame`."""
+
+
+MIB = 2**20
+TOO_MUCH_MEMORY = "too_much_memory"
+TOO_SLOW = "too_slow"
+OUT_OF_MEMORY = 3
+"""Exit status of a process that reached its limit of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one decode; an image or clip beyond them is a failure."""
+
+    memory_mib: int = 1280
+    """Memory of the process that decodes, in addition to its libraries. A progressive JPEG of the most pixels needs
+    0.9 GiB."""
+    cpu_seconds: float = 20.0
+    """Time of the processor."""
+
+
+LIMITS = Limits()
+
+
+def limit_memory(limits: Limits) -> None:
+    """Limits the memory of this process to that in use now and `memory_mib` more; not on macOS, which cannot."""
+    if not Path("/proc/self/statm").exists():
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + limits.memory_mib * MIB
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+
+def limit_time(limits: Limits) -> None:
+    """Ends this process by SIGPROF when it has used `cpu_seconds` of the processor from now on."""
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+
+
+IMAGE, CLIP, FAILED, UNSUITABLE = range(4)
+
+Answer = Decoded | tuple[int, str, str]
+"""An image or clip; or FAILED or UNSUITABLE, the reason, and a message."""
+
+_BATCH = struct.Struct("<II")
+"""Bytes of the content's settings, number of files."""
+_FILE = struct.Struct("<Q")
+_ANSWER = struct.Struct("<B16sIIIQ")
+"""Kind, id, two sizes, bytes of the text, bytes of the image or frames."""
+
+
+def write_batch(stream: BinaryIO, content: str, files: Sequence[bytes]) -> None:
+    """Writes files, and the settings of their content as JSON."""
+    settings = content.encode()
+    stream.write(_BATCH.pack(len(settings), len(files)) + settings)
+    for data in files:
+        stream.write(_FILE.pack(len(data)))
+        stream.write(data)
+    stream.flush()
+
+
+def read_batch(stream: BinaryIO) -> tuple[str, list[bytes]] | None:
+    """Reads what `write_batch` wrote; None at the end."""
+    if (head := _whole(stream, _BATCH.size)) is None:
+        return None
+    settings, number = _BATCH.unpack(head)
+    content = _whole(stream, settings)
+    files = []
+    for _ in range(number):
+        size = _whole(stream, _FILE.size)
+        data = None if size is None else _whole(stream, _FILE.unpack(size)[0])
+        if data is None:
+            return None
+        files.append(data)
+    return None if content is None else (content.decode(), files)
+
+
+def write_started(file: int, place: int) -> None:
+    """Notes the place in the batch of the file that is decoded next: answers that were not sent yet may be lost."""
+    os.pwrite(file, _FILE.pack(place), 0)
+
+
+def read_started(file: int) -> int:
+    """The place that `write_started` noted last; 0 if there is none."""
+    noted = os.pread(file, _FILE.size, 0)
+    return int(_FILE.unpack(noted)[0]) if noted else 0
+
+
+def write_answer(stream: BinaryIO, answer: Answer) -> None:
+    """Writes the answer for one file, without flushing it."""
+    if not isinstance(answer, Decoded):
+        kind, reason, message = answer
+        _write(stream, kind, b"", (0, 0), f"{reason}\n{message}", b"")
+    elif isinstance(answer.media, Image):
+        size = answer.media.width, answer.media.height
+        _write(stream, IMAGE, answer.id, size, "\n".join(answer.notes), answer.media.png)
+    else:
+        frames = answer.media.frames
+        size = frames.shape[0], frames.shape[1]
+        _write(stream, CLIP, answer.id, size, "\n".join(answer.notes), frames.tobytes())
+
+
+def read_answer(stream: BinaryIO) -> Answer | None:
+    """Reads what `write_answer` wrote; None if the stream ends before."""
+    if (head := _whole(stream, _ANSWER.size)) is None:
+        return None
+    kind, identity, width, height, num_text, num_bytes = _ANSWER.unpack(head)
+    raw, payload = _whole(stream, num_text), _whole(stream, num_bytes)
+    if raw is None or payload is None:
+        return None
+    text = raw.decode()
+    if kind in (FAILED, UNSUITABLE):
+        reason, _, message = text.partition("\n")
+        return kind, reason, message
+    notes = tuple(text.split("\n")) if text else ()
+    if kind == IMAGE:
+        return Decoded(Image(payload, width, height, ""), identity, notes)
+    return Decoded(Clip(np.frombuffer(payload, np.float32).reshape(width, height), ""), identity, notes)
+
+
+def _write(stream: BinaryIO, kind: int, identity: bytes, size: tuple[int, int], text: str, payload: bytes) -> None:
+    encoded = text.encode("utf-8", "backslashreplace")
+    stream.write(_ANSWER.pack(kind, identity, *size, len(encoded), len(payload)) + encoded)
+    stream.write(payload)
+
+
+def _whole(stream: BinaryIO, num_bytes: int) -> bytes | None:
+    """Exactly the next bytes; None if the stream ends before."""
+    data = stream.read(num_bytes)
+    return data if len(data) == num_bytes else None

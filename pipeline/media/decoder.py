@@ -10,8 +10,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, cast
 
-from declutr.pipeline.media.answers import FAILED, Answer, read_answer, read_started, write_batch
-from declutr.pipeline.media.limits import OUT_OF_MEMORY, TOO_MUCH_MEMORY, TOO_SLOW, Limits
+from declutr.pipeline.media.decoded import (
+    FAILED,
+    OUT_OF_MEMORY,
+    TOO_MUCH_MEMORY,
+    TOO_SLOW,
+    Answer,
+    Limits,
+    read_answer,
+    read_started,
+    write_batch,
+)
 from declutr.pipeline.shards.content import MediaContent
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)

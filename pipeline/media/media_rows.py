@@ -1,19 +1,75 @@
-"""Rows of a corpus of images or clips, made from the blobs of its readers."""
+"""Rows of a corpus of images or clips with their labels, made from the blobs of its readers."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from declutr.pipeline.media.answers import FAILED, Answer
-from declutr.pipeline.media.decoded import Decoded
+from declutr.pipeline.media.decoded import FAILED, LIMITS, Answer, Decoded, Limits
 from declutr.pipeline.media.decoder import Decoder
-from declutr.pipeline.media.labels import LabelError, label_of
-from declutr.pipeline.media.limits import LIMITS, Limits
 from declutr.pipeline.readers.blobs import BlobRules
 from declutr.pipeline.readers.corpus import Blob, Document, ReadFailure, Record, Rejected, document_id
 from declutr.pipeline.readers.names import AUDIO_SUFFIXES, IMAGE_SUFFIXES
-from declutr.pipeline.shards.content import AnyContent, AudioContent, ImagesContent, MediaContent
+from declutr.pipeline.shards.content import (
+    FOLDER,
+    PARENT_FOLDER,
+    AnyContent,
+    AudioContent,
+    ImagesContent,
+    LabelRule,
+    MediaContent,
+)
 from declutr.pipeline.shards.media import Media
 from declutr.pipeline.tokenizer.batch_tokenizer import batches
+
+NO_LABEL = "no_label"
+"""Failure reason of an image or clip without a label."""
+MAX_CHARACTERS = 255
+"""Longest label."""
+
+
+class LabelError(ValueError):
+    """An image or clip has no usable label."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def label_of(blob: Blob, rule: LabelRule) -> str:
+    """The label of an image or clip; "" without labels.
+
+    A label stored with it comes before the rule.
+
+    Raises:
+        LabelError: it has none, or a very long one.
+    """
+    if rule is None:
+        return ""
+    label = blob.label if blob.label is not None else _from_path(blob.source, rule)
+    if not label:
+        places = {FOLDER: "is in no folder", PARENT_FOLDER: "has no folder above its folder"}
+        where = places.get(rule, f"does not match content.label = {rule!r}")
+        raise LabelError(NO_LABEL, f"its path {where}, and no label is stored with it; content.label=null needs none")
+    if len(label) > MAX_CHARACTERS:
+        raise LabelError("bad_label", f"a label of {len(label)} characters, at most {MAX_CHARACTERS} are possible")
+    return label
+
+
+def _from_path(source: str, rule: str) -> str | None:
+    """The label in a path relative to the corpus."""
+    if rule in (FOLDER, PARENT_FOLDER):
+        # In an archive, the folders around the archive are not those of the member.
+        names, level = source.rpartition("!")[2].split("/"), 2 if rule == FOLDER else 3
+        return names[-level] if len(names) >= level else None
+    found = _compiled(rule).search(source)
+    return found[1] if found else None
+
+
+@lru_cache(maxsize=4)
+def _compiled(rule: str) -> re.Pattern[str]:
+    return re.compile(rule)
+
 
 _BATCH_BYTES = 2 << 20
 _BATCH_FILES = 64

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from declutr.common.config import Strict
-from declutr.common.console.excerpt import shorten
+from declutr.common.console.terminal import shorten
 from declutr.common.suggestions import suggest
 
 MIB = 2**20

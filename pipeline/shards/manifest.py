@@ -12,10 +12,10 @@ from declutr.pipeline.readers.corpus import ReadFailure
 from declutr.pipeline.readers.input_state import InputState
 from declutr.pipeline.readers.skipped import Skip
 from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, noun_of
-from declutr.pipeline.shards.counts import Counts as Counts
-from declutr.pipeline.shards.counts import ShardError as ShardError
-from declutr.pipeline.shards.counts import sum_counts as sum_counts
+from declutr.pipeline.shards.ledger import Counts as Counts
 from declutr.pipeline.shards.ledger import LedgerFile
+from declutr.pipeline.shards.ledger import ShardError as ShardError
+from declutr.pipeline.shards.ledger import sum_counts as sum_counts
 from declutr.pipeline.shards.schema import SCHEMA_VERSION
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo

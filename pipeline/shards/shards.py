@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.content import ContentKind
-from declutr.pipeline.shards.index import ListedShard, ManifestIndex, load_index
-from declutr.pipeline.shards.integrity import memory_problem, schema_problem
+from declutr.pipeline.shards.integrity import ListedShard, ManifestIndex, load_index, memory_problem, schema_problem
 from declutr.pipeline.shards.ledger import LedgerFile
 from declutr.pipeline.shards.manifest import MANIFEST, Manifest, Shard, ShardError, load_manifest
 

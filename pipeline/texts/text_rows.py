@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.readers.corpus import MIB, Document, Fields, ReadFailure, Record, Rejected, Value, document_id
 from declutr.pipeline.shards.content import (
     LABELS,

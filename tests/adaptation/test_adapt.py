@@ -12,7 +12,7 @@ from declutr.adaptation.candidates import ORDER, TRAINED, write_between
 from declutr.adaptation.config import AdaptConfig, train_config
 from declutr.adaptation.job import adapt
 from declutr.adaptation.state import AdaptError
-from declutr.cli.adapt import run
+from declutr.cli.adapt import run_adapt as run
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from declutr.adaptation.scores import DISTANT
-from declutr.adaptation.verdict import choose, judge
+from declutr.adaptation.scores import DISTANT, choose, judge
 
 NAMES = [f"candidate {number}" for number in range(6)]
 DOCUMENTS = 250

@@ -11,8 +11,7 @@ from tiny import VOCABULARY, documents
 from torch import nn
 from transformers import AutoTokenizer
 
-from declutr.adaptation.passages import passages
-from declutr.adaptation.whiten import WhitenConfig, load, whiten, write_whitened
+from declutr.adaptation.whiten import WhitenConfig, load, passages, whiten, write_whitened
 from declutr.adaptation.whitening import WhiteningError, WithinSums, whitening
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.trainer.driver.export import write_encoder

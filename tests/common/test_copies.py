@@ -11,9 +11,8 @@ from waiting import until
 
 from declutr.common import storage
 from declutr.common.stores.address import filesystem
-from declutr.common.stores.copies import pull_all
+from declutr.common.stores.copies import LISTING, pull_all
 from declutr.common.stores.folders import main, push_folder
-from declutr.common.stores.listing import LISTING
 from declutr.common.stores.retry import RemoteError, RetryPolicy
 
 HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)

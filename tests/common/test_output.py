@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from declutr.common.console import bars
+from declutr.common.console import logs
 
 WORK = """
 import sys
 from declutr.common.console.logs import get_logger, setup_logging
-from declutr.common.console.bars import bar
+from declutr.common.console.logs import bar
 setup_logging("work")
 print("first", flush=True)
 sys.stdin.readline()
@@ -58,8 +58,8 @@ def test_characters_that_the_encoding_lacks_are_escaped():
 
 def test_a_bar_in_a_file_is_a_line_a_minute(capsys, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(bars, "Lines", lambda: bars_lines(now))
-    with bars.bar(total=300, desc="train", unit="step") as shown:
+    monkeypatch.setattr(logs, "Lines", lambda: bars_lines(now))
+    with logs.bar(total=300, desc="train", unit="step") as shown:
         for step in range(300):
             now[0] = float(step + 1)
             shown.n = step + 1
@@ -71,5 +71,5 @@ def test_a_bar_in_a_file_is_a_line_a_minute(capsys, monkeypatch):
     assert all("train" in line and "\r" not in line and "\x1b" not in line for line in lines)
 
 
-def bars_lines(now, kind=bars.Lines):
+def bars_lines(now, kind=logs.Lines):
     return kind(clock=lambda: now[0])

@@ -8,10 +8,9 @@ import pytest
 from s3server import s3_server
 
 from declutr.common.stores.address import child, filesystem
-from declutr.common.stores.copies import pull_all
+from declutr.common.stores.copies import LISTING, pull_all
 from declutr.common.stores.files import names, pull_file, push_file, read_file, remove_file, write_file
 from declutr.common.stores.folders import is_whole, local_copy, main, pull_folder, push_folder, remove_folder
-from declutr.common.stores.listing import LISTING
 from declutr.common.stores.retry import RemoteError, RetryPolicy, explained
 
 HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)

@@ -16,11 +16,10 @@ from exploring import ANIMALS, ENCODER, HOSTILE, HOSTILE_SOURCE, NUM_TEXTS, serv
 from declutr.cli.main import main
 from declutr.evaluation.embedding.index import SearchIndex
 from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.explore.explorer import MAX_QUERY_CHARACTERS, Explorer, sample_rows
-from declutr.evaluation.explore.plane import fit_plane
+from declutr.evaluation.explore.explorer import MAX_QUERY_CHARACTERS, Explorer, fit_plane, sample_rows
 from declutr.evaluation.explore.server import TOKEN_HEADER
-from declutr.evaluation.report.grouping import MAX_GROUPS, Grouping
 from declutr.evaluation.report.markup import visible
+from declutr.evaluation.report.tally import MAX_GROUPS, Grouping
 
 
 @pytest.fixture(scope="module")

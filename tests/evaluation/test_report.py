@@ -13,8 +13,8 @@ from prepared import Row, write_prepared
 
 from declutr.cli.main import main
 from declutr.evaluation.report.charts import Histogram, ReferenceLine, Series, count_ticks, short_number
-from declutr.evaluation.report.clusters import find_clusters
 from declutr.evaluation.report.content import gather, lengths_chart
+from declutr.evaluation.report.examples import find_clusters
 from declutr.evaluation.report.header import header, readiness
 from declutr.evaluation.report.markup import Html, markup, tag, visible
 from declutr.evaluation.report.page import write_report

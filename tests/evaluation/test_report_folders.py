@@ -4,8 +4,7 @@ import pytest
 from prepared import Row, write_prepared
 
 from declutr.evaluation.report.content import gather
-from declutr.evaluation.report.grouping import group_sources
-from declutr.evaluation.report.tally import Tally
+from declutr.evaluation.report.tally import Tally, group_sources
 
 
 def tallies(names):

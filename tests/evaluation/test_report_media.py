@@ -13,8 +13,8 @@ from PIL import Image
 
 from declutr.cli.main import main
 from declutr.evaluation.report.content import bar_charts, gather
-from declutr.evaluation.report.media import thumbnail
 from declutr.evaluation.report.page import write_report
+from declutr.evaluation.report.rows import thumbnail
 from declutr.pipeline.shards.shards import ShardSet
 
 HOSTILE = '"><script>alert(1)<'

@@ -10,7 +10,7 @@ import pytest
 from declutr.cli.main import main
 from declutr.evaluation.report.content import bar_charts, gather
 from declutr.evaluation.report.page import write_report
-from declutr.evaluation.report.text_survey import TextLengths
+from declutr.evaluation.report.rows import TextLengths
 from declutr.pipeline.config import PipelineConfig, config_hash, identity
 from declutr.pipeline.job.units import plan_units
 from declutr.pipeline.job.worker import write_unit

@@ -7,13 +7,11 @@ import pytest
 
 from declutr.evaluation.senteval.data.tasks import PROBING, STS, TRANSFER
 from declutr.evaluation.senteval.runner.harness import Evaluated
-from declutr.evaluation.senteval.scores.averages import averages
-from declutr.evaluation.senteval.scores.results import Report, TaskResult
+from declutr.evaluation.senteval.scores.results import Report, TaskResult, averages
 from declutr.evaluation.tables.blocks import compare
 from declutr.evaluation.tables.literature import literature
-from declutr.evaluation.tables.markdown import markdown
 from declutr.evaluation.tables.remarks import remarks
-from declutr.evaluation.tables.write import write_tables
+from declutr.evaluation.tables.write import markdown, write_tables
 
 HOSTILE = "<script>alert(1)</script>|a*b"
 

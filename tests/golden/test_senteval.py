@@ -5,9 +5,8 @@ import pytest
 import torch
 from measures import deviation
 
-from declutr.evaluation.senteval.scores.averages import averages
-from declutr.evaluation.senteval.scores.geometry import blockwise_uniformity
-from declutr.evaluation.senteval.scores.similarity import aggregate, cosines
+from declutr.evaluation.senteval.scores.results import averages
+from declutr.evaluation.senteval.scores.similarity import aggregate, blockwise_uniformity, cosines
 
 pytestmark = pytest.mark.golden
 

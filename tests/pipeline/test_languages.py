@@ -5,7 +5,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.tokenizer import batch_tokenizer
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts

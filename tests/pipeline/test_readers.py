@@ -8,7 +8,7 @@ from corpora import files, read_all
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.readers.corpus import Document, ReadFailure, document_id
 from declutr.pipeline.readers.files import rules_of
 from declutr.pipeline.readers.parts import Meter, read_part

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from declutr.common.console.bars import bar
+from declutr.common.console.logs import bar
 from declutr.common.watcher import Watcher
 
 _EVERY_SECONDS = 0.5

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from declutr.common.console.excerpt import excerpt
+from declutr.common.console.terminal import excerpt
 
 # Heads and buffers in many published files that no masked language model has or needs.
 _HARMLESS = (

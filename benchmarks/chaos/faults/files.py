@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from benchmarks.chaos.fault import Fault
-from benchmarks.chaos.faults.kills import struck
+from benchmarks.chaos.faults.processes import struck
 from benchmarks.chaos.run import ChaosError, Run, Snapshot
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in

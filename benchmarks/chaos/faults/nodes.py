@@ -5,7 +5,7 @@ import sys
 import time
 
 from benchmarks.chaos.fault import Fault
-from benchmarks.chaos.faults.kills import struck
+from benchmarks.chaos.faults.processes import struck
 from benchmarks.chaos.run import ChaosError, Run, Snapshot
 
 _DEADLINE_SECONDS = 30

@@ -2,10 +2,15 @@
 
 from collections.abc import Iterator
 
-from declutr.evaluation.senteval.checks.digests import Digests, digests_of, file_rows, same_sentences
-from declutr.evaluation.senteval.checks.published import Published, published
-from declutr.evaluation.senteval.data.findings import DataFinding
-from declutr.evaluation.senteval.data.taskdata import Split, TaskData
+from declutr.evaluation.senteval.checks.published import (
+    Digests,
+    Published,
+    digests_of,
+    file_rows,
+    published,
+    same_sentences,
+)
+from declutr.evaluation.senteval.data.taskdata import DataFinding, Split, TaskData
 
 _MIN_DISTINCT = 0.9
 """Minimum number of distinct rows, as a share of the published number."""

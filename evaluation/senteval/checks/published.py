@@ -1,15 +1,85 @@
-"""Figures of the published data, from `published.json`: rows, classes, digests of all rows and git hashes.
+"""Figures of the published data, from `published.json`: rows, classes, git hashes, and digests of all rows.
 
-"basis" in the JSON gives the source of its figures. The digests of rows (`rows.py`) were computed from files with the
+"basis" in the JSON gives the source of its figures. The digests of rows were computed from files with the
 hashes under "files".
 """
 
-from collections.abc import Mapping
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 
 from declutr.common.config import Strict
-from declutr.evaluation.senteval.checks.digests import Digests
+from declutr.evaluation.senteval.data.taskdata import Split, TaskData
+
+_WRITTEN_OUT = re.compile(r"-[lr][rcs]b-|& ?(?:amp|lt|gt|quot|apos|#39) ?;")  # signs as some tokenizers write them
+
+
+class Digests(Strict):
+    """Digests of one split or subset. All except `rows` compare sentences by letters and digits alone (`letters`)."""
+
+    rows: str
+    """Label and words of every row, scored or not, in file order."""
+    gold: str
+    """Label of every row in file order; "" for a row without one."""
+    first: str
+    """Sentences in file order."""
+    second: str = ""
+    """Second sentences in file order; "" if a row is one sentence."""
+    first_sorted: str
+    """Sentences, sorted."""
+    second_sorted: str = ""
+    """Second sentences, sorted."""
+    rows_sorted: str
+    """Rows with their labels, sorted."""
+    distinct: int
+    """Number of rows, equal ones counted once."""
+
+
+def digests_of(data: TaskData, split: Split) -> Digests:
+    """Compute the digests of a split's rows."""
+    rows = list(file_rows(data, split))
+    first, second = [letters(row[1]) for row in rows], [letters(row[2]) for row in rows]
+    plain = ["\t".join((row[0], one, two)) for row, one, two in zip(rows, first, second, strict=True)]
+    pairs = data.task.pairs
+    return Digests(
+        rows=digest("\t".join(row) for row in rows),
+        gold=digest(row[0] for row in rows),
+        first=digest(first),
+        second=digest(second) if pairs else "",
+        first_sorted=digest(sorted(first)),
+        second_sorted=digest(sorted(second)) if pairs else "",
+        rows_sorted=digest(sorted(plain)),
+        distinct=len(set(plain)),
+    )
+
+
+def same_sentences(found: Digests, known: Digests | None) -> bool:
+    """Return whether the sentences are the known ones in the same order, regardless of tokenization."""
+    return known is not None and (found.first, found.second) == (known.first, known.second)
+
+
+def file_rows(data: TaskData, split: Split) -> Iterator[tuple[str, str, str]]:
+    """Yield label ("" if none), first and second sentence ("" if none) of each row, in file order."""
+    scored: list[tuple[str, str, str]] = [("", "", "")] * len(split)
+    second = split.second or ("",) * len(split)
+    for place, number, one, two in zip(split.order.tolist(), split.labels.tolist(), split.first, second, strict=True):
+        scored[place] = (data.classes[int(number)] if data.classes else repr(float(number)), one, two)
+    unscored = {place: (one, two) for place, one, two in split.unscored}
+    following = iter(scored)
+    for place in range(len(scored) + len(unscored)):
+        yield ("", *unscored[place]) if place in unscored else next(following)
+
+
+def letters(text: str) -> str:
+    """Letters and digits of a sentence in lower case: equal for every tokenization."""
+    return "".join(character for character in _WRITTEN_OUT.sub(" ", text.lower()) if character.isalnum())
+
+
+def digest(lines: Iterable[str]) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of the lines."""
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 class PublishedSplit(Strict):

@@ -1,34 +1,29 @@
 """Many small classifiers as one network: parameters stacked over training sets and regularisations.
 
-Shapes: S training sets, R regularisations, B rows of a batch, C classes, H hidden units, D features.
-Classifiers of one set read the same rows. So the R layers of a set are one matrix product of R*C (or R*H) outputs, and
+Shapes: S training sets, R regularisations, B rows of a batch, C classes, D features.
+Classifiers of one set read the same rows. So the R layers of a set are one matrix product of R*C outputs, and
 all sets together one batched product. Rows come last in activations, so that softmax runs along contiguous memory.
 Gradients are written out, because autograd's bookkeeping costs more than the arithmetic of layers this small.
+
+Adam and RMSprop update the stacked parameters, with a separate weight decay for every regularisation. Weight decay is
+coupled, as in torch's `Adam(weight_decay=...)`: it is added to the gradients of weights and biases.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Values that a forward pass keeps for the backward pass."""
-
-    rows: Tensor  # (S, B, D)
-    hidden: Tensor | None  # (S, R, H, B), after the sigmoid
-    kept: Tensor | None  # (S, 1, H, B): dropout's factors, 0 or 1/(1-p)
-    logits: Tensor  # (S, R, C, B)
+from torch.optim.adam import adam
 
 
 @dataclass(frozen=True)
 class Network:
-    """Linear, or Linear-Dropout-Sigmoid-Linear, for each set and regularisation."""
+    """Logistic regression for each set and regularisation."""
 
     parameters: list[Tensor]
-    """Weight (S, R, C, D) and bias (S, R, C); or (S, R, H, D), (S, R, H), (S, R, C, H), (S, R, C)."""
+    """Weight (S, R, C, D) and bias (S, R, C)."""
 
     @property
     def num_sets(self) -> int:
@@ -39,45 +34,21 @@ class Network:
         """A view of some of the sets."""
         return Network([parameter[sets] for parameter in self.parameters])
 
-    def forward(self, rows: Tensor, kept: Tensor | None = None) -> Activations:
-        """Logits of `rows` (S, B, D); the factors `kept` apply dropout."""
-        if len(self.parameters) == 2:
-            return Activations(rows, None, None, _linear(rows.mT, *self.parameters))
-        first, first_bias, second, second_bias = self.parameters
-        hidden = _linear(rows.mT, first, first_bias)
-        if kept is not None:
-            hidden *= kept
-        hidden.sigmoid_()
-        logits = torch.matmul(second, hidden) + second_bias[..., None]
-        return Activations(rows, hidden, kept, logits)
+    def forward(self, rows: Tensor) -> Tensor:
+        """Logits (S, R, C, B) of `rows` (S, B, D)."""
+        weight, bias = self.parameters
+        sets, regularisations, outputs, features = weight.shape
+        flat = weight.view(sets, regularisations * outputs, features)
+        made = torch.baddbmm(bias.view(sets, -1, 1), flat, rows.mT)
+        return made.view(sets, regularisations, outputs, -1)
 
-    def backward(self, done: Activations, grad_logits: Tensor, out: list[Tensor]) -> None:
-        """Write the gradient of every parameter into `out`, given the gradient of the logits (S, R, C, B)."""
-        if done.hidden is None:
-            _linear_grad(done.rows, grad_logits, *out)
-            return
-        second = self.parameters[2]
-        torch.matmul(grad_logits, done.hidden.mT, out=out[2])
-        torch.sum(grad_logits, dim=-1, out=out[3])
-        grad_hidden = torch.matmul(second.mT, grad_logits)
-        grad_hidden *= done.hidden * (1 - done.hidden)
-        if done.kept is not None:
-            grad_hidden *= done.kept
-        _linear_grad(done.rows, grad_hidden, out[0], out[1])
-
-
-def _linear(columns: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    sets, regularisations, outputs, features = weight.shape
-    flat = weight.view(sets, regularisations * outputs, features)
-    made = torch.baddbmm(bias.view(sets, -1, 1), flat, columns)
-    return made.view(sets, regularisations, outputs, -1)
-
-
-def _linear_grad(rows: Tensor, grad: Tensor, weight: Tensor, bias: Tensor) -> None:
-    sets, regularisations, outputs, features = weight.shape
-    flat = grad.view(sets, regularisations * outputs, -1)
-    torch.bmm(flat, rows, out=weight.view(sets, regularisations * outputs, features))
-    torch.sum(grad, dim=-1, out=bias)
+    def backward(self, rows: Tensor, grad_logits: Tensor, out: list[Tensor]) -> None:
+        """Write the gradient of both parameters into `out`, given the rows and the gradient of their logits."""
+        weight, bias = out
+        sets, regularisations, outputs, features = weight.shape
+        flat = grad_logits.view(sets, regularisations * outputs, -1)
+        torch.bmm(flat, rows, out=weight.view(sets, regularisations * outputs, features))
+        torch.sum(grad_logits, dim=-1, out=bias)
 
 
 def linear_start(inputs: int, outputs: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -86,3 +57,79 @@ def linear_start(inputs: int, outputs: int, stream: torch.Generator) -> tuple[Te
     torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=stream)
     bound = 1 / math.sqrt(inputs)
     return weight, torch.empty(outputs).uniform_(-bound, bound, generator=stream)
+
+
+OptimizerName = Literal["adam", "rmsprop"]
+DEFAULT_RATES: dict[OptimizerName, float] = {"adam": 1e-3, "rmsprop": 1e-2}  # torch's own
+
+_EPSILON = 1e-8
+_BETAS = (0.9, 0.999)
+_SMOOTHING = 0.99  # RMSprop's
+
+
+@dataclass
+class Updates:
+    """Optimizer state of stacked parameters, all after the same number of steps."""
+
+    name: OptimizerName
+    learning_rate: float
+    decay: Tensor
+    """(S, R) weight decays."""
+    moments: list[list[Tensor]]
+    """First and second moment (adam) or second moment (rmsprop) of each parameter, in its shape."""
+    num_steps: int = 0
+    _scratch: list[Tensor] = field(default_factory=list)
+    _counts: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, name: OptimizerName, learning_rate: float, decay: Tensor, parameters: list[Tensor]) -> "Updates":
+        """State before the first step."""
+        kinds = 2 if name == "adam" else 1
+        return cls(name, learning_rate, decay, [[torch.zeros_like(p) for _ in range(kinds)] for p in parameters])
+
+    def narrow(self, sets: slice) -> "Updates":
+        """A view of some of the sets: its steps change this state's moments, not its `num_steps`."""
+        views = [[moment[sets] for moment in moments] for moments in self.moments]
+        return Updates(self.name, self.learning_rate, self.decay[sets], views, self.num_steps)
+
+    def step(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """Make one step in place; the gradients, those of the loss without weight decay, are overwritten."""
+        self.num_steps += 1
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            gradient.addcmul_(parameter, self.decay.view(*self.decay.shape, *[1] * (parameter.ndim - 2)))
+        if self.name == "adam":
+            self._adam(parameters, gradients)
+        else:
+            self._rmsprop(parameters, gradients)
+
+    def _adam(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        if not self._counts:
+            before = float(self.num_steps - 1)
+            self._counts = [torch.tensor(before) for _ in parameters]
+        adam(
+            parameters,
+            gradients,
+            [first for first, _ in self.moments],
+            [second for _, second in self.moments],
+            [],
+            self._counts,  # incremented by the call
+            foreach=False,
+            fused=True,
+            amsgrad=False,
+            beta1=_BETAS[0],
+            beta2=_BETAS[1],
+            lr=self.learning_rate,
+            weight_decay=0.0,  # differs between regularisations: see `step`
+            eps=_EPSILON,
+            maximize=False,
+        )
+
+    def _rmsprop(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        if not self._scratch:
+            self._scratch = [torch.empty_like(parameter) for parameter in parameters]
+        for parameter, gradient, (square,), scratch in zip(
+            parameters, gradients, self.moments, self._scratch, strict=True
+        ):
+            square.mul_(_SMOOTHING).addcmul_(gradient, gradient, value=1 - _SMOOTHING)
+            torch.sqrt(square, out=scratch).add_(_EPSILON)
+            parameter.addcdiv_(gradient, scratch, value=-self.learning_rate)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from declutr.evaluation.senteval.classifier.classifier import Examples, fit_many
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.classifier.folds import TrainingSet, hold_out, stratified_folds
+from declutr.evaluation.senteval.classifier.features import TrainingSet, hold_out, stratified_folds
 
 
 @dataclass(frozen=True)

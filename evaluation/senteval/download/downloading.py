@@ -6,13 +6,17 @@ written, each under a name chosen here.
 
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from declutr.common.console.terminal import excerpt
 from declutr.common.storage import atomic_file
+from declutr.evaluation.senteval.checks.checking import UNCHECKED
 from declutr.evaluation.senteval.data.lines import git_sha1
+from declutr.evaluation.senteval.data.taskdata import Inspection
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.download.snli_archive import FILES, SnliError, make_split
 from declutr.evaluation.senteval.download.sources import RemoteArchive, RemoteFile, RemoteSnli, Sources, known_hashes
@@ -139,3 +143,43 @@ def _ends(name: str) -> Iterator[str]:
     parts = [part for part in name.split("/") if part not in ("", ".")]
     for first in range(len(parts)):
         yield "/".join(parts[first:])
+
+
+_SAID = {
+    "identical": "the published files, byte for byte",
+    "published": "every row as published, other bytes: scores are marked",
+    "altered": "NOT the published files: scores are marked",
+    "unpublished": "NOT the published set: scores are marked and not comparable",
+    "refused": "REFUSED",
+    "missing": "missing",
+}
+
+
+def overview(inspections: Sequence[Inspection]) -> Iterator[str]:
+    """Format a line per task, its warnings and reasons below it, and a summary."""
+    for inspection in inspections:
+        rows = f"{inspection.data.num_rows:>9,} rows" if inspection.data else " " * 14
+        yield f"{inspection.task.label:9s} {rows}  {_SAID[inspection.standing]}"
+        told = [finding for finding in inspection.findings if finding.level != "info"]
+        yield from (f"{'':26s}{finding.what}" for finding in told)
+        if inspection.standing == "refused":  # several findings can fake the same score
+            faked = dict.fromkeys(finding.faked for finding in told if finding.faked)
+            yield from (f"{'':26s}a score would be: {what}" for what in faked)
+    counts = Counter(inspection.standing for inspection in inspections)
+    yield ", ".join(f"{number} {standing}" for standing, number in counts.items())
+    if counts["refused"]:
+        yield UNCHECKED
+
+
+def transfers(fetched: Sequence[Fetched], sources: Sources) -> Iterator[str]:
+    """List fetched files, failures with reasons, and files that cannot be fetched."""
+    counts = Counter(file.outcome for file in fetched)
+    yield f"files: {counts['fetched']} fetched, {counts['kept']} already present, {counts['failed']} failed"
+    notes: dict[tuple[str, str], list[str]] = {}
+    for file in fetched:
+        if file.note:
+            notes.setdefault((file.outcome, file.note), []).append(file.path)
+    for (outcome, note), paths in notes.items():
+        yield f"  {outcome}: {excerpt(paths)}: {note}"
+    for gone in sources.gone:
+        yield f"  cannot be fetched: {', '.join(gone.tasks)}: {gone.why}"

@@ -10,8 +10,7 @@ from pydantic import Field, ValidationError
 from declutr.common.config import Strict
 from declutr.common.storage import hash_json, read_json
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data.findings import Inspection
-from declutr.evaluation.senteval.data.taskdata import TaskData
+from declutr.evaluation.senteval.data.taskdata import Inspection, TaskData
 from declutr.evaluation.senteval.data.tasks import (
     ALL_TASKS,
     DOWNSTREAM,

@@ -16,10 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 
-from declutr.evaluation.senteval.classifier.features import Table
-from declutr.evaluation.senteval.classifier.folds import orders
-from declutr.evaluation.senteval.classifier.network import Network, linear_start
-from declutr.evaluation.senteval.classifier.updates import DEFAULT_RATES, Updates
+from declutr.evaluation.senteval.classifier.features import Table, orders
+from declutr.evaluation.senteval.classifier.network import DEFAULT_RATES, Network, Updates, linear_start
 
 NUM_BINS = 5
 _PASSES = 50  # passes between two dev scores
@@ -115,7 +113,7 @@ def predict(network: Network, features: Table) -> NDArray[np.float64]:
     buffer = features.buffer(min(len(features), _SCORING_ROWS))
     places = torch.arange(len(features))
     parts = [
-        torch.softmax(network.forward(features.take(part[None], buffer)).logits, 2)[0, 0]
+        torch.softmax(network.forward(features.take(part[None], buffer)), 2)[0, 0]
         for part in places.split(_SCORING_ROWS)
     ]
     shares = torch.cat(parts, 1).numpy().astype(np.float64)
@@ -127,11 +125,11 @@ def _pass(features: Table, target: Tensor, order: Tensor, network: Network, upda
     gradients = [torch.empty_like(p) for p in network.parameters]
     targets = target[order].mT  # (bins, N): rows come last, as in the network
     for start, rows in zip(range(0, len(order), _BATCH), order.split(_BATCH), strict=True):
-        done = network.forward(features.take(rows[None], buffer))
-        shares = torch.softmax(done.logits, 2)
+        taken = features.take(rows[None], buffer)
+        shares = torch.softmax(network.forward(taken), 2)
         # d mean((p - t)^2) / d logits = p * (g - sum(g * p)) with g = 2 (p - t) / (rows * bins)
         outer = (shares - targets[:, start : start + len(rows)]).mul_(2 / (len(rows) * NUM_BINS)).mul_(shares)
-        network.backward(done, outer.sub_(shares * outer.sum(2, keepdim=True)), gradients)
+        network.backward(taken, outer.sub_(shares * outer.sum(2, keepdim=True)), gradients)
         updates.step(network.parameters, gradients)
 
 

@@ -20,8 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from declutr.common.config import Strict
-from declutr.evaluation.senteval.classifier.features import table
-from declutr.evaluation.senteval.classifier.folds import Rows
+from declutr.evaluation.senteval.classifier.features import Rows, table
 from declutr.evaluation.senteval.classifier.network import linear_start
 from declutr.evaluation.senteval.data.retrieval_files import CAPTIONS_PER_IMAGE
 

@@ -16,12 +16,10 @@ from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.classifier.features import Table, pair_table, table
 from declutr.evaluation.senteval.data.taskdata import Split, TaskData, sentence_rows
 from declutr.evaluation.senteval.data.tasks import STS, STSB_MULTI, TRANSFER, SentEvalTask
-from declutr.evaluation.senteval.scores.averages import RECALLS
-from declutr.evaluation.senteval.scores.geometry import score_geometry
 from declutr.evaluation.senteval.scores.relatedness import Pairs, relatedness
-from declutr.evaluation.senteval.scores.results import Protocol
+from declutr.evaluation.senteval.scores.results import RECALLS, Protocol
 from declutr.evaluation.senteval.scores.retrieval import RetrievalConfig, gallery, retrieval
-from declutr.evaluation.senteval.scores.similarity import gold, score_sts
+from declutr.evaluation.senteval.scores.similarity import gold, score_geometry, score_sts
 
 Method = Literal["procedure", "cosine", "geometry"]
 """procedure: the task's own in SentEval; cosine: of dev and test pairs, for tasks where SentEval trains a regression;
@@ -32,7 +30,7 @@ Embeddings = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores by name (see `results.py` and `geometry.py`) and warnings to show with them."""
+    """Scores by name (see `results.py` and `similarity.py`) and warnings to show with them."""
 
     scores: Mapping[str, float]
     warnings: tuple[str, ...] = ()
@@ -111,7 +109,6 @@ def _classified(data: TaskData, rows: Mapping[str, int], embeddings: Embeddings,
         found = protocols.kfold(part("train"), part("test"), classes, config)
     else:
         chosen = config.for_snli() if task.name == "SNLI" else config
-        chosen = chosen.for_word_content() if task.name == "WordContent" else chosen
         found = protocols.split(part("train"), part("dev"), part("test"), classes, chosen)
     scores = {"devacc": found.dev_accuracy, "acc": found.accuracy}
     return Scored(scores if found.f1 is None else {**scores, "f1": found.f1})

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from declutr.cli.evaluate import run
-from declutr.evaluation.retrieval.compare import RetrievalScores, differences
-from declutr.evaluation.retrieval.measures import MEASURES
+from declutr.evaluation.retrieval.compare import MEASURES, RetrievalScores, differences
 from declutr.evaluation.retrieval.pairs import PairsError, read_test
 
 

@@ -6,8 +6,7 @@ from sentevalsets import write_sets
 
 from declutr.evaluation.senteval.checks.alterations import check_rows
 from declutr.evaluation.senteval.checks.checking import inspect
-from declutr.evaluation.senteval.checks.digests import digests_of, letters
-from declutr.evaluation.senteval.checks.published import Published, PublishedSplit, published
+from declutr.evaluation.senteval.checks.published import Published, PublishedSplit, digests_of, letters, published
 from declutr.evaluation.senteval.data.loading import load, task_files
 from declutr.evaluation.senteval.data.tasks import TASKS, find
 

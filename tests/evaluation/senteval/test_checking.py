@@ -10,10 +10,10 @@ from sentevaldata import COMPLETE, write, write_binary, write_rest
 from declutr.evaluation.senteval import checks
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.checks.published import published
-from declutr.evaluation.senteval.data.findings import MARKS
 from declutr.evaluation.senteval.data.loading import task_files
+from declutr.evaluation.senteval.data.taskdata import MARKS
 from declutr.evaluation.senteval.data.tasks import ALL_TASKS, find
-from declutr.evaluation.senteval.download.overview import overview
+from declutr.evaluation.senteval.download.downloading import overview
 
 real = pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
 

@@ -12,12 +12,10 @@ from declutr.cli.main import main
 from declutr.evaluation.senteval.data.lines import git_sha1
 from declutr.evaluation.senteval.data.loading import task_files
 from declutr.evaluation.senteval.data.tasks import TASKS, find
-from declutr.evaluation.senteval.download.downloading import download
-from declutr.evaluation.senteval.download.overview import transfers
-from declutr.evaluation.senteval.download.snli_archive import SnliError, make_split
+from declutr.evaluation.senteval.download.downloading import download, transfers
+from declutr.evaluation.senteval.download.snli_archive import SnliError, make_split, tokenize
 from declutr.evaluation.senteval.download.sources import Sources, public_sources, relocated
 from declutr.evaluation.senteval.download.transfer import TransferError, fetch
-from declutr.evaluation.senteval.download.treebank import tokenize
 
 TEXT = b"".join(b"%06d a line\n" % number for number in range(5000))
 MEBI = 1 << 20

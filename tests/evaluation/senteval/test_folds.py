@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.model_selection import StratifiedKFold
 
-from declutr.evaluation.senteval.classifier.folds import TrainingSet, hold_out, orders, stratified_folds
+from declutr.evaluation.senteval.classifier.features import TrainingSet, hold_out, orders, stratified_folds
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.runner.harness import evaluate
 from declutr.evaluation.senteval.runner.plan import ScoringChoice, choose_tasks
 from declutr.evaluation.senteval.runner.vectors import Vectors, embed_all
-from declutr.evaluation.senteval.scores.collapse import collapse_warnings, sample_rows
+from declutr.evaluation.senteval.scores.similarity import collapse_warnings, sample_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = ClassifierConfig(num_folds=2, max_epoch=1, epoch_size=1, tenacity=0, decays=(1e-5, 1e-2))
@@ -205,10 +205,10 @@ def test_a_class_too_small_for_the_folds_is_said(folder, tmp_path):
 def test_on_ray_as_here(folder, tmp_path, monkeypatch):
     import ray
 
-    from declutr.evaluation.senteval.runner import workers
+    from declutr.evaluation.senteval.runner import harness
 
     here = scored(Counting(), folder, tmp_path / "here", "SST2", "SICK-R", "STS12", "Tense")
-    monkeypatch.setattr(workers, "_WORTH_IT", 0)
+    monkeypatch.setattr(harness, "_WORTH_IT", 0)
     try:
         there = scored(
             Counting(), folder, tmp_path / "ray", "SST2", "SICK-R", "STS12", "Tense", session=SessionConfig(num_cpus=2)

@@ -12,8 +12,7 @@ from declutr.cli.main import main
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.senteval.checks.alterations import check_rows
 from declutr.evaluation.senteval.checks.checking import inspect
-from declutr.evaluation.senteval.checks.digests import digests_of
-from declutr.evaluation.senteval.checks.published import Published, PublishedSplit, published
+from declutr.evaluation.senteval.checks.published import Published, PublishedSplit, digests_of, published
 from declutr.evaluation.senteval.data.lines import git_sha1
 from declutr.evaluation.senteval.data.loading import load, task_files
 from declutr.evaluation.senteval.data.taskdata import DataError, MissingDataError

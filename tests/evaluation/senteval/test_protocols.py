@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+import released as plain
 
-from benchmarks.evaluate import released as plain
 from declutr.evaluation.senteval.classifier import protocols
 from declutr.evaluation.senteval.classifier.classifier import examples
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig

@@ -7,8 +7,15 @@ from sentevaldata import write_rest
 
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
-from declutr.evaluation.senteval.scores.averages import NoDevScoreError, averages, dev_headline, headline
-from declutr.evaluation.senteval.scores.results import Report, TaskResult, result_of
+from declutr.evaluation.senteval.scores.results import (
+    NoDevScoreError,
+    Report,
+    TaskResult,
+    averages,
+    dev_headline,
+    headline,
+    result_of,
+)
 
 
 def scores_of(name, value):

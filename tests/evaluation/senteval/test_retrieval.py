@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from declutr.evaluation.senteval.classifier.folds import orders
+from declutr.evaluation.senteval.classifier.features import orders
 from declutr.evaluation.senteval.classifier.network import linear_start
 from declutr.evaluation.senteval.scores.retrieval import (
     RetrievalConfig,

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from released import Plain
 from sentevaldata import write_retrieval
 from sentevalsets import write_sets
 
-from benchmarks.evaluate.official import Plain
 from declutr.evaluation.encoders.words import HashedWords
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.loading import load

@@ -10,10 +10,16 @@ from sentevaldata import write_rest, write_sts
 from declutr.evaluation.senteval.data.loading import load
 from declutr.evaluation.senteval.data.taskdata import sentences
 from declutr.evaluation.senteval.data.tasks import find
-from declutr.evaluation.senteval.scores import geometry
-from declutr.evaluation.senteval.scores.collapse import collapse_warnings
-from declutr.evaluation.senteval.scores.geometry import blockwise_uniformity, score_geometry
-from declutr.evaluation.senteval.scores.similarity import aggregate, correlate, cosines, score_sts
+from declutr.evaluation.senteval.scores import similarity
+from declutr.evaluation.senteval.scores.similarity import (
+    aggregate,
+    blockwise_uniformity,
+    collapse_warnings,
+    correlate,
+    cosines,
+    score_geometry,
+    score_sts,
+)
 from declutr.trainer.objectives.measures import uniformity
 
 
@@ -101,7 +107,7 @@ def score_split(data, name):
 
 def test_uniformity_in_blocks_is_uniformity(monkeypatch):
     vectors = torch.randn(53, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    monkeypatch.setattr(geometry, "_BLOCK", 10)
+    monkeypatch.setattr(similarity, "_BLOCK", 10)
     assert blockwise_uniformity(vectors) == pytest.approx(uniformity(vectors), abs=1e-12)
 
 

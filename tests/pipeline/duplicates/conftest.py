@@ -5,8 +5,8 @@ import pytest
 from declutr.pipeline.duplicates.documents import Documents, number
 from declutr.pipeline.duplicates.keys import write_keys
 from declutr.pipeline.duplicates.pairs import bucket_pairs
-from declutr.pipeline.duplicates.signatures import Signer
-from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.duplicates.shingles import Signer
+from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.readers.corpus import document_id
 
 

@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from declutr.pipeline.duplicates import pairs as pairs_module
-from declutr.pipeline.duplicates.clusters import decide
 from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
 from declutr.pipeline.duplicates.keys import KeysError, keys_path, open_keys, write_keys
-from declutr.pipeline.duplicates.pairs import DuplicatePairs, join
-from declutr.pipeline.duplicates.shingles import shingles
-from declutr.pipeline.duplicates.signatures import Signer
+from declutr.pipeline.duplicates.pairs import DuplicatePairs, decide, join
+from declutr.pipeline.duplicates.shingles import Signer, shingles
 
 NEAR = DuplicatesConfig(near=NearConfig())
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from declutr.pipeline.duplicates import signatures
+from declutr.pipeline.duplicates import shingles as sketching
 from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig, problems
-from declutr.pipeline.duplicates.shingles import shingles, word_hashes
-from declutr.pipeline.duplicates.signatures import Signer, band_keys
+from declutr.pipeline.duplicates.shingles import Signer, band_keys, shingles, word_hashes
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -83,7 +82,7 @@ def test_a_signature_is_of_a_set_and_the_same_in_every_process():
     assert np.array_equal(signer.sketch(hashes), signer.sketch(np.unique(hashes)[::-1]))
     code = (
         "from declutr.pipeline.duplicates.config import NearConfig\n"
-        "from declutr.pipeline.duplicates.signatures import Signer\n"
+        "from declutr.pipeline.duplicates.shingles import Signer\n"
         "print(Signer(NearConfig()).sign('Ein schöner Tag am See, und dann?').tolist())"
     )
     environment = {"PYTHONPATH": str(ROOT / "src"), "PYTHONHASHSEED": "7"}
@@ -99,7 +98,7 @@ def test_a_signature_is_of_a_set_and_the_same_in_every_process():
 def test_rounds_taken_at_once_or_in_turn_make_no_difference(num_shingles, monkeypatch):
     hashes = np.random.default_rng(0).integers(0, 2**63, num_shingles, dtype=np.uint64)
     at_once = Signer(NearConfig()).sketch(hashes)
-    monkeypatch.setattr(signatures, "_FEW", 0)
+    monkeypatch.setattr(sketching, "_FEW", 0)
     assert np.array_equal(Signer(NearConfig()).sketch(hashes), at_once)
 
 

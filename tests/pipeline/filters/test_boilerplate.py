@@ -1,8 +1,7 @@
 import pytest
 
-from declutr.pipeline.filters.boilerplate import Boilerplate
-from declutr.pipeline.filters.config import FiltersConfig
-from declutr.pipeline.filters.document_filter import DocumentFilter
+from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig
+from declutr.pipeline.filters.lines import Boilerplate
 
 REMOVED = {
     "cookies": ["This website uses cookies to improve your experience.", "Accept all cookies", "Cookie settings"],

@@ -1,8 +1,7 @@
 import pytest
 
-from declutr.pipeline.filters.c4 import C4Rules
-from declutr.pipeline.filters.config import FiltersConfig, problems
-from declutr.pipeline.filters.document_filter import DocumentFilter
+from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig, problems
+from declutr.pipeline.filters.lines import C4Rules
 
 OFF = {
     name: None if name in ("min_line_words", "min_sentences", "bad_words") else False for name in C4Rules.model_fields

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from declutr.pipeline.filters import evaluation_sets
-from declutr.pipeline.filters.config import FiltersConfig, problems
 from declutr.pipeline.filters.contamination import Contamination, ContaminationIndex
-from declutr.pipeline.filters.document_filter import DocumentFilter
+from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig, problems
 from declutr.pipeline.filters.evaluation_sets import build_index
 from declutr.pipeline.filters.words import folded_words
 

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from declutr.pipeline.filters.config import FiltersConfig, fingerprints, problems
 from declutr.pipeline.filters.contamination import Contamination
-from declutr.pipeline.filters.document_filter import DocumentFilter, FilterResult
+from declutr.pipeline.filters.document_filter import DocumentFilter, FilterResult, FiltersConfig, fingerprints, problems
 from declutr.pipeline.filters.evaluation_sets import build_index
 
 _DIGITS = re.compile(r"\d+")

@@ -1,7 +1,6 @@
 import pytest
 
-from declutr.pipeline.filters.config import FiltersConfig
-from declutr.pipeline.filters.document_filter import DocumentFilter
+from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig
 from declutr.pipeline.filters.gopher import GopherQuality
 
 OFF = dict.fromkeys(GopherQuality.model_fields)

@@ -3,8 +3,7 @@ import sys
 
 import pytest
 
-from declutr.pipeline.filters.config import FiltersConfig, problems
-from declutr.pipeline.filters.document_filter import DocumentFilter
+from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig, problems
 from declutr.pipeline.filters.language import LanguageRule, identify, known_languages
 
 SENTENCES = {

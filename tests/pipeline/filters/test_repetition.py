@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from declutr.pipeline.filters.config import FiltersConfig
-from declutr.pipeline.filters.document_filter import DocumentFilter
-from declutr.pipeline.filters.repetition import GopherRepetition, repetition_drop
+from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig
+from declutr.pipeline.filters.gopher import GopherRepetition, repetition_drop
 from declutr.pipeline.filters.words import hash_words
 
 OFF = dict.fromkeys(GopherRepetition.model_fields)

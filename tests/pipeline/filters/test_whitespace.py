@@ -3,8 +3,8 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from declutr.pipeline.filters import whitespace
-from declutr.pipeline.filters.whitespace import normalise
+from declutr.pipeline.filters import document_filter
+from declutr.pipeline.filters.document_filter import normalise
 
 SPACED = st.text(
     alphabet=st.sampled_from(" \t\n\r\x0b\x0c\x1c\x1f\x85\xa0\u2003\u3000ab\x00é\u200b\U0001f600"), max_size=60
@@ -28,4 +28,4 @@ def test_a_text_of_several_pieces():
 
 def test_every_whitespace_character_is_known():
     known = {chr(code) for code in range(sys.maxunicode + 1) if chr(code).isspace()}
-    assert known == {*whitespace._WHITESPACE, " "}
+    assert known == {*document_filter._WHITESPACE, " "}

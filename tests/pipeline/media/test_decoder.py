@@ -5,8 +5,8 @@ import pytest
 from mediafiles import blank_webp, commented_ppm, png, repeated_scans, sound, stored, tone, wide_tile
 from PIL import Image
 
+from declutr.pipeline.media.decoded import Limits
 from declutr.pipeline.media.images import decode_image
-from declutr.pipeline.media.limits import Limits
 from declutr.pipeline.media.media_rows import media_rows
 from declutr.pipeline.readers.corpus import Blob, ReadFailure, Rejected
 from declutr.pipeline.shards.content import AudioContent, ImagesContent

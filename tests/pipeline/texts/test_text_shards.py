@@ -14,8 +14,7 @@ from declutr.pipeline.duplicates.table import DUPLICATES
 from declutr.pipeline.job.selection import write_selected
 from declutr.pipeline.job.units import plan_units
 from declutr.pipeline.job.worker import CANDIDATES, write_unit
-from declutr.pipeline.shards.index import load_index
-from declutr.pipeline.shards.integrity import content_problem, schema_problem
+from declutr.pipeline.shards.integrity import content_problem, load_index, schema_problem
 from declutr.pipeline.shards.manifest import MANIFEST, ShardError, build_manifest, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry

@@ -1,12 +1,12 @@
 """SentEval's classifiers as in the released code: one fit after the other, each a module with its optimizer.
 
-Written from the procedure, for machines without a checkout of SentEval. The tests use it as reference, and
-`benchmarks.evaluate` as the other side. Its generators are objects instead of global ones, with the same numbers. It
-repeats a fit (`split`) wherever the released code does.
+Written from the procedure, as the reference of tests and as the other side of `benchmarks.evaluate` in them. Its
+generators are objects instead of global ones, with the same numbers. It repeats a fit (`split`) wherever the released
+code does.
 """
 
 import copy
-import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,29 +14,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import f1_score
 from sklearn.model_selection import StratifiedKFold
-from torch import Tensor, nn
+from torch import nn
 
+from benchmarks import record
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.taskdata import Split, TaskData
+from declutr.evaluation.senteval.scores.relatedness import bins
 
 Array = NDArray[Any]
-
-
-class _Dropout(nn.Module):
-    """torch's dropout with a separate generator."""
-
-    def __init__(self, p: float, stream: torch.Generator) -> None:
-        super().__init__()
-        self.p, self.stream = p, stream
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Dropout":
-        return _Dropout(self.p, self.stream)  # a generator cannot be copied, and copies are only scored
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply dropout in training mode."""
-        if not self.training or self.p == 0:
-            return x
-        return x * torch.empty_like(x).bernoulli_(1 - self.p, generator=self.stream).div_(1 - self.p)
+Scores = dict[str, float]
 
 
 @dataclass
@@ -51,7 +39,7 @@ class Classifier:
         """Train until the tenacity is used up; without `dev`, use a random 5% of the rows."""
         config = self.config
         self.orders = np.random.RandomState(config.seed)
-        self.model = self._model(x.shape[1])
+        self.model: nn.Module = _layer(x.shape[1], self.num_classes, config.seed)
         if dev is None:
             drawn = self.orders.permutation(len(x))
             count = int(0.05 * len(x))
@@ -78,14 +66,6 @@ class Classifier:
                 misses += 1
         self.model = best_model
         return self
-
-    def _model(self, width: int) -> nn.Module:
-        hidden = self.config.num_hidden
-        widths = [width, hidden, self.num_classes] if hidden else [width, self.num_classes]
-        layers, stream = _layers(widths, self.config.seed)
-        if not hidden:
-            return nn.Sequential(*layers)
-        return nn.Sequential(layers[0], _Dropout(self.config.dropout, stream), nn.Sigmoid(), layers[1])
 
     def predict(self, x: Array) -> Array:
         """Predict classes of `x`, in batches."""
@@ -140,7 +120,7 @@ def relatedness(parts: dict[str, tuple[Array, Array]], targets: Array, seed: int
     """
     x, y = torch.from_numpy(parts["train"][0]).float(), torch.from_numpy(targets).float()
     orders = np.random.RandomState(seed)
-    model = nn.Sequential(*_layers([x.shape[1], y.shape[1]], seed)[0], nn.Softmax(dim=-1))
+    model = nn.Sequential(_layer(x.shape[1], y.shape[1], seed), nn.Softmax(dim=-1))
     optimizer = torch.optim.Adam(model.parameters())
     levels = np.arange(1, y.shape[1] + 1)
 
@@ -171,14 +151,11 @@ def relatedness(parts: dict[str, tuple[Array, Array]], targets: Array, seed: int
     return best, float(pearsonr(found, gold).statistic), float(spearmanr(found, gold).statistic)
 
 
-def _layers(widths: list[int], seed: int) -> tuple[list[nn.Linear], torch.Generator]:
-    """Layers started like after `torch.manual_seed(seed)`, and the generator after that; the global one stays."""
+def _layer(inputs: int, outputs: int, seed: int) -> nn.Linear:
+    """A layer started like after `torch.manual_seed(seed)`; the global generator stays."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        layers = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(widths)]
-        stream = torch.Generator()
-        stream.set_state(torch.get_rng_state())
-    return layers, stream
+        return nn.Linear(inputs, outputs)
 
 
 def _choose(x: Array, y: Array, num_classes: int, config: ClassifierConfig, seed: int) -> tuple[float, float]:
@@ -191,3 +168,67 @@ def _choose(x: Array, y: Array, num_classes: int, config: ClassifierConfig, seed
             scores.append(fit.score(x[dev], y[dev]))
         means.append(float(np.round(100 * np.mean(scores), 2)))
     return config.decays[int(np.argmax(means))], max(means)
+
+
+class Plain:
+    """The procedure on given embeddings, as the other side of `benchmarks.evaluate`."""
+
+    name = "plain"
+
+    def score(
+        self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig
+    ) -> tuple[dict[str, float], Array]:
+        """Return a task's scores, and its wall and processor seconds."""
+        begun = record.now()
+        scores = self._scores(data, rows, embeddings, config)
+        return scores, record.now() - begun
+
+    def _scores(self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig) -> Scores:
+        task, classes = data.task, len(data.classes)
+        if task.procedure == "similarity":
+            return _similarity(data, rows, embeddings)
+        parts = {name: (_features(split, rows, embeddings, data), split.labels) for name, split in data.splits.items()}
+        if task.procedure == "inner_kfold":
+            dev, accuracy, _ = inner_kfold(*parts["all"], classes, config)
+            return {"devacc": dev, "acc": accuracy}
+        if task.procedure == "kfold":
+            dev, accuracy, answers = kfold(*parts["train"], *parts["test"], classes, config)
+            f1 = {"f1": round(100 * float(f1_score(parts["test"][1], answers)), 2)} if classes == 2 else {}
+            return {"devacc": dev, "acc": accuracy, **f1}
+        if task.procedure == "relatedness":
+            dev, pearson, spearman = relatedness(parts, bins(parts["train"][1]), config.seed)
+            return {"devpearson": dev, "pearson": pearson, "spearman": spearman}
+        chosen = config.for_snli() if task.name == "SNLI" else config
+        dev, accuracy = split(parts, classes, chosen)
+        return {"devacc": dev, "acc": accuracy}
+
+
+def _features(split: Split, rows: Mapping[str, int], embeddings: Array, data: TaskData) -> Array:
+    first = embeddings[[rows[text] for text in split.first]]
+    if split.second is None:
+        return first
+    second = embeddings[[rows[text] for text in split.second]]
+    parts = [np.abs(first - second), first * second]
+    if data.task.features == "pair_product_difference":
+        parts = [first, second, parts[1], parts[0]]
+    made: Array = np.concatenate(parts, axis=1)
+    return made
+
+
+def _similarity(data: TaskData, rows: Mapping[str, int], embeddings: Array) -> Scores:
+    found: dict[str, list[float]] = {"spearman": [], "pearson": []}
+    weights = []
+    for split in data.splits.values():
+        values = []
+        for one, two in zip(split.first, split.second or (), strict=True):
+            u, v = np.nan_to_num(embeddings[rows[one]]), np.nan_to_num(embeddings[rows[two]])
+            with np.errstate(all="ignore"):
+                values.append(float(np.nan_to_num(np.dot(u, v) / (np.linalg.norm(u) * np.linalg.norm(v)))))
+        found["spearman"].append(float(spearmanr(values, split.labels).statistic))
+        found["pearson"].append(float(pearsonr(values, split.labels).statistic))
+        weights.append(len(values))
+    return {
+        f"{kind}.{way}": float(np.average(values, weights=weights if way == "wmean" else None))
+        for kind, values in found.items()
+        for way in ("mean", "wmean")
+    }

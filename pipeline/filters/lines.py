@@ -1,9 +1,13 @@
-"""The rules of C4: Raffel et al. 2020, "Exploring the Limits of Transfer Learning" (JMLR 21), section 2.2.
+"""Rules that remove lines: those of C4 (Raffel et al. 2020, JMLR 21, section 2.2), and boilerplate.
 
 Lines are removed first, then the remaining text is judged; two rules look at the whole page. The first version of the
 paper (October 2019) has five sentences and three words; the defaults here are those of the journal and of the released
 code. C4 also removes all but one of any three-sentence span that occurs more than once in the corpus. A single document
 cannot show this; see pipeline/duplicates for copies of documents.
+
+The kinds follow the line-wise corrections of RefinedWeb (Penedo et al. 2023, arXiv:2306.01116, appendix G.2) and C4's
+list of policies; the phrases are the project's, and English. Only short lines are checked, so that an article about
+cookies keeps its paragraphs. Lines that are frequent over the whole corpus stay, because one document cannot show them.
 """
 
 import re
@@ -11,12 +15,62 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from declutr.common.config import Strict
 from declutr.common.paths import expand
 from declutr.pipeline.filters.gopher import Drop
+
+Kind = Literal["cookies", "legal", "navigation", "sharing", "counters"]
+
+_PATTERNS: dict[Kind, str] = {
+    "cookies": r"(?:this|our) (?:web)?site uses cookies|\bwe use cookies\b|\bby using (?:this|our) (?:web)?site,? you "
+    r"(?:agree|consent)|^accept (?:all )?cookies\W*$|\bcookie (?:policy|settings|preferences|notice)\b",
+    "legal": r"\ball rights reserved\b|^(?:©|\(c\)|copyright\b).{0,80}\b(?:19|20)\d\d\b|^(?:terms (?:of|and) "
+    r"(?:use|service|conditions)|privacy (?:policy|statement|notice)|disclaimer|imprint)\W*$",
+    "navigation": r"^(?:skip to (?:main )?content|(?:go )?back to top|(?:main )?menu|home|search|sitemap|previous"
+    r"(?: (?:page|post|article))?|next(?: (?:page|post|article))?|sign[ -]?in|log[ -]?in|sign up|register|subscribe"
+    r"(?: now)?|(?:read|load|show|view) more|continue reading|leave a (?:reply|comment)|print this page|contact us"
+    r"|about us|you are here)\b.{0,3}$|^(?:[^|»›>•]{1,30}[|»›>•]){3,}[^|»›>•]{0,30}$",
+    "sharing": r"^(?:share|tweet|pin|email|follow us|like us|share this|share on|follow us on|like us on|tweet this)"
+    r"(?: (?:this|on|via|to|article|post|story|page|and|facebook|twitter|x|linkedin|pinterest|reddit|whatsapp"
+    r"|instagram|email|youtube)[,.!:]?)*\W*$",
+    "counters": r"^[\d.,]+\s?[km]?\s+(?:likes?|shares?|comments?|views?|replies|reply|retweets?|followers?|votes?"
+    r"|reads?|downloads?)\W*$|^(?:page )?\d+ of \d+\W*$|^[\d\s.,:/|-]+$",
+}
+
+
+class Boilerplate(Strict):
+    """Lines to remove from a document. A document without other lines is dropped, reason only_boilerplate."""
+
+    kinds: list[Kind] = Field(default=["cookies", "legal", "navigation", "sharing", "counters"], min_length=1)
+    """Kinds of lines to remove."""
+    max_line_characters: int = Field(default=160, ge=1)
+    """Longer lines stay, whatever their text."""
+
+
+class BoilerplateRemover:
+    """Removes the configured kinds of lines by one combined pattern."""
+
+    def __init__(self, config: Boilerplate) -> None:
+        self._max_characters = config.max_line_characters
+        patterns = [_PATTERNS[kind] for kind in dict.fromkeys(config.kinds)]
+        self._pattern = re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.IGNORECASE)
+
+    def remove(self, text: str) -> str:
+        """The text without its boilerplate lines; the other lines, blank ones too, stay as they are."""
+        lines = text.split("\n")
+        kept = [line for line in lines if not self._is_boilerplate(line)]
+        return text if len(kept) == len(lines) else "\n".join(kept)
+
+    def _is_boilerplate(self, line: str) -> bool:
+        if len(line) > self._max_characters:
+            return False
+        stripped = line.strip()
+        return bool(stripped) and self._pattern.search(stripped) is not None
+
 
 _CLOSING = "\"'”’»)]"
 _TERMINAL = (".", "!", "?", '"', "”", "。", "！", "？")
