@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from messages import all_of
 
 from benchmarks.evaluate import __main__ as evaluate
 from benchmarks.quality import encoders
@@ -56,7 +57,7 @@ def test_held_out_scores_of_touching_and_of_distant_passages():
 
 
 def test_a_mean_of_fewer_seeds_is_no_mean():
-    with pytest.raises(ValueError, match="TREC: no score for declutr 1"):
+    with pytest.raises(ValueError, match=all_of("TREC", "declutr 1")):
         encoders.summarise(*scored(left_out=("declutr", 1)))
 
 
@@ -66,7 +67,7 @@ def test_what_ended_well_is_not_run_again(tmp_path):
     def append(text, status=0):
         return [sys.executable, "-c", f"import sys; open({str(count)!r}, 'a').write({text!r}); sys.exit({status})"]
 
-    with pytest.raises(SystemExit, match=r"train ended with status 3; see .*train\.log"):
+    with pytest.raises(SystemExit, match=all_of("train", "status 3", "train.log")):
         encoders.once(tmp_path, "train", append("a", 3))
     for _ in range(2):
         encoders.once(tmp_path, "train", append("b"))

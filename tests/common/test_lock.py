@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from damagedjson import DAMAGED
 from diskcalls import disk_calls
+from messages import all_of
 from waiting import until
 
 from declutr.common.lock import LOCK, RunLock, RunLockedError, this_process
@@ -42,7 +43,7 @@ def take(folder, lost=lambda: None):
 
 
 def test_a_second_command_is_refused_and_told_whose_the_run_is(tmp_path, holder):
-    with pytest.raises(RunLockedError, match=rf"another command works here .*pid {holder.pid}"):
+    with pytest.raises(RunLockedError, match=all_of("another command", f"pid {holder.pid}")):
         take(tmp_path)
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == holder.pid
 
@@ -103,7 +104,8 @@ INSIDE = {"nested deeply inside": b'{"x": ' + b"[" * 100_000}
 def test_a_damaged_lock_is_nobodys(tmp_path, log, content):
     (tmp_path / LOCK).write_bytes(content)
     take(tmp_path)
-    assert any("lock.json is damaged" in line for line in log) == bool(content)
+    assert len(log) == bool(content)
+    assert all("lock.json is damaged" in line for line in log)
     assert not (tmp_path / LOCK).exists()
 
 
@@ -131,7 +133,7 @@ def test_a_storage_that_is_away_for_a_while_takes_no_lock(tmp_path, log):
     point(run, disk)
     with RunLock(run, lambda: told.append("lost"), beat_seconds=0.02):
         point(run, away)
-        until(lambda: any("could not be written: Not a directory" in line for line in log))
+        until(lambda: any("Not a directory" in line for line in log))
         os.utime(disk / LOCK, (0, 0))
         point(run, disk)
         until(lambda: (disk / LOCK).stat().st_mtime > 0)

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from folders import TEXTS, encoder_folder
+from messages import says
 from tokenizers import Tokenizer
 
 from declutr.cli.main import main
@@ -48,4 +49,4 @@ def test_only_transformers_become_onnx(tmp_path, capsys):
 def test_without_its_packages_it_says_what_to_install(package, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)  # importing it raises ImportError
     assert main(["export-onnx", "nowhere", "--output", str(tmp_path / "onnx")]) == 1
-    assert f"needs the package {package} (pip install" in capsys.readouterr().err
+    says(capsys.readouterr().err, package, "pip install")

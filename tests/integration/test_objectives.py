@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tinyruns as runs
 import torch
+from messages import all_of
 from transformers import AutoTokenizer
 
 from declutr.pipeline.shards.shards import ShardSet
@@ -135,10 +136,10 @@ def test_a_checkpoint_of_another_encoder_is_refused(data, tmp_path):
     run = Run(data)
     path = checkpoint.save(tmp_path, run.state(1), collect([run.train_step]))
     wider = Run(data, encoder={"from_config": {**runs.FROM_CONFIG, "hidden_size": 16}})
-    with pytest.raises(checkpoint.CheckpointError, match=r"has shape \[\d+, 32\], not \[\d+, 16\]"):
+    with pytest.raises(checkpoint.CheckpointError, match=all_of("shape", ", 32]", ", 16]")):
         load(path, [wider.train_step])
     other = Run(data, encoder={"projection": {"kind": "linear"}})
-    with pytest.raises(checkpoint.CheckpointError, match="parameters differ from the model's"):
+    with pytest.raises(checkpoint.CheckpointError, match=all_of("parameters", "differ")):
         load(path, [other.train_step])
     assert set(json.loads((path / "state.json").read_text())["files"]) == {
         "encoder.safetensors",

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+from messages import all_of
 from volumes import small_volume
 
 from declutr.common.config import ConfigError
@@ -89,7 +90,7 @@ def test_lost_and_truncated_shards_are_made_again_to_the_byte(corpus, tmp_path, 
 def test_other_settings_or_inputs_in_the_same_folder_are_refused(corpus, prepared, tmp_path):
     folder, _ = prepared
     before = contents(folder)
-    with pytest.raises(ConfigError, match=r"geometry\.max_tokens: here 16, there 32"):
+    with pytest.raises(ConfigError, match=all_of("geometry.max_tokens", "here 16", "there 32")):
         prepare(config_of(corpus, folder, geometry={"num_anchors": 1, "max_tokens": 16}))
     (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match="other settings"):
@@ -97,7 +98,7 @@ def test_other_settings_or_inputs_in_the_same_folder_are_refused(corpus, prepare
     extra = corpus / "c.jsonl"
     extra.write_text('{"text": "new"}')
     try:
-        with pytest.raises(ConfigError, match="other inputs: 1 of"):
+        with pytest.raises(ConfigError, match=all_of("other inputs", "1 of")):
             prepare(config_of(corpus, folder))
     finally:
         extra.unlink()
@@ -107,17 +108,17 @@ def test_other_settings_or_inputs_in_the_same_folder_are_refused(corpus, prepare
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "empty, the inputs hold no documents"),
-        ("not json\n", r"no document could be read, all 1 failed \(1 invalid_json\)"),
+        ("", ("empty", "no documents")),
+        ("not json\n", ("no document", "all 1 failed", "1 invalid_json")),
         (
             '{"text": "too short"}\n{"text": ""}\n',
-            r"none of 2 documents is long enough: the longest has \d+ tokens.*64",
+            ("none of 2 documents", "the longest", "64"),
         ),
     ],
 )
 def test_a_corpus_of_which_nothing_is_kept_says_why_and_leaves_nothing(tmp_path, text, message):
     (tmp_path / "a.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=all_of(message)):
         prepare(config_of(tmp_path / "a.jsonl", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -126,7 +127,7 @@ def test_a_disk_that_fills_up_ends_in_words_and_the_same_command_continues(corpu
     with small_volume(tmp_path / "volume", 2) as volume:
         config = config_of(corpus, volume.path / "out")
         volume.fill(leave_bytes=400_000)
-        with pytest.raises(ShardError, match=r"No space left on device.*the same command continues"):
+        with pytest.raises(ShardError, match=all_of("No space left on device", "same command")):
             prepare(config)
         assert not (volume.path / "out" / "manifest.json").exists()
         volume.drain()
@@ -162,9 +163,9 @@ def test_a_replaced_file_is_found_after_copies_were_removed(corpus, tmp_path):
     raw = bytearray(changed.read_bytes())
     raw[200_000] ^= 1
     changed.write_bytes(raw)
-    with pytest.raises(ConfigError, match=r"\d+ of \d+ units changed although names and sizes are the same"):
+    with pytest.raises(ConfigError, match="units changed"):
         prepare(config)
     (tmp_path / "out" / "manifest.json").unlink()
-    with pytest.raises(ConfigError, match="restore the earlier files"):
+    with pytest.raises(ConfigError, match="restore"):
         prepare(config)
     assert contents(tmp_path / "out").items() <= before.items()

@@ -5,6 +5,7 @@ import json
 import pytest
 import ray
 from faultystore import faulty_store
+from messages import all_of, says
 from s3server import s3_server
 
 from declutr.common.config import ConfigError
@@ -137,18 +138,18 @@ def test_lost_shards_of_a_complete_output_are_made_again(corpus, bucket, tmp_pat
 def test_other_settings_or_foreign_files_are_refused(corpus, bucket, tmp_path):
     address = bucket("refused")
     write_file(child(address, "mine.txt"), b"mine")
-    with pytest.raises(ConfigError, match="holds files that `prepare` did not write"):
+    with pytest.raises(ConfigError, match=all_of("`prepare`", "files")):
         prepare(config_of(corpus, address, tmp_path / "cache"))
     remove_file(child(address, "mine.txt"))
     prepare(config_of(corpus, address, tmp_path / "cache"))
     there = sizes(address)
-    with pytest.raises(ConfigError, match="seed: here 1, there 0"):
+    with pytest.raises(ConfigError, match=all_of("seed", "here 1", "there 0")):
         prepare(config_of(corpus, address, tmp_path / "cache", seed=1))
     assert sizes(address) == there
 
 
 def test_a_cache_that_cannot_be_written_is_named(corpus, bucket):
-    with pytest.raises(ConfigError, match="cache = /proc/nothing: No such file or directory; name a folder"):
+    with pytest.raises(ConfigError, match=all_of("cache = /proc/nothing", "No such file", "folder")):
         prepare(config_of(corpus, bucket("uncached"), "/proc/nothing"))
 
 
@@ -156,14 +157,14 @@ def test_a_second_command_is_refused_and_changes_nothing(corpus, bucket, tmp_pat
     address = bucket("twice")
     with Lease(address, lambda: None):
         there = names(address)
-        with pytest.raises(RunLockedError, match=r"another command works here \(host .*, pid \d+"):
+        with pytest.raises(RunLockedError, match=all_of("another command", "host", "pid")):
             prepare(config_of(corpus, address, tmp_path / "cache"))
         assert names(address) == there
 
 
 def test_a_corpus_of_which_nothing_is_kept_leaves_nothing(bucket, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "too short"}\n')
-    with pytest.raises(ConfigError, match="none of 1 documents is long enough"):
+    with pytest.raises(ConfigError, match="none of 1 documents"):
         prepare(config_of(tmp_path / "a.jsonl", bucket("nothing"), tmp_path / "cache"))
     assert sizes(bucket("nothing")) == {}
     assert LOCK not in names(bucket("nothing"))
@@ -177,7 +178,7 @@ def test_plan_writes_nothing_there_and_its_estimate_reaches_the_output(corpus, b
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"prepare": config.model_dump(mode="json")}))
     assert main([str(path)]) == 0
-    assert f"estimated before: documents {made.documents}" in capsys.readouterr().out
+    says(capsys.readouterr().out, f"documents {made.documents}")
     assert json.loads(read_file(child(address, "estimate.json")))["documents"] == made.documents
 
 
@@ -191,9 +192,9 @@ def fails(config, words):
 @pytest.mark.parametrize(
     ("status", "code", "after", "words"),
     [
-        (403, "AccessDenied", 0, ["nothing can be written there", "refuses", "credentials, their permissions"]),
-        (503, "SlowDown", 12, ["has not answered for", "limits the request rate", "the same command continues"]),
-        (400, "ExpiredToken", 35, ["refuses", "credentials have expired: renew them", "the same command continues"]),
+        (403, "AccessDenied", 0, ["nothing can be", "refuses", ("credentials", "permissions")]),
+        (503, "SlowDown", 12, ["answered", "request rate", "same command"]),
+        (400, "ExpiredToken", 35, ["refuses", ("credentials", "expired", "renew"), "same command"]),
     ],
 )
 def test_a_store_that_refuses_writes_ends_in_words_and_nothing_is_lost(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tinyruns as runs
 import yaml
+from messages import says
 
 from declutr.cli.main import main as declutr
 from declutr.common.storage import hash_file
@@ -100,16 +101,16 @@ def test_the_command_plans_reports_and_inspects(corpus, prepared, tmp_path, caps
     config.write_text(yaml.safe_dump({"prepare": values_of(corpus, tmp_path / "out")}))
     assert main([str(config), "--plan"]) == 0
     planned = capsys.readouterr().out
-    assert "rows        442, of which 360 kept" in planned
+    assert "360 kept" in planned
     assert main([str(config)]) == 0
     told = capsys.readouterr().out
-    assert "442 rows read, 360 kept" in told
-    assert "hypotheses: 360 contradiction, 360 entailment, 360 neutral" in told
+    says(told, "442 rows read", "360 kept")
+    says(told, "360 contradiction", "360 entailment", "360 neutral")
     assert "kept 360 (+0%)" in told
     assert main([str(config), "--verify-inputs"]) == 0
     assert contents(tmp_path / "out").keys() - {"estimate.json"} == contents(prepared[0]).keys()
     shown = "\n".join(describe(tmp_path / "out"))
-    assert "rows of pairs, hypotheses: 360 contradiction" in shown
+    says(shown, "rows of pairs", "360 contradiction")
     assert shown.count("    premise ") == shown.count("    neutral ") == 3
     assert "Spans" not in shown
     entry = next(line for line in shown.splitlines() if line.startswith("- row 0"))
@@ -153,8 +154,8 @@ def test_a_file_without_contradictions_is_refused_with_the_counts(tmp_path, caps
     config.write_text(yaml.safe_dump({"prepare": values_of(tmp_path / "a.jsonl", tmp_path / "out")}))
     assert main([str(config)]) == 1
     told = capsys.readouterr().err
-    assert "none of 8 records became a row of pairs: 8 lacks_contradiction" in told
-    assert "content.required_labels = [entailment, contradiction]" in told
+    says(told, "none of 8 records", "pairs", "8 lacks_contradiction")
+    says(told, "content.required_labels = [entailment, contradiction]")
 
 
 def test_too_many_unknown_labels_end_with_an_error(tmp_path, capsys):
@@ -165,21 +166,22 @@ def test_too_many_unknown_labels_end_with_an_error(tmp_path, capsys):
     assert main([str(config)]) == 1
     told = capsys.readouterr().err
     assert "1 unknown_label" in told
-    assert "'contradictory' is unknown; known are entailment, neutral, contradiction, 0, 1, 2" in told
+    says(told, "'contradictory'", "entailment, neutral, contradiction, 0, 1, 2")
 
 
 def test_an_objective_is_refused_on_rows_that_it_cannot_read(prepared, data):
     config = runs.train_config(prepared[0], "unused")
     (told,) = [problem for problem in problems(config) if "reads" in problem]
-    assert told == (
-        f"objective.kind = declutr reads documents; data = {prepared[0]} holds pairs: prepare it with "
-        "content.kind=documents"
-    )
+    says(told, "objective.kind = declutr", f"data = {prepared[0]}", "pairs", "content.kind=documents")
     config = runs.train_config(data, "unused", objective={"kind": "simcse"})
     (told,) = [problem for problem in problems(config) if "reads" in problem]
-    assert told == (
-        f"objective.kind = simcse reads sentences, triples or pairs; data = {data} holds documents: prepare it with "
-        "content.kind=sentences"
+    says(
+        told,
+        "objective.kind = simcse",
+        "sentences, triples or pairs",
+        f"data = {data}",
+        "documents",
+        "content.kind=sentences",
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import tinyruns as runs
 import torch
 from groups import run_group
+from messages import all_of, says
 from prepared import Row, write_prepared
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
@@ -144,13 +145,13 @@ def test_too_many_in_a_row_stop_the_run(tmp_path):
     one = worker(tmp_path, max_skipped_steps=2)
     take(one, 1, 3, bad={1, 2})
     take(one, 4, 5, bad={4, 5})
-    with pytest.raises(NonFiniteLossError, match=r"step 6: loss nan .* max_skipped_steps = 2"):
+    with pytest.raises(NonFiniteLossError, match=all_of("step 6", "loss nan", "max_skipped_steps = 2")):
         take(one, 6, 6, bad={6})
 
 
 def test_stopping_is_the_default(tmp_path):
     one = worker(tmp_path, on_nonfinite_loss="stop")
-    with pytest.raises(NonFiniteLossError, match="step 2: loss nan"):
+    with pytest.raises(NonFiniteLossError, match=all_of("step 2", "loss nan")):
         take(one, 1, 6)
     assert worker(tmp_path, on_nonfinite_loss="stop").config.hash() == worker(tmp_path).config.hash()
 
@@ -200,7 +201,7 @@ def test_every_rank_does_the_same(tmp_path):
         assert count == 1
         assert equal
         assert words
-    assert "the disk is full" in results[0][-1]
+    says(results[0][-1], "disk is full")
 
 
 def test_a_notice_ends_after_a_whole_checkpoint(tmp_path):
@@ -355,7 +356,7 @@ def test_patience_with_a_follower_that_scores_in_its_own_time(tmp_path):
     ("load_report", "encoder", "refused"),
     [
         (LoadReport(encoder=("bert.a",)), {}, "bert.a"),
-        (LoadReport(head=("cls.a",)), {}, "has no MLM head"),
+        (LoadReport(head=("cls.a",)), {}, "no MLM head"),
         (LoadReport(head=("cls.a",)), {"new_mlm_head": True}, None),
         (LoadReport(unused=("adapter",)), {}, None),
     ],
@@ -367,7 +368,7 @@ def test_random_weights_take_no_step(tmp_path, load_report, encoder, refused):
     if refused is None:
         one.refuse_random_weights()
         return
-    with pytest.raises(UnfitEncoderError, match=refused):
+    with pytest.raises(UnfitEncoderError, match=all_of(refused)):
         one.train()
 
 
@@ -379,7 +380,7 @@ def test_an_error_of_the_reading_thread_is_raised_in_its_reader():
         raise OSError("a shard is gone")
 
     found = []
-    with pytest.raises(OSError, match="a shard is gone"):
+    with pytest.raises(OSError, match="shard is gone"):
         found.extend(Prefetcher(items()))
     assert found == [1, 2]
     assert list(Prefetcher(iter(range(20)))) == list(range(20))

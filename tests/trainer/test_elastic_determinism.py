@@ -8,6 +8,7 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
+from messages import all_of
 from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step, with_task
 from tinyruns import least_config
 
@@ -199,34 +200,34 @@ def test_order_of_terms_changes_nothing():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scaling": {"elastic_determinism": True, "fsdp": True}}, "exclude each other.*set one of them to false"),
+        ({"scaling": {"elastic_determinism": True, "fsdp": True}}, ("exclude", "false")),
         (
             {"scaling": {"elastic_determinism": True}, "microbatch_tokens": "auto"},
-            "needs a fixed microbatch_tokens, not auto",
+            ("microbatch_tokens", "auto"),
         ),
         (
             {"scaling": {"deterministic_chunk_documents": 3}},
-            "deterministic_chunk_documents = 3 has no effect without elastic_determinism = true",
+            ("deterministic_chunk_documents = 3", "no effect", "elastic_determinism = true"),
         ),
         (
             {"scaling": {"elastic_determinism": True, "reduce_dtype": "bf16"}},
-            "reduce_dtype = bf16 has no effect with elastic_determinism",
+            ("reduce_dtype = bf16", "no effect", "elastic_determinism"),
         ),
         (
             {"scaling": {"elastic_determinism": True, "num_workers": [1, 17]}},
-            "num_workers = 17: the 16 canonical microbatches",
+            ("scaling.num_workers = 17", "16"),
         ),
         (
             {
                 "scaling": {"elastic_determinism": True},
                 "encoder": {"from_config": {"model_type": "roberta"}, "compile": True},
             },
-            "needs encoder.compile = false",
+            "encoder.compile = false",
         ),
     ],
 )
 def test_settings_that_exclude_each_other(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=all_of(message)):
         least_config(**changes)
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from measures import deviation
+from messages import all_of
 from pydantic import ValidationError
 from tiny import contrastive, declutr, rows_of
 
@@ -122,18 +123,18 @@ def test_without_a_queue_nothing_is_kept():
 
 
 def test_queue_with_another_loss_is_refused():
-    with pytest.raises(ValidationError, match="queue_size = 8 needs loss kind ntxent, not pytorch_metric_learning"):
+    with pytest.raises(ValidationError, match=all_of("queue_size = 8", "ntxent", "pytorch_metric_learning")):
         DeclutrConfig(queue_size=8, loss={"kind": "pytorch_metric_learning", "loss": "NTXentLoss"})
 
 
 @pytest.mark.parametrize("name", ["NtXentLoss", "_private", "__builtins__", "os"])
 def test_unknown_loss_lists_the_known(name):
-    with pytest.raises(ValidationError, match=rf"losses has no '{name}'; use one of .*NTXentLoss.*SupConLoss"):
+    with pytest.raises(ValidationError, match=all_of(f"'{name}'", "NTXentLoss", "SupConLoss")):
         MetricLearningConfig(kind="pytorch_metric_learning", loss=name)
 
 
 def test_unknown_miner_lists_the_known():
-    with pytest.raises(ValidationError, match=r"miners has no 'Miner'; use one of .*MultiSimilarityMiner"):
+    with pytest.raises(ValidationError, match=all_of("'Miner'", "MultiSimilarityMiner")):
         MetricLearningConfig(kind="pytorch_metric_learning", loss="NTXentLoss", miner="Miner")
 
 
@@ -148,12 +149,12 @@ def metric_loss(**given):
 
 
 def test_wrong_argument_is_named():
-    with pytest.raises(ValueError, match=r"objective\.loss NTXentLoss / miner None: .*temperatur"):
+    with pytest.raises(ValueError, match=all_of("objective.loss NTXentLoss", "miner None", "'temperatur'")):
         metric_loss(loss="NTXentLoss", loss_arguments={"temperatur": 0.05})
 
 
 def test_losses_with_class_weights_are_refused():
-    with pytest.raises(ValueError, match=r"objective\.loss = ArcFaceLoss learns class weights"):
+    with pytest.raises(ValueError, match=all_of("objective.loss = ArcFaceLoss", "class weights")):
         metric_loss(loss="ArcFaceLoss", loss_arguments={"num_classes": 4, "embedding_size": 5})
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
+from messages import all_of, says
 from tiny import HALF, OBJECTIVES, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from tiny import contrastive as contrastive_loss
 
@@ -173,7 +174,7 @@ def test_a_loss_that_is_not_finite_updates_nothing(objective, tokens):
     queue = None if train_step.tasks[0].objective.queue is None else train_step.tasks[0].objective.queue.clone()
     before = [p.detach().clone() for p in train_step.encoder.parameters()]
     moments = [s["exp_avg"].clone() for s in train_step.optimizer.state.values()]
-    with pytest.raises(NonFiniteLossError, match=r"step 2: loss nan .* nothing was updated\. Try a smaller optim\.lr"):
+    with pytest.raises(NonFiniteLossError, match=all_of("step 2", "loss nan", "nothing was updated", "optim.lr")):
         train_step.step({"": batch}, 2)
     assert same_parameters(train_step.encoder, before)
     assert all(torch.equal(s["exp_avg"], m) for s, m in zip(train_step.optimizer.state.values(), moments, strict=True))
@@ -302,7 +303,7 @@ def test_released_scaling_and_failures_on_two_ranks():
         assert contrastive_scaled[0] == contrastive[0]  # the loss that is shown is not scaled
         assert deviation([4 * g for g in contrastive_scaled[3]], contrastive[3]) < 1e-12
         assert deviation(mlm_scaled[3], mlm[3]) == 0
-        assert message.startswith("step 1: loss nan")
+        says(message, "step 1", "loss nan")
         assert same
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tinyruns as runs
 import torch
+from messages import all_of, says
 from prepared import Row, write_prepared
 from safetensors.torch import load_file
 from states import state_of
@@ -165,14 +166,14 @@ def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
     assert local(one) == [1]  # on this host's disk it is
     assert order[0] == "numbers"
     assert order.count("numbers") == 1  # and is not written again
-    assert "the checkpoint of step 1 cannot be sent" in log[0]
+    says(log[0], "step 1", "sent")
     assert "Training continues" in log[0]
     gate.unlink()
     saver.wait()
     saver.close()
     assert is_whole(place(one, 1))
     assert read_file(child(one.address, METRICS)) == b"{}\n"
-    assert "step 1 is written, after" in log[-1]
+    says(log[-1], "step 1", "written")
     with pytest.raises(RemoteError):
         host(tmp_path, "one", "nosuch://x/y").fetch()
 
@@ -199,7 +200,7 @@ def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
     from declutr.trainer.data import chunks
 
     chunks._shards.clear()  # another process
-    with pytest.raises(ShardError, match="other shards than at the start of the run"):
+    with pytest.raises(ShardError, match="other shards"):
         read_chunk(rows, mine, 0)
 
 
@@ -207,7 +208,7 @@ def test_a_folder_that_was_pushed_as_a_whole_is_no_run(tmp_path):
     one = host(tmp_path, "one")
     make(one, 1)
     push_folder(one.folder, one.address)
-    with pytest.raises(RemoteError, match="pushed as a whole: name another address"):
+    with pytest.raises(RemoteError, match=all_of("as a whole", "another address")):
         one.fetch()
     assert local(one) == [1]
 
@@ -250,4 +251,4 @@ def test_a_file_of_the_export_that_was_lost_in_the_store_is_sent_again(tmp_path,
     lost.unlink() if damage == "missing" else lost.write_text("who")
     one.send_folder("export")
     assert lost.read_text() == "whole"
-    assert any("config.json is missing or truncated: sending it again" in line for line in log)
+    assert any("config.json is missing" in line for line in log)

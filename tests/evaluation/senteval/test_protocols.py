@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from messages import all_of
 
 from benchmarks.evaluate import released as plain
 from declutr.evaluation.senteval.classifier import protocols
@@ -77,7 +78,7 @@ def test_relatedness_of_an_encoder_that_has_collapsed_is_zero():
 
 
 def test_scores_of_another_column_are_refused():
-    with pytest.raises(ValueError, match=r"scores must be 0 to 5, found 1.0 to 4934.0; is this the right column"):
+    with pytest.raises(ValueError, match=all_of("0 to 5", "1.0 to 4934.0", "column")):
         Pairs(pair_table(np.ones((2, 3)), np.ones((2, 3))), np.array([1.0, 4934.0]))
-    with pytest.raises(ValueError, match="must have one shape"):
+    with pytest.raises(ValueError, match="one shape"):
         pair_table(np.ones((2, 3)), np.ones((3, 3)))

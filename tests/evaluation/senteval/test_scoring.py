@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from messages import says
 from sentevaldata import write_retrieval
 from sentevalsets import write_sets
 
@@ -71,7 +72,7 @@ def test_equal_embeddings_are_warned_of(folder):
     data = load(find("STS12"), folder)
     found = score(data, "procedure", np.ones((len(sentences(data)), 4), np.float32), CONFIG)
     assert found.scores["spearman.mean"] == 0
-    assert "all cosines are equal" in found.warnings[0]
+    says(found.warnings[0], "cosines are equal")
 
 
 def test_protocols_choose_methods():

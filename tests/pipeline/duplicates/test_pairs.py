@@ -9,6 +9,7 @@ import planted
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages import all_of
 
 from declutr.pipeline.duplicates import pairs as pairs_module
 from declutr.pipeline.duplicates.clusters import decide
@@ -206,13 +207,13 @@ def test_keys_are_whole_or_refused(tmp_path, write):
     assert (keys.ordinals.tolist(), keys.signatures.shape, len(keys.keys)) == ([1], (1, 125), 26)
     assert np.all(keys.keys[1:] >= keys.keys[:-1])
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(KeysError, match=r"00000\.arrow cannot be read"):
+    with pytest.raises(KeysError, match=all_of("00000.arrow")):
         open_keys(tmp_path, "00000")
-    with pytest.raises(KeysError, match=r"00001\.arrow cannot be read"):
+    with pytest.raises(KeysError, match=all_of("00001.arrow")):
         open_keys(tmp_path, "00001")
     with pytest.raises(ValueError, match="ascending"):
         write_keys(tmp_path, "00000", DuplicatesConfig(), [bytes(16)] * 2, [1, 1])
-    with pytest.raises(ValueError, match="1 signatures for 2 documents"):
+    with pytest.raises(ValueError, match=all_of("1 signatures", "2 documents")):
         write_keys(tmp_path, "00000", NEAR, [bytes(16)] * 2, [1, 2], [np.zeros(125, np.uint32)])
 
 
