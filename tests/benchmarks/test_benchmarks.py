@@ -47,7 +47,7 @@ def figures(main, tmp_path, *arguments):
     return found
 
 
-def test_step(tmp_path):
+def test_benchmark_of_a_step_has_figures(tmp_path):
     """Equality is measured in float32 and float64 without dropout, whatever is timed."""
     timed = ("--dropout", "0.1", "--precision", "bf16")
     found = figures(step.main, tmp_path, *TINY, *timed, "--documents", "2", "--steps", "2", "--warm-up", "0")
@@ -67,7 +67,7 @@ def test_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_batch(tmp_path):
+def test_benchmark_of_batches_has_figures(tmp_path):
     found = figures(batch.main, tmp_path, *TINY, "--sizes", "2", "8", "--microbatch-tokens", "100")
     assert found["peak_mib"].keys() == {"2", "8"}
     assert all(peak > 0 for peak in found["peak_mib"].values())
@@ -80,7 +80,7 @@ def test_batch(tmp_path):
 
 
 @pytest.mark.dist
-def test_sharding(tmp_path):
+def test_benchmark_of_sharding_has_figures(tmp_path):
     tiny = ["--model", "tiny", "--spans", "8", "24", "--documents", "3", "--steps", "2"]
     found = figures(sharding.main, tmp_path, *tiny, "--processes", "2")
     assert 0.49 < found["kept_ratio"] < 0.52
@@ -89,7 +89,7 @@ def test_sharding(tmp_path):
     assert [rank["tokens"] > 0 for rank in found["ranks"]] == [True, True]
 
 
-def test_embed(tmp_path):
+def test_benchmark_of_embedding_has_figures(tmp_path):
     counts = ["--num-sentences", "60", "--num-paragraphs", "3", "--vocab-size", "500", "--rounds", "1"]
     found = figures(embed.main, tmp_path, "--model", "tiny", "--device", "cpu", *counts)
     assert found["sentences"]["texts"] == 60
@@ -98,14 +98,14 @@ def test_embed(tmp_path):
     assert min(map(len, embed.paragraphs_of(["A sentence."], 2))) >= 2400
 
 
-def test_collator(tmp_path):
+def test_benchmark_of_the_collator_has_figures(tmp_path):
     found = figures(feed.main, tmp_path, "--documents", "2", "--seconds", "0.01")
     assert found["tokens_per_second_per_core"] == found["paper_spans"]["tokens_per_second_per_core"] > 0
     assert found["short_spans"]["tokens_per_step"] < found["paper_spans"]["tokens_per_step"]
 
 
 @pytest.mark.ray
-def test_scale(tmp_path):
+def test_benchmark_of_scale_has_figures(tmp_path):
     """Small, but every part; every figure says what it is worth."""
     sizes = ("--documents", "20000", "--ranks", "16", "--shards", "40", "--batch", "256", "--sample", "300")
     few = ("--chunks", "1", "--rows", "32", "64", "--model", "tiny", "--tasks", "10")
@@ -215,7 +215,7 @@ def test_peak_sees_what_was_freed():
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_prepare(tmp_path):
+def test_benchmark_of_prepare_has_figures(tmp_path):
     rng = np.random.default_rng(0)
     words = [f"word{number}" for number in range(200)]
     for name in ("a", "b"):

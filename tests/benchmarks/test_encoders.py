@@ -61,7 +61,7 @@ def test_a_mean_of_fewer_seeds_is_no_mean():
         encoders.summarise(*scored(left_out=("declutr", 1)))
 
 
-def test_what_ended_well_is_not_run_again(tmp_path):
+def test_benchmark_that_ended_well_is_not_run_again(tmp_path):
     count = tmp_path / "count"
 
     def append(text, status=0):

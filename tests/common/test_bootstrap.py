@@ -58,7 +58,7 @@ def test_few_rows_have_no_interval(rows, some):
     assert ("at least 100" in found.sentence()) is not some
 
 
-def test_sentences():
+def test_comparison_sentence_has_difference_interval_and_rows():
     says(Comparison(0.25, 0.5, 150, (0.2, 0.3)).sentence(), "+0.2500", "95%", "+0.2000", "+0.3000", "150 rows")
     says(Comparison(0.25, 0.25, 150, (-0.1, 0.1)).sentence(), "150 rows", "no measurable difference")
     assert Comparison(0.25, 0.25, 150, (0.0, 0.0)).sentence().endswith("measurable difference")

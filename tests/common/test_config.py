@@ -63,7 +63,7 @@ def problems(load, text, *overrides):
     return error.value.problems
 
 
-def test_values_and_overrides(load):
+def test_config_values_are_replaced_by_overrides(load):
     text = "train: {name: a, inner: {size: 2}}"
     config = load(text, "inner.rate=5e-5", "inputs=[x, y]", "name=b", "inner.size=3")
     assert config.inner == Inner(size=3, rate=5e-5)
@@ -84,7 +84,7 @@ def test_a_key_left_empty_takes_section_overrides(load):
     assert load("train:\n  name: a\n  inner:\n", "inner.size=9").inner.size == 9
 
 
-def test_every_problem_at_once(load):
+def test_config_reports_every_problem_at_once(load):
     found = problems(load, "train: {inner: {size: 0, raet: 1}, inputs: 3}", "high", "low.x=1")
     says(found[0], "'high'", "key=value")
     assert any(line.startswith("inner.size = 0: ") and "equal to 1" in line for line in found)
@@ -187,7 +187,7 @@ def test_unknown_key_without_a_near_one(load):
         ("name=!!python/name:os.system", "refused"),
     ],
 )
-def test_what_was_meant(load, override, told):
+def test_unknown_key_brings_a_suggestion(load, override, told):
     found = problems(load, "{train: {name: a}, prepare: {unit_mib: 2, name: b}}", override)
     says("\n".join(found), told)
 
@@ -205,7 +205,7 @@ def test_problems_of_places_are_said_with_the_others(tmp_path):
     assert [line.partition(" ")[0] for line in error.value.problems] == ["low", "name"]
 
 
-def test_rules_between_keys(load):
+def test_config_rule_between_keys_is_checked(load):
     [line] = problems(load, "train: {name: a}", "low=11")
     says(line, "low = 11", "at most", "high = 10")
 
@@ -257,7 +257,7 @@ def test_printed_configuration_reads_back(load):
     assert load(text) == config
 
 
-def test_frozen():
+def test_config_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
         Inner().size = 3
 

@@ -65,7 +65,7 @@ def strangers(folder):
 
 
 @pytest.mark.parametrize("change", strangers(None))
-def test_what_pull_did_not_fetch_stays(sent, tmp_path, change, capsys):
+def test_pull_leaves_foreign_files(sent, tmp_path, change, capsys):
     _, place = sent
     copy = tmp_path / "copy"
     pull_all(place, copy)
@@ -226,7 +226,7 @@ def test_a_full_disk_of_this_host_is_no_outage_of_the_store(sent, tmp_path, caps
         assert contents(volume.path / "copy") == contents(sent[0])
 
 
-def test_what_push_does_not_send_is_said(sent, capsys):
+def test_push_names_what_it_does_not_send(sent, capsys):
     os.mkfifo(sent[0] / "fifo")
     (sent[0] / "loop").symlink_to(".")
     (sent[0] / "gone").symlink_to("nowhere")
@@ -245,7 +245,7 @@ def test_files_that_pull_would_refuse_are_not_sent(tmp_path):
     assert not files.exists(path)
 
 
-def test_what_is_written_while_it_fetches_stays(sent, tmp_path):
+def test_pull_leaves_files_written_meanwhile(sent, tmp_path):
     """The store does not answer, a link to a folder being in place of a file, until the copy was written to."""
     folder, place = sent
     copy, remote = tmp_path / "copy", tmp_path / "remote/data/a.bin"

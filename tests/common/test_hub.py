@@ -45,7 +45,7 @@ def silent(monkeypatch, tmp_path):
     server.socket.close()
 
 
-def test_it_is_asked_once(silent):
+def test_hub_is_asked_once(silent):
     says(hub.hub_problem(), "not answer")
     with pytest.raises(ConfigError, match=all_of("folder", "cache", "no copy", "not answer")):
         load_tokenizer("owner/none-of-this-name")
@@ -56,14 +56,14 @@ def test_it_is_asked_once(silent):
     assert silent.connections() == 1
 
 
-def test_what_can_only_be_a_path_is_not_asked_for(silent, tmp_path):
+def test_hub_is_not_asked_for_a_path(silent, tmp_path):
     for name in (str(tmp_path / "none"), "./none", "~/none-of-this-name", "a/b/c"):
         with pytest.raises(ConfigError, match=all_of("no such folder", "/")):
             load_tokenizer(name)
     assert silent.connections() == 0
 
 
-def test_offline_is_honoured(silent, monkeypatch):
+def test_hub_offline_is_honoured(silent, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
         load_tokenizer("owner/another-name")

@@ -94,7 +94,7 @@ def test_the_clock_of_a_store():
         assert names(address) == [LOCK]
 
 
-def test_it_is_renewed_and_who_was_written_over_is_told(address):
+def test_lease_is_renewed_and_its_loss_reported(address):
     lost = threading.Event()
     with Lease(address, lost.set, beat_seconds=0.05):
         first = held(address)
@@ -108,7 +108,7 @@ def test_it_is_renewed_and_who_was_written_over_is_told(address):
     assert held(address)["token"] == "another's"
 
 
-def test_of_two_commands_that_start_together_the_last_writer_stays(address, monkeypatch):
+def test_lease_of_two_commands_goes_to_the_last_writer(address, monkeypatch):
     """Both have seen a free address before either of them wrote; the other writes while this one lets it settle."""
     pauses = []
 

@@ -87,7 +87,7 @@ def test_heartbeat_on_other_host_decides_liveness(tmp_path, holder):
     take(tmp_path)
 
 
-def test_of_a_dead_host_a_date_in_the_future_is_no_heartbeat(tmp_path, holder):
+def test_lock_with_a_date_in_the_future_is_stale(tmp_path, holder):
     record = json.loads((tmp_path / LOCK).read_text()) | {"host": "elsewhere"}
     holder.kill()
     holder.wait()
@@ -109,7 +109,7 @@ def test_a_damaged_lock_is_nobodys(tmp_path, log, content):
     assert not (tmp_path / LOCK).exists()
 
 
-def test_who_lost_its_lock_is_told_and_leaves_the_others_alone(tmp_path):
+def test_lock_that_was_lost_is_reported_and_the_new_one_left_alone(tmp_path):
     told = []
     with RunLock(tmp_path, lambda: told.append("lost"), beat_seconds=0.02):
         other = json.loads((tmp_path / LOCK).read_text()) | {"token": "another"}
@@ -154,7 +154,7 @@ def test_why_a_run_ended_is_not_hidden_by_a_storage_that_is_gone(tmp_path):
         end()
 
 
-def test_of_many_commands_at_once_exactly_one_gets_a_stale_lock(tmp_path):
+def test_stale_lock_is_taken_by_one_of_many_commands(tmp_path):
     (tmp_path / LOCK).write_text("{")
     commands = [start(tmp_path) for _ in range(3)]
     until(lambda: sum(command.poll() is not None for command in commands) >= 2)

@@ -50,7 +50,7 @@ def test_no_home_at_all():
     says(done.stderr, "PathError", "'~/x'", "home folder")
 
 
-def test_where_a_folder_can_be_made(tmp_path):
+def test_folder_problem_names_what_is_in_the_way(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("nowhere")
     before = sorted(tmp_path.rglob("*"))

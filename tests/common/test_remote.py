@@ -75,7 +75,7 @@ def test_a_folder_comes_back_as_it_was_sent(place, folder, tmp_path):
     assert names(place) == []
 
 
-def test_what_is_there_already_is_not_sent_again(place, folder):
+def test_push_of_files_already_there_sends_nothing(place, folder):
     push_folder(folder, place)
     overwrite(place, "a.bin", b"a trace")
     push_folder(folder, place)  # the same list: nothing to do
@@ -100,7 +100,7 @@ def test_what_is_there_already_is_not_sent_again(place, folder):
         ),
     ],
 )
-def test_what_is_not_whole_is_never_taken_for_whole(place, folder, tmp_path, name, data, wrong):
+def test_remote_folder_that_is_not_whole_is_refused(place, folder, tmp_path, name, data, wrong):
     push_folder(folder, place)
     overwrite(place, name, data)
     with pytest.raises(RemoteError, match=all_of(wrong)):
@@ -141,7 +141,7 @@ def test_a_copy_is_fetched_once_and_another_content_is_another_copy(place, folde
     assert contents(second) == contents(folder)
 
 
-def test_what_differs_gives_way_where_it_is_asked_to(place, folder, tmp_path):
+def test_copy_that_differs_is_replaced_on_request(place, folder, tmp_path):
     push_folder(folder, place)
     pull_folder(place, tmp_path / "back")
     inode = (tmp_path / "back" / "a.bin").stat().st_ino
@@ -201,7 +201,7 @@ def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log):
     assert contents(tmp_path / "back") == contents(folder)
 
 
-def test_commands(folder, tmp_path, capsys):
+def test_push_and_pull_count_files_and_bytes(folder, tmp_path, capsys):
     url = f"file://{tmp_path}/there"
     assert main(["push", str(folder), url]) == 0
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]

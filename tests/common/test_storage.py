@@ -172,7 +172,7 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_name(tmp_path)
     assert names(tmp_path / "run") == ["a"]
 
 
-def test_what_is_set_aside_takes_the_next_free_name(tmp_path):
+def test_file_set_aside_takes_the_next_free_name(tmp_path):
     for number in (1, 2):
         (tmp_path / "run").mkdir()
         assert storage.set_aside(tmp_path / "run").name == f"run.kept-{number}"

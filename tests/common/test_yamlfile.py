@@ -43,7 +43,7 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
     ids=lambda value: value[:12],
 )
-def test_what_is_refused(text, message):
+def test_yaml_beyond_the_safe_subset_is_refused(text, message):
     with pytest.raises(YamlError, match=all_of(message)) as error:
         read_yaml(text)
     assert "\n" not in str(error.value)
@@ -63,7 +63,7 @@ def test_what_is_refused(text, message):
         ("x: &x {a: 1, b: 2}\ny: {<<: *x, a: 3}", {"x": {"a": 1, "b": 2}, "y": {"a": 3, "b": 2}}),
     ],
 )
-def test_what_is_read(text, value):
+def test_yaml_of_the_safe_subset_is_read(text, value):
     assert read_yaml(text) == value
 
 
@@ -75,7 +75,7 @@ def test_what_is_read(text, value):
         (b"#" * (MAX_BYTES + 1), "longer than"),
     ],
 )
-def test_files_that_are_no_text(tmp_path, raw, message):
+def test_yaml_file_that_is_no_text_is_refused(tmp_path, raw, message):
     (tmp_path / "x.yaml").write_bytes(raw)
     with pytest.raises(YamlError, match=all_of(message)):
         read_yaml_file(tmp_path / "x.yaml")

@@ -66,7 +66,7 @@ def edited(here, **changes):
 
 
 @pytest.mark.slow
-def test_this_machine(tmp_path, capsys):
+def test_examine_this_machine_finds_every_kind(tmp_path, capsys):
     """The real command, alone: every kind of fact is there, two processes really sum, nothing is left behind."""
     status = examination.main(["--path", str(tmp_path / "run"), "--address", "local", "--json"])
     shown = json.loads(capsys.readouterr().out)
@@ -123,7 +123,7 @@ def test_a_run_that_fits(tmp_path):
     assert data.check("d", {"n1": seen})[0].status == "ok"
 
 
-def test_tasks_are_counted(tmp_path):
+def test_needs_count_the_tasks_of_a_run(tmp_path):
     """Frontends and heads, and an optimizer for each turn."""
     texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(12)]
     write_prepared(tmp_path / "data", [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
@@ -244,7 +244,7 @@ def test_the_code_itself_is_compared(tmp_path):
     assert facts.code_hash(tmp_path) != facts.code_hash(runs.ROOT)
 
 
-def test_gpus(here):
+def test_gpus_that_differ_or_are_busy_are_found(here):
     listed, driver = facts.parse_smi("NVIDIA A, 81559, 3, 0, 550.1\nNVIDIA A, 81559, 40000, 97, 550.1\n")
     assert driver == "550.1"
     assert listed[1] == Gpu("NVIDIA A", 81559, 40000, 97)
@@ -275,7 +275,7 @@ def test_a_gpu_is_in_use_by_its_memory_or_its_work(here, used_mib, busy_percent,
         ({"here": 2.0}, True, "warn"),  # the session declares what it needs
     ],
 )
-def test_cpus(cpus, own_session, status):
+def test_cpus_too_few_for_the_workers_are_found(cpus, own_session, status):
     assert checks.cpus(cpus, NEEDS, own_session).status == status
 
 
@@ -296,7 +296,7 @@ def test_limits_of_a_node(here):
 @pytest.mark.parametrize(
     ("offset", "uncertain", "status"), [(0.1, 0.2, "ok"), (-3.0, 0.2, "warn"), (3.0, 4.0, "ok"), (900.0, 0.1, "FAIL")]
 )
-def test_clock(offset, uncertain, status):
+def test_clock_that_differs_is_found(offset, uncertain, status):
     assert checks.clock("n", offset, uncertain).status == status
 
 
@@ -316,7 +316,7 @@ CLOSED = Exposure((), ("127.0.0.1", "10.0.0.3"), "token", "/h/.ray/auth_token", 
         ({"listeners": None}, "warn"),
     ],
 )
-def test_ports(changes, status):
+def test_ports_open_to_others_are_found(changes, status):
     assert network.check_ports("n", dataclasses.replace(CLOSED, **changes)).status == status
 
 
@@ -332,7 +332,7 @@ def test_a_real_port_is_seen_with_its_process():
             child.stdin.close()
 
 
-def test_token(tmp_path):
+def test_token_that_is_missing_or_readable_is_found(tmp_path):
     home = {"HOME": str(tmp_path)}
     assert network.find_token(home) == ("", None, False)
     token = tmp_path / ".ray" / "auth_token"
@@ -356,7 +356,7 @@ def test_shards_that_differ_or_are_missing(tmp_path):
     assert data.check("d", {"n1": data.Seen("aa", 5), "n2": data.Seen("aa", 5)})[0].status == "ok"
 
 
-def test_doors():
+def test_ports_that_others_cannot_reach_are_found():
     first = Examiner()
     port = first.listen()
     with socket.socket() as shut:

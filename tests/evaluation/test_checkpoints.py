@@ -79,7 +79,7 @@ def test_json_and_an_exit_status_for_the_newest(run, capsys):
     says(capsys.readouterr().out, "BROKEN", "state.json", "missing")
 
 
-def test_what_a_follower_gave_decides_where_the_run_goes_by_it(run, capsys):
+def test_checkpoints_of_a_followed_run_show_the_followers_score(run, capsys):
     settings = yaml.safe_load((run / "config.yaml").read_text())
     settings["validation"]["score"] = "followed"
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -93,7 +93,7 @@ def test_what_a_follower_gave_decides_where_the_run_goes_by_it(run, capsys):
     assert found[0]["scores"] == {"mrr": 0.75, "followed": 50.0}
 
 
-def test_no_run(tmp_path, capsys):
+def test_checkpoints_of_no_run_are_refused(tmp_path, capsys):
     assert main(["checkpoints", str(tmp_path)]) == 1
     assert "has no checkpoint" in capsys.readouterr().err
     (tmp_path / "file").write_text("")

@@ -44,7 +44,7 @@ def test_a_full_disk_is_told_and_the_same_command_continues(texts, tmp_path, suf
             assert main(index) == 0
 
 
-def test_of_two_commands_with_one_output_the_second_is_refused(texts, tmp_path, capsys):
+def test_embed_of_an_output_in_use_is_refused(texts, tmp_path, capsys):
     output, parts = tmp_path / "out.npy", tmp_path / ".out.npy.parts"
     command = ["embed", MODEL, str(texts), "--output", str(output)]
     parts.mkdir()

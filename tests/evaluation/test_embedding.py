@@ -102,7 +102,7 @@ def test_truncated_then_normalised_then_rounded(model, expected, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_read_stops_the_work_or_is_counted(model, expected, tmp_path, capsys):
+def test_embed_of_unreadable_input_stops_or_counts_it(model, expected, tmp_path, capsys):
     rows = [json.dumps(row).encode() for row in rows_of(LINES)]
     rows[3], rows[5] = b'{"sentence": 3}', b"no json"
     (tmp_path / "bad.jsonl").write_bytes(b"\n".join(rows) + b"\n")

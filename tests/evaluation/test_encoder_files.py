@@ -110,7 +110,7 @@ def module(folder, path):
         (lambda f: write(f / "1_Pooling/config.json", ["mean"]), ("config.json", "damaged", "list")),
     ],
 )  # fmt: skip
-def test_what_is_not_whole_is_refused_by_name(folder, damage, message):
+def test_incomplete_encoder_is_refused_by_name(folder, damage, message):
     damage(folder)
     with pytest.raises(EncoderError, match=all_of(message)):
         load_encoder(str(folder), device="cpu")

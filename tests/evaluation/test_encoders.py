@@ -83,7 +83,7 @@ def test_a_plain_transformers_folder_is_pooled_by_its_mean(folder, tmp_path):
         ("modules.json", [{"type": "x.Transformer", "path": ""}, {"type": "x.WordWeights", "path": ""}], "WordWeights"),
     ],
 )
-def test_what_cannot_be_computed_exactly_is_refused(tmp_path, file, content, message):
+def test_encoder_that_cannot_be_computed_exactly_is_refused(tmp_path, file, content, message):
     path = encoder_folder(tmp_path / "odd", after=["Dense"])
     write(path / file, content)
     with pytest.raises(EncoderError, match=message):

@@ -45,7 +45,7 @@ def test_two_encoders_give_one_table(scored):
     says((scored / "scores.md").read_text(), "not the published")
 
 
-def test_what_cannot_be_scored_is_said_once_and_the_rest_is_scored(folder, tmp_path, capsys):
+def test_encoder_that_cannot_be_scored_is_named_once_and_the_rest_scored(folder, tmp_path, capsys):
     broken = encoder_folder(tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

@@ -102,7 +102,7 @@ def test_hostile_text_comes_as_text_that_steers_nothing(server, index):
     assert not set(told["text"] + told["source"]) & set("\u202e\u2066\x1b")
 
 
-def test_of_a_large_index_some_texts_are_drawn_and_hits_have_places_all_the_same(index):
+def test_map_of_a_large_index_draws_some_texts_and_places_all_hits(index):
     explorer = Explorer(SearchIndex(index), load_encoder(ENCODER), top=NUM_TEXTS, map_texts=5)
     points = explorer.map()["points"]
     assert [point["row"] for point in points] == sample_rows(NUM_TEXTS, 5)
@@ -241,7 +241,7 @@ def test_errors_are_for_people(index, tmp_path, capsys):
         main(["explore", str(index), "--port", "70000"])
 
 
-def test_it_says_where_it_is_and_ends_on_ctrl_c(index, capsys):
+def test_explore_prints_its_address_and_ends_on_ctrl_c(index, capsys):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 

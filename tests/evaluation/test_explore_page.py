@@ -149,7 +149,7 @@ def test_a_point_shows_its_text_and_a_click_its_neighbours(browser, server, inde
     assert browser.messages() == []
 
 
-def test_it_works_by_keyboard_alone(browser, server):
+def test_page_works_by_keyboard_alone(browser, server):
     from selenium.webdriver.common.keys import Keys
 
     open_page(browser, server)
@@ -199,7 +199,7 @@ def test_hostile_texts_stay_texts(browser, server, index):
     assert browser.messages() == []
 
 
-def test_what_is_wrong_is_said_on_the_page(browser, server, index):
+def test_wrong_question_is_answered_on_the_page(browser, server, index):
     open_page(browser, server)
     one(browser, "#ask button").click()
     until(browser, "document.getElementById('status').classList.contains('wrong')")

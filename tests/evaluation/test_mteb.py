@@ -75,7 +75,7 @@ def test_an_sts_task_through_sentence_transformers(tmp_path, task):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_command(tmp_path, task, capsys):
+def test_evaluate_of_an_mteb_task_writes_its_score(tmp_path, task, capsys):
     """As it is documented: `declutr evaluate ENCODER ... --mteb TASK`."""
     folder, name = encoder_folder(tmp_path / "export"), task.metadata.name
     given = ["--mteb", name, "--output", str(tmp_path / "scores")]

@@ -21,7 +21,7 @@ pytest.importorskip("onnxscript", reason="pip install -e '.[onnx]'")
     ("family", "pooling", "after"),
     [("roberta", "mean", []), ("roberta", "mean_without_cls", []), ("bert", "max", ["Dense", "Normalize"])],
 )
-def test_parity(tmp_path, family, pooling, after):
+def test_onnx_embeddings_equal_those_of_torch(tmp_path, family, pooling, after):
     folder = encoder_folder(tmp_path / "encoder", family, pooling, after)
     assert main(["export-onnx", str(folder), "--output", str(tmp_path / "onnx")]) == 0
     tokenizer = Tokenizer.from_file(str(tmp_path / "onnx/tokenizer.json"))

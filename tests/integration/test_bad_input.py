@@ -60,7 +60,7 @@ def foreign(tmp_path):
     return tmp_path / "model"
 
 
-def test_a_missing_config(tmp_path, capsys):
+def test_train_without_a_config_file_is_refused(tmp_path, capsys):
     assert main([str(tmp_path / "no.yaml")]) == 1
     says(capsys.readouterr().err, "no such", "config file")
 
@@ -71,7 +71,7 @@ def test_a_config_without_the_section(tmp_path, capsys):
     says(capsys.readouterr().err, "section `train`")
 
 
-def test_missing_shards(run_bad, tmp_path):
+def test_train_without_shards_is_refused(run_bad, tmp_path):
     (line,) = run_bad(folder=tmp_path / "nothing")
     assert f"data = {tmp_path / 'nothing'}" in line
     assert "run `prepare`" in line
@@ -224,7 +224,7 @@ def test_a_metric_learning_loss_with_an_argument_it_does_not_have(run_bad):
     assert "warmth" in line
 
 
-def test_what_print_config_shows_can_be_used_as_a_config(data, tmp_path, capsys):
+def test_print_config_can_be_used_as_a_config(data, tmp_path, capsys):
     config = runs.write_config(tmp_path / "train.yaml", train=runs.train_values(data, tmp_path / "run"))
     assert main([str(config), "seed=3", "--print-config"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)

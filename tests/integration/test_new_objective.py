@@ -63,7 +63,7 @@ def run_to_end(*arguments):
     return done.stdout
 
 
-def test_it_trains_and_continues_after_a_kill(installed, config, tmp_path):
+def test_new_objective_trains_and_continues_after_a_kill(installed, config, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_to_end(installed, "train", config, *SETTINGS, f"run={whole}")
     steps = runs.steps_of(whole)
@@ -87,7 +87,7 @@ def test_its_gradients_do_not_depend_on_workers_or_microbatches(installed, confi
     assert "APART" not in shown
 
 
-def test_its_problems_are_found_before_ray_starts(installed, config):
+def test_new_objectives_problems_are_found_before_ray_starts(installed, config):
     done = subprocess.run(
         **command(installed, "train", config, *SETTINGS, "batch_documents=1"), timeout=100, check=False
     )

@@ -86,7 +86,7 @@ def one_thread():
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_it_learns_and_resumes_to_the_bit(data, tmp_path, name):
+def test_objective_learns_and_resumes_to_the_bit(data, tmp_path, name):
     changes = VARIANTS[name]
     whole = Run(data, **changes)
     measured = whole.steps(1, STEPS)
@@ -108,7 +108,7 @@ def test_it_learns_and_resumes_to_the_bit(data, tmp_path, name):
         assert torch.equal(parameter, dict(resumed.train_step.encoder.named_parameters())[name]), name
 
 
-def test_what_was_loaded_is_the_file_no_longer(data, tmp_path):
+def test_loaded_tensors_outlive_their_file(data, tmp_path):
     """Else a deleted checkpoint keeps its room on the disk until the run ends."""
     run = Run(data, objective={"queue_size": 40})
     run.steps(1, 2)

@@ -5,11 +5,10 @@ import json
 import pytest
 import yaml
 from messages import all_of
+from preparing import checksums, config_of
 from volumes import small_volume
 
 from declutr.common.config import ConfigError
-from declutr.common.storage import hash_file
-from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import main, prepare
 from declutr.pipeline.shards.manifest import ShardError
 from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
@@ -25,25 +24,6 @@ def corpus(tmp_path_factory):
     (folder / "a.jsonl").write_bytes("\n".join(lines[:1000]).encode() + b"\n\xff\n")
     (folder / "b.jsonl").write_text("\n".join(lines[1000:]))
     return folder
-
-
-def config_of(corpus, output, **changes):
-    values = {
-        "output": str(output),
-        "corpus": {"kind": "files", "paths": [str(corpus)]},
-        "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
-        "geometry": {"num_anchors": 1, "max_tokens": 32},
-        "validation_fraction": 0.2,
-        "unit_mib": 0.1,
-        "record_batch_rows": 20,
-    }
-    return PipelineConfig.model_validate(values | changes)
-
-
-def contents(folder):
-    """Checksums of everything but the log of how long it took."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
-    return {str(path.relative_to(folder)): hash_file(path) for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +58,18 @@ def test_the_same_command_again_changes_nothing(corpus, prepared):
 def test_lost_and_truncated_shards_are_made_again_to_the_byte(corpus, tmp_path, prepared):
     folder = tmp_path / "out"
     prepare(config_of(corpus, folder))
-    assert contents(folder) == contents(prepared[0])
+    assert checksums(folder) == checksums(prepared[0])
     names = [shard.name for shard in load_manifest(folder).shards]
     (folder / names[0]).unlink()
     (folder / names[1]).write_bytes((folder / names[1]).read_bytes()[:-1])
     (folder / ".train-00000.arrow.1.tmp").write_text("left by a killed run")
     prepare(config_of(corpus, folder))
-    assert contents(folder) == contents(prepared[0])
+    assert checksums(folder) == checksums(prepared[0])
 
 
 def test_other_settings_or_inputs_in_the_same_folder_are_refused(corpus, prepared, tmp_path):
     folder, _ = prepared
-    before = contents(folder)
+    before = checksums(folder)
     with pytest.raises(ConfigError, match=all_of("geometry.max_tokens", "here 16", "there 32")):
         prepare(config_of(corpus, folder, geometry={"num_anchors": 1, "max_tokens": 16}))
     (tmp_path / "a.jsonl").write_text("{}")
@@ -102,7 +82,7 @@ def test_other_settings_or_inputs_in_the_same_folder_are_refused(corpus, prepare
             prepare(config_of(corpus, folder))
     finally:
         extra.unlink()
-    assert contents(folder) == before
+    assert checksums(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -132,7 +112,7 @@ def test_a_disk_that_fills_up_ends_in_words_and_the_same_command_continues(corpu
         assert not (volume.path / "out" / "manifest.json").exists()
         volume.drain()
         prepare(config)
-        assert contents(volume.path / "out") == contents(prepared[0])
+        assert checksums(volume.path / "out") == checksums(prepared[0])
 
 
 def write_config(folder, config):
@@ -156,7 +136,7 @@ def test_a_replaced_file_is_found_after_copies_were_removed(corpus, tmp_path):
         (tmp_path / "in" / path.name).write_bytes(path.read_bytes())
     config = config_of(tmp_path / "in", tmp_path / "out")
     manifest = prepare(config)
-    before = contents(tmp_path / "out")
+    before = checksums(tmp_path / "out")
     changed = tmp_path / "in" / "a.jsonl"
     changed.touch()
     assert prepare(config, verify_inputs=True) == manifest
@@ -168,4 +148,4 @@ def test_a_replaced_file_is_found_after_copies_were_removed(corpus, tmp_path):
     (tmp_path / "out" / "manifest.json").unlink()
     with pytest.raises(ConfigError, match="restore"):
         prepare(config)
-    assert contents(tmp_path / "out").items() <= before.items()
+    assert checksums(tmp_path / "out").items() <= before.items()

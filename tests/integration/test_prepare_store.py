@@ -2,22 +2,22 @@
 
 import json
 
+import preparing
 import pytest
 import ray
 from faultystore import faulty_store
 from messages import all_of, says
+from preparing import checksums
 from s3server import s3_server
 
 from declutr.common.config import ConfigError
 from declutr.common.lock import LOCK, RunLockedError
 from declutr.common.session import start_ray
-from declutr.common.storage import hash_file
 from declutr.common.stores.address import child
 from declutr.common.stores.copies import pull_all
 from declutr.common.stores.files import modified, names, read_file, remove_file, sizes, write_file
 from declutr.common.stores.folders import is_whole
 from declutr.common.stores.lease import Lease
-from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import main, plan_ahead, prepare
 from declutr.pipeline.shards.manifest import ShardError
 from declutr.pipeline.shards.shards import check_shards
@@ -38,37 +38,24 @@ def corpus(tmp_path_factory):
 
 def config_of(corpus, output, cache, **changes):
     values = {
-        "output": str(output),
-        "corpus": {"kind": "files", "paths": [str(corpus)]},
-        "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
-        "geometry": {"num_anchors": 1, "max_tokens": 32},
-        "validation_fraction": 0.2,
-        "unit_mib": 0.1,
-        "record_batch_rows": 20,
         "write_rejected": True,
         "cache": str(cache),
         "storage_retry_seconds": 3,
         "session": {"num_cpus": 2},
     }
-    return PipelineConfig.model_validate(values | changes)
-
-
-def contents(folder):
-    """Checksums of everything but the log of how long it took."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
-    return {str(path.relative_to(folder)): hash_file(path) for path in files}
+    return preparing.config_of(corpus, output, **values | changes)
 
 
 def pulled(address, folder):
     pull_all(address, folder)
-    return contents(folder)
+    return checksums(folder)
 
 
 @pytest.fixture(scope="module")
 def local(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("local")
     prepare(config_of(corpus, folder / "out", folder / "cache"))
-    return contents(folder / "out")
+    return checksums(folder / "out")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +85,7 @@ def test_the_bytes_are_those_of_a_folder(corpus, bucket, tmp_path, duplicates):
     config = config_of(corpus, address, tmp_path / "cache", duplicates=duplicates)
     manifest = prepare(config)
     assert manifest == prepare(config_of(corpus, tmp_path / "out", tmp_path / "cache", duplicates=duplicates))
-    assert pulled(address, tmp_path / "pulled") == contents(tmp_path / "out")
+    assert pulled(address, tmp_path / "pulled") == checksums(tmp_path / "out")
     assert check_shards(tmp_path / "pulled", full=True) == []
     assert not {"candidates", "sent", LOCK} & set(names(address))
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"]

@@ -7,9 +7,9 @@ import ray
 import tinyruns as runs
 from broken import flip_a_bit, remove, truncate
 from messages import all_of, says
+from preparing import checksums
 
 from declutr.common.config import ConfigError
-from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import load_manifest
 from declutr.trainer.checkpoints.checkpoint import CheckpointError, find_latest, read_state, steps_in
 from declutr.trainer.checkpoints.ranking import find_best
@@ -17,10 +17,6 @@ from declutr.trainer.driver.checks import problems
 from declutr.trainer.train import main, train
 
 pytestmark = pytest.mark.ray
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): hash_file(path) for path in folder.rglob("*") if path.is_file()}
 
 
 def newest(run):
@@ -63,24 +59,24 @@ def test_best_and_last_are_kept(finished):
 
 
 def test_a_finished_run_is_left_as_it_is(data, copied, capsys):
-    before = contents(copied)
+    before = checksums(copied)
     config = runs.write_config(copied.parent / "train.yaml", train=runs.train_values(data, copied, **runs.FINISHED))
     assert main([str(config)]) == 0
     assert not ray.is_initialized()
     assert "finished already" in capsys.readouterr().err
-    after = contents(copied)
+    after = checksums(copied)
     assert {name for name in after if after[name] != before.get(name)} <= {"config.yaml", "summary.json"}
     assert set(after) == set(before)
 
 
 def test_another_configuration_in_the_same_folder_is_refused(data, copied):
-    before = contents(copied)
+    before = checksums(copied)
     changed = runs.finished_config(data, copied, optim={"lr": 0.002}, seed=1)
     with pytest.raises(ConfigError) as refused:
         train(changed)
     says(refused.value, "optim.lr was 0.001", "now 0.002", "seed was 0", "now 1")
     assert str(copied) in str(refused.value)
-    assert contents(copied) == before
+    assert checksums(copied) == before
 
 
 def test_other_shards_in_the_same_place_are_refused(data, copied, tmp_path):

@@ -46,7 +46,7 @@ def test_a_head_that_was_lost_has_time_to_come_back(free_port):
 
 
 @pytest.mark.parametrize("address", ["auto", "local", "somewhere", "host:", ":1", "host:port", ""])
-def test_what_is_no_host_and_port_is_left_to_ray(address):
+def test_address_that_is_no_host_and_port_is_left_to_ray(address):
     assert cluster_problem("address", address) is None
 
 

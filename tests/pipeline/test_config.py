@@ -77,7 +77,7 @@ def test_a_problem_ends_the_command_with_its_message_and_nothing_written(write_c
     ],
     ids=["data half without torch", "continuing without transformers"],
 )
-def test_what_is_not_needed_is_not_imported(modules, heavy):
+def test_command_imports_no_library_that_it_does_not_need(modules, heavy):
     code = f"import sys, {modules}; sys.exit({heavy!r} in sys.modules)"
     root = str(Path(__file__).resolve().parents[2])
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": root}).returncode == 0

@@ -167,7 +167,7 @@ def test_other_kinds_of_tokenizer_stay_with_tokenizers(tmp_path):
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="real vocabularies are not on this machine")
-def test_robertas_real_vocabulary(tmp_path):
+def test_engine_gives_the_ids_of_robertas_vocabulary(tmp_path):
     load_tokenizer(str(REAL / "tokenizers" / "roberta-base")).save_pretrained(str(tmp_path))
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert obstacle(backend, parse(backend)) is None

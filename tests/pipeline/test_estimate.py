@@ -73,7 +73,7 @@ def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
     assert high - low < 300
 
 
-def test_what_is_read_to_its_end_has_no_range(tmp_path, make_config):
+def test_estimate_of_a_corpus_read_whole_has_no_range(tmp_path, make_config):
     (tmp_path / "a.txt").write_text("one two three\n" * 100)
     made = plan_ahead(make_config(tmp_path / "a.txt"))
     assert (made.documents, made.bounds("documents")) == (100, None)

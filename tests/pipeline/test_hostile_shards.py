@@ -123,7 +123,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_it_is_named_by_the_full_check_and_by_the_reader(answers, name):
+def test_hostile_shard_is_named_by_check_and_reader(answers, name):
     found, status, errors = answers
     assert status == 0, f"ended with {status} after {len(found)} answers: {errors}"
     (problem,) = found[name, "full"]

@@ -42,7 +42,7 @@ def made(tmp_path, make_config, output):
     return make
 
 
-def test_what_is_not_read_is_in_the_manifest_the_message_and_the_report(made, caplog):
+def test_skipped_files_are_in_manifest_message_and_report(made, caplog):
     folder, config, sidecar, manifest = made("b.html", "c.html")
     assert {kind: skip.files for kind, skip in load_manifest(folder).skipped.items()} == {".html": 2, "unreadable": 1}
     assert sidecar.counts.read == 38 == sidecar.counts.kept + 29 + 1

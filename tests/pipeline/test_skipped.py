@@ -77,7 +77,7 @@ def test_links_and_files_that_cannot_be_read_are_failures(folder):
     assert "Permission denied" in named
 
 
-def test_what_is_no_file_is_counted_and_never_opened(folder):
+def test_pipes_and_devices_are_counted_and_never_opened(folder):
     os.mkfifo(folder / "pipe.txt")
     (folder / "other").mkdir()
     (folder / "other" / "b.txt").write_text("once")

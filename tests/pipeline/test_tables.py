@@ -24,7 +24,7 @@ def read_csv(data, chunk_bytes=1 << 20, delimiter=","):
 
 
 @given(st.lists(st.tuples(CELL, CELL), max_size=8), st.sampled_from([",", "\t"]), st.sampled_from(["\n", "\r\n"]))
-def test_what_the_csv_module_writes_is_what_is_read(rows, delimiter, newline):
+def test_csv_is_read_as_the_csv_module_wrote_it(rows, delimiter, newline):
     target = io.StringIO()
     csv.writer(target, delimiter=delimiter, lineterminator=newline).writerows([("id", "text"), *rows])
     records = read_csv(target.getvalue().encode(), 7, delimiter)

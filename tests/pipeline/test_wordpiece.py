@@ -123,7 +123,7 @@ def save(folder, change=dict.copy):
     return folder
 
 
-def test_it_is_chosen_for_wordpiece_alone(tmp_path):
+def test_wordpiece_engine_is_chosen_for_wordpiece_alone(tmp_path):
     assert choose_engine(save(tmp_path), "auto", ["a b"]).engine == "wordpiece"
     assert choose_engine(tmp_path, "wordpiece").engine == "wordpiece"
     assert choose_engine(tmp_path, "tokenizers").engine == "tokenizers"
@@ -142,7 +142,7 @@ def test_it_is_chosen_for_wordpiece_alone(tmp_path):
         (lambda parsed: parsed["added_tokens"][4].update(special=False), ("special", "'[MASK]'")),
     ],
 )
-def test_what_it_cannot_be_is_left_to_tokenizers(tmp_path, change, reason):
+def test_tokenizer_that_is_not_wordpiece_is_left_to_tokenizers(tmp_path, change, reason):
     folder = save(tmp_path, change)
     assert choose_engine(folder, "auto").engine == "tokenizers"
     with pytest.raises(ConfigError, match=all_of("tokenizer.engine = 'wordpiece'", reason)):

@@ -92,7 +92,7 @@ def test_colours_change_by_their_own_draws():
     assert len({one.tobytes() for one in found}) == 5
 
 
-def test_where_no_crop_fits_it_is_the_whole_image():
+def test_crop_that_fits_nowhere_is_the_whole_image():
     assert (boxes(20, (400, 4), min_scale=1.0) == [0, 0, 400, 4]).all()
 
 

@@ -37,7 +37,7 @@ def test_auto_takes_gpus_if_there_is_one_for_every_worker(tmp_path, log, workers
 
 @pytest.mark.parametrize(("first", "later"), [(TWO_GPUS, NO_GPU), (NO_GPU, TWO_GPUS)])
 @pytest.mark.parametrize("trained", [False, True])
-def test_what_was_chosen_stays_when_gpus_come_and_go(tmp_path, log, first, later, trained):
+def test_chosen_device_stays_when_gpus_come_and_go(tmp_path, log, first, later, trained):
     device = choose(tmp_path, first)
     if trained:
         with_checkpoint(tmp_path)

@@ -20,7 +20,7 @@ def masks(p, layer=3, seed=0):
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-def test_share_and_independence(p):
+def test_dropout_has_its_share_and_is_independent(p):
     """Counts by feature and by token are binomial; neighbours, layers and pairs of rows are uncorrelated."""
     dropped = masks(p).double().numpy()
     for axis, size in ((0, TOKENS), (1, FEATURES)):

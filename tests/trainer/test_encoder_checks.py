@@ -87,14 +87,14 @@ def test_a_new_head_follows_from_the_seed(data, tmp_path, pretrained):
     ids=["a weight", "a layer", "another shape"],
 )
 @pytest.mark.parametrize("terms", ["both", "contrastive"])
-def test_an_incomplete_encoder(data, tmp_path, pretrained, change, named, terms):
+def test_incomplete_encoder_is_refused_with_its_weights(data, tmp_path, pretrained, change, named, terms):
     encoder = {"pretrained": str(pretrained(BertForMaskedLM, change)), "new_mlm_head": True}
     (problem,) = problems(given(data, tmp_path, encoder, objective={"terms": terms}))
     says(problem, "lack weights", "random")
     says(problem, named)
 
 
-def test_a_truncated_file(data, tmp_path, pretrained):
+def test_truncated_encoder_file_is_refused(data, tmp_path, pretrained):
     folder = pretrained(BertForMaskedLM)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -103,7 +103,7 @@ def test_a_truncated_file(data, tmp_path, pretrained):
     assert "not fully covered" in problem
 
 
-def test_what_is_left_out_is_said_once(data, tmp_path, pretrained, log, capfd):
+def test_unused_weights_are_logged_once(data, tmp_path, pretrained, log, capfd):
     """Weights without a place are named; those of heads that every published encoder brings are not."""
     folder = pretrained(BertForPreTraining)
     assert problems(given(data, tmp_path, {"pretrained": str(folder)})) == []

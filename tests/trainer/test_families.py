@@ -32,7 +32,7 @@ def family_encoder(family, dtype=torch.float64, **settings):
 
 
 @pytest.mark.parametrize("family", TRAINED)
-def test_layout(family):
+def test_fitting_layout_is_packed_where_it_is_exact(family):
     """Packed where it is exact. Trying leaves no trace: neither in the encoder, nor in torch's random numbers."""
     state = torch.random.get_rng_state()
     encoder = tiny_encoder("bert", torch.float32, from_config={"model_type": family, **TRAINED[family]}, dropout=0.1)
@@ -180,13 +180,13 @@ def test_every_family_can_be_sharded():
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_refused_by_name(family):
+def test_family_that_cannot_be_trained_is_refused_by_name(family):
     with pytest.raises(UnfitEncoderError, match=all_of(f"model type {family}", "another encoder")):
         family_encoder(family)
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_no_encoder(family):
+def test_model_that_is_no_encoder_is_refused(family):
     config = EncoderConfig(from_config={"model_type": family, **OTHERS[family]})
     with pytest.raises(UnfitEncoderError, match=all_of(f"model type {family}", "encoder", "roberta, xlm-roberta")):
         load_hf_config(config, 64, {})

@@ -87,7 +87,7 @@ def test_one_graph_for_all_lengths(family):
         ((9, 0), 264, ("head size", "264")),
     ],
 )
-def test_guard(capability, head_size, reason):
+def test_kernel_problem_names_capability_or_head_size(capability, head_size, reason):
     problem = kernels.problem(capability, head_size)
     if reason is None:
         assert problem is None
@@ -95,7 +95,7 @@ def test_guard(capability, head_size, reason):
         says(problem, reason)
 
 
-def test_versions():
+def test_use_newest_without_flash_attention_3_is_version_2():
     """FlashAttention 3 needs Hopper and its package, which no test installs."""
     assert kernels.use_newest((8, 0), 64, CPU) == kernels.use_newest((9, 0), 64, CPU) == "FA2"
 

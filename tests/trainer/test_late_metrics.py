@@ -31,7 +31,7 @@ def parameters(one):
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-def test_the_same_steps(corrected):
+def test_late_metrics_leave_the_steps_the_same(corrected):
     early, late = train_step(False, corrected), train_step(True, corrected)
     expected = [early.step({"": batch(number)}, number).line() for number in (1, 2, 3)]
     pending = [late.begin({"": batch(number)}, number) for number in (1, 2, 3)]

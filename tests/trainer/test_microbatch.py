@@ -67,7 +67,7 @@ def test_lowering_halves_and_ends():
         microbatch.lower(spans, Communicator())
 
 
-def test_settings():
+def test_microbatch_settings_choose_the_size():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert Microbatch.of(None, cpu) == Microbatch(None, automatic=False)
     assert Microbatch.of(77, gpu) == Microbatch(77, automatic=False)

@@ -58,19 +58,19 @@ def compare(family, lengths, dtype=torch.float64, seed=0, **settings):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", SHAPES.values(), ids=list(SHAPES))
-def test_packed_equals_padded(family, lengths):
+def test_packed_batch_equals_padded_one(family, lengths):
     assert compare(family, lengths) < 1e-10
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("projection", ["none", "linear", "mlp"])
-def test_pooling_and_projection(family, pooling, projection):
+def test_pooling_and_projection_have_their_sizes(family, pooling, projection):
     assert compare(family, MIXED, pooling=pooling, projection={"kind": projection, "size": 6}) < 1e-10
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32(family):
+def test_packed_batch_equals_padded_one_in_float32(family):
     assert compare(family, MIXED, torch.float32) < 1e-5
 
 
@@ -95,7 +95,7 @@ def test_spans_do_not_see_each_other(family, layout):
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_pooling_by_hand(pooling):
+def test_pooling_equals_a_plain_writing(pooling):
     batch, encoder = random_spans(MIXED), tiny_encoder(pooling=pooling)
     parts = encoder.hidden(batch).split(MIXED)
     means = {"mean": lambda h: h.mean(0), "mean_without_cls": lambda h: h[1:].mean(0)}
@@ -113,7 +113,7 @@ def test_mlm_loss_by_hand():
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_no_spans(pooling, layout):
+def test_batch_without_spans_has_empty_embeddings(pooling, layout):
     encoder = tiny_encoder(pooling=pooling, layout=layout, projection={"kind": "linear", "size": 6})
     embeddings, mlm = encoder(random_spans([]))
     assert embeddings.shape == (0, 6)
@@ -163,7 +163,7 @@ def test_a_copied_encoder_is_complete():
 
 
 @pytest.mark.parametrize(("family", "limit"), [("roberta", 38), ("bert", 40), ("modernbert", 40)])
-def test_longest_span(family, limit):
+def test_longest_span_is_the_limit_of_positions(family, limit):
     """The limit works, one token more does not (ModernBERT's rotary positions do not end there)."""
     encoder = tiny_encoder(family)
     assert max_span_tokens(encoder.model) == limit
@@ -182,13 +182,13 @@ def test_dropout_setting_reaches_every_family():
         assert not torch.allclose(loud.embed(batch), loud.eval().embed(batch), rtol=0.1)
 
 
-def test_unknown_head():
+def test_encoder_of_an_unknown_head_is_refused():
     with pytest.raises(ValueError, match=all_of("Linear", "MLM head")):
         mlm_head(nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("sources", [{}, {"pretrained": "x", "from_config": {"model_type": "bert"}}])
-def test_one_source(sources):
+def test_encoder_of_two_sources_is_refused(sources):
     with pytest.raises(ValueError, match=all_of("exactly one", "`pretrained`")):
         EncoderConfig(**sources)
 

@@ -102,7 +102,7 @@ def test_several_tiles_of_the_default_size():
 
 
 @pytest.mark.parametrize("tile", [1, TILE_ROWS])
-def test_one_pair(tile):
+def test_ntxent_of_one_pair_without_a_queue_is_zero(tile):
     """Without a negative there is nothing to learn; with a queue its embeddings are the negatives."""
     rows = embeddings(1)
     value, gradient = value_and_gradient(ntxent, rows, 0.05, None, tile)

@@ -105,7 +105,7 @@ def test_any_number_of_workers_takes_the_same_step(single, size, sharded):
                 assert apart(contents[file], expected[file]) < 1e-7, file
 
 
-def test_microbatches_change_nothing(single):
+def test_objective_layers_give_equal_steps_in_any_microbatches(single):
     whole_batch, in_pieces = single[0], single[2]
     assert apart(in_pieces[0], whole_batch[0]) < 1e-10
     statistics = {name: value for name, value in whole_batch[2]["objective.safetensors"].items() if "running" in name}

@@ -32,13 +32,13 @@ def by_hand(embeddings, temperature, queue=()):
 
 
 @pytest.mark.parametrize("queued", [0, 3])
-def test_loss_by_hand(queued):
+def test_declutr_loss_equals_a_plain_writing(queued):
     embeddings, queue = randn(8, 5), randn(queued, 5, seed=1)
     assert deviation([ntxent(embeddings, 0.3, queue)], [by_hand(embeddings, 0.3, queue)]) < 1e-12
 
 
 @pytest.mark.parametrize("temperature", [5e-4, 0.05, 1.0])
-def test_gradient(temperature):
+def test_declutr_gradient_is_the_derivative(temperature):
     embeddings = randn(8, 5).requires_grad_(True)
     assert torch.autograd.gradcheck(
         lambda rows: ntxent(rows, temperature, randn(3, 5, seed=1)), embeddings, eps=1e-8, atol=1e-4 / temperature
@@ -59,7 +59,7 @@ def test_one_pair_with_a_queue_has():
 
 
 @pytest.mark.parametrize("unmasked", [False, True])
-def test_views(unmasked):
+def test_declutr_views_are_anchors_and_mean_positives(unmasked):
     """Anchor beside the mean of its own positives; with a second forward it is the unmasked anchor that counts."""
     objective = declutr(DeclutrConfig(contrast_unmasked_anchors=unmasked), num_positives=3)
     masked, plain, positives = randn(4, 5), randn(4, 5, seed=1), randn(12, 5, seed=2)

@@ -94,7 +94,7 @@ def test_the_best_is_the_followers(tmp_path):
     assert find_best(tmp_path / "checkpoints", "mrr")[1].step == 2
 
 
-def test_what_is_being_scored_is_kept_until_its_score_says_whether_it_is_the_best(tmp_path):
+def test_checkpoint_is_kept_until_its_score_is_known(tmp_path):
     config = CheckpointConfig(keep_last=1)
 
     def prune(newest):
@@ -137,7 +137,7 @@ def test_a_follower_needs_no_validation_of_ours():
         config_of(validation=validation, export="last")
 
 
-def test_who_follows_reads_a_folder():
+def test_followed_run_at_an_address_is_refused():
     with pytest.raises(ValueError, match=all_of("followed", "folder", "s3://bucket/run")):
         config_of(run="s3://bucket/run", validation={"score": "followed"})
 

@@ -117,7 +117,7 @@ def test_a_storage_that_comes_back_from_read_only(volume, opened, log):
     says(log[0], "Read-only file system")
 
 
-def test_what_must_lie_before_a_checkpoint_is_written_first(tmp_path, opened, log):
+def test_saver_writes_what_a_checkpoint_needs_first(tmp_path, opened, log):
     """`before` fails twice: no checkpoint until it has done its work."""
     calls = []
 

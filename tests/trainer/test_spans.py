@@ -62,7 +62,7 @@ def check(config, lengths, spans):
 
 
 @given(geometries(), st.lists(st.integers(0, 200), min_size=1, max_size=6), st.integers(0, 2**32))
-def test_every_bound(config, extra, seed):
+def test_spans_keep_every_bound(config, extra, seed):
     lengths = config.min_document_tokens + np.array(extra)
     keys = np.arange(len(lengths), dtype=np.uint64)
     draws = draw(config, seed, np.zeros(len(lengths), np.int64), keys)
@@ -70,7 +70,7 @@ def test_every_bound(config, extra, seed):
 
 
 @given(geometries(), st.integers(0, 200), st.data())
-def test_every_bound_at_the_extremes(config, extra, data):
+def test_spans_at_the_extremes_keep_every_bound(config, extra, data):
     """Draws at both ends of [0, 1), in any mixture: what random draws hardly ever give."""
     extreme = st.sampled_from([0.0, 2.0**-32, 0.5 - 2.0**-32, 0.5, 1 - 2.0**-32])
     anchors = (1, config.num_anchors)

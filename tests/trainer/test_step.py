@@ -154,7 +154,7 @@ def test_a_step_leaves_the_global_generator_alone():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_nothing_selected():
+def test_step_without_selected_tokens_has_no_mlm_loss():
     train_step, batch = setup({"masking": {"mlm_probability": 0.0}})
     metrics = train_step.step({"": batch}, 1)
     assert metrics.terms["mlm"] == 0.0

@@ -95,7 +95,7 @@ def test_a_stale_copy_gives_way(tmp_path):
     assert weight(one, 2) == 2.0
 
 
-def test_of_several_ranks_on_a_host_all_find_the_same(tmp_path):
+def test_ranks_of_one_host_find_the_same_checkpoint(tmp_path):
     one, other = host(tmp_path, "one"), host(tmp_path, "other")
     save(one, 7)
     make(other, 6)
@@ -109,7 +109,7 @@ def test_of_several_ranks_on_a_host_all_find_the_same(tmp_path):
     assert weight(other, 7) == 7.0
 
 
-def test_what_is_not_whole_or_not_right_is_passed_over_until_the_run_comes_by(tmp_path, log):
+def test_damaged_checkpoint_in_the_store_is_passed_over_and_replaced(tmp_path, log):
     one, other = host(tmp_path, "one"), host(tmp_path, "other")
     for step in (1, 2, 3, 4):
         save(one, step, keep_last=4)
@@ -126,7 +126,7 @@ def test_what_is_not_whole_or_not_right_is_passed_over_until_the_run_comes_by(tm
     assert there(one) == [3, 4]
 
 
-def test_what_killed_writers_left_is_cleared_away(tmp_path):
+def test_files_of_killed_writers_are_cleared_away(tmp_path):
     one = host(tmp_path, "one")
     for step in (1, 2, 3):
         save(one, step, keep_last=3)

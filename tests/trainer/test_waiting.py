@@ -18,7 +18,7 @@ def heartbeat(phase, steps=0, size=4):
     return {"phase": phase, "steps": steps, "size": size}
 
 
-def test_it_says_what_is_missing_and_who_has_begun():
+def test_waiting_names_what_is_missing_and_who_has_started():
     waiting = Waiting(ScalingConfig(num_workers=4), "cuda", {"CPU": 2.0}, began=100.0)
     assert waiting.look([], 109.0) is None
     told = waiting.look([], 110.0)

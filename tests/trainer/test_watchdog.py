@@ -61,7 +61,7 @@ def test_a_stopped_worker_is_found_by_its_silence_and_named():
     says(str(hang), "worker 1", "host-1", "pid 101", "forward", "step 7", "gather")
 
 
-def test_of_living_workers_the_one_that_did_not_enter_the_exchange_is_named():
+def test_hang_names_the_living_worker_that_did_not_enter_the_exchange():
     hang, _ = watch(
         lambda now: [
             heartbeat(0, entered=31, **alive(now)),
@@ -74,7 +74,7 @@ def test_of_living_workers_the_one_that_did_not_enter_the_exchange_is_named():
     says(str(hang), "gather")
 
 
-def test_where_all_wait_alike_that_is_said():
+def test_hang_of_workers_that_all_wait_names_none():
     hang, _ = watch(lambda now: [heartbeat(rank, **alive(now)) for rank in range(3)])
     says(str(hang), "3 workers", "same exchange", "none")
 
@@ -98,7 +98,7 @@ def test_a_finished_group_and_the_heartbeats_of_a_group_that_is_gone_do_not_hang
     assert watch(shrunk)[0] is None
 
 
-def test_who_fetches_does_not_hang_while_it_lives():
+def test_worker_that_fetches_does_not_hang_while_it_lives():
     def looks(now, silent_from):
         fetches = heartbeat(0, phase="fetching", steps=0, **alive(min(now, silent_from)))
         return [fetches, heartbeat(1, steps=0, **alive(now))]

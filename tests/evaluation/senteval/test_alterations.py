@@ -148,7 +148,7 @@ def another_set(folder, task):
         ),
     ],
 )
-def test_what_is_wrong_with_the_rows_is_said(tmp_path, figures, task, damage, level, said):
+def test_altered_rows_are_found_and_named(tmp_path, figures, task, damage, level, said):
     write_all(tmp_path)
     assert list(check_rows(load(find(task), tmp_path), figures[task], "always 1")) == []
     damage(tmp_path, task)

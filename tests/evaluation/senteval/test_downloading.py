@@ -72,7 +72,7 @@ def test_another_content_or_a_server_without_ranges_starts_anew(server, tmp_path
     assert (tmp_path / "file").read_bytes() == TEXT.upper()
 
 
-def test_what_is_too_large_missing_or_wrong_leaves_nothing(server, tmp_path):
+def test_download_of_a_wrong_size_or_hash_leaves_nothing(server, tmp_path):
     with pytest.raises(TransferError, match=all_of("70,000 bytes", "69,999")):
         fetch(f"{server.address}/file", tmp_path / "file", len(TEXT) - 1)
     with pytest.raises(TransferError, match="404"):
@@ -179,7 +179,7 @@ def snli_zip(path, header=HEADER):
         ("", ""),
     ],
 )
-def test_treebank_words(raw, words):
+def test_treebank_words_are_split_as_published(raw, words):
     """Answers of the sed script itself, under GNU sed."""
     assert tokenize(raw) == words
 
@@ -233,7 +233,7 @@ def test_a_table_cannot_write_outside_the_data(path):
         Sources.model_validate({"files": [{"path": "probing/x", "url": "file:///etc/passwd"}]})
 
 
-def test_the_command(server, tmp_path, capsys):
+def test_download_command_counts_and_names_what_failed(server, tmp_path, capsys):
     """From a mirror that has one file: what was fetched, what failed, what cannot be had, and the check of it all."""
     server.files["senteval.tar"] = archive_of([("SUBJ/subj.objective", b"an objective line\n")])
     arguments = ["evaluate", "--download", str(tmp_path), "--mirror", server.address]

@@ -49,12 +49,12 @@ def test_trec_drops_the_fine_label_and_keeps_colons(folder):
     assert rows(data.splits["test"]) == [("How far : a mile ?", 5)]
 
 
-def test_sst(folder):
+def test_sst_labels_and_sentences_are_read(folder):
     assert rows(load(find("SST2"), folder).splits["dev"]) == [("na\u00efve", 0), ("it is good", 1)]
     assert rows(load(find("SST5"), folder).splits["dev"]) == [("bad", 0), ("very good", 4)]
 
 
-def test_pairs(folder):
+def test_pairs_of_sentences_are_read(folder):
     mrpc = load(find("MRPC"), folder)
     assert rows(mrpc.splits["test"]) == [(("One .", "Two things ."), 0), (("He said so .", "So he said ."), 1)]
     snli = load(find("SNLI"), folder)  # the hypothesis' length leads; ties by the labels' names, in SentEval's numbers
@@ -173,7 +173,7 @@ def test_each_distinct_sentence_once(folder):
         ("Tense", "probing/past_present.txt", "version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
     ],
 )
-def test_what_cannot_be_read_is_said_with_its_line(folder, tmp_path, name, file, text, said):
+def test_unreadable_line_is_named(folder, tmp_path, name, file, text, said):
     for known in task_files(find(name)):
         write(tmp_path, known, (folder / known).read_text(encoding="latin-1"), "latin-1")
     write(tmp_path, file, text)
@@ -192,7 +192,7 @@ def test_nothing_there_is_missing_and_a_part_of_it_is_broken(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
-def test_the_real_sets():
+def test_real_sets_are_read_whole():
     """Numbers of rows are those that SentEval's own loaders gave."""
     sizes = {
         "MR": (10662,),

@@ -27,7 +27,7 @@ def pairs():
     return first, second, labels
 
 
-def test_inner_kfold(pairs):
+def test_inner_kfold_equals_a_plain_writing(pairs):
     first, _, _ = pairs
     labels = (first.sum(1) + np.random.RandomState(1).randn(150) > 1).astype(int)
     found = protocols.inner_kfold(examples(table(first), labels), 2, CONFIG)
@@ -35,7 +35,7 @@ def test_inner_kfold(pairs):
     assert (found.dev_accuracy, found.accuracy, list(found.fold_accuracies)) == (dev, accuracy, folds)
 
 
-def test_kfold_of_pairs(pairs):
+def test_kfold_of_pairs_equals_a_plain_writing(pairs):
     first, second, labels = pairs
     made = np.c_[np.abs(first - second), first * second]
     parts = [examples(pair_table(first[s], second[s]), labels[s]) for s in (slice(110), slice(110, None))]
@@ -57,7 +57,7 @@ def test_split_of_pairs_with_both_sides(pairs, config):
     assert (found.dev_accuracy, found.accuracy) == expected
 
 
-def test_relatedness(pairs):
+def test_relatedness_equals_a_plain_writing(pairs):
     first, second, _ = pairs
     first, second = first[:24], second[:24]
     scores = np.clip(5 - 2 * np.abs(first - second).mean(1).astype(float), 1, 5)

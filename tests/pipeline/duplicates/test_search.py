@@ -7,9 +7,9 @@ import planted
 import pytest
 import ray
 from messages import all_of
+from preparing import checksums
 
 from declutr.common.cluster import SessionConfig
-from declutr.common.storage import hash_file
 from declutr.pipeline.duplicates import search as search_module
 from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
 from declutr.pipeline.duplicates.keys import KeysError
@@ -49,16 +49,12 @@ def found(units, write, tmp_path_factory):
     return folder, names
 
 
-def contents(folder):
-    return {str(path.relative_to(folder)): hash_file(path) for path in folder.rglob("*") if path.is_file()}
-
-
 def kinds(folder, names):
     """Dropped documents of all units by kind."""
     return Counter(duplicate.kind for name in names for duplicate in removed(folder, name).values())
 
 
-def test_what_is_dropped_and_for_what(found):
+def test_search_drops_copies_for_the_first_document(found):
     folder, names = found
     assert len(list((folder / "pairs").iterdir())) == 3
     assert [removed(folder, name) for name in names[:2]] == [{}, {}]
@@ -90,7 +86,7 @@ def test_a_stopped_search_continues_to_the_same_bytes(units, write, found, tmp_p
     finished = pairs_path(tmp_path, 0).stat().st_mtime_ns
     find_duplicates(tmp_path, names, CONFIG)
     assert pairs_path(tmp_path, 0).stat().st_mtime_ns == finished
-    assert contents(tmp_path) == contents(found[0])
+    assert checksums(tmp_path) == checksums(found[0])
     before = (tmp_path / DUPLICATES).stat().st_mtime_ns
     find_duplicates(tmp_path, names, CONFIG)
     assert (tmp_path / DUPLICATES).stat().st_mtime_ns == before
@@ -126,4 +122,4 @@ def test_the_order_of_units_and_the_number_of_workers_do_not_show(units, write, 
         assert ray.cluster_resources()["CPU"] == 1
     finally:
         ray.shutdown()
-    assert contents(tmp_path) == contents(found[0])
+    assert checksums(tmp_path) == checksums(found[0])

@@ -83,7 +83,7 @@ def test_sentences_and_long_texts(language):
     assert (found, score > 0.65) == (language, True)
 
 
-def test_it_needs_no_network(monkeypatch):
+def test_language_filter_needs_no_network(monkeypatch):
     def refuse(*_args, **_kwargs):
         raise AssertionError("tried to connect")
 

@@ -12,12 +12,12 @@ SPACED = st.text(
 
 
 @given(st.one_of(st.text(), SPACED))
-def test_it_equals_the_simple_definition(text):
+def test_whitespace_equals_the_simple_definition(text):
     assert normalise(text) == " ".join(text.split())
 
 
 @given(SPACED, st.integers(1, 7))
-def test_it_equals_the_simple_definition_wherever_a_long_text_is_cut(text, piece):
+def test_whitespace_of_a_cut_text_equals_the_simple_definition(text, piece):
     assert normalise(text, piece) == " ".join(text.split())
 
 

@@ -67,7 +67,7 @@ def test_rows_of_class_folders(folder, make_media, prepare_media):
     assert "content.label=null" in ledger["alone.png", 0].detail
 
 
-def test_rows_of_clips(tmp_path, make_media, prepare_media):
+def test_clips_become_rows_with_their_samples(tmp_path, make_media, prepare_media):
     files = {f"{n}_ann_{k}.wav": sound(tone(0.4 + 0.3 * k, number=n)) for n in range(3) for k in range(3)}
     files |= {
         "x_ann_0.wav": sound(tone()),

@@ -123,7 +123,7 @@ def test_a_missing_key_is_named_with_the_found_ones_and_the_setting(tmp_path, ma
 
 
 @pytest.mark.parametrize("line", [b'{"premise":"a","premise":"b","hypothesis":"h","label":0}'])
-def test_of_a_key_given_twice_the_last_value_counts(line, tmp_path, make_texts, rows_of, write_jsonl):
+def test_pair_with_a_repeated_key_takes_the_last_value(line, tmp_path, make_texts, rows_of, write_jsonl):
     (row,) = rows_of(make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", line)))
     assert row.texts == (json.loads(line)["premise"], "h")
 
