@@ -92,10 +92,9 @@ def test_text_names_the_remedy_of_what_is_broken_only():
 
 def test_a_run_that_would_be_refused_and_its_needs(tmp_path):
     config = runs.train_config(tmp_path / "nothing", tmp_path / "run")
-    needs, found = examination._of_config(config)
-    assert needs is None
-    says(found[0].value, "no manifest.json")
-    assert found[0].status == "FAIL"
+    found = examination.examine(config, "127.0.0.1:1", [])[0]
+    assert (found.name, found.status) == ("configuration", "FAIL")
+    says(found.value, "no manifest.json")
 
 
 def test_a_run_that_fits(tmp_path):
@@ -104,8 +103,9 @@ def test_a_run_that_fits(tmp_path):
     write_prepared(tmp_path / "data", [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
     projection = {"encoder": {"projection": {"kind": "mlp", "size": 8}}, "checkpoint": {"keep_last": 2}}
     config = runs.train_config(tmp_path / "data", tmp_path / "run", **projection)
-    needs, found = examination._of_config(config)
-    assert [finding.status for finding in found] == ["ok"], found
+    found = examination.examine(config, "127.0.0.1:1", [])[0]
+    assert (found.name, found.status) == ("configuration", "ok")
+    needs = needs_of(config)
     encoder = build_encoder(config, AutoTokenizer.from_pretrained(tmp_path / "data" / "tokenizer"))
     assert needs.parameters == sum(parameter.numel() for parameter in encoder.parameters())
     assert needs.checkpoints == 3

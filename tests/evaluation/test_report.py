@@ -207,15 +207,15 @@ def batch_of(names, tokens):
 @pytest.mark.slow
 def test_more_sources_than_are_held_lose_their_names_only():
     tallies = Tallies()
-    number = 6 * MAX_NAMES
+    number = 3 * MAX_NAMES
     for start in range(0, number, 50_000):
         names = ["large" if n % 100 == 1 else f"{n}.txt" for n in range(start, start + 50_000)]
         batch, column = batch_of(names, [1000 if name == "large" else 1 for name in names])
         tallies.add(column, tally_columns(batch))
     large, (name, others) = tallies.largest(tallies.all(), 1)
-    assert large == ("large", Tally(6_000, 6_000_000, 6_000, 6_000_000))
-    assert name == f"({number - 6_000:,} others)"
-    assert (others.read, others.kept_tokens) == (number - 6_000, number // 2 - 6_000)
+    assert large == ("large", Tally(3_000, 3_000_000, 3_000, 3_000_000))
+    assert name == f"({number - 3_000:,} others)"
+    assert (others.read, others.kept_tokens) == (number - 3_000, number // 2 - 3_000)
     assert len(tallies.all()) <= MAX_NAMES
 
 

@@ -124,7 +124,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers(run_bad, data):
     ("overrides", "message"),
     [
         (["steps=6", "epochs=2"], ("steps = 6", "epochs = 2.0", "not both")),
-        (["checkpoint.every_steps=0"], ("checkpoint.every_steps = 0", "above 0", "null")),
+        (["checkpoint.every_steps=0"], ("every_steps = 0", "above 0", "null")),
         (["validation.every_steps=5%"], ("validation.every_steps = '5%'", "200", "share")),
         (["export=best"], ("export = best", "validation.every_steps", "above 0")),
         (

@@ -15,7 +15,6 @@ from tinyruns import least_config
 from declutr.trainer.data.canonical import canonical_microbatches, collate_canonical
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.parallel import fixedpoint
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.fixedpoint import SCALE, FixedPointReducer
 from declutr.trainer.step.config import OptimConfig
@@ -252,7 +251,7 @@ def test_the_rows_of_a_rank_are_whole_chunks_if_bits_must_not_depend_on_it():
 
 def test_large_parameters_are_summed_to_their_last_element():
     """Elements are converted a million at a time, and sent 16 millions at a time."""
-    sizes = [3, fixedpoint._CHUNK + 5, 2 * fixedpoint._CHUNK, 7]
+    sizes = [3, 2**20 + 5, 2**21, 7]
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     reducer = FixedPointReducer(Communicator(), parameters, 2)
     reducer.begin()

@@ -151,17 +151,17 @@ def test_a_checkpoint_is_written_once_if_what_comes_after_it_is_tried_again(tmp_
 
 def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeypatch, log):
     monkeypatch.setattr(saver, "_UNHURRIED_SECONDS", 0.05)
-    go, now = threading.Event(), [0.0]
+    begun, go, now = threading.Event(), threading.Event(), [0.0]
     one = opened(
         tmp_path,
-        before=go.wait,
+        before=lambda: (begun.set(), go.wait()),
         clock=lambda: now[0],
         every_steps=2,
         every_seconds=60,
         storage_retry_seconds=100,
     )
     give(one, 2)
-    until(lambda: one._writing_since is not None, "the write")
+    assert begun.wait(60)
     assert not one.due(4)
     assert not one.due(6)
     assert len(log) == 1, log
@@ -227,10 +227,10 @@ def test_a_kill_while_a_checkpoint_is_deleted_leaves_it_whole_or_gone(tmp_path):
 
 
 def test_a_copy_that_is_given_while_another_is_written_is_written_too(tmp_path, opened):
-    go = threading.Event()
-    one = opened(tmp_path, before=go.wait, keep_last=3)
+    begun, go = threading.Event(), threading.Event()
+    one = opened(tmp_path, before=lambda: (begun.set(), go.wait()), keep_last=3)
     give(one, 1, mib=0.01)
-    until(lambda: one._writing_since is not None, "the write")
+    assert begun.wait(60)
     one.submit(state_of(2), {"encoder.safetensors": {"weight": torch.ones(3)}})
     go.set()
     one.wait()

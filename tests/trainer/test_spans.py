@@ -8,7 +8,7 @@ from messages import all_of
 from pydantic import ValidationError
 
 from declutr.pipeline.shards.windows import window_starts
-from declutr.trainer.objectives.declutr.spans import Draws, _count_anchors, draw, place
+from declutr.trainer.objectives.declutr.spans import Draws, draw, place
 from declutr.trainer.objectives.span_config import SpanConfig
 
 
@@ -210,9 +210,17 @@ def test_an_adjacent_positive_may_touch_either_end_of_the_document(side, first):
     assert spans.positives.tolist() == [[[[first, first + 4]]]]
 
 
+def anchors_of(config, windows):
+    """Numbers of anchors of documents with these numbers of windows of 20 tokens."""
+    draws = draw(config, 0, np.zeros(len(windows), np.int64), np.arange(len(windows), dtype=np.uint64))
+    starts = np.concatenate([20 * np.arange(number) for number in windows])
+    offsets = np.cumsum([0, *windows])
+    return place(config, draws, 20 * windows, starts, offsets, "fewer_anchors").present.sum(axis=1)
+
+
 def test_a_short_document_has_an_anchor_for_every_two_windows():
     config = SpanConfig(num_anchors=2, num_positives=1, min_tokens=3, max_tokens=20)
     windows = np.array([2, 3, 4, 5, 9])
-    assert _count_anchors(config, 20 * windows, windows, "fewer_anchors").tolist() == [1, 1, 2, 2, 2]
+    assert anchors_of(config, windows).tolist() == [1, 1, 2, 2, 2]
     with pytest.raises(ValueError, match=all_of("1 windows", "0 anchors")):
-        _count_anchors(config, np.array([20]), np.array([1]), "fewer_anchors")
+        anchors_of(config, np.array([1]))
