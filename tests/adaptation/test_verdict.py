@@ -74,7 +74,7 @@ def test_judge_says_how_many_documents_a_point_needs():
 
 
 @pytest.mark.parametrize(("shift", "told"), [(0.1, "better"), (-0.1, "worse")])
-def test_judge_of_a_clear_difference(shift, told):
+def test_judge_of_a_clear_difference_names_its_direction(shift, told):
     base = np.random.default_rng(0).beta(2, 2, 120)
     verdict = judge({DISTANT: base}, {DISTANT: base + shift}, DISTANT, 0)
     assert verdict.outcome == told

@@ -176,7 +176,7 @@ def test_documents_are_shards_rows():
     assert not texts.documents(3, 5, spans, 1000, seed=2).equals(table)
 
 
-def test_flops_of_a_forward_counted_by_torch():
+def test_flops_of_a_forward_equal_torchs_count():
     """The formula's linear and head terms against torch's own counter; attention, at these sizes, is a few percent."""
     workload = packed.Workload("tiny", SpanConfig(min_tokens=20, max_tokens=24), 0)
     made, batch_ = workload.encoder(), workload.batch(0, 2).spans
@@ -186,7 +186,7 @@ def test_flops_of_a_forward_counted_by_torch():
     assert counted.get_total_flops() == pytest.approx(expected, rel=0.2)
 
 
-def test_peaks_of_known_gpus():
+def test_peaks_of_known_gpus_are_the_published_ones():
     assert flops.peak_flops("NVIDIA H200", half=True) == 989e12
     assert flops.peak_flops("NVIDIA B200", half=True) == 2250e12
     assert flops.peak_flops("NVIDIA L40S", half=True) == 362e12

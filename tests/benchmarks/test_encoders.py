@@ -27,7 +27,7 @@ def scored(left_out=None):
     return [one(kind, seed, value) for (kind, seed), value in SCORES.items()], {f"{k}/{s}": (k, s) for k, s in SCORES}
 
 
-def test_mean_and_spread_of_every_task_and_average():
+def test_table_has_mean_and_spread_of_every_task_and_average():
     found = encoders.summarise(*scored())
     assert found["tasks"]["MR"]["declutr"] == {"scores": [60, 66], "mean": 63, "sd": 4.2426}
     assert found["averages"]["mean of 2 downstream"]["declutr"] == {"scores": [61, 67], "mean": 64, "sd": 4.2426}
@@ -39,7 +39,7 @@ def test_mean_and_spread_of_every_task_and_average():
     assert len(lines) == 7
 
 
-def test_held_out_scores_of_touching_and_of_distant_passages():
+def test_table_has_scores_of_touching_and_distant_passages():
     def one(kind, seed, last):
         scores = {
             "recall_at_1": {"first": 0.04, "last": last},

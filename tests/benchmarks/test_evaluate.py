@@ -29,7 +29,7 @@ def figures(tmp_path, *arguments):
 
 
 @pytest.mark.slow
-def test_against_the_plain_writing(tmp_path):
+def test_benchmark_of_evaluation_equals_the_plain_writing(tmp_path):
     kept = ["--hashed-size", "16", "--keep", str(tmp_path / "kept")]
     found = figures(tmp_path, *kept)
     assert found["official"] == "benchmarks.evaluate.released"
@@ -55,7 +55,7 @@ def test_without_data_there_is_no_figure(tmp_path):
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="SENTEVAL names no checkout of facebookresearch/SentEval")
-def test_against_the_released_code(tmp_path):
+def test_benchmark_of_evaluation_equals_the_released_code(tmp_path):
     found = figures(tmp_path, "--senteval", str(Path(CHECKOUT)), "--encoders", "hashed-words", "--hashed-size", "16")
     assert found["official"] == "facebookresearch/SentEval"
     assert found["max_abs_diff_of_any_score"] < 0.3

@@ -95,14 +95,14 @@ def test_config_reports_every_problem_at_once(load):
     assert len(found) == 6
 
 
-def test_override_through_a_value(load):
+def test_override_through_a_value_is_refused(load):
     found = problems(load, "train: {name: a, low: 1}", "low.x=1")
     [line] = found
     says(line, "low.x", "holds 1", "section")
 
 
 @pytest.mark.parametrize("text", ["=3", "inner.size", ""])
-def test_override_without_key_or_value(load, text):
+def test_override_without_key_or_value_is_refused(load, text):
     (found,) = problems(load, "train: {name: a}", text)
     says(found, f"{text!r}", "key=value")
 
@@ -134,12 +134,12 @@ def test_a_bracket_that_is_never_closed_leaves_the_other_overrides(load):
     says(other, "lwo", "unknown key", "`low`")
 
 
-def test_override_that_is_not_yaml(load):
+def test_override_that_is_not_yaml_is_refused(load):
     (found,) = problems(load, "train: {name: a}", "inputs=[1")
     says(found, "inputs", "'[1'", "YAML")
 
 
-def test_unknown_key_without_a_near_one(load):
+def test_unknown_key_without_a_near_one_lists_the_known(load):
     first, second = problems(load, "train: {name: a, zzzzz: 1, yyyyy: 2}")
     says(first, "zzzzz", "unknown key", "animal, inner, inputs, name, seed, extra, low, high, named")
     says(second, "yyyyy", "unknown key")
@@ -193,7 +193,7 @@ def test_unknown_key_brings_a_suggestion(load, override, told):
 
 
 @pytest.mark.parametrize("pair", [("low=1", "low=2"), ("inner.size=1", "inner={size: 2}"), ("low=1", "low=1")])
-def test_a_setting_given_twice(load, pair):
+def test_setting_given_twice_is_refused(load, pair):
     (found,) = problems(load, "train: {name: a}", *pair)
     says(found, f"{pair[0]!r}", f"{pair[1]!r}", "undoes")
 
@@ -222,14 +222,14 @@ def test_config_rule_between_keys_is_checked(load):
         ("", "top level"),
     ],
 )
-def test_files_that_are_not_configurations(load, text, message):
+def test_file_that_is_no_configuration_is_refused(load, text, message):
     with pytest.raises(ConfigError, match=all_of(message)):
         load(text)
     with pytest.raises(ConfigError, match=all_of(message)):
         load(text, "name=a")
 
 
-def test_bytes_that_are_not_text(tmp_path):
+def test_config_of_bytes_that_are_no_text_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"train: \xff")
     with pytest.raises(ConfigError, match="is not YAML"):
         load_config(str(tmp_path / "run.yaml"), "train", Outer)
@@ -239,7 +239,7 @@ def test_bytes_that_are_not_text(tmp_path):
     ("name", "told"),
     [("run.yml", ["`{folder}/run.yaml`"]), (".", ["is a folder"]), ("low=1", ["config file", "first"])],
 )
-def test_names_of_files_that_are_none(tmp_path, name, told):
+def test_name_of_no_config_file_brings_a_suggestion(tmp_path, name, told):
     (tmp_path / "run.yaml").write_text("train: {}")
     with pytest.raises(ConfigError) as error:
         load_config(str(tmp_path / name), "train", Outer)
@@ -262,7 +262,7 @@ def test_config_is_frozen():
         Inner().size = 3
 
 
-def test_numbers_within_the_bounds(load):
+def test_numbers_at_the_bounds_are_accepted(load):
     text = "train: {name: a, seed: 9223372036854775807, high: 1000000000000, inner: {rate: 1.0e-30}, extra: {x: 0x10}}"
     config = load(text)
     assert (config.seed, config.high, config.inner.rate) == (2**63 - 1, 10**12, 1e-30)

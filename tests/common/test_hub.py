@@ -71,7 +71,7 @@ def test_hub_offline_is_honoured(silent, monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://no-such-host.invalid", "nonsense", "http://[::"])
-def test_other_ways_not_to_be_there(address, monkeypatch):
+def test_hub_problem_of_an_unreachable_address_names_it(address, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", address)
     assert hub.hub_problem().startswith(address)

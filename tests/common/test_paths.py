@@ -34,7 +34,7 @@ def test_a_name_that_exists_is_left_alone(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "path", ["", " ", "a\0b", "$NOT_SET/x", "${NOT_SET}", "~no-such-user/x", "s3:/bucket/x", "file:/tmp/x", "C:\\x"]
 )
-def test_paths_that_name_no_place(path, monkeypatch):
+def test_path_that_names_no_place_is_refused(path, monkeypatch):
     monkeypatch.delenv("NOT_SET", raising=False)
     with pytest.raises(PathError):
         expand(path)
@@ -43,7 +43,7 @@ def test_paths_that_name_no_place(path, monkeypatch):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes the identity of a user without a home folder")
-def test_no_home_at_all():
+def test_path_without_any_home_is_refused():
     code = "from declutr.common.paths import expand\nimport os; os.setuid(54321)\nexpand('~/x')"
     bare = {"PYTHONPATH": str(ROOT / "src"), "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=False)

@@ -85,7 +85,7 @@ def test_a_folder_gives_way_to_a_whole_one_alone(tmp_path):
     assert names(tmp_path) == ["run"]
 
 
-def test_json_round_trip_and_hashes(tmp_path):
+def test_json_is_read_back_and_hashed(tmp_path):
     value = {"b": [1, 2.5, None], "a": "é"}
     storage.write_json(tmp_path / "x.json", value)
     assert storage.read_json(tmp_path / "x.json") == value

@@ -90,14 +90,14 @@ def test_text_names_the_remedy_of_what_is_broken_only():
     ]
 
 
-def test_a_run_that_would_be_refused_and_its_needs(tmp_path):
+def test_examine_of_a_run_that_train_refuses_fails(tmp_path):
     config = runs.train_config(tmp_path / "nothing", tmp_path / "run")
     found = examination.examine(config, "127.0.0.1:1", [])[0]
     assert (found.name, found.status) == ("configuration", "FAIL")
     says(found.value, "no manifest.json")
 
 
-def test_a_run_that_fits(tmp_path):
+def test_examine_of_a_run_that_fits_counts_its_needs(tmp_path):
     """Its needs are counted without weights, and are those of the encoder that will be built."""
     texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(12)]
     write_prepared(tmp_path / "data", [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
@@ -166,7 +166,7 @@ def test_a_folder_of_each_nodes_own_is_not_shared(tmp_path):
     says(found.remedy, "shared file system")
 
 
-def test_a_shared_folder_and_an_address(tmp_path):
+def test_storage_of_a_shared_folder_or_address_is_ok(tmp_path):
     for place in (str(tmp_path), f"file://{tmp_path}"):
         written = {node: storage.write(place, ".mark", node) for node in ("n1", "n2/b")}
         unseen = {node: storage.seen(place, ".mark", ["n1", "n2/b"], 1.0) for node in written}
@@ -177,7 +177,7 @@ def test_a_shared_folder_and_an_address(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_or_read_only(small_disk):
+def test_disk_that_is_full_or_read_only_is_found(small_disk):
     written = {"n1": storage.write(str(small_disk), ".mark", "n1")}
     space = one(storage.check("run", written, NEEDS.disk_bytes), "space")
     assert space.status == "FAIL"
@@ -191,7 +191,7 @@ def test_a_disk_that_is_full_or_read_only(small_disk):
     says(found.value, "Read-only file system")
 
 
-def test_a_small_shm_and_a_full_session_disk(small_disk, monkeypatch):
+def test_small_shm_and_full_session_disk_are_found(small_disk, monkeypatch):
     monkeypatch.setattr(facts, "_folders", lambda: (str(small_disk / "session"), str(small_disk)))
     found = facts.gather()
     assert found.shm_mib == 1
@@ -201,12 +201,12 @@ def test_a_small_shm_and_a_full_session_disk(small_disk, monkeypatch):
     assert checks.session_disk("n1", facts.gather()).status == "FAIL"
 
 
-def test_a_folder_that_is_not_there_on_a_node(tmp_path):
+def test_folder_missing_on_a_node_is_found(tmp_path):
     assert storage.standing(str(tmp_path / "a" / "b")) == str(tmp_path)
     assert "does not exist" in storage.write(str(tmp_path / "gone"), ".mark", "n1").error
 
 
-def test_a_slow_disk_and_a_torn_rename():
+def test_slow_disk_and_torn_rename_are_found():
     found = storage.check("run", {"n1": storage.Written("run", "", 2**40, 250.0, 3)}, 1)
     assert one(found, "fsync").status == "warn"
     assert one(found, "rename").status == "FAIL"
@@ -279,7 +279,7 @@ def test_cpus_too_few_for_the_workers_are_found(cpus, own_session, status):
     assert checks.cpus(cpus, NEEDS, own_session).status == status
 
 
-def test_limits_of_a_node(here):
+def test_limits_of_a_node_that_are_too_low_are_found(here):
     assert checks.open_files("n", edited(here, open_files=256)).status == "FAIL"
     assert checks.open_files("n", edited(here, open_files=4096)).status == "warn"
     assert checks.open_files("n", edited(here, open_files=-1)).status == "ok"
@@ -349,7 +349,7 @@ def test_token_that_is_missing_or_readable_is_found(tmp_path):
     assert network.find_token(home | {"RAY_AUTH_TOKEN_PATH": str(token)})[0] == str(token)
 
 
-def test_shards_that_differ_or_are_missing(tmp_path):
+def test_shards_that_differ_or_are_missing_are_found(tmp_path):
     says(data.look(str(tmp_path)).error, "no manifest.json")
     found = data.check("d", {"n1": data.Seen("aa", 5), "n2": data.Seen("bb", 5), "n3": data.Seen(error="gone")})
     assert [finding.status for finding in found] == ["FAIL", "FAIL"]
@@ -366,7 +366,7 @@ def test_ports_that_others_cannot_reach_are_found():
     first.stop_listening()
 
 
-def test_a_sum_that_is_wrong_or_fails():
+def test_all_reduce_that_is_wrong_or_fails_is_found():
     good = collective.Summed(3.0, 0.01)
     assert collective.check("gloo", {"a": good, "b": good}).status == "ok"
     assert collective.check("gloo", {"a": good, "b": collective.Summed(error="refused")}).value == "b: refused"

@@ -37,7 +37,7 @@ def cluster(disks):
     made.shutdown()
 
 
-def test_every_check_on_two_nodes(cluster, disks):
+def test_examine_of_two_nodes_runs_every_check(cluster, disks):
     """One folder that both see, and one that is another disk on each."""
     config = runs.train_config(disks / "nothing", disks / "run", scaling={"num_workers": 4, "data_cpus": 1})
     found = examination.examine(config, cluster.address, ["$DECLUTR_DISK"])

@@ -56,7 +56,7 @@ def test_every_checkpoint_has_a_line(run, capsys):
     assert all("verified" in line and " 1.0 " in line for line in lines)
 
 
-def test_json_and_an_exit_status_for_the_newest(run, capsys):
+def test_checkpoints_json_and_status_tell_whether_the_newest_is_whole(run, capsys):
     older = run / "checkpoints" / "step-00000004" / "encoder.safetensors"
     raw = bytearray(older.read_bytes())
     raw[500] ^= 1

@@ -89,7 +89,7 @@ def test_several_columns_are_joined(tmp_path):
     np.testing.assert_array_equal(vectors(tmp_path / "a.npy"), vectors(tmp_path / "b.npy"))
 
 
-def test_truncated_then_normalised_then_rounded(model, expected, tmp_path):
+def test_embed_truncates_then_normalises_then_rounds(model, expected, tmp_path):
     write_inputs(tmp_path)
     shape = ("--dimensions", 8, "--normalise", "--dtype", "float16")
     for output in ("out.npy", "out.parquet"):

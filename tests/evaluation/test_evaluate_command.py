@@ -98,7 +98,7 @@ def test_other_data_are_not_scored_unasked(folder, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_page_in_a_browser(scored, tmp_path):
+def test_evaluate_page_is_shown_in_a_browser(scored, tmp_path):
     with start_browser(tmp_path) as browser:
         browser.open(scored / "scores.html")
         assert browser.messages() == []

@@ -130,7 +130,7 @@ def test_map_of_a_large_index_draws_some_texts_and_places_all_hits(index):
         ("http://127.0.0.1/", 404, "not exist"),
     ],
 )
-def test_questions_without_an_answer(server, path, status, words):
+def test_question_without_an_answer_is_refused(server, path, status, words):
     found, _, body = ask(server, path)
     assert found == status
     says(json.loads(body)["error"], words)

@@ -64,7 +64,7 @@ def spearman(encoder):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_sts_task_through_sentence_transformers(tmp_path, task):
+def test_mteb_sts_task_gives_the_spearman_of_cosines(tmp_path, task):
     folder = encoder_folder(tmp_path / "export")
     from sentence_transformers import SentenceTransformer
 

@@ -99,7 +99,7 @@ def test_doubted_and_unpublished_numbers_are_marked():
     assert "5000 of 5020" in told
 
 
-def test_differences_to_the_pretrained_encoder(tmp_path):
+def test_table_shows_differences_to_the_pretrained_encoder(tmp_path):
     """Of the published rows they are those that follow from the paper's Avg. column: 75.98 - 72.80, 75.32 - 73.48."""
     everything = {task: result(task, 50) for task in STS} | {
         task: TaskResult(task, "senteval", {"acc": 50.0, "f1": 50.0}, 10, "identical")

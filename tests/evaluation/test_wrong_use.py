@@ -188,7 +188,7 @@ def everything(folder):
 @pytest.mark.parametrize(
     ("arguments", "told"), CASES, ids=[" ".join(arguments)[:60].replace("\0", "NUL") for arguments, _ in CASES]
 )
-def test_one_message_and_nothing_else(place, capsys, arguments, told):
+def test_wrong_use_gives_one_message_and_nothing_else(place, capsys, arguments, told):
     before = everything(place)
     try:
         status = main(arguments)

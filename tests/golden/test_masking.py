@@ -94,7 +94,7 @@ def test_masks_of_tokens_are_independent():
     assert stats.chi2_contingency(pairs).pvalue > P_VALUE
 
 
-def test_chance_of_an_unmasked_span(figures):
+def test_chance_of_an_unmasked_span_follows_its_law(figures):
     """A span of n tokens without any selected one comes with the recorded probability, so MLM must bear it."""
     for length, probability in figures.json("mlm_cases")["expected"]["p_no_token_selected"].items():
         _, _, selected = masked({"V": 1000, "seed": 6}, np.full((20_000, int(length)), 7))

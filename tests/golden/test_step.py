@@ -120,7 +120,7 @@ def both_ways(comm, case, arrays):
 
 
 @pytest.mark.dist
-def test_steps_of_two_processes(figures, measured):
+def test_steps_of_two_processes_equal_the_recorded_ones(figures, measured):
     """Two ranks take the single process's steps: the MLM mean is over all ranks' tokens, not a mean of means."""
     for rank in run_group(2, both_ways, figures.json("e2e_step"), figures.arrays("e2e_step")):
         for worst in rank:
@@ -130,7 +130,7 @@ def test_steps_of_two_processes(figures, measured):
 
 @pytest.mark.parametrize("terms", ["contrastive", "mlm"])
 @pytest.mark.parametrize("microbatch_tokens", [None, 60], ids=["whole", "microbatched"])
-def test_gradients_of_each_term(figures, terms, microbatch_tokens, measured):
+def test_gradients_of_each_term_equal_the_recorded_ones(figures, terms, microbatch_tokens, measured):
     """Step 1's gradient of each loss alone. (The recorded contrastive gradient, too, is of masked anchors.)"""
     case, arrays = figures.json("e2e_step"), figures.arrays("e2e_step")
     runner = train_step(case, arrays, Communicator(), microbatch_tokens=microbatch_tokens, terms=terms)

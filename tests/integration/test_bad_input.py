@@ -65,7 +65,7 @@ def test_train_without_a_config_file_is_refused(tmp_path, capsys):
     says(capsys.readouterr().err, "no such", "config file")
 
 
-def test_a_config_without_the_section(tmp_path, capsys):
+def test_config_without_the_section_is_refused(tmp_path, capsys):
     config = runs.write_config(tmp_path / "train.yaml", prepare={})
     assert main([str(config)]) == 1
     says(capsys.readouterr().err, "section `train`")
@@ -97,7 +97,7 @@ def test_an_unknown_score_is_reported_with_the_errors_of_other_settings(run_bad)
     says(second, "`recall_at_1`")
 
 
-def test_patience_without_scores_or_checkpoints_of_them(run_bad):
+def test_patience_without_scores_or_checkpoints_is_refused(run_bad):
     first, second, third = run_bad("validation.patience=2", "steps=5", "epochs=2")
     says(first, "validation.patience = 2", "export = best")
     says(second, "validation.patience = 2", "validation.every_steps", "above 0")
@@ -113,7 +113,7 @@ def test_everything_that_does_not_fit_the_shards_is_reported_together(run_bad, d
     says(lines[2], "batch_documents = 1000", f"{documents} training documents")
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers(run_bad, data):
+def test_vocabulary_smaller_than_the_tokenizers_is_refused(run_bad, data):
     size = load_manifest(data).tokenizer.vocab_size
     (line,) = run_bad(f"encoder.from_config.vocab_size={size - 1}")
     says(line, size - 1, size)
@@ -145,7 +145,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers(run_bad, data):
         (["encoder.from_config={model_type: gpt2, n_embd: 32, n_head: 2, n_layer: 1}"], "gpt2"),
     ],
 )
-def test_settings_and_encoders_that_cannot_work(run_bad, overrides, message):
+def test_settings_and_encoders_that_cannot_work_are_refused(run_bad, overrides, message):
     (line,) = run_bad(*overrides)
     says(line, message)
 
@@ -155,7 +155,7 @@ def test_a_pretrained_model_that_is_not_there(run_bad, tmp_path):
     assert str(tmp_path / "nothing") in line
 
 
-def test_shards_of_another_tokenizer_than_the_models(run_bad, foreign):
+def test_shards_of_another_tokenizer_are_refused(run_bad, foreign):
     (line,) = run_bad(encoder={"from_config": None, "pretrained": str(foreign)})
     says(line, f"encoder.pretrained = {foreign}", "tokenizer")
     says(line, "made the shards")
@@ -196,7 +196,7 @@ def test_a_shard_that_was_changed_in_place_is_named(run_bad, broken):
     says(line, path, "damaged", "SHA-256")
 
 
-def test_shards_without_a_manifest_or_tokenizer(run_bad, broken):
+def test_shards_without_a_manifest_or_tokenizer_are_refused(run_bad, broken):
     shutil.rmtree(broken / "tokenizer")
     (line,) = run_bad(folder=broken)
     assert str(broken / "tokenizer") in line
@@ -205,7 +205,7 @@ def test_shards_without_a_manifest_or_tokenizer(run_bad, broken):
     says(line, "manifest.json", "version")
 
 
-def test_validation_without_held_out_documents(run_bad, broken):
+def test_validation_without_held_out_documents_is_refused(run_bad, broken):
     manifest = load_manifest(broken)
     for shard in manifest.of_split("held-out"):
         (broken / shard.name).unlink()

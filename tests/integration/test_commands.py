@@ -93,7 +93,7 @@ def test_inspect_names_a_damaged_checkpoint(copied, capsys):
 
 
 @pytest.mark.dist
-def test_verify_gradients_on_a_users_configuration(data, tmp_path, capsys):
+def test_verify_gradients_of_a_users_configuration_passes(data, tmp_path, capsys):
     """Dropout and attention dropout on, a queue, 2 processes for 5 documents."""
     values = runs.train_values(data, tmp_path / "run", encoder={"dropout": 0.1}, objective={"queue_size": 16})
     config = runs.write_config(tmp_path / "train.yaml", train=values)
@@ -109,7 +109,7 @@ def test_verify_gradients_on_a_users_configuration(data, tmp_path, capsys):
     assert main(["verify-gradients", str(config), "data=nowhere", "batch_documents=0"]) == 1
 
 
-def test_the_demos_table_and_neighbours(data, export):
+def test_demo_shows_its_table_and_neighbours(data, export):
     lines = list(table({name: dict.fromkeys(COLUMNS, 0.5) for name in ("untrained", "mlm_only", "declutr")}))
     assert lines[0].split()[2:6] == ["recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr"]
     assert [line.split().count("0.500") for line in lines] == [0, 8, 8, 8]

@@ -165,7 +165,7 @@ def test_the_export_has_the_encoder_alone(prepared, tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("task_schedule", ["joint", "alternating"])
-def test_verify_gradients_over_all_tasks(prepared, tmp_path, task_schedule):
+def test_verify_gradients_of_all_tasks_passes(prepared, tmp_path, task_schedule):
     config = config_of(prepared, tmp_path / "run", SCD, task_schedule, batch_documents=5)
     for difference in verify(config, 5, [2]):
         assert difference.within, difference

@@ -109,7 +109,7 @@ def test_a_tar_cut_into_parts_gives_the_same_records_and_a_broken_end_is_met_whe
         assert [record.text.encode() for record in whole[: len(whole) - len(lost)]] == read
 
 
-def test_archives_of_every_format_and_compression_in_each_other(tmp_path):
+def test_nested_archives_of_every_format_are_read(tmp_path):
     table = pa.table({"text": ["p", "q"]})
     parquet, arrow, stream = io.BytesIO(), io.BytesIO(), io.BytesIO()
     pq.write_table(table, parquet)

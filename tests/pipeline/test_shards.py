@@ -36,7 +36,7 @@ def test_any_documents_come_back_in_the_order_asked(tmp_path, vocab_size, token_
         assert identity.as_py() == document_id(b"%d" % row)
 
 
-def test_no_rows_a_split_without_shards_and_numbers_outside(tmp_path):
+def test_take_of_no_rows_is_empty_and_outside_is_refused(tmp_path):
     folder = write(tmp_path / "out")
     assert ShardSet(folder, "train").take(np.array([], dtype=np.int64)).num_rows == 0
     assert ShardSet(folder, "held-out").num_documents == 0

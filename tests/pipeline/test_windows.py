@@ -83,7 +83,7 @@ def test_a_document_that_is_kept_in_every_mode_has_the_same_windows(geometry, ex
         ("shrink_spans", 128, ("geometry.num_anchors (2)", "geometry.min_tokens (32)", "= 128")),
     ],
 )
-def test_the_limits_of_the_papers_geometry(mode, least, words):
+def test_shortest_document_of_the_papers_geometry_follows_from_the_mode(mode, least, words):
     geometry = Geometry()
     assert shortest_document(geometry, mode) == least
     says(limit_in_words(geometry, mode), words)

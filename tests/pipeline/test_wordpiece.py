@@ -158,7 +158,7 @@ def test_a_sample_that_differs_decides(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="real vocabularies are not on this machine")
-def test_berts_real_vocabulary_on_real_texts():
+def test_wordpiece_gives_the_ids_of_berts_vocabulary():
     folder = REAL / "tokenizers" / "bert-base-uncased"
     reference, fast = BatchTokenizer.load(folder), BatchTokenizer.load(folder, "wordpiece")
     assert disagreement(reference, fast, [*difficult_texts(reference._backend), *HOSTILE]) is None

@@ -164,7 +164,7 @@ def test_a_damaged_line_of_metrics_is_named_and_kept(run, log, damage):
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_the_last_step_before_a_damaged_line(run, damage):
+def test_metrics_end_at_the_last_step_before_a_damaged_line(run, damage):
     with (run / METRICS).open("ab") as stream:
         stream.write(DAMAGED[damage] + b"\n")
     found = read_last_step(run / METRICS)

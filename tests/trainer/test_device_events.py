@@ -117,7 +117,7 @@ def test_every_exchange_is_counted_once_and_forgotten():
     assert not heartbeat._exchanges
 
 
-def test_stamps_of_a_processor_and_of_a_gpu():
+def test_events_of_a_device_are_its_own_kind():
     assert events_of(torch.device("cpu")) is HostEvent
     assert events_of(torch.device("cuda", 0)) is CudaEvent
     first, second = HostEvent(), HostEvent()

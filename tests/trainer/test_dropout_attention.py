@@ -116,7 +116,7 @@ def test_an_encoder_computes_what_groups_compute(family):
 
 
 @pytest.mark.slow
-def test_one_graph_for_all_lengths():
+def test_dropout_attention_has_one_graph_for_all_lengths():
     """The backward is traced too. Dynamo repeats an analysis for it, and keeps one."""
     torch._dynamo.reset()
     counters.clear()

@@ -17,7 +17,7 @@ def easy_start(run, loss):
     return run.objective.remark_after_first_step(run.context("drop"), {"contrastive": loss, "mlm": 0.0})
 
 
-def test_a_batch_smaller_than_the_papers():
+def test_batch_smaller_than_the_papers_is_remarked():
     assert small_batch(config()) is None
     remark = small_batch(config(batch_documents=8))
     says(remark, "batch_documents = 8", "7 other documents", "15")
@@ -37,7 +37,7 @@ def test_a_batch_smaller_than_the_papers():
         ({"objective": {"reference_rank_scaling": 4}}, 0.1, False),
     ],
 )
-def test_a_first_loss_far_below_that_of_guessing(given, loss, remarked):
+def test_first_loss_far_below_guessing_is_remarked(given, loss, remarked):
     remark = easy_start(config(**given), loss)
     assert (remark is not None) == remarked
 

@@ -52,7 +52,7 @@ def given(data, tmp_path, encoder, **changes) -> TrainConfig:
     return TrainConfig.model_validate(values | {"encoder": {"dropout": 0.0, **encoder}})
 
 
-def test_an_encoder_without_a_head(data, tmp_path, pretrained, log):
+def test_encoder_without_a_head_is_refused(data, tmp_path, pretrained, log):
     """Random weights are refused by name where the MLM loss would train through them, unless they are asked for."""
     encoder = {"pretrained": str(pretrained(BertModel))}
     (problem,) = problems(given(data, tmp_path, encoder))

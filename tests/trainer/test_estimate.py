@@ -27,7 +27,7 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("terms", "passes"), [("both", 1), ("both", 3), ("mlm", 3)])
-def test_tokens_in_at_least_one_span(data, tmp_path, terms, passes):
+def test_coverage_equals_the_places_of_the_spans(data, tmp_path, terms, passes):
     """Compared with sets of the places that the spans of the run cover."""
     config, whole = config_of(data, tmp_path / "run"), ShardSet(data, "train")
     found = coverage(DeclutrConfig(terms=terms), config.context("drop"), whole, passes)

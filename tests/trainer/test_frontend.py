@@ -74,7 +74,7 @@ def test_an_encoder_that_cannot_read_patches_is_found(family):
         says(problem, "model type longformer", "patches")
 
 
-def test_layers_of_bert_as_released():
+def test_bert_layers_are_drawn_as_released():
     """`bert.encoder` on the hidden states themselves, as VisualCSE calls it."""
     encoder = tiny_encoder(dropout=0.0, pooling="cls")
     frontend = Frontend(FrontendConfig(**SIZES), 48, 4, embedding_width(encoder.model), 0).double()

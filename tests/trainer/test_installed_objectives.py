@@ -85,7 +85,7 @@ def test_a_package_that_cannot_be_used_stops_only_what_names_its_kind(tmp_path, 
     assert declutr("train", config, "--print-config", "objective={kind: simcse}").returncode == 0
 
 
-def test_two_packages_with_the_same_kind(tmp_path, monkeypatch):
+def test_packages_with_the_same_kind_are_refused(tmp_path, monkeypatch):
     install(tmp_path / "one", monkeypatch, "first-objective", "spoilt_first", CLASS)
     assert "spoilt" in load_kinds()[0]
     install(tmp_path / "two", monkeypatch, "second-objective", "spoilt_second", CLASS)

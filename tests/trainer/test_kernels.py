@@ -63,7 +63,7 @@ def test_groups_attend_where_the_kernel_cannot():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_graph_for_all_lengths(family):
+def test_kernel_has_one_graph_for_all_lengths(family):
     """One graph without breaks, whatever the number of spans and tokens, and the same values as without a graph."""
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -111,7 +111,7 @@ def test_use_newest_with_a_package_of_another_version_stays_at_the_version_that_
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("most_weights", [1, 200, 2**26])
-def test_weights_of_some_spans_at_a_time(masked, most_weights):
+def test_attention_weights_of_some_spans_at_a_time_are_those_of_all(masked, most_weights):
     """The same bits, values and gradients, as with the weights of all spans."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(5, 2, 7, 4, generator=generator).requires_grad_() for _ in range(3))

@@ -34,7 +34,7 @@ def shown(folder, tag="step/loss"):
     return [(event.step, event.value) for event in board.Scalars(tag)]
 
 
-def test_lines_and_events_and_a_resume(tmp_path):
+def test_metrics_continue_after_a_resume(tmp_path):
     first = MetricsWriter(tmp_path, 0)
     take(first, range(1, 8))
     first.scores(4, {"mrr": 0.5})

@@ -140,7 +140,7 @@ def test_images_are_neither_mixed_nor_masked():
     assert "mixed" not in collator.fetch(rows, np.zeros(3, np.int64), Rows(rows)).column_names
 
 
-def test_no_rows_of_a_worker():
+def test_mixup_of_a_worker_without_rows_is_empty():
     rows = Mixup(1.0, 0)(CLIPS.slice(0, 0), np.empty(0, np.int64), Rows(CLIPS))
     assert len(rows) == 0
     assert rows.schema.equals(CLIPS.schema.append(pa.field("mixed", pa.bool_())))

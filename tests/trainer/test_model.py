@@ -75,7 +75,7 @@ def test_packed_batch_equals_padded_one_in_float32(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_padding_id_inside_a_span(family):
+def test_padding_id_inside_a_span_is_a_token_like_others(family):
     """MLM may draw the padding id as a replacement. It is a token like others; RoBERTa's positions skip it."""
     batch = random_spans(MIXED)
     ids = batch.input_ids.clone()
@@ -103,7 +103,7 @@ def test_pooling_equals_a_plain_writing(pooling):
     assert deviation([encoder.embed(batch)], [torch.stack([by_hand(part) for part in parts])]) < 1e-12
 
 
-def test_mlm_loss_by_hand():
+def test_mlm_loss_equals_a_plain_writing():
     """Sum of the cross entropies of the whole model's own logits."""
     batch, encoder = random_spans([20], num_selected=6), tiny_encoder(layout="padded")
     logits = encoder.model(input_ids=batch.input_ids[None]).logits[0, batch.selected]
@@ -224,7 +224,7 @@ def test_groups_cover_every_token_once():
         assert torch.equal(covered[layout.order], torch.arange(sum(lengths)))
 
 
-def test_vocabulary_of_a_tokenizer():
+def test_vocabulary_of_a_tokenizer_has_its_special_ids():
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

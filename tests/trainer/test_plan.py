@@ -46,7 +46,7 @@ plans = st.builds(Plan, seed=seeds, num_documents=st.integers(1, 50), batch_docu
 
 
 @given(plans, st.integers(1, 4))
-def test_every_document_once_an_epoch(plan, num_epochs):
+def test_plan_reads_every_document_once_an_epoch(plan, num_epochs):
     steps = -(-plan.num_documents * num_epochs // plan.batch_documents)
     epochs, documents = plan.documents(0, steps)
     assert (np.diff(epochs) >= 0).all()

@@ -176,7 +176,7 @@ def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeyp
     go.set()
 
 
-def test_due_by_steps_and_by_the_clock(tmp_path, opened):
+def test_checkpoint_is_due_by_steps_and_by_the_clock(tmp_path, opened):
     now = [0.0]
     one = opened(tmp_path, clock=lambda: now[0], every_steps=None, every_seconds=60)
     found = []

@@ -74,7 +74,7 @@ def check_document(spans, num_tokens, longest, anchors, positives):
 
 @pytest.mark.parametrize("mode", MODES)
 @given(setting=settings(), extra=st.lists(st.integers(0, 300), max_size=6), seed=st.integers(0, 2**32))
-def test_every_bound_from_the_shortest_document_upward(mode, setting, extra, seed):
+def test_spans_of_short_documents_keep_every_bound(mode, setting, extra, seed):
     spans, geometry = setting
     lengths = shortest_document(geometry, mode) + np.array([0, 1, *extra])
     found = sampled(spans, geometry, mode, lengths, seed)

@@ -298,7 +298,7 @@ def both_checks(comm):
 
 
 @pytest.mark.dist
-def test_released_scaling_and_failures_on_two_ranks():
+def test_two_ranks_scale_as_released_and_fail_together():
     for (contrastive, contrastive_scaled, mlm, mlm_scaled), (message, same) in run_group(2, both_checks):
         assert contrastive_scaled[0] == contrastive[0]  # the loss that is shown is not scaled
         assert deviation([4 * g for g in contrastive_scaled[3]], contrastive[3]) < 1e-12

@@ -83,7 +83,7 @@ def test_corrupted_classes_are_refused_with_the_false_score(tmp_path, task, ones
     says(inspection.reason, effect)
 
 
-def test_nothing_and_half_a_download(tmp_path):
+def test_missing_and_half_downloaded_files_are_told_apart(tmp_path):
     assert inspect(find("STS14"), tmp_path).standing == "missing"
     write(tmp_path, "downstream/STS/STS14-en-test/STS.gs.images.txt", "5\n")
     half = inspect(find("STS14"), tmp_path, allow_unchecked=True)  # what cannot be read cannot be scored
@@ -119,7 +119,7 @@ def test_utf_8_where_latin_1_is_read(tmp_path, text, said):
     says(reason, "1 of 10,662 rows", "words")
 
 
-def test_characters_lost_in_a_conversion(tmp_path):
+def test_characters_lost_in_a_conversion_are_counted(tmp_path):
     write_rest(tmp_path)
     write(tmp_path, "downstream/SST/binary/sentiment-test", "caf\ufffd \ufffd\t1\nbad\t0\n")
     says([f.what for f in inspect(find("SST2"), tmp_path).findings], "2 characters", "U+FFFD")
@@ -172,7 +172,7 @@ def test_any_other_byte_is_said_and_marked(tmp_path, old, new, standing, said):
 
 
 @real
-def test_a_swapped_label_file(tmp_path):
+def test_swapped_label_file_is_refused_by_name(tmp_path):
     """Two subsets of STS12 have 750 scores each: no count can tell that they were swapped."""
     task = find("STS12")
     copy(task, tmp_path)
@@ -190,7 +190,7 @@ def test_a_swapped_label_file(tmp_path):
 
 
 @real
-def test_a_half_downloaded_sts(tmp_path):
+def test_half_downloaded_sts_is_refused_with_its_rows(tmp_path):
     task = find("STS12")
     copy(task, tmp_path)
     names = [tmp_path / name for name in task_files(task)[:2]]
@@ -213,7 +213,7 @@ def test_real_latin_1_saved_as_utf_8_is_refused(tmp_path):
 
 
 @real
-def test_rows_that_were_shuffled_away_from_their_labels(tmp_path):
+def test_rows_shuffled_away_from_their_labels_are_refused(tmp_path):
     task = find("TREC")
     copy(task, tmp_path)
     path = tmp_path / task_files(task)[1]

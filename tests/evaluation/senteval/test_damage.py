@@ -40,7 +40,7 @@ def test_a_damaged_file_is_refused_or_read(every_task, tmp_path, data, damage, k
     assert inspection.reason
 
 
-def test_a_header_without_rows(tmp_path):
+def test_header_without_rows_is_refused(tmp_path):
     write_rest(tmp_path)
     path = tmp_path / "downstream/MRPC/msr_paraphrase_test.txt"
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])

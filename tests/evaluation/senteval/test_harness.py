@@ -203,7 +203,7 @@ def test_a_class_too_small_for_the_folds_is_said(folder, tmp_path):
 
 
 @pytest.mark.ray
-def test_on_ray_as_here(folder, tmp_path, monkeypatch):
+def test_harness_on_ray_gives_the_results_of_this_process(folder, tmp_path, monkeypatch):
     import ray
 
     from declutr.evaluation.senteval.runner import workers

@@ -39,7 +39,7 @@ def figures_of(data):
     return Published(basis="stsb-multi", splits=splits)
 
 
-def test_ten_tasks_beside_sentevals_28():
+def test_language_tasks_are_ten_beside_the_28_of_senteval():
     assert len(STSB_MULTI) == len(LANGUAGES) == 10
     assert [task.name for task in ALL_TASKS[28:]] == list(STSB_MULTI)
     assert choose_tasks(["stsb-multi", "sts-b"]) == ("STSBenchmark", *STSB_MULTI)
@@ -69,7 +69,7 @@ def test_line_ends_and_a_header_change_no_row(folder, tmp_path, ends):
     assert list(check_rows(load(find("STS-B-de"), tmp_path), known, "")) == []
 
 
-def test_empty_sentences_and_lines_within_a_cell(tmp_path):
+def test_empty_sentences_and_lines_within_a_cell_are_read(tmp_path):
     write_translations(tmp_path, languages=("de",))
     write(tmp_path, GERMAN, '"two\nlines"," ",1\n"a  b","\u3000c",5\n')
     data = load(find("STS-B-de"), tmp_path)

@@ -34,7 +34,7 @@ def test_twenty_eight_tasks_are_known_by_name_and_by_label(folder):
         assert set(data.files) == set(task_files(task))
 
 
-def test_a_sentence_a_line_in_latin_1_with_empty_lines_shortest_first_then_by_class(folder):
+def test_lines_in_latin_1_are_sorted_by_length_then_class(folder):
     data = load(find("MR"), folder)
     expected = [(".", 1), ("bad", 0), ("good", 1), ("a fine caf\u00e9 film", 1), ("a very long bad one", 0)]
     assert rows(data.splits["all"]) == expected
@@ -117,7 +117,7 @@ def test_pickles_are_never_opened(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_each_distinct_sentence_once(folder):
+def test_sentences_of_a_task_are_listed_once(folder):
     texts = sentences(load(find("SICK-E"), folder))
     assert len(texts) == len(set(texts)) == 5
     assert set(sentences(load(find("SICK-R"), folder))) == set(texts)
@@ -210,7 +210,7 @@ def test_real_sets_are_read_whole():
 
 
 @pytest.mark.skipif(not SLICES.exists(), reason="no slices of task data beside the repository")
-def test_the_first_lines_of_every_other_set(tmp_path):
+def test_first_lines_of_every_other_set_are_read(tmp_path):
     sizes = {
         "CR": (400,),
         "MPQA": (400,),

@@ -47,7 +47,7 @@ def test_kfold_of_pairs_equals_a_plain_writing(pairs):
 
 
 @pytest.mark.parametrize("config", [CONFIG, CONFIG.for_snli()])
-def test_split_of_pairs_with_both_sides(pairs, config):
+def test_split_of_pairs_with_both_sides_equals_a_plain_writing(pairs, config):
     first, second, labels = pairs
     made = np.c_[first, second, first * second, np.abs(first - second)]
     ends = {"train": slice(90), "dev": slice(90, 120), "test": slice(120, None)}

@@ -27,7 +27,7 @@ def complete(value=50.0):
     return {name: scores_of(name, value) for name in DOWNSTREAM + PROBING}
 
 
-def test_the_number_of_a_table():
+def test_result_gives_the_number_of_its_table():
     assert headline("STS12", scores_of("STS12", 50)) == pytest.approx(50)
     assert headline("STS12", scores_of("STS12", 50), "simcse") == pytest.approx(51)
     assert headline("SICKRelatedness", scores_of("SICKRelatedness", 50)) == pytest.approx(50)
@@ -41,7 +41,7 @@ def test_the_number_of_a_table():
         dev_headline("STS12", scores_of("STS12", 50))
 
 
-def test_all_averages_of_a_complete_set():
+def test_complete_set_has_all_averages():
     found = {average.name: average for average in averages(complete())}
     above = 4 + 16 / 3  # MRPC and COCO are the only ones that are not 50
     assert found["downstream"].value == pytest.approx(50 + above / 18)

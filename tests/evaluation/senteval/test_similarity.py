@@ -29,7 +29,7 @@ def test_cosines_survive_what_encoders_produce():
     assert cosines(first, second) == pytest.approx([2**-0.5, 0, 26**-0.5, 0])
 
 
-def test_three_ways_of_putting_subsets_together():
+def test_aggregate_has_three_ways_of_joining_subsets():
     gold = np.array([1.0, 2, 3, 4])
     score = aggregate({"up": (gold / 10, gold), "down": (np.array([0.9, 0.1]), np.array([1.0, 5]))})
     assert (score.subsets["up"].spearman, score.subsets["down"].spearman) == pytest.approx((1, -1))

@@ -50,7 +50,7 @@ def corpus():
     return texts, copies
 
 
-def test_recall_and_precision_on_planted_copies(corpus, tmp_path, write, search):
+def test_join_finds_planted_copies_with_recall_and_precision(corpus, tmp_path, write, search):
     texts, copies = corpus
     names = write(tmp_path, [texts, *copies.values()], NEAR)
     everything = [*texts, *chain.from_iterable(copies.values())]
@@ -133,7 +133,7 @@ def test_the_number_of_buckets_changes_nothing(corpus, tmp_path, write, search):
         assert np.array_equal(getattr(whole, name), getattr(parts, name))
 
 
-def test_exact_search_without_signatures(tmp_path, write, search):
+def test_exact_search_needs_no_signatures(tmp_path, write, search):
     config = DuplicatesConfig()
     names = write(tmp_path, [["a b", "c"], [], ["c", "a  b", "a, b", "c"]], config)
     keys = open_keys(tmp_path, names[2])

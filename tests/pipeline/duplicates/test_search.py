@@ -105,7 +105,7 @@ def test_results_of_other_settings_or_keys_are_not_taken(units, write, tmp_path)
     assert kinds(tmp_path, names) == {"near": 1}
 
 
-def test_a_corpus_without_documents_or_duplicates(write, tmp_path):
+def test_search_without_documents_or_duplicates_drops_nothing(write, tmp_path):
     names = write(tmp_path, [[], []], CONFIG)
     find_duplicates(tmp_path, names, CONFIG)
     assert kinds(tmp_path, names) == {}

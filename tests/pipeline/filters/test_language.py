@@ -76,7 +76,7 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("language", SENTENCES)
-def test_sentences_and_long_texts(language):
+def test_language_of_sentences_and_long_texts_is_found(language):
     for sentence in SENTENCES[language]:
         assert identify(sentence)[0] == language
     found, score = identify("\n".join(SENTENCES[language]) * 200)

@@ -46,7 +46,7 @@ def folder(tmp_path):
     return spread(tmp_path / "in", files | {"alone.png": png(70), "cats/text.png": b"a text named .png"})
 
 
-def test_rows_of_class_folders(folder, make_media, prepare_media):
+def test_class_folders_become_labelled_rows(folder, make_media, prepare_media):
     manifest, ledger, out = prepare_media(make_media({"kind": "images", "shortest_edge": 16}, folder))
     rows = taken(out)
     assert manifest.labels == {"cats": 5, "dogs": 5}
@@ -88,7 +88,7 @@ def test_clips_become_rows_with_their_samples(tmp_path, make_media, prepare_medi
     says(ledger["1_short.wav", 0].detail, "9 samples", "400")
 
 
-def test_no_labels_and_labels_of_a_pattern(folder, make_media, prepare_media, tmp_path):
+def test_labels_follow_a_pattern_or_are_absent(folder, make_media, prepare_media, tmp_path):
     manifest, _, out = prepare_media(make_media({"kind": "images", "label": None}, folder))
     assert manifest.labels == {}
     assert manifest.failed == {"not_an_image": 1}
@@ -255,7 +255,7 @@ def test_parquet_with_class_names(tmp_path, make_media, prepare_media):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_parquet_of_bytes_and_words(packed, tmp_path, make_media, prepare_media):
+def test_parquet_of_bytes_and_words_becomes_labelled_rows(packed, tmp_path, make_media, prepare_media):
     (tmp_path / "in").mkdir()
     sounds, labels = [sound(tone(number=n)) for n in range(6)], ["a", "b", "", None, "a", "é"]
     path = table(tmp_path / "in" / "a.parquet", sounds, labels, struct=False, column="wave")

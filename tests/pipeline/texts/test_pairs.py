@@ -188,7 +188,7 @@ def test_damaged_csv_is_counted_row_by_row(text, reasons, tmp_path, make_texts, 
     assert all(record.texts == ("a", "b") for record in found if isinstance(record, TextRow))
 
 
-def test_parquet_with_damaged_text_and_with_other_columns(tmp_path, make_texts, rows_of):
+def test_pairs_in_parquet_with_damaged_text_are_failures(tmp_path, make_texts, rows_of):
     texts = pa.array([b"a", b"\xff", None, b"a"], pa.binary()).view(pa.string())
     table = pa.table({"premise": texts, "hypothesis": ["b", "b", "b", "c"], "label": pa.array([0, 0, 0, 2], pa.int8())})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -272,7 +272,7 @@ def test_too_large_files_are_refused(tmp_path, make_texts, rows_of, write_jsonl,
     says(problem, "split it")
 
 
-def test_files_of_other_formats(tmp_path, make_texts, rows_of, write_jsonl, make_pair):
+def test_pairs_in_files_of_other_formats_are_refused(tmp_path, make_texts, rows_of, write_jsonl, make_pair):
     (tmp_path / "in").mkdir()
     write_jsonl(tmp_path / "in" / "a.jsonl", make_pair("a", "b", 0))
     (tmp_path / "in" / "README.md").write_text("about")
