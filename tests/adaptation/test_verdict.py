@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from messages import says
 
 from declutr.adaptation.scores import DISTANT, choose, judge
 
@@ -38,10 +39,10 @@ def outcome(rng, gain, seed):
 
 @pytest.mark.slow
 def test_judge_says_better_of_nothing_at_most_as_often_as_it_may():
-    """Without a difference, 2.5% of the intervals are above 0: 1 of 40; 5 or more have a probability of 0.3%."""
+    """Without a difference, 2.5% of the intervals are above 0: 1 of 40; 4 or more of 20 have a probability of 0.2%."""
     rng = np.random.default_rng(0)
-    outcomes = [outcome(rng, 0.0, seed) for seed in range(40)]
-    assert outcomes.count("better") <= 4
+    outcomes = [outcome(rng, 0.0, seed) for seed in range(20)]
+    assert outcomes.count("better") <= 3
 
 
 @pytest.mark.slow
@@ -68,15 +69,15 @@ def test_judge_says_how_many_documents_a_point_needs():
     assert verdict.outcome == "no measurable difference"
     low, high = verdict.comparison.interval
     assert verdict.rows_needed == round(400 * ((high - low) / 0.02) ** 2)
-    assert f"would need about {verdict.rows_needed:,} test documents" in verdict.sentence("documents")
+    says(verdict.sentence("documents"), f"{verdict.rows_needed:,} test documents")
 
 
 @pytest.mark.parametrize(("shift", "told"), [(0.1, "better"), (-0.1, "worse")])
-def test_judge_of_a_clear_difference(shift, told):
+def test_judge_of_a_clear_difference_names_its_direction(shift, told):
     base = np.random.default_rng(0).beta(2, 2, 120)
     verdict = judge({DISTANT: base}, {DISTANT: base + shift}, DISTANT, 0)
     assert verdict.outcome == told
-    assert f"difference {100 * shift:+.1f} points (95% interval" in verdict.sentence("documents")
+    says(verdict.sentence("documents"), f"{100 * shift:+.1f} points", "95% interval")
 
 
 def test_judge_of_fewer_than_a_hundred_documents_tells_nothing():
@@ -84,6 +85,4 @@ def test_judge_of_fewer_than_a_hundred_documents_tells_nothing():
     verdict = judge({DISTANT: base}, {DISTANT: base + 0.1}, DISTANT, 0)
     assert verdict.outcome == "too few documents to tell"
     assert verdict.rows_needed is None
-    assert (
-        verdict.sentence("documents") == "too few documents to tell: 99 test documents, an interval needs at least 100"
-    )
+    says(verdict.sentence("documents"), "99 test documents", "100")

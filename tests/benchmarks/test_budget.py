@@ -44,7 +44,7 @@ def test_a_wait_is_counted():
     assert traffic.syncs == {"__float__": 1, "item": 4, "index": 1, "new_tensor": 1}
 
 
-def test_bytes_by_hand():
+def test_budget_bytes_equal_a_plain_count():
     """Each tensor once for each kernel: views are free, look-ups read the rows that they name."""
     mode = FakeTensorMode()
     table, rows = mode.from_tensor(torch.ones(1000, 8)), mode.from_tensor(torch.zeros(5, dtype=torch.int64))

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from messages import all_of
 
 from benchmarks.evaluate import __main__ as evaluate
 from benchmarks.quality import encoders
@@ -26,7 +27,7 @@ def scored(left_out=None):
     return [one(kind, seed, value) for (kind, seed), value in SCORES.items()], {f"{k}/{s}": (k, s) for k, s in SCORES}
 
 
-def test_mean_and_spread_of_every_task_and_average():
+def test_table_has_mean_and_spread_of_every_task_and_average():
     found = encoders.summarise(*scored())
     assert found["tasks"]["MR"]["declutr"] == {"scores": [60, 66], "mean": 63, "sd": 4.2426}
     assert found["averages"]["mean of 2 downstream"]["declutr"] == {"scores": [61, 67], "mean": 64, "sd": 4.2426}
@@ -38,7 +39,7 @@ def test_mean_and_spread_of_every_task_and_average():
     assert len(lines) == 7
 
 
-def test_held_out_scores_of_touching_and_of_distant_passages():
+def test_table_has_scores_of_touching_and_distant_passages():
     def one(kind, seed, last):
         scores = {
             "recall_at_1": {"first": 0.04, "last": last},
@@ -56,17 +57,17 @@ def test_held_out_scores_of_touching_and_of_distant_passages():
 
 
 def test_a_mean_of_fewer_seeds_is_no_mean():
-    with pytest.raises(ValueError, match="TREC: no score for declutr 1"):
+    with pytest.raises(ValueError, match=all_of("TREC", "declutr 1")):
         encoders.summarise(*scored(left_out=("declutr", 1)))
 
 
-def test_what_ended_well_is_not_run_again(tmp_path):
+def test_benchmark_that_ended_well_is_not_run_again(tmp_path):
     count = tmp_path / "count"
 
     def append(text, status=0):
         return [sys.executable, "-c", f"import sys; open({str(count)!r}, 'a').write({text!r}); sys.exit({status})"]
 
-    with pytest.raises(SystemExit, match=r"train ended with status 3; see .*train\.log"):
+    with pytest.raises(SystemExit, match=all_of("train", "status 3", "train.log")):
         encoders.once(tmp_path, "train", append("a", 3))
     for _ in range(2):
         encoders.once(tmp_path, "train", append("b"))

@@ -23,7 +23,7 @@ def figures(main, tmp_path, *arguments):
 
 
 @pytest.mark.parametrize("objective", packed.OBJECTIVES)
-def test_step(tmp_path, objective):
+def test_benchmark_of_a_text_step_has_figures(tmp_path, objective):
     """Loss and gradient equal those of the released layout in float64, with sentences that differ between views."""
     short = ("--documents", "5", "--steps", "2", "--warm-up", "0", "--projector", "24", "16")
     found = figures(step.main, tmp_path, *TINY, "--objective", objective, *short)
@@ -39,7 +39,7 @@ def test_step(tmp_path, objective):
 
 
 @pytest.mark.slow
-def test_step_of_supcon(tmp_path):
+def test_benchmark_of_a_supcon_step_has_figures(tmp_path):
     """Whole clips have the loss and gradient of the released layout; short ones are padded there."""
     found = figures(step.main, tmp_path, *TINY, "--objective", "supcon", "--documents", "3", "--steps", "2")
     assert (found["objective"], found["padding_share_released"]) == ("supcon", 0)
@@ -51,14 +51,14 @@ def test_step_of_supcon(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["images", "audio"])
-def test_feed_of_clips(tmp_path, content):
+def test_benchmark_of_feeding_clips_has_figures(tmp_path, content):
     found = figures(feed.main, tmp_path, "--content", content, "--documents", "2", "--seconds", "0.01")
     assert (found["content"], found["rows_per_step"]) == (content, 2)
     assert found["rows_per_second_per_core"] > 0
 
 
 @pytest.mark.slow
-def test_batch_of_simcse(tmp_path):
+def test_benchmark_of_simcse_batches_has_figures(tmp_path):
     sizes = ("--sizes", "4", "8", "--microbatch-tokens", "100")
     found = figures(batch.main, tmp_path, *TINY, "--objective", "simcse", *sizes)
     assert found["objective"] == "simcse"

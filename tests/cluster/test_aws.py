@@ -91,7 +91,7 @@ def test_cluster_file_that_was_not_filled_in_starts_nothing(capsys):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("account")
-def test_what_would_be_started_and_who_reaches_it():
+def test_aws_template_starts_and_exposes_what_is_documented():
     outputs = create_stack()
     config = bootstrap(filled_in(outputs))
     provider = _get_node_provider(config["provider"], config["cluster_name"])

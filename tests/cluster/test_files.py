@@ -51,7 +51,7 @@ def test_cluster_file_and_its_variants_are_what_ray_up_takes(provider):
 
 
 @pytest.mark.parametrize("provider", ["aws", "gcp", "local"])
-def test_token_on_every_host_and_no_port_for_the_world(provider):
+def test_cluster_files_give_every_host_a_token_and_open_no_port(provider):
     config = prepare_config(read("cluster.yaml") if provider == "aws" else variant(provider))
     assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     assert [line for line in config["setup_commands"] if "RAY_AUTH_MODE=token" in line]  # of head and workers

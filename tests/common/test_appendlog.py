@@ -73,7 +73,7 @@ def test_a_full_disk_and_a_read_only_one(tmp_path):
         assert path.read_bytes() == expected
 
 
-def test_threads(tmp_path):
+def test_appendlog_of_several_threads_keeps_every_line(tmp_path):
     path = tmp_path / "it"
     path.touch()
     log = AppendLog(path)
@@ -113,7 +113,7 @@ def test_a_flush_to_disk_survives_a_power_failure(tmp_path):
     assert disk_calls(SYNCED, tmp_path) == [["fsync", "it"]]
 
 
-def test_what_a_failed_fsync_may_have_lost_is_written_again(tmp_path):
+def test_appendlog_writes_again_after_a_failed_fsync(tmp_path):
     """/dev/null takes every byte and refuses to sync: a disk that lost its cache."""
     disk, path = tmp_path / "disk", tmp_path / "it"
     disk.touch()

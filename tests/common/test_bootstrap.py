@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from messages import says
 from scipy.stats import spearmanr
 
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, mean, paired_interval, spearman
@@ -54,18 +55,17 @@ def test_a_row_that_lacks_a_value_is_left_out_on_both_sides():
 def test_few_rows_have_no_interval(rows, some):
     found = compare(*paired(rows), 0)
     assert (found.interval is not None, found.measurable) == (some, some)
-    assert ("no interval, which needs at least 100" in found.sentence()) is not some
+    assert ("at least 100" in found.sentence()) is not some
 
 
-def test_sentences():
-    assert Comparison(0.25, 0.5, 150, (0.2, 0.3)).sentence() == "+0.2500 (95% interval +0.2000 to +0.3000, 150 rows)"
-    assert Comparison(0.25, 0.25, 150, (-0.1, 0.1)).sentence().endswith("150 rows): no measurable difference")
-    assert Comparison(0.25, 0.25, 150, (0.0, 0.0)).sentence().endswith("no measurable difference")
-    assert compare(np.full(3, np.nan), np.ones(3), 0).sentence() == "not comparable: no row has both values"
-    with pytest.raises(ValueError, match="not of the same rows"):
+def test_comparison_sentence_has_difference_interval_and_rows():
+    says(Comparison(0.25, 0.5, 150, (0.2, 0.3)).sentence(), "+0.2500", "95%", "+0.2000", "+0.3000", "150 rows")
+    says(Comparison(0.25, 0.25, 150, (-0.1, 0.1)).sentence(), "150 rows", "no measurable difference")
+    assert Comparison(0.25, 0.25, 150, (0.0, 0.0)).sentence().endswith("measurable difference")
+    with pytest.raises(ValueError, match="same rows"):
         compare(np.ones(3), np.ones(4), 0)
 
 
 @pytest.mark.parametrize("empty", [np.empty(0), np.empty((0, 2))])
 def test_compare_without_rows_is_not_comparable(empty):
-    assert compare(empty, empty, 0).sentence() == "not comparable: no row has both values"
+    says(compare(empty, empty, 0).sentence(), "no row")

@@ -5,6 +5,7 @@ import os
 import threading
 
 import pytest
+from messages import all_of, says
 from s3server import s3_server
 from volumes import small_volume
 from waiting import until
@@ -63,7 +64,7 @@ def strangers(folder):
 
 
 @pytest.mark.parametrize("change", strangers(None))
-def test_what_pull_did_not_fetch_stays(sent, tmp_path, change, capsys):
+def test_pull_leaves_foreign_files(sent, tmp_path, change, capsys):
     _, place = sent
     copy = tmp_path / "copy"
     pull_all(place, copy)
@@ -72,7 +73,7 @@ def test_what_pull_did_not_fetch_stays(sent, tmp_path, change, capsys):
     (sent[0] / "a.bin").write_bytes(b"changed")
     push_folder(sent[0], place)
     assert main(["pull", place, str(copy)]) == 1
-    assert "that `declutr pull` did not fetch, or that have changed since" in capsys.readouterr().err
+    says(capsys.readouterr().err, "`declutr pull`", "changed")
     assert contents(copy) == before
     assert not list(tmp_path.glob(".copy*.tmp"))
 
@@ -149,7 +150,7 @@ def test_names_that_leave_the_folder_are_refused_before_a_byte_is_written(sent, 
     files = json.loads(listing.read_text())["files"]
     listing.write_text(json.dumps({"files": files | {name: {"sha256": "0", "num_bytes": 1}}}))
     for address, copy in ((place, tmp_path / "copy"), (f"file://{tmp_path}/remote", tmp_path / "run")):
-        with pytest.raises(RemoteError, match="names a file that is outside the folder"):
+        with pytest.raises(RemoteError, match="outside the folder"):
             pull_all(address, copy, HASTE)
         assert not copy.exists()
     assert not [path for path in tmp_path.rglob(".*") if path.name.startswith((".copy", ".run"))]
@@ -167,7 +168,7 @@ def test_keys_of_a_store_are_names_too(server, tmp_path, key):
     for one in ("run/good", key):
         client.put_object(Bucket="hostile", Key=one, Body=b"x")
     try:
-        with pytest.raises(RemoteError, match="names a file that is outside the folder"):
+        with pytest.raises(RemoteError, match="outside the folder"):
             pull_all(bucket, tmp_path / "copy", HASTE)
     finally:
         for one in ("run/good", key):
@@ -180,7 +181,7 @@ def test_links_of_a_shared_folder_are_no_way_out(tmp_path):
     """Neither links nor pipes are followed; in a folder with a list nobody asks for them."""
     for name, make in (("link", lambda path: path.symlink_to(tmp_path / "local")), ("pipe", os.mkfifo)):
         make(tmp_path / "remote" / name)
-        with pytest.raises(RemoteError, match="neither files nor folders"):
+        with pytest.raises(RemoteError, match=all_of("files", "folders")):
             pull_all(f"file://{tmp_path}/remote", tmp_path / "copy", HASTE)
         (tmp_path / "remote" / name).unlink()
     assert not (tmp_path / "copy").exists()
@@ -217,24 +218,22 @@ def test_a_full_disk_of_this_host_is_no_outage_of_the_store(sent, tmp_path, caps
         assert main(["pull", sent[1], str(volume.path / "copy")]) == 1
         told = capsys.readouterr().err
         assert "does not answer" not in told
-        assert "cannot be written on this host (No space left on device)" in told
+        says(told, "this host", "No space left on device")
         assert not (volume.path / "copy").exists()
         volume.drain()
         assert main(["pull", sent[1], str(volume.path / "copy")]) == 0
         assert contents(volume.path / "copy") == contents(sent[0])
 
 
-def test_what_push_does_not_send_is_said(sent, capsys):
+def test_push_names_what_it_does_not_send(sent, capsys):
     os.mkfifo(sent[0] / "fifo")
     (sent[0] / "loop").symlink_to(".")
     (sent[0] / "gone").symlink_to("nowhere")
     assert main(["push", str(sent[0]), sent[1]]) == 0
     told = capsys.readouterr().err
-    assert [name for name in ("fifo", "gone", "loop", "a.bin") if f"{name} is not sent" in told] == [
-        "fifo",
-        "gone",
-        "loop",
-    ]
+    for name in ("fifo", "gone", "loop"):
+        says(told, f"{name} is not sent")
+    assert "a.bin is" not in told
 
 
 def test_files_that_pull_would_refuse_are_not_sent(tmp_path):
@@ -245,7 +244,7 @@ def test_files_that_pull_would_refuse_are_not_sent(tmp_path):
     assert not files.exists(path)
 
 
-def test_what_is_written_while_it_fetches_stays(sent, tmp_path):
+def test_pull_leaves_files_written_meanwhile(sent, tmp_path):
     """The store does not answer, a link to a folder being in place of a file, until the copy was written to."""
     folder, place = sent
     copy, remote = tmp_path / "copy", tmp_path / "remote/data/a.bin"
@@ -263,7 +262,7 @@ def test_what_is_written_while_it_fetches_stays(sent, tmp_path):
 
     writer = threading.Thread(target=write)
     writer.start()
-    with pytest.raises(RemoteError, match="changed during the fetch"):
+    with pytest.raises(RemoteError, match=all_of("changed", "fetch")):
         pull_all(place, copy, RetryPolicy(20, first_seconds=0.02))
     writer.join()
     assert (copy / "thesis.txt").read_text() == "mine"
@@ -277,7 +276,7 @@ def test_an_unfinished_preparation_is_not_fetched(tmp_path, capsys):
     (folder / "plan.json").write_text("{}")
     (folder / "train-0.arrow").write_bytes(b"x")
     assert main(["pull", f"file://{folder}", str(tmp_path / "copy")]) == 1
-    assert "holds an unfinished preparation, so nothing was fetched" in capsys.readouterr().err
+    says(capsys.readouterr().err, "unfinished preparation", "nothing")
     assert not (tmp_path / "copy").exists()
     push_folder(folder, f"file://{tmp_path}/remote/whole")
     assert main(["pull", f"file://{tmp_path}/remote/whole", str(tmp_path / "copy")]) == 0

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 from huggingface_hub import constants
+from messages import all_of, says
 
 from declutr.common import hub
 from declutr.common.config import ConfigError
@@ -44,9 +45,9 @@ def silent(monkeypatch, tmp_path):
     server.socket.close()
 
 
-def test_it_is_asked_once(silent):
-    assert "does not answer within" in hub.hub_problem()
-    with pytest.raises(ConfigError, match=r"is not a folder here, the hub's cache .* holds no copy.*does not answer"):
+def test_hub_is_asked_once(silent):
+    says(hub.hub_problem(), "not answer")
+    with pytest.raises(ConfigError, match=all_of("folder", "cache", "no copy", "not answer")):
         load_tokenizer("owner/none-of-this-name")
     with pytest.raises(OSError, match="does not answer"):
         list(find_inputs("hf://datasets/owner/none/x.txt", Skipped()))
@@ -55,22 +56,22 @@ def test_it_is_asked_once(silent):
     assert silent.connections() == 1
 
 
-def test_what_can_only_be_a_path_is_not_asked_for(silent, tmp_path):
+def test_hub_is_not_asked_for_a_path(silent, tmp_path):
     for name in (str(tmp_path / "none"), "./none", "~/none-of-this-name", "a/b/c"):
-        with pytest.raises(ConfigError, match="no such folder; looked at /"):
+        with pytest.raises(ConfigError, match=all_of("no such folder", "/")):
             load_tokenizer(name)
     assert silent.connections() == 0
 
 
-def test_offline_is_honoured(silent, monkeypatch):
+def test_hub_offline_is_honoured(silent, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
         load_tokenizer("owner/another-name")
     assert silent.connections() == 0
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://no-such-host.invalid", "nonsense", "http://[::"])
-def test_other_ways_not_to_be_there(address, monkeypatch):
+def test_hub_problem_of_an_unreachable_address_names_it(address, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", address)
     assert hub.hub_problem().startswith(address)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from damagedjson import DAMAGED
 from diskcalls import disk_calls
+from messages import all_of
 from waiting import until
 
 from declutr.common.lock import LOCK, RunLock, RunLockedError, this_process
@@ -42,7 +43,7 @@ def take(folder, lost=lambda: None):
 
 
 def test_a_second_command_is_refused_and_told_whose_the_run_is(tmp_path, holder):
-    with pytest.raises(RunLockedError, match=rf"another command works here .*pid {holder.pid}"):
+    with pytest.raises(RunLockedError, match=all_of("another command", f"pid {holder.pid}")):
         take(tmp_path)
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == holder.pid
 
@@ -86,7 +87,7 @@ def test_heartbeat_on_other_host_decides_liveness(tmp_path, holder):
     take(tmp_path)
 
 
-def test_of_a_dead_host_a_date_in_the_future_is_no_heartbeat(tmp_path, holder):
+def test_lock_with_a_date_in_the_future_is_stale(tmp_path, holder):
     record = json.loads((tmp_path / LOCK).read_text()) | {"host": "elsewhere"}
     holder.kill()
     holder.wait()
@@ -103,11 +104,12 @@ INSIDE = {"nested deeply inside": b'{"x": ' + b"[" * 100_000}
 def test_a_damaged_lock_is_nobodys(tmp_path, log, content):
     (tmp_path / LOCK).write_bytes(content)
     take(tmp_path)
-    assert any("lock.json is damaged" in line for line in log) == bool(content)
+    assert len(log) == bool(content)
+    assert all("lock.json is damaged" in line for line in log)
     assert not (tmp_path / LOCK).exists()
 
 
-def test_who_lost_its_lock_is_told_and_leaves_the_others_alone(tmp_path):
+def test_lock_that_was_lost_is_reported_and_the_new_one_left_alone(tmp_path):
     told = []
     with RunLock(tmp_path, lambda: told.append("lost"), beat_seconds=0.02):
         other = json.loads((tmp_path / LOCK).read_text()) | {"token": "another"}
@@ -131,7 +133,7 @@ def test_a_storage_that_is_away_for_a_while_takes_no_lock(tmp_path, log):
     point(run, disk)
     with RunLock(run, lambda: told.append("lost"), beat_seconds=0.02):
         point(run, away)
-        until(lambda: any("could not be written: Not a directory" in line for line in log))
+        until(lambda: any("Not a directory" in line for line in log))
         os.utime(disk / LOCK, (0, 0))
         point(run, disk)
         until(lambda: (disk / LOCK).stat().st_mtime > 0)
@@ -152,7 +154,7 @@ def test_why_a_run_ended_is_not_hidden_by_a_storage_that_is_gone(tmp_path):
         end()
 
 
-def test_of_many_commands_at_once_exactly_one_gets_a_stale_lock(tmp_path):
+def test_stale_lock_is_taken_by_one_of_many_commands(tmp_path):
     (tmp_path / LOCK).write_text("{")
     commands = [start(tmp_path) for _ in range(3)]
     until(lambda: sum(command.poll() is not None for command in commands) >= 2)

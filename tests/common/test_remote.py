@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from messages import all_of, says
 from s3server import s3_server
 
 from declutr.common.stores.address import child, filesystem
@@ -73,7 +74,7 @@ def test_a_folder_comes_back_as_it_was_sent(place, folder, tmp_path):
     assert names(place) == []
 
 
-def test_what_is_there_already_is_not_sent_again(place, folder):
+def test_push_of_files_already_there_sends_nothing(place, folder):
     push_folder(folder, place)
     overwrite(place, "a.bin", b"a trace")
     push_folder(folder, place)  # the same list: nothing to do
@@ -86,22 +87,22 @@ def test_what_is_there_already_is_not_sent_again(place, folder):
 @pytest.mark.parametrize(
     ("name", "data", "wrong"),
     [
-        ("a.bin", SMALL[:-1], "a.bin is truncated or altered"),
-        ("a.bin", SMALL[:-1] + b"x", "a.bin is truncated or altered"),
-        (LISTING, b"{", "not a list of files"),
+        ("a.bin", SMALL[:-1], ("a.bin", "truncated", "altered")),
+        ("a.bin", SMALL[:-1] + b"x", ("a.bin", "truncated", "altered")),
+        (LISTING, b"{", "list of files"),
         (LISTING, json.dumps({"files": {"../x": {"sha256": "0", "num_bytes": 1}}}).encode(), "outside"),
         (LISTING, json.dumps({"files": {"/etc/x": {"sha256": "0", "num_bytes": 1}}}).encode(), "outside"),
         (
             LISTING,
             json.dumps({"files": {"gone": {"sha256": "0", "num_bytes": 1}}}).encode(),
-            "gone|does not exist|No such",
+            "gone",
         ),
     ],
 )
-def test_what_is_not_whole_is_never_taken_for_whole(place, folder, tmp_path, name, data, wrong):
+def test_remote_folder_that_is_not_whole_is_refused(place, folder, tmp_path, name, data, wrong):
     push_folder(folder, place)
     overwrite(place, name, data)
-    with pytest.raises(RemoteError, match=wrong):
+    with pytest.raises(RemoteError, match=all_of(wrong)):
         pull_folder(place, tmp_path / "back")
     assert not (tmp_path / "back").exists()
     assert {path.name for path in tmp_path.glob(".back*")} <= {".back.lock"}
@@ -139,7 +140,7 @@ def test_a_copy_is_fetched_once_and_another_content_is_another_copy(place, folde
     assert contents(second) == contents(folder)
 
 
-def test_what_differs_gives_way_where_it_is_asked_to(place, folder, tmp_path):
+def test_copy_that_differs_is_replaced_on_request(place, folder, tmp_path):
     push_folder(folder, place)
     pull_folder(place, tmp_path / "back")
     inode = (tmp_path / "back" / "a.bin").stat().st_ino
@@ -185,7 +186,7 @@ def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log):
     """A place whose folder is a file at first, so that everything in it fails."""
     gate = tmp_path / "gate"
     gate.write_text("in the way")
-    with pytest.raises(RemoteError, match="has not answered for 0 s"):
+    with pytest.raises(RemoteError, match=all_of("answered", "0 s")):
         push_folder(folder, f"file://{gate}/run", HASTE)
 
     log.clear()
@@ -199,26 +200,26 @@ def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log):
     assert contents(tmp_path / "back") == contents(folder)
 
 
-def test_commands(folder, tmp_path, capsys):
+def test_push_and_pull_count_files_and_bytes(folder, tmp_path, capsys):
     url = f"file://{tmp_path}/there"
     assert main(["push", str(folder), url]) == 0
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     whole = f"{sum(sizes) / 2**20:.1f} MiB in {len(sizes)} files"
     shown = capsys.readouterr()
-    assert shown.out == f"{url}: {whole}, {len(sizes)} of them sent\n"
-    assert f"sending {whole} to {url}" in shown.err
+    says(shown.out, url, whole, f"{len(sizes)} of them")
+    says(shown.err, whole, url)
     assert main(["push", str(folder), url]) == 0
-    assert capsys.readouterr().out.endswith(", 0 of them sent\n")
+    assert capsys.readouterr().out.count(", 0 of them") == 1
     assert main(["pull", url, str(tmp_path / "back")]) == 0
     assert contents(tmp_path / "back") == contents(folder)
     shown = capsys.readouterr()
-    assert shown.out == f"{tmp_path}/back: {whole}, {len(sizes)} of them fetched\n"
-    assert f"fetching {len(sizes)} of {len(sizes)} files from {url}" in shown.err
+    says(shown.out, f"{tmp_path}/back", whole, f"{len(sizes)} of them")
+    says(shown.err, f"{len(sizes)} of {len(sizes)} files", url)
     assert main(["pull", url, str(tmp_path / "back")]) == 0
-    assert capsys.readouterr().out.endswith(", 0 of them fetched\n")
+    assert capsys.readouterr().out.count(", 0 of them") == 1
     assert main(["pull", f"{url}/nothing", str(tmp_path / "none")]) == 1
     assert main(["push", str(tmp_path / "none"), url]) == 1
-    assert "is not a folder" in capsys.readouterr().err
+    says(capsys.readouterr().err, "not a folder")
 
 
 @pytest.mark.parametrize(
@@ -227,12 +228,16 @@ def test_commands(folder, tmp_path, capsys):
         (
             "When resolving region for bucket 'b': AWS Error NETWORK_CONNECTION during HeadBucket operation: curlCode: "
             "6, Could not resolve hostname; Details: Could not resolve host: b.s3.us-east-1.amazonaws.com",
-            "HeadBucket: NETWORK_CONNECTION (Could not resolve host: b.s3.us-east-1.amazonaws.com). The store is not "
-            "reached: check the network",
+            (
+                "HeadBucket",
+                "NETWORK_CONNECTION",
+                "Could not resolve host: b.s3.us-east-1.amazonaws.com",
+                "check the network",
+            ),
         ),
         (
             "For key x: AWS Error ACCESS_DENIED during HeadObject operation: No response body.",
-            "HeadObject: ACCESS_DENIED. Check the credentials",
+            ("HeadObject", "ACCESS_DENIED", "credentials"),
         ),
         ("google " * 100, "google google"),
         ("s3://key:secret@bucket is not there", "s3://***@bucket is not there"),
@@ -240,5 +245,5 @@ def test_commands(folder, tmp_path, capsys):
 )
 def test_errors_of_stores_are_short_and_have_a_remedy(raw, told):
     message = explained(OSError(raw))
-    assert message.startswith(told)
+    says(message, told)
     assert len(message) < 310

@@ -23,7 +23,7 @@ from declutr.trainer.objectives.declutr.distant import DISTANT
         ),
     ],
 )
-def test_known_answers(counter, key, answer):
+def test_philox_gives_the_known_answers(counter, key, answer):
     """The three vectors of Random123's kat_vectors for philox4x32-10."""
     words = seeding.philox(key, tuple(np.array([c], np.uint64) for c in counter))
     assert " ".join(f"{word:08x}" for word in words[0]) == answer
@@ -42,14 +42,14 @@ def test_a_row_depends_on_its_position_alone():
     assert (seeding.words(7, "spans", major[3:4], minor[3:4], 5)[0] == together[3, :5]).all()
 
 
-def test_streams_differ():
+def test_streams_of_purposes_and_seeds_differ():
     major, minor = positions(50)
     streams = [seeding.words(seed, purpose, major, minor, 4) for seed in (0, 1) for purpose in ("spans", "mlm")]
     assert len({stream.tobytes() for stream in streams}) == 4
     assert seeding.key_for(1, "2x") != seeding.key_for(12, "x")
 
 
-def test_every_coordinate_counts():
+def test_draws_depend_on_every_coordinate():
     zero = np.zeros(1, np.uint64)
     rows = [
         seeding.blocks(0, "x", major, minor, index).tobytes()
@@ -71,14 +71,14 @@ def test_unit_stays_below_one():
     assert int(edges[1] * (2**20 + 1)) == 2**20
 
 
-def test_uniform_words():
+def test_draws_of_words_are_uniform():
     """Mean and variance of a million draws within 5 standard errors."""
     uniform = seeding.unit(seeding.words(0, "x", np.arange(1000, dtype=np.uint64), np.zeros(1000, np.uint64), 1000))
     assert abs(uniform.mean() - 0.5) < 5 * np.sqrt(1 / 12 / uniform.size)
     assert abs(uniform.var() - 1 / 12) < 5 * np.sqrt(1 / 180 / uniform.size)
 
 
-def test_torch_seeds():
+def test_torch_seeds_differ_by_purpose():
     seeds = {seeding.torch_seed(0, "dropout", *position) for position in [(), (1,), (1, 2), (12,), (2, 1)]}
     assert len(seeds) == 5
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -85,7 +85,7 @@ def test_a_folder_gives_way_to_a_whole_one_alone(tmp_path):
     assert names(tmp_path) == ["run"]
 
 
-def test_json_round_trip_and_hashes(tmp_path):
+def test_json_is_read_back_and_hashed(tmp_path):
     value = {"b": [1, 2.5, None], "a": "é"}
     storage.write_json(tmp_path / "x.json", value)
     assert storage.read_json(tmp_path / "x.json") == value
@@ -172,7 +172,7 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_name(tmp_path)
     assert names(tmp_path / "run") == ["a"]
 
 
-def test_what_is_set_aside_takes_the_next_free_name(tmp_path):
+def test_file_set_aside_takes_the_next_free_name(tmp_path):
     for number in (1, 2):
         (tmp_path / "run").mkdir()
         assert storage.set_aside(tmp_path / "run").name == f"run.kept-{number}"

@@ -24,8 +24,9 @@ class Counter(Watcher):
 def test_calls_repeat_until_false_or_the_end_of_the_block():
     with Counter(0.01, at_once=False) as counter:
         assert counter.third.wait(60)
-        counter._thread.join(60)
-        assert not counter._thread.is_alive()
+        for thread in [thread for thread in threading.enumerate() if thread.name == "test"]:
+            thread.join(60)
+            assert not thread.is_alive()
     assert counter.calls == 3
     with Counter(3600, at_once=False) as counter:
         pass

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from messages import all_of
 
 from declutr.common.yamlfile import MAX_BYTES, YamlError, read_yaml, read_yaml_file
 
@@ -14,36 +15,36 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3", r"'a' is given twice, first in line 1 \(line 3"),
-        ("a: {b: 1, b: 1}", "'b' is given twice"),
-        ("1: a\n'1': b", "'1' is given twice"),
-        ("a: 010", "010 is ambiguous, YAML reads it as 8"),
-        ("a: 1:30", "1:30 is ambiguous, YAML reads it as 90"),
-        ("a: 1:30.5", "1:30.5 is ambiguous"),
-        ("a: 0x_", "a number that cannot be read"),
-        ("a: " + "9" * 5000, "a number that cannot be read"),
-        ("a: !!python/object/apply:os.system [ls]", "tag .*os.system is refused"),
-        ("a: !!binary x", "tag .*binary is refused"),
-        ("a: !mine x", "tag !mine is refused"),
-        ("a:\n\tb: 1", r"a tab; indent with spaces \(line 2"),
-        ("a: &x [*x]", "an anchor contains itself"),
-        ("a: *b", "undefined alias"),
-        (LAUGHS, "more than 20,000 values"),
+        ("a: 1\nb: 2\na: 3", ("'a'", "twice", "line 1", "line 3")),
+        ("a: {b: 1, b: 1}", ("'b'", "twice")),
+        ("1: a\n'1': b", ("'1'", "twice")),
+        ("a: 010", ("010", "ambiguous", "8")),
+        ("a: 1:30", ("1:30", "ambiguous", "90")),
+        ("a: 1:30.5", ("1:30.5", "ambiguous")),
+        ("a: 0x_", "number"),
+        ("a: " + "9" * 5000, "number"),
+        ("a: !!python/object/apply:os.system [ls]", ("tag", "os.system", "refused")),
+        ("a: !!binary x", ("tag", "binary", "refused")),
+        ("a: !mine x", ("tag !mine", "refused")),
+        ("a:\n\tb: 1", ("tab", "spaces", "line 2")),
+        ("a: &x [*x]", ("anchor", "itself")),
+        ("a: *b", "alias"),
+        (LAUGHS, "more than 20,000"),
         ("[" * 5000, "nested too deeply"),
         ("{a: " * 2000, "nested too deeply"),
-        ("- 1\n---\n- 2", "more than one document"),
-        ("a: \x00", r"character U\+0000"),
-        ("a: \ud800", r"character U\+D800"),
+        ("- 1\n---\n- 2", "more than one"),
+        ("a: \x00", "U+0000"),
+        ("a: \ud800", "U+D800"),
         ("? [a]\n: 1", "unhashable"),
-        ("a: [1", "expected ',' or ']'"),
-        ("x" * (MAX_BYTES + 1), "is longer than"),
-        ("{a: " * 65 + "1" + "}" * 65, "nested too deeply: at most 64"),
-        ("a: 0x" + "f" * 300, "more than 1,024 bits"),
+        ("a: [1", "',' or ']'"),
+        ("x" * (MAX_BYTES + 1), "longer than"),
+        ("{a: " * 65 + "1" + "}" * 65, ("nested", "at most 64")),
+        ("a: 0x" + "f" * 300, "more than 1,024"),
     ],
     ids=lambda value: value[:12],
 )
-def test_what_is_refused(text, message):
-    with pytest.raises(YamlError, match=message) as error:
+def test_yaml_beyond_the_safe_subset_is_refused(text, message):
+    with pytest.raises(YamlError, match=all_of(message)) as error:
         read_yaml(text)
     assert "\n" not in str(error.value)
 
@@ -62,21 +63,21 @@ def test_what_is_refused(text, message):
         ("x: &x {a: 1, b: 2}\ny: {<<: *x, a: 3}", {"x": {"a": 1, "b": 2}, "y": {"a": 3, "b": 2}}),
     ],
 )
-def test_what_is_read(text, value):
+def test_yaml_of_the_safe_subset_is_read(text, value):
     assert read_yaml(text) == value
 
 
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"a: 1\nb: \xe9\n", "is not UTF-8 text: byte 0xe9 in line 2"),
-        ("a: 1\n".encode("utf-16"), "is not UTF-8 text: byte 0xff in line 1"),
-        (b"#" * (MAX_BYTES + 1), "is longer than"),
+        (b"a: 1\nb: \xe9\n", ("UTF-8", "0xe9", "line 2")),
+        ("a: 1\n".encode("utf-16"), ("UTF-8", "0xff", "line 1")),
+        (b"#" * (MAX_BYTES + 1), "longer than"),
     ],
 )
-def test_files_that_are_no_text(tmp_path, raw, message):
+def test_yaml_file_that_is_no_text_is_refused(tmp_path, raw, message):
     (tmp_path / "x.yaml").write_bytes(raw)
-    with pytest.raises(YamlError, match=message):
+    with pytest.raises(YamlError, match=all_of(message)):
         read_yaml_file(tmp_path / "x.yaml")
 
 
@@ -88,7 +89,7 @@ def test_a_byte_order_mark_is_passed_over(tmp_path):
 def test_reading_ends_at_the_bounds():
     """A mebibyte of list took 13 s: it was read whole before its values were counted."""
     began = time.process_time()
-    with pytest.raises(YamlError, match="more than 20,000 values"):
+    with pytest.raises(YamlError, match=all_of("more than 20,000")):
         read_yaml("- a\n" * (MAX_BYTES // 4))
     assert time.process_time() - began < 3
     assert read_yaml("[" * 64 + "]" * 64)

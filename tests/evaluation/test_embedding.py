@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import tinyruns as runs
 from folders import TEXTS, encoder_folder
+from messages import all_of, says
 from sentence_transformers import SentenceTransformer
 
 from declutr.cli.main import main
@@ -88,7 +89,7 @@ def test_several_columns_are_joined(tmp_path):
     np.testing.assert_array_equal(vectors(tmp_path / "a.npy"), vectors(tmp_path / "b.npy"))
 
 
-def test_truncated_then_normalised_then_rounded(model, expected, tmp_path):
+def test_embed_truncates_then_normalises_then_rounds(model, expected, tmp_path):
     write_inputs(tmp_path)
     shape = ("--dimensions", 8, "--normalise", "--dtype", "float16")
     for output in ("out.npy", "out.parquet"):
@@ -101,7 +102,7 @@ def test_truncated_then_normalised_then_rounded(model, expected, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_read_stops_the_work_or_is_counted(model, expected, tmp_path, capsys):
+def test_embed_of_unreadable_input_stops_or_counts_it(model, expected, tmp_path, capsys):
     rows = [json.dumps(row).encode() for row in rows_of(LINES)]
     rows[3], rows[5] = b'{"sentence": 3}', b"no json"
     (tmp_path / "bad.jsonl").write_bytes(b"\n".join(rows) + b"\n")
@@ -110,7 +111,7 @@ def test_what_cannot_be_read_stops_the_work_or_is_counted(model, expected, tmp_p
     assert not (tmp_path / "out.npy").exists()
     assert embed(model, tmp_path / "bad.jsonl", tmp_path / "out.npy", "--skip-bad") == 1  # an .npy has only places
     assert embed(model, tmp_path / "bad.jsonl", tmp_path / "out.parquet", "--skip-bad") == 0
-    assert "skipped: 1 invalid_json" in capsys.readouterr().out
+    says(capsys.readouterr().out, "1 invalid_json")
     kept = [number for number in range(len(LINES)) if number not in (3, 5)]
     assert pq.read_table(tmp_path / "out.parquet").column("row").to_pylist() == kept
     np.testing.assert_allclose(vectors(tmp_path / "out.parquet"), expected[kept], atol=1e-5, rtol=0)
@@ -122,7 +123,7 @@ def test_what_cannot_be_read_stops_the_work_or_is_counted(model, expected, tmp_p
     assert pq.read_table(tmp_path / "two.parquet").column("row").to_pylist() == kept  # skipped records are counted
     with (tmp_path / "two.parquet").open("ab") as stream:
         stream.write(b"x")
-    with pytest.raises(EmbedError, match="its size differs from its note"):
+    with pytest.raises(EmbedError, match=all_of("size", "note")):
         read_note(tmp_path / "two.parquet")
 
 
@@ -146,7 +147,7 @@ def test_a_job_that_is_finished_is_not_done_again_unless_something_changed(model
 @pytest.mark.slow
 def test_killed_and_started_again_it_writes_the_same_bytes(model, tmp_path):
     """kill -9 when some units are there and others not; then to the end."""
-    texts = [f"{'word ' * (number % 9)}number {number}" for number in range(12000)]
+    texts = [f"{'word ' * (number % 9)}number {number}" for number in range(5000)]
     (tmp_path / "in.txt").write_text("\n".join(texts) + "\n")
     arguments = ["embed", model, str(tmp_path / "in.txt"), "--unit-mib", "0.02", "--workers", "0", "--output"]
     assert main([*arguments, str(tmp_path / "whole.npy")]) == 0

@@ -9,6 +9,7 @@ import tinyruns as runs
 import torch
 from folders import TEXTS, encoder_folder, write
 from huggingface_hub import constants
+from messages import all_of
 from safetensors.torch import load_file, save_file
 from sentevalsets import write_sets
 from states import state_of
@@ -69,46 +70,49 @@ def module(folder, path):
     [
         (
             lambda f: keep(f / "model.safetensors", lambda key: "layer.1." not in key),
-            r"its files lack 16 weights: encoder.layer.1.attention.output.LayerNorm.bias, .* and 13 more",
+            ("16 weights", "encoder.layer.1.attention.output.LayerNorm.bias", "13 more"),
         ),
         (
             lambda f: keep(f / "model.safetensors", lambda key: "word_embeddings" not in key),
-            r"its files lack 1 weight: embeddings.word_embeddings.weight",
+            ("1 weight", "embeddings.word_embeddings.weight"),
         ),
         (
             lambda f: change(f / "config.json", num_hidden_layers=1),
-            r"its config.json has no layer for 16 weights: encoder.layer.1.attention",
+            ("config.json", "16 weights", "encoder.layer.1.attention.output.LayerNorm.bias"),
         ),
         (
             lambda f: change(f / "config.json", intermediate_size=50),
-            r"its config.json has another shape for 6 weights: encoder.layer.0.intermediate.dense.bias \(48,\) inst",
+            ("config.json", "shape", "6 weights", "encoder.layer.0.intermediate.dense.bias", "(48,)"),
         ),
         (
             lambda f: save_file({f"module.{key}": value for key, value in load_file(f / "model.safetensors").items()},
                                 f / "model.safetensors", metadata={"format": "pt"}),
-            r"its files lack 37 weights.*the files also hold module.embeddings",
+            ("37 weights", "module.embeddings.LayerNorm.bias"),
         ),
-        (lambda f: keep(f / "2_Dense/model.safetensors", lambda key: "bias" not in key), r"2_Dense/model.*linear|bias"),
-        (lambda f: change(f / "2_Dense/config.json", out_features=13), r"2_Dense/model.*size mismatch"),
-        (lambda f: change(f / "2_Dense/config.json", out_features=2**30), r"2_Dense/model.*size mismatch"),  # 128 GiB
-        (lambda f: change(f / "2_Dense/config.json", out_features=10**30), "they must be numbers from 1 to"),
-        (lambda f: change(f / "2_Dense/config.json", in_features="32"), "in_features and out_features of '32' and 12"),
-        (lambda f: change(f / "2_Dense/config.json", activation_function=["x"]), "is of a kind that is not supported"),
-        (lambda f: dense(f, 7), "its first dense layer takes 7 numbers, and its embeddings have 32 before it"),
-        (lambda f: pickled(f, [1, 2]), r"2_Dense/pytorch_model.bin is no table of tensors"),
-        (lambda f: pickled(f, {"weight": 3}), r"2_Dense/pytorch_model.bin is no table of tensors"),
-        (lambda f: module(f, "2_Dense"), "its dense layer 2_Dense takes 32 numbers, the one before 12"),
-        (lambda f: module(f, "../whole/2_Dense"), r"names ../whole/2_Dense, which is outside of the folder"),
-        (lambda f: (f / "2_Dense/config.json").unlink(), "2_Dense/config.json is missing"),
-        (lambda f: (f / "1_Pooling/config.json").unlink(), "1_Pooling/config.json is missing"),
-        (lambda f: (f / "modules.json").unlink(), r"no modules.json"),
-        (lambda f: write(f / "modules.json", {"a": 1}), r"modules.json is damaged"),
-        (lambda f: write(f / "1_Pooling/config.json", ["mean"]), r"config.json is damaged: it holds a list"),
+        (lambda f: keep(f / "2_Dense/model.safetensors", lambda key: "bias" not in key), "2_Dense/model.safetensors"),
+        (lambda f: change(f / "2_Dense/config.json", out_features=13), ("2_Dense/model.safetensors", "size mismatch")),
+        (
+            lambda f: change(f / "2_Dense/config.json", out_features=2**30),  # 128 GiB
+            ("2_Dense/model.safetensors", "size mismatch"),
+        ),
+        (lambda f: change(f / "2_Dense/config.json", out_features=10**30), "numbers from 1"),
+        (lambda f: change(f / "2_Dense/config.json", in_features="32"), ("in_features", "out_features", "'32' and 12")),
+        (lambda f: change(f / "2_Dense/config.json", activation_function=["x"]), ("kind", "not supported")),
+        (lambda f: dense(f, 7), ("first dense layer", "7 numbers", "32")),
+        (lambda f: pickled(f, [1, 2]), ("2_Dense/pytorch_model.bin", "tensors")),
+        (lambda f: pickled(f, {"weight": 3}), ("2_Dense/pytorch_model.bin", "tensors")),
+        (lambda f: module(f, "2_Dense"), ("2_Dense", "32 numbers", "12")),
+        (lambda f: module(f, "../whole/2_Dense"), ("../whole/2_Dense", "outside")),
+        (lambda f: (f / "2_Dense/config.json").unlink(), ("2_Dense/config.json", "missing")),
+        (lambda f: (f / "1_Pooling/config.json").unlink(), ("1_Pooling/config.json", "missing")),
+        (lambda f: (f / "modules.json").unlink(), "modules.json"),
+        (lambda f: write(f / "modules.json", {"a": 1}), ("modules.json", "damaged")),
+        (lambda f: write(f / "1_Pooling/config.json", ["mean"]), ("config.json", "damaged", "list")),
     ],
 )  # fmt: skip
-def test_what_is_not_whole_is_refused_by_name(folder, damage, message):
+def test_incomplete_encoder_is_refused_by_name(folder, damage, message):
     damage(folder)
-    with pytest.raises(EncoderError, match=message):
+    with pytest.raises(EncoderError, match=all_of(message)):
         load_encoder(str(folder), device="cpu")
 
 
@@ -132,7 +136,7 @@ def test_a_half_downloaded_file_of_the_older_format_is_named(folder, share):
     (folder / "model.safetensors").unlink()
     load_encoder(str(folder), device="cpu")
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    with pytest.raises(EncoderError, match=r"pytorch_model.bin is damaged or half downloaded"):
+    with pytest.raises(EncoderError, match=all_of("pytorch_model.bin", "damaged", "downloaded")):
         load_encoder(str(folder), device="cpu")
 
 
@@ -166,7 +170,7 @@ def test_a_hub_that_does_not_answer_is_said_within_five_seconds(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     begun = time.monotonic()
     for name in ("some/encoder", "another"):
-        with pytest.raises(EncoderError, match=r"http://192.0.2.1 (does not answer|is not reached)"):
+        with pytest.raises(EncoderError, match=all_of("http://192.0.2.1", "not")):
             load_encoder(name)
     assert time.monotonic() - begun < 5
 
@@ -180,15 +184,13 @@ def test_a_copied_run_says_that_its_shards_are_not_here(tmp_path, capsys):
     write_json(step / "state.json", state.model_dump(mode="json"))
     config = runs.train_config(tmp_path / "data of another machine", run)
     write_config(run / "config.yaml", **config.model_dump(mode="json"))
-    with pytest.raises(
-        EncoderError, match=r"data of another machine' of .*config.yaml is not a folder with a tokenizer"
-    ):
+    with pytest.raises(EncoderError, match=all_of("data of another machine'", "config.yaml", "tokenizer")):
         load_encoder(str(step))
     sets = write_sets(tmp_path / "sets", rows=12)
     given = ["--follow", str(run), "--data", str(sets), "--allow-unchecked", "--once", "--tasks", "STSBenchmark"]
     assert main(["evaluate", *given]) == 1
     said = capsys.readouterr().out
-    assert said.count("is not a folder with a tokenizer") == 1
+    assert said.count("a folder with") == 1
     assert "Repo id" not in said
 
 
@@ -202,7 +204,7 @@ def test_an_export_knows_what_it_started_from(folder):
 
 def test_a_path_is_no_name_of_the_hub(tmp_path):
     for name in (str(tmp_path / "gone"), "./gone", "runs/mine/export"):
-        with pytest.raises(EncoderError, match="there is no such folder"):
+        with pytest.raises(EncoderError, match="no such folder"):
             load_encoder(name)
 
 

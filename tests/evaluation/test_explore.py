@@ -12,6 +12,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 from exploring import ANIMALS, ENCODER, HOSTILE, HOSTILE_SOURCE, NUM_TEXTS, serving, write_index
+from messages import says
 
 from declutr.cli.main import main
 from declutr.evaluation.embedding.index import SearchIndex
@@ -100,7 +101,7 @@ def test_hostile_text_comes_as_text_that_steers_nothing(server, index):
     assert not set(told["text"] + told["source"]) & set("\u202e\u2066\x1b")
 
 
-def test_of_a_large_index_some_texts_are_drawn_and_hits_have_places_all_the_same(index):
+def test_map_of_a_large_index_draws_some_texts_and_places_all_hits(index):
     explorer = Explorer(SearchIndex(index), load_encoder(ENCODER), top=NUM_TEXTS, map_texts=5)
     points = explorer.map()["points"]
     assert [point["row"] for point in points] == sample_rows(NUM_TEXTS, 5)
@@ -116,22 +117,22 @@ def test_of_a_large_index_some_texts_are_drawn_and_hits_have_places_all_the_same
         ("/api/search?text=", 400, "empty"),
         ("/api/search?text=%20", 400, "empty"),
         ("/api/search", 400, "empty"),
-        (f"/api/search?text={'x' * (MAX_QUERY_CHARACTERS + 1)}", 400, "4,001 characters; shorten it to 4,000"),
-        (f"/api/neighbours?row={NUM_TEXTS}", 400, f"row {NUM_TEXTS} is not in the index"),
+        (f"/api/search?text={'x' * (MAX_QUERY_CHARACTERS + 1)}", 400, ("4,001 characters", "4,000")),
+        (f"/api/neighbours?row={NUM_TEXTS}", 400, (f"row {NUM_TEXTS}", "index")),
         ("/api/neighbours?row=-1", 400, "a number"),
         ("/api/neighbours?row=%C2%B2", 400, "a number"),
         (f"/api/neighbours?row={'9' * 5000}", 400, "a number"),
         (f"/api/map?{'a=1&' * 9}", 400, "fields"),
-        ("/api/other", 404, "does not exist"),
-        ("/../../etc/passwd", 404, "does not exist"),
-        ("//[", 404, "does not exist"),
-        ("http://127.0.0.1/", 404, "does not exist"),
+        ("/api/other", 404, "not exist"),
+        ("/../../etc/passwd", 404, "not exist"),
+        ("//[", 404, "not exist"),
+        ("http://127.0.0.1/", 404, "not exist"),
     ],
 )
-def test_questions_without_an_answer(server, path, status, words):
+def test_question_without_an_answer_is_refused(server, path, status, words):
     found, _, body = ask(server, path)
     assert found == status
-    assert words in json.loads(body)["error"]
+    says(json.loads(body)["error"], words)
 
 
 def test_a_query_as_long_as_may_be_is_answered(server):
@@ -165,7 +166,7 @@ def test_a_query_as_long_as_may_be_is_answered(server):
 def test_names_that_were_made_to_point_here_are_refused(server, path, host):
     status, headers, body = ask(server, path, host=host.replace("PORT", str(server.server_address[1])))
     assert status == 421
-    assert "open the address that `declutr explore` printed" in json.loads(body)["error"]
+    says(json.loads(body)["error"], "address", "`declutr explore`")
     assert server.token not in body.decode()
     assert "Access-Control-Allow-Origin" not in headers
 
@@ -178,7 +179,7 @@ def test_without_the_token_nobody_reads_anything(server, path, token):
     wrong = wrong if wrong != f"{server.token} " else f"{server.token} x"  # HTTP takes off the space
     for found in (ask(server, path, token=wrong), ask(server, f"{path}?token={quote(wrong)}", token="")):
         assert found[0] == 403
-        assert "token is missing or wrong" in json.loads(found[2])["error"]
+        says(json.loads(found[2])["error"], "token", "missing", "wrong")
         assert server.token not in found[2].decode()
     assert ask(server, f"/api/map?token={server.token}", token="")[0] == 403  # in an address, for the page alone
     assert ask(server, f"/?token={server.token}", token="")[0] == 200
@@ -229,17 +230,17 @@ def test_the_page_holds_all_it_needs_and_may_run_nothing_else(server):
 
 def test_errors_are_for_people(index, tmp_path, capsys):
     assert main(["explore", str(tmp_path / "nowhere")]) == 1
-    assert "is not an index" in capsys.readouterr().err
+    says(capsys.readouterr().err, "not an index")
     assert main(["explore", str(index), "--model", "hashed-words@1:64"]) == 1
     assert f"made with {ENCODER}" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["explore", str(index), "--port", str(taken.getsockname()[1])]) == 1
-    assert "omit --port to use a free port" in capsys.readouterr().err
+    says(capsys.readouterr().err, "--port", "free port")
     with pytest.raises(SystemExit):
         main(["explore", str(index), "--port", "70000"])
 
 
-def test_it_says_where_it_is_and_ends_on_ctrl_c(index, capsys):
+def test_explore_prints_its_address_and_ends_on_ctrl_c(index, capsys):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 

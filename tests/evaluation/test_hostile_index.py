@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import tinyruns as runs
+from messages import all_of, says
 
 from declutr.cli.main import main
 from declutr.common.storage import hash_file
@@ -115,7 +116,7 @@ def test_altered_texts_are_refused(index, damage, capsys):
     path.write_bytes(TEXTS[damage](path.read_bytes()))
     sign(index)
     assert main(["search", str(index), "word1"]) == 1
-    assert "texts.arrow is cut off, altered, or not of `declutr index`" in capsys.readouterr().err
+    says(capsys.readouterr().err, "texts.arrow", "cut off", "altered", "`declutr index`")
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b'{"version": 2}', b"[" * 100_000])
@@ -138,7 +139,7 @@ def test_a_damaged_list_of_contents_is_told_in_one_line(index, embedded, raw, ca
 def test_an_index_has_no_files_elsewhere(index, name):
     facts = json.loads((index / "index.json").read_text())
     (index / "index.json").write_text(json.dumps(facts | {"files": facts["files"] | {name: "0"}}))
-    with pytest.raises(EmbedError, match="is missing or altered"):
+    with pytest.raises(EmbedError, match=all_of("missing", "altered")):
         SearchIndex(index)
 
 
@@ -185,7 +186,7 @@ def test_embeddings_that_are_not_finite_are_not_indexed(embedded, tmp_path, valu
     array[3, 2] = value
     embedded.write_bytes(npy(array))
     for kind in ("exact", "graph"):
-        with pytest.raises(EmbedError, match="row 3 is not finite"):
+        with pytest.raises(EmbedError, match=all_of("row 3", "finite")):
             build_index(embedded, tmp_path / kind, kind)
         assert not (tmp_path / kind).exists()
 
@@ -194,13 +195,13 @@ def test_embeddings_that_are_not_finite_are_not_indexed(embedded, tmp_path, valu
 def test_embeddings_of_another_shape_are_not_indexed(embedded, tmp_path, array):
     assert len(npy(array)) == embedded.stat().st_size  # the note would not tell
     embedded.write_bytes(npy(array))
-    with pytest.raises(EmbedError, match=r"holds \(.*\) of float32, expected \(40, 16\)"):
+    with pytest.raises(EmbedError, match=all_of("float32", "(40, 16)")):
         build_index(embedded, tmp_path / "index")
 
 
 def test_a_query_without_a_known_word_is_near_to_nothing(index, capsys):
     assert main(["search", str(index), " "]) == 1
-    assert "nothing is near it" in capsys.readouterr().err
+    says(capsys.readouterr().err, "near it")
 
 
 def test_an_encoder_that_gives_no_numbers_is_named(tmp_path, capsys):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from messages import all_of, says
 
 from declutr.cli.main import main
 from declutr.evaluation.embedding.index import INDEX, EmbedError, SearchIndex, build_index
@@ -76,14 +77,14 @@ def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, suffix
 def test_another_encoder_and_altered_files_are_refused(embedded, tmp_path, capsys):
     build_index(embedded, tmp_path / "index")
     assert main(["search", str(tmp_path / "index"), "cat", "--model", "hashed-words@1:256"]) == 1
-    assert "made with hashed-words:256" in capsys.readouterr().err
+    says(capsys.readouterr().err, "hashed-words:256")
     assert main(["index", str(embedded), "--output", str(tmp_path / "index")]) == 1
     texts = tmp_path / "index/texts.arrow"
     texts.write_bytes(texts.read_bytes()[:-1] + b"x")
-    with pytest.raises(EmbedError, match=r"texts\.arrow is missing or altered"):
+    with pytest.raises(EmbedError, match=all_of("texts.arrow", "missing", "altered")):
         SearchIndex(tmp_path / "index")
     (tmp_path / "index" / INDEX).unlink()
-    with pytest.raises(EmbedError, match="is not an index"):
+    with pytest.raises(EmbedError, match="not an index"):
         SearchIndex(tmp_path / "index")
 
 

@@ -83,7 +83,7 @@ def test_embeddings_are_those_of_transformers(tmp_path, kind):
         np.testing.assert_allclose(embedding, hidden[0].mean(0).numpy(), atol=2e-6, err_msg=text)
 
 
-def test_texts_without_tokens_among_windows(tmp_path):
+def test_texts_without_tokens_are_embedded_among_windows(tmp_path):
     folder = write_encoder(tmp_path, "no token around a text")
     encoder = load_encoder(str(folder), device="cpu", max_tokens=8, long_texts="windows")
     embeddings = encoder.encode(["", "东京" * 60, ""])

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from folders import TEXTS, encoder_folder
+from messages import says
 from tokenizers import Tokenizer
 
 from declutr.cli.main import main
@@ -20,7 +21,7 @@ pytest.importorskip("onnxscript", reason="pip install -e '.[onnx]'")
     ("family", "pooling", "after"),
     [("roberta", "mean", []), ("roberta", "mean_without_cls", []), ("bert", "max", ["Dense", "Normalize"])],
 )
-def test_parity(tmp_path, family, pooling, after):
+def test_onnx_embeddings_equal_those_of_torch(tmp_path, family, pooling, after):
     folder = encoder_folder(tmp_path / "encoder", family, pooling, after)
     assert main(["export-onnx", str(folder), "--output", str(tmp_path / "onnx")]) == 0
     tokenizer = Tokenizer.from_file(str(tmp_path / "onnx/tokenizer.json"))
@@ -48,4 +49,4 @@ def test_only_transformers_become_onnx(tmp_path, capsys):
 def test_without_its_packages_it_says_what_to_install(package, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)  # importing it raises ImportError
     assert main(["export-onnx", "nowhere", "--output", str(tmp_path / "onnx")]) == 1
-    assert f"needs the package {package} (pip install" in capsys.readouterr().err
+    says(capsys.readouterr().err, package, "pip install")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mediafiles import png, sound, tone
 from mediashards import prepare_media
+from messages import says
 from PIL import Image
 
 from declutr.cli.main import main
@@ -85,7 +86,7 @@ def test_clips_are_shown_by_their_energies(clips, tmp_path):
     grey = np.asarray(Image.open(io.BytesIO(shown[0])).convert("L"))
     assert grey.min() < 10 < 245 < grey.max()
     assert "silent" in page
-    assert "minutes; the longest clip" in page
+    says(page, "longest clip")
 
 
 def test_a_thumbnail_is_encoded_again():
@@ -103,8 +104,8 @@ def test_inspect_shows_sizes_and_labels(images, clips, capsys):
     folder, _ = images
     assert main(["inspect", str(folder)]) == 0
     told = capsys.readouterr().out
-    assert "62 images read = 60 kept + 0 dropped + 2 failed" in told
-    assert "rows of images, 3 labels" in told
+    says(told, "62 images read", "60 kept", "0 dropped", "2 failed")
+    says(told, "images", "3 labels")
     assert "pixels," in told
     assert "tokenizer" not in told
     row = ShardSet(folder, "train").take(np.array([5])).to_pylist()[0]
@@ -115,8 +116,8 @@ def test_inspect_shows_sizes_and_labels(images, clips, capsys):
     folder, _ = clips
     assert main(["inspect", str(folder), "--document", "0_silent.wav"]) == 0
     told = capsys.readouterr().out
-    assert "dropped: silent (all 9000 samples are 0)" in told
-    assert "bytes of its file, not decoded" in told
+    says(told, "dropped: silent", "9000 samples", "0")
+    says(told, "bytes", "not decoded")
     assert main(["inspect", str(folder)]) == 0
     assert "frames, energies" in capsys.readouterr().out
 
@@ -132,13 +133,13 @@ def test_inspect_shows_the_clips_of_a_task(images, clips, tmp_path, capsys):
     shown = ["inspect", str(folder), "--config", str(config), "--documents", "2"]
     assert main([*shown, "--auxiliary-task", "image"]) == 0
     told = capsys.readouterr().out
-    assert "objective.kind = supcon makes in epoch 0" in told
+    says(told, "objective.kind = supcon", "epoch 0")
     assert len(re.findall(r"^  clip [01]: 4 patches of 192 values from \d+ to \d+$", told, re.MULTILINE)) == 4
     assert len(re.findall(r"^  views 0: spans 0 and 1, label -?\d+$", told, re.MULTILINE)) == 2
     assert main(["inspect", str(clips[0]), "--config", str(config), "--auxiliary-task", "sound"]) == 0
     assert "patches of 256 values from -" in capsys.readouterr().out
     assert main(shown) == 1
-    assert "or name an auxiliary task: --auxiliary-task image or sound" in capsys.readouterr().err
-    for wrong, names in (([*shown, "--auxiliary-task", "video"], "there is image, sound"), (shown[:2], "no config")):
+    says(capsys.readouterr().err, "--auxiliary-task image or sound")
+    for wrong, names in (([*shown, "--auxiliary-task", "video"], "image, sound"), (shown[:2], "no config")):
         assert main([*wrong, *([] if "--auxiliary-task" in wrong else ["--auxiliary-task", "image"])]) == 1
         assert names in capsys.readouterr().err

@@ -11,7 +11,7 @@ def page(prepared, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_it_loads_without_complaint_and_asks_the_network_for_nothing(browser, page):
+def test_page_loads_without_complaint_or_request(browser, page):
     browser.open(page)
     assert browser.run("return document.readyState") == "complete"
     assert browser.messages() == []
@@ -118,7 +118,7 @@ def test_dark_and_light_have_enough_contrast(browser, page):
     assert len(grounds) == 2
 
 
-def test_it_can_be_read_without_seeing_it(browser, page):
+def test_page_can_be_read_by_a_screen_reader(browser, page):
     browser.open(page)
     assert browser.run("return document.documentElement.lang") == "en"
     unnamed = """

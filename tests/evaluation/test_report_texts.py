@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from messages import says
 
 from declutr.cli.main import main
 from declutr.evaluation.report.content import bar_charts, gather
@@ -111,7 +112,7 @@ def test_inspect_shows_rows_or_the_views_of_a_run(pairs, tmp_path, capsys):
     folder, _ = pairs
     assert main(["inspect", str(folder), "--documents", "2"]) == 0
     told = capsys.readouterr().out
-    assert "rows of pairs, hypotheses: " in told
+    says(told, "rows of pairs")
     assert len(re.findall(r"^    premise +\d+ tokens  \S", told, re.MULTILINE)) == 2
     config = tmp_path / "run.yaml"
     for objective, status in (("scl", 0), ("declutr", 1), ("scd", 1)):
@@ -119,8 +120,8 @@ def test_inspect_shows_rows_or_the_views_of_a_run(pairs, tmp_path, capsys):
         assert main(["inspect", str(folder), "--config", str(config), "--documents", "1"]) == status
         told = capsys.readouterr()
         if status:
-            assert f"objective.kind = {objective} reads" in told.err
-            assert f"data = {folder} holds pairs" in told.err
+            says(told.err, f"objective.kind = {objective}")
+            says(told.err, f"data = {folder}", "pairs")
         else:
             assert "views 0: spans 0 and 1, label 0" in told.out
     entry = next(ShardSet(folder, "train").take(np.array([3]))["id"].to_pylist().__iter__()).hex()

@@ -188,7 +188,7 @@ def everything(folder):
 @pytest.mark.parametrize(
     ("arguments", "told"), CASES, ids=[" ".join(arguments)[:60].replace("\0", "NUL") for arguments, _ in CASES]
 )
-def test_one_message_and_nothing_else(place, capsys, arguments, told):
+def test_wrong_use_gives_one_message_and_nothing_else(place, capsys, arguments, told):
     before = everything(place)
     try:
         status = main(arguments)
@@ -204,7 +204,7 @@ def test_one_message_and_nothing_else(place, capsys, arguments, told):
 
 
 @pytest.mark.usefixtures("place")
-def test_what_is_wrong_with_a_config_is_said_before_torch_and_ray_are_loaded():
+def test_wrong_config_is_refused_before_torch_and_ray_are_loaded():
     """One process for all commands: the first that loads one of them is the first that is printed."""
     commands = [
         ["train", "good.yaml", "optim.lrr=1"],

@@ -34,7 +34,7 @@ def inputs(case, arrays):
     return np.random.default_rng(case["seed"]).integers(0, case["V"], (case["B"], case["T"]))
 
 
-def test_shares(figures, measured):
+def test_masks_have_the_shares_of_bert(figures, measured):
     """How many are selected and what becomes of them, by exact binomial tests."""
     cases, arrays = figures.json("mlm_cases"), figures.arrays("mlm_cases")
     least = 1.0
@@ -78,7 +78,7 @@ def test_replacements_cover_the_whole_vocabulary(figures):
     assert stats.chisquare(counts[others]).pvalue > P_VALUE
 
 
-def test_tokens_are_independent():
+def test_masks_of_tokens_are_independent():
     """Counts per row are binomial and neighbours do not know of each other: no whole-word masking, no fixed number."""
     case = {"V": 1000, "seed": 5}
     rows, length = 4000, 50
@@ -94,7 +94,7 @@ def test_tokens_are_independent():
     assert stats.chi2_contingency(pairs).pvalue > P_VALUE
 
 
-def test_chance_of_an_unmasked_span(figures):
+def test_chance_of_an_unmasked_span_follows_its_law(figures):
     """A span of n tokens without any selected one comes with the recorded probability, so MLM must bear it."""
     for length, probability in figures.json("mlm_cases")["expected"]["p_no_token_selected"].items():
         _, _, selected = masked({"V": 1000, "seed": 6}, np.full((20_000, int(length)), 7))

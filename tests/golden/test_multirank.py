@@ -47,7 +47,7 @@ def all_cases(comm, arrays, cases):
     }
 
 
-def test_every_world_size(figures, measured):
+def test_step_of_every_world_size_equals_the_recorded_one(figures, measured):
     arrays = figures.arrays("ntxent_multirank")
     cases = figures.json("ntxent_multirank")["cases"]
     for size in sorted({case["world"] for case in cases}):

@@ -25,7 +25,7 @@ def loss_and_gradients(case, arrays, dtype, loss=None, autocast=False):
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["f64", "f32"])
-def test_value_and_gradients(figures, dtype, limit, measured):
+def test_ntxent_value_and_gradients_equal_the_recorded_ones(figures, dtype, limit, measured):
     """Value relative to the recorded value; gradients relative to the largest recorded gradient entry of the case.
 
     At temperature t a rounding of an input by eps moves a logit by eps / t: given rounded inputs, no algorithm can

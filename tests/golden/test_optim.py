@@ -12,7 +12,7 @@ from declutr.trainer.step.optim import build_optimizer, learning_rate, parameter
 pytestmark = pytest.mark.golden
 
 
-def test_learning_rates(figures, measured):
+def test_learning_rates_equal_the_recorded_ones(figures, measured):
     """Every recorded curve of a run that knew its number of steps."""
     cases = [case for case in figures.json("optim")["lr"] if case["name"].startswith("known_steps")]
     assert cases
@@ -25,7 +25,7 @@ def test_learning_rates(figures, measured):
 
 
 @pytest.mark.parametrize("bias_correction", [False, True])
-def test_trajectories(figures, bias_correction, measured):
+def test_optimizer_trajectories_equal_the_recorded_ones(figures, bias_correction, measured):
     """Without bias correction transformers 3.4's updates (where recorded so), with it torch's."""
     arrays = figures.arrays("optim")
     for case in figures.json("optim")["adamw"]:
@@ -51,7 +51,7 @@ def test_trajectories(figures, bias_correction, measured):
         assert off < 1e-10, case["name"]
 
 
-def test_parameter_groups(figures):
+def test_parameter_groups_equal_the_recorded_ones(figures):
     """The released regular expressions put the same names on the same sides, tied weights once."""
     for family, recorded in figures.json("optim")["param_groups"].items():
         encoder = tiny_encoder(family, from_config={"num_hidden_layers": 1})

@@ -11,7 +11,7 @@ from declutr.trainer.objectives.measures import alignment, uniformity
 pytestmark = pytest.mark.golden
 
 
-def test_alignment_and_uniformity(figures, measured):
+def test_alignment_and_uniformity_equal_the_recorded_ones(figures, measured):
     """Recorded rows are not of unit length: both scores normalise. Uniformity is over the pairs of x and y together."""
     arrays = {key: torch.tensor(value) for key, value in figures.arrays("align_uniform").items()}
     x, y = arrays["x"], arrays["y"]

@@ -11,7 +11,7 @@ from declutr.evaluation.senteval.scores.similarity import aggregate, blockwise_u
 pytestmark = pytest.mark.golden
 
 
-def test_sts_aggregation(figures, measured):
+def test_sts_aggregation_equals_the_recorded_one(figures, measured):
     """Embeddings to cosines to correlations, per subset and together; zero vectors and ties included."""
     arrays = figures.arrays("sts_cases")
     for case in figures.json("sts_cases")["sts"]:
@@ -36,7 +36,7 @@ def test_sts_aggregation(figures, measured):
         assert {name: part.num_pairs for name, part in score.subsets.items()} == case["sizes"]
 
 
-def test_averages_of_declutr(figures, measured):
+def test_averages_equal_those_of_the_declutr_paper(figures, measured):
     """Its own aggregation over the numbers of its first paper's tables, for nine models; the script's "all" too."""
     for case in figures.json("sts_cases")["aggregate"]:
         found = {average.name: average for average in averages({k: flat(v) for k, v in case["results"].items()})}
@@ -53,7 +53,7 @@ def test_averages_of_declutr(figures, measured):
         assert not any(average.missing for average in found.values())
 
 
-def test_uniformity_in_blocks(figures):
+def test_uniformity_in_blocks_equals_the_recorded_one(figures):
     arrays = figures.arrays("align_uniform")
     both = torch.tensor(np.concatenate([arrays["x"], arrays["y"]]))
     assert deviation([blockwise_uniformity(both)], [arrays["uniform_log"]]) < 1e-10

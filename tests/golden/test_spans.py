@@ -68,7 +68,7 @@ def replayed_draws(case):
     return Draws(windows, lengths, starts, positive_lengths, positive_starts)
 
 
-def test_recorded_runs(figures):
+def test_spans_equal_the_recorded_ones(figures):
     """Every recorded decision leads to the recorded spans, windows included."""
     traces = figures.json("span_traces")["traces"]
     assert traces
@@ -91,7 +91,7 @@ def one_draw(num_anchors):
     return draw(SpanConfig(num_anchors=num_anchors, num_positives=1), 0, np.zeros(1, np.int64), np.zeros(1, np.uint64))
 
 
-def test_recorded_errors(figures):
+def test_span_errors_equal_the_recorded_ones(figures):
     for num_tokens, num_anchors, max_tokens, min_tokens, _ in figures.json("span_traces")["errors"]:
         case = {"A": num_anchors, "P": 1, "l_min": min_tokens, "l_max": max_tokens, "strategy": None}
         with pytest.raises(ValueError, match=r"too short|must be at most"):
@@ -174,7 +174,7 @@ def p_values(case, pmf, num_documents):
 
 
 @pytest.mark.slow
-def test_exact_laws(figures, measured):
+def test_spans_follow_the_exact_laws(figures, measured):
     pmf = figures.arrays("span_stats")
     cases = [case for case in figures.json("span_stats")["configs"] if case.get("exact")]
     assert cases
@@ -186,7 +186,7 @@ def test_exact_laws(figures, measured):
     measured(f"smallest p-value of {count}: {least:.1e}")
 
 
-def test_strategies(figures, measured):
+def test_span_strategies_follow_their_laws(figures, measured):
     """Other strategies have no recorded exact law: their recorded Monte Carlo figures, with its error.
 
     Positives of an anchor are dependent, so the record counts as one pair a document.

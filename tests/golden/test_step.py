@@ -108,7 +108,7 @@ def run(comm, case, arrays, layout, microbatch_tokens):
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("microbatch_tokens", [None, 60], ids=["whole", "microbatched"])
-def test_steps(figures, layout, microbatch_tokens, measured):
+def test_steps_equal_the_recorded_ones(figures, layout, microbatch_tokens, measured):
     """Parameters relative to the largest entry of all: key biases, whose true gradient is 0, hold rounding noise."""
     worst = run(Communicator(), figures.json("e2e_step"), figures.arrays("e2e_step"), layout, microbatch_tokens)
     measured(worst)
@@ -120,7 +120,7 @@ def both_ways(comm, case, arrays):
 
 
 @pytest.mark.dist
-def test_steps_of_two_processes(figures, measured):
+def test_steps_of_two_processes_equal_the_recorded_ones(figures, measured):
     """Two ranks take the single process's steps: the MLM mean is over all ranks' tokens, not a mean of means."""
     for rank in run_group(2, both_ways, figures.json("e2e_step"), figures.arrays("e2e_step")):
         for worst in rank:
@@ -130,7 +130,7 @@ def test_steps_of_two_processes(figures, measured):
 
 @pytest.mark.parametrize("terms", ["contrastive", "mlm"])
 @pytest.mark.parametrize("microbatch_tokens", [None, 60], ids=["whole", "microbatched"])
-def test_gradients_of_each_term(figures, terms, microbatch_tokens, measured):
+def test_gradients_of_each_term_equal_the_recorded_ones(figures, terms, microbatch_tokens, measured):
     """Step 1's gradient of each loss alone. (The recorded contrastive gradient, too, is of masked anchors.)"""
     case, arrays = figures.json("e2e_step"), figures.arrays("e2e_step")
     runner = train_step(case, arrays, Communicator(), microbatch_tokens=microbatch_tokens, terms=terms)
@@ -150,7 +150,7 @@ def test_gradients_of_each_term(figures, terms, microbatch_tokens, measured):
     assert off < 1e-10
 
 
-def test_embeddings(figures):
+def test_embeddings_equal_the_recorded_ones(figures):
     case, arrays = figures.json("e2e_step"), figures.arrays("e2e_step")
     runner = train_step(case, arrays, Communicator())
     embedded = runner.encoder.embed(share_of(case, arrays, 1, Communicator()).spans)

@@ -32,7 +32,7 @@ def differentiated(objective, views, facts=None):
     return {name: value.item() for name, value in terms.items()}
 
 
-def test_simcse(figures):
+def test_simcse_loss_equals_the_recorded_one(figures):
     """Unsupervised, with the head, with hard negatives, and with a weight on them."""
     arrays = figures.arrays("simcse_cases")
     for case in figures.json("simcse_cases")["text"]:
@@ -69,7 +69,7 @@ def scd_of(case, arrays):
     return objective, linear
 
 
-def test_scd(figures):
+def test_scd_loss_equals_the_recorded_one(figures):
     """Loss, its two parts, and the gradients of views and projector."""
     arrays = figures.arrays("scd_cases")
     for case in figures.json("scd_cases")["cases"]:
@@ -100,7 +100,7 @@ def scl_facts(case, arrays):
     return {"label": labels, "premise": premises, "hypothesis": keys}
 
 
-def test_scl(figures):
+def test_scl_loss_equals_the_recorded_one(figures):
     """Loss and gradients; the released code ignores its number of negatives, which is `negatives: all` here."""
     arrays = figures.arrays("scl_cases")
     for case in figures.json("scl_cases")["cases"]:
@@ -147,7 +147,7 @@ def image_objective(case, **changes):
         ("new_SimCLR_forward", "grad_new_SimCLR", {"reference_supcon": True, "labels": False}),
     ],
 )
-def test_supcon(figures, recorded, gradient, changes):
+def test_supcon_loss_equals_the_recorded_one(figures, recorded, gradient, changes):
     """Khosla's loss and SimCLR, and the released forms, whose target is the rank of the class."""
     arrays = figures.arrays("simcse_cases")
     for case in figures.json("simcse_cases")["image"]:

@@ -8,6 +8,7 @@ import ray
 import tinyruns as runs
 import yaml
 from broken import flip_a_bit, truncate
+from messages import says
 from transformers import AutoModelForMaskedLM, RobertaConfig
 
 from declutr.common.config import ConfigError, load_config
@@ -59,18 +60,18 @@ def foreign(tmp_path):
     return tmp_path / "model"
 
 
-def test_a_missing_config(tmp_path, capsys):
+def test_train_without_a_config_file_is_refused(tmp_path, capsys):
     assert main([str(tmp_path / "no.yaml")]) == 1
-    assert "no such config file" in capsys.readouterr().err
+    says(capsys.readouterr().err, "no such", "config file")
 
 
-def test_a_config_without_the_section(tmp_path, capsys):
+def test_config_without_the_section_is_refused(tmp_path, capsys):
     config = runs.write_config(tmp_path / "train.yaml", prepare={})
     assert main([str(config)]) == 1
-    assert "has no section `train`" in capsys.readouterr().err
+    says(capsys.readouterr().err, "section `train`")
 
 
-def test_missing_shards(run_bad, tmp_path):
+def test_train_without_shards_is_refused(run_bad, tmp_path):
     (line,) = run_bad(folder=tmp_path / "nothing")
     assert f"data = {tmp_path / 'nothing'}" in line
     assert "run `prepare`" in line
@@ -81,69 +82,72 @@ def test_unknown_keys_and_wrong_values_are_reported_together(run_bad):
         "spans.max_token=8", "batch_documents=0", "optim.lr=fast", "objective.masking.mlm_probability=2", "here"
     )
     text = "\n".join(lines)
-    assert "spans.max_token: unknown key; did you mean `spans.max_tokens`?" in text
+    says(text, "spans.max_token", "unknown key", "`spans.max_tokens`")
     assert "batch_documents = 0" in text
     assert "optim.lr = 'fast'" in text
     assert "objective.masking.mlm_probability = 2" in text
-    assert "'here' is not of the form key=value" in text
+    says(text, "'here'", "key=value")
     assert len(lines) == 5
 
 
 def test_an_unknown_score_is_reported_with_the_errors_of_other_settings(run_bad):
     first, second = run_bad("validation.score=recal_at_1", "optim.lr=fast")
     assert "optim.lr = 'fast'" in first
-    assert "score = 'recal_at_1': must be one of distant_recall_at_1, " in second
-    assert second.endswith("did you mean `recall_at_1`?")
+    says(second, "score = 'recal_at_1'", "distant_recall_at_1")
+    says(second, "`recall_at_1`")
 
 
-def test_patience_without_scores_or_checkpoints_of_them(run_bad):
+def test_patience_without_scores_or_checkpoints_is_refused(run_bad):
     first, second, third = run_bad("validation.patience=2", "steps=5", "epochs=2")
-    assert "validation.patience = 2 needs export = best" in first
-    assert "validation.patience = 2 needs validation.every_steps above 0" in second
-    assert "give steps = 5 or epochs" in third
+    says(first, "validation.patience = 2", "export = best")
+    says(second, "validation.patience = 2", "validation.every_steps", "above 0")
+    says(third, "steps = 5", "epochs")
 
 
 def test_everything_that_does_not_fit_the_shards_is_reported_together(run_bad, data):
     documents = load_manifest(data).totals["kept_train"]
     lines = run_bad("spans={num_anchors: 3, max_tokens: 17, min_tokens: 4}", "batch_documents=1000")
     assert len(lines) == 3
-    assert "spans.max_tokens = 17: the shards were prepared for at most 16" in lines[0]
-    assert "spans.num_anchors = 3: the shards were prepared for at most 2" in lines[1]
-    assert f"batch_documents = 1000: the shards hold only {documents} training documents" in lines[2]
+    says(lines[0], "spans.max_tokens = 17", "at most 16")
+    says(lines[1], "spans.num_anchors = 3", "at most 2")
+    says(lines[2], "batch_documents = 1000", f"{documents} training documents")
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers(run_bad, data):
+def test_vocabulary_smaller_than_the_tokenizers_is_refused(run_bad, data):
     size = load_manifest(data).tokenizer.vocab_size
     (line,) = run_bad(f"encoder.from_config.vocab_size={size - 1}")
-    assert f"vocabulary of {size - 1} is smaller than the shards' tokenizer's {size}" in line
-    assert f"token ids up to {size - 1} would be beyond it" in line
+    says(line, size - 1, size)
+    says(line, size - 1)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["steps=6", "epochs=2"], "give steps = 6 or epochs = 2.0, not both"),
-        (["checkpoint.every_steps=0"], "every_steps = 0: must be above 0; null saves by the clock alone"),
-        (["validation.every_steps=5%"], r"every_steps = '5%': must be a number of steps, such as 200, or a share"),
-        (["export=best"], "export = best needs validation.every_steps above 0"),
-        (["export=best", "validation.patience=2"], "needs .*every_steps above 0, or validation.score = followed"),
-        (["validation.patience=0"], "validation.patience = 0: Input should be greater than 0"),
+        (["steps=6", "epochs=2"], ("steps = 6", "epochs = 2.0", "not both")),
+        (["checkpoint.every_steps=0"], ("every_steps = 0", "above 0", "null")),
+        (["validation.every_steps=5%"], ("validation.every_steps = '5%'", "200", "share")),
+        (["export=best"], ("export = best", "validation.every_steps", "above 0")),
+        (
+            ["export=best", "validation.patience=2"],
+            ("validation.every_steps", "above 0", "validation.score = followed"),
+        ),
+        (["validation.patience=0"], ("validation.patience = 0", "greater than 0")),
         (
             ["scaling.fsdp=true", "microbatch_tokens=auto"],
-            "fsdp = True needs a fixed microbatch_tokens, not auto.*set a number of tokens, or null",
+            ("scaling.fsdp = True", "microbatch_tokens", "auto", "null"),
         ),
         (
             ["encoder.from_config.max_position_embeddings=16"],
-            "spans.max_tokens = 16: the encoder has positions for 14 tok",
+            ("spans.max_tokens = 16", "14"),
         ),
         (["encoder.from_config.model_type=robberta"], "robberta"),
         (["encoder.from_config.num_attention_heads=3"], "3"),
         (["encoder.from_config={model_type: gpt2, n_embd: 32, n_head: 2, n_layer: 1}"], "gpt2"),
     ],
 )
-def test_settings_and_encoders_that_cannot_work(run_bad, overrides, message):
+def test_settings_and_encoders_that_cannot_work_are_refused(run_bad, overrides, message):
     (line,) = run_bad(*overrides)
-    assert re.search(message, line)
+    says(line, message)
 
 
 def test_a_pretrained_model_that_is_not_there(run_bad, tmp_path):
@@ -151,10 +155,10 @@ def test_a_pretrained_model_that_is_not_there(run_bad, tmp_path):
     assert str(tmp_path / "nothing") in line
 
 
-def test_shards_of_another_tokenizer_than_the_models(run_bad, foreign):
+def test_shards_of_another_tokenizer_are_refused(run_bad, foreign):
     (line,) = run_bad(encoder={"from_config": None, "pretrained": str(foreign)})
-    assert f"encoder.pretrained = {foreign}: its tokenizer" in line
-    assert "is not the one that made the shards" in line
+    says(line, f"encoder.pretrained = {foreign}", "tokenizer")
+    says(line, "made the shards")
 
 
 def test_a_tokenizer_that_was_put_in_the_place_of_the_shards_own(run_bad, foreign, broken):
@@ -172,7 +176,7 @@ def test_a_truncated_and_a_missing_shard_are_named(run_bad, broken):
     truncate(path)
     (broken / second.name).unlink()
     truncated, missing = run_bad(folder=broken)
-    assert f"{path} is truncated: {first.num_bytes - 10} bytes, the manifest says {first.num_bytes}" in truncated
+    says(truncated, path, "truncated", f"{first.num_bytes - 10} bytes", first.num_bytes)
     assert f"{broken / second.name} is missing" in missing
 
 
@@ -182,26 +186,26 @@ def test_a_shard_with_a_broken_footer_is_named(run_bad, broken):
     raw[-60:] = bytes(60)
     path.write_bytes(raw)
     (line,) = run_bad(folder=broken)
-    assert f"{path} is not an Arrow file" in line
+    says(line, path, "not an Arrow")
 
 
 def test_a_shard_that_was_changed_in_place_is_named(run_bad, broken):
     path = broken / load_manifest(broken).shards[0].name
     flip_a_bit(path)
     (line,) = run_bad(folder=broken)
-    assert f"{path} is damaged: SHA-256" in line
+    says(line, path, "damaged", "SHA-256")
 
 
-def test_shards_without_a_manifest_or_tokenizer(run_bad, broken):
+def test_shards_without_a_manifest_or_tokenizer_are_refused(run_bad, broken):
     shutil.rmtree(broken / "tokenizer")
     (line,) = run_bad(folder=broken)
     assert str(broken / "tokenizer") in line
     (broken / "manifest.json").write_text("{}")
     (line,) = run_bad(folder=broken)
-    assert "manifest.json is not a manifest of this version" in line
+    says(line, "manifest.json", "version")
 
 
-def test_validation_without_held_out_documents(run_bad, broken):
+def test_validation_without_held_out_documents_is_refused(run_bad, broken):
     manifest = load_manifest(broken)
     for shard in manifest.of_split("held-out"):
         (broken / shard.name).unlink()
@@ -211,7 +215,7 @@ def test_validation_without_held_out_documents(run_bad, broken):
         manifest.model_copy(update={"shards": shards, "totals": totals}).model_dump_json()
     )
     (line,) = run_bad("validation.every_steps=2", folder=broken)
-    assert "the shards hold 0 held-out documents, at least 2 are needed" in line
+    says(line, "0 held-out documents", "at least 2")
 
 
 def test_a_metric_learning_loss_with_an_argument_it_does_not_have(run_bad):
@@ -220,7 +224,7 @@ def test_a_metric_learning_loss_with_an_argument_it_does_not_have(run_bad):
     assert "warmth" in line
 
 
-def test_what_print_config_shows_can_be_used_as_a_config(data, tmp_path, capsys):
+def test_print_config_can_be_used_as_a_config(data, tmp_path, capsys):
     config = runs.write_config(tmp_path / "train.yaml", train=runs.train_values(data, tmp_path / "run"))
     assert main([str(config), "seed=3", "--print-config"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
@@ -241,8 +245,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_once(data, tmp_path, capsys):
     values = runs.train_values(data, tmp_path / "run", **changes)
     assert main([str(runs.write_config(tmp_path / "train.yaml", train=values))]) == 1
     said = capsys.readouterr().err
-    assert "step 2: loss nan" in said
-    assert "optim.lr (now 1000000000000.0)" in said
+    says(said, "step 2", "loss nan")
+    says(said, "optim.lr", "1000000000000.0")
     assert "Traceback" not in said
     assert list(runs.steps_of(tmp_path / "run")) == [1]
     assert not (tmp_path / "run" / "export").exists()

@@ -4,6 +4,7 @@ import pytest
 import ray
 import tinyruns as runs
 import torch
+from messages import all_of
 
 from declutr.common.config import ConfigError
 from declutr.common.storage import read_json
@@ -30,13 +31,13 @@ def test_a_gpu_that_fails_stops_the_run_and_never_moves_it(data, tmp_path, log):
         scaling = {"device": device, "max_repeated_failures": 1}
         return runs.train_config(data, run, scaling=scaling, checkpoint={"every_steps": 2})
 
-    with pytest.raises(TrainingFailedError, match=r"this run trains on GPUs, and torch .* can use none on host"):
+    with pytest.raises(TrainingFailedError, match=all_of("GPUs", "torch", "host")):
         run_training(config("auto"))
     assert read_json(run / DEVICE) == {"device": "cuda"}
     assert not (run / "metrics.jsonl").exists()
     assert run_training(config("cpu"))["steps"] == 6, "nothing had been computed, so the user may change it"
     assert read_json(run / DEVICE) == {"device": "cpu"}
-    assert any("training on cpu (scaling.device = cpu)" in line for line in log)
+    assert any("scaling.device = cpu" in line for line in log)
     (run / "summary.json").unlink()
-    with pytest.raises(ConfigError, match=r"scaling\.device = cuda: this run was started on cpu .*--fork NEW_RUN"):
+    with pytest.raises(ConfigError, match=all_of("scaling.device = cuda", "started on cpu", "--fork NEW_RUN")):
         run_training(config("cuda"))

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import tinyruns as runs
+from messages import says
 
 from declutr.trainer.checkpoints.checkpoint import find_latest
 
@@ -30,7 +31,7 @@ def test_a_closed_terminal_saves_and_leaves_nothing(under_way):
     out, said = driver.communicate(timeout=100)
     assert driver.returncode == 128 + signal.SIGHUP
     step = find_latest(run / "checkpoints")[1].step
-    assert f"stopped at step {step} of 100000 after SIGHUP; the same command continues" in said
+    says(said, f"step {step} of 100000", "SIGHUP", "same command")
     assert "Traceback" not in out + said
     assert "\r" not in said, "a bar in a file"
     assert runs.wait_gone(everything) == {}
@@ -42,7 +43,7 @@ def test_a_renamed_folder_ends_the_run_and_is_not_made_anew(under_way):
     run.rename(run.with_name("moved"))
     out, said = driver.communicate(timeout=100)
     assert driver.returncode == 1
-    assert f"{run}: stopped, because its folder was renamed, moved or deleted" in said
+    says(said, run, "renamed")
     assert "Traceback" not in out + said
     assert not run.exists()
     assert runs.wait_gone(everything) == {}

@@ -7,6 +7,7 @@ import pytest
 import ray
 import tinyruns as runs
 import torch
+from messages import says
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from tiny import declutr, tiny_train_step
@@ -75,12 +76,12 @@ def test_transformers_loads_the_weights(data, finished, kind):
 def test_the_folder_tells_where_it_comes_from(finished):
     card = (finished / "run" / "export" / "README.md").read_text()
     _, state = checkpoint.find_latest(finished / "run" / "checkpoints")
-    for fact in (state.data_hash, state.config_hash, "library_name: sentence-transformers", "Trained for 8 steps of 8"):
+    for fact in (state.data_hash, state.config_hash, "library_name: sentence-transformers", "for 8 steps"):
         assert fact in card
     for name, value in state.scores.items():
         assert f"| {name} | {value:.4f} |" in card
     verdict = read_json(finished / "run" / "summary.json")["verdict"]
-    assert f"Result on that other half: {verdict['sentence']}." in card
+    says(card, verdict["sentence"])
     assert (verdict["score"], verdict["rows"]) == ("distant_recall_at_1", 20)
     assert verdict["exported"] == pytest.approx(state.scores["reported_distant_recall_at_1"])
 
@@ -102,7 +103,7 @@ def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
     shutil.rmtree(copied / "export")
     for path in (copied / "checkpoints").glob("step-*"):
         (path / "state.json").unlink()
-    with pytest.raises(checkpoint.CheckpointError, match="holds no whole checkpoint to export"):
+    with pytest.raises(checkpoint.CheckpointError, match="no whole checkpoint"):
         export(runs.resolved(runs.train_config(data, copied, **runs.FINISHED)))
     assert not (copied / "export").exists()
 

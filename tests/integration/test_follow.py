@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import tinyruns as runs
+from messages import all_of
 from sentevalsets import write_sets
 from waiting import until
 
@@ -38,7 +39,7 @@ def test_a_finished_run_is_scored_once_and_exports_the_best(data, copied, sets, 
     given += ["--tasks", ",".join(TASKS), "--protocol", "simcse"]
     config = runs.train_config(data, copied, **runs.FINISHED | {"validation": {"score": "followed"}}, export="best")
     assert read_json(export(runs.resolved(config)) / "declutr.json")["step"] == 8
-    assert sum("exporting the last checkpoint, because the checkpoints of steps" in line for line in log) == 1
+    assert sum("the last checkpoint" in line for line in log) == 1
     assert main(given) == 0
     lines = read_scores(copied)
     assert [line.step for line in lines] == kept[::-1]
@@ -101,5 +102,5 @@ def test_tasks_without_data_are_refused_before_anything_is_scored(copied, sets):
 
 
 def test_tasks_with_test_data_alone_may_not_choose_a_checkpoint(copied, sets):
-    with pytest.raises(FollowError, match=r"STS12 would choose on test data.*--tasks \(CR, .*SICK-R, STS-B"):
+    with pytest.raises(FollowError, match=all_of("STS12", "test data", "--tasks", "(CR,", "SICK-R, STS-B")):
         follower(copied, sets, [], ("STSBenchmark", "STS12"))

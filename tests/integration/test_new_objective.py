@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import tinyruns as runs
+from messages import says
 
 from declutr.common.storage import hash_file
 
@@ -62,7 +63,7 @@ def run_to_end(*arguments):
     return done.stdout
 
 
-def test_it_trains_and_continues_after_a_kill(installed, config, tmp_path):
+def test_new_objective_trains_and_continues_after_a_kill(installed, config, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_to_end(installed, "train", config, *SETTINGS, f"run={whole}")
     steps = runs.steps_of(whole)
@@ -86,12 +87,12 @@ def test_its_gradients_do_not_depend_on_workers_or_microbatches(installed, confi
     assert "APART" not in shown
 
 
-def test_its_problems_are_found_before_ray_starts(installed, config):
+def test_new_objectives_problems_are_found_before_ray_starts(installed, config):
     done = subprocess.run(
         **command(installed, "train", config, *SETTINGS, "batch_documents=1"), timeout=100, check=False
     )
     assert done.returncode == 1
-    assert "batch_documents = 1: halves needs at least 2" in done.stderr
+    says(done.stderr, "batch_documents = 1", "halves", "at least 2")
 
 
 def test_without_the_package_the_kind_is_unknown(config):
@@ -108,8 +109,5 @@ def test_an_entry_point_that_is_no_objective_is_named(tmp_path, config):
     (info / "entry_points.txt").write_text("[declutr.objectives]\nwrong = json:JSONDecoder\n")
     done = subprocess.run(**command(tmp_path, "train", config, "objective={kind: wrong}"), timeout=100, check=False)
     assert done.returncode != 0
-    assert (
-        "entry point wrong = json:JSONDecoder (declutr.objectives): must name a subclass of ObjectiveConfig"
-        in done.stderr
-    )
+    says(done.stderr, "entry point wrong = json:JSONDecoder", "declutr.objectives", "ObjectiveConfig")
     assert json.JSONDecoder

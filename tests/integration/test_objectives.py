@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tinyruns as runs
 import torch
+from messages import all_of
 from transformers import AutoTokenizer
 
 from declutr.pipeline.shards.shards import ShardSet
@@ -85,7 +86,7 @@ def one_thread():
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_it_learns_and_resumes_to_the_bit(data, tmp_path, name):
+def test_objective_learns_and_resumes_to_the_bit(data, tmp_path, name):
     changes = VARIANTS[name]
     whole = Run(data, **changes)
     measured = whole.steps(1, STEPS)
@@ -107,7 +108,7 @@ def test_it_learns_and_resumes_to_the_bit(data, tmp_path, name):
         assert torch.equal(parameter, dict(resumed.train_step.encoder.named_parameters())[name]), name
 
 
-def test_what_was_loaded_is_the_file_no_longer(data, tmp_path):
+def test_loaded_tensors_outlive_their_file(data, tmp_path):
     """Else a deleted checkpoint keeps its room on the disk until the run ends."""
     run = Run(data, objective={"queue_size": 40})
     run.steps(1, 2)
@@ -135,10 +136,10 @@ def test_a_checkpoint_of_another_encoder_is_refused(data, tmp_path):
     run = Run(data)
     path = checkpoint.save(tmp_path, run.state(1), collect([run.train_step]))
     wider = Run(data, encoder={"from_config": {**runs.FROM_CONFIG, "hidden_size": 16}})
-    with pytest.raises(checkpoint.CheckpointError, match=r"has shape \[\d+, 32\], not \[\d+, 16\]"):
+    with pytest.raises(checkpoint.CheckpointError, match=all_of("shape", ", 32]", ", 16]")):
         load(path, [wider.train_step])
     other = Run(data, encoder={"projection": {"kind": "linear"}})
-    with pytest.raises(checkpoint.CheckpointError, match="parameters differ from the model's"):
+    with pytest.raises(checkpoint.CheckpointError, match=all_of("parameters", "differ")):
         load(path, [other.train_step])
     assert set(json.loads((path / "state.json").read_text())["files"]) == {
         "encoder.safetensors",

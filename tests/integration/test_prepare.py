@@ -4,11 +4,11 @@ import json
 
 import pytest
 import yaml
+from messages import all_of
+from preparing import checksums, config_of
 from volumes import small_volume
 
 from declutr.common.config import ConfigError
-from declutr.common.storage import hash_file
-from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import main, prepare
 from declutr.pipeline.shards.manifest import ShardError
 from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
@@ -24,25 +24,6 @@ def corpus(tmp_path_factory):
     (folder / "a.jsonl").write_bytes("\n".join(lines[:1000]).encode() + b"\n\xff\n")
     (folder / "b.jsonl").write_text("\n".join(lines[1000:]))
     return folder
-
-
-def config_of(corpus, output, **changes):
-    values = {
-        "output": str(output),
-        "corpus": {"kind": "files", "paths": [str(corpus)]},
-        "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
-        "geometry": {"num_anchors": 1, "max_tokens": 32},
-        "validation_fraction": 0.2,
-        "unit_mib": 0.1,
-        "record_batch_rows": 20,
-    }
-    return PipelineConfig.model_validate(values | changes)
-
-
-def contents(folder):
-    """Checksums of everything but the log of how long it took."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
-    return {str(path.relative_to(folder)): hash_file(path) for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +58,19 @@ def test_the_same_command_again_changes_nothing(corpus, prepared):
 def test_lost_and_truncated_shards_are_made_again_to_the_byte(corpus, tmp_path, prepared):
     folder = tmp_path / "out"
     prepare(config_of(corpus, folder))
-    assert contents(folder) == contents(prepared[0])
+    assert checksums(folder) == checksums(prepared[0])
     names = [shard.name for shard in load_manifest(folder).shards]
     (folder / names[0]).unlink()
     (folder / names[1]).write_bytes((folder / names[1]).read_bytes()[:-1])
     (folder / ".train-00000.arrow.1.tmp").write_text("left by a killed run")
     prepare(config_of(corpus, folder))
-    assert contents(folder) == contents(prepared[0])
+    assert checksums(folder) == checksums(prepared[0])
 
 
 def test_other_settings_or_inputs_in_the_same_folder_are_refused(corpus, prepared, tmp_path):
     folder, _ = prepared
-    before = contents(folder)
-    with pytest.raises(ConfigError, match=r"geometry\.max_tokens: here 16, there 32"):
+    before = checksums(folder)
+    with pytest.raises(ConfigError, match=all_of("geometry.max_tokens", "here 16", "there 32")):
         prepare(config_of(corpus, folder, geometry={"num_anchors": 1, "max_tokens": 16}))
     (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match="other settings"):
@@ -97,27 +78,27 @@ def test_other_settings_or_inputs_in_the_same_folder_are_refused(corpus, prepare
     extra = corpus / "c.jsonl"
     extra.write_text('{"text": "new"}')
     try:
-        with pytest.raises(ConfigError, match="other inputs: 1 of"):
+        with pytest.raises(ConfigError, match=all_of("other inputs", "1 of")):
             prepare(config_of(corpus, folder))
     finally:
         extra.unlink()
-    assert contents(folder) == before
+    assert checksums(folder) == before
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "empty, the inputs hold no documents"),
-        ("not json\n", r"no document could be read, all 1 failed \(1 invalid_json\)"),
+        ("", ("empty", "no documents")),
+        ("not json\n", ("no document", "all 1 failed", "1 invalid_json")),
         (
             '{"text": "too short"}\n{"text": ""}\n',
-            r"none of 2 documents is long enough: the longest has \d+ tokens.*64",
+            ("none of 2 documents", "the longest", "64"),
         ),
     ],
 )
 def test_a_corpus_of_which_nothing_is_kept_says_why_and_leaves_nothing(tmp_path, text, message):
     (tmp_path / "a.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=all_of(message)):
         prepare(config_of(tmp_path / "a.jsonl", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -126,12 +107,12 @@ def test_a_disk_that_fills_up_ends_in_words_and_the_same_command_continues(corpu
     with small_volume(tmp_path / "volume", 2) as volume:
         config = config_of(corpus, volume.path / "out")
         volume.fill(leave_bytes=400_000)
-        with pytest.raises(ShardError, match=r"No space left on device.*the same command continues"):
+        with pytest.raises(ShardError, match=all_of("No space left on device", "same command")):
             prepare(config)
         assert not (volume.path / "out" / "manifest.json").exists()
         volume.drain()
         prepare(config)
-        assert contents(volume.path / "out") == contents(prepared[0])
+        assert checksums(volume.path / "out") == checksums(prepared[0])
 
 
 def write_config(folder, config):
@@ -155,16 +136,16 @@ def test_a_replaced_file_is_found_after_copies_were_removed(corpus, tmp_path):
         (tmp_path / "in" / path.name).write_bytes(path.read_bytes())
     config = config_of(tmp_path / "in", tmp_path / "out")
     manifest = prepare(config)
-    before = contents(tmp_path / "out")
+    before = checksums(tmp_path / "out")
     changed = tmp_path / "in" / "a.jsonl"
     changed.touch()
     assert prepare(config, verify_inputs=True) == manifest
     raw = bytearray(changed.read_bytes())
     raw[200_000] ^= 1
     changed.write_bytes(raw)
-    with pytest.raises(ConfigError, match=r"\d+ of \d+ units changed although names and sizes are the same"):
+    with pytest.raises(ConfigError, match="units changed"):
         prepare(config)
     (tmp_path / "out" / "manifest.json").unlink()
-    with pytest.raises(ConfigError, match="restore the earlier files"):
+    with pytest.raises(ConfigError, match="restore"):
         prepare(config)
-    assert contents(tmp_path / "out").items() <= before.items()
+    assert checksums(tmp_path / "out").items() <= before.items()

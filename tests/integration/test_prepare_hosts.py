@@ -8,7 +8,7 @@ from benchmarks.prepare.lab import missing
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 
-def test_three_hosts_without_a_shared_folder_and_the_loss_of_one(tmp_path):
+def test_prepare_on_three_hosts_survives_the_loss_of_one(tmp_path):
     """`measure` compares every output with that of one machine, byte for byte."""
     if reason := missing():
         pytest.skip(reason)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from preparing import checksums
 
-from declutr.common.storage import hash_file
 from declutr.pipeline.shards.manifest import load_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,13 +67,6 @@ def start(folder: Path, corpus: Path, num_cpus: int) -> subprocess.Popen:
     return subprocess.Popen(arguments, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
-def contents(folder: Path) -> dict[str, str]:
-    """Checksums of everything but the log of how long it took."""
-    out = folder / "out"
-    files = [path for path in out.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
-    return {str(path.relative_to(out)): hash_file(path) for path in files}
-
-
 @pytest.fixture(scope="module")
 def undisturbed(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -81,7 +74,7 @@ def undisturbed(corpus, tmp_path_factory):
     manifest = load_manifest(folder / "out")
     assert len(manifest.ledgers) > 20
     assert {"duplicate", "near_duplicate"} <= manifest.dropped.keys()
-    return contents(folder)
+    return checksums(folder / "out")
 
 
 def busy_workers(driver: int) -> list[int]:
@@ -132,4 +125,4 @@ def test_kills_change_nothing_whatever_the_number_of_workers(corpus, tmp_path, u
             assert driver.returncode == -signal.SIGKILL, "finished before it could be killed"
             assert not (tmp_path / "out" / "manifest.json").exists()
     assert kills == WORKER_KILLS
-    assert contents(tmp_path) == undisturbed
+    assert checksums(tmp_path / "out") == undisturbed

@@ -9,8 +9,9 @@ import soundfile
 import tinyruns as runs
 import yaml
 from mediafiles import picture, png, spread, stored, tar_of
+from messages import says
+from preparing import checksums, values_of
 
-from declutr.common.storage import hash_file
 from declutr.inspection.describe import describe
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.units import plan_units, read_unit
@@ -33,29 +34,13 @@ def corpus(tmp_path_factory):
     return spread(folder, files | {"more.tar": tar_of(members), "a/broken.png": b"x", "notes.md": b"x"})
 
 
-def values_of(corpus, output, **changes):
-    values = {
-        "output": str(output),
-        "corpus": {"kind": "files", "paths": [str(corpus)]},
-        "content": {"kind": "images", "shortest_edge": 24},
-        "validation_fraction": 0.2,
-        "max_error_rate": 0.05,
-        "unit_mib": 0.08,
-        "record_batch_rows": 16,
-    }
-    return values | changes
-
-
-def contents(folder):
-    """Checksums of everything but the log of how long it took."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
-    return {str(path.relative_to(folder)): hash_file(path) for path in files}
+IMAGES = {"content": {"kind": "images", "shortest_edge": 24}, "max_error_rate": 0.05, "unit_mib": 0.08}
 
 
 @pytest.fixture(scope="module")
 def prepared(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared") / "images"
-    return folder, prepare(PipelineConfig.model_validate(values_of(corpus, folder)))
+    return folder, prepare(PipelineConfig.model_validate(values_of(corpus, folder, **IMAGES)))
 
 
 def test_every_file_is_accounted_for_and_copies_are_dropped(prepared):
@@ -83,7 +68,7 @@ def test_every_file_is_accounted_for_and_copies_are_dropped(prepared):
 
 def test_the_command_plans_verifies_and_inspects(corpus, prepared, tmp_path, capsys):
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({"prepare": values_of(corpus, tmp_path / "out")}))
+    config.write_text(yaml.safe_dump({"prepare": values_of(corpus, tmp_path / "out", **IMAGES)}))
     assert main([str(config), "--plan"]) == 0
     planned = capsys.readouterr().out
     assert re.search(r"images      9[67]\b.*, of which 96\b", planned)
@@ -91,25 +76,25 @@ def test_the_command_plans_verifies_and_inspects(corpus, prepared, tmp_path, cap
     assert "tokens" not in planned
     assert main([str(config)]) == 0
     told = capsys.readouterr().out
-    assert "97 images read, 90 kept" in told
+    says(told, "97 images read", "90 kept")
     assert re.search(r"estimated before: images 9[67] .* num pixels .* bytes of files", told)
     assert f"{90 * 32 * 24:,} pixels in" in told
-    assert "3 labels; changed: 90 smaller" in told
+    says(told, "3 labels", "90 smaller")
     assert main([str(config), "--verify-inputs"]) == 0
-    assert contents(tmp_path / "out").keys() - {"estimate.json"} == contents(prepared[0]).keys()
-    assert "rows of images, 3 labels" in "\n".join(describe(tmp_path / "out"))
+    assert checksums(tmp_path / "out").keys() - {"estimate.json"} == checksums(prepared[0]).keys()
+    says("\n".join(describe(tmp_path / "out")), "images", "3 labels")
 
 
 def test_lost_shards_are_made_again_to_the_byte(corpus, prepared, tmp_path):
-    config = PipelineConfig.model_validate(values_of(corpus, tmp_path / "out"))
+    config = PipelineConfig.model_validate(values_of(corpus, tmp_path / "out", **IMAGES))
     prepare(config)
-    whole = contents(tmp_path / "out")
-    assert whole == contents(prepared[0])
+    whole = checksums(tmp_path / "out")
+    assert whole == checksums(prepared[0])
     (tmp_path / "out" / "train-00001.arrow").unlink()
     path = tmp_path / "out" / "train-00002.arrow"
     path.write_bytes(path.read_bytes()[:100])
     prepare(config)
-    assert contents(tmp_path / "out") == whole
+    assert checksums(tmp_path / "out") == whole
 
 
 def io_read(data):
@@ -120,22 +105,22 @@ def io_read(data):
 def test_too_many_files_without_a_label_end_with_an_error(tmp_path, capsys):
     corpus = spread(tmp_path / "in", {f"{n}.png": png(n) for n in range(5)} | {"a/x.png": png(7)})
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({"prepare": values_of(corpus, tmp_path / "out")}))
+    config.write_text(yaml.safe_dump({"prepare": values_of(corpus, tmp_path / "out", **IMAGES)}))
     assert main([str(config)]) == 1
     told = capsys.readouterr().err
-    assert "5 of 6 images failed (5 no_label)" in told
-    assert "is in no folder" in told
+    says(told, "5 of 6 images failed", "5 no_label")
+    says(told, "no folder")
     (corpus / "a" / "x.png").unlink()
-    config.write_text(yaml.safe_dump({"prepare": values_of(corpus, tmp_path / "other")}))
+    config.write_text(yaml.safe_dump({"prepare": values_of(corpus, tmp_path / "other", **IMAGES)}))
     assert main([str(config)]) == 1
     told = capsys.readouterr().err
-    assert "none of 5 records became a row of images: 5 no_label; content.label decides the labels" in told
+    says(told, "none of 5 records", "images", "5 no_label", "content.label")
 
 
 def test_a_text_objective_refuses_images(prepared):
     config = runs.train_config(prepared[0], "unused")
     (told,) = [problem for problem in problems(config) if "reads" in problem]
-    assert "holds images; the main task reads texts" in told
+    says(told, "images", "the main task", "texts")
 
 
 def test_a_tar_in_a_tar_in_a_tar_is_read_and_a_deeper_one_is_a_failure(tmp_path):
@@ -146,7 +131,7 @@ def test_a_tar_in_a_tar_in_a_tar_is_read_and_a_deeper_one_is_a_failure(tmp_path)
         data = tar_of([(f"{depth}.tar", data)])
     reasons = []
     for depth in range(5):
-        config = PipelineConfig.model_validate(values_of(tmp_path / f"{depth}", tmp_path / "out"))
+        config = PipelineConfig.model_validate(values_of(tmp_path / f"{depth}", tmp_path / "out", **IMAGES))
         (unit,), _ = plan_units(config.corpus, config.unit_mib, None, config.content)
         records = list(read_unit(unit, config.corpus, config.content))
         reasons.append([getattr(record, "reason", "row") for record in records])

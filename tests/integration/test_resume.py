@@ -6,9 +6,10 @@ import pytest
 import ray
 import tinyruns as runs
 from broken import flip_a_bit, remove, truncate
+from messages import all_of, says
+from preparing import checksums
 
 from declutr.common.config import ConfigError
-from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import load_manifest
 from declutr.trainer.checkpoints.checkpoint import CheckpointError, find_latest, read_state, steps_in
 from declutr.trainer.checkpoints.ranking import find_best
@@ -18,10 +19,6 @@ from declutr.trainer.train import main, train
 pytestmark = pytest.mark.ray
 
 
-def contents(folder):
-    return {str(path.relative_to(folder)): hash_file(path) for path in folder.rglob("*") if path.is_file()}
-
-
 def newest(run):
     return run / "checkpoints" / f"step-{steps_in(run / 'checkpoints')[-1]:08d}"
 
@@ -29,24 +26,23 @@ def newest(run):
 @pytest.mark.parametrize(
     ("damage", "name", "message"),
     [
-        (truncate, "encoder.safetensors", "is truncated or altered"),
-        (flip_a_bit, "optimizer.safetensors", "is truncated or altered"),
-        (remove, "state.json", "is missing or unreadable"),
-        (truncate, "state.json", "is missing or unreadable"),
-        (remove, "objective.safetensors", "is missing"),
+        (truncate, "encoder.safetensors", ("truncated", "altered")),
+        (flip_a_bit, "optimizer.safetensors", ("truncated", "altered")),
+        (remove, "state.json", ("missing", "unreadable")),
+        (truncate, "state.json", ("missing", "unreadable")),
+        (remove, "objective.safetensors", "missing"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_passed_over(copied, log, damage, name, message):
     folder = copied / "checkpoints"
     *_, before, last = steps_in(folder)
     damage(newest(copied) / name)
-    with pytest.raises(CheckpointError, match=f"{name} {message}"):
+    with pytest.raises(CheckpointError, match=all_of(name, message)):
         read_state(newest(copied))
     path, state = find_latest(folder)
     assert (path.name, state.step) == (f"step-{before:08d}", before)
     assert len(log) == 1
-    assert f"{name} {message}" in log[0]
-    assert f"step-{last:08d}" in log[0]
+    says(log[0], name, message, f"step-{last:08d}")
 
 
 def test_best_and_last_are_kept(finished):
@@ -63,24 +59,24 @@ def test_best_and_last_are_kept(finished):
 
 
 def test_a_finished_run_is_left_as_it_is(data, copied, capsys):
-    before = contents(copied)
+    before = checksums(copied)
     config = runs.write_config(copied.parent / "train.yaml", train=runs.train_values(data, copied, **runs.FINISHED))
     assert main([str(config)]) == 0
     assert not ray.is_initialized()
     assert "finished already" in capsys.readouterr().err
-    after = contents(copied)
+    after = checksums(copied)
     assert {name for name in after if after[name] != before.get(name)} <= {"config.yaml", "summary.json"}
     assert set(after) == set(before)
 
 
 def test_another_configuration_in_the_same_folder_is_refused(data, copied):
-    before = contents(copied)
+    before = checksums(copied)
     changed = runs.finished_config(data, copied, optim={"lr": 0.002}, seed=1)
     with pytest.raises(ConfigError) as refused:
         train(changed)
-    assert "optim.lr was 0.001, now 0.002; seed was 0, now 1" in str(refused.value)
+    says(refused.value, "optim.lr was 0.001", "now 0.002", "seed was 0", "now 1")
     assert str(copied) in str(refused.value)
-    assert contents(copied) == before
+    assert checksums(copied) == before
 
 
 def test_other_shards_in_the_same_place_are_refused(data, copied, tmp_path):
@@ -91,7 +87,7 @@ def test_other_shards_in_the_same_place_are_refused(data, copied, tmp_path):
     shards = [first.model_copy(update={"sha256": "0" * 64}), *rest]
     (other / "manifest.json").write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())
     (problem,) = problems(runs.finished_config(other, copied))
-    assert f"was trained on other shards than data = {other} holds now" in problem
+    says(problem, f"data = {other}", "other shards")
 
 
 @pytest.mark.usefixtures("session")
@@ -104,8 +100,8 @@ def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_worke
     moved = runs.finished_config(data, copied, scaling={"num_workers": 2}, checkpoint={"every_steps": 1})
     assert problems(moved) == []
     train(moved)
-    assert any("skipping a broken checkpoint" in line and "step-00000008" in line for line in log)
-    assert any("continuing after step 6 of 8" in line for line in log)
+    assert any("broken checkpoint" in line and "step-00000008" in line for line in log)
+    assert any("step 6 of 8" in line for line in log)
     before, after = runs.steps_of(finished / "run"), runs.steps_of(copied)
     assert list(after) == list(range(1, 9))
     assert {step: after[step] for step in range(1, 7)} == {step: before[step] for step in range(1, 7)}

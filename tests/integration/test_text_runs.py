@@ -6,6 +6,7 @@ import re
 import pytest
 import tinyruns as runs
 import torch
+from messages import all_of
 from sentence_transformers import SentenceTransformer
 from textruns import SCD, SCL, SIMCSE, write_texts
 
@@ -170,13 +171,13 @@ def test_problems_are_found_before_ray_starts(texts, tmp_path, data, changes, me
 def test_rows_that_the_run_trains_on_are_no_validation_data(texts, tmp_path):
     validation = {"every_steps": 2, "data": str(texts / "sentences")}
     config = config_of(texts, tmp_path / "run", SIMCSE, validation=validation)
-    assert any("these are the rows that the run trains on" in line for line in problems(config))
+    assert any("these are the rows" in line for line in problems(config))
 
 
 def test_rows_of_another_schema_are_no_validation_data(texts, tmp_path, data):
     """Documents for an objective over texts, which had failed in the first validation; sentences for pairs are fine."""
     for objective, scored, problem in (
-        (SIMCSE, data, "holds documents, which objective simcse cannot score"),
+        (SIMCSE, data, "which objective simcse"),
         (SCL, texts / "sentences", None),
     ):
         config = config_of(texts, tmp_path / "run", objective, validation={"every_steps": 2, "data": str(scored)})
@@ -186,5 +187,5 @@ def test_rows_of_another_schema_are_no_validation_data(texts, tmp_path, data):
 
 
 def test_unknown_kinds_are_listed(texts, tmp_path):
-    with pytest.raises((ConfigError, ValueError), match=r"declutr.*scd.*scl.*simcse|'declutr'.*'simcse'.*'scd'.*'scl'"):
+    with pytest.raises((ConfigError, ValueError), match=all_of("declutr", "scd", "scl", "simcse")):
         config_of(texts, tmp_path / "run", {"kind": "simsce"})

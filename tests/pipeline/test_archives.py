@@ -109,7 +109,7 @@ def test_a_tar_cut_into_parts_gives_the_same_records_and_a_broken_end_is_met_whe
         assert [record.text.encode() for record in whole[: len(whole) - len(lost)]] == read
 
 
-def test_archives_of_every_format_and_compression_in_each_other(tmp_path):
+def test_nested_archives_of_every_format_are_read(tmp_path):
     table = pa.table({"text": ["p", "q"]})
     parquet, arrow, stream = io.BytesIO(), io.BytesIO(), io.BytesIO()
     pq.write_table(table, parquet)
@@ -201,7 +201,7 @@ def test_archives_one_behind_the_other_are_read_whole(tmp_path, compression, pad
         assert [record.text for record in read_all(files(path), unit_mib)] == ["a", "b", "c"]
 
 
-def test_what_follows_the_end_of_an_archive_and_is_none_is_a_failure(tmp_path):
+def test_bytes_behind_the_end_of_an_archive_are_a_failure(tmp_path):
     (tmp_path / "x.tar").write_bytes(tar([("a.txt", b"a")]) + b"no header" * 100)
     document, failure = read_all(files(tmp_path))
     assert (document.text, failure.reason) == ("a", "unreadable")
@@ -215,7 +215,7 @@ def test_the_parts_of_an_archive_end_with_its_end_mark(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
-def test_what_stands_before_damage_is_read(tmp_path, suffix):
+def test_members_before_damage_are_read(tmp_path, suffix):
     lines = [hashlib.sha256(bytes([n % 256, n // 256])).hexdigest() for n in range(20_000)]
     data = COMPRESSORS[suffix]("\n".join(lines).encode())
     (tmp_path / f"a.txt.{suffix}").write_bytes(data[: len(data) * 9 // 10])

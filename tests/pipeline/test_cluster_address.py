@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from messages import all_of, says
 
 from declutr.common.cluster import cluster_problem, named_cluster, use_network_of
 from declutr.common.config import ConfigError
@@ -24,9 +25,9 @@ def free_port():
 def test_an_address_where_nobody_listens_is_named_at_once(free_port, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port}")
     begun = time.monotonic()
-    with pytest.raises(ConfigError, match=rf"RAY_ADDRESS = 127\.0\.0\.1:{free_port}: no Ray cluster answers there"):
+    with pytest.raises(ConfigError, match=all_of(f"RAY_ADDRESS = 127.0.0.1:{free_port}", "no Ray cluster")):
         start_ray()
-    with pytest.raises(ConfigError, match=rf"address = ray://127\.0\.0\.1:{free_port}: no Ray cluster answers"):
+    with pytest.raises(ConfigError, match=all_of(f"address = ray://127.0.0.1:{free_port}", "no Ray cluster")):
         start_ray(address=f"ray://127.0.0.1:{free_port}")
     assert time.monotonic() - begun < 5
 
@@ -45,12 +46,12 @@ def test_a_head_that_was_lost_has_time_to_come_back(free_port):
 
 
 @pytest.mark.parametrize("address", ["auto", "local", "somewhere", "host:", ":1", "host:port", ""])
-def test_what_is_no_host_and_port_is_left_to_ray(address):
+def test_address_that_is_no_host_and_port_is_left_to_ray(address):
     assert cluster_problem("address", address) is None
 
 
 def test_a_port_that_cannot_be(monkeypatch):
-    assert "no Ray cluster answers" in (cluster_problem("address", "127.0.0.1:99999") or "")
+    says(cluster_problem("address", "127.0.0.1:99999") or "", "no Ray cluster")
     monkeypatch.setenv("RAY_ADDRESS", "one:1")
     assert named_cluster("two:2") == ("address", "two:2")
     assert named_cluster(None) == ("RAY_ADDRESS", "one:1")
@@ -65,7 +66,7 @@ def test_a_folder_too_long_for_sockets_is_replaced_and_named(monkeypatch, log, n
     assert _short_folder() == "/tmp/ray"
     (line,) = log
     assert f"{name} = /tmp/long" in line
-    assert "too long for the paths of Ray's sockets (at most 37 bytes)" in line or sys.platform != "linux"
+    assert sys.platform != "linux" or "at most 37 bytes" in line
 
 
 def test_a_hangup_ends_a_command_as_sigterm_does():

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from corpora import files, outcomes, read_all, write_table
+from messages import says
 from pydantic import ValidationError
 
 from declutr.pipeline.job.outcome import nothing_kept
@@ -72,10 +73,9 @@ def test_a_line_without_one_of_the_keys_or_with_a_number_is_a_failure(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"title": "a"}\n{"title": "a", "body": 3}\n{"title": "a", "body": "b"}\n')
     *failures, good = read_all(files(path, text_field=["title", "body"]))
-    assert [failure.message for failure in failures] == [
-        "no key 'body'; found title",
-        "no text under 'body': it is a number",
-    ]
+    lacking, number = failures
+    says(lacking.message, "'body'", "found title")
+    says(number.message, "'body'", "a number")
     assert good.text == "a\nb"
 
 
@@ -114,13 +114,13 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path, suffix):
         assert {failure.reason for failure in failures} == {"no_text_field"}
         assert all(failure.message.startswith(words) for failure in failures)
         assert all(name in failures[0].message for name in ROWS[0])
-        assert failures[0].message.endswith("; did you mean `body`?") == (given == "boddy")
+        assert ("`body`" in failures[0].message) == (given == "boddy")
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet", "file.arrow"])
 def test_a_corpus_without_the_column_is_refused_before_it_is_read(tmp_path, suffix):
     _, (problem,) = file_parts(files(write(tmp_path, suffix), text_field="boddy"), 1000)
-    assert problem.startswith(f"corpus.text_field = boddy: {tmp_path}/a.{suffix}: no column 'boddy'; found id, title")
+    says(problem, "corpus.text_field = boddy", f"{tmp_path}/a.{suffix}", "'boddy'", "id, title")
     (tmp_path / "good.csv").write_text("boddy\nx\n")
     assert file_parts(files(tmp_path, text_field="boddy"), 1000)[1] == []
 
@@ -128,9 +128,9 @@ def test_a_corpus_without_the_column_is_refused_before_it_is_read(tmp_path, suff
 @pytest.mark.parametrize(
     ("header", "told"),
     [
-        ("id;text;more\n1;a;b\n", "its columns are separated by ;, and CSV needs commas"),
-        ("id\ttext\n1\ta\n", "its columns are separated by tabs: set corpus.format to tsv"),
-        ("\ufeffText,id\na,1\n", "did you mean `Text`?"),
+        ("id;text;more\n1;a;b\n", ("separated by ;", "CSV", "commas")),
+        ("id\ttext\n1\ta\n", ("tabs", "corpus.format", "tsv")),
+        ("\ufeffText,id\na,1\n", "`Text`"),
         ('"a\nb",id\na,1\n', "found a\nb, id"),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_header_that_is_not_what_it_seems(tmp_path, header, told, encoding):
         header.encode(encoding) if encoding == "utf-8" else header.strip("\ufeff").encode(encoding)
     )
     _, (problem,) = file_parts(files(tmp_path / "a.csv"), 1000)
-    assert told in problem
+    says(problem, told)
 
 
 def test_a_header_that_is_cut_off_is_no_problem_yet(tmp_path):
@@ -162,15 +162,15 @@ def test_a_column_given_twice_in_parquet_is_refused(tmp_path):
         (
             {"no_text_field": 60},
             60,
-            ["all 60 failed (60 no_text_field); set corpus.text_field to", "[title,body]. The first"],
+            ["all 60 failed", "60 no_text_field", "corpus.text_field", "[title,body]", "The first"],
         ),
         (
             {"invalid_utf8": 739},
             741,
-            ["739 of 741 documents could not be read (739 invalid_utf8)", "not text in UTF-8"],
+            ["739 of 741 documents", "739 invalid_utf8", "UTF-8"],
         ),
-        ({"unreadable": 1, "nul_bytes": 8}, 10, ["9 of 10", "not text in UTF-8", "The first nul_bytes: b:0"]),
-        ({"unreadable": 2}, 2, ["check corpus.paths and corpus.format"]),
+        ({"unreadable": 1, "nul_bytes": 8}, 10, ["9 of 10", "UTF-8", "nul_bytes", "b:0"]),
+        ({"unreadable": 2}, 2, ["corpus.paths", "corpus.format"]),
     ],
 )
 def test_a_corpus_that_cannot_be_read_says_why_with_an_example(make_config, tmp_path, failed, read, told):
@@ -181,5 +181,5 @@ def test_a_corpus_that_cannot_be_read_says_why_with_an_example(make_config, tmp_
         for source, reason in zip("ab", failed, strict=False)
     ]
     message = nothing_kept(counts, make_config(tmp_path), failures)
-    assert all(words in message for words in told)
+    says(message, *told)
     assert "long enough" not in message

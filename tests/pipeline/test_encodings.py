@@ -7,6 +7,7 @@ import json
 import pyarrow as pa
 import pytest
 from corpora import COMPRESSORS, files, outcomes, read_all, tar, write_table
+from messages import says
 
 from declutr.pipeline.readers.corpus import Document
 
@@ -92,13 +93,13 @@ def test_wide_text_that_breaks_off_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ('{"text": null}', "it is null"),
-        ('{"text": null, "n": ' + "9" * 5000 + "}", "it is null"),
-        ('{"text": 3}', "it is a number"),
-        ('{"text": [1]}', "it is a list"),
-        ('{"body": "x"}', "no key 'text'; found body"),
-        ('["x"]', "the line is a list"),
-        ("null", "the line is null"),
+        ('{"text": null}', "null"),
+        ('{"text": null, "n": ' + "9" * 5000 + "}", "null"),
+        ('{"text": 3}', "a number"),
+        ('{"text": [1]}', "a list"),
+        ('{"body": "x"}', ("'text'", "found body")),
+        ('["x"]', ("line", "a list")),
+        ("null", ("line", "null")),
     ],
 )
 def test_a_line_without_text_says_what_is_there(tmp_path, line, told):
@@ -106,5 +107,6 @@ def test_a_line_without_text_says_what_is_there(tmp_path, line, told):
     (tmp_path / "long.jsonl").write_text(line + " " * 200)
     short, long = read_all(files(tmp_path, max_document_mib=0.0001))
     assert short.reason == long.reason == "no_text_field"
-    assert told in short.message
-    assert told in long.message or not told.startswith("it is")
+    says(short.message, told)
+    if "text" in line:
+        says(long.message, told)

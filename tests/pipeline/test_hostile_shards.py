@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pyarrow as pa
 import pytest
+from messages import all_of
 from shardfolders import write
 
 from declutr.common.storage import hash_file
@@ -122,7 +123,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_it_is_named_by_the_full_check_and_by_the_reader(answers, name):
+def test_hostile_shard_is_named_by_check_and_reader(answers, name):
     found, status, errors = answers
     assert status == 0, f"ended with {status} after {len(found)} answers: {errors}"
     (problem,) = found[name, "full"]
@@ -136,5 +137,5 @@ def test_the_other_shards_can_be_read(tmp_path):
     spoil(folder, DAMAGE["tokens beyond the data"][0])
     shards = ShardSet(folder, "train")
     assert shards.take(np.array([0, 18, 24, 56])).num_rows == 4
-    with pytest.raises(ShardError, match=r"train-00001\.arrow: document 0"):
+    with pytest.raises(ShardError, match=all_of("train-00001.arrow", "document 0")):
         shards.take(np.array([0, 19]))

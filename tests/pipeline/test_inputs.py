@@ -70,7 +70,7 @@ def test_a_folder_of_an_object_store_reads_like_one_of_this_machine(bucket, tmp_
     assert there == here
 
 
-def test_globs_single_files_and_what_is_not_there(bucket):
+def test_globs_and_single_files_are_read_and_missing_ones_named(bucket):
     root, query = bucket
     assert outcomes(read_all(files(f"{root}/data/*.parquet{query}"))) == READ[200:203]
     assert outcomes(read_all(files(f"{root}/data/**/*.tar{query}"))) == READ[203:]
@@ -82,7 +82,7 @@ def test_globs_single_files_and_what_is_not_there(bucket):
         assert path in problem
 
 
-def test_any_protocol_of_fsspec():
+def test_inputs_of_any_fsspec_protocol_are_read():
     memory = fsspec.filesystem("memory")
     for name, data in CONTENTS.items():
         memory.pipe(f"/place/{name}", data)

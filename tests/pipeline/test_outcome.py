@@ -2,6 +2,7 @@
 
 import pytest
 from corpora import files
+from messages import says
 
 from declutr.evaluation.report.content import gather
 from declutr.evaluation.report.header import header
@@ -41,21 +42,21 @@ def made(tmp_path, make_config, output):
     return make
 
 
-def test_what_is_not_read_is_in_the_manifest_the_message_and_the_report(made, caplog):
+def test_skipped_files_are_in_manifest_message_and_report(made, caplog):
     folder, config, sidecar, manifest = made("b.html", "c.html")
     assert {kind: skip.files for kind, skip in load_manifest(folder).skipped.items()} == {".html": 2, "unreadable": 1}
     assert sidecar.counts.read == 38 == sidecar.counts.kept + 29 + 1
     assert sidecar.counts.failed == {"unreadable": 1}
     told = summary(manifest, "out")
-    assert "not read: 2 .html ('b.html'), 1 unreadable ('gone.jsonl')" in told
+    says(told, "2 .html", "'b.html'", "1 unreadable", "'gone.jsonl'")
     page = str(header(gather(folder)))
-    assert "not read: 2 .html" in page
+    says(page, "2 .html")
     assert "trafilatura" in page
     assert "text_file" in page
     assert "gone.jsonl" in str(too_many_failed(sidecar.counts, [sidecar], config))
     assert too_many_failed(sidecar.counts, [sidecar], config.model_copy(update={"max_error_rate": 0.03})) is None
     assert not problems(config)
-    assert "not read: 2 .html ('b.html')" in caplog.text
+    says(caplog.text, "2 .html", "'b.html'")
 
 
 def test_a_search_that_read_everything_is_told_without_skipped_files(made):
@@ -87,4 +88,4 @@ def test_advice_where_lines_are_most_likely_no_documents(fixed, sources, dropped
 def test_no_document_kept_is_still_said_first(made):
     _, config, sidecar, _ = made()
     counts = sidecar.counts.model_copy(update={"kept": 0})
-    assert "none of 38 documents" in nothing_kept(counts, config)
+    says(nothing_kept(counts, config), "none of 38")

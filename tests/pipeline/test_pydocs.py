@@ -25,7 +25,7 @@ def test_a_module_is_its_docstring_and_its_public_definitions(tmp_path):
     assert document.text.endswith("shown(a, b)\nShown.\n\nIndented.\n\nThing\nA thing.\n\nThing.act(x)\nActs.")
 
 
-def test_what_documents_nothing_is_no_document_and_what_is_not_python_is_a_failure(tmp_path):
+def test_module_without_docs_is_dropped_and_other_files_fail(tmp_path):
     short, broken = tmp_path / "short.py", tmp_path / "broken.py"
     short.write_text('"""Short."""')
     broken.write_text(f'"""{LONG}"""\ndef (')

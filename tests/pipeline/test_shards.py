@@ -3,8 +3,10 @@ import os
 import pickle
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
+from messages import all_of, says
 from shardfolders import GEOMETRY, LENGTHS, tokens_of, write
 
 from benchmarks.scale.shards import TOKENIZER
@@ -34,7 +36,7 @@ def test_any_documents_come_back_in_the_order_asked(tmp_path, vocab_size, token_
         assert identity.as_py() == document_id(b"%d" % row)
 
 
-def test_no_rows_a_split_without_shards_and_numbers_outside(tmp_path):
+def test_take_of_no_rows_is_empty_and_outside_is_refused(tmp_path):
     folder = write(tmp_path / "out")
     assert ShardSet(folder, "train").take(np.array([], dtype=np.int64)).num_rows == 0
     assert ShardSet(folder, "held-out").num_documents == 0
@@ -64,11 +66,11 @@ def test_a_truncated_and_a_missing_shard_are_named_with_their_sizes(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     (folder / "train-00002.arrow").unlink()
     truncated, missing = check_shards(folder)
-    assert "train-00001.arrow is truncated" in truncated
+    says(truncated, "train-00001.arrow", "truncated")
     assert f"{size - 100} bytes" in truncated
     assert f"says {size}" in truncated
-    assert "train-00002.arrow is missing" in missing
-    with pytest.raises(ShardError, match=r"train-00001\.arrow is truncated"):
+    says(missing, "train-00002.arrow", "missing")
+    with pytest.raises(ShardError, match=all_of("train-00001.arrow", "truncated")):
         ShardSet(folder, "train")
 
 
@@ -79,14 +81,14 @@ def test_a_shard_that_is_longer_or_has_another_number_of_documents_than_its_mani
     with path.open("ab") as stream:
         stream.write(b"x" * 7)
     (problem,) = check_shards(folder)
-    assert f"train-00001.arrow is changed: {size + 7} bytes, the manifest says {size}" in problem
+    says(problem, "train-00001.arrow", "changed", f"{size + 7} bytes", size)
     with path.open("ab") as stream:
         stream.truncate(size)
     tree = json.loads((folder / "manifest.json").read_text())
     tree["shards"][1]["num_documents"] = 18
     (folder / "manifest.json").write_text(json.dumps(tree))
     (problem,) = check_shards(folder)
-    assert "train-00001.arrow: 19 documents, the manifest says 18" in problem
+    says(problem, "train-00001.arrow", "19 documents", "18")
 
 
 @pytest.mark.parametrize("absolute", [False, True])
@@ -99,7 +101,7 @@ def test_a_shard_outside_the_folder_is_not_read(tmp_path, absolute):
     manifest["shards"][0]["name"] = name
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (problem,) = check_shards(folder)
-    assert f"names {name}, which is outside its folder" in problem
+    says(problem, name, "outside")
     with pytest.raises(ShardError, match="outside its folder"):
         ShardSet(folder, "train")
     with pytest.raises(ShardError, match="outside its folder"):
@@ -119,9 +121,9 @@ def test_damage_that_keeps_the_size_is_found(tmp_path):
     assert check_shards(folder) == []
     damaged, beyond = check_shards(folder, full=True)
     assert "SHA-256" in damaged
-    assert "token id 65535 is beyond the vocabulary of 1000" in beyond
+    says(beyond, "token id 65535", "1000")
     path.write_bytes(b"x" * len(data))
-    assert "is not an Arrow file" in check_shards(folder)[0]
+    says(check_shards(folder)[0], "not an Arrow")
 
 
 def test_a_token_beyond_the_vocabulary_is_not_written(tmp_path):
@@ -132,14 +134,14 @@ def test_a_token_beyond_the_vocabulary_is_not_written(tmp_path):
             writer.add(b"0" * 16, np.array([9], dtype=np.uint32), "s", 6)
             writer.add(b"0" * 16, np.array([10], dtype=np.uint32), "s", 7)
 
-    with pytest.raises(ShardError, match="s at 7: token id 10 is beyond the vocabulary of 10"):
+    with pytest.raises(ShardError, match=all_of("7", "token id 10", "of 10")):
         write_two()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_totals_that_do_not_close_are_refused():
     counts = Counts(read=3, kept=1, dropped={"empty": 1}, failed={}, text_bytes=0, longest_tokens=1)
-    with pytest.raises(ShardError, match="3 documents read, but 2"):
+    with pytest.raises(ShardError, match=all_of("3 documents", "2")):
         counts.check("unit")
     counts.model_copy(update={"failed": {"invalid_utf8": 1}}).check("unit")
 
@@ -151,12 +153,12 @@ def test_the_longest_document_of_units_is_the_longest_of_all():
 
 @pytest.mark.parametrize("version", [0, 2])
 def test_a_manifest_that_is_absent_or_of_another_version(tmp_path, version):
-    with pytest.raises(ShardError, match=r"holds no manifest\.json"):
+    with pytest.raises(ShardError, match=all_of("no manifest.json")):
         load_manifest(tmp_path)
     folder = write(tmp_path / "out")
     tree = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(tree | {"schema_version": version}))
-    with pytest.raises(ShardError, match=f"has schema version {version}"):
+    with pytest.raises(ShardError, match=all_of("schema version", version)):
         load_manifest(folder)
 
 
@@ -166,7 +168,8 @@ def test_more_shards_than_may_be_open(tmp_path):
     rows = np.random.default_rng(0).integers(0, 57, 200)
     for part in np.split(rows, 20):
         assert shards.take(part).column("offset").to_pylist() == part.tolist()
-        assert len(shards._open) <= 2
+        mapped = {place.path for place in psutil.Process().memory_maps()}
+        assert len([path for path in mapped if path.startswith(str(tmp_path))]) <= 2
 
 
 def test_a_shard_that_is_not_looked_for_is_missed_when_it_is_used(tmp_path):
@@ -174,7 +177,7 @@ def test_a_shard_that_is_not_looked_for_is_missed_when_it_is_used(tmp_path):
     (folder / "train-00001.arrow").unlink()
     shards = ShardSet(folder, "train", look=False)
     assert shards.take(np.array([0, 18, 38])).num_rows == 3
-    with pytest.raises(ShardError, match=r"train-00001\.arrow is missing"):
+    with pytest.raises(ShardError, match=all_of("train-00001.arrow", "missing")):
         shards.take(np.array([19]))
 
 
@@ -210,7 +213,7 @@ def test_a_manifest_is_refused_if_the_ledgers_have_too_few_rows_or_too_many(rows
     counts = Counts(read=19, kept=0, dropped={"too_short": 19}, failed={}, text_bytes=0, longest_tokens=20)
     given = {"unit": "00000", "unit_hash": "", "config_hash": "", "num_bytes": 1, "failures": [], "shards": []}
     sidecar = Sidecar(counts=counts, ledger=ledger, **given)
-    with pytest.raises(ShardError, match=f"19 documents read, but {rows} in the ledgers"):
+    with pytest.raises(ShardError, match=all_of("19 documents", rows)):
         build_manifest([sidecar], TOKENIZER, GEOMETRY, {}, "")
 
 
@@ -221,5 +224,5 @@ def test_a_manifest_is_refused_if_the_shards_have_too_few_documents_or_too_many(
     counts = Counts(read=19, kept=19, dropped={}, failed={}, text_bytes=0, longest_tokens=20)
     given = {"unit": "00000", "unit_hash": "", "config_hash": "", "num_bytes": 1, "failures": []}
     sidecar = Sidecar(counts=counts, ledger=ledger, shards=[shard], **given)
-    with pytest.raises(ShardError, match=f"19 documents kept, but {rows} in the shards"):
+    with pytest.raises(ShardError, match=all_of("19 documents", rows)):
         build_manifest([sidecar], TOKENIZER, GEOMETRY, {}, "")

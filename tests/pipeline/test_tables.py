@@ -24,7 +24,7 @@ def read_csv(data, chunk_bytes=1 << 20, delimiter=","):
 
 
 @given(st.lists(st.tuples(CELL, CELL), max_size=8), st.sampled_from([",", "\t"]), st.sampled_from(["\n", "\r\n"]))
-def test_what_the_csv_module_writes_is_what_is_read(rows, delimiter, newline):
+def test_csv_is_read_as_the_csv_module_wrote_it(rows, delimiter, newline):
     target = io.StringIO()
     csv.writer(target, delimiter=delimiter, lineterminator=newline).writerows([("id", "text"), *rows])
     records = read_csv(target.getvalue().encode(), 7, delimiter)
@@ -58,7 +58,7 @@ def test_a_csv_without_the_column_says_so(tmp_path):
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.string_view(), "dictionary"])
 @pytest.mark.parametrize("suffix", ["file.arrow", "stream.arrow", "parquet"])
-def test_columns_of_every_type_of_text(tmp_path, kind, suffix):
+def test_columns_of_every_type_of_text_are_read(tmp_path, kind, suffix):
     texts = ["a", None, "\u00e9\U0001f600", "", "e"]
     column = pa.array(texts).dictionary_encode() if kind == "dictionary" else pa.array(texts, pa.string()).cast(kind)
     table = pa.table({"n": range(5), "text": column})

@@ -80,7 +80,7 @@ def test_a_tokenizer_that_is_nowhere_is_a_problem_with_its_name(tmp_path, monkey
 @pytest.mark.parametrize(
     ("name", "prefix", "ids"), [("roberta-base", " ", [20920, 232]), ("bert-base-uncased", "", [7592, 2088])]
 )
-def test_real_vocabularies(name, prefix, ids, tmp_path):
+def test_real_vocabularies_give_their_known_ids(name, prefix, ids, tmp_path):
     tokenizer = load_tokenizer(str(REAL / name))
     encoder = encoder_of(tokenizer, tmp_path)
     assert fingerprint(load_tokenizer(str(tmp_path))) == fingerprint(tokenizer)

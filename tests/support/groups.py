@@ -19,7 +19,14 @@ from declutr.trainer.parallel.communicator import Communicator
 # Ranks are forked from a server that has imported the slow packages once and has run nothing.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch.distributed", "declutr.trainer.step.step", "transformers.models.roberta.modeling_roberta"]
+    [
+        "torch.distributed",
+        "declutr.trainer.step.step",
+        "transformers.models.roberta.modeling_roberta",
+        "pandas",
+        "pytest",
+        "scipy.stats",
+    ]
 )
 _TIMEOUT_SECONDS = 120
 

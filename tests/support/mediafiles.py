@@ -1,6 +1,7 @@
 """Images and sounds, good and bad, as the bytes of files."""
 
 import io
+import random
 import struct
 import tarfile
 import zlib
@@ -8,6 +9,8 @@ import zlib
 import numpy as np
 import soundfile
 from PIL import Image
+
+from declutr.pipeline.media.decoded import UndecodableError, UnsuitableError
 
 RED = (200, 30, 40)
 
@@ -128,3 +131,18 @@ def wide_tile(side):
     tags += [(324, 8 + 2 + 12 * 10 + 4), (325, len(data))]
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
     return b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(tags)) + entries + bytes(4) + data
+
+
+def statuses_of_damaged(bases, decode, times, reach):
+    """Reasons of failures, or "kept", of files of which up to eight of the first `reach` bytes were changed."""
+    generator, statuses = random.Random(5), set()
+    for number in range(times):
+        data = bytearray(bases[number % len(bases)])
+        for _ in range(generator.choice((1, 2, 8))):
+            data[generator.randrange(min(len(data), reach))] = generator.randrange(256)
+        try:
+            decode(bytes(data))
+            statuses.add("kept")
+        except (UndecodableError, UnsuitableError) as error:
+            statuses.add(error.reason)
+    return statuses

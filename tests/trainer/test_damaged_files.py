@@ -6,6 +6,7 @@ import shutil
 import pytest
 from damagedjson import DAMAGED
 from madeup import STEPS, config_of, finish, save
+from messages import all_of
 
 from declutr.common.config import ConfigError
 from declutr.common.storage import DamagedError
@@ -106,7 +107,7 @@ def test_the_command_mends_what_it_wrote_itself(made, run, log, name, damage):
 def test_without_a_word_on_its_configuration_the_checkpoints_are_asked(made, run, content):
     (run / "resume_settings.json").unlink() if content is None else (run / "resume_settings.json").write_bytes(content)
     other = config_of(made[0].data, run, optim={"lr": 0.5})
-    with pytest.raises(ConfigError, match=r"is of another configuration, and resume_settings\.json"):
+    with pytest.raises(ConfigError, match=all_of("another configuration", "resume_settings.json")):
         run_training(other)
     train(made[0], run)
 
@@ -135,13 +136,13 @@ def test_an_impossible_state_is_passed_over(run, log, changed):
     state = json.loads((run / STATE).read_text())
     (run / STATE).write_text(json.dumps(state | changed))
     assert find_latest(run / "checkpoints") is None
-    assert any("skipping a broken checkpoint" in line and "state.json" in line for line in log)
+    assert any("broken checkpoint" in line and "state.json" in line for line in log)
 
 
 def test_a_step_beyond_the_last_is_no_end(made, run):
     config = made[0].model_copy(update={"run": str(run)})
     save(config, run, step=STEPS + 93)
-    with pytest.raises(CheckpointError, match="step 99 is beyond the run's last step 6"):
+    with pytest.raises(CheckpointError, match=all_of("step 99", "step 6")):
         run_training(config)
 
 
@@ -163,7 +164,7 @@ def test_a_damaged_line_of_metrics_is_named_and_kept(run, log, damage):
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_the_last_step_before_a_damaged_line(run, damage):
+def test_metrics_end_at_the_last_step_before_a_damaged_line(run, damage):
     with (run / METRICS).open("ab") as stream:
         stream.write(DAMAGED[damage] + b"\n")
     found = read_last_step(run / METRICS)
@@ -190,5 +191,5 @@ def test_an_entry_of_another_kind_is_named_before_any_work(made, run, name, kind
         place.write_text("")
     else:
         place.symlink_to("gone")
-    with pytest.raises(ConfigError, match=f"run = .*: contains the {kind} {name}"):
+    with pytest.raises(ConfigError, match=all_of("run =", f"{kind} {name}")):
         train(made[0], run)

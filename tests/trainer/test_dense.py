@@ -23,7 +23,7 @@ TEXTS = ["some words", "others", "some words and others"]
 
 @pytest.mark.parametrize("activation", [nn.Tanh(), nn.Identity()], ids=["tanh", "identity"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_everyone_loads_the_layers(tmp_path, activation, bias):
+def test_dense_layers_are_loaded_by_every_library(tmp_path, activation, bias):
     torch.manual_seed(3)
     tokenizer = AutoTokenizer.from_pretrained(shards(tmp_path / "data") / "tokenizer")
     encoder = build_encoder(config_of(tmp_path / "data", "unused"), tokenizer).eval()

@@ -44,7 +44,7 @@ def corpora(draw_):
 
 
 @given(corpora(), st.integers(0, 2**32))
-def test_every_bound(corpus, seed):
+def test_distant_spans_keep_every_bound(corpus, seed):
     config, lengths, longest = corpus
     anchors, positives, reached = pairs(config, lengths, longest, seed)
     for spans in (anchors, positives):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from messages import all_of
 
 from declutr.trainer.data.tokenrates import TokenRates, drops, limit, signed, token_keys
 from declutr.trainer.model.dropout import DropoutKeys, KeyedDropout, key_dropout, words
@@ -19,7 +20,7 @@ def masks(p, layer=3, seed=0):
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-def test_share_and_independence(p):
+def test_dropout_has_its_share_and_is_independent(p):
     """Counts by feature and by token are binomial; neighbours, layers and pairs of rows are uncorrelated."""
     dropped = masks(p).double().numpy()
     for axis, size in ((0, TOKENS), (1, FEATURES)):
@@ -66,7 +67,7 @@ def test_without_keys_it_refuses_and_in_evaluation_it_is_silent():
     layer = KeyedDropout(0.4, 0, DropoutKeys(), 3)
     hidden = torch.ones(2, 3)
     assert layer.eval()(hidden) is hidden
-    with pytest.raises(RuntimeError, match=r"SpanBatch\.keys is missing"):
+    with pytest.raises(RuntimeError, match=all_of("SpanBatch.keys", "missing")):
         layer.train()(hidden)
 
 

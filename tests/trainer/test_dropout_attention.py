@@ -10,6 +10,7 @@ import cpukernel  # noqa: F401 - registers the kernels
 import pytest
 import torch
 from measures import deviation
+from messages import says
 from tiny import FAMILIES, random_spans, tiny_encoder
 from torch._dynamo.utils import counters
 
@@ -115,7 +116,7 @@ def test_an_encoder_computes_what_groups_compute(family):
 
 
 @pytest.mark.slow
-def test_one_graph_for_all_lengths():
+def test_dropout_attention_has_one_graph_for_all_lengths():
     """The backward is traced too. Dynamo repeats an analysis for it, and keeps one."""
     torch._dynamo.reset()
     counters.clear()
@@ -144,9 +145,9 @@ def test_gpus_have_enough_shared_memory(tmp_path):
 def test_a_gpu_tries_the_kernel_before_it_is_used(monkeypatch):
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):  # as in a first pass
         assert dropout_attention.problem(64, CPU, torch.float16) is None
-    assert "the head size is 256" in dropout_attention.problem(256, CPU)
+    says(dropout_attention.problem(256, CPU), "head size", "256")
     monkeypatch.setattr(dropout_attention, "_TOLERANCE", 0.0)
-    assert "values and gradients are wrong by 0." in dropout_attention.problem(64, CPU, torch.float16)
+    says(dropout_attention.problem(64, CPU, torch.float16), "values", "gradients", "wrong")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from messages import says
 from tinyruns import least_config as config
 
 from declutr.trainer.objectives.config import VanishedLoss
@@ -16,10 +17,10 @@ def easy_start(run, loss):
     return run.objective.remark_after_first_step(run.context("drop"), {"contrastive": loss, "mlm": 0.0})
 
 
-def test_a_batch_smaller_than_the_papers():
+def test_batch_smaller_than_the_papers_is_remarked():
     assert small_batch(config()) is None
     remark = small_batch(config(batch_documents=8))
-    assert remark.startswith("batch_documents = 8: a span is compared with spans of 7 other documents (15 in")
+    says(remark, "batch_documents = 8", "7 other documents", "15")
     assert "Increase batch_documents" in remark
     assert small_batch(config(batch_documents=8, objective={"terms": "mlm"})) is None
     assert small_batch(config(batch_documents=8, objective={"queue_size": 64})) is None
@@ -36,15 +37,15 @@ def test_a_batch_smaller_than_the_papers():
         ({"objective": {"reference_rank_scaling": 4}}, 0.1, False),
     ],
 )
-def test_a_first_loss_far_below_that_of_guessing(given, loss, remarked):
+def test_first_loss_far_below_guessing_is_remarked(given, loss, remarked):
     remark = easy_start(config(**given), loss)
     assert (remark is not None) == remarked
 
 
 def test_the_remark_names_what_to_change():
     remark = easy_start(config(), 0.117)
-    assert "first contrastive loss is 0.117, and guessing gives 4.14" in remark
-    assert "batch_documents (now 16), or set spans.strategy=distant spans.num_anchors=1" in remark
+    says(remark, "0.117", "4.14")
+    says(remark, "batch_documents (now 16)", "spans.strategy=distant", "spans.num_anchors=1")
     assert "strategy" not in easy_start(config(spans={"strategy": "distant"}), 0.117)
 
 
@@ -57,8 +58,8 @@ def test_a_loss_that_stays_near_0_is_remarked_once():
     found = watched()
     assert [found.add({"contrastive": 0.0004}) for _ in range(9)] == [None] * 9
     remark = found.add({"contrastive": 0.0004})
-    assert "the contrastive loss is 0.0004: no negatives left to learn from" in remark
-    assert "Increase batch_documents (now 16)" in remark
+    says(remark, "0.0004", "no negatives")
+    says(remark, "batch_documents (now 16)")
     assert [found.add({"contrastive": 0.0}) for _ in range(20)] == [None] * 20
 
 
@@ -67,7 +68,5 @@ def test_a_loss_that_rises_again_is_not_remarked():
     assert {found.add({"contrastive": 0.1 if step % 10 == 9 else 0.0}) for step in range(40)} == {None}
     with_mlm = watched(mlm_loss_weight=0.1)
     remarks = [with_mlm.add({"contrastive": 0.0, "mlm": 5.0}) for _ in range(20)]
-    assert ["only the MLM loss still trains" in (remark or "") for remark in remarks] == [
-        step == 9 for step in range(20)
-    ]
+    assert ["the MLM loss" in (remark or "") for remark in remarks] == [step == 9 for step in range(20)]
     assert config().objective.remark_on_loss(config().context("drop"), {"contrastive": 0.0, "mlm": 0.0}) is None

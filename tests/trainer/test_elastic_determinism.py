@@ -8,13 +8,13 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
+from messages import all_of
 from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step, with_task
 from tinyruns import least_config
 
 from declutr.trainer.data.canonical import canonical_microbatches, collate_canonical
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.parallel import fixedpoint
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.fixedpoint import SCALE, FixedPointReducer
 from declutr.trainer.step.config import OptimConfig
@@ -83,7 +83,7 @@ def alone():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("size", [3, 7])
 def test_any_number_of_workers_has_the_same_bits(alone, size):
     """With units of two documents, seven workers have five units: two workers have none."""
     assert len({one[0] for one in alone.values()}) == len(CASES) - 3  # a second forward changes no bit
@@ -199,34 +199,34 @@ def test_order_of_terms_changes_nothing():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scaling": {"elastic_determinism": True, "fsdp": True}}, "exclude each other.*set one of them to false"),
+        ({"scaling": {"elastic_determinism": True, "fsdp": True}}, ("exclude", "false")),
         (
             {"scaling": {"elastic_determinism": True}, "microbatch_tokens": "auto"},
-            "needs a fixed microbatch_tokens, not auto",
+            ("microbatch_tokens", "auto"),
         ),
         (
             {"scaling": {"deterministic_chunk_documents": 3}},
-            "deterministic_chunk_documents = 3 has no effect without elastic_determinism = true",
+            ("deterministic_chunk_documents = 3", "no effect", "elastic_determinism = true"),
         ),
         (
             {"scaling": {"elastic_determinism": True, "reduce_dtype": "bf16"}},
-            "reduce_dtype = bf16 has no effect with elastic_determinism",
+            ("reduce_dtype = bf16", "no effect", "elastic_determinism"),
         ),
         (
             {"scaling": {"elastic_determinism": True, "num_workers": [1, 17]}},
-            "num_workers = 17: the 16 canonical microbatches",
+            ("scaling.num_workers = 17", "16"),
         ),
         (
             {
                 "scaling": {"elastic_determinism": True},
                 "encoder": {"from_config": {"model_type": "roberta"}, "compile": True},
             },
-            "needs encoder.compile = false",
+            "encoder.compile = false",
         ),
     ],
 )
-def test_settings_that_exclude_each_other(changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_exclude_each_other_are_refused(changes, message):
+    with pytest.raises(ValueError, match=all_of(message)):
         least_config(**changes)
 
 
@@ -251,7 +251,7 @@ def test_the_rows_of_a_rank_are_whole_chunks_if_bits_must_not_depend_on_it():
 
 def test_large_parameters_are_summed_to_their_last_element():
     """Elements are converted a million at a time, and sent 16 millions at a time."""
-    sizes = [3, fixedpoint._CHUNK + 5, 2 * fixedpoint._CHUNK, 7]
+    sizes = [3, 2**20 + 5, 2**21, 7]
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     reducer = FixedPointReducer(Communicator(), parameters, 2)
     reducer.begin()

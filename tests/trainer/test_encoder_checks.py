@@ -6,6 +6,7 @@ import shutil
 import pytest
 import tinyruns as runs
 from families import PADDED, REFUSED
+from messages import says
 from prepared import Row, write_prepared
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining, BertModel
@@ -51,11 +52,11 @@ def given(data, tmp_path, encoder, **changes) -> TrainConfig:
     return TrainConfig.model_validate(values | {"encoder": {"dropout": 0.0, **encoder}})
 
 
-def test_an_encoder_without_a_head(data, tmp_path, pretrained, log):
+def test_encoder_without_a_head_is_refused(data, tmp_path, pretrained, log):
     """Random weights are refused by name where the MLM loss would train through them, unless they are asked for."""
     encoder = {"pretrained": str(pretrained(BertModel))}
     (problem,) = problems(given(data, tmp_path, encoder))
-    assert problem.startswith(f"encoder.pretrained = {encoder['pretrained']}: has no MLM head")
+    says(problem, f"encoder.pretrained = {encoder['pretrained']}", "no MLM head")
     assert "cls.predictions.transform.dense.weight" in problem
     assert "objective.terms=contrastive" in problem
     assert "encoder.new_mlm_head=true" in problem
@@ -80,20 +81,20 @@ def test_a_new_head_follows_from_the_seed(data, tmp_path, pretrained):
     ("change", "named"),
     [
         (lambda weights: weights.pop(WEIGHT), WEIGHT),
-        (lambda weights: [weights.pop(name) for name in list(weights) if ".layer.1." in name], "and 10 more"),
-        (lambda weights: weights.update({WEIGHT: weights[WEIGHT][:5].clone()}), f"{WEIGHT} (of shape [5, 24], not [16"),
+        (lambda weights: [weights.pop(name) for name in list(weights) if ".layer.1." in name], "10 more"),
+        (lambda weights: weights.update({WEIGHT: weights[WEIGHT][:5].clone()}), (f"{WEIGHT}", "[5, 24]", "[16")),
     ],
     ids=["a weight", "a layer", "another shape"],
 )
 @pytest.mark.parametrize("terms", ["both", "contrastive"])
-def test_an_incomplete_encoder(data, tmp_path, pretrained, change, named, terms):
+def test_incomplete_encoder_is_refused_with_its_weights(data, tmp_path, pretrained, change, named, terms):
     encoder = {"pretrained": str(pretrained(BertForMaskedLM, change)), "new_mlm_head": True}
     (problem,) = problems(given(data, tmp_path, encoder, objective={"terms": terms}))
-    assert "its files lack weights of the encoder, which would be random" in problem
-    assert named in problem
+    says(problem, "lack weights", "random")
+    says(problem, named)
 
 
-def test_a_truncated_file(data, tmp_path, pretrained):
+def test_truncated_encoder_file_is_refused(data, tmp_path, pretrained):
     folder = pretrained(BertForMaskedLM)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -102,7 +103,7 @@ def test_a_truncated_file(data, tmp_path, pretrained):
     assert "not fully covered" in problem
 
 
-def test_what_is_left_out_is_said_once(data, tmp_path, pretrained, log, capfd):
+def test_unused_weights_are_logged_once(data, tmp_path, pretrained, log, capfd):
     """Weights without a place are named; those of heads that every published encoder brings are not."""
     folder = pretrained(BertForPreTraining)
     assert problems(given(data, tmp_path, {"pretrained": str(folder)})) == []
@@ -110,7 +111,7 @@ def test_what_is_left_out_is_said_once(data, tmp_path, pretrained, log, capfd):
     pretrained(BertForMaskedLM, lambda weights: weights.update({"bert.adapter.weight": weights[WEIGHT].clone()}))
     assert problems(given(data, tmp_path, {"pretrained": str(folder)})) == []
     (line,) = log
-    assert line == f"encoder.pretrained = {folder}: unused weights: bert.adapter.weight"
+    says(line, f"encoder.pretrained = {folder}", "unused weights", "bert.adapter.weight")
     assert "LOAD REPORT" not in "".join(capfd.readouterr())
 
 
@@ -119,8 +120,8 @@ def test_what_is_left_out_is_said_once(data, tmp_path, pretrained, log, capfd):
     [
         (("Transformer", "Pooling", "Normalize"), {"pooling_mode_mean_tokens": True}, ()),
         (("Transformer", "Pooling"), {"pooling_mode": "mean"}, ()),
-        (("Transformer", "Pooling", "LSTM"), {"pooling_mode": "mean"}, ("its module LSTM is not used",)),
-        (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, ("differs from encoder.pooling = mean",)),
+        (("Transformer", "Pooling", "LSTM"), {"pooling_mode": "mean"}, ("module LSTM",)),
+        (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, ("encoder.pooling = mean",)),
     ],
 )
 def test_modules_of_a_sentence_encoder_that_are_not_taken_over(data, tmp_path, pretrained, log, kinds, pooling, told):
@@ -133,7 +134,8 @@ def test_modules_of_a_sentence_encoder_that_are_not_taken_over(data, tmp_path, p
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     assert problems(given(data, tmp_path, {"pretrained": str(folder)})) == []
     assert len(log) == len(told)
-    assert all(words in line for words, line in zip(told, log, strict=True))
+    for line in log:
+        says(line, *told)
 
 
 def test_a_dense_layer_without_its_files_is_a_problem(data, tmp_path, pretrained):
@@ -142,7 +144,7 @@ def test_a_dense_layer_without_its_files_is_a_problem(data, tmp_path, pretrained
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for kind, path in kinds.items()]
     (folder / "modules.json").write_text(json.dumps(modules))
     (problem,) = problems(given(data, tmp_path, {"pretrained": str(folder)}))
-    assert "its dense layer 2_Dense lacks config.json or model.safetensors" in problem
+    says(problem, "2_Dense", "config.json", "model.safetensors")
 
 
 def test_a_run_that_has_weights_of_its_own_goes_on(data, tmp_path, pretrained):
@@ -159,7 +161,7 @@ def test_a_family_that_cannot_pack_is_padded(data, tmp_path, log, family):
     config = given(data, tmp_path, encoder)
     assert problems(config) == []
     (line,) = log
-    assert f"model type {family} mixes the spans of a packed batch; padding them instead" in line
+    says(line, f"model type {family}", "mixes", "padding")
     assert config.hash() == given(data, tmp_path, encoder).hash()
     log.clear()
     assert problems(given(data, tmp_path, encoder | {"layout": "padded"})) == []
@@ -170,7 +172,7 @@ def test_dropout_by_torch_is_logged(data, tmp_path, log):
     encoder = {"from_config": {"model_type": "longformer", **PADDED["longformer"]}, "layout": "padded", "dropout": 0.1}
     assert problems(given(data, tmp_path, encoder)) == []
     (line,) = log
-    assert "model type longformer drops some values by torch's generator" in line
+    assert "type longformer" in line
 
 
 @pytest.mark.parametrize("family", ["nystromformer", "gpt2"])
@@ -192,7 +194,7 @@ def test_an_untrained_head_is_not_exported(data, tmp_path, pretrained):
     assert names
     assert not any(name.startswith("cls.") for name in names)
     (problem,) = problems(given(data, tmp_path, {"pretrained": str(tmp_path)}))
-    assert "has no MLM head" in problem
+    says(problem, "no MLM head")
 
 
 def test_spans_shorter_than_the_windows_fit(data, tmp_path):
@@ -203,7 +205,7 @@ def test_spans_shorter_than_the_windows_fit(data, tmp_path):
 
     assert found(16) == found(12) == []
     (problem,) = found(17)
-    assert problem.startswith("spans.max_tokens = 17: the shards were prepared for at most 16; lower it")
+    says(problem, "spans.max_tokens = 17", "at most 16", "lower")
 
 
 def test_pooling_that_would_leave_out_the_first_word(data, tmp_path):
@@ -215,6 +217,6 @@ def test_pooling_that_would_leave_out_the_first_word(data, tmp_path):
     encoder = {"from_config": {**runs.FROM_CONFIG, "model_type": "bert"}}
     for pooling in ("mean", "mean_without_cls"):
         found = problems(given(bare, tmp_path, encoder | {"pooling": pooling}))
-        refused = [line for line in found if "puts no special token before a text" in line]
+        refused = [line for line in found if "no special token" in line]
         assert len(refused) == (pooling == "mean_without_cls")
         assert problems(given(data, tmp_path, encoder | {"pooling": pooling})) == []

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 import tinyruns as runs
 from madeup import config_of, shards
+from messages import says
 from shardfolders import LENGTHS
 
 from declutr.pipeline.shards.shards import ShardSet
@@ -26,7 +27,7 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("terms", "passes"), [("both", 1), ("both", 3), ("mlm", 3)])
-def test_tokens_in_at_least_one_span(data, tmp_path, terms, passes):
+def test_coverage_equals_the_places_of_the_spans(data, tmp_path, terms, passes):
     """Compared with sets of the places that the spans of the run cover."""
     config, whole = config_of(data, tmp_path / "run"), ShardSet(data, "train")
     found = coverage(DeclutrConfig(terms=terms), config.context("drop"), whole, passes)
@@ -65,7 +66,7 @@ def test_a_plan_from_real_steps_and_its_score(data, tmp_path, capsys):
     path = runs.write_config(tmp_path / "train.yaml", train=values)
     assert main([str(path), "--plan"]) == 0
     shown = capsys.readouterr().out
-    assert "steps        6 of 16 documents: 1.68 pass(es) over 57" in shown
+    says(shown, "6 of 16 documents", "1.68", "57")
     assert f"corpus' {sum(LENGTHS)} tokens" in shown
     assert "validations  none" in shown
     assert sorted(one.name for one in tmp_path.iterdir()) == ["run.estimate.json", "train.yaml"], "only the estimate"

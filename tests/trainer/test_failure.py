@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from messages import says
 from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 from tinyruns import ROOT
@@ -21,28 +22,33 @@ SYSTEM = RayActorError(error_msg="The actor died.\n\tpid: 4711\n\tip: 10.0.0.9\n
 @pytest.mark.parametrize(
     ("errors", "summary", "kind"),
     [
-        ({0: LEFT, 2: ValueError("row 17 is bad")}, "worker 2: ValueError: row 17 is bad", "ValueError: row # is bad"),
-        ({0: LEFT, 1: DEAD}, "worker 1 (host spot-3, pid 30750) died (killed, crashed, or out of memory", "death"),
-        ({0: DEAD, 1: DEAD}, "worker 0 (host spot-3, pid 30750) died (and 1 more)", "death"),
-        ({1: RayActorError(preempted=True)}, "worker 1 died: its node is gone", "death"),
-        ({1: SYSTEM}, "worker 1 (host 10.0.0.9, pid 4711) died (killed", "death"),
-        ({1: LEFT}, "worker 1 lost the others: RuntimeError", "death"),
+        (
+            {0: LEFT, 2: ValueError("row 17 is bad")},
+            ("worker 2", "ValueError: row 17 is bad"),
+            "ValueError: row # is bad",
+        ),
+        ({0: LEFT, 1: DEAD}, ("worker 1", "host spot-3", "pid 30750", "died", "out of memory"), "death"),
+        ({0: DEAD, 1: DEAD}, ("worker 0", "host spot-3", "pid 30750", "died", "1 more"), "death"),
+        ({1: RayActorError(preempted=True)}, ("worker 1", "died", "node"), "death"),
+        ({1: SYSTEM}, ("worker 1", "host 10.0.0.9", "pid 4711", "died"), "death"),
+        ({1: LEFT}, ("worker 1", "lost", "RuntimeError"), "death"),
     ],
 )
 def test_the_reason_is_the_workers_own(errors, summary, kind, tmp_path):
     failure = describe(WorkerGroupError("everything\nRay said", errors))
-    assert failure.summary.startswith(summary)
+    says(failure.summary, summary)
     assert (failure.kind, failure.lost) == (kind, False)
     assert "\n" not in failure.summary
     failure.log(tmp_path, 12)
     account = (tmp_path / FAILURES).read_text()
-    assert f"after step 12: {failure.summary}" in account
+    says(account, "step 12", failure.summary)
     assert "Ray said" in account
 
 
 def test_a_dead_coordinator_is_not_a_worker():
     failure = describe(RayActorError(error_msg="The actor died."))
-    assert (failure.summary, failure.lost) == ("the process that coordinates the workers died", True)
+    says(failure.summary, "coordinates the workers")
+    assert failure.lost
 
 
 def test_rays_paragraph_on_a_death_is_left_out_and_nothing_else():
@@ -53,7 +59,7 @@ def test_rays_paragraph_on_a_death_is_left_out_and_nothing_else():
         f"import declutr.trainer.train; from ray._private.worker import print_to_stdstream as p; p({report!r}, False)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "No memory is left." in done.stdout
+    says(done.stdout, "No memory", "left")
     assert "died" not in done.stdout + done.stderr
 
 
@@ -81,5 +87,5 @@ def test_a_container_that_is_too_small_is_named(small_cgroup):
     ended = subprocess.run([sys.executable, "-c", program, str(small_cgroup)], check=False)
     assert ended.returncode == -signal.SIGKILL
     summary = blame_memory(failure, before).summary
-    assert "worker 0 died; the kernel killed 1 process of this host for lack of memory" in summary
+    says(summary, "worker 0 died", "1 process", "memory")
     assert "scaling.num_workers" in summary

@@ -7,6 +7,7 @@ import torch
 from families import OTHERS, PACKED, PADDED, REFUSED, TRAINED
 from groups import run_group
 from measures import deviation
+from messages import all_of
 from tiny import documents, random_spans, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
 from declutr.trainer.data.batches import SpanBatch, pad_rows
@@ -31,7 +32,7 @@ def family_encoder(family, dtype=torch.float64, **settings):
 
 
 @pytest.mark.parametrize("family", TRAINED)
-def test_layout(family):
+def test_fitting_layout_is_packed_where_it_is_exact(family):
     """Packed where it is exact. Trying leaves no trace: neither in the encoder, nor in torch's random numbers."""
     state = torch.random.get_rng_state()
     encoder = tiny_encoder("bert", torch.float32, from_config={"model_type": family, **TRAINED[family]}, dropout=0.1)
@@ -179,24 +180,22 @@ def test_every_family_can_be_sharded():
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_refused_by_name(family):
-    with pytest.raises(UnfitEncoderError, match=f"model type {family}: .*use another encoder, for example of type"):
+def test_family_that_cannot_be_trained_is_refused_by_name(family):
+    with pytest.raises(UnfitEncoderError, match=all_of(f"model type {family}", "another encoder")):
         family_encoder(family)
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_no_encoder(family):
+def test_model_that_is_no_encoder_is_refused(family):
     config = EncoderConfig(from_config={"model_type": family, **OTHERS[family]})
-    with pytest.raises(
-        UnfitEncoderError, match=f"model type {family} is not an encoder .* use one of roberta, xlm-roberta"
-    ):
+    with pytest.raises(UnfitEncoderError, match=all_of(f"model type {family}", "encoder", "roberta, xlm-roberta")):
         load_hf_config(config, 64, {})
 
 
 def test_a_head_that_is_not_the_models_is_found_out():
     encoder = tiny_encoder("bert", torch.float32)
     encoder.model.register_forward_hook(lambda *given: setattr(given[2], "logits", given[2].logits * 2))
-    with pytest.raises(UnfitEncoderError, match=r"the loss of its MLM head cannot be computed here.*without MLM"):
+    with pytest.raises(UnfitEncoderError, match=all_of("MLM head", "without MLM")):
         fitting_layout(encoder, mlm=True)
     assert fitting_layout(encoder, mlm=False) == "packed"
 
@@ -206,7 +205,7 @@ def test_a_batch_norm_is_refused():
     encoder = tiny_encoder("bert", torch.float32)
     mixing = encoder.model.base_model.encoder.layer[0].output
     mixing.register_forward_hook(lambda *given: given[2] - given[2].mean(dim=(0, 1)))
-    with pytest.raises(UnfitEncoderError, match="model type bert: a span's embedding changes with the other spans"):
+    with pytest.raises(UnfitEncoderError, match=all_of("model type bert", "other spans")):
         fitting_layout(encoder, mlm=False)
 
 

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
 
 
-def test_weights_by_hand():
+def test_flops_of_weights_equal_a_plain_count():
     encoder = tiny_encoder("bert")
     assert linear_weights(encoder.model) == 2 * (4 * 16 * 16 + 2 * 16 * 24)  # layers * (q, k, v, output + up, down)
 
@@ -46,5 +46,5 @@ def test_no_peak_where_none_is_known():
         ("Tesla T4", None),
     ],
 )
-def test_peaks_by_name(name, peak):
+def test_peak_of_a_gpu_follows_from_its_name(name, peak):
     assert peak_flops(name, half=True) == peak

@@ -6,6 +6,7 @@ import pytest
 import tinyruns as runs
 import yaml
 from madeup import shards
+from messages import all_of, says
 
 from declutr.common.config import config_yaml
 from declutr.trainer.driver.checks import problems
@@ -73,7 +74,7 @@ def test_a_shortest_span_above_the_shards_longest_is_refused(data, tmp_path):
     long = with_geometry(config(data, {"min_tokens": 600}), tmp_path)
     message = f"spans.min_tokens = 600: it must be at most spans.max_tokens = {prepared(data)[2]}"
     assert [line for line in problems(long) if line.startswith(message)]
-    with pytest.raises(ValueError, match="min_tokens = 9 must be at most max_tokens = 8"):
+    with pytest.raises(ValueError, match=all_of("min_tokens = 9", "at most", "max_tokens = 8")):
         config(data, {"min_tokens": 9, "max_tokens": 8})
 
 
@@ -82,7 +83,7 @@ def test_print_config_shows_the_values_of_the_shards(data, tmp_path):
     path = runs.write_config(tmp_path / "config.yaml", train={"run": "unused", "data": str(data), **ENCODER})
     shown = runs.run_command("declutr.trainer.train", path, "--print-config")
     assert shown.returncode == 0, shown.stderr
-    assert "cannot be read now" not in shown.stderr
+    assert "cannot be read" not in shown.stderr
     printed = TrainConfig.model_validate(yaml.safe_load(shown.stdout))
     assert geometry(printed) == prepared(data)
     assert config_yaml(with_geometry(printed, tmp_path)) == config_yaml(printed)
@@ -94,8 +95,8 @@ def test_print_config_says_which_values_it_could_not_find(tmp_path, place):
     path = runs.write_config(tmp_path / "config.yaml", train={"run": "unused", "data": place, **ENCODER})
     shown = runs.run_command("declutr.trainer.train", path, "spans.max_tokens=64", "--print-config")
     assert shown.returncode == 0, shown.stderr
-    assert f"data = {place}: its shards cannot be read now" in shown.stderr
-    assert "takes spans.num_anchors, spans.min_tokens from them" in shown.stderr
+    says(shown.stderr, f"data = {place}", "cannot be read")
+    says(shown.stderr, "spans.num_anchors", "spans.min_tokens")
 
 
 @pytest.mark.slow

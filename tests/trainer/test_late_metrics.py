@@ -31,7 +31,7 @@ def parameters(one):
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-def test_the_same_steps(corrected):
+def test_late_metrics_leave_the_steps_the_same(corrected):
     early, late = train_step(False, corrected), train_step(True, corrected)
     expected = [early.step({"": batch(number)}, number).line() for number in (1, 2, 3)]
     pending = [late.begin({"": batch(number)}, number) for number in (1, 2, 3)]
@@ -71,7 +71,7 @@ def test_skipped_steps_are_counted_when_they_are_read():
         read(second)
 
 
-def test_the_fused_update_without_bias_correction():
+def test_fused_update_without_bias_correction_equals_the_plain_one():
     """The kernel's arithmetic and the equation's, which differ in rounding alone."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(5, 3, generator=generator), torch.randn(7, generator=generator)]
@@ -98,6 +98,6 @@ def test_the_fused_update_without_bias_correction():
         "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory",
     ],
 )
-def test_failed_allocations_of_libraries(message):
+def test_failed_allocation_of_a_library_is_recognised(message):
     assert out_of_memory(RuntimeError(message))
     assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))

@@ -42,7 +42,7 @@ def test_same_draws_in_any_batch():
 
 
 @pytest.mark.parametrize("changed", ["seed", *COLUMNS[1:]])
-def test_every_coordinate_counts(changed):
+def test_masks_depend_on_every_coordinate(changed):
     """Another seed, document, epoch, anchor or place: independent draws, so half of the choices differ."""
     given = tokens()
     given["ids"] = np.full(400, 7)

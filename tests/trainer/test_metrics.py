@@ -34,7 +34,7 @@ def shown(folder, tag="step/loss"):
     return [(event.step, event.value) for event in board.Scalars(tag)]
 
 
-def test_lines_and_events_and_a_resume(tmp_path):
+def test_metrics_continue_after_a_resume(tmp_path):
     first = MetricsWriter(tmp_path, 0)
     take(first, range(1, 8))
     first.scores(4, {"mrr": 0.5})
@@ -51,7 +51,7 @@ def test_lines_and_events_and_a_resume(tmp_path):
     second.close()
 
 
-def test_what_is_not_finite_is_null(tmp_path):
+def test_metrics_that_are_not_finite_are_null(tmp_path):
     writer = MetricsWriter(tmp_path, 0)
     bad = StepMetrics(math.nan, {"contrastive": math.inf, "mlm": 1.0}, -math.inf, 0.1, 1, 5, 0.0, 1.0, 7, skipped=True)
     writer.step(1, bad, {})

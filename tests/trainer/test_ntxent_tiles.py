@@ -94,7 +94,7 @@ def test_ntxent_excluding_same_document_equals_a_plain_writing(tile):
     assert not alone[1].any()
 
 
-def test_several_tiles_of_the_default_size():
+def test_ntxent_of_several_default_tiles_equals_the_dense_one():
     rows = embeddings(TILE_ROWS // 2 + 100)
     found, expected = value_and_gradient(ntxent, rows, 0.05), value_and_gradient(dense, rows, 0.05)
     assert deviation([found[0]], [expected[0]]) < 1e-10
@@ -102,7 +102,7 @@ def test_several_tiles_of_the_default_size():
 
 
 @pytest.mark.parametrize("tile", [1, TILE_ROWS])
-def test_one_pair(tile):
+def test_ntxent_of_one_pair_without_a_queue_is_zero(tile):
     """Without a negative there is nothing to learn; with a queue its embeddings are the negatives."""
     rows = embeddings(1)
     value, gradient = value_and_gradient(ntxent, rows, 0.05, None, tile)

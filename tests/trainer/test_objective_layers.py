@@ -9,6 +9,7 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
+from messages import all_of, says
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step, with_task
 from torch import nn
 
@@ -104,7 +105,7 @@ def test_any_number_of_workers_takes_the_same_step(single, size, sharded):
                 assert apart(contents[file], expected[file]) < 1e-7, file
 
 
-def test_microbatches_change_nothing(single):
+def test_objective_layers_give_equal_steps_in_any_microbatches(single):
     whole_batch, in_pieces = single[0], single[2]
     assert apart(in_pieces[0], whole_batch[0]) < 1e-10
     statistics = {name: value for name, value in whole_batch[2]["objective.safetensors"].items() if "running" in name}
@@ -131,7 +132,7 @@ def test_layers_of_another_shape_are_refused(tmp_path):
     state = RunState(step=1, documents=5, world_size=1, config_hash="", data_hash="", scores={}, files={})
     path = checkpoint.save(tmp_path, state, collect([train_step]))
     train_step.tasks[0].objective.projector[3] = nn.Linear(12, 9).double()
-    with pytest.raises(checkpoint.CheckpointError, match=r"objective\.safetensors does not fit the objective"):
+    with pytest.raises(checkpoint.CheckpointError, match=all_of("objective.safetensors", "not fit")):
         load(path, [train_step])
 
 
@@ -149,7 +150,7 @@ def test_a_skipped_step_leaves_the_statistics_alone():
 def test_an_unknown_term_is_refused():
     train_step, batch = setup(Communicator())
     train_step.tasks[0].objective.loss = lambda batch: {"other": batch.views.sum()}
-    with pytest.raises(ValueError, match=r"terms \['other'\]; add them to its config\.metrics"):
+    with pytest.raises(ValueError, match=all_of("['other']", "config.metrics")):
         train_step.step({"": batch}, 1)
 
 
@@ -187,7 +188,7 @@ def detached_on_ranks(comm):
 
 @pytest.mark.dist
 def test_a_rank_without_rows_refuses_detached_terms_as_the_others_do():
-    assert all("do not detach them" in said for said in run_group(2, detached_on_ranks))
+    assert all("not detach" in said for said in run_group(2, detached_on_ranks))
 
 
 def test_a_term_of_one_entry_is_a_scalar():
@@ -200,24 +201,24 @@ def test_views_of_another_shape_are_refused():
     train_step, batch = setup(Communicator())
     rows = batch.num_rows
     train_step.tasks[0].objective.views = lambda embeddings, _: embeddings
-    with pytest.raises(ValueError, match=rf"objective declutr: `views` returned the shape .*, not \[{rows}, 2, D\]"):
+    with pytest.raises(ValueError, match=all_of("objective declutr", "`views`", f"[{rows}, 2, D]")):
         train_step.step({"": batch}, 1)
     objective = train_step.tasks[0].objective
     objective.views = lambda embeddings, given: Objective.views(objective, embeddings, given)
-    with pytest.raises(ValueError, match=rf"spans do not match {rows} rows with 2 views each"):
+    with pytest.raises(ValueError, match=all_of(f"{rows} rows", "2 views")):
         train_step.step({"": batch}, 1)
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (torch.zeros(3, dtype=torch.int64), r"'label' is torch.int64 of shape \[3\]; it must be .* shape \[10\]"),
-        (torch.zeros(10, dtype=torch.bool), "'label' is torch.bool"),
+        (torch.zeros(3, dtype=torch.int64), ("'label'", "torch.int64", "[3]", "[10]")),
+        (torch.zeros(10, dtype=torch.bool), ("'label'", "torch.bool")),
     ],
 )
 def test_facts_that_do_not_fit_the_rows_are_refused(values, said):
     train_step, batch = setup(Communicator())
-    with pytest.raises(ObjectiveError, match=f"objective declutr: the fact {said}"):
+    with pytest.raises(ObjectiveError, match=all_of("objective declutr", said)):
         train_step.step({"": replace(batch, facts={"label": values})}, 1)
 
 
@@ -235,8 +236,8 @@ def facts_on_one_rank(comm):
 @pytest.mark.dist
 def test_facts_of_one_worker_only_are_refused_on_all():
     first, second = run_group(2, facts_on_one_rank)
-    assert "the facts of the collator differ between workers; worker 0 has none" in first
-    assert "the facts of the collator differ between workers; worker 1 has label" in second
+    says(first, "collator", "worker 0", "none")
+    says(second, "collator", "worker 1", "label")
 
 
 def test_gradients_that_are_not_finite_are_not_verified(monkeypatch):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from measures import deviation
+from messages import all_of
 from pydantic import ValidationError
 from tiny import contrastive, declutr, rows_of
 
@@ -31,13 +32,13 @@ def by_hand(embeddings, temperature, queue=()):
 
 
 @pytest.mark.parametrize("queued", [0, 3])
-def test_loss_by_hand(queued):
+def test_declutr_loss_equals_a_plain_writing(queued):
     embeddings, queue = randn(8, 5), randn(queued, 5, seed=1)
     assert deviation([ntxent(embeddings, 0.3, queue)], [by_hand(embeddings, 0.3, queue)]) < 1e-12
 
 
 @pytest.mark.parametrize("temperature", [5e-4, 0.05, 1.0])
-def test_gradient(temperature):
+def test_declutr_gradient_is_the_derivative(temperature):
     embeddings = randn(8, 5).requires_grad_(True)
     assert torch.autograd.gradcheck(
         lambda rows: ntxent(rows, temperature, randn(3, 5, seed=1)), embeddings, eps=1e-8, atol=1e-4 / temperature
@@ -58,7 +59,7 @@ def test_one_pair_with_a_queue_has():
 
 
 @pytest.mark.parametrize("unmasked", [False, True])
-def test_views(unmasked):
+def test_declutr_views_are_anchors_and_mean_positives(unmasked):
     """Anchor beside the mean of its own positives; with a second forward it is the unmasked anchor that counts."""
     objective = declutr(DeclutrConfig(contrast_unmasked_anchors=unmasked), num_positives=3)
     masked, plain, positives = randn(4, 5), randn(4, 5, seed=1), randn(12, 5, seed=2)
@@ -122,18 +123,18 @@ def test_without_a_queue_nothing_is_kept():
 
 
 def test_queue_with_another_loss_is_refused():
-    with pytest.raises(ValidationError, match="queue_size = 8 needs loss kind ntxent, not pytorch_metric_learning"):
+    with pytest.raises(ValidationError, match=all_of("queue_size = 8", "ntxent", "pytorch_metric_learning")):
         DeclutrConfig(queue_size=8, loss={"kind": "pytorch_metric_learning", "loss": "NTXentLoss"})
 
 
 @pytest.mark.parametrize("name", ["NtXentLoss", "_private", "__builtins__", "os"])
 def test_unknown_loss_lists_the_known(name):
-    with pytest.raises(ValidationError, match=rf"losses has no '{name}'; use one of .*NTXentLoss.*SupConLoss"):
+    with pytest.raises(ValidationError, match=all_of(f"'{name}'", "NTXentLoss", "SupConLoss")):
         MetricLearningConfig(kind="pytorch_metric_learning", loss=name)
 
 
 def test_unknown_miner_lists_the_known():
-    with pytest.raises(ValidationError, match=r"miners has no 'Miner'; use one of .*MultiSimilarityMiner"):
+    with pytest.raises(ValidationError, match=all_of("'Miner'", "MultiSimilarityMiner")):
         MetricLearningConfig(kind="pytorch_metric_learning", loss="NTXentLoss", miner="Miner")
 
 
@@ -148,12 +149,12 @@ def metric_loss(**given):
 
 
 def test_wrong_argument_is_named():
-    with pytest.raises(ValueError, match=r"objective\.loss NTXentLoss / miner None: .*temperatur"):
+    with pytest.raises(ValueError, match=all_of("objective.loss NTXentLoss", "miner None", "'temperatur'")):
         metric_loss(loss="NTXentLoss", loss_arguments={"temperatur": 0.05})
 
 
 def test_losses_with_class_weights_are_refused():
-    with pytest.raises(ValueError, match=r"objective\.loss = ArcFaceLoss learns class weights"):
+    with pytest.raises(ValueError, match=all_of("objective.loss = ArcFaceLoss", "class weights")):
         metric_loss(loss="ArcFaceLoss", loss_arguments={"num_classes": 4, "embedding_size": 5})
 
 

@@ -33,7 +33,7 @@ def test_epochs_and_seeds_differ():
     assert all((order != np.arange(100)).any() for order in orders)
 
 
-def test_order_looks_uniform():
+def test_plan_order_looks_uniform():
     """Each document is equally likely at each place, over epochs: chi-square with 10 x 10 cells."""
     size, epochs = 10, 4000
     image = permute(3, np.repeat(np.arange(epochs), size), np.tile(np.arange(size), epochs), size)
@@ -46,7 +46,7 @@ plans = st.builds(Plan, seed=seeds, num_documents=st.integers(1, 50), batch_docu
 
 
 @given(plans, st.integers(1, 4))
-def test_every_document_once_an_epoch(plan, num_epochs):
+def test_plan_reads_every_document_once_an_epoch(plan, num_epochs):
     steps = -(-plan.num_documents * num_epochs // plan.batch_documents)
     epochs, documents = plan.documents(0, steps)
     assert (np.diff(epochs) >= 0).all()
@@ -67,7 +67,7 @@ def test_any_world_and_any_start_read_the_same_batches(plan, world_size, first_s
 
 
 @given(st.integers(1, 50), st.integers(1, 20))
-def test_ranks_share_evenly(batch_documents, world_size):
+def test_plan_ranks_share_evenly(batch_documents, world_size):
     slices = [Plan(0, 100, batch_documents).slice(rank, world_size) for rank in range(world_size)]
     assert slices[0][0] == 0
     assert slices[-1][1] == batch_documents
@@ -77,5 +77,5 @@ def test_ranks_share_evenly(batch_documents, world_size):
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (2, 7), (0.5, 2), (0.01, 1)])
-def test_steps_of_epochs(epochs, steps):
+def test_plan_of_epochs_has_their_steps(epochs, steps):
     assert Plan(seed=0, num_documents=10, batch_documents=3).steps_in(epochs) == steps

@@ -79,7 +79,7 @@ def test_heads_that_share_keys_drop_in_the_padded_layout():
     )  # rotary in float32
 
 
-def test_shares_and_independence_of_two_views():
+def test_dropout_of_two_views_has_its_shares_and_is_independent():
     """Each view drops its share, and what one drops says nothing about the other (chi-square, 99.9%)."""
     rates, features, length = (0.05, 0.155), 128, 64
     keys = torch.randint(-(2**31), 2**31, (64,), generator=torch.Generator().manual_seed(0)).to(torch.int32)

@@ -6,6 +6,7 @@ import tomllib
 import pytest
 import ray
 import tinyruns as runs
+from messages import says
 
 from declutr.trainer.worker.ray_internals import SUPPORTED, unsupported_ray
 
@@ -58,9 +59,12 @@ def test_the_installed_ray_has_them():
 
 def test_a_missing_name_is_named_with_the_versions():
     message = unsupported_ray({"ray._private.state": ["state.get_draining_nodes", "state.gone"], "ray.lost": ["name"]})
-    assert message == (
-        f"ray {ray.__version__} is installed and lacks ray._private.state.state.gone, ray.lost.name, which training "
-        f"needs: install a supported version, `pip install 'ray[data,default,train]{SUPPORTED}'`"
+    says(
+        message,
+        f"ray {ray.__version__}",
+        "ray._private.state.state.gone",
+        "ray.lost.name",
+        f"pip install 'ray[data,default,train]{SUPPORTED}'",
     )
     project = tomllib.loads((runs.ROOT / "pyproject.toml").read_text())["project"]
     assert f"ray[data,default,train]{SUPPORTED}" in project["dependencies"]

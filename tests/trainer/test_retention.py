@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import says
 from states import state_of
 
 from declutr.trainer.checkpoints import checkpoint, retention
@@ -43,7 +44,7 @@ def test_laws_of_what_is_kept(scores, config):
     assert again == found  # looking twice deletes nothing more
 
 
-def test_what_a_follower_scores_is_kept_for_it():
+def test_checkpoint_that_a_follower_scores_is_kept():
     scores = {2: 0.1, 4: 0.9, 6: None}
     assert kept(scores, CheckpointConfig(keep_last=1), 2) == {2: ["scoring"], 4: ["best"], 6: ["last"]}
     assert kept(scores, CheckpointConfig(keep_last=1), 8) == {4: ["best"], 6: ["last"]}
@@ -131,14 +132,14 @@ def test_an_old_state_without_sizes_is_read(tmp_path):
     assert RunState.model_validate(fields).sizes == {}
 
 
-def test_what_cannot_be_read_is_not_what_is_broken(tmp_path, log):
+def test_unreadable_checkpoint_is_not_a_broken_one(tmp_path, log):
     """A storage that fails: an older checkpoint is taken if there is one, but nothing begins at step 0."""
     write(tmp_path, 4)
     newest = write(tmp_path, 6) / "state.json"
     newest.unlink()
     newest.mkdir()
     assert checkpoint.find_latest(tmp_path)[1].step == 4
-    assert "state.json cannot be read (Is a directory)" in log[0]
+    says(log[0], "state.json", "Is a directory")
     shutil.rmtree(tmp_path / "step-00000004")
     with pytest.raises(checkpoint.UnreadableError, match="cannot be read"):
         checkpoint.find_latest(tmp_path)

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from diskcalls import killed_before_each
+from messages import all_of, says
 from states import state_of
 from volumes import small_volume
 from waiting import until
@@ -65,9 +66,9 @@ def test_a_full_disk_is_waited_out(volume, opened, log):
     volume.fill(leave_bytes=MIB // 2)
     give(one, 2)
     until(lambda: log, "a message")
-    assert "checkpoint of step 2 cannot be written" in log[0]
-    assert "No space left on device" in log[0]
-    assert "it needs 1.0 MiB, 0.5 MiB are free" in log[0]
+    says(log[0], "step 2", "cannot be written")
+    says(log[0], "No space left on device")
+    says(log[0], "1.0 MiB", "0.5 MiB")
     assert checkpoint.find_latest(one.folder)[1].step == 1
     until(lambda: not list(one.folder.glob(".*")), "the end of half a checkpoint")
     give(one, 3)  # takes the place of the one that could not be written
@@ -75,7 +76,7 @@ def test_a_full_disk_is_waited_out(volume, opened, log):
     one.wait()
     assert checkpoint.steps_in(one.folder) == [3]
     assert len([line for line in log if "cannot be written" in line]) == 1
-    assert "step 3 is written, after" in log[-1]
+    says(log[-1], "step 3", "written")
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only"])
@@ -93,7 +94,7 @@ def test_patience_ends_with_one_reason(volume, opened, fault):
             one.wait()
         assert one.failed()
         words = "No space left on device" if fault == "full" else "Read-only file system"
-        assert f"step 2 cannot be written to {one.folder} ({words}): it needs 1.0 MiB, " in str(given_up.value)
+        says(given_up.value, "step 2", one.folder, words, "1.0 MiB")
         assert "checkpoint.storage_retry_seconds" in str(given_up.value)
         with pytest.raises(SaveError):
             one.reuse_memory()
@@ -113,10 +114,10 @@ def test_a_storage_that_comes_back_from_read_only(volume, opened, log):
     volume.read_only(False)
     one.wait()
     assert checkpoint.steps_in(one.folder) == [1, 2]
-    assert "Read-only file system" in log[0]
+    says(log[0], "Read-only file system")
 
 
-def test_what_must_lie_before_a_checkpoint_is_written_first(tmp_path, opened, log):
+def test_saver_writes_what_a_checkpoint_needs_first(tmp_path, opened, log):
     """`before` fails twice: no checkpoint until it has done its work."""
     calls = []
 
@@ -150,32 +151,32 @@ def test_a_checkpoint_is_written_once_if_what_comes_after_it_is_tried_again(tmp_
 
 def test_a_storage_that_hangs_is_left_out_and_given_up(tmp_path, opened, monkeypatch, log):
     monkeypatch.setattr(saver, "_UNHURRIED_SECONDS", 0.05)
-    go, now = threading.Event(), [0.0]
+    begun, go, now = threading.Event(), threading.Event(), [0.0]
     one = opened(
         tmp_path,
-        before=go.wait,
+        before=lambda: (begun.set(), go.wait()),
         clock=lambda: now[0],
         every_steps=2,
         every_seconds=60,
         storage_retry_seconds=100,
     )
     give(one, 2)
-    until(lambda: one._writing_since is not None, "the write")
+    assert begun.wait(60)
     assert not one.due(4)
     assert not one.due(6)
     assert len(log) == 1, log
-    assert "step 4 is still being written" in log[0]
+    says(log[0], "step 4", "still")
     now[0] = 99
     assert not one.due(7)
     assert not one.failed()
     now[0] = 101
     assert one.failed()
-    with pytest.raises(SaveError, match="has not finished a checkpoint for 101 s"):
+    with pytest.raises(SaveError, match=all_of("checkpoint", "101 s")):
         one.wait()
     go.set()
 
 
-def test_due_by_steps_and_by_the_clock(tmp_path, opened):
+def test_checkpoint_is_due_by_steps_and_by_the_clock(tmp_path, opened):
     now = [0.0]
     one = opened(tmp_path, clock=lambda: now[0], every_steps=None, every_seconds=60)
     found = []
@@ -226,10 +227,10 @@ def test_a_kill_while_a_checkpoint_is_deleted_leaves_it_whole_or_gone(tmp_path):
 
 
 def test_a_copy_that_is_given_while_another_is_written_is_written_too(tmp_path, opened):
-    go = threading.Event()
-    one = opened(tmp_path, before=go.wait, keep_last=3)
+    begun, go = threading.Event(), threading.Event()
+    one = opened(tmp_path, before=lambda: (begun.set(), go.wait()), keep_last=3)
     give(one, 1, mib=0.01)
-    until(lambda: one._writing_since is not None, "the write")
+    assert begun.wait(60)
     one.submit(state_of(2), {"encoder.safetensors": {"weight": torch.ones(3)}})
     go.set()
     one.wait()
@@ -264,13 +265,13 @@ def test_patience_begins_again_after_a_success(tmp_path, log):
     for now[0] in (0.0, 4.0, 8.0):
         pauses.append(retry.failed(job, error))
     assert pauses == [0.5, 1.0, 2.0]
-    assert "it needs 5.0 MiB, " in log[0]
+    says(log[0], "5.0 MiB")
     now[0] = 9.0
     retry.over(job)
-    assert "step 1 is written, after 4 attempts in 9 s" in log[-1]
+    says(log[-1], "step 1", "4 attempts", "9 s")
     now[0] = 18.5  # later than the first failure by more than the patience
     assert retry.failed(job, error) == 0.5
     assert len([line for line in log if "Training continues" in line]) == 2, "the same error again is no news"
-    assert log[-1].endswith("Training continues; retrying for 10 s")
+    says(log[-1], "retrying", "10 s")
     now[0] = 28.5
     assert retry.failed(job, error) is None

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from messages import all_of
 from pydantic import ValidationError
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from transformers import get_scheduler
@@ -31,15 +32,15 @@ def test_rates_are_those_of_transformers(schedule, steps, warmup):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup_ratio": 0.1}, "has no effect with schedule = slanted_triangular"),
-        ({"schedule": "linear", "cut_fraction": 0.2}, "have no effect with schedule = linear"),
-        ({"schedule": "cosine", "ratio": 8}, "have no effect with schedule = cosine"),
+        ({"warmup_ratio": 0.1}, ("no effect", "schedule = slanted_triangular")),
+        ({"schedule": "linear", "cut_fraction": 0.2}, ("no effect", "schedule = linear")),
+        ({"schedule": "cosine", "ratio": 8}, ("no effect", "schedule = cosine")),
         ({"schedule": "triangular"}, "slanted_triangular"),
         ({"max_grad_norm": 0}, "greater than 0"),
     ],
 )
 def test_settings_without_effect_are_refused(settings, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ValidationError, match=all_of(message)):
         OptimConfig(**settings)
 
 

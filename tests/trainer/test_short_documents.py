@@ -9,6 +9,7 @@ from groups import run_group
 from hypothesis import given
 from hypothesis import strategies as st
 from measures import deviation
+from messages import all_of
 from tiny import contrastive, documents, rank_batch, rows_of, tiny_collator, tiny_encoder, tiny_train_step
 
 from declutr.pipeline.shards.shards import ragged
@@ -73,7 +74,7 @@ def check_document(spans, num_tokens, longest, anchors, positives):
 
 @pytest.mark.parametrize("mode", MODES)
 @given(setting=settings(), extra=st.lists(st.integers(0, 300), max_size=6), seed=st.integers(0, 2**32))
-def test_every_bound_from_the_shortest_document_upward(mode, setting, extra, seed):
+def test_spans_of_short_documents_keep_every_bound(mode, setting, extra, seed):
     spans, geometry = setting
     lengths = shortest_document(geometry, mode) + np.array([0, 1, *extra])
     found = sampled(spans, geometry, mode, lengths, seed)
@@ -126,20 +127,25 @@ def test_long_documents_have_the_same_spans_in_every_mode_and_any_batch(setting,
 @pytest.mark.parametrize(
     ("mode", "num_tokens", "geometry", "message"),
     [
-        ("drop", 47, Geometry(num_anchors=2, max_tokens=12), "47 tokens is too short: .* need 48"),
-        ("fewer_anchors", 23, Geometry(num_anchors=2, max_tokens=12), "23 tokens .* 1 windows have room for 0 anchors"),
+        ("drop", 47, Geometry(num_anchors=2, max_tokens=12), ("47 tokens", "too short", "48")),
+        ("fewer_anchors", 23, Geometry(num_anchors=2, max_tokens=12), ("23 tokens", "1 windows", "0 anchors")),
         (
             "shrink_spans",
             20,
             Geometry(num_anchors=1, max_tokens=12),
-            "2 windows have room for 1 anchors; .* room for 2",
+            ("2 windows", "1 anchors", "2"),
         ),
-        ("shrink_spans", 15, Geometry(num_anchors=2, max_tokens=12), "windows of 3 tokens.* min_tokens = 4; lower it"),
+        (
+            "shrink_spans",
+            15,
+            Geometry(num_anchors=2, max_tokens=12),
+            ("windows of 3 tokens", "min_tokens = 4", "lower"),
+        ),
     ],
 )
 def test_a_document_that_the_mode_would_not_keep_is_an_error(mode, num_tokens, geometry, message):
     spans = SpanConfig(num_anchors=2, num_positives=1, min_tokens=4, max_tokens=12)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=all_of(message)):
         sampled(spans, geometry, mode, np.array([num_tokens]), 0)
 
 
@@ -224,7 +230,7 @@ def test_spans_of_other_documents_are_refused():
     spans = train_step.encoder(batch.spans)[0]
     assert len(train_step.tasks[0].objective.views(spans, batch)) == batch.num_rows == 7
     for rows in (6, 8):
-        with pytest.raises(ValueError, match=f"21 spans do not match {rows} anchors with 3 spans each"):
+        with pytest.raises(ValueError, match=all_of("21 spans", f"{rows} anchors", "3 spans")):
             train_step.tasks[0].objective.views(spans, rows_of(spans, rows))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
+from messages import all_of, says
 from tiny import HALF, OBJECTIVES, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from tiny import contrastive as contrastive_loss
 
@@ -153,7 +154,7 @@ def test_a_step_leaves_the_global_generator_alone():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_nothing_selected():
+def test_step_without_selected_tokens_has_no_mlm_loss():
     train_step, batch = setup({"masking": {"mlm_probability": 0.0}})
     metrics = train_step.step({"": batch}, 1)
     assert metrics.terms["mlm"] == 0.0
@@ -173,7 +174,7 @@ def test_a_loss_that_is_not_finite_updates_nothing(objective, tokens):
     queue = None if train_step.tasks[0].objective.queue is None else train_step.tasks[0].objective.queue.clone()
     before = [p.detach().clone() for p in train_step.encoder.parameters()]
     moments = [s["exp_avg"].clone() for s in train_step.optimizer.state.values()]
-    with pytest.raises(NonFiniteLossError, match=r"step 2: loss nan .* nothing was updated\. Try a smaller optim\.lr"):
+    with pytest.raises(NonFiniteLossError, match=all_of("step 2", "loss nan", "nothing was updated", "optim.lr")):
         train_step.step({"": batch}, 2)
     assert same_parameters(train_step.encoder, before)
     assert all(torch.equal(s["exp_avg"], m) for s, m in zip(train_step.optimizer.state.values(), moments, strict=True))
@@ -297,12 +298,12 @@ def both_checks(comm):
 
 
 @pytest.mark.dist
-def test_released_scaling_and_failures_on_two_ranks():
+def test_two_ranks_scale_as_released_and_fail_together():
     for (contrastive, contrastive_scaled, mlm, mlm_scaled), (message, same) in run_group(2, both_checks):
         assert contrastive_scaled[0] == contrastive[0]  # the loss that is shown is not scaled
         assert deviation([4 * g for g in contrastive_scaled[3]], contrastive[3]) < 1e-12
         assert deviation(mlm_scaled[3], mlm[3]) == 0
-        assert message.startswith("step 1: loss nan")
+        says(message, "step 1", "loss nan")
         assert same
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tinyruns as runs
 import torch
+from messages import all_of, says
 from prepared import Row, write_prepared
 from safetensors.torch import load_file
 from states import state_of
@@ -94,7 +95,7 @@ def test_a_stale_copy_gives_way(tmp_path):
     assert weight(one, 2) == 2.0
 
 
-def test_of_several_ranks_on_a_host_all_find_the_same(tmp_path):
+def test_ranks_of_one_host_find_the_same_checkpoint(tmp_path):
     one, other = host(tmp_path, "one"), host(tmp_path, "other")
     save(one, 7)
     make(other, 6)
@@ -108,7 +109,7 @@ def test_of_several_ranks_on_a_host_all_find_the_same(tmp_path):
     assert weight(other, 7) == 7.0
 
 
-def test_what_is_not_whole_or_not_right_is_passed_over_until_the_run_comes_by(tmp_path, log):
+def test_damaged_checkpoint_in_the_store_is_passed_over_and_replaced(tmp_path, log):
     one, other = host(tmp_path, "one"), host(tmp_path, "other")
     for step in (1, 2, 3, 4):
         save(one, step, keep_last=4)
@@ -125,7 +126,7 @@ def test_what_is_not_whole_or_not_right_is_passed_over_until_the_run_comes_by(tm
     assert there(one) == [3, 4]
 
 
-def test_what_killed_writers_left_is_cleared_away(tmp_path):
+def test_files_of_killed_writers_are_cleared_away(tmp_path):
     one = host(tmp_path, "one")
     for step in (1, 2, 3):
         save(one, step, keep_last=3)
@@ -165,14 +166,14 @@ def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
     assert local(one) == [1]  # on this host's disk it is
     assert order[0] == "numbers"
     assert order.count("numbers") == 1  # and is not written again
-    assert "the checkpoint of step 1 cannot be sent" in log[0]
+    says(log[0], "step 1", "sent")
     assert "Training continues" in log[0]
     gate.unlink()
     saver.wait()
     saver.close()
     assert is_whole(place(one, 1))
     assert read_file(child(one.address, METRICS)) == b"{}\n"
-    assert "step 1 is written, after" in log[-1]
+    says(log[-1], "step 1", "written")
     with pytest.raises(RemoteError):
         host(tmp_path, "one", "nosuch://x/y").fetch()
 
@@ -199,7 +200,7 @@ def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
     from declutr.trainer.data import chunks
 
     chunks._shards.clear()  # another process
-    with pytest.raises(ShardError, match="other shards than at the start of the run"):
+    with pytest.raises(ShardError, match="other shards"):
         read_chunk(rows, mine, 0)
 
 
@@ -207,7 +208,7 @@ def test_a_folder_that_was_pushed_as_a_whole_is_no_run(tmp_path):
     one = host(tmp_path, "one")
     make(one, 1)
     push_folder(one.folder, one.address)
-    with pytest.raises(RemoteError, match="pushed as a whole: name another address"):
+    with pytest.raises(RemoteError, match=all_of("as a whole", "another address")):
         one.fetch()
     assert local(one) == [1]
 
@@ -250,4 +251,4 @@ def test_a_file_of_the_export_that_was_lost_in_the_store_is_sent_again(tmp_path,
     lost.unlink() if damage == "missing" else lost.write_text("who")
     one.send_folder("export")
     assert lost.read_text() == "whole"
-    assert any("config.json is missing or truncated: sending it again" in line for line in log)
+    assert any("config.json is missing" in line for line in log)

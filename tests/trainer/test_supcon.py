@@ -28,7 +28,7 @@ def test_distinct_labels_are_ntxent():
 
 
 @pytest.mark.parametrize("tile", [1, 3, 5, 20, 64])
-def test_tiles_change_nothing(tile):
+def test_supcon_tiles_change_nothing(tile):
     embeddings, labels = rows(22), torch.tensor([3, 3, 1, 0, 2, 1, 1, 0, 2, 3, 5]).repeat(2)
     scores = torch.nn.functional.normalize(embeddings, dim=-1)
     scores = (scores @ scores.T / 0.2).masked_fill(torch.eye(22, dtype=torch.bool), float("-inf"))

@@ -197,7 +197,7 @@ def single():
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("size", "sharded"), [(2, False), (3, False), (2, True)])
-def test_any_number_of_workers_and_microbatches(single, size, sharded):
+def test_tasks_give_equal_gradients_on_any_number_of_workers(single, size, sharded):
     """Dropout is on; rows are shared unevenly, and the tasks have different numbers of them."""
     for rank in run_group(size, every_case, sharded):
         for name, results in rank.items():

@@ -48,7 +48,7 @@ def test_a_changed_bit_is_told_by_the_checksum(tmp_path):
     assert not has_checksum(tmp_path / "it", checksum)
 
 
-def test_nothing_at_all(tmp_path):
+def test_tensorfile_of_no_tensors_is_read_back(tmp_path):
     write_tensors(tmp_path / "it", {})
     assert load_file(tmp_path / "it") == {}
 

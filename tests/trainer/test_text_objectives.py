@@ -107,7 +107,7 @@ def single():
 @pytest.mark.parametrize(
     ("size", "sharded", "shared_rows"), [(2, False, SHARED_ROWS), (3, False, 0), (2, False, 0), (2, True, 0)]
 )
-def test_any_number_of_workers_and_microbatches(single, size, sharded, shared_rows):
+def test_text_objectives_give_equal_gradients_on_any_number_of_workers(single, size, sharded, shared_rows):
     """Dropout is on. Three workers share five rows unevenly; the pairs of a worker's rows differ in number.
 
     With `shared_rows` of 0, workers share the loss where its objective allows it.

@@ -3,8 +3,10 @@
 import os
 import signal
 import socket
+import time
 
 import pytest
+from messages import says
 
 from declutr.trainer.driver.watchdog import Watchdog
 from declutr.trainer.worker.backend import _signalled, listen
@@ -57,12 +59,10 @@ def test_a_stopped_worker_is_found_by_its_silence_and_named():
     )
     assert at == pytest.approx(20, abs=1)
     assert (hang.heartbeat["rank"], round(hang.silent_seconds)) == (1, 17)
-    said = str(hang)
-    for word in ("worker 1", "host-1", "pid 101", "last seen in forward", "after step 7", "the others wait in gather"):
-        assert word in said
+    says(str(hang), "worker 1", "host-1", "pid 101", "forward", "step 7", "gather")
 
 
-def test_of_living_workers_the_one_that_did_not_enter_the_exchange_is_named():
+def test_hang_names_the_living_worker_that_did_not_enter_the_exchange():
     hang, _ = watch(
         lambda now: [
             heartbeat(0, entered=31, **alive(now)),
@@ -71,13 +71,13 @@ def test_of_living_workers_the_one_that_did_not_enter_the_exchange_is_named():
         ]
     )
     assert hang.heartbeat["rank"] == 2
-    assert "hangs: in data after step 7" in str(hang)
-    assert "the others wait in gather" in str(hang)
+    says(str(hang), "data", "step 7")
+    says(str(hang), "gather")
 
 
-def test_where_all_wait_alike_that_is_said():
+def test_hang_of_workers_that_all_wait_names_none():
     hang, _ = watch(lambda now: [heartbeat(rank, **alive(now)) for rank in range(3)])
-    assert "all 3 workers wait in the same exchange, none is missing" in str(hang)
+    says(str(hang), "3 workers", "same exchange", "none")
 
 
 def test_a_group_that_moves_does_not_hang_and_one_that_starts_has_a_minute():
@@ -99,7 +99,7 @@ def test_a_finished_group_and_the_heartbeats_of_a_group_that_is_gone_do_not_hang
     assert watch(shrunk)[0] is None
 
 
-def test_who_fetches_does_not_hang_while_it_lives():
+def test_worker_that_fetches_does_not_hang_while_it_lives():
     def looks(now, silent_from):
         fetches = heartbeat(0, phase="fetching", steps=0, **alive(min(now, silent_from)))
         return [fetches, heartbeat(1, steps=0, **alive(now))]
@@ -120,7 +120,7 @@ def test_a_slow_worker_is_named_once_and_a_moment_of_slowness_is_not():
         return found
 
     (sentence,) = looks(lambda rank, _: 0.25 if rank == 1 else 0.1)
-    assert sentence == "worker 1 (host host-1, pid 101) is slow: 0.25 s a step without waiting, the others 0.10 s"
+    says(sentence, "worker 1", "host host-1", "pid 101", "slow", "0.25 s", "0.10 s")
     assert looks(lambda rank, look: 0.25 if rank == 1 and look % 10 < 9 else 0.1) == []
     assert looks(lambda rank, _: 0.19 if rank == 1 else 0.1) == []
 
@@ -138,12 +138,13 @@ def test_a_heartbeat_separates_a_workers_own_time_from_waiting():
     heartbeat = Heartbeat(0, 2)
     heartbeat.finish_step(1, 100.0)  # a first step is not typical
     assert heartbeat.own_seconds is None
+    begun = time.perf_counter()
     with heartbeat.exchange("gather"):
         assert heartbeat.snapshot()["phase"] == "gather"
-    waited = heartbeat._waited
-    assert waited > 0
-    heartbeat.finish_step(2, 1.0)
-    assert heartbeat.own_seconds == pytest.approx(1.0 - waited)
+        time.sleep(0.05)
+    most = time.perf_counter() - begun
+    heartbeat.finish_step(2, 1000.0)
+    assert 1000.0 - most <= heartbeat.own_seconds <= 999.95
     assert (heartbeat.step, heartbeat.steps, heartbeat.entered, heartbeat.phase) == (2, 2, 1, "data")
 
 
@@ -166,4 +167,4 @@ def test_a_signal_is_told_with_the_workers_name():
 def test_the_parts_of_a_start_add_up():
     watch = Stopwatch({"command": 100.0, "imports": 102.5, "ray": 105.0})
     assert watch.parts() == {"imports": 2.5, "ray": 2.5}
-    assert describe_start(8, watch.parts()) == "step 8 after 5.0 s: imports 2.5, ray 2.5"
+    says(describe_start(8, watch.parts()), "step 8", "5.0 s", "imports 2.5", "ray 2.5")

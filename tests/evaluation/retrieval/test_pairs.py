@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from messages import all_of, says
 
 from declutr.cli.evaluate import run
 from declutr.evaluation.retrieval.compare import MEASURES, RetrievalScores, differences
@@ -34,31 +35,31 @@ def test_read_test_of_csv_with_documents_searches_all_of_them(tmp_path):
     [
         (
             [{"query": "a", "txt": "b"}],
-            r"has no text.*its columns are query, txt",
+            ("text", "query, txt"),
         ),
-        ([{"query": "a", "text": ""}], r"pairs\.jsonl, line 1: `text` must be a text, not ''"),
-        ([{"query": "a", "text": "b"}, {"query": None, "text": "b"}], "line 2: `query` must be a text, not 'None'"),
-        ([], "holds no pairs"),
-        ([["query", "text"]], "line 1: a list, not an object with names"),
-        ([{"query": "a", "text": "b"}], "there is one text to search"),
+        ([{"query": "a", "text": ""}], ("pairs.jsonl", "line 1", "`text`", "''")),
+        ([{"query": "a", "text": "b"}, {"query": None, "text": "b"}], ("line 2", "`query`", "'None'")),
+        ([], "no pairs"),
+        ([["query", "text"]], ("line 1", "list", "object")),
+        ([{"query": "a", "text": "b"}], "one text"),
     ],
 )
 def test_read_test_of_a_poor_file_names_the_place(tmp_path, rows, told):
-    with pytest.raises(PairsError, match=told):
+    with pytest.raises(PairsError, match=all_of(told)):
         read_test(jsonl(tmp_path / "pairs.jsonl", rows))
 
 
 def test_read_test_names_pairs_without_a_document(tmp_path):
     pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": "a", "id": n} for n in range(8)])
     documents = jsonl(tmp_path / "documents.jsonl", [{"id": n, "text": f"text {n}"} for n in range(2)])
-    with pytest.raises(PairsError, match=r"6 of 8 pairs name no document of .*: line 3: 2, .* and 1 more"):
+    with pytest.raises(PairsError, match=all_of("6 of 8 pairs", "line 3: 2", "1 more")):
         read_test(pairs, documents)
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", b"{"), ("a.jsonl", b"\xff\n"), ("a.csv", b"\xff,\n1,2\n")])
 def test_read_test_of_another_format_says_so(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(PairsError, match=r"is not (CSV|JSON Lines) in UTF-8"):
+    with pytest.raises(PairsError, match="UTF-8"):
         read_test(tmp_path / name)
 
 
@@ -79,8 +80,8 @@ def test_evaluate_pairs_writes_baselines_and_encoders(tmp_path, capsys):
     encoders = ["hashed-words:64", "hashed-words:8"]
     assert run([*encoders, "--pairs", str(pairs), "--output", str(tmp_path / "scores")]) == 0
     told = capsys.readouterr().out
-    assert "120 queries, 120 texts" in told
-    assert "hashed-words:8 compared with hashed-words:64:" in told
+    says(told, "120 queries", "120 texts")
+    says(told, "hashed-words:8", "hashed-words:64")
     written = json.loads((tmp_path / "scores" / "pairs.json").read_text())
     assert list(written["scores"]) == [
         "BM25", "IDF cosine", encoders[0], f"{encoders[0]} + IDF cosine", encoders[1], f"{encoders[1]} + IDF cosine"
@@ -95,4 +96,4 @@ def test_evaluate_pairs_writes_baselines_and_encoders(tmp_path, capsys):
 
 def test_evaluate_pairs_of_a_missing_file_is_refused_without_torch(tmp_path, capsys):
     assert run(["hashed-words:8", "--pairs", str(tmp_path / "none.jsonl")]) == 1
-    assert "none.jsonl: there is no such file" in capsys.readouterr().err
+    says(capsys.readouterr().err, "none.jsonl", "no such file")

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from messages import all_of
 from sklearn.model_selection import StratifiedKFold
 
 from declutr.evaluation.senteval.classifier.features import TrainingSet, hold_out, orders, stratified_folds
@@ -26,7 +27,7 @@ def test_folds_are_scikit_learns(counts, num_folds, seed, sorted_labels):
 
 @pytest.mark.parametrize("num_folds", [1, 6])
 def test_more_folds_than_rows_of_any_class_are_refused(num_folds):
-    with pytest.raises(ValueError, match=f"num_folds = {num_folds} must be at least 2 and at most 5"):
+    with pytest.raises(ValueError, match=all_of(f"num_folds = {num_folds}", "at least 2", "at most 5")):
         stratified_folds([0] * 5 + [1] * 3, num_folds)
 
 
@@ -56,7 +57,7 @@ def test_the_global_generator_is_neither_read_nor_moved():
 
 
 def test_too_few_rows_to_hold_any_out_are_refused():
-    with pytest.raises(ValueError, match="a refit holds out 5%, which needs at least 20 rows"):
+    with pytest.raises(ValueError, match=all_of("5%", "at least 20 rows")):
         hold_out(np.arange(19), 1111)
-    with pytest.raises(ValueError, match="found 0 and 1"):
+    with pytest.raises(ValueError, match="0 and 1"):
         TrainingSet(np.arange(0), np.arange(1))

@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+from messages import all_of
 from sentevaldata import COMPLETE, PROBING, SLICES, write, write_retrieval
 
 from declutr.evaluation.senteval.data.loading import load, task_files
@@ -25,7 +26,7 @@ def test_twenty_eight_tasks_are_known_by_name_and_by_label(folder):
     assert (len(TASKS), len(DOWNSTREAM)) == (28, 18)
     assert find("sick-r").name == "SICKRelatedness"
     assert find("SentLen") is find("length")
-    with pytest.raises(UnknownTaskError, match=r"no task 'STS17'; did you mean `STS16`\? There are CR, MR"):
+    with pytest.raises(UnknownTaskError, match=all_of("'STS17'", "`STS16`", "CR, MR")):
         find("STS17")
     for task in TASKS:
         data = load(task, folder)
@@ -33,7 +34,7 @@ def test_twenty_eight_tasks_are_known_by_name_and_by_label(folder):
         assert set(data.files) == set(task_files(task))
 
 
-def test_a_sentence_a_line_in_latin_1_with_empty_lines_shortest_first_then_by_class(folder):
+def test_lines_in_latin_1_are_sorted_by_length_then_class(folder):
     data = load(find("MR"), folder)
     expected = [(".", 1), ("bad", 0), ("good", 1), ("a fine caf\u00e9 film", 1), ("a very long bad one", 0)]
     assert rows(data.splits["all"]) == expected
@@ -48,12 +49,12 @@ def test_trec_drops_the_fine_label_and_keeps_colons(folder):
     assert rows(data.splits["test"]) == [("How far : a mile ?", 5)]
 
 
-def test_sst(folder):
+def test_sst_labels_and_sentences_are_read(folder):
     assert rows(load(find("SST2"), folder).splits["dev"]) == [("na\u00efve", 0), ("it is good", 1)]
     assert rows(load(find("SST5"), folder).splits["dev"]) == [("bad", 0), ("very good", 4)]
 
 
-def test_pairs(folder):
+def test_pairs_of_sentences_are_read(folder):
     mrpc = load(find("MRPC"), folder)
     assert rows(mrpc.splits["test"]) == [(("One .", "Two things ."), 0), (("He said so .", "So he said ."), 1)]
     snli = load(find("SNLI"), folder)  # the hypothesis' length leads; ties by the labels' names, in SentEval's numbers
@@ -107,16 +108,16 @@ def test_pickles_are_never_opened(tmp_path):
 
     for split in ("train", "valid", "test"):
         (tmp_path / f"downstream/COCO/{split}.pkl").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(DataError, match=r"test.pkl, train.pkl, valid.pkl are pickles, which run code"):
+    with pytest.raises(DataError, match=all_of("test.pkl, train.pkl, valid.pkl", "pickles")):
         load(find("COCO"), tmp_path)
     write_retrieval(tmp_path)
     np.save(tmp_path / "downstream/COCO/valid.npy", np.array([Bomb()], dtype=object), allow_pickle=True)
-    with pytest.raises(DataError, match=r"valid.npy: .*Python objects"):
+    with pytest.raises(DataError, match=all_of("valid.npy", "Python objects")):
         load(find("COCO"), tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
-def test_each_distinct_sentence_once(folder):
+def test_sentences_of_a_task_are_listed_once(folder):
     texts = sentences(load(find("SICK-E"), folder))
     assert len(texts) == len(set(texts)) == 5
     assert set(sentences(load(find("SICK-R"), folder))) == set(texts)
@@ -128,55 +129,60 @@ def test_each_distinct_sentence_once(folder):
 @pytest.mark.parametrize(
     ("name", "file", "text", "said"),
     [
-        ("SST2", "downstream/SST/binary/sentiment-dev", "good\t1\nbad\n", "sentiment-dev, line 2 is cut short: 'bad'"),
+        (
+            "SST2",
+            "downstream/SST/binary/sentiment-dev",
+            "good\t1\nbad\n",
+            ("sentiment-dev", "line 2", "cut short", "'bad'"),
+        ),
         (
             "SST5",
             "downstream/SST/fine/sentiment-dev",
             "4 good\n7 odd\n",
-            "line 2 cannot be read .class 7 is not within 0..4",
+            ("line 2", "class 7", "0..4"),
         ),
-        ("TREC", "downstream/TREC/TREC_10.label", "WHO:x y z\n", "'WHO' is none of ABBR"),
+        ("TREC", "downstream/TREC/TREC_10.label", "WHO:x y z\n", ("'WHO'", "ABBR")),
         (
             "SNLI",
             "downstream/SNLI/labels.dev",
             "neutral\nneutral\n-\n",
-            "line 3 cannot be read .'-' is none of entailment",
+            ("line 3", "'-'", "entailment"),
         ),
-        ("TREC", "downstream/TREC/TREC_10.label", "NUM:x How ?\n\nNUM:x So ?\n", "TREC_10.label, line 2 is blank"),
-        ("SST2", "downstream/SST/binary/sentiment-dev", "good\t1\n \n", "sentiment-dev, line 2 is blank"),
-        ("STS-B", "downstream/STS/STSBenchmark/sts-dev.csv", "\n", "sts-dev.csv, line 1 is blank"),
-        ("Tense", "probing/past_present.txt", "tr\tPAST\tIt .\n\n", "past_present.txt, line 2 is blank"),
-        ("SNLI", "downstream/SNLI/s2.dev", "he\n", "s1.dev 3, s2.dev 1, labels.dev 3.: a download stopped halfway"),
+        ("TREC", "downstream/TREC/TREC_10.label", "NUM:x How ?\n\nNUM:x So ?\n", ("TREC_10.label", "line 2", "blank")),
+        ("SST2", "downstream/SST/binary/sentiment-dev", "good\t1\n \n", ("sentiment-dev", "line 2", "blank")),
+        ("STS-B", "downstream/STS/STSBenchmark/sts-dev.csv", "\n", ("sts-dev.csv", "line 1", "blank")),
+        ("Tense", "probing/past_present.txt", "tr\tPAST\tIt .\n\n", ("past_present.txt", "line 2", "blank")),
+        ("SNLI", "downstream/SNLI/s2.dev", "he\n", ("s1.dev 3", "s2.dev 1", "labels.dev 3", "download")),
         ("MRPC", "downstream/MRPC/msr_paraphrase_test.txt", "1\t2\t3\ta\tb\n", "no header"),
-        ("STS-B", "downstream/STS/STSBenchmark/sts-dev.csv", "a\tb\tc\td\tnan\te\tf\n", "score nan is not within 0..5"),
-        ("STS13", "downstream/STS/STS13-en-test/STS.gs.FNWN.txt", "5\n", "STS.input.FNWN.txt 4, STS.gs.FNWN.txt 1"),
+        ("STS-B", "downstream/STS/STSBenchmark/sts-dev.csv", "a\tb\tc\td\tnan\te\tf\n", ("score nan", "0..5")),
+        ("STS13", "downstream/STS/STS13-en-test/STS.gs.FNWN.txt", "5\n", ("STS.input.FNWN.txt 4", "STS.gs.FNWN.txt 1")),
         (
             "Tense",
             "probing/past_present.txt",
             "tr\tPAST\tIt was .\nva\tPAST\tSo .\n",
-            "no test rows: its end is missing",
+            "no test rows",
         ),
         (
             "Tense",
             "probing/past_present.txt",
             "tr\tA\tx\nva\tA\ty\nte\tB\tz\n",
-            "test has classes that train does not have: B",
+            ("test", "train", "B"),
         ),
-        ("SST2", "downstream/SST/binary/sentiment-dev", "<!DOCTYPE html><html>404", "is a web page, not data"),
-        ("SST2", "downstream/SST/binary/sentiment-dev", "", "is empty: its download failed"),
+        ("SST2", "downstream/SST/binary/sentiment-dev", "<!DOCTYPE html><html>404", "web page"),
+        ("SST2", "downstream/SST/binary/sentiment-dev", "", ("empty", "download")),
         ("Tense", "probing/past_present.txt", "version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
     ],
 )
-def test_what_cannot_be_read_is_said_with_its_line(folder, tmp_path, name, file, text, said):
+def test_unreadable_line_is_named(folder, tmp_path, name, file, text, said):
     for known in task_files(find(name)):
         write(tmp_path, known, (folder / known).read_text(encoding="latin-1"), "latin-1")
     write(tmp_path, file, text)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=all_of(said)):
         load(find(name), tmp_path)
 
 
 def test_nothing_there_is_missing_and_a_part_of_it_is_broken(tmp_path):
-    with pytest.raises(MissingDataError, match=r"STS14-en-test: no STS.input.deft-forum.txt, .* and 9 more"):
+    with pytest.raises(MissingDataError, match=all_of("STS14-en-test", "STS.input.deft-forum.txt", "9 more")):
         load(find("STS14"), tmp_path)
     write(tmp_path, "downstream/SUBJ/subj.objective", "a\n")
     with pytest.raises(DataError, match=r"no subj.subjective") as caught:
@@ -186,7 +192,7 @@ def test_nothing_there_is_missing_and_a_part_of_it_is_broken(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
-def test_the_real_sets():
+def test_real_sets_are_read_whole():
     """Numbers of rows are those that SentEval's own loaders gave."""
     sizes = {
         "MR": (10662,),
@@ -204,7 +210,7 @@ def test_the_real_sets():
 
 
 @pytest.mark.skipif(not SLICES.exists(), reason="no slices of task data beside the repository")
-def test_the_first_lines_of_every_other_set(tmp_path):
+def test_first_lines_of_every_other_set_are_read(tmp_path):
     sizes = {
         "CR": (400,),
         "MPQA": (400,),

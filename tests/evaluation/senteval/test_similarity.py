@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from messages import all_of, says
 from sentevaldata import write_rest, write_sts
 
 from declutr.evaluation.senteval.data.loading import load
@@ -34,7 +35,7 @@ def test_cosines_survive_what_encoders_produce():
     assert cosines(first, second) == pytest.approx([2**-0.5, 0, 26**-0.5, 0])
 
 
-def test_three_ways_of_putting_subsets_together():
+def test_aggregate_has_three_ways_of_joining_subsets():
     gold = np.array([1.0, 2, 3, 4])
     score = aggregate({"up": (gold / 10, gold), "down": (np.array([0.9, 0.1]), np.array([1.0, 5]))})
     assert (score.subsets["up"].spearman, score.subsets["down"].spearman) == pytest.approx((1, -1))
@@ -53,15 +54,16 @@ def test_a_collapsed_encoder_gets_zero_and_a_warning_not_nan():
     score = aggregate({"a": (np.full(3, 0.7), gold), "b": (gold, gold)})
     assert score.subsets["a"].undefined
     assert score.mean.spearman == pytest.approx(0.5)
-    assert score.warnings == ("no correlation in a (all cosines are equal); counted as 0",)
+    [warning] = score.warnings
+    says(warning, "no correlation", "a", "cosines are equal", "0")
     assert aggregate({"b": (gold, gold)}).warnings == ()
-    with pytest.raises(ValueError, match="1 values and 1 gold scores"):
+    with pytest.raises(ValueError, match=all_of("1 values", "1 gold scores")):
         correlate(np.array([1.0]), np.array([1.0]))
     same = correlate(np.array([0.1, 0.2]), np.ones(2))
     assert (same.pearson, same.spearman, same.undefined) == (0, 0, True)
 
 
-@pytest.mark.parametrize(("cosine", "told"), [(0.98, ()), (0.995, ("cosine of two different sentences is 0.9950",))])
+@pytest.mark.parametrize(("cosine", "told"), [(0.98, ()), (0.995, ("0.9950",))])
 def test_an_encoder_is_collapsed_if_the_mean_cosine_of_different_sentences_is_above_099(cosine, told):
     """Eight vectors, every two with this cosine, in seven directions around their mean."""
     vectors = np.hstack([np.full((8, 1), cosine**0.5), (1 - cosine) ** 0.5 * np.eye(8)])
@@ -72,13 +74,14 @@ def test_an_encoder_is_collapsed_if_the_mean_cosine_of_different_sentences_is_ab
 
 def test_an_encoder_is_collapsed_in_two_directions_or_with_more_than_a_hundredth_of_zeros():
     corners = np.eye(16)[[0, 1]]
-    two = ("collapsed: embeddings fill 2.0 of 16 dimensions (effective rank)",)
-    assert collapse_warnings(np.vstack([corners, -corners])) == two
+    [two] = collapse_warnings(np.vstack([corners, -corners]))
+    says(two, "collapsed", "2.0 of 16 dimensions")
     vectors = np.random.default_rng(0).normal(size=(200, 16))
     vectors[:2] = 0
     assert collapse_warnings(vectors) == ()
     vectors[2] = 0
-    assert collapse_warnings(vectors) == ("3 of 200 sampled embeddings are zero",)
+    [zeros] = collapse_warnings(vectors)
+    says(zeros, "3 of 200", "zero")
 
 
 def test_a_task_is_scored_on_its_subsets_and_sick_r_on_dev_and_test(tmp_path):
@@ -121,7 +124,7 @@ def test_alignment_is_over_pairs_above_four_of_all_splits(tmp_path):
     assert found["alignment"] == pytest.approx(2)  # every pair is at a right angle
     pairs = 2 * (6 * 5 / 2)  # equal ones, of 66
     assert found["uniformity"] == pytest.approx(math.log((pairs + 36 * math.exp(-4)) / 66))
-    with pytest.raises(ValueError, match="no pair is scored above 4"):
+    with pytest.raises(ValueError, match="above 4"):
         score_geometry(load(find("STS-B"), low_scores(tmp_path)), rows, vectors)
 
 

@@ -9,6 +9,7 @@ import planted
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages import all_of
 
 from declutr.pipeline.duplicates import pairs as pairs_module
 from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
@@ -47,7 +48,7 @@ def corpus():
     return texts, copies
 
 
-def test_recall_and_precision_on_planted_copies(corpus, tmp_path, write, search):
+def test_join_finds_planted_copies_with_recall_and_precision(corpus, tmp_path, write, search):
     texts, copies = corpus
     names = write(tmp_path, [texts, *copies.values()], NEAR)
     everything = [*texts, *chain.from_iterable(copies.values())]
@@ -130,7 +131,7 @@ def test_the_number_of_buckets_changes_nothing(corpus, tmp_path, write, search):
         assert np.array_equal(getattr(whole, name), getattr(parts, name))
 
 
-def test_exact_search_without_signatures(tmp_path, write, search):
+def test_exact_search_needs_no_signatures(tmp_path, write, search):
     config = DuplicatesConfig()
     names = write(tmp_path, [["a b", "c"], [], ["c", "a  b", "a, b", "c"]], config)
     keys = open_keys(tmp_path, names[2])
@@ -204,13 +205,13 @@ def test_keys_are_whole_or_refused(tmp_path, write):
     assert (keys.ordinals.tolist(), keys.signatures.shape, len(keys.keys)) == ([1], (1, 125), 26)
     assert np.all(keys.keys[1:] >= keys.keys[:-1])
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(KeysError, match=r"00000\.arrow cannot be read"):
+    with pytest.raises(KeysError, match=all_of("00000.arrow")):
         open_keys(tmp_path, "00000")
-    with pytest.raises(KeysError, match=r"00001\.arrow cannot be read"):
+    with pytest.raises(KeysError, match=all_of("00001.arrow")):
         open_keys(tmp_path, "00001")
     with pytest.raises(ValueError, match="ascending"):
         write_keys(tmp_path, "00000", DuplicatesConfig(), [bytes(16)] * 2, [1, 1])
-    with pytest.raises(ValueError, match="1 signatures for 2 documents"):
+    with pytest.raises(ValueError, match=all_of("1 signatures", "2 documents")):
         write_keys(tmp_path, "00000", NEAR, [bytes(16)] * 2, [1, 2], [np.zeros(125, np.uint32)])
 
 

@@ -35,7 +35,7 @@ def test_a_line_of_a_kind_is_removed_by_its_kind_and_by_no_other(kind, line):
 
 
 @pytest.mark.parametrize("line", KEPT)
-def test_text_stays(line):
+def test_boilerplate_filter_keeps_text(line):
     document_filter = DocumentFilter(FiltersConfig(boilerplate=Boilerplate(), normalise_whitespace=False))
     assert document_filter.apply(line).text == line
 

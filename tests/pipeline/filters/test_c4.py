@@ -27,7 +27,7 @@ def choose(text, **rules):
         ({"policies": True}, "See our policy.", True),
     ],
 )
-def test_lines(rule, line, kept):
+def test_c4_lines_are_kept_by_the_published_rules(rule, line, kept):
     other = "This is another line of text."
     assert choose(f"{other}\n{line}\n", **rule).text == (f"{other}\n{line.strip()}" if kept else other)
 
@@ -47,7 +47,7 @@ def test_citations_are_marks_not_text():
         ({"min_line_words": 5}, "one two three four five", "one\ntwo", "c4_no_lines"),
     ],
 )
-def test_pages(rule, inside, outside, reason):
+def test_c4_pages_are_kept_by_the_published_rules(rule, inside, outside, reason):
     assert choose(inside, **rule).reason is None
     assert choose(outside, **rule).reason == reason
 

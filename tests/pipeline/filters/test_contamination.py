@@ -86,7 +86,7 @@ def test_report_keeps_and_tells_and_matches_can_be_allowed(sets, tmp_path):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from("abcde"), min_size=0, max_size=60), st.integers(2, 6))
-def test_it_finds_what_a_search_through_all_ngrams_finds(tmp_path_factory, letters, ngram):
+def test_contamination_finds_what_a_search_of_all_ngrams_finds(tmp_path_factory, letters, ngram):
     folder = tmp_path_factory.mktemp("sets")
     examples = [["a", "b", "c", "d", "e", "a", "c"], ["b", "b"], ["c", "a", "d"], ["e"] * 4]
     (folder / "all.txt").write_text("\n".join(" ".join(words) for words in examples))
@@ -101,7 +101,7 @@ def test_it_finds_what_a_search_through_all_ngrams_finds(tmp_path_factory, lette
     assert (match.num_ngrams if match else 0) == len(wanted & there)
 
 
-def test_formats(tmp_path):
+def test_contamination_sets_of_every_format_are_read(tmp_path):
     sentence = "this is sentence number {} of the files that are read here"
     files = {
         "a.csv": 'id,text\n1,"' + sentence.format(1).replace("number", "number, or so,\n") + '"\n',
@@ -133,7 +133,7 @@ def test_the_index_is_the_same_bytes_again_and_another_version_is_refused(sets, 
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     monkeypatch.setattr(evaluation_sets, "SCHEMA_VERSION", "0")
     build_index(config, tmp_path / "old")
-    with pytest.raises(ValueError, match="and it is built again"):
+    with pytest.raises(ValueError, match="built again"):
         ContaminationIndex(tmp_path / "old")
     with pytest.raises(ValueError, match="give the index"):
         DocumentFilter(FiltersConfig(contamination=config))

@@ -27,7 +27,7 @@ def reason_of(text, **rules):
         ({"min_stop_words": 2}, "that\nbe", "that bee", "gopher_stop_words"),
     ],
 )
-def test_just_inside_and_just_outside(rule, inside, outside, reason):
+def test_gopher_rules_drop_just_outside_their_limits(rule, inside, outside, reason):
     assert reason_of(inside, **rule) is None
     assert reason_of(outside, **rule) == reason
 

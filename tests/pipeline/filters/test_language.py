@@ -75,14 +75,14 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("language", SENTENCES)
-def test_sentences_and_long_texts(language):
+def test_language_of_sentences_and_long_texts_is_found(language):
     for sentence in SENTENCES[language]:
         assert identify(sentence)[0] == language
     found, score = identify("\n".join(SENTENCES[language]) * 200)
     assert (found, score > 0.65) == (language, True)
 
 
-def test_it_needs_no_network(monkeypatch):
+def test_language_filter_needs_no_network(monkeypatch):
     def refuse(*_args, **_kwargs):
         raise AssertionError("tried to connect")
 

@@ -76,7 +76,7 @@ LINES = "\n".join(f"line {number}" for number in range(7))
         ),
     ],
 )
-def test_just_inside_and_just_outside(rule, inside, outside, reason):
+def test_repetition_is_dropped_just_above_each_limit(rule, inside, outside, reason):
     assert reason_of(inside, **rule) is None
     assert reason_of(outside, **rule) == reason
 

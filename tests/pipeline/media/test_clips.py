@@ -1,13 +1,12 @@
 """Sounds of every kind as frames of log-mel energies; and what is said of bad ones."""
 
-import random
 import struct
 import time
 import warnings
 
 import numpy as np
 import pytest
-from mediafiles import claimed_wav, sound, tone
+from mediafiles import claimed_wav, sound, statuses_of_damaged, tone
 
 from declutr.pipeline.media.clips import decode_clip, frame_samples, log_mel
 from declutr.pipeline.media.decoded import UndecodableError, UnsuitableError
@@ -46,7 +45,7 @@ def test_formats_give_the_same_frames(format, subtype, within):
 
 
 @pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
-def test_ogg_is_read(subtype):
+def test_ogg_has_the_frames_of_its_source(subtype):
     found = frames(sound(tone(), format="OGG", subtype=subtype))
     expected = frames(sound(tone(), subtype="DOUBLE"))
     assert abs(len(found) - len(expected)) <= 2
@@ -54,7 +53,7 @@ def test_ogg_is_read(subtype):
     assert np.median(abs(found[: len(expected)] - expected[: len(found)])[loud[: len(found)]]) < 0.5
 
 
-def test_channels_are_averaged():
+def test_clip_of_several_channels_is_averaged():
     both = tone(channels=2)
     both[:, 1] = tone(number=3)[:, 0]
     expected = frames(sound(both.mean(axis=1), subtype="DOUBLE"))
@@ -183,15 +182,5 @@ def test_a_size_that_the_writer_did_not_know_is_no_damage():
 
 def test_damage_gives_a_reason_and_never_another_error():
     bases = [sound(tone(), format=f, subtype=s) for f, s in (("WAV", None), ("FLAC", None), ("OGG", "VORBIS"))]
-    generator = random.Random(5)
-    statuses = set()
-    for number in range(240):
-        data = bytearray(bases[number % len(bases)])
-        for _ in range(generator.choice((1, 2, 8))):
-            data[generator.randrange(min(len(data), 200))] = generator.randrange(256)
-        try:
-            decode_clip(bytes(data), CONTENT, "")
-            statuses.add("kept")
-        except (UndecodableError, UnsuitableError) as error:
-            statuses.add(error.reason)
+    statuses = statuses_of_damaged(bases, lambda data: decode_clip(data, CONTENT, ""), times=240, reach=200)
     assert {"kept", "not_audio", "undecodable"} <= statuses

@@ -1,12 +1,11 @@
 """Images of every kind as RGB, upright and small; and what is said of bad ones."""
 
 import io
-import random
 import time
 
 import numpy as np
 import pytest
-from mediafiles import RED, animated, claimed_png, picture, png, stored, upright_wrong
+from mediafiles import RED, animated, claimed_png, picture, png, statuses_of_damaged, stored, upright_wrong
 from PIL import Image, ImageOps
 
 from declutr.pipeline.media.decoded import UndecodableError, UnsuitableError
@@ -29,7 +28,7 @@ def pixels(data, content=CONTENT):
     return np.asarray(opened)
 
 
-def test_what_is_small_enough_keeps_its_pixels():
+def test_small_image_keeps_its_pixels():
     assert (pixels(png(3)) == np.asarray(picture(3))).all()
     assert (pixels(png(3, (1, 1))) == np.asarray(picture(3, (1, 1)))).all()
     assert decode_image(png(3), CONTENT, "").notes == ()
@@ -133,15 +132,5 @@ def test_a_strip_at_the_limit_is_kept():
 
 def test_damage_gives_a_reason_and_never_another_error():
     bases = [LARGE, png(1), animated(), animated("WEBP"), upright_wrong(), stored(picture(1), "TIFF"), LARGE[:900]]
-    generator = random.Random(5)
-    statuses = set()
-    for number in range(400):
-        data = bytearray(bases[number % len(bases)])
-        for _ in range(generator.choice((1, 2, 8))):
-            data[generator.randrange(min(len(data), 300))] = generator.randrange(256)
-        try:
-            decode_image(bytes(data), CONTENT, "")
-            statuses.add("kept")
-        except (UndecodableError, UnsuitableError) as error:
-            statuses.add(error.reason)
+    statuses = statuses_of_damaged(bases, lambda data: decode_image(data, CONTENT, ""), times=400, reach=300)
     assert {"kept", "not_an_image", "undecodable"} <= statuses

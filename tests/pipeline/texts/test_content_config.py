@@ -3,6 +3,7 @@
 import textwrap
 
 import pytest
+from messages import all_of
 from pydantic import ValidationError
 
 from declutr.common.config import ConfigError, load_config
@@ -37,20 +38,23 @@ def test_a_kind_alone_is_a_section():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"content": "sentences", "geometry": {"max_tokens": 64}}, "geometry: has no effect with content.kind = sent"),
-        ({"content": "pairs", "short_documents": "shrink_spans"}, "short_documents: has no effect with content.kind"),
-        ({"content": "pairs", "filters": {"gopher": {}}}, "filters.gopher: its rules are for long documents"),
-        ({"content": "triples", "filters": {"c4": {}}}, "filters.c4: its rules are for long documents"),
+        (
+            {"content": "sentences", "geometry": {"max_tokens": 64}},
+            ("geometry", "no effect", "content.kind = sentences"),
+        ),
+        ({"content": "pairs", "short_documents": "shrink_spans"}, ("short_documents", "no effect", "content.kind")),
+        ({"content": "pairs", "filters": {"gopher": {}}}, ("filters.gopher", "long documents")),
+        ({"content": "triples", "filters": {"c4": {}}}, ("filters.c4", "long documents")),
         ({"content": "triples", "filters": {"repetition": {}}}, "filters.repetition"),
         ({"content": "pairs", "filters": {"boilerplate": {}}}, "filters.boilerplate"),
-        ({"content": "pairs", "corpus": {"kind": "python_docs"}}, "corpus.kind = python_docs: has no pairs"),
-        ({"content": "pairs", "corpus": BASE["corpus"] | {"text_field": "x"}}, "set content.premise, content.hypoth"),
-        ({"content": "triples", "corpus": BASE["corpus"] | {"format": "text"}}, "corpus.format = text: has no columns"),
-        ({"content": {"kind": "pairs", "premise": "label"}}, "two of them name the same key"),
+        ({"content": "pairs", "corpus": {"kind": "python_docs"}}, ("corpus.kind = python_docs", "no pairs")),
+        ({"content": "pairs", "corpus": BASE["corpus"] | {"text_field": "x"}}, "content.premise"),
+        ({"content": "triples", "corpus": BASE["corpus"] | {"format": "text"}}, ("corpus.format = text", "no columns")),
+        ({"content": {"kind": "pairs", "premise": "label"}}, "same key"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, told):
-    with pytest.raises(ValidationError, match=told.replace(".", r"\.")):
+    with pytest.raises(ValidationError, match=all_of(told)):
         PipelineConfig.model_validate(BASE | changes)
 
 
@@ -62,7 +66,7 @@ def test_all_problems_are_told_at_once(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_config(str(path), "prepare", PipelineConfig, ["content=pairs", "geometry.num_anchors=3", "filters.c4={}"])
     assert len(error.value.problems) == 2
-    with pytest.raises(ConfigError, match="must be one of documents, sentences, pairs, triples"):
+    with pytest.raises(ConfigError, match=all_of("documents, sentences, pairs, triples")):
         load_config(str(path), "prepare", PipelineConfig, ["content=sentence"])
     with pytest.raises(ConfigError, match=r"content\.required_labels"):
         load_config(str(path), "prepare", PipelineConfig, ["content={kind: pairs, required_labels: [entails]}"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hubserver import hub_server
+from messages import says
 
 ROOT = Path(__file__).resolve().parents[3]
 READ = """
@@ -44,4 +45,4 @@ def test_pairs_of_the_hub_are_grouped_by_premise(tmp_path):
     assert ran.returncode == 0, ran.stderr
     found, (problem,) = (json.loads(line) for line in ran.stdout.splitlines())
     assert found == ["no_gold_label", [["a", "x", "z"], [-1, 0, 2]], [["b", "y"], [-1, 1]]]
-    assert "no key 'sentence1'; found ['hypothesis', 'label', 'premise']; set content.premise" in problem
+    says(problem, "'sentence1'", "['hypothesis', 'label', 'premise']", "content.premise")
