@@ -2,6 +2,7 @@
 
 import os
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,9 +132,10 @@ class Watchdog:
         }
         if len(means) < 2:
             return []
-        sentences = []
+        sentences, ordered = [], sorted(means.values())
         for rank, own in means.items():
-            median = statistics.median(mean for other, mean in means.items() if other != rank)
+            place = bisect_left(ordered, own)
+            median = statistics.median(ordered[:place] + ordered[place + 1 :])
             self._slow_looks[rank] = self._slow_looks.get(rank, 0) + 1 if own > self.straggler_factor * median else 0
             if self._slow_looks[rank] >= _SLOW_LOOKS and (self.group, rank) not in self.named:
                 self.named.add((self.group, rank))
