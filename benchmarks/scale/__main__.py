@@ -23,19 +23,22 @@ from safetensors.torch import load_file
 
 from benchmarks import record
 from benchmarks.record import figure
+from benchmarks.scale.control import control_figures
 from benchmarks.scale.loss import loss_figures
 from benchmarks.scale.shards import make_shards
 from benchmarks.workload import models
 from declutr.common import seeding
 from declutr.common.session import start_ray
-from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
+from declutr.pipeline.job.units import MOST_UNITS
+from declutr.pipeline.readers.corpus import UNIT_MIB
+from declutr.pipeline.shards.shards import MOST_OPEN, ShardSet, check_shards, load_manifest
 from declutr.trainer.checkpoints.state import has_checksum
 from declutr.trainer.checkpoints.tensorfile import write_tensors
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.plan import I64, Plan
 
 _MIB = 2**20
-_PARTS = ("plan", "manifest", "loss", "checkpoint", "ray")
+_PARTS = ("plan", "manifest", "loss", "checkpoint", "ray", "control")
 _CHUNK_DOCUMENTS = 1024  # per reading task, as in trainer/data/stream.py
 
 
@@ -110,7 +113,8 @@ def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     mine = rank_plan(Plan(given.seed, shards.num_documents, given.batch), shards, 0, given.ranks, 0, 2**20)
     taken = [timed(partial(shards.take, mine.chunk(number)[1]))[1] for number in range(given.chunks)]
     rows = len(mine.chunk(0)[1])
-    rss = psutil.Process().memory_info().rss / _MIB
+    own = psutil.Process().memory_full_info().uss / _MIB
+    missed = max(0.0, 1 - MOST_OPEN / given.shards)  # documents in shards that a process cannot keep open
     _, look_seconds, _ = timed(lambda: ShardSet(folder, "train"))
     manifest, whole_seconds, whole_mib = timed(lambda: load_manifest(folder))
     _, check_seconds, _ = timed(lambda: check_shards(folder))
@@ -124,8 +128,14 @@ def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "sizes_of_all_shards": figure(look_seconds, "s", "measured", "driver, once: a stat of each shard"),
         "driver_checks": figure(check_seconds, "s", "measured", "driver, once: each footer, cached disk"),
         "chunk_read": figure(float(np.median(taken)), "s", "measured", f"{rows} documents from as many shards, cached"),
-        "reader_after_chunks": figure(rss, "MiB", "measured", f"resident after {given.chunks} chunks"),
-        "files_opened_a_step": figure(given.batch, "files", "computed", "a document each, over all ranks"),
+        "reader_after_chunks": figure(own, "MiB", "measured", f"of the process alone after {given.chunks} chunks"),
+        "shards_open": figure(min(MOST_OPEN, given.shards), "shards", "computed", "at most, in a process that reads"),
+        "files_opened_a_step": figure(given.batch * missed, "files", "computed", "a document each, unless it is open"),
+        "files_opened_a_second": figure(
+            given.batch * missed / given.step_seconds, "files/s", "computed", "of the shared disk"
+        ),
+        "units_of_100_tb": figure(1e14 / UNIT_MIB / _MIB, "units", "computed", f"of {UNIT_MIB:g} MiB; before"),
+        "larger_units_of_100_tb": figure(1e14 / MOST_UNITS / _MIB, "MiB", "computed", f"{MOST_UNITS} units"),
     }
 
 
@@ -194,7 +204,9 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="rows of the loss")
     options.add_argument("--model", choices=models.SIZES, default="roberta-base")
     options.add_argument("--tasks", type=int, default=2000, help="empty tasks of Ray")
-    options.add_argument("--step-seconds", type=float, default=1.0, help="assumed")
+    options.add_argument("--step-seconds", type=float, default=0.036, help="of 16 documents, computed for an H200")
+    options.add_argument("--latency-us", type=float, default=25.0, help="assumed microseconds of the network, one way")
+    options.add_argument("--ranks-a-host", type=int, default=8, help="assumed")
     options.add_argument("--disk-gb", type=float, default=10.0, help="assumed GB/s of the shared disk")
     options.add_argument("--network-gb", type=float, default=10.0, help="assumed GB/s of a rank's link")
     options.add_argument("--gpu-tflops", type=float, default=100.0, help="assumed")
@@ -208,6 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
             "loss": partial(loss_figures, given),
             "checkpoint": partial(checkpoint_figures, given, Path(folder)),
             "ray": partial(ray_figures, given),
+            "control": partial(control_figures, given),
         }
         for name in given.parts:
             figures[name] = parts[name]()

@@ -1,0 +1,161 @@
+"""Cost of the control plane: agreements of the workers and heartbeats at Ray's head, for `benchmarks.scale`.
+
+A step of 1,024 ranks is not run. Measured are all-reduces of up to 16 processes, and the heartbeats of all ranks, which
+this process writes to a real head.
+"""
+
+import argparse
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from benchmarks import gloo
+from benchmarks.record import figure
+from declutr.common.session import start_ray
+from declutr.trainer.driver.watchdog import Watchdog
+from declutr.trainer.parallel import doubling
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.worker.channel import ControlChannel, period
+from declutr.trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.worker.mailbox import Mailbox
+
+_SIZES = (2, 4, 8, 16)
+_REPEATS = 100
+_RING_EXCHANGES = 4  # in a step, before both changes: counts, twice the memory, requests
+_EXCHANGES = 2
+_DAY = 86_400.0
+
+
+def exchange_seconds(comm: Communicator, ranks: int) -> dict[str, list[float]]:
+    """Processor seconds of this process, and least elapsed ones, of an all-reduce of a step's counts, by both ways."""
+    counts = torch.ones(2 + 2 * ranks, dtype=torch.int64)
+    ways: dict[str, Callable[[], object]] = {
+        "ring": lambda: dist.all_reduce(counts.clone()),
+        "doubling": lambda: doubling.all_reduce(counts, comm.rank, comm.size, torch.add),
+    }
+    found = {}
+    for name, work in ways.items():
+        work()
+        elapsed, begun = [], time.process_time()
+        for _ in range(_REPEATS):
+            started = time.perf_counter()
+            work()
+            elapsed.append(time.perf_counter() - started)
+        found[name] = [(time.process_time() - begun) / _REPEATS, min(elapsed)]
+    return found
+
+
+def rounds(name: str, size: int) -> int:
+    """Messages that wait for each other in an all-reduce of this many ranks."""
+    return 2 * (size - 1) if name == "ring" else math.ceil(math.log2(size))
+
+
+def exchange_figures(given: argparse.Namespace) -> dict[str, Any]:
+    """Measure all-reduces of small groups, and compute those of all ranks from the time of a round."""
+    figures: dict[str, Any] = {"latency": figure(given.latency_us, "us", "assumed", "of the network, one way")}
+    measured: dict[str, dict[int, float]] = {"ring": {}, "doubling": {}}
+    for size in _SIZES:
+        found = gloo.run(size, exchange_seconds, given.ranks)
+        for name, by_size in measured.items():
+            by_size[size] = statistics.median(one[name][0] for one in found)
+            least = 1e6 * statistics.median(one[name][1] for one in found)
+            how = f"processor time of a rank, {rounds(name, size)} rounds; least elapsed time {least:.0f} us"
+            figures[f"{name}_{size}_ranks"] = figure(1e6 * by_size[size], "us", "measured", how)
+    for name, number in (("ring", _RING_EXCHANGES), ("doubling", _EXCHANGES)):
+        x = np.array([rounds(name, size) for size in _SIZES], float)
+        y = np.array([measured[name][size] for size in _SIZES])
+        a_round = float(x @ y / (x @ x)) + 1e-6 * given.latency_us
+        seconds = number * rounds(name, given.ranks) * a_round
+        how = "least squares of the measured times through 0, and the latency"
+        figures[f"{name}_round"] = figure(1e6 * a_round, "us", "computed", how)
+        how = f"{number} all-reduces of {rounds(name, given.ranks)} rounds, none hidden behind the device's work"
+        figures[f"{name}_a_step"] = figure(1e3 * seconds, "ms", "computed", how)
+        figures[f"{name}_share"] = figure(100 * seconds / given.step_seconds, "%", "computed", "of the step")
+    return figures
+
+
+def heartbeat_figures(given: argparse.Namespace) -> dict[str, Any]:
+    """Write the heartbeats of all ranks to a real head, each by itself and one worker a host for all, and read them.
+
+    Args:
+        given: options of `benchmarks.scale`.
+    """
+    start_ray(num_cpus=2)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return _written(given, Path(folder))
+    finally:
+        import ray
+
+        ray.shutdown()
+
+
+def _written(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The figures, with a session of Ray."""
+    ranks, a_host = given.ranks, given.ranks_a_host
+    beats = [Heartbeat(rank, ranks, "group", f"node {rank // a_host}", step=7, steps=7) for rank in range(ranks)]
+    boxes = [Mailbox(f"benchmark-{rank // a_host}", rank, _DAY, folder) for rank in range(ranks)]
+    alone, together = ControlChannel("alone"), ControlChannel("together")
+    head = next(one for one in psutil.process_iter(["name"]) if one.name().startswith("gcs_server"))
+
+    def cost(work: Callable[[], object]) -> tuple[float, float]:
+        """Elapsed seconds, and processor seconds of the head."""
+        before, begun = head.cpu_times(), time.perf_counter()
+        work()
+        elapsed, after = time.perf_counter() - begun, head.cpu_times()
+        return elapsed, after.user + after.system - before.user - before.system
+
+    def each() -> None:
+        for beat in beats:
+            alone.post(beat.rank, [beat.snapshot()])
+            alone.stop_reason()
+
+    def files() -> None:
+        for beat, box in zip(beats, boxes, strict=True):
+            box.write(beat.snapshot())
+            box.stop_reason()
+            box.leads()
+
+    def hosts() -> None:
+        for leader in range(0, ranks, a_host):
+            together.post(leader, boxes[leader].heartbeats())
+            together.stop_reason()
+
+    each_seconds, each_head = cost(each)
+    files_seconds, _ = cost(files)
+    hosts_seconds, hosts_head = cost(hosts)
+    read_seconds, _ = cost(together.heartbeats)
+    found, dog = together.heartbeats(), Watchdog(60.0, 2.0)
+    if len(found) != ranks or len(alone.heartbeats()) != ranks:
+        raise RuntimeError("a heartbeat is missing")
+    for beat in found:
+        beat |= {"steps": 100, "own_seconds": 0.03 + 1e-6 * beat["rank"]}
+    look_seconds, _ = cost(lambda: (dog.look(found, 0.0), dog.slow()))
+    seconds, num_hosts = period(ranks), -(-ranks // a_host)
+    return {
+        "ranks_a_host": figure(a_host, "ranks", "assumed", "GPUs of a host"),
+        "period": figure(seconds, "s", "computed", "between two heartbeats; 0.5 s up to 256 ranks"),
+        "each_rank_calls": figure(4.0 * ranks, "calls/s", "computed", "before: a write and a read, twice a second"),
+        "each_rank_head": figure(
+            200 * each_head, "%", "computed", f"of a core of the head, {each_seconds:.2f} s for all"
+        ),
+        "hosts_calls": figure(2 * num_hosts / seconds, "calls/s", "computed", "a write and a read a host"),
+        "hosts_head": figure(100 * hosts_head / seconds, "%", "computed", f"of a core; {hosts_seconds:.2f} s for all"),
+        "worker_files": figure(1e3 * files_seconds / ranks, "ms", "measured", "a worker's files, each period"),
+        "driver_reads": figure(1e3 * read_seconds, "ms", "measured", f"{ranks} heartbeats, each period"),
+        "driver_judges": figure(1e3 * look_seconds, "ms", "measured", f"{ranks} heartbeats, twice a second"),
+    }
+
+
+def control_figures(given: argparse.Namespace) -> dict[str, Any]:
+    """The control plane of a step: agreements and heartbeats."""
+    return {"agreements": exchange_figures(given), "heartbeats": heartbeat_figures(given)}
