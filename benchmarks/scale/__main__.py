@@ -131,6 +131,12 @@ def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "reader_after_chunks": figure(own, "MiB", "measured", f"of the process alone after {given.chunks} chunks"),
         "shards_open": figure(min(MOST_OPEN, given.shards), "shards", "computed", "at most, in a process that reads"),
         "files_opened_a_step": figure(given.batch * missed, "files", "computed", "a document each, unless it is open"),
+        "reading_cores": figure(
+            given.batch / rows * float(np.median(taken)) / given.step_seconds,
+            "cores",
+            "computed",
+            "of all hosts together",
+        ),
         "files_opened_a_second": figure(
             given.batch * missed / given.step_seconds, "files/s", "computed", "of the shared disk"
         ),
@@ -157,6 +163,9 @@ def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any
         "written": figure(written, "s", "measured", "with its checksum, until it is on this disk"),
         "verified": figure(verified, "s", "measured", "by every rank that loads"),
         "loaded": figure(loaded, "s", "measured", "from the page cache"),
+        "gradient_exchange": figure(
+            8 * number / (given.network_gb * 1e9), "s", "computed", "ring: 2 x parameters x 4 bytes / link"
+        ),
         "read_by_all_ranks": figure(total / 1e9, "GB", "computed", "size x ranks: each loads for itself"),
         "restart_reads": figure(
             2 * total / (given.disk_gb * 1e9), "s", "computed", "verified and loaded: 2 x total / disk"
@@ -208,7 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--latency-us", type=float, default=25.0, help="assumed microseconds of the network, one way")
     options.add_argument("--ranks-a-host", type=int, default=8, help="assumed")
     options.add_argument("--disk-gb", type=float, default=10.0, help="assumed GB/s of the shared disk")
-    options.add_argument("--network-gb", type=float, default=10.0, help="assumed GB/s of a rank's link")
+    options.add_argument("--network-gb", type=float, default=50.0, help="assumed GB/s of a rank's link")
     options.add_argument("--gpu-tflops", type=float, default=100.0, help="assumed")
     given = options.parse_args(arguments)
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from declutr.common.watcher import Watcher
 from declutr.trainer.worker.ray_internals import draining_nodes, head
 
 EVERY_SECONDS = 0.5
-_MOST_SECONDS = 2.0  # a worker that is silent for ten seconds is in doubt, and another one takes over after 3 periods
+_MOST_SECONDS = 2.0  # a worker that is silent for ten seconds is in doubt, and another one takes over after 2 periods
 _RANKS = 256  # of a group whose period is the least
 _NAMESPACE = b"declutr"
 # Without a limit a call waits for a lost head, and after a minute Ray kills the whole process.

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-_FRESH_PERIODS = 3.0  # a worker that has not written for this many periods has ended or stands still
+_FRESH_PERIODS = 2.0  # a worker that has not written for this many periods has ended or stands still
 _OLD_SECONDS = 86_400.0  # folders of killed workers are removed after this time
 _PREFIX = "declutr-workers-"
 _STOP = "stop"
