@@ -33,7 +33,7 @@ class Mailbox:
         if not self._folder.is_dir():
             _remove_old(self._folder.parent)
             self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._replace(str(self._rank), heartbeat)
+        self._replace(str(self._rank), json.dumps(heartbeat))
 
     def leads(self) -> bool:
         """True if this worker asks the head: it has the lowest rank of those that still write."""
@@ -48,12 +48,12 @@ class Mailbox:
 
     def pass_on(self, reason: str) -> None:
         """Tells the other workers of this host to save and stop."""
-        self._replace(_STOP, {"reason": reason})
+        self._replace(_STOP, reason)
 
     def stop_reason(self) -> str | None:
         """Reason for the workers to save and stop, or None."""
         path = self._folder / _STOP
-        return str(json.loads(path.read_bytes())["reason"]) if path.exists() else None
+        return path.read_text(encoding="utf-8") if path.exists() else None
 
     def leave(self) -> None:
         """Removes the folder unless another worker still writes to it."""
@@ -68,10 +68,10 @@ class Mailbox:
         with os.scandir(self._folder) as found:
             return [(int(one.name), one.stat().st_mtime) for one in found if one.name.isdigit()]
 
-    def _replace(self, name: str, value: dict[str, Any]) -> None:
+    def _replace(self, name: str, text: str) -> None:
         """Writes a file that is never seen in part; it need not survive the host, so nothing is forced to disk."""
         aside = self._folder / f".{name}.{self._rank}"
-        aside.write_text(json.dumps(value), encoding="utf-8")
+        aside.write_text(text, encoding="utf-8")
         aside.replace(self._folder / name)
 
 
