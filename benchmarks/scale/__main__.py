@@ -111,9 +111,10 @@ def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     make_shards(folder, given.shards, max(1, given.documents // given.shards))
     shards, index_seconds, index_mib = timed(lambda: ShardSet(folder, "train", look=False))
     mine = rank_plan(Plan(given.seed, shards.num_documents, given.batch), shards, 0, given.ranks, 0, 2**20)
+    before = psutil.Process().memory_full_info().uss
     taken = [timed(partial(shards.take, mine.chunk(number)[1]))[1] for number in range(given.chunks)]
     rows = len(mine.chunk(0)[1])
-    own = psutil.Process().memory_full_info().uss / _MIB
+    grown = (psutil.Process().memory_full_info().uss - before) / _MIB
     missed = max(0.0, 1 - MOST_OPEN / given.shards)  # documents in shards that a process cannot keep open
     _, look_seconds, _ = timed(lambda: ShardSet(folder, "train"))
     manifest, whole_seconds, whole_mib = timed(lambda: load_manifest(folder))
@@ -128,7 +129,7 @@ def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "sizes_of_all_shards": figure(look_seconds, "s", "measured", "driver, once: a stat of each shard"),
         "driver_checks": figure(check_seconds, "s", "measured", "driver, once: each footer, cached disk"),
         "chunk_read": figure(float(np.median(taken)), "s", "measured", f"{rows} documents from as many shards, cached"),
-        "reader_after_chunks": figure(own, "MiB", "measured", f"of the process alone after {given.chunks} chunks"),
+        "reader_after_chunks": figure(grown, "MiB", "measured", f"more after {given.chunks} chunks"),
         "shards_open": figure(min(MOST_OPEN, given.shards), "shards", "computed", "at most, in a process that reads"),
         "files_opened_a_step": figure(given.batch * missed, "files", "computed", "a document each, unless it is open"),
         "reading_cores": figure(

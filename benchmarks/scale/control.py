@@ -6,6 +6,7 @@ this process writes to a real head.
 
 import argparse
 import math
+import os
 import statistics
 import tempfile
 import time
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -29,28 +29,25 @@ from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.mailbox import Mailbox
 
 _SIZES = (2, 4, 8, 16)
-_REPEATS = 100
+_REPEATS = 300
 _RING_EXCHANGES = 4  # in a step, before both changes: counts, twice the memory, requests
 _EXCHANGES = 2
 _DAY = 86_400.0
 
 
-def exchange_seconds(comm: Communicator, ranks: int) -> dict[str, list[float]]:
-    """Processor seconds of this process, and least elapsed ones, of an all-reduce of a step's counts, by both ways."""
+def exchange_seconds(comm: Communicator, ranks: int) -> dict[str, float]:
+    """Least elapsed seconds of an all-reduce of a step's counts, by both ways; other programs use this machine."""
     counts = torch.ones(2 + 2 * ranks, dtype=torch.int64)
     ways: dict[str, Callable[[], object]] = {
         "ring": lambda: dist.all_reduce(counts.clone()),
         "doubling": lambda: doubling.all_reduce(counts, comm.rank, comm.size, torch.add),
     }
-    found = {}
+    found = dict.fromkeys(ways, math.inf)
     for name, work in ways.items():
-        work()
-        elapsed, begun = [], time.process_time()
         for _ in range(_REPEATS):
             started = time.perf_counter()
             work()
-            elapsed.append(time.perf_counter() - started)
-        found[name] = [(time.process_time() - begun) / _REPEATS, min(elapsed)]
+            found[name] = min(found[name], time.perf_counter() - started)
     return found
 
 
@@ -60,23 +57,25 @@ def rounds(name: str, size: int) -> int:
 
 
 def exchange_figures(given: argparse.Namespace) -> dict[str, Any]:
-    """Measure all-reduces of small groups, and compute those of all ranks from the time of a round."""
+    """Measure all-reduces of small groups, and compute those of all ranks from the time of a round.
+
+    Ranks share the cores of this machine. So a round takes as many times longer as there are ranks to a core; on
+    separate hosts it takes the time of one rank and the latency of the network.
+    """
+    cores = len(os.sched_getaffinity(0))
     figures: dict[str, Any] = {"latency": figure(given.latency_us, "us", "assumed", "of the network, one way")}
-    measured: dict[str, dict[int, float]] = {"ring": {}, "doubling": {}}
+    a_round: dict[str, list[float]] = {"ring": [], "doubling": []}
     for size in _SIZES:
         found = gloo.run(size, exchange_seconds, given.ranks)
-        for name, by_size in measured.items():
-            by_size[size] = statistics.median(one[name][0] for one in found)
-            least = 1e6 * statistics.median(one[name][1] for one in found)
-            how = f"processor time of a rank, {rounds(name, size)} rounds; least elapsed time {least:.0f} us"
-            figures[f"{name}_{size}_ranks"] = figure(1e6 * by_size[size], "us", "measured", how)
+        for name, times in a_round.items():
+            seconds = statistics.median(one[name] for one in found)
+            times.append(seconds * min(1.0, cores / size) / rounds(name, size))
+            how = f"least of {_REPEATS}, {rounds(name, size)} rounds; {1e6 * times[-1]:.0f} us a round and rank"
+            figures[f"{name}_{size}_ranks"] = figure(1e6 * seconds, "us", "measured", how)
     for name, number in (("ring", _RING_EXCHANGES), ("doubling", _EXCHANGES)):
-        x = np.array([rounds(name, size) for size in _SIZES], float)
-        y = np.array([measured[name][size] for size in _SIZES])
-        a_round = float(x @ y / (x @ x)) + 1e-6 * given.latency_us
-        seconds = number * rounds(name, given.ranks) * a_round
-        how = "least squares of the measured times through 0, and the latency"
-        figures[f"{name}_round"] = figure(1e6 * a_round, "us", "computed", how)
+        each = statistics.median(a_round[name]) + 1e-6 * given.latency_us
+        seconds = number * rounds(name, given.ranks) * each
+        figures[f"{name}_round"] = figure(1e6 * each, "us", "computed", "median of a round and rank, and the latency")
         how = f"{number} all-reduces of {rounds(name, given.ranks)} rounds, none hidden behind the device's work"
         figures[f"{name}_a_step"] = figure(1e3 * seconds, "ms", "computed", how)
         figures[f"{name}_share"] = figure(100 * seconds / given.step_seconds, "%", "computed", "of the step")
