@@ -178,12 +178,9 @@ def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any
 def ray_figures(given: argparse.Namespace) -> dict[str, Any]:
     """Compute the tasks per second that a run needs, and measure those of one session here."""
     start_ray(num_cpus=2)
-    try:
-        task = ray.remote(lambda: None)
-        ray.get([task.remote() for _ in range(20)])
-        _, seconds, _ = timed(lambda: ray.get([task.remote() for _ in range(given.tasks)]), elapsed=True)
-    finally:
-        ray.shutdown()
+    task = ray.remote(lambda: None)
+    ray.get([task.remote() for _ in range(20)])
+    _, seconds, _ = timed(lambda: ray.get([task.remote() for _ in range(given.tasks)]), elapsed=True)
     mean_tokens, token_bytes = 3000, 2
     return {
         "tasks_wanted": figure(
@@ -216,6 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--tasks", type=int, default=2000, help="empty tasks of Ray")
     options.add_argument("--step-seconds", type=float, default=0.036, help="of 16 documents, computed for an H200")
     options.add_argument("--latency-us", type=float, default=25.0, help="assumed microseconds of the network, one way")
+    options.add_argument("--groups", type=int, nargs="+", default=[2, 4, 8, 16], help="ranks of measured all-reduces")
     options.add_argument("--ranks-a-host", type=int, default=8, help="assumed")
     options.add_argument("--disk-gb", type=float, default=10.0, help="assumed GB/s of the shared disk")
     options.add_argument("--network-gb", type=float, default=50.0, help="assumed GB/s of a rank's link")
@@ -232,9 +230,12 @@ def main(arguments: list[str] | None = None) -> None:
             "ray": partial(ray_figures, given),
             "control": partial(control_figures, given),
         }
-        for name in given.parts:
-            figures[name] = parts[name]()
-            record.progress(f"{name}: {figures[name]}")
+        try:
+            for name in given.parts:
+                figures[name] = parts[name]()
+                record.progress(f"{name}: {figures[name]}")
+        finally:
+            ray.shutdown()
     record.publish(figures | record.facts("scale", given.commit), given.json)
 
 

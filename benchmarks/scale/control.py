@@ -28,7 +28,6 @@ from declutr.trainer.worker.channel import ControlChannel, period
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.mailbox import Mailbox
 
-_SIZES = (2, 4, 8, 16)
 _REPEATS = 300
 _RING_EXCHANGES = 4  # in a step, before both changes: counts, twice the memory, requests
 _EXCHANGES = 2
@@ -65,7 +64,7 @@ def exchange_figures(given: argparse.Namespace) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     figures: dict[str, Any] = {"latency": figure(given.latency_us, "us", "assumed", "of the network, one way")}
     a_round: dict[str, list[float]] = {"ring": [], "doubling": []}
-    for size in _SIZES:
+    for size in given.groups:
         found = gloo.run(size, exchange_seconds, given.ranks)
         for name, times in a_round.items():
             seconds = statistics.median(one[name] for one in found)
@@ -89,13 +88,8 @@ def heartbeat_figures(given: argparse.Namespace) -> dict[str, Any]:
         given: options of `benchmarks.scale`.
     """
     start_ray(num_cpus=2)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return _written(given, Path(folder))
-    finally:
-        import ray
-
-        ray.shutdown()
+    with tempfile.TemporaryDirectory() as folder:
+        return _written(given, Path(folder))
 
 
 def _written(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -104,7 +98,8 @@ def _written(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     beats = [Heartbeat(rank, ranks, "group", f"node {rank // a_host}", step=7, steps=7) for rank in range(ranks)]
     boxes = [Mailbox(f"benchmark-{rank // a_host}", rank, _DAY, folder) for rank in range(ranks)]
     alone, together = ControlChannel("alone"), ControlChannel("together")
-    head = next(one for one in psutil.process_iter(["name"]) if one.name().startswith("gcs_server"))
+    processes = psutil.Process().children(recursive=True)  # of this session, not of another one on this machine
+    head = next(process for process in processes if process.name().startswith("gcs_server"))
 
     def cost(work: Callable[[], object]) -> tuple[float, float]:
         """Elapsed seconds, and processor seconds of the head."""
