@@ -10,7 +10,7 @@ from declutr.common.config import Strict, flat_keys
 from declutr.common.storage import hash_json
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.filters.document_filter import FiltersConfig
-from declutr.pipeline.readers.corpus import FilesCorpus, HubCorpus
+from declutr.pipeline.readers.corpus import UNIT_MIB, FilesCorpus, HubCorpus
 from declutr.pipeline.readers.fields import FIELD_FORMATS
 from declutr.pipeline.readers.pydocs import PythonDocs
 from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, DocumentsContent, keys_of
@@ -51,8 +51,9 @@ class PipelineConfig(Strict):
     """Largest fraction of documents that may fail to be read; with more failures `prepare` ends with an error."""
     validation_fraction: float = Field(default=0.01, ge=0, lt=1)
     """Fraction of documents held out for validation, chosen by document id."""
-    unit_mib: float = Field(default=32.0, gt=0)
-    """Text that one task reads, MiB; a killed run loses at most this much a worker. A .gz file is never cut."""
+    unit_mib: float | None = Field(default=None, gt=0)
+    """Text that one task reads, MiB; a killed run loses at most this much a worker. A .gz file is never cut.
+    null: 32, or more if the corpus would have over 65,536 units of 32 MiB, which are 2 TiB."""
     record_batch_rows: int = Field(default=1000, ge=1)
     """Rows of an Arrow record batch in a shard, which a reading task of the trainer loads at once."""
     seed: int = Field(default=0, ge=0)
@@ -151,6 +152,7 @@ def _media_problems(config: PipelineConfig) -> list[str]:
 def identity(config: PipelineConfig) -> dict[str, Any]:
     """The settings that decide the content of the shards, as JSON. Those without effect on its kind are left out."""
     found = config.model_dump(mode="json", exclude=_NO_INFLUENCE)
+    found["unit_mib"] = found["unit_mib"] or UNIT_MIB
     if config.content.kind != "documents":
         del found["geometry"], found["short_documents"]
     if config.content.kind in MEDIA_KINDS:

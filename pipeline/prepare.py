@@ -36,7 +36,7 @@ from declutr.pipeline.job.recheck import content_problems
 from declutr.pipeline.job.sample import output_tokenizer
 from declutr.pipeline.job.stages import run_stages
 from declutr.pipeline.job.stored import open_output
-from declutr.pipeline.job.units import Unit, plan_units, with_file_states
+from declutr.pipeline.job.units import Unit, fit_units, with_file_states
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 from declutr.pipeline.shards.manifest import (
     MANIFEST,
@@ -85,7 +85,7 @@ def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
                 return load_manifest(output.folder)
             with output.owned(_lost):
                 output.refresh()  # another command may have changed it meanwhile
-                if found := output_problems(output.folder, output.names(), config, plan):
+                if found := output_problems(output.folder, output.names(), output.config, plan):
                     raise ConfigError("prepare", found)
                 return _make(output, units, plan)
         except OSError as error:  # a full disk, a lost storage, a folder without write permission
@@ -144,7 +144,7 @@ def plan_ahead(config: PipelineConfig) -> Estimate:
     with _examined(config) as (output, units, plan, found):
         if found or plan is None or output is None:
             raise ConfigError("prepare", found)
-        folder = output.folder
+        folder, config = output.folder, output.config
         try:
             with tempfile.TemporaryDirectory(prefix="declutr-plan-") as work:
                 if (folder / TOKENIZER).exists():
@@ -167,7 +167,11 @@ def _examined(config: PipelineConfig, verify: bool = False) -> Iterator[Examined
     if found := list(refused_settings(config.model_dump(mode="json"))):
         yield None, [], None, found
         return
-    places = look(config.model_dump())
+    places, skipped = look(config.model_dump()), Skipped()
+    units, problems = list[Unit](), list[str]()
+    if not any(problem.startswith("corpus.") for problem in places):
+        unit_mib, units, problems = fit_units(config.corpus, config.unit_mib, skipped, config.content)
+        config = config.model_copy(update={"unit_mib": unit_mib})
     with ExitStack() as stack:
         output = None
         if not any(problem.startswith("output ") for problem in places):
@@ -175,18 +179,19 @@ def _examined(config: PipelineConfig, verify: bool = False) -> Iterator[Examined
                 output = stack.enter_context(open_output(config))
             except OSError as error:
                 places.append(f"output = {config.output!r}: {error}")
-        yield output, *_examine(config, output, places, verify)
+        yield output, *_examine(config, output, units, skipped, problems + places, verify)
 
 
 def _examine(
-    config: PipelineConfig, output: Output | None, places: list[str], verify: bool
+    config: PipelineConfig,
+    output: Output | None,
+    units: list[Unit],
+    skipped: Skipped,
+    problems: list[str],
+    verify: bool,
 ) -> tuple[list[Unit], PreparePlan | None, list[str]]:
-    """The units, their plan if the inputs can be read, and all problems; `places` are those of the paths."""
-    skipped = Skipped()
-    unread = any(problem.startswith("corpus.") for problem in places)
-    units, found = ([], []) if unread else plan_units(config.corpus, config.unit_mib, skipped, config.content)
-    found += places
-    found += filter_problems(config.filters) + duplicates_problems(config.duplicates)
+    """The units, their plan if the inputs can be read, and all problems; `problems` are those of inputs and paths."""
+    found = problems + filter_problems(config.filters) + duplicates_problems(config.duplicates)
     plan = None
     if not found and output is not None:  # missing inputs would also be reported as changed inputs
         units = with_file_states(units)
@@ -198,7 +203,7 @@ def _examine(
         )
     tokenizer = config.tokenizer
     is_there = plan is not None and output is not None and (output.folder / TOKENIZER).exists()
-    if isinstance(tokenizer, PretrainedTokenizer) and not is_there and not any("tokenizer.name" in p for p in places):
+    if isinstance(tokenizer, PretrainedTokenizer) and not is_there and not any("tokenizer.name" in p for p in problems):
         try:
             load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
         except ConfigError as error:

@@ -23,19 +23,22 @@ from safetensors.torch import load_file
 
 from benchmarks import record
 from benchmarks.record import figure
+from benchmarks.scale.control import control_figures
 from benchmarks.scale.loss import loss_figures
 from benchmarks.scale.shards import make_shards
 from benchmarks.workload import models
 from declutr.common import seeding
 from declutr.common.session import start_ray
-from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
+from declutr.pipeline.job.units import MOST_UNITS
+from declutr.pipeline.readers.corpus import UNIT_MIB
+from declutr.pipeline.shards.shards import MOST_OPEN, ShardSet, check_shards, load_manifest
 from declutr.trainer.checkpoints.state import has_checksum
 from declutr.trainer.checkpoints.tensorfile import write_tensors
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.plan import I64, Plan
 
 _MIB = 2**20
-_PARTS = ("plan", "manifest", "loss", "checkpoint", "ray")
+_PARTS = ("plan", "manifest", "loss", "checkpoint", "ray", "control")
 _CHUNK_DOCUMENTS = 1024  # per reading task, as in trainer/data/stream.py
 
 
@@ -108,9 +111,11 @@ def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     make_shards(folder, given.shards, max(1, given.documents // given.shards))
     shards, index_seconds, index_mib = timed(lambda: ShardSet(folder, "train", look=False))
     mine = rank_plan(Plan(given.seed, shards.num_documents, given.batch), shards, 0, given.ranks, 0, 2**20)
+    before = psutil.Process().memory_full_info().uss
     taken = [timed(partial(shards.take, mine.chunk(number)[1]))[1] for number in range(given.chunks)]
     rows = len(mine.chunk(0)[1])
-    rss = psutil.Process().memory_info().rss / _MIB
+    grown = (psutil.Process().memory_full_info().uss - before) / _MIB
+    missed = max(0.0, 1 - MOST_OPEN / given.shards)  # documents in shards that a process cannot keep open
     _, look_seconds, _ = timed(lambda: ShardSet(folder, "train"))
     manifest, whole_seconds, whole_mib = timed(lambda: load_manifest(folder))
     _, check_seconds, _ = timed(lambda: check_shards(folder))
@@ -124,8 +129,20 @@ def manifest_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "sizes_of_all_shards": figure(look_seconds, "s", "measured", "driver, once: a stat of each shard"),
         "driver_checks": figure(check_seconds, "s", "measured", "driver, once: each footer, cached disk"),
         "chunk_read": figure(float(np.median(taken)), "s", "measured", f"{rows} documents from as many shards, cached"),
-        "reader_after_chunks": figure(rss, "MiB", "measured", f"resident after {given.chunks} chunks"),
-        "files_opened_a_step": figure(given.batch, "files", "computed", "a document each, over all ranks"),
+        "reader_after_chunks": figure(grown, "MiB", "measured", f"more after {given.chunks} chunks"),
+        "shards_open": figure(min(MOST_OPEN, given.shards), "shards", "computed", "at most, in a process that reads"),
+        "files_opened_a_step": figure(given.batch * missed, "files", "computed", "a document each, unless it is open"),
+        "reading_cores": figure(
+            given.batch / rows * float(np.median(taken)) / given.step_seconds,
+            "cores",
+            "computed",
+            "of all hosts together",
+        ),
+        "files_opened_a_second": figure(
+            given.batch * missed / given.step_seconds, "files/s", "computed", "of the shared disk"
+        ),
+        "units_of_100_tb": figure(1e14 / UNIT_MIB / _MIB, "units", "computed", f"of {UNIT_MIB:g} MiB; before"),
+        "larger_units_of_100_tb": figure(1e14 / MOST_UNITS / _MIB, "MiB", "computed", f"{MOST_UNITS} units"),
     }
 
 
@@ -147,6 +164,9 @@ def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any
         "written": figure(written, "s", "measured", "with its checksum, until it is on this disk"),
         "verified": figure(verified, "s", "measured", "by every rank that loads"),
         "loaded": figure(loaded, "s", "measured", "from the page cache"),
+        "gradient_exchange": figure(
+            8 * number / (given.network_gb * 1e9), "s", "computed", "ring: 2 x parameters x 4 bytes / link"
+        ),
         "read_by_all_ranks": figure(total / 1e9, "GB", "computed", "size x ranks: each loads for itself"),
         "restart_reads": figure(
             2 * total / (given.disk_gb * 1e9), "s", "computed", "verified and loaded: 2 x total / disk"
@@ -158,12 +178,9 @@ def checkpoint_figures(given: argparse.Namespace, folder: Path) -> dict[str, Any
 def ray_figures(given: argparse.Namespace) -> dict[str, Any]:
     """Compute the tasks per second that a run needs, and measure those of one session here."""
     start_ray(num_cpus=2)
-    try:
-        task = ray.remote(lambda: None)
-        ray.get([task.remote() for _ in range(20)])
-        _, seconds, _ = timed(lambda: ray.get([task.remote() for _ in range(given.tasks)]), elapsed=True)
-    finally:
-        ray.shutdown()
+    task = ray.remote(lambda: None)
+    ray.get([task.remote() for _ in range(20)])
+    _, seconds, _ = timed(lambda: ray.get([task.remote() for _ in range(given.tasks)]), elapsed=True)
     mean_tokens, token_bytes = 3000, 2
     return {
         "tasks_wanted": figure(
@@ -194,9 +211,12 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="rows of the loss")
     options.add_argument("--model", choices=models.SIZES, default="roberta-base")
     options.add_argument("--tasks", type=int, default=2000, help="empty tasks of Ray")
-    options.add_argument("--step-seconds", type=float, default=1.0, help="assumed")
+    options.add_argument("--step-seconds", type=float, default=0.036, help="of 16 documents, computed for an H200")
+    options.add_argument("--latency-us", type=float, default=25.0, help="assumed microseconds of the network, one way")
+    options.add_argument("--groups", type=int, nargs="+", default=[2, 4, 8, 16], help="ranks of measured all-reduces")
+    options.add_argument("--ranks-a-host", type=int, default=8, help="assumed")
     options.add_argument("--disk-gb", type=float, default=10.0, help="assumed GB/s of the shared disk")
-    options.add_argument("--network-gb", type=float, default=10.0, help="assumed GB/s of a rank's link")
+    options.add_argument("--network-gb", type=float, default=50.0, help="assumed GB/s of a rank's link")
     options.add_argument("--gpu-tflops", type=float, default=100.0, help="assumed")
     given = options.parse_args(arguments)
     torch.set_num_threads(1)
@@ -208,10 +228,14 @@ def main(arguments: list[str] | None = None) -> None:
             "loss": partial(loss_figures, given),
             "checkpoint": partial(checkpoint_figures, given, Path(folder)),
             "ray": partial(ray_figures, given),
+            "control": partial(control_figures, given),
         }
-        for name in given.parts:
-            figures[name] = parts[name]()
-            record.progress(f"{name}: {figures[name]}")
+        try:
+            for name in given.parts:
+                figures[name] = parts[name]()
+                record.progress(f"{name}: {figures[name]}")
+        finally:
+            ray.shutdown()
     record.publish(figures | record.facts("scale", given.commit), given.json)
 
 

@@ -17,11 +17,10 @@ from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from declutr.evaluation.encoders.protocol import SentenceEncoder
-from declutr.pipeline.job.units import Unit, hash_unit, input_state_read, plan_units, read_unit, with_file_states
+from declutr.pipeline.job.units import Unit, fit_units, hash_unit, input_state_read, plan_units, read_unit, with_file_states
 from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, Record
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 
-_MIB = 2**20
 _MAX_UNITS = 4096
 
 
@@ -48,10 +47,8 @@ def plan(config: EmbedConfig) -> list[Unit]:
             "ids and skipped rows need an --output that ends in .parquet, because .npy has row numbers only"
         )
     skipped = Skipped()
-    units, found = plan_units(corpus_of(config, config.text_field), config.unit_mib or 1, skipped)
-    if config.unit_mib is None and len(units) > _MAX_UNITS:
-        mib = sum(unit.weight for unit in units) / _MIB / _MAX_UNITS
-        units, found = plan_units(corpus_of(config, config.text_field), mib)
+    corpus = corpus_of(config, config.text_field)
+    _, units, found = fit_units(corpus, config.unit_mib, skipped, least_mib=1, most_units=_MAX_UNITS)
     if config.id_field and not found:
         found = plan_units(corpus_of(config, config.id_field), 1)[1]
     words = {"corpus.paths": "input", "corpus.format": "--format", "corpus.text_field": "--text-field or --id-field"}

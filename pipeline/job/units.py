@@ -1,5 +1,6 @@
 """Units of work, each read by one task. They depend only on the inputs and the configuration, not on the workers."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from pydantic import Field
@@ -7,7 +8,7 @@ from pydantic import Field
 from declutr.common.config import Strict
 from declutr.common.storage import hash_json
 from declutr.pipeline.media.media_rows import blob_rules, media_rows
-from declutr.pipeline.readers.corpus import MIB, FilesCorpus, HubCorpus, Part, Record
+from declutr.pipeline.readers.corpus import MIB, UNIT_MIB, FilesCorpus, HubCorpus, Part, Record
 from declutr.pipeline.readers.files import Rules, rules_of
 from declutr.pipeline.readers.input_state import FileState, InputState, digest_parts, input_state_of, read_file_states
 from declutr.pipeline.readers.parts import Meter, read_part
@@ -19,6 +20,7 @@ from declutr.pipeline.texts.text_rows import MAX_FILE_BYTES, rows
 
 Corpus = FilesCorpus | HubCorpus | PythonDocs
 DOCUMENTS = DocumentsContent()
+MOST_UNITS = 65_536
 
 
 class Unit(Strict):
@@ -91,10 +93,10 @@ def _rules(corpus: FilesCorpus | HubCorpus, content: AnyContent) -> Rules:
 
 
 def plan_units(
-    corpus: Corpus, unit_mib: float, skipped: Skipped | None = None, content: AnyContent = DOCUMENTS
+    corpus: Corpus, unit_mib: float | None, skipped: Skipped | None = None, content: AnyContent = DOCUMENTS
 ) -> tuple[list[Unit], list[str]]:
-    """Groups the corpus into units of about `unit_mib` MiB of uncompressed text; see `file_parts`."""
-    unit_bytes = max(1, int(unit_mib * MIB))
+    """Groups the corpus into units of about `unit_mib` MiB of uncompressed text, or UNIT_MIB; see `file_parts`."""
+    unit_bytes = max(1, int((unit_mib or UNIT_MIB) * MIB))
     problems: list[str] = []
     if isinstance(corpus, PythonDocs):
         parts = python_parts()
@@ -109,6 +111,27 @@ def plan_units(
         groups[-1].append(part)
         held += part.weight
     return [Unit(name=f"{index:05d}", parts=group) for index, group in enumerate(groups)], problems
+
+
+def fit_units(
+    corpus: Corpus,
+    unit_mib: float | None,
+    skipped: Skipped | None = None,
+    content: AnyContent = DOCUMENTS,
+    least_mib: float = UNIT_MIB,
+    most_units: int = MOST_UNITS,
+) -> tuple[float, list[Unit], list[str]]:
+    """The size of units in MiB, the units, and the problems of the inputs.
+
+    Without a given size, units have `least_mib`, and more if there would be over `most_units` of them. The manifest has
+    an entry for each shard of a unit, which every worker of a run reads, so their number must not grow with the corpus.
+    """
+    chosen = unit_mib or least_mib
+    units, problems = plan_units(corpus, chosen, skipped, content)
+    if unit_mib is None and len(units) > most_units:
+        chosen = math.ceil(sum(unit.weight for unit in units) / MIB / most_units)
+        units, problems = plan_units(corpus, chosen, None, content)  # what is skipped is counted already
+    return float(chosen), units, problems
 
 
 def hash_unit(unit: Unit) -> str:

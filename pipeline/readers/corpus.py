@@ -12,6 +12,8 @@ from declutr.common.console.terminal import shorten
 from declutr.common.suggestions import suggest
 
 MIB = 2**20
+UNIT_MIB = 32.0
+"""Text of a unit of preparation in MiB, unless the corpus is larger than any today."""
 ID_BYTES = 16
 """Length of a document id."""
 END = 2**62

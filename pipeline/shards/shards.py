@@ -16,7 +16,7 @@ from declutr.pipeline.shards.integrity import ListedShard, ManifestIndex, load_i
 from declutr.pipeline.shards.ledger import LedgerFile
 from declutr.pipeline.shards.manifest import MANIFEST, Manifest, Shard, ShardError, load_manifest
 
-_MOST_OPEN = 512  # each needs a memory map, and a large corpus has more shards than a process may map
+MOST_OPEN = 8192  # some 10 KiB each, and a memory map, of which a process may have 65,530
 
 __all__ = ["MANIFEST", "Manifest", "Shard", "ShardError", "ShardSet", "check_shards", "load_manifest"]
 
@@ -38,7 +38,7 @@ class ShardSet:
         ShardError: the manifest is missing, or it names a shard that is missing or of another size.
     """
 
-    def __init__(self, folder: Path, split: str, look: bool = True, most_open: int = _MOST_OPEN) -> None:
+    def __init__(self, folder: Path, split: str, look: bool = True, most_open: int = MOST_OPEN) -> None:
         self.folder = folder
         self._most_open = most_open
         self._index = load_index(folder)
@@ -111,20 +111,20 @@ class ShardSet:
 
 
 class _OpenShard:
-    """One mapped shard: its record batches and the first row of each."""
+    """One mapped shard: the first row of each of its record batches, which it reads when they are asked for."""
 
     def __init__(self, folder: Path, shard: Shard | ListedShard, kind: ContentKind) -> None:
         path = folder / shard.name
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
-            self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+            sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
             if problem := schema_problem(reader.schema, kind):
                 raise ShardError(f"{path} is not a shard: {problem}; prepare the folder again")
         except (pa.ArrowException, OSError) as error:
             raise ShardError(f"{path} is not an Arrow file: {error}; prepare the folder again") from error
-        self.schema, self._path = reader.schema, path
+        self.schema, self._path, self._reader = reader.schema, path, reader
         self._safe: set[int] = set()
-        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+        self._starts = np.cumsum([0, *sizes])
         if self._starts[-1] != shard.num_documents:
             raise ShardError(f"{path}: {self._starts[-1]} documents, the manifest says {shard.num_documents}")
 
@@ -141,7 +141,7 @@ class _OpenShard:
 
     def _batch(self, number: int) -> pa.RecordBatch:
         """A record batch whose offsets were checked, because Arrow reads wherever they point."""
-        batch = self._batches[number]
+        batch = self._reader.get_batch(number)  # not kept: a thousand shards have more batches than memory for them
         if number not in self._safe:
             if problem := memory_problem(batch):
                 raise ShardError(_unsound(self._path, int(self._starts[number]), problem))

@@ -108,17 +108,17 @@ def test_benchmark_of_the_collator_has_figures(tmp_path):
 def test_benchmark_of_scale_has_figures(tmp_path):
     """Small, but every part; every figure says what it is worth."""
     sizes = ("--documents", "20000", "--ranks", "16", "--shards", "40", "--batch", "256", "--sample", "300")
-    few = ("--chunks", "1", "--rows", "32", "64", "--model", "tiny", "--tasks", "10")
-    try:
-        found = figures(scale.main, tmp_path, *sizes, *few)
-    finally:
-        ray.shutdown()
-    parts = [found[name] for name in ("plan", "manifest", "loss", "checkpoint", "ray")]
+    few = ("--chunks", "1", "--rows", "32", "64", "--model", "tiny", "--tasks", "10", "--groups", "2")
+    found = figures(scale.main, tmp_path, *sizes, *few)
+    assert not ray.is_initialized()
+    parts = [found[name] for name in ("plan", "manifest", "loss", "checkpoint", "ray")] + [*found["control"].values()]
     kinds = {one["kind"] for part in parts for one in part.values() if "kind" in one}
     assert kinds == {"measured", "computed", "assumed"}
     assert found["manifest"]["shards"] | {"value": 40, "how": "20000 documents"} == found["manifest"]["shards"]
     assert found["checkpoint"]["size"]["value"] == pytest.approx(67750 * 12 / 2**30, rel=1e-3)
     assert found["loss"]["rows"]["value"] == 1024
+    assert found["control"]["heartbeats"]["hosts_calls"]["value"] == 2 * 2 / 0.5, "two hosts of eight ranks"
+    assert found["manifest"]["files_opened_a_step"]["value"] == 0, "40 shards stay open"
 
 
 def test_the_order_of_a_billion_runs_backwards():

@@ -6,10 +6,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from ray.autoscaler._private.node_provider_availability_tracker import NodeAvailabilitySummary
+from ray.autoscaler._private.resource_demand_scheduler import _default_utilization_scorer, get_nodes_for
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from declutr.common.config import load_config
@@ -179,7 +182,7 @@ def test_one_host_has_a_gpu_for_every_worker_of_the_documented_run():
     cluster = read("cluster.yaml")
     assert len(cluster["provider"]["availability_zone"].split(",")) == 1
     aws, gcp = cluster["available_node_types"]["gpu_worker"], variant("gcp")["available_node_types"]["gpu_worker"]
-    (group,) = read("deploy/kuberay.yaml")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    group, _ = read("deploy/kuberay.yaml")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     pod = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     sizes = [(node["resources"]["GPU"], node["resources"]["CPU"]) for node in (aws, gcp)]
     for gpus, cpus in [*sizes, (int(pod["nvidia.com/gpu"]), int(pod["cpu"]))]:
@@ -187,9 +190,116 @@ def test_one_host_has_a_gpu_for_every_worker_of_the_documented_run():
         assert cpus > scaling.most_workers * scaling.cpus_per_worker, "and CPUs for the tasks that read shards"
 
 
+def started_for(demands):
+    """Node types that Ray's autoscaler adds to the head of cluster.yaml for tasks that ask for these resources."""
+    types = prepare_config(read("cluster.yaml"))["available_node_types"]
+    most = sum(node["max_workers"] for node in types.values())
+    scorer = partial(_default_utilization_scorer, node_availability_summary=NodeAvailabilitySummary({}))
+    added, unmet = get_nodes_for(types, {"head": 1}, "head", most, demands, scorer)
+    assert unmet == []
+    return added
+
+
+def test_hosts_start_for_work_alone_and_those_with_gpus_for_training_alone():
+    scaling = load_config("configs/declutr-base.yaml", "train", TrainConfig, []).scaling
+    config = read("cluster.yaml")
+    workers = {name: node for name, node in config["available_node_types"].items() if name != "head"}
+    assert all(node["min_workers"] == 0 for node in workers.values())
+    assert config["max_workers"] == sum(node["max_workers"] for node in workers.values())
+    assert started_for([{"CPU": 1}] * 40) == {"cpu_worker": 2}, "of preparation, or of reading shards"
+    worker = {"CPU": scaling.cpus_per_worker, "GPU": 1}
+    assert started_for([worker] * scaling.most_workers) == {"gpu_worker": 1}
+    for group in read("deploy/kuberay.yaml")["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
+        assert group["minReplicas"] == group["replicas"] == 0
+
+
+STAND_IN = """#!/bin/sh
+name=${0##*/}
+case "$name $*" in
+  "lsblk "*) cat "$FAKE/devices" ;;
+  "mountpoint -q "*) grep -qx "$2" "$FAKE/mounted" ;;
+  "blkid "*) grep -qx "$1" "$FAKE/formatted" ;;
+  "mount "*) echo "$name $*" >> "$FAKE/log"; test ! -e "$FAKE/broken" ;;
+  "sudo "*) "$@" ;;
+  *) echo "$name $*" >> "$FAKE/log" ;;
+esac
+"""
+
+
+def local_disk(folder, **state):
+    """What the command for local disks does on a host of this state: its changes, and the host's cache folder."""
+    (command,) = (line for line in read("cluster.yaml")["setup_commands"] if "lsblk" in line)
+    programs, home, local = folder / "bin", folder / "home", folder / "local"
+    for made in (programs, home):
+        made.mkdir(exist_ok=True)
+    for name in ("lsblk", "mountpoint", "blkid", "mkfs.ext4", "mount", "sudo"):
+        (programs / name).write_text(STAND_IN)
+        (programs / name).chmod(0o755)
+    given = {"devices": "", "mounted": "", "formatted": ""} | state
+    for name, text in given.items():
+        (folder / name).write_text(text)
+    (folder / "log").write_text("")
+    command = command.replace("/local", str(local)).replace("/opt/dlami/nvme", str(folder / "dlami"))
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(home), "FAKE": str(folder)}
+    subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=30)
+    cache = home / ".cache" / "declutr"
+    log = (folder / "log").read_text().replace(str(folder), "").splitlines()
+    return log, str(cache.resolve()).removeprefix(str(folder)) if cache.exists() else None
+
+
+NVME = "/dev/nvme0n1 Amazon Elastic Block Store\n/dev/nvme1n1 Amazon EC2 NVMe Instance Storage\n"
+
+
+def test_local_disk_is_formatted_once_and_holds_the_cache(tmp_path):
+    assert local_disk(tmp_path) == ([], None), "no local disk, as on the head"
+    fresh = ["mkfs.ext4 -q /dev/nvme1n1", "mount -o noatime /dev/nvme1n1 /local"]
+    assert local_disk(tmp_path, devices=NVME, broken="")[1] is None, "it cannot be mounted, so the cache stays"
+    (tmp_path / "broken").unlink()
+    assert local_disk(tmp_path, devices=NVME) == (fresh, "/local/cache")
+    mounted = {"devices": NVME, "mounted": f"{tmp_path}/local\n"}
+    assert local_disk(tmp_path, **mounted) == ([], "/local/cache"), "a repeated `ray up`"
+    again = {"devices": NVME, "formatted": "/dev/nvme1n1\n"}
+    assert local_disk(tmp_path, **again) == (fresh[1:], "/local/cache"), "after a restart"
+
+
+def test_local_disk_that_the_image_has_mounted_is_used(tmp_path):
+    (tmp_path / "dlami").mkdir()
+    assert local_disk(tmp_path, devices=NVME, mounted=f"{tmp_path}/dlami\n") == ([], "/dlami/cache")
+
+
+def test_workers_spill_to_the_local_disk_if_there_is_one(tmp_path):
+    (command,) = (line for line in read("cluster.yaml")["worker_start_ray_commands"] if "ray start" in line)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "ray").write_text('#!/bin/sh\necho "$@"\n')
+    (programs / "ray").chmod(0o755)
+    command = command.replace("ulimit -n 65536; ", "").replace("/local", str(tmp_path / "local"))
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "RAY_HEAD_IP": "10.0.0.1"}
+    for there in (False, True):
+        if there:
+            (tmp_path / "local" / "spill").mkdir(parents=True)
+        done = subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=30, capture_output=True)
+        assert (b"--object-spilling-directory" in done.stdout) == there
+        assert done.stdout.startswith(b"start --address=10.0.0.1:6379 ")
+
+
+def test_documented_commands_for_spot_are_given():
+    text = DOCUMENT.read_text()
+    for command in (
+        "aws iam create-service-linked-role --aws-service-name spot.amazonaws.com",
+        "aws service-quotas list-service-quotas --service-code ec2",
+        "aws service-quotas request-service-quota-increase --service-code ec2",
+    ):
+        assert command in text
+    rights = (ROOT / "deploy" / "aws.yaml").read_text()
+    assert "CreateServiceLinkedRole" not in rights, "the head may not; a person does it once"
+
+
 def test_pods_with_gpus_tolerate_the_usual_taint():
     _, *workers = pods()
-    for pod in workers:
+    with_gpus = [pod for pod in workers if "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]]
+    assert with_gpus
+    for pod in with_gpus:
         assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
 
 

@@ -11,7 +11,7 @@ from declutr.common.config import ConfigError, load_config
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity
 from declutr.pipeline.job.path_checks import output_place_problems
 from declutr.pipeline.job.sample import sample_texts
-from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.job.units import fit_units, plan_units
 from declutr.pipeline.prepare import main, problems
 
 
@@ -101,6 +101,21 @@ def test_the_hash_is_of_what_decides_the_shards(make_config, corpus):
     anchors, seed = differing_keys(other, identity(config))
     says(anchors, "geometry.num_anchors", "here 2", "there 1")
     says(seed, "seed", "here 1", "there 0")
+
+
+def test_unit_size_grows_only_with_a_corpus_of_too_many_units(make_config, corpus):
+    config = make_config(corpus)
+    assert config.unit_mib is None
+    assert config_hash(config) == config_hash(config.model_copy(update={"unit_mib": 32.0})), "shards keep their bytes"
+    many, _ = plan_units(config.corpus, 0.0004)
+    for given, most, size, number in (
+        (None, len(many), 0.0004, len(many)),
+        (None, len(many) - 1, 1.0, 1),  # whole MiB
+        (0.0004, 3, 0.0004, len(many)),
+    ):
+        mib, units, found = fit_units(config.corpus, given, least_mib=0.0004, most_units=most)
+        assert (mib, len(units), found) == (size, number, [])
+    assert fit_units(config.corpus, None)[1] == plan_units(config.corpus, 32.0)[0]
 
 
 def test_units_depend_on_the_inputs_and_the_sample_is_even_over_them(make_config, corpus):

@@ -8,10 +8,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-# Ray Train reads these when it starts. By default it polls the workers only every 2 s, also for their end, and a group
-# that does not get its resources waits a minute before another size is tried. The head decides how fast a dead node is
+# Ray Train reads these when it starts. By default a group that does not get its resources waits a minute before another
+# size is tried. The head decides how fast a dead node is
 # noticed: set RAY_health_check_period_ms and similar where `ray start --head` runs (cluster.yaml).
-os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
 # The supervisor checks for draining nodes itself; Ray's watcher would be one more process at each start.
 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
@@ -27,6 +26,8 @@ from declutr.trainer.driver.device import Device
 from declutr.trainer.setup.scaling import ScalingConfig
 
 _BACKEND_SECONDS = 1800
+_POLL_SECONDS = 0.2  # by default Ray Train polls each worker only every 2 s, also for its end
+_POLLS = 1000.0  # of all workers, a second: more would keep the process that polls busy
 # Every step has tensors of other sizes, which fragment the heap of glibc to a multiple of what is in use (docs/log.md).
 # A host without this file of Ray's wheel, for example a Mac, goes on without it.
 _ALLOCATOR = Path(ray.__file__).parent / "core" / "libjemalloc.so"
@@ -45,6 +46,8 @@ def build_group(
         channel: name of the control channel the workers write to.
         marks: end times of the parts of the start so far (trainer/worker/heartbeat.py, Stopwatch).
     """
+    seconds = max(_POLL_SECONDS, scaling.most_workers / _POLLS)
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", f"{seconds:g}")
     from ray.train.torch import TorchTrainer  # loads torch, which no refused run waits for
 
     from declutr.trainer.worker.backend import GroupConfig

@@ -2,6 +2,7 @@
 
 import os
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ _SLOW_STEPS = 20  # a mean over fewer steps is unreliable
 _SLOW_LOOKS = 20  # a worker must be slow in this many looks in a row, which is ten seconds
 _START_SECONDS = 60.0  # least limit for a group's first step, which opens the data and compiles
 _ALONE_SECONDS = 60.0  # added while no worker of the group writes: usually Ray is replacing the group
-_SILENT_SECONDS = 10.0  # a worker writes twice a second; after this long it is stopped or cut off
+_SILENT_SECONDS = 10.0  # a worker writes every 0.5 to 2 s; after this long it is stopped or cut off
 FIRST_SECONDS = 10.0
 _AGAIN_SECONDS = 60.0  # between two messages about the same wait
 _WORDS = {"starting": "loading", "fetching": "fetching the run or the shards", "data": "waiting for its first batch"}
@@ -131,9 +132,10 @@ class Watchdog:
         }
         if len(means) < 2:
             return []
-        sentences = []
+        sentences, ordered = [], sorted(means.values())
         for rank, own in means.items():
-            median = statistics.median(mean for other, mean in means.items() if other != rank)
+            place = bisect_left(ordered, own)
+            median = statistics.median(ordered[:place] + ordered[place + 1 :])
             self._slow_looks[rank] = self._slow_looks.get(rank, 0) + 1 if own > self.straggler_factor * median else 0
             if self._slow_looks[rank] >= _SLOW_LOOKS and (self.group, rank) not in self.named:
                 self.named.add((self.group, rank))

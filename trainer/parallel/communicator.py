@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from declutr.trainer.parallel import doubling
 from declutr.trainer.parallel.request import Request as Request
 
 _BUCKET_ELEMENTS = 32 * 1024 * 1024
@@ -77,20 +78,21 @@ class Communicator:
         """The maximum of all ranks' numbers."""
         if self.size == 1:
             return number
-        value = torch.tensor([number])
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return int(value)
+        return int(doubling.all_reduce(torch.tensor([number]), self.rank, self.size, torch.maximum))
+
+    def all_reduce_counts(self, counts: Sequence[int]) -> list[int]:
+        """The sums of all ranks' integers, one for each place."""
+        if self.size == 1:
+            return list(counts)
+        sums: list[int] = doubling.all_reduce(torch.tensor(counts), self.rank, self.size, torch.add).tolist()
+        return sums
 
     def all_reduce_or(self, requests: Request) -> Request:
         """The union of all ranks' requests, the same on every rank."""
         if self.size == 1:
             return requests
-        raised = torch.tensor([int(request in requests) for request in Request], dtype=torch.int32)
-        dist.all_reduce(raised, op=dist.ReduceOp.MAX)
-        agreed = Request(0)
-        for request, one in zip(Request, raised.tolist(), strict=True):
-            agreed |= request if one else Request(0)
-        return agreed
+        raised = torch.tensor([requests.value])
+        return Request(int(doubling.all_reduce(raised, self.rank, self.size, torch.bitwise_or)))
 
     def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replaces each parameter's gradient by its sum over ranks; a missing gradient counts as zero.

@@ -85,8 +85,8 @@ class GradCache:
     shared_rows: int = SHARED_ROWS
     before_last: Callable[[], None] = lambda: None
 
-    def count(self, batch: RankBatch) -> GlobalCounts:
-        """Totals over all ranks, by one all-reduce.
+    def count(self, batch: RankBatch, failed: bool = False) -> GlobalCounts | None:
+        """Totals over all ranks, by one all-reduce; None on every rank if one of them has `failed`.
 
         Raises:
             ObjectiveError: the collator's facts do not fit its rows, or their names differ between ranks; or the views
@@ -96,10 +96,7 @@ class GradCache:
         own = [0] * 2 * size
         problem = facts_problem(batch) or keys_problem(self.objective, batch)
         own[rank], own[size + rank] = batch.num_rows, -1 if problem else facts_code(batch)
-        totals = [len(batch.spans.labels), *own]
-        if size > 1:
-            totals = self.comm.all_reduce_sum(torch.tensor(totals)).tolist()
-        selected, *found = totals
+        failures, selected, *found = self.comm.all_reduce_counts([int(failed), len(batch.spans.labels), *own])
         rows, codes = found[:size], found[size:]
         if problem or len(set(codes)) > 1:
             given = ", ".join(batch.facts) or "none"
@@ -108,7 +105,7 @@ class GradCache:
                 f"{problem or f'the facts of the collator differ between workers; worker {rank} has {given}'}. "
                 "Correct `collate`, which must give the same facts for any number of rows, also 0"
             )
-        return GlobalCounts(selected, sum(rows[:rank]), sum(rows))
+        return None if failures else GlobalCounts(selected, sum(rows[:rank]), sum(rows))
 
     def embed(self, pieces: list[AnyBatch]) -> list[tuple[Tensor, Tensor]]:
         """Span embeddings and MLM loss of each piece, with their graph; of several pieces the embeddings alone."""

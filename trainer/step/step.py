@@ -15,6 +15,7 @@ from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.fixedpoint import FixedPointReducer
 from declutr.trainer.parallel.overlap import BucketedReducer
+from declutr.trainer.parallel.request import Agreement
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import Gradients
 from declutr.trainer.step.nonfinite_losses import NonFiniteLosses
@@ -80,11 +81,11 @@ class TrainStep:
         """
         return self.begin(batch, step).read()
 
-    def begin(self, batch: Mapping[str, RankBatch], step: int) -> "PendingStep":
-        """As `step`, but leaves the metrics to be read later."""
+    def begin(self, batch: Mapping[str, RankBatch], step: int, agreement: Agreement | None = None) -> "PendingStep":
+        """As `step`, but leaves the metrics to be read later. Workers agree on the requests of `agreement` too."""
         self._clear()
         buffers = [task.buffers() for task in self.tasks]
-        found = self.gradients(batch, step)
+        found = self.gradients(batch, step, agreement)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._sum(parameters)
         norm = clip_gradients(parameters, self.optim.max_grad_norm)
@@ -104,7 +105,9 @@ class TrainStep:
                 task.objective.remember(one.gathered)
         return pending
 
-    def gradients(self, batch: Mapping[str, RankBatch], step: int) -> list[Gradients]:
+    def gradients(
+        self, batch: Mapping[str, RankBatch], step: int, agreement: Agreement | None = None
+    ) -> list[Gradients]:
         """Accumulates this rank's part of the global gradient in the parameters of encoder, objectives and frontends.
 
         A step that ran out of memory is repeated with smaller pieces.
@@ -119,7 +122,7 @@ class TrainStep:
         while True:
             found = list[Gradients]()
             for task in self.tasks:
-                one = task.attempt(batch[task.name], step)
+                one = task.attempt(batch[task.name], step, agreement if task is self.tasks[-1] else None)
                 if one is None:
                     break
                 found.append(one)

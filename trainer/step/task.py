@@ -18,6 +18,7 @@ from declutr.trainer.objectives.row_shard import SHARED_ROWS
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.fixedpoint import FixedPointReducer
 from declutr.trainer.parallel.overlap import BucketedReducer
+from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.step.canonical import CanonicalCache
 from declutr.trainer.step.gradcache import GradCache, Gradients
 from declutr.trainer.step.microbatch import Microbatch, out_of_memory
@@ -74,21 +75,25 @@ class TrainTask:
             for buffer, before in zip(self.objective.buffers(), buffers, strict=True):
                 buffer.copy_(before)
 
-    def attempt(self, batch: RankBatch, step: int) -> Gradients | None:
+    def attempt(self, batch: RankBatch, step: int, agreement: Agreement | None = None) -> Gradients | None:
         """Accumulates this rank's part of the global gradient; None on every rank if one rank ran out of memory.
 
         The result does not depend on how the spans are cut (trainer/step/gradcache.py), so a step that ran out of
         memory is repeated with smaller pieces.
 
-        Ranks agree before and after the all-gather of embeddings, so that none waits there for a rank that failed.
+        Ranks agree before and after the all-gather of embeddings, so that none waits there for a rank that failed. The
+        first of these two exchanges counts the batch too; the second one carries the requests of `agreement`.
         """
         passes = self._passes(batch, step)
         pieces = self._pieces(batch)
-        counts = passes.count(batch)
-        embedded = self._all_fit(lambda: passes.embed(pieces))
-        if embedded is None:
+        embedded = self._tried(lambda: passes.embed(pieces))
+        counts = passes.count(batch, failed=embedded is None)
+        if embedded is None or counts is None:
             return None
-        return self._all_fit(lambda: passes.differentiate(batch, pieces, embedded, counts), sends=True)
+        found = self._tried(lambda: passes.differentiate(batch, pieces, embedded, counts))
+        if self.microbatch.automatic and self.overlap is not None:
+            self.overlap.flush()  # a rank that failed sends the rest too, so that all enter the same exchanges
+        return found if self._all_fit(found is not None, agreement) else None
 
     def totals(self, batch: RankBatch, found: Gradients) -> Tensor:
         """`(5 + n,)` float64: MLM sum, tokens, token places, FLOPs and digest of all ranks, and n terms of the loss."""
@@ -130,19 +135,22 @@ class TrainTask:
             return pieces
         return pieces + [spans.span_slice(0, 0)] * (self.comm.all_reduce_max(len(pieces)) - len(pieces))
 
-    def _all_fit(self, work: Callable[[], T], sends: bool = False) -> T | None:
-        """The result of `work`; None on every rank if one ran out of memory and the microbatch is automatic.
-
-        If `work` sends gradients, a rank that failed sends the rest too, so that all enter the same exchanges.
-        """
-        if not self.microbatch.automatic:
-            return work()
-        result = None
+    def _tried(self, work: Callable[[], T]) -> T | None:
+        """The result of `work`; None if it ran out of memory and the microbatch is automatic."""
         try:
-            result = work()
+            return work()
         except RuntimeError as error:
-            if not out_of_memory(error):
+            if not self.microbatch.automatic or not out_of_memory(error):
                 raise
-        if sends and self.overlap is not None:
-            self.overlap.flush()
-        return None if self.comm.all_reduce_max(int(result is None)) else result
+        return None
+
+    def _all_fit(self, fitted: bool, agreement: Agreement | None) -> bool:
+        """True if no rank ran out of memory; then the requests are agreed too."""
+        agreement = None if self.comm.size == 1 else agreement
+        if agreement is None and not self.microbatch.automatic:
+            return True
+        requests = Request(0) if agreement is None else agreement.requests()
+        agreed = self.comm.all_reduce_or(requests if fitted else requests | Request.MEMORY)
+        if agreement is not None:
+            agreement.agreed = agreed
+        return Request.MEMORY not in agreed

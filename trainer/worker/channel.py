@@ -1,7 +1,8 @@
 """The control channel between the driver and its workers, in Ray's key-value store: no extra process, port or file.
 
-Workers write heartbeats (trainer/worker/heartbeat.py) twice a second; the driver writes a stop notice. A write takes
-about a millisecond of a thread alongside the training.
+One worker of each host writes the heartbeats (trainer/worker/heartbeat.py) of all workers there
+(trainer/worker/mailbox.py), twice a second, and less often in a group of over 256 workers; the driver writes a stop
+notice. A write takes about a millisecond of a thread alongside the training.
 """
 
 import contextlib
@@ -16,11 +17,18 @@ from declutr.common.watcher import Watcher
 from declutr.trainer.worker.ray_internals import draining_nodes, head
 
 EVERY_SECONDS = 0.5
+_MOST_SECONDS = 2.0  # a worker that is silent for ten seconds is in doubt, and another one takes over after 2 periods
+_RANKS = 256  # of a group whose period is the least
 _NAMESPACE = b"declutr"
 # Without a limit a call waits for a lost head, and after a minute Ray kills the whole process.
 _CALL_SECONDS = 5.0
 UNREACHABLE = (RpcError, RaySystemError, GetTimeoutError, TimeoutError)
 """Errors of a call when Ray's head does not answer."""
+
+
+def period(size: int) -> float:
+    """Seconds between two heartbeats in a group of `size` workers."""
+    return min(_MOST_SECONDS, EVERY_SECONDS * max(1.0, size / _RANKS))
 
 
 @dataclass(frozen=True)
@@ -33,15 +41,15 @@ class ControlChannel:
 
     name: str
 
-    def post(self, heartbeat: dict[str, Any]) -> None:
-        """Replaces a worker's heartbeat."""
-        self._put(f"heartbeat/{heartbeat['rank']}", heartbeat)
+    def post(self, rank: int, heartbeats: list[dict[str, Any]]) -> None:
+        """Replaces what the worker of this rank has posted, the heartbeats of its host."""
+        self._put(f"heartbeat/{rank}", heartbeats)
 
     def heartbeats(self) -> list[dict[str, Any]]:
         """The newest heartbeat of every rank that has written one."""
         keys = head().internal_kv_keys(self._key("heartbeat/"), _NAMESPACE, timeout=_CALL_SECONDS)
         found = head().internal_kv_multi_get(list(keys), _NAMESPACE, timeout=_CALL_SECONDS) if keys else {}
-        return [json.loads(raw) for raw in found.values()]
+        return newest([json.loads(raw) for raw in found.values()])
 
     def request_stop(self, reason: str) -> None:
         """Asks the workers to save and stop."""
@@ -56,11 +64,17 @@ class ControlChannel:
         """Deletes all entries."""
         head().internal_kv_del(self._key(""), True, _NAMESPACE, timeout=_CALL_SECONDS)
 
-    def _put(self, key: str, value: dict[str, Any]) -> None:
+    def _put(self, key: str, value: Any) -> None:
         head().internal_kv_put(self._key(key), json.dumps(value).encode(), True, _NAMESPACE, timeout=_CALL_SECONDS)
 
     def _key(self, key: str) -> bytes:
         return f"{self.name}/{key}".encode()
+
+
+def newest(posted: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The newest heartbeat of every rank. A worker's heartbeat may be in several lists if another one took over."""
+    every = sorted((one for heartbeats in posted for one in heartbeats), key=lambda one: one["written"])
+    return list({one["rank"]: one for one in every}.values())
 
 
 class ChannelReader(Watcher):
@@ -89,6 +103,7 @@ class ChannelReader(Watcher):
                 self._channel.request_stop(self.stop_reason)
                 self._posted = True
             self.heartbeats = self._channel.heartbeats()
+            self._seconds = period(max((each["size"] for each in self.heartbeats), default=1))
             self.draining = draining({each["node"] for each in self.heartbeats if each["phase"] != "ended"})
             self.answered = time.monotonic()
 

@@ -130,8 +130,23 @@ class Checkpointing:
         self._reported = Reported(score=name, start=start, rows=rows.tolist()) if name else None
         self._validated = step
 
+    def requests(self, step: int, scores: dict[str, float], stop: bool) -> Request:
+        """What this worker requests after a step; the arguments are those of `after_step`."""
+        request = self.early_stopping.request | (Request.STOP if stop else Request(0))
+        rated = self._config.chooses and self._config.validation.score in scores
+        if self.saver is not None:
+            request |= Request.SAVE if self.saver.due(step, needed=rated) else Request(0)
+            request |= Request.FAIL if self.saver.failed() else Request(0)
+            request |= Request.REPORT if self.saver.written in self._metrics else Request(0)
+        return request
+
     def after_step(
-        self, step: int, scores: dict[str, float], stop: bool, before_save: Callable[[], None] = lambda: None
+        self,
+        step: int,
+        scores: dict[str, float],
+        stop: bool,
+        before_save: Callable[[], None] = lambda: None,
+        agreed: Request | None = None,
     ) -> bool:
         """Saves, reports or stops if any worker requests it; returns whether this was the last step.
 
@@ -140,17 +155,14 @@ class Checkpointing:
             scores: held-out scores of its weights, if any.
             stop: true if this worker has a notice to stop.
             before_save: records the step, if that is pending.
+            agreed: requests of all workers, if they agreed on them while the step was computed. Scores may change them.
 
         Raises:
             SaveError: checkpoints cannot be written; on every rank.
         """
-        request = self.early_stopping.request | (Request.STOP if stop else Request(0))
-        rated = self._config.chooses and self._config.validation.score in scores
-        if self.saver is not None:
-            request |= Request.SAVE if self.saver.due(step, needed=rated) else Request(0)
-            request |= Request.FAIL if self.saver.failed() else Request(0)
-            request |= Request.REPORT if self.saver.written in self._metrics else Request(0)
-        request = self._train_step.comm.all_reduce_or(request)
+        request = Request(0) if agreed is None else agreed
+        if agreed is None or scores:
+            request |= self._train_step.comm.all_reduce_or(self.requests(step, scores, stop))
         if Request.FAIL in request:
             if self.saver is not None:
                 self.saver.check()

@@ -152,8 +152,8 @@ class Heartbeat:
         """The fields that the driver reads, as JSON values."""
         self._observe()
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        # Changes with every snapshot, so that the watchdog sees that this worker still writes.
-        return public | {"phase_seconds": round(time.monotonic() - self._since, 6)}
+        # `written` changes with every snapshot, so that the watchdog sees that this worker still writes.
+        return public | {"phase_seconds": round(time.monotonic() - self._since, 6), "written": time.time()}
 
     def record_signal(self, signal: str) -> str:
         """Stores a signal to this worker; returns the message about it."""
@@ -207,6 +207,11 @@ class CountedCommunicator(Communicator):
         """As `Communicator.all_reduce_max`."""
         with self.heartbeat.exchange("gather"):
             return super().all_reduce_max(number)
+
+    def all_reduce_counts(self, counts: Sequence[int]) -> list[int]:
+        """As `Communicator.all_reduce_counts`."""
+        with self.heartbeat.exchange("gather"):
+            return super().all_reduce_counts(counts)
 
     def all_reduce_or(self, requests: Request) -> Request:
         """As `Communicator.all_reduce_or`."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.objectives.base import Validator
 from declutr.trainer.objectives.config import VanishedLoss
 from declutr.trainer.objectives.row_score import REPORTED, divide
+from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.step.step import PendingStep, TrainStep
@@ -96,7 +98,8 @@ class TrainingLoop:
             heartbeat.set_phase("forward")
             if step == done + 1:
                 self.stopwatch.mark("batch")
-            taken = self.scheduler.begin(batch, step)
+            agreement = Agreement(partial(self.requests, step))
+            taken = self.scheduler.begin(batch, step, agreement)
             recorder.settle()  # the step before, which the device finishes while it has this one to compute
             recorder.pending = taken
             due = step == train_step.total_steps or (every and step % every == 0)
@@ -104,11 +107,15 @@ class TrainingLoop:
                 recorder.settle()
             heartbeat.finish_step(step, time.monotonic() - started)
             scores = self.validate(step, metrics) if due else {}
-            if self.checkpointing.after_step(step, scores, self.stop(), before_save=recorder.settle):
+            if self.checkpointing.after_step(step, scores, self.stop(), recorder.settle, agreement.agreed):
                 heartbeat.set_phase("ended")
                 return step
             recorder.proceed()
         return done
+
+    def requests(self, step: int) -> Request:
+        """What this worker requests after a step, as far as it is known while the step is computed."""
+        return self.checkpointing.requests(step, {}, self.stop())
 
     @property
     def train_step(self) -> TrainStep:

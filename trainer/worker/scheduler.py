@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.parallel.request import Agreement
 from declutr.trainer.step.step import PendingStep, TrainStep
 from declutr.trainer.step.step_metrics import StepMetrics
 
@@ -36,15 +37,15 @@ class TaskScheduler:
         """
         return read(self.begin(batch, step))
 
-    def begin(self, batch: Mapping[str, RankBatch], step: int) -> list[PendingStep]:
-        """As `take`, but leaves the metrics to be read later, if they may be.
+    def begin(self, batch: Mapping[str, RankBatch], step: int, agreement: Agreement | None = None) -> list[PendingStep]:
+        """As `take`, but leaves the metrics to be read later, if they may be, and agrees on the workers' requests.
 
         Raises:
             NonFiniteLossError: a loss is not finite and may not be skipped; earlier updates of the step are done.
         """
         taken = []
         for one in self.train_steps:
-            taken.append(one.begin(batch, step))
+            taken.append(one.begin(batch, step, agreement if one is self.main else None))
             if not self.late:
                 taken[-1].read()
         return taken
