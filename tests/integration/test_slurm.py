@@ -14,7 +14,7 @@ from waiting import until
 from benchmarks.prepare.lab import Lab, missing
 
 NODES = {"node1": "10.79.0.1", "node2": "10.79.0.2"}
-STEPS, STOPPED_AT = 1500, 10  # stopping takes a second or two, this many steps several
+STEPS, STOPPED_AT = 400, 10  # a stop takes a second or two, this many steps several
 CHANGES = {"steps": STEPS, "checkpoint": {"every_steps": 5000}}
 JOB = 701
 
