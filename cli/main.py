@@ -11,6 +11,7 @@ from declutr.common.config import ConfigError
 from declutr.common.console.terminal import shown
 from declutr.common.credentials import refused_argument
 from declutr.common.paths import PathError
+from declutr.common.relay import relay
 from declutr.common.suggestions import suggest
 
 _COMMANDS = {
@@ -53,6 +54,8 @@ _COMMANDS = {
 }
 
 _READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "checkpoints", "report")
+_RELAYED = ("prepare", "train", "adapt", "demo")
+"""Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""
 _STORES = ("s3://", "gs://", "gcs://")
 
 
@@ -79,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if address := next((one for one in read if one.startswith(_STORES)), None):
         print(f"declutr {command} reads folders: declutr pull {address} FOLDER, then name that folder", file=sys.stderr)
         return 1
-    module, _, function = _COMMANDS[arguments[0]][1].partition(":")
+    if argv is None and command in _RELAYED:
+        relay()
+    module, _, function = _COMMANDS[command][1].partition(":")
     with shown():
         try:
             status: int = getattr(import_module(module), function)(arguments[1:])

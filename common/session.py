@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from declutr.common.cluster import SessionError, cluster_problem, named_cluster
 from declutr.common.config import ConfigError
@@ -50,7 +51,7 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
     if not ray.is_initialized():
         with _deaf_to_hangups():
             _init(num_cpus, address, wait_seconds)
-        _end_at_hangup()
+        _end_at_signals()
     from ray.data import DataContext  # loads pandas, which would delay the start of a session
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -125,10 +126,20 @@ def _deaf_to_hangups() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end_at_hangup() -> None:
-    """Handles SIGHUP like SIGTERM, on which Ray ends its processes; under `nohup` it stays ignored."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+def _end_at_signals() -> None:
+    """Ends this process in order at SIGTERM, which ends Ray's processes too, and at signals that would end it alone.
+
+    The exit status is 128 + signal, not 15 as with Ray's handler of SIGTERM, which this one replaces. A signal that is
+    ignored, as SIGHUP under `nohup`, stays ignored.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if number == signal.SIGTERM or signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: Any) -> NoReturn:  # noqa: ARG001 - the signature of a handler
+    raise SystemExit(128 + number)
 
 
 def end_orphaned_agents() -> None:

@@ -11,6 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from declutr.common.relay import relay
+
+if __name__ == "__main__":
+    relay()  # before the imports below start threads
+
 from declutr.common.cluster import SessionError
 from declutr.common.config import ConfigError, load_config
 from declutr.common.config_docs import annotated_yaml
@@ -247,9 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ShardError, RunLockedError, SessionError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stopped:  # Ctrl-C, or another signal
         sys.stderr.write("prepare: stopped; finished work is kept, the same command continues\n")
-        return _INTERRUPTED
+        return _INTERRUPTED if isinstance(stopped, KeyboardInterrupt) else int(stopped.code or 0)
     sys.stdout.write(summary(manifest, config.output) + "\n")
     if hint := labels_hint(manifest):
         sys.stdout.write(hint + "\n")

@@ -12,6 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from declutr.common.relay import command_pid, relay
+
+if __name__ == "__main__":
+    relay()  # before the imports below start threads
+
 # Ray prints a paragraph to stdout for every dead worker; our message is one line that names the worker
 # (trainer/driver/failure.py). Ray's other messages stay. It reads this variable at its import, which comes later.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")
@@ -85,9 +90,9 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
 
 def _began() -> float:
-    """Start time of this process as Unix time; the current time without /proc."""
+    """Start time of the command as Unix time; the current time without /proc."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path(f"/proc/{command_pid()}/stat").read_text().rpartition(")")[2].split()[19])
         running_seconds = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except FileNotFoundError:
         return time.time()

@@ -17,7 +17,15 @@ from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from declutr.evaluation.encoders.protocol import SentenceEncoder
-from declutr.pipeline.job.units import Unit, fit_units, hash_unit, input_state_read, plan_units, read_unit, with_file_states
+from declutr.pipeline.job.units import (
+    Unit,
+    fit_units,
+    hash_unit,
+    input_state_read,
+    plan_units,
+    read_unit,
+    with_file_states,
+)
 from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, Record
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 

@@ -106,16 +106,20 @@ def test_image_runs_as_nobody_in_particular_and_holds_no_secret():
 
 
 def commands(text):
-    """The arguments of every `ray submit ... -- ...` and `declutr ...` in a text."""
+    """The arguments of every `ray submit ... -- ...`, `declutr ...` and job of Slurm in a text."""
     for line in text.replace("\\\n", " ").splitlines():
         line = line.strip().lstrip("#").strip().removeprefix("entrypoint: ")
         if match := re.match(r"ray submit cluster\.yaml (pipeline/prepare|trainer/train)\.py -- (.*)", line):
             yield match[1].rpartition("/")[2], match[2]
-        elif match := re.match(r"declutr (prepare|train) (.*)", line):
+        elif match := re.match(r"(?:sbatch .*deploy/slurm\.sbatch|declutr) (prepare|train) (.*)", line):
+            yield match[1], match[2].replace("seed=%a", "seed=0")
+        elif match := re.match(r'sbatch .*--wrap "exec declutr (train) (.*)"', line):
             yield match[1], match[2]
 
 
-@pytest.mark.parametrize("name", ["cluster.yaml", "deploy/kuberay.yaml", "docs/cluster.md"])
+@pytest.mark.parametrize(
+    "name", ["cluster.yaml", "deploy/kuberay.yaml", "deploy/slurm.sbatch", "docs/cluster.md", "docs/slurm.md"]
+)
 def test_every_command_line_is_one_that_we_understand(name):
     found = list(commands((ROOT / name).read_text()))
     assert found

@@ -1,4 +1,4 @@
-"""Real commands that end in the middle: a terminal that is closed, a folder that is renamed."""
+"""Real commands that end in the middle: signals to the process group, a folder that is renamed."""
 
 import os
 import signal
@@ -25,13 +25,17 @@ def under_way(data, tmp_path, request):
 
 
 @pytest.mark.parametrize("under_way", [90], indirect=True)
-def test_a_closed_terminal_saves_and_leaves_nothing(under_way):
+def test_signal_to_the_process_group_saves_and_leaves_nothing(under_way):
+    """As `timeout` does: twice to the command and once more to all processes of its group."""
     driver, everything, run = under_way
-    os.killpg(driver.pid, signal.SIGHUP)  # as the shell does to all processes of a job
+    for _ in range(2):
+        os.kill(driver.pid, signal.SIGTERM)
+    os.killpg(driver.pid, signal.SIGTERM)
     out, said = driver.communicate(timeout=100)
-    assert driver.returncode == 128 + signal.SIGHUP
+    assert driver.returncode == 128 + signal.SIGTERM
     step = find_latest(run / "checkpoints")[1].step
-    says(said, f"step {step} of 100000", "SIGHUP", "same command")
+    says(said, "SIGTERM", "saving", "90 s", "second signal")
+    says(said, f"step {step} of 100000", "SIGTERM", "same command")
     assert "Traceback" not in out + said
     assert "\r" not in said, "a bar in a file"
     assert runs.wait_gone(everything) == {}

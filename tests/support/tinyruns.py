@@ -1,5 +1,6 @@
 """Real runs for tests: a tiny corpus, tiny configurations, commands in processes of their own, and killing them."""
 
+import contextlib
 import json
 import os
 import random
@@ -172,11 +173,15 @@ def wait_for_step(process, before, run, step, timeout=90):
 
 
 def kill_at_checkpoint(given, run, step):
-    """Starts a training command, given as for Popen, and kills all its processes after that checkpoint."""
+    """Starts a training command, given as for Popen, and kills it and its session after that checkpoint."""
     process = subprocess.Popen(**given)
     until((run / "checkpoints" / f"step-{step:08}" / "state.json").is_file, f"checkpoint {step}", 120)
-    os.killpg(process.pid, signal.SIGKILL)
+    (driver,) = [(pid, title) for pid, (parent, title) in processes().items() if parent == process.pid]
+    process.kill()
     process.communicate()
+    assert wait_gone(dict([driver])) == {}, "the driver outlives the command"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(driver[0], signal.SIGKILL)  # Ray's agents outlive their session by a minute
 
 
 def processes():

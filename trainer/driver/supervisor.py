@@ -84,7 +84,7 @@ class Supervisor:
 
         Raises:
             TrainingFailedError: the run cannot continue; the message has the workers' reason.
-            RunStoppedError: this process received SIGTERM, SIGINT or SIGHUP, or lost the run to another command.
+            RunStoppedError: this process received a signal to stop, or lost the run to another command.
         """
         while True:
             self._watchdog = Watchdog(self.scaling.watchdog_timeout_seconds, self.scaling.straggler_factor)
@@ -158,6 +158,8 @@ class Supervisor:
             now = time.monotonic()
             if self.signals.received is not None and asked_at is None:
                 asked_at = now
+                message = "%s: saving and stopping, within %g s; a second signal stops at once, without saving"
+                get_logger().warning(message, self.signals.received, self.scaling.shutdown_grace_seconds)
                 reader.stop_reason = self.signals.received
             if asked_at is not None and (not reader.heartbeats or now - asked_at > self.scaling.shutdown_grace_seconds):
                 if reader.heartbeats:

@@ -1,0 +1,121 @@
+"""A command in its own session, so that a signal to its process group reaches the command alone.
+
+`timeout`, Ctrl-C and a closing terminal signal every process of a group. Ray's processes are in the group of the
+process that starts them, and SIGTERM ends them before a run is saved. So a command forks before Ray is imported. The
+child leads a new session and does the work. The parent stays in the group, forwards signals and ends as the child does.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+from declutr.common.watcher import Watcher
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 1.0
+_parent: int | None = None
+
+
+def command_pid() -> int:
+    """Process id of the command as its caller knows it: of the parent after `relay`, else of this process."""
+    return _parent or os.getpid()
+
+
+def relay() -> None:
+    """Returns in a child process with a new session; this process forwards signals to it and never returns.
+
+    The exit status is that of the child, also death by a signal. The child is killed if this process is killed, so
+    no run continues unseen. A signal that is ignored, as SIGHUP under `nohup`, stays ignored; SIGTERM and SIGINT never
+    are. Call it in the main thread, before another thread has started.
+    """
+    global _parent
+    taken: set[int] = {
+        number
+        for number in (*_FORWARDED, signal.SIGTSTP)
+        if number in (signal.SIGTERM, signal.SIGINT) or signal.getsignal(number) != signal.SIG_IGN
+    }
+    taken.add(signal.SIGCHLD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, taken)  # a signal waits until both processes can take it
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        _forward(child, taken)
+    _parent = parent
+    os.setsid()
+    end_with(parent)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with(parent: int, kernel: bool = sys.platform == "linux") -> None:
+    """Lets this process be killed when its parent has ended.
+
+    Args:
+        parent: process id of the parent.
+        kernel: true if the kernel can do that; otherwise a thread looks every second.
+    """
+    if kernel:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _kill_orphan(parent)  # it may have ended before the call
+    else:
+        _Parent(parent).__enter__()
+
+
+def _kill_orphan(parent: int) -> None:
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Parent(Watcher):
+    """Kills this process after the end of its parent."""
+
+    def __init__(self, parent: int) -> None:
+        super().__init__(_LOOK_SECONDS, "declutr-parent")
+        self._parent = parent
+
+    def look(self) -> None:
+        _kill_orphan(self._parent)
+
+
+def _forward(child: int, taken: set[int]) -> NoReturn:
+    """Forwards signals until the child has ended; as process 1 of a container it also takes in orphans."""
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # macOS discards a signal whose default is to be ignored
+    while True:
+        number = signal.sigwait(taken)
+        if number == signal.SIGCHLD:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == child:
+                    _end(os.waitstatus_to_exitcode(ended[1]))
+        elif number == signal.SIGTSTP:
+            _suspend(child)
+        else:
+            os.kill(child, number)
+
+
+def _suspend(child: int) -> None:
+    """Ctrl-Z: stops the session of the child as the terminal would have, then this process until `fg` or `bg`."""
+    _signal_group(child, signal.SIGSTOP)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
+    os.kill(os.getpid(), signal.SIGTSTP)  # no effect where no shell could continue it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
+    _signal_group(child, signal.SIGCONT)
+
+
+def _signal_group(child: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has not called setsid yet
+        os.killpg(child, number)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends this process with an exit status, or by the signal -`code`."""
+    if code < 0:
+        number = -code
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+        code = 128 + number  # process 1 of a container outlives a signal from itself
+    os._exit(code)
