@@ -84,10 +84,10 @@ class TrainTask:
         """
         passes = self._passes(batch, step)
         pieces = self._pieces(batch)
-        counts = passes.count(batch)
         embedded = self._all_fit(lambda: passes.embed(pieces))
         if embedded is None:
             return None
+        counts = passes.count(batch)  # waits for the other hosts while the GPU computes the embeddings
         return self._all_fit(lambda: passes.differentiate(batch, pieces, embedded, counts), sends=True)
 
     def totals(self, batch: RankBatch, found: Gradients) -> Tensor:
