@@ -126,6 +126,7 @@ def _autocast_as_on_a_gpu() -> Iterator[None]:
 
     with warnings.catch_warnings(), patch.object(nn.LayerNorm, "forward", forward):
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
 
 
