@@ -27,6 +27,7 @@ from benchmarks.step.padded import NeighbourStep, PaddedBatch, ReleasedStep, pad
 from benchmarks.step.sides import Side, compare, equality
 from benchmarks.workload import models, packed
 from declutr.trainer.data.batches import RankBatch, SpanBatch
+from declutr.trainer.model.compilation import compile_layers
 from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 
@@ -51,7 +52,7 @@ class Setting(packed.Workload):
         """Build the side of the trainer's step."""
         encoder = self.encoder()
         if self.compile:
-            encoder.model.base_model.compile(dynamic=True)
+            compile_layers(encoder.model.base_model)
         made = self.train_step(encoder)
 
         def prepare(spans: SpanBatch) -> RankBatch:

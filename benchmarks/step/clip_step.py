@@ -21,6 +21,7 @@ from benchmarks.workload import models, packed
 from benchmarks.workload.clips import Clips
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.patches import PatchBatch
+from declutr.trainer.model.compilation import compile_layers
 from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.objectives.supcon.loss import supcon
 from declutr.trainer.parallel.communicator import Communicator
@@ -90,7 +91,7 @@ class ClipSetting(packed.Workload):
         """Build the side of the trainer's step."""
         encoder = self.encoder()
         if self.compile:
-            encoder.model.base_model.compile(dynamic=True)
+            compile_layers(encoder.model.base_model)
         task = TrainTask(
             encoder=encoder,
             objective=self.loss(encoder.embedding_size),

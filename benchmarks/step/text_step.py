@@ -13,6 +13,7 @@ from benchmarks.step.padded_texts import LOSSES, PaddedTexts, ReleasedTextStep, 
 from benchmarks.step.sides import Side, compare, equality
 from benchmarks.workload import models, packed
 from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.model.compilation import compile_layers
 from declutr.trainer.objectives.scd.config import ScdConfig
 
 _NOTHING = (0.0, 0.0)
@@ -51,7 +52,7 @@ class TextSetting(packed.TextWorkload):
         """Build the side of the trainer's step."""
         encoder = self.encoder()
         if self.compile:
-            encoder.model.base_model.compile(dynamic=True)
+            compile_layers(encoder.model.base_model)
         made = self.train_step(encoder)
 
         def gradients(batch: RankBatch) -> Tensor:

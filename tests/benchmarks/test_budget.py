@@ -7,10 +7,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from benchmarks.gpu import budget
-from benchmarks.gpu.budget import counting
+from benchmarks.gpu.traffic import counting
 
-MOST_GIGABYTES = 135  # without compilation, which merges operations
-MOST_OPERATIONS = 1900
+MOST_GIGABYTES, MOST_OPERATIONS = 71, 1230
+MOST_EAGER_GIGABYTES, MOST_EAGER_OPERATIONS = 130, 1780
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,20 @@ def test_a_step_stays_within_its_budget(found):
     assert found["gigabytes"] <= MOST_GIGABYTES
     assert found["operations"] <= MOST_OPERATIONS
     assert found["syncs"] == 0
+    assert (found["graphs"], found["breaks"]) == (3, 0), "embeddings, layers, and the loss of the head"
+    assert found["eager"]["gigabytes"] <= MOST_EAGER_GIGABYTES
+    assert found["eager"]["operations"] <= MOST_EAGER_OPERATIONS
+    assert found["eager"]["syncs"] == 0
+
+
+@pytest.mark.slow
+def test_computed_times_are_those_of_products_and_of_the_bandwidth(found):
+    """On an H100, 989 TFLOP/s and 3.35 TB/s; a step takes the time of both."""
+    times = found["milliseconds"]["H100"]
+    assert times["step"] == pytest.approx(times["products"] + times["others"], abs=0.11)
+    assert times["mfu"] == pytest.approx(0.65 * times["products"] / times["step"], rel=0.01)
+    rest = found["gigabytes"] - found["largest"]["products"]
+    assert times["others"] == pytest.approx(rest / (0.85 * 3.35), rel=0.01)
 
 
 def test_a_wait_is_counted():
@@ -54,3 +68,18 @@ def test_budget_bytes_equal_a_plain_count():
     with counting(mode) as traffic:
         table.t() + 1
     assert (sum(traffic.operations.values()), sum(traffic.bytes.values())) == (1, 2 * 1000 * 8 * 4)
+
+
+def test_an_optimizer_without_a_result_is_counted():
+    """A fused AdamW reads weight, gradient and two moments, and writes all but the gradient."""
+    mode = FakeTensorMode()
+    with mode:
+        weight = torch.nn.Parameter(torch.empty(1000))
+        weight.grad = torch.empty(1000)
+        optimizer = torch.optim.AdamW([weight], fused=True)
+    with counting(mode) as traffic:
+        with traffic.pausing():
+            optimizer.step()
+        optimizer.step()
+    assert traffic.bytes["_fused_adamw_"] == 7 * 1000 * 4 + 4  # and the number of the step
+    assert traffic.operations["_fused_adamw_"] == 1

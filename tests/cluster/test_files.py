@@ -181,8 +181,12 @@ def test_every_training_asks_for_the_gpus_that_its_nodes_will_have(name):
         assert ("scaling.spot_notices=aws" in arguments.split()) == (name != "deploy/kuberay.yaml")
 
 
-def test_one_host_has_a_gpu_for_every_worker_of_the_documented_run():
-    scaling = load_config("configs/declutr-base.yaml", "train", TrainConfig, []).scaling
+@pytest.mark.parametrize("name", ["cluster.yaml", "deploy/kuberay.yaml", "docs/cluster.md"])
+def test_one_host_has_a_gpu_for_every_worker_of_the_documented_run(name):
+    config, *overrides = next(
+        shlex.split(arguments) for section, arguments in commands((ROOT / name).read_text()) if section == "train"
+    )
+    scaling = load_config(config, "train", TrainConfig, overrides).scaling
     cluster = read("cluster.yaml")
     assert len(cluster["provider"]["availability_zone"].split(",")) == 1
     aws, gcp = cluster["available_node_types"]["gpu_worker"], variant("gcp")["available_node_types"]["gpu_worker"]

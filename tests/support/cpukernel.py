@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen  # noqa: F401 - defines the operations
 
+BACKWARDS: list[int] = []
+"""Tokens of each backward of attention, in their order; a test may clear it."""
+
 
 def _spans(bounds: Tensor) -> Iterator[slice]:
     for start, end in pairwise(bounds.tolist()):
@@ -72,6 +75,7 @@ def _backward(
     scale: float | None = None,
     window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    BACKWARDS.append(len(query))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     found: tuple[list[Tensor], ...] = ([], [], [])
     for g, q, k, v in _of_spans(bounds, gradient, query, key, value):

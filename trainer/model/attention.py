@@ -146,7 +146,7 @@ def packed_attention(
     drop = weight_dropout(module, dropout, packed_layout.token_keys, packed_layout.rates)
     if kernels is not None and query.dtype in _HALF and (drop is None or kernels.attend_dropout is not None):
         assert bounds is not None
-        q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+        q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
         given = q, k, v, bounds, packed_layout.longest, scaling, window
         if drop is None:
             return kernels.attend(*given)[None], None
@@ -203,9 +203,13 @@ def attend_in_groups(
 
 
 def prepare_modules(model: torch.nn.Module, keys: DropoutKeys) -> None:
-    """Gives every module of an encoder a number, for attention layers without `layer_idx`, and its tokens' keys."""
-    for number, module in enumerate(model.modules()):
-        module.declutr_number = number  # type: ignore[assignment]
+    """Gives every module of an encoder its tokens' keys and a number: `layer_idx`, or its place among all modules.
+
+    The number is a scalar tensor, because torch.compile makes a graph for each number, and one for all tensors.
+    """
+    for place, module in enumerate(model.modules()):
+        number = getattr(module, "layer_idx", None)
+        module.declutr_number = torch.tensor(place if number is None else number, device="cpu")
         module.declutr_keys = keys  # type: ignore[assignment]
 
 

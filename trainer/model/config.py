@@ -88,8 +88,8 @@ class EncoderConfig(Strict):
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward and recompute the rest. Less memory, a third more time."""
     compile: bool | None = None
-    """Compile the encoder with torch.compile for training, once for all lengths. null: on GPUs, unless parameters are
-    sharded or no C compiler is installed."""
+    """Compile the encoder's layers, each as one graph for all lengths, and its MLM loss with torch.compile, for
+    training alone. null: on GPUs, unless parameters are sharded or no C compiler is installed."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "EncoderConfig":

@@ -59,7 +59,7 @@ class KeyedDropout(nn.Module):
     def __init__(self, p: float, layer: int, keys: DropoutKeys, width: int) -> None:
         super().__init__()
         self.p = p
-        self.layer = layer
+        self.layer = torch.tensor(layer, device="cpu")
         self.keys = keys
         self.register_buffer("features", words(layer, width, torch.device("cpu")), persistent=False)
 
@@ -92,7 +92,7 @@ class KeyedDropout(nn.Module):
 
     def extra_repr(self) -> str:
         """Parameters for printing the encoder."""
-        return f"p={self.p}, layer={self.layer}"
+        return f"p={self.p}, layer={int(self.layer)}"
 
 
 def words(stream: int, count: int, device: torch.device) -> Tensor:
@@ -110,13 +110,13 @@ class WeightDropout:
     """Dropout of the attention weights of spans, by (query token, head, key position).
 
     Attributes:
-        layer: number of the attention layer.
+        layer: number of the attention layer, a scalar tensor on the CPU.
         p: probability.
         keys: int32 keys of the query tokens, `(spans, longest)` or packed `(T,)`.
         rates: rates of the query tokens, instead of `p`.
     """
 
-    layer: int
+    layer: Tensor
     p: float
     keys: Tensor
     rates: TokenRates | None = None
@@ -136,12 +136,14 @@ class WeightDropout:
         return self.rates.rearranged(lambda each: each[:, None]).apply(weights, mixed)
 
 
-def attention_words(layer: int, heads: int, longest: int, device: torch.device) -> Tensor:
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it would make a graph for each number, of NumPy's code
+def attention_words(layer: Tensor, heads: int, longest: int, device: torch.device) -> Tensor:
     """Cached words of a layer for each head and key position, `(heads, longest)`."""
-    table = _TABLES.get((layer, device))
+    number = int(layer)
+    table = _TABLES.get((number, device))
     if table is None or table.shape[0] < heads or table.shape[1] < longest:
-        rows = [words((1 << 32) + layer * 4096 + head, max(512, longest), device) for head in range(heads)]
-        table = _TABLES[layer, device] = torch.stack(rows)
+        rows = [words((1 << 32) + number * 4096 + head, max(512, longest), device) for head in range(heads)]
+        table = _TABLES[number, device] = torch.stack(rows)
     return table[:heads, :longest]
 
 

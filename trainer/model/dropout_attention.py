@@ -55,8 +55,8 @@ def attend_dropout(
     else:
         limits, kept = drop.rates.limits, drop.rates.factors.float()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    tensors = query, key, value, bounds, drop.keys, limits, kept
-    made: Tensor = _attend(*tensors, drop.layer, longest, scale, window or 0)[0]
+    tensors = query, key, value, bounds, drop.keys, limits, kept, drop.layer
+    made: Tensor = _attend(*tensors, longest, scale, window or 0)[0]
     return made
 
 
@@ -69,7 +69,7 @@ def _attend(
     token_keys: Tensor,
     limits: Tensor,
     kept: Tensor,
-    layer: int,
+    layer: Tensor,
     longest: int,
     scale: float,
     window: int,
@@ -93,7 +93,7 @@ def _attend_backward(
     token_keys: Tensor,
     limits: Tensor,
     kept: Tensor,
-    layer: int,
+    layer: Tensor,
     longest: int,
     scale: float,
     window: int,
@@ -109,7 +109,7 @@ def _attend_backward(
 
 
 def _launch(
-    kernel: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], layer: int, longest: int, scale: float,
+    kernel: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], layer: Tensor, longest: int, scale: float,
     window: int,
 ) -> None:  # fmt: skip
     """Starts a program for each block of 64 tokens of each span and head."""
@@ -132,9 +132,9 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> t
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *drop = inputs[:7]
+    query, key, value, *drop = inputs[:8]
     ctx.save_for_backward(query, key, value, *output, *drop)
-    ctx.numbers = inputs[7:]
+    ctx.numbers = inputs[8:]
 
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -169,7 +169,7 @@ def _difference(head_size: int, device: torch.device, dtype: torch.dtype) -> flo
     shape = (4, sum(_TRIED_LENGTHS), _TRIED_HEADS, head_size)
     given = torch.randn(shape, generator=generator).to(device, dtype)
     keys = torch.randint(-(2**31), 2**31, shape[1:2], generator=generator, dtype=torch.int32).to(device)
-    drop = WeightDropout(0, _TRIED_RATE, keys)
+    drop = WeightDropout(torch.tensor(0), _TRIED_RATE, keys)
     bounds = [0, *accumulate(_TRIED_LENGTHS)]
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

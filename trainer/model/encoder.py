@@ -30,7 +30,8 @@ from declutr.trainer.model.load_report import LoadReport, silence
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LOGITS = 2**26  # largest number of logits held at once, 256 MiB in float32
+_LOGITS = 2**26  # largest number of logits held at once on a CPU, 256 MiB in float32
+_GPU_LOGITS = 2**28  # on a GPU, where a second computation costs more than memory: 512 MiB in half precision
 
 
 class Encoder(nn.Module):
@@ -64,7 +65,7 @@ class Encoder(nn.Module):
         key_dropout(model, self.keys, max(self.hidden_size, getattr(model.config, "intermediate_size", 0)))
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._compilation = Compilation(model.base_model, config.compile)
+        self._compilation = Compilation(model.base_model, _mlm_loss, config.compile)
         self.set_layout(config)
         self.padding_index = padding_index(model)
         self.behind = modules_of(behind)
@@ -131,7 +132,7 @@ class Encoder(nn.Module):
         kernels = self.kernels(positions.device, drops)
         layout = AttentionLayout(batch.lengths, positions.device, table.keys, table.attention, kernels, table.bounds)
         inputs = {name: values[None], "position_ids": positions, "packed_layout": layout, **kinds}
-        return self._run(batch.device, inputs)[0]
+        return self._run(batch.device, inputs).squeeze(0)
 
     def _run(self, device: torch.device, inputs: dict[str, Any]) -> Tensor:
         """Last hidden states of the model's inputs."""
@@ -206,7 +207,8 @@ class Encoder(nn.Module):
         embeddings = _at_least_float32(self.projection(self.behind(self.pool(hidden, batch.table.lengths))))
         if len(batch.selected) == 0:
             return embeddings, embeddings.new_zeros(())
-        rows = max(1, _LOGITS // int(self.model.config.vocab_size))
+        most = _GPU_LOGITS if hidden.is_cuda else _LOGITS
+        rows = max(1, most // int(self.model.config.vocab_size))
         losses = [
             self._predict(hidden[places], labels, keep=len(batch.selected) <= rows)
             for places, labels in zip(batch.selected.split(rows), batch.labels.split(rows), strict=True)
@@ -215,15 +217,17 @@ class Encoder(nn.Module):
 
     def _predict(self, hidden: Tensor, labels: Tensor, keep: bool) -> Tensor:
         """MLM loss of selected tokens, summed; without `keep`, the backward computes their logits again."""
+        with self._compilation.forward_in(hidden.device, self.training, self.sharded):
+            loss = self._compilation.loss
+            if keep or not torch.is_grad_enabled():
+                return loss(self.model, hidden, labels)
+            recomputed: Tensor = checkpoint(loss, self.model, hidden, labels, use_reentrant=False)
+            return recomputed
 
-        def loss(hidden: Tensor) -> Tensor:
-            logits = _at_least_float32(mlm_head(self.model)(hidden))
-            return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
 
-        if keep or not torch.is_grad_enabled():
-            return loss(hidden)
-        recomputed: Tensor = checkpoint(loss, hidden, use_reentrant=False)
-        return recomputed
+def _mlm_loss(model: "PreTrainedModel", hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = _at_least_float32(mlm_head(model)(hidden))
+    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

@@ -73,7 +73,9 @@ def weight_dropout(
         return None
     if keys is None:
         raise RuntimeError("attention dropout needs the keys of its tokens: SpanBatch.keys is missing")
-    return WeightDropout(_number_of(module), dropout, keys, rates)
+    number = module.declutr_number
+    assert isinstance(number, Tensor)
+    return WeightDropout(number, dropout, keys, rates)
 
 
 def attend_with_dropout(
@@ -129,10 +131,3 @@ def attend_in_parts(
             )
         )
     return torch.cat(parts)
-
-
-def _number_of(module: torch.nn.Module) -> int:
-    number = getattr(module, "layer_idx", None)
-    number = module.declutr_number if number is None else number
-    assert isinstance(number, int)
-    return number

@@ -1,0 +1,249 @@
+"""Takes train steps on a fake GPU, one case after the other, and prints what became of each as JSON.
+
+PYTHONPATH=tests/support:tests/cuda:. python tests/cuda/steps.py LIBRARY
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import fakegpu
+
+if __name__ == "__main__":
+    fakegpu.load(sys.argv[1])
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.step.clip_step import ClipSetting
+from benchmarks.workload import models, packed
+from declutr.trainer.model import kernels
+from declutr.trainer.model.kernel_choice import Kernels
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.objectives.supcon.config import SupconConfig
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.fixedpoint import FixedPointReducer
+from declutr.trainer.parallel.overlap import BucketedReducer
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.gradcache import GlobalCounts, GradCache
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.optim import build_optimizer
+from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.task import TrainTask
+
+GPU = torch.device("cuda", 0)
+ROWS = 8
+WORKERS = Communicator(rank=1, size=4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A train step.
+
+    Attributes:
+        workloads: encoder, objective and batch of each task; all train the encoder of the first.
+        tokens: limit of a microbatch.
+        comm: the workers; each has as many rows as this one.
+        kernel: attention is the kernel of a GPU; else groups of spans.
+        late: metrics are read after the next step has started.
+        reduce: sums of gradients: after the backward, `overlapped`, or `deterministic`.
+        compressed: type of overlapped sums.
+        shared_rows: views above which each worker computes a share of the loss.
+        optim: settings of the optimizer.
+        mistake: a module in place of the projection that does what must not be.
+    """
+
+    workloads: tuple[packed.Workload, ...]
+    tokens: int | None = None
+    comm: Communicator = field(default_factory=Communicator)
+    kernel: bool = True
+    late: bool = True
+    reduce: str = ""
+    compressed: torch.dtype | None = None
+    shared_rows: int = 1024
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    mistake: nn.Module | None = None
+
+
+def spans(attention: float = 0.0, pooling: Any = "mean", half: bool = True, **objective: Any) -> packed.Workload:
+    """DeCLUTR on documents."""
+    return packed.Workload(
+        "tiny",
+        SpanConfig(min_tokens=16, max_tokens=64),
+        0,
+        objective=DeclutrConfig(**objective),
+        dropout=0.1,
+        attention_dropout=attention,
+        pooling=pooling,
+        autocast=torch.bfloat16 if half else None,
+    )
+
+
+def texts(kind: str) -> packed.Workload:
+    """SimCSE, SCD or SCL, with dropped attention weights as in their papers."""
+    given = argparse.Namespace(model="tiny", spans=[16, 64], seed=0)
+    return packed.TextWorkload.of(
+        given, "cpu", "bf16", objective=packed.OBJECTIVES[kind], dropout=0.1, attention_dropout=0.1, pooling="cls"
+    )
+
+
+def clips(content: Any) -> ClipSetting:
+    """VisualCSE's or AudioCSE's task on images or sounds."""
+    given = argparse.Namespace(model="tiny", spans=[16, 64], seed=0)
+    return ClipSetting.of(
+        given, "cpu", "bf16", objective=SupconConfig(), dropout=0.1, attention_dropout=0.0, pooling="cls",
+        content=content,
+    )  # fmt: skip
+
+
+class Mistake(nn.Module):
+    """Changes embeddings in a way that a GPU forbids or waits for."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """The changed embeddings."""
+        return self.change(embeddings)
+
+
+MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a tensor of the CPU": lambda each: each + torch.zeros(each.shape[-1]),
+    "lengths on the CPU": lambda each: torch.segment_reduce(
+        each, "mean", lengths=torch.ones(len(each), dtype=torch.int64), axis=0, unsafe=True
+    ),
+    "a read": lambda each: each if each.sum().item() else each * 2,
+    "a condition": lambda each: each if (each > 0).any() else each * 2,
+    "places of a mask": lambda each: each + each[each[:, 0] > 0].sum(),
+    "an index on the CPU": lambda each: each[torch.arange(len(each))],
+    "an upload that blocks": lambda each: each * torch.tensor([1.0], device=each.device),
+}
+
+CASES = {
+    "declutr": Case((spans(),)),
+    "declutr, attention dropout": Case((spans(attention=0.1),)),
+    "declutr, attention dropout in groups": Case((spans(attention=0.1),), kernel=False),
+    "declutr, float32 in groups": Case((spans(half=False),), kernel=False),
+    "declutr, cls": Case((spans(pooling="cls"),)),
+    "declutr, microbatches": Case((spans(),), tokens=200),
+    "declutr, microbatches, attention dropout": Case((spans(attention=0.1),), tokens=200),
+    "declutr, mlm alone": Case((spans(terms="mlm"),)),
+    "declutr, mlm alone, microbatches": Case((spans(terms="mlm"),), tokens=200),
+    "declutr, contrastive alone": Case((spans(terms="contrastive"),)),
+    "declutr, unmasked anchors": Case((spans(contrast_unmasked_anchors=True),)),
+    "declutr, no bias correction": Case((spans(),), optim=OptimConfig(bias_correction=False)),
+    "declutr, queue": Case((spans(queue_size=64),), late=False),
+    "declutr, a loss by name": Case(
+        (spans(loss={"kind": "pytorch_metric_learning", "loss": "NTXentLoss"}),), late=False
+    ),
+    **{kind: Case((texts(kind),)) for kind in packed.OBJECTIVES},
+    **{f"{kind}, in groups": Case((texts(kind),), kernel=False) for kind in packed.OBJECTIVES},
+    **{f"{kind}, microbatches": Case((texts(kind),), tokens=100) for kind in packed.OBJECTIVES},
+    **{content: Case((clips(content),)) for content in ("images", "audio")},
+    **{f"{content}, microbatches": Case((clips(content),), tokens=500) for content in ("images", "audio")},
+    "simcse and images": Case((texts("simcse"), clips("images"))),
+    "4 workers": Case((spans(),), comm=WORKERS),
+    "4 workers, overlapped": Case((spans(),), comm=WORKERS, reduce="overlapped"),
+    "4 workers, overlapped, microbatches": Case((spans(),), comm=WORKERS, reduce="overlapped", tokens=200),
+    "4 workers, overlapped in bfloat16": Case((spans(),), comm=WORKERS, reduce="overlapped", compressed=torch.bfloat16),
+    "4 workers, deterministic": Case(
+        (spans(),), comm=replace(WORKERS, deterministic=True), reduce="deterministic", late=False
+    ),
+    "4 workers, share": Case((spans(),), comm=WORKERS, shared_rows=1),
+    **{f"4 workers, {kind}, share": Case((texts(kind),), comm=WORKERS, shared_rows=1) for kind in packed.OBJECTIVES},
+    "4 workers, images, share": Case((clips("images"),), comm=WORKERS, shared_rows=1),
+    **{f"mistake: {name}": Case((spans(),), mistake=Mistake(change)) for name, change in MISTAKES.items()},
+}
+
+
+def train_step(case: Case, gpu: Any) -> TrainStep:
+    """The train step, with everything on the GPU."""
+    first = case.workloads[0]
+    encoder = gpu.moved(first.encoder())
+    if case.mistake is not None:
+        encoder.projection = case.mistake
+    dropping = importlib.import_module("declutr.trainer.model.dropout_attention").attend_dropout
+    for drops in (False, True):
+        encoder._kernels[GPU, drops] = Kernels(kernels.attend, dropping) if case.kernel else None
+    tasks, modules = [], list[nn.Module]()
+    for number, one in enumerate(case.workloads):
+        objective = gpu.moved(one.loss(encoder.embedding_size))
+        frontend = gpu.moved(one.frontend()) if isinstance(one, ClipSetting) else None
+        modules += [each for each in (objective, frontend) if each is not None]
+        tasks.append(
+            TrainTask(
+                encoder=encoder,
+                objective=objective,
+                comm=case.comm,
+                seed=number,
+                microbatch=Microbatch(case.tokens),
+                autocast=one.autocast,
+                name=f"task{number}" if number else "",
+                frontend=frontend,
+                shared_rows=case.shared_rows,
+            )
+        )
+    optimizer = build_optimizer(case.optim, encoder, *modules, fused=True)
+    if case.reduce == "overlapped":
+        body = list(encoder.model.base_model.parameters())
+        heads = [p for p in encoder.parameters() if id(p) not in {id(one) for one in body}]
+        tasks[-1] = replace(tasks[-1], overlap=BucketedReducer(case.comm, [*heads, *body], case.compressed, 2**14))
+    elif case.reduce:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        tasks = [replace(one, reducer=FixedPointReducer(case.comm, parameters, 8)) for one in tasks]
+    return TrainStep(tasks=tuple(tasks), optimizer=optimizer, optim=case.optim, total_steps=100, late=case.late)
+
+
+@contextmanager
+def equal_workers() -> Iterator[None]:
+    """The counts of workers that have as many rows as this one; their exchange has no values."""
+
+    def count(passes: GradCache, batch: Any) -> GlobalCounts:
+        size, rows = passes.comm.size, batch.num_rows
+        return GlobalCounts(len(batch.spans.labels) * size, rows * passes.comm.rank, rows * size)
+
+    with patch.object(GradCache, "count", count):
+        yield
+
+
+def result(case: Case) -> dict[str, Any]:
+    """Waits of the second step, `error`, and the number of parameters of the encoder that have a gradient."""
+    batches = [
+        one.batches(1, ROWS)[0] if isinstance(one, ClipSetting) else one.batch(0, ROWS) for one in case.workloads
+    ]
+    with fakegpu.fake_gpu() as gpu:
+        try:
+            made = train_step(case, gpu)
+            given = {task.name: batch.to(GPU) for task, batch in zip(made.tasks, batches, strict=True)}
+            for step in (1, 2):
+                gpu.waits.clear()
+                pending = made.begin(given, step)
+            waits = sorted(gpu.waits)
+            pending.read()
+        except Exception as error:  # noqa: BLE001 - the test shows it
+            return {"error": f"{type(error).__name__}: {error}"[:500], "waits": sorted(gpu.waits)}
+        gradients = sum(each.grad is not None for each in made.encoder.parameters())
+    return {"waits": waits, "gradients": gradients, "parameters": len(list(made.encoder.parameters()))}
+
+
+def main() -> None:
+    """Takes every case."""
+    assert models.SIZES["tiny"]["num_hidden_layers"] == 2
+    dist.init_process_group("fake", store=FakeStore(), rank=WORKERS.rank, world_size=WORKERS.size)
+    with equal_workers():
+        found = {name: result(case) for name, case in CASES.items() if len(sys.argv) < 3 or name in sys.argv[2:]}
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

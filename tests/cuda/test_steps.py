@@ -1,0 +1,67 @@
+"""The whole train step on a GPU without values: nothing mixes devices, and nothing waits for the GPU."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# SCL's number of anchors is a result of labels on the GPU, a loss of another package looks for pairs, and sums that do
+# not depend on the number of workers are checked for overflow. Nothing else may wait.
+WAITS = {
+    "scl": "nonzero",
+    "scl, in groups": "nonzero",
+    "scl, microbatches": "nonzero",
+    "4 workers, scl, share": "nonzero",
+    "declutr, a loss by name": "where",
+    "4 workers, deterministic": "__int__",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Results of all cases, from one process, because torch must find the GPU when it is imported."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++: a device without a GPU is registered by a library that needs a C++ compiler")
+    [torch_] = importlib.util.find_spec("torch").submodule_search_locations
+    includes = [f"-I{torch_}/include", f"-I{torch_}/include/torch/csrc/api/include"]
+    library = tmp_path_factory.mktemp("guard") / "guard.so"
+    subprocess.run(
+        [compiler, "-std=c++20", "-shared", "-fPIC", *includes, HERE / "guard.cpp", "-o", library], check=True
+    )
+    paths = os.pathsep.join(map(str, (HERE, ROOT / "tests/support", ROOT)))
+    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, HERE / "steps.py", library]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_no_step_mixes_devices(found):
+    """Every objective; microbatches, dropped attention weights, overlapped sums and shares of the loss."""
+    steps = {name: result for name, result in found.items() if not name.startswith("mistake")}
+    assert len(steps) > 30
+    assert {name: result["error"] for name, result in steps.items() if "error" in result} == {}
+    assert {name for name, result in steps.items() if not result["gradients"]} == set()
+
+
+def test_no_step_waits_for_the_gpu(found):
+    waits = {name: result["waits"] for name, result in found.items() if not name.startswith("mistake")}
+    assert {name: places for name, places in waits.items() if places and name not in WAITS} == {}
+    for name, expected in WAITS.items():
+        assert any(place.startswith(f"{expected} at ") for place in waits[name]), f"{name} waits no longer: expect that"
+
+
+def test_every_mistake_is_found(found):
+    mistakes = {name: result for name, result in found.items() if name.startswith("mistake")}
+    assert len(mistakes) >= 3
+    assert [name for name, result in mistakes.items() if not result["waits"] and "error" not in result] == []
+    assert "cuda:0 and cpu" in mistakes["mistake: a tensor of the CPU"]["error"]
