@@ -146,9 +146,9 @@ def refuse(found: list[str]) -> None:
 def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
     """Problems with Ray for this run: its version, a cluster that does not answer, too few GPUs on this machine.
 
-    A finished run needs no Ray. Without `own_session`, another session of this process may use any cluster.
+    A finished run needs no Ray, nor does one in this process. Without `own_session`, another session of this process may use any cluster.
     """
-    if (run / "summary.json").is_file():
+    if (run / "summary.json").is_file() or config.scaling.local:
         return []
     from declutr.trainer.worker.ray_internals import unsupported_ray  # loads Ray
 
