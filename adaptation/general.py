@@ -1,6 +1,7 @@
 """Losses of an adapted encoder on general sentences: STS-B, or how far their cosines moved."""
 
 from importlib.resources import files
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,10 @@ from declutr.adaptation.measures import F64
 from declutr.common.bootstrap import Comparison, compare, spearman
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
-from declutr.trainer.metrics.sts import read_pairs
+from declutr.trainer.metrics.config import STSB
+from declutr.trainer.metrics.sts import FILES, read_pairs
 
-STSB_TEST = "sts-test.csv"
+STSB_TEST = replace(FILES[STSB], name="sts-test.csv")
 
 
 def compare_stsb(before: TransformerEncoder, after: TransformerEncoder, folder: Path, seed: int) -> Comparison:

@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from declutr.common.console.commandline import refused
 from declutr.common.paths import path_argument
+from declutr.evaluation.encoders.choice import Pooling
 
 if TYPE_CHECKING:
     from declutr.evaluation.senteval.data.findings import Inspection
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--every-seconds", type=float, default=10.0, help="with --follow: pause between looks (10)")
     parser.add_argument("--cpus", type=int, help="processes for classifiers (all; with --follow 1)")
     parser.add_argument("--address", help="address of a Ray cluster that fits classifiers")
+    parser.add_argument("--pooling", choices=get_args(Pooling), help="pooling of the encoders, instead of their own")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with encoders")
     parser.add_argument("--device", help="device of the encoder: cpu, cuda (a GPU if present; with --follow cpu)")
     parser.add_argument(
@@ -141,6 +143,7 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
             trust = given.trust_remote_code
             encoder = load_encoder(
                 name,
+                given.pooling,
                 device=given.device,
                 vocabulary=vocabulary,
                 tokenized=True,

@@ -41,6 +41,10 @@ _COMMANDS = {
         "[ENCODER ...] --data DIR: score encoders on SentEval's tasks; fetch and check the data",
         "declutr.cli.evaluate:run",
     ),
+    "reproduce": (
+        "[ITEM] [--scale tiny] [--plan]: run a table or figure of a paper, and compare with its numbers",
+        "declutr.cli.reproduce:run",
+    ),
     "inspect": ("PATH: describe shards, a run or a checkpoint", "declutr.cli.inspect:run"),
     "checkpoints": (
         "RUN [--json]: list and verify every checkpoint, with the reason to keep it",

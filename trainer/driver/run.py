@@ -227,7 +227,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """The configuration with absolute paths, because each worker has a different working directory."""
     update: dict[str, Any] = {key: _absolute(getattr(config, key)) for key in ("run", "data")}
     update["encoder"] = _with_absolute_model(config.encoder)
-    places = {key: _absolute(getattr(config.validation, key)) for key in ("data", "stsb")}
+    places = {key: _absolute(getattr(config.validation, key)) for key in ("data", "stsb", "sickr")}
     update["validation"] = config.validation.model_copy(update=places)
     update["auxiliary_tasks"] = {
         name: task.model_copy(update={"data": _absolute(task.data), "frontend": _with_absolute_model(task.frontend)})

@@ -64,7 +64,9 @@ def work(
         settings = config.tasks()
         folders = {name: data_folder(one.data, config.cache) for name, one in settings.items()}
         # the driver has checked the shards
-        shards = {name: ShardSet(folder, "train", look=False) for name, folder in folders.items()}
+        shards = {
+            name: ShardSet(folder, "train", look=False, part=settings[name].part) for name, folder in folders.items()
+        }
         hashes = data_hashes({name: one.manifest for name, one in shards.items()})
         if store := store_of(config.run, run):
             fetch_run(store, {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}, comm)

@@ -1,0 +1,102 @@
+"""Scores of a run or an encoder: one number for each column of a table."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+
+from declutr.common.cluster import SessionConfig
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.tasks import find
+from declutr.evaluation.senteval.runner.harness import Evaluated, evaluate
+from declutr.evaluation.senteval.runner.plan import ScoringChoice
+from declutr.evaluation.senteval.scores.averages import dev_headline, headline
+from declutr.evaluation.senteval.scores.results import Protocol
+from declutr.reproduction.item import Column, ReproduceError
+from declutr.reproduction.plan import ItemPlan, PlannedRun
+from declutr.trainer.driver.summary import first_and_last_scores
+
+
+class Scorer:
+    """Scores runs of an item on SentEval's tasks.
+
+    Args:
+        plan: the item.
+        data: folder in SentEval's layout.
+        allow_unchecked: score data other than the published ones.
+        say: receives progress lines.
+
+    Raises:
+        ReproduceError: a task has no usable data.
+    """
+
+    def __init__(self, plan: ItemPlan, data: Path, allow_unchecked: bool, say: Callable[[str], None]) -> None:
+        self._plan, self._say = plan, say
+        self._inspections = [inspect(find(task), data, allow_unchecked) for task in plan.tasks]
+        if unusable := [one for one in self._inspections if not one.usable]:
+            told = "; ".join(f"{one.task.label}: {one.reason}" for one in unusable)
+            raise ReproduceError(f"{len(unusable)} of {len(self._inspections)} tasks cannot be scored in {data} ({told})")
+        numbers = {column.number for column in plan.columns.values() if column.tasks}
+        protocols: dict[Protocol, bool] = {"senteval": bool(numbers - {"all"}), "simcse": "all" in numbers}
+        preset = ClassifierConfig.official if plan.settings.preset == "official" else ClassifierConfig.prototyping
+        self._choice = ScoringChoice(
+            tasks=plan.tasks,
+            protocols=tuple(name for name, used in protocols.items() if used) or ("senteval",),
+            classifier=preset(),
+        )
+
+    @property
+    def marks(self) -> list[str]:
+        """Tasks whose data are not the published ones, with their standing."""
+        return [f"{one.task.label}: {one.standing}" for one in self._inspections if one.standing != "identical"]
+
+    def score(self, run: PlannedRun) -> dict[str, float]:
+        """The numbers of a finished run, by column.
+
+        Raises:
+            ReproduceError: a number is missing.
+            EncoderError: the encoder cannot be loaded.
+        """
+        found = self._evaluate(run) if self._inspections else None
+        validated = first_and_last_scores(run.folder / "run")["last_scores"] if run.config else {}
+        made: dict[str, float] = {}
+        for name, column in self._plan.columns.items():
+            if column.validation:
+                if column.validation not in validated:
+                    raise ReproduceError(
+                        f"column {name}: the run has no score {column.validation}; it has {', '.join(validated) or 'none'}"
+                    )
+                made[name] = validated[column.validation]
+            elif found is not None and column.tasks:
+                made[name] = fmean(number_of(task, column, found) for task in column.names)
+        for name, column in self._plan.columns.items():
+            if column.mean_of:
+                made[name] = fmean(made[one] for one in column.mean_of)
+        return {name: made[name] for name in self._plan.columns}
+
+    def _evaluate(self, run: PlannedRun) -> Evaluated:
+        known, trained = run.cell.encoder, run.config
+        name, pooling = (known.name, known.pooling) if known else (str(run.folder / "run"), None)
+        local = trained is not None and trained.scaling.local  # all in this process, without Ray
+        encoder = load_encoder(name, pooling, tokenized=True, device="cpu" if local else None)
+        session = SessionConfig(num_cpus=1 if local else None)
+        return evaluate(encoder, self._inspections, self._choice, run.folder / "senteval", session, self._say)
+
+
+def number_of(task: str, column: Column, found: Evaluated) -> float:
+    """The number of a task, in percent.
+
+    Raises:
+        ReproduceError: it is missing.
+    """
+    protocol: Protocol = "simcse" if column.number == "all" else "senteval"
+    report = found.reports[protocol]
+    if task not in report.results:
+        raise ReproduceError(f"{found.encoder}: no score on {task}: {report.missing.get(task, 'unknown')}")
+    scores: Mapping[str, float] = report.results[task].scores
+    if column.number == "wmean" and "spearman.wmean" in scores:
+        return 100 * scores["spearman.wmean"]
+    if column.number == "dev" and find(task).has_dev:
+        return dev_headline(task, scores)
+    return headline(task, scores, protocol)
