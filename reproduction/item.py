@@ -31,10 +31,10 @@ class Column(Strict):
 
     tasks: tuple[str, ...] = ()
     """Tasks of SentEval, or sets of them."""
-    number: Literal["mean", "all", "wmean", "dev"] = "mean"
-    """Number of a task. mean: as DeCLUTR prints it, with the mean of the subsets for STS12-16. wmean: their mean
-    weighted by pairs. all: by cosine over all pairs, as SimCSE prints it. dev: on development data; STS12-16, which have
-    none, on test."""
+    number: Literal["mean", "wmean", "all", "dev", "all_dev"] = "mean"
+    """Number of a task. mean: as DeCLUTR prints it, with the mean of the subsets for STS12-16. wmean: the same with
+    their mean weighted by pairs. all: as SimCSE prints it, by cosine over all pairs, MRPC by accuracy. dev, all_dev: the
+    same as mean and all on development data; STS12-16, which have none, on test."""
     validation: str | None = None
     """Score of the run's last validation, in place of tasks."""
     mean_of: tuple[str, ...] = ()
@@ -104,8 +104,8 @@ class Item(Strict):
     says: str
     """What the paper concludes from it."""
     axes: dict[str, dict[str, Settings]] = Field(default_factory=dict)
-    """What the runs vary: by axis and label, the changes of settings. The runs are all combinations; the first label of
-    an axis is the one to which the others are compared."""
+    """What the runs vary: by axis and label, the changes of settings, of which `config` names another file. The runs are
+    all combinations; the first label of an axis is the one to which the others are compared."""
     encoders: dict[str, KnownEncoder] = Field(default_factory=dict)
     """Encoders by label that are scored without training, in place of axes."""
     columns: dict[str, Column] = Field(min_length=1)

@@ -171,7 +171,8 @@ def plan_item(
             config = None
             if cell.encoder is None:
                 own_values = {"run": str(place / "run"), "seed": seed}
-                made = Prepared(config=settings.config, settings=settings.settings | cell.settings | changes)
+                values = settings.settings | cell.settings | changes
+                made = Prepared(config=str(values.pop("config", settings.config)), settings=values)
                 config = _load(made, "train", TrainConfig, cell.name, own_values)
             runs.append(PlannedRun(cell, seed, config, place))
     if twice := [run.folder for number, run in enumerate(runs) if run.folder in [one.folder for one in runs[:number]]]:

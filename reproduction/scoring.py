@@ -1,6 +1,6 @@
 """Scores of a run or an encoder: one number for each column of a table."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -8,7 +8,7 @@ from declutr.common.cluster import SessionConfig
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data.tasks import find
+from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, find
 from declutr.evaluation.senteval.runner.harness import Evaluated, evaluate
 from declutr.evaluation.senteval.runner.plan import ScoringChoice
 from declutr.evaluation.senteval.scores.averages import dev_headline, headline
@@ -16,6 +16,8 @@ from declutr.evaluation.senteval.scores.results import Protocol
 from declutr.reproduction.item import Column, ReproduceError
 from declutr.reproduction.plan import ItemPlan, PlannedRun
 from declutr.trainer.driver.summary import first_and_last_scores
+
+_WAYS = {"dev": "mean", "all_dev": "all"}
 
 
 class Scorer:
@@ -37,12 +39,13 @@ class Scorer:
         if unusable := [one for one in self._inspections if not one.usable]:
             told = "; ".join(f"{one.task.label}: {one.reason}" for one in unusable)
             raise ReproduceError(f"{len(unusable)} of {len(self._inspections)} tasks cannot be scored in {data} ({told})")
-        numbers = {column.number for column in plan.columns.values() if column.tasks}
-        protocols: dict[Protocol, bool] = {"senteval": bool(numbers - {"all"}), "simcse": "all" in numbers}
+        protocols = {
+            _protocol(task, column) for column in plan.columns.values() for task in column.names if not _by_subset(task)
+        }
         preset = ClassifierConfig.official if plan.settings.preset == "official" else ClassifierConfig.prototyping
         self._choice = ScoringChoice(
             tasks=plan.tasks,
-            protocols=tuple(name for name, used in protocols.items() if used) or ("senteval",),
+            protocols=tuple(sorted(protocols)) or ("senteval",),
             classifier=preset(),
         )
 
@@ -90,13 +93,23 @@ def number_of(task: str, column: Column, found: Evaluated) -> float:
     Raises:
         ReproduceError: it is missing.
     """
-    protocol: Protocol = "simcse" if column.number == "all" else "senteval"
-    report = found.reports[protocol]
+    protocols = list(found.reports) if _by_subset(task) else [_protocol(task, column)]
+    report = found.reports[protocols[0]]
     if task not in report.results:
         raise ReproduceError(f"{found.encoder}: no score on {task}: {report.missing.get(task, 'unknown')}")
-    scores: Mapping[str, float] = report.results[task].scores
-    if column.number == "wmean" and "spearman.wmean" in scores:
-        return 100 * scores["spearman.wmean"]
-    if column.number == "dev" and find(task).has_dev:
+    scores = report.results[task].scores
+    if _by_subset(task):
+        return 100 * scores[f"spearman.{_WAYS.get(column.number, column.number)}"]
+    if column.number in ("dev", "all_dev"):
         return dev_headline(task, scores)
-    return headline(task, scores, protocol)
+    return headline(task, scores, protocols[0])
+
+
+def _by_subset(task: str) -> bool:
+    """True for STS12-16, which every protocol scores in all ways."""
+    return find(task).procedure == "similarity"
+
+
+def _protocol(task: str, column: Column) -> Protocol:
+    """The protocol that has the number of a task."""
+    return "simcse" if column.number.startswith("all") and task in (*STS, *TRANSFER) else "senteval"

@@ -25,6 +25,7 @@ _LATER = (
     ("spans", "anchor_beta", [4, 2]),
     ("spans", "positive_beta", [2, 4]),
     ("validation", "sickr", None),
+    ("objective", "equal_views", False),
 )
 """Section, name and default of settings that came later; they are left out of the resume settings unless changed."""
 _UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient
@@ -258,7 +259,7 @@ class TrainConfig(Strict):
         for section, key, default in _LATER:  # runs that started without these settings continue
             for tree in (found, *found["auxiliary_tasks"].values()):
                 values = tree.get(section, {}) if section else tree
-                if values.get(key) == default:
+                if key in values and values[key] == default:
                     del values[key]
         return found
 
