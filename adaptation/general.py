@@ -1,7 +1,7 @@
 """Losses of an adapted encoder on general sentences: STS-B, or how far their cosines moved."""
 
-from importlib.resources import files
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np

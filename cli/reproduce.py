@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def run(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
     given = _parser().parse_intermixed_args(arguments)
+    from declutr.pipeline.shards.manifest import ShardError
     from declutr.reproduction.item import ReproduceError, item_names, load_item
     from declutr.reproduction.plan import plan_item
 
@@ -32,7 +33,7 @@ def run(arguments: list[str]) -> int:
         plan = plan_item(name, load_item(given.item), given.scale, given.data, work, changes, given.seeds)
         refuse_held(work)
         print("\n".join(plan.lines()), flush=True)
-    except (ReproduceError, RunLockedError) as error:
+    except (ReproduceError, RunLockedError, ShardError) as error:
         return refused(error)
     return 0 if given.plan else _reproduce(given, plan, work, arguments)
 

@@ -75,7 +75,9 @@ def compare_labels(cells: Sequence[Cell], numbers: Numbers) -> list[LabelCompari
         for label in others:
             seeds = sorted(means[label].keys() & means[base].keys())
             if seeds:
-                made.append(_compare(axis, label, base, *([means[one][seed] for seed in seeds] for one in (label, base))))
+                made.append(
+                    _compare(axis, label, base, *([means[one][seed] for seed in seeds] for one in (label, base)))
+                )
     return made
 
 

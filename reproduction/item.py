@@ -33,8 +33,8 @@ class Column(Strict):
     """Tasks of SentEval, or sets of them."""
     number: Literal["mean", "wmean", "all", "dev", "all_dev"] = "mean"
     """Number of a task. mean: as DeCLUTR prints it, with the mean of the subsets for STS12-16. wmean: the same with
-    their mean weighted by pairs. all: as SimCSE prints it, by cosine over all pairs, MRPC by accuracy. dev, all_dev: the
-    same as mean and all on development data; STS12-16, which have none, on test."""
+    their mean weighted by pairs. all: as SimCSE prints it, by cosine over all pairs, MRPC by accuracy. dev, all_dev: as
+    mean and all, on development data; STS12-16, which have none, on test."""
     validation: str | None = None
     """Score of the run's last validation, in place of tasks."""
     mean_of: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Scale(Strict):
     columns: dict[str, Column] = Field(default_factory=dict)
     """Columns of this scale in place of the item's."""
     shards: dict[str, Prepared] = Field(default_factory=dict)
-    """Shards by name, prepared in $DECLUTR_WORK/shards unless they are there, in this order."""
+    """Shards by name. They are prepared in $DECLUTR_WORK/shards, in this order, unless that folder has them."""
     start: Prepared | None = None
     """Run whose export, in $DECLUTR_WORK/start/export, the runs continue from."""
     preset: Literal["official", "prototyping"] = "official"
@@ -102,9 +102,9 @@ class Item(Strict):
     source: str
     """Paper, and number of the table or figure."""
     says: str
-    """What the paper concludes from it."""
+    """The paper's conclusion."""
     axes: dict[str, dict[str, Settings]] = Field(default_factory=dict)
-    """What the runs vary: by axis and label, the changes of settings, of which `config` names another file. The runs are
+    """Changes of settings by axis and label, of which `config` names another file. The runs are
     all combinations; the first label of an axis is the one to which the others are compared."""
     encoders: dict[str, KnownEncoder] = Field(default_factory=dict)
     """Encoders by label that are scored without training, in place of axes."""
@@ -112,7 +112,7 @@ class Item(Strict):
     printed: dict[str, dict[str, float]] = Field(default_factory=dict)
     """The paper's numbers by run, its labels joined by ", ", and column."""
     note: str = ""
-    """What the table shows besides: differences to the paper, and what its print leaves open."""
+    """Differences to the paper, and what its print leaves open."""
     scales: dict[ScaleName, Scale]
 
     @model_validator(mode="after")
@@ -137,13 +137,19 @@ class Item(Strict):
             ]
         known = {cell.name for cell in cells_of(self.axes, self.encoders)}
         problems += [
-            f"printed.{name}: no run of the item{suggest(name, list(known))}" for name in self.printed if name not in known
+            f"printed.{name}: no run of the item{suggest(name, list(known))}"
+            for name in self.printed
+            if name not in known
         ]
         problems += [
             f"printed.{name}.{column}: no column{suggest(column, list(self.columns))}"
             for name, numbers in self.printed.items()
             for column in numbers
             if column not in self.columns
+        ]
+        problems += [
+            f"{key} cannot be granted by a file; if you trust the code of that model, add it to the command"
+            for key in _granted(self.model_dump())
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -190,6 +196,16 @@ def cells_of(axes: Mapping[str, Mapping[str, Settings]], encoders: Mapping[str, 
             settings |= changes
         made.append(Cell(dict(zip(axes, (label for label, _ in chosen), strict=True)), settings))
     return made
+
+
+def _granted(tree: Any, path: str = "") -> list[str]:
+    """Dotted keys of every trust that the file would grant, because it may come from someone else."""
+    found = []
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        full = f"{path}.{key}" if path else str(key)
+        own = str(key).rpartition(".")[2] == "trust_remote_code" and value is not False
+        found += [full] if own else _granted(value, full)
+    return found
 
 
 def item_names() -> list[str]:

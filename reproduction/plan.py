@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from declutr.common.config import ConfigError, Strict, load_config
 from declutr.common.storage import hash_json, read_json
 from declutr.common.stores.address import is_remote
-from declutr.pipeline.config import PipelineConfig
-from declutr.pipeline.shards.manifest import MANIFEST
+from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
+from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
 from declutr.reproduction.item import Cell, Column, Item, Prepared, ReproduceError, Scale, ScaleName, Settings
 from declutr.trainer.driver.resolved import find_shards
 from declutr.trainer.setup.config import TrainConfig
@@ -78,7 +78,7 @@ class ItemPlan:
 
     @property
     def columns(self) -> dict[str, Column]:
-        """What is scored, by heading."""
+        """Scored numbers by heading."""
         return self.settings.columns or self.item.columns
 
     @property
@@ -181,8 +181,19 @@ def plan_item(
 
 
 def shards_ready(config: PipelineConfig) -> bool:
-    """True if the shards are complete."""
-    return (Path(config.output) / MANIFEST).is_file()
+    """True if the shards are complete.
+
+    Raises:
+        ReproduceError: they were prepared with other settings.
+        ShardError: their manifest is damaged.
+    """
+    if not (Path(config.output) / MANIFEST).is_file():
+        return False
+    manifest = load_manifest(Path(config.output))
+    if manifest.config_hash != config_hash(config):
+        others = ", ".join(differing_keys(config, manifest.config))
+        raise ReproduceError(f"{config.output}: was prepared with other settings ({others}); name another --work")
+    return True
 
 
 def start_ready(config: TrainConfig) -> bool:

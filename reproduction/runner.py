@@ -26,7 +26,7 @@ def reproduce(
     command: Sequence[str],
     say: Callable[[str], None],
 ) -> str:
-    """Does what is left of an item; returns the results as Markdown.
+    """Runs the unfinished part of an item; returns the results as Markdown.
 
     Each run is an ordinary run folder. A killed call continues where its checkpoints are.
 
@@ -64,7 +64,7 @@ def reproduce(
 
 
 def _prepare(name: str, config: PipelineConfig, work: Path) -> None:
-    """Prepares shards in a process of its own, whose Ray session ends with it.
+    """Prepares shards in a separate process, whose Ray session ends with it.
 
     Raises:
         ReproduceError: the command failed.
@@ -77,7 +77,9 @@ def _prepare(name: str, config: PipelineConfig, work: Path) -> None:
             [sys.executable, "-m", "declutr.cli.main", "prepare", str(settings)], stdout=output, stderr=output
         )
     if done.returncode:
-        raise ReproduceError(f"shards {name}: declutr prepare {settings} ended with status {done.returncode}; see {log}")
+        raise ReproduceError(
+            f"shards {name}: declutr prepare {settings} ended with status {done.returncode}; see {log}"
+        )
 
 
 def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:

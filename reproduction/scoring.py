@@ -38,7 +38,9 @@ class Scorer:
         self._inspections = [inspect(find(task), data, allow_unchecked) for task in plan.tasks]
         if unusable := [one for one in self._inspections if not one.usable]:
             told = "; ".join(f"{one.task.label}: {one.reason}" for one in unusable)
-            raise ReproduceError(f"{len(unusable)} of {len(self._inspections)} tasks cannot be scored in {data} ({told})")
+            raise ReproduceError(
+                f"{len(unusable)} of {len(self._inspections)} tasks cannot be scored in {data} ({told})"
+            )
         protocols = {
             _protocol(task, column) for column in plan.columns.values() for task in column.names if not _by_subset(task)
         }
@@ -67,9 +69,8 @@ class Scorer:
         for name, column in self._plan.columns.items():
             if column.validation:
                 if column.validation not in validated:
-                    raise ReproduceError(
-                        f"column {name}: the run has no score {column.validation}; it has {', '.join(validated) or 'none'}"
-                    )
+                    known = ", ".join(validated) or "none"
+                    raise ReproduceError(f"column {name}: the run has no score {column.validation}; it has {known}")
                 made[name] = validated[column.validation]
             elif found is not None and column.tasks:
                 made[name] = fmean(number_of(task, column, found) for task in column.names)

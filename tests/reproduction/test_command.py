@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 import yaml
 from papers import arguments, write_item
+from tinyruns import GEOMETRY
 from waiting import until
 
 from declutr.cli.reproduce import run
@@ -36,9 +38,7 @@ def test_results_have_all_runs_the_papers_number_and_paired_tests(finished):
     assert all(set(seeds) == {"0", "1"} for seeds in cells.values())
     by_axis = {(one["axis"], one["label"]): one for one in found["differences"]["STS-B"]}
     assert set(by_axis) == {("terms", "mlm"), ("share", "50%")}
-    means = [
-        sum(cells[f"{terms}, {share}"]["0"] for share in ("100%", "50%")) / 2 for terms in ("mlm", "both")
-    ]
+    means = [sum(cells[f"{terms}, {share}"]["0"] for share in ("100%", "50%")) / 2 for terms in ("mlm", "both")]
     second = [sum(cells[f"{terms}, {share}"]["1"] for share in ("100%", "50%")) / 2 for terms in ("mlm", "both")]
     expected = (means[0] - means[1] + second[0] - second[1]) / 2
     assert by_axis["terms", "mlm"]["difference"] == pytest.approx(expected)
@@ -80,7 +80,9 @@ def test_killed_call_continues_to_the_same_numbers(item, finished, tmp_path):
     process.communicate()
     assert not (work / "terms-tiny/mlm-50--0/scores.json").exists()
     assert run(arguments(item, work, "--seeds", "0")) == 0
-    again, whole = (json.loads((one / "results.json").read_text())["numbers"] for one in (work / "terms-tiny", finished))
+    again, whole = (
+        json.loads((one / "results.json").read_text())["numbers"] for one in (work / "terms-tiny", finished)
+    )
     assert {name: seeds["0"] for name, seeds in again["STS-B"].items()} == {
         name: seeds["0"] for name, seeds in whole["STS-B"].items()
     }
@@ -89,7 +91,12 @@ def test_killed_call_continues_to_the_same_numbers(item, finished, tmp_path):
 def test_plan_names_cells_seeds_steps_and_documents_and_runs_nothing(item, tmp_path, capsys):
     assert run(arguments(item, tmp_path / "work", "--plan", "steps=3", "--seeds", "4,5,6")) == 0
     told = capsys.readouterr().out
-    for part in ("4 cells x 3 seed(s) [4, 5, 6]: 12, 0 finished", "3 steps x 8 documents = 24", "of 50%", "12 runs left"):
+    for part in (
+        "4 cells x 3 seed(s) [4, 5, 6]: 12, 0 finished",
+        "3 steps x 8 documents = 24",
+        "of 50%",
+        "12 runs left",
+    ):
         assert part in told
     assert not (tmp_path / "work").exists()
 
@@ -107,7 +114,7 @@ def refusal(capsys, *given):
 
 
 def test_unknown_item_is_refused_with_the_nearest(capsys):
-    assert "did you mean scd-table3" in refusal(capsys, "scd-tabel3", "--plan")
+    assert "did you mean `scd-table3`" in refusal(capsys, "scd-tabel3", "--plan")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +127,10 @@ def test_unknown_item_is_refused_with_the_nearest(capsys):
         ({"printed": {"both, 10%": {"STS-B": 1.0}}}, ["both, 10%", "no run of the item"]),
         ({"columns": {"A": {"tasks": ["STS99"]}}, "printed": {}}, ["STS99"]),
         ({"columns": {"A": {"tasks": ["STS12"], "validation": "mrr"}}, "printed": {}}, ["one of tasks"]),
+        (
+            {"axes": {"a": {"b": {"encoder": {"trust_remote_code": True}}}}, "printed": {}},
+            ["axes.a.b.encoder.trust_remote_code", "cannot be granted by a file"],
+        ),
         ({"scales": {"paper": {"config": "configs/declutr-small.yaml"}}}, ["no scale tiny", "paper"]),
     ],
 )
@@ -134,7 +145,22 @@ def test_wrong_item_is_refused_before_anything_starts(item, tmp_path, capsys, ch
 
 @pytest.mark.parametrize(
     ("word", "part"),
-    [("run=elsewhere", "--work"), ("seed=3", "--seeds"), ("stepps=3", "did you mean steps"), ("steps", "key=value")],
+    [("run=elsewhere", "--work"), ("seed=3", "--seeds"), ("stepps=3", "did you mean `steps`"), ("steps", "key=value")],
 )
 def test_wrong_setting_is_refused(item, tmp_path, capsys, word, part):
     assert part in refusal(capsys, *arguments(item, tmp_path / "work", word))
+
+
+def test_shards_of_other_settings_are_refused(item, tmp_path, capsys):
+    """A folder of the same name may be of another item."""
+    values = yaml.safe_load(item.read_text())
+    values["scales"]["tiny"]["shards"] = {"documents": {"config": str(tmp_path / "prepare.yaml")}}
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(values))
+    section = {"output": "unused", "corpus": {"kind": "files", "paths": ["$DECLUTR_DATA/texts"]}, "geometry": GEOMETRY}
+    (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": section}))
+    (tmp_path / "work/shards").mkdir(parents=True)
+    shutil.copytree(item.parent / "shards", tmp_path / "work/shards/documents")
+    line = refusal(capsys, str(tmp_path / "wrong.yaml"), *arguments(item, tmp_path / "work")[1:])
+    assert "was prepared with other settings" in line
+    assert f"{item.parent / 'data' / 'texts'}" in line
+    assert "--work" in line

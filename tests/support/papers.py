@@ -19,10 +19,8 @@ def write_item(folder, **changes):
     rows = [Row(text, "held-out" if number % 8 == 0 else "train") for number, text in enumerate(texts)]
     write_prepared(folder / "shards", [rows], geometry={"num_anchors": 2, "max_tokens": 16})
     (folder / "data").mkdir()
-    lines = [
-        f"a\tb\tc\t{n}\t{rng.uniform(0, 5):.2f}\t{' '.join(rng.choices(WORDS, k=5))}\t{' '.join(rng.choices(WORDS, k=5))}"
-        for n in range(30)
-    ]
+    pairs = [(" ".join(rng.choices(WORDS, k=5)), " ".join(rng.choices(WORDS, k=5))) for _ in range(30)]
+    lines = [f"a\tb\tc\t{n}\t{rng.uniform(0, 5):.2f}\t{one}\t{other}" for n, (one, other) in enumerate(pairs)]
     (folder / "data" / "sts-dev.csv").write_text("\n".join(lines) + "\n")
     values = train_values(
         folder / "shards",

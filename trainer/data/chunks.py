@@ -77,7 +77,9 @@ def rank_plan(
     mean_tokens = max(1, shards.manifest.totals["num_tokens"] // max(1, shards.manifest.totals["kept"]))
     documents = max(1, min(_CHUNK_DOCUMENTS, _CHUNK_TOKENS // mean_tokens))
     chunk_steps = max(1, documents // max(1, end - start))
-    return RankPlan(plan, str(shards.folder), start, end, first_step, last_step, chunk_steps, address, fetch, shards.part)
+    return RankPlan(
+        plan, str(shards.folder), start, end, first_step, last_step, chunk_steps, address, fetch, shards.part
+    )
 
 
 def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> pa.Table:

@@ -142,9 +142,7 @@ def _no_documents(rank_plan: RankPlan) -> pa.Table:
     return fetched(shards, np.empty(0, np.int64), np.empty(0, np.int64), rank_plan.fetch)
 
 
-def batches(
-    rank_plan: RankPlan, collator: Collator, device: torch.device, tasks: bool = True
-) -> Iterator[RankBatch]:
+def batches(rank_plan: RankPlan, collator: Collator, device: torch.device, tasks: bool = True) -> Iterator[RankBatch]:
     """The rank's batches, on its device, in step order; `tasks` as for `documents`."""
     for table in documents(rank_plan, tasks):
         table = table.combine_chunks()

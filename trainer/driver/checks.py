@@ -109,8 +109,8 @@ def load_problems(run: ResolvedRun) -> list[str]:
         found += task_problems(run)
     if config.part is not None and run.plan.num_documents < config.batch_documents:
         found.append(
-            f"data_fraction = {config.data_fraction}: {run.plan.num_documents} training {run.manifest.noun} remain, fewer "
-            f"than batch_documents = {config.batch_documents}; increase it"
+            f"data_fraction = {config.data_fraction}: leaves {run.plan.num_documents} training {run.manifest.noun}, "
+            f"fewer than batch_documents = {config.batch_documents}; increase it"
         )
     remark = None if began_before else config.objective.remark_before(config.context(run.manifest.short_documents))
     if remark:
@@ -151,7 +151,8 @@ def refuse(found: list[str]) -> None:
 def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
     """Problems with Ray for this run: its version, a cluster that does not answer, too few GPUs on this machine.
 
-    A finished run needs no Ray, nor does one in this process. Without `own_session`, another session of this process may use any cluster.
+    A finished run needs no Ray, nor does one in this process. Without `own_session`, another session of this process
+    may use any cluster.
     """
     if (run / "summary.json").is_file() or config.scaling.local:
         return []

@@ -22,7 +22,6 @@ from declutr.trainer.objectives.row_score import RowScore
 from declutr.trainer.parallel.communicator import Communicator
 
 
-
 class StsError(ValueError):
     """A file of judged pairs is missing or damaged."""
 

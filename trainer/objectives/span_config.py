@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from declutr.common.config import Strict
 
-
 BetaShape = Annotated[int, Field(ge=1, le=32)]
 """A parameter of a Beta law: with whole numbers it is the law of an order statistic."""
 
@@ -25,8 +24,8 @@ class SpanConfig(Strict):
     """Longest span, l_max, in tokens without specials. At most `geometry.max_tokens` of the shards, which is the value
     if this is not set."""
     anchor_beta: tuple[BetaShape, BetaShape] = (4, 2)
-    """Whole numbers a and b of the Beta(a, b) law of an anchor's length between `min_tokens` and `max_tokens`; (1, 1) is
-    uniform. A mean of a / (a + b)."""
+    """Whole numbers a and b: the length of an anchor has the law Beta(a, b) between `min_tokens` and `max_tokens`, with
+    mean a / (a + b). [1, 1] is uniform."""
     positive_beta: tuple[BetaShape, BetaShape] = (2, 4)
     """As `anchor_beta`, of a positive's length."""
     strategy: Literal["all", "adjacent", "subsuming", "distant"] = "all"

@@ -109,7 +109,7 @@ def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
 def build_validator(
     config: TrainConfig, task: TrainTask, shards: ShardSet, tokenizer: Any, device: torch.device
 ) -> Validator | None:
-    """The scores of a validation: the objective's on held-out rows, and those of judged pairs; None if there are none."""
+    """The scores of a validation: the objective's on held-out rows, and those of judged pairs; None without any."""
     validation, objective = config.validation, task.objective
     if not validation.every_steps:
         return None

@@ -84,8 +84,8 @@ class ScalingConfig(Strict):
             raise ValueError(f"num_workers = {list(self.num_workers)}: the first number must not exceed the second")  # type: ignore[arg-type]
         if self.local and (self.address or self.fsdp or self.spot_notices):
             raise ValueError(
-                "num_workers = 0 trains without Ray: address, fsdp and spot_notices have no effect; remove them, or set "
-                "num_workers to 1 or more"
+                "num_workers = 0 trains without Ray: address, fsdp and spot_notices have no effect; remove them, or "
+                "set num_workers to 1 or more"
             )
         if self.deterministic_chunk_documents is not None and not self.elastic_determinism:
             raise ValueError(

@@ -24,7 +24,6 @@ I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
 
-
 @dataclass(frozen=True)
 class Spans:
     """Spans of n documents.
