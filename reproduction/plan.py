@@ -163,7 +163,9 @@ def plan_item(
         key: _load(one, "prepare", PipelineConfig, f"shards {key}", {"output": f"${WORK}/shards/{key}"})
         for key, one in settings.shards.items()
     }
-    start = settings.start and _load(settings.start, "train", TrainConfig, "start", {"run": f"${WORK}/start"})
+    start = None
+    if settings.start is not None:
+        start = _load(settings.start, "train", TrainConfig, "start", {"run": f"${WORK}/start"})
     runs = []
     for seed in seeds or settings.seeds:
         for cell in item.cells(scale):

@@ -79,8 +79,9 @@ def _markdown(
         shown = (_cell(found.get(name, {}), printed.get(name, {}).get(column)) for column, found in numbers.items())
         yield f"| {name} | {' | '.join(shown)} |"
     for column, differences in compared.items():
-        yield ""
-        yield from _differences(column, differences)
+        if differences:
+            yield ""
+            yield from _differences(column, differences)
     pairings = [one.pairing for found in compared.values() for one in found if one.pairing is not None]
     if pairings:
         yield ""
@@ -99,8 +100,6 @@ def _markdown(
 
 def _differences(column: str, found: Sequence[LabelComparison]) -> Iterator[str]:
     """Table of the differences of a column."""
-    if not found:
-        return
     yield f"| {column}: difference, seed by seed | mean | 95% interval | p | seeds | paired / unpaired spread |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
     for one in found:

@@ -38,8 +38,9 @@ class Scorer:
         self._inspections = [inspect(find(task), data, allow_unchecked) for task in plan.tasks]
         if unusable := [one for one in self._inspections if not one.usable]:
             told = "; ".join(f"{one.task.label}: {one.reason}" for one in unusable)
+            remedy = "" if allow_unchecked else "; --allow-unchecked scores other data than the published ones"
             raise ReproduceError(
-                f"{len(unusable)} of {len(self._inspections)} tasks cannot be scored in {data} ({told})"
+                f"{len(unusable)} of {len(self._inspections)} tasks cannot be scored in {data} ({told}){remedy}"
             )
         protocols = {
             _protocol(task, column) for column in plan.columns.values() for task in column.names if not _by_subset(task)

@@ -136,7 +136,7 @@ def test_unknown_item_is_refused_with_the_nearest(capsys):
 )
 def test_wrong_item_is_refused_before_anything_starts(item, tmp_path, capsys, change, parts):
     wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(yaml.safe_dump(yaml.safe_load(item.read_text()) | change))
+    wrong.write_text(yaml.safe_dump(yaml.safe_load(item.read_text()) | change, sort_keys=False))
     given = arguments(item, tmp_path / "work")[1:]
     line = refusal(capsys, str(wrong), *given)
     assert [part for part in parts if part not in line] == []
@@ -155,7 +155,7 @@ def test_shards_of_other_settings_are_refused(item, tmp_path, capsys):
     """A folder of the same name may be of another item."""
     values = yaml.safe_load(item.read_text())
     values["scales"]["tiny"]["shards"] = {"documents": {"config": str(tmp_path / "prepare.yaml")}}
-    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     section = {"output": "unused", "corpus": {"kind": "files", "paths": ["$DECLUTR_DATA/texts"]}, "geometry": GEOMETRY}
     (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": section}))
     (tmp_path / "work/shards").mkdir(parents=True)
