@@ -102,7 +102,7 @@ class ItemPlan:
 
     def lines(self) -> list[str]:
         """The plan as text."""
-        cells = {run.cell.name: run for run in reversed(self.runs)}
+        cells = [run for run in self.runs if run.seed == self.runs[0].seed]
         done = [found for run in self.runs if (found := self.finished(run))]
         seeds = sorted({run.seed for run in self.runs})
         lines = [
@@ -118,8 +118,8 @@ class ItemPlan:
         if self.start is not None:
             state = "ready" if start_ready(self.start) else f"to be trained in {self.start.steps} steps"
             lines.append(f"  start      {state}")
-        width = max(map(len, cells))
-        lines += [f"  {name:<{width}}  {_needs(cells[name])}" for name in sorted(cells, key=list(cells)[::-1].index)]
+        width = max(len(run.cell.name) for run in cells)
+        lines += [f"  {run.cell.name:<{width}}  {_needs(run)}" for run in cells]
         return [*lines, f"  time       {self._time(done)}"]
 
     def _time(self, done: Sequence[dict[str, Any]]) -> str:

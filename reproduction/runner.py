@@ -15,6 +15,7 @@ from declutr.reproduction.item import ReproduceError
 from declutr.reproduction.plan import ItemPlan, PlannedRun, shards_ready, start_ready
 from declutr.reproduction.results import write_results
 from declutr.reproduction.scoring import Scorer
+from declutr.trainer.driver.failure import TrainingFailedError
 from declutr.trainer.driver.run import run_training
 
 
@@ -39,10 +40,10 @@ def reproduce(
         say: receives progress lines.
 
     Raises:
-        ReproduceError: something cannot be prepared or scored.
+        ReproduceError: something cannot be prepared or scored; or runs failed, after all others have finished.
         RunLockedError: another command works in the folder.
         RunStoppedError: this process received a signal; the same command continues.
-        TrainingFailedError: a run cannot continue.
+        TrainingFailedError: the start cannot be trained.
         ConfigError: settings of a run do not fit its shards.
     """
     work.mkdir(parents=True, exist_ok=True)
@@ -55,12 +56,22 @@ def reproduce(
         if plan.start is not None and not start_ready(plan.start):
             say(f"training the start in {plan.start.run}")
             run_training(plan.start)
+        failed: list[str] = []
         for number, run in enumerate(plan.runs, 1):
             if plan.finished(run) is None:
                 say(f"run {number} of {len(plan.runs)}: {run.cell.name}, seed {run.seed}")
-                _finish(plan, run, scorer)
+                try:
+                    _finish(plan, run, scorer)
+                except TrainingFailedError as error:  # such as a loss that is not finite: a result of this cell
+                    failed.append(f"{run.cell.name}, seed {run.seed}: {str(error).splitlines()[0]}")
+                    say(f"failed: {failed[-1]}")
                 write_results(plan, scorer.marks, command)
-        return write_results(plan, scorer.marks, command)
+        text = write_results(plan, scorer.marks, command)
+    if failed:
+        raise ReproduceError(
+            f"{len(failed)} of {len(plan.runs)} runs failed, the others are scored: {'; '.join(failed)}"
+        )
+    return text
 
 
 def _prepare(name: str, config: PipelineConfig, work: Path) -> None:

@@ -164,3 +164,15 @@ def test_shards_of_other_settings_are_refused(item, tmp_path, capsys):
     assert "was prepared with other settings" in line
     assert f"{item.parent / 'data' / 'texts'}" in line
     assert "--work" in line
+
+
+def test_failed_run_does_not_stop_the_others(item, tmp_path, capsys):
+    """A rate beyond all bounds makes the loss of one cell infinite."""
+    values = yaml.safe_load(item.read_text())
+    values["axes"] = {"rate": {"small": {}, "huge": {"optim.lr": 1.0e30, "optim.max_grad_norm": None}}}
+    (tmp_path / "rates.yaml").write_text(yaml.safe_dump(values | {"printed": {}}, sort_keys=False))
+    given = [str(tmp_path / "rates.yaml"), *arguments(item, tmp_path / "work", "--seeds", "0")[1:]]
+    assert run(given) == 1
+    assert "1 of 2 runs failed, the others are scored: huge, seed 0" in capsys.readouterr().err
+    found = json.loads((tmp_path / "work/rates-tiny/results.json").read_text())
+    assert set(found["numbers"]["STS-B"]) == {"small"}
