@@ -176,3 +176,11 @@ def test_failed_run_does_not_stop_the_others(item, tmp_path, capsys):
     assert "1 of 2 runs failed, the others are scored: huge, seed 0" in capsys.readouterr().err
     found = json.loads((tmp_path / "work/rates-tiny/results.json").read_text())
     assert set(found["numbers"]["STS-B"]) == {"small"}
+
+
+def test_share_smaller_than_a_batch_is_refused_before_its_run(item, tmp_path, capsys):
+    assert run(arguments(item, tmp_path / "work", "data_fraction=0.01")) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "data_fraction = 0.01: leaves" in last
+    assert "batch_documents = 8" in last
+    assert not list((tmp_path / "work").rglob("step-*"))
