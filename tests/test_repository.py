@@ -201,7 +201,7 @@ def installed(tmp_path_factory):
 def test_wheel_has_every_file_of_the_packages(installed):
     assert {path.name for path in installed.iterdir()} - {"bin"} == {"declutr", "declutr_ray-0.1.0.dist-info"}
     packages = [path.name for path in (ROOT / "src" / "declutr").iterdir() if path.is_symlink()]
-    assert len(packages) == 9
+    assert len(packages) == 10
     for package in packages:
         wanted = {p.relative_to(ROOT) for p in (ROOT / package).rglob("*") if p.is_file() and p.suffix != ".pyc"}
         found = {

@@ -156,7 +156,12 @@ def test_shards_of_other_settings_are_refused(item, tmp_path, capsys):
     values = yaml.safe_load(item.read_text())
     values["scales"]["tiny"]["shards"] = {"documents": {"config": str(tmp_path / "prepare.yaml")}}
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-    section = {"output": "unused", "corpus": {"kind": "files", "paths": ["$DECLUTR_DATA/texts"]}, "geometry": GEOMETRY}
+    section = {
+        "output": "unused",
+        "tokenizer": {"kind": "train", "vocab_size": 400},
+        "corpus": {"kind": "files", "paths": ["$DECLUTR_DATA/texts"]},
+        "geometry": GEOMETRY,
+    }
     (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": section}))
     (tmp_path / "work/shards").mkdir(parents=True)
     shutil.copytree(item.parent / "shards", tmp_path / "work/shards/documents")
@@ -169,7 +174,7 @@ def test_shards_of_other_settings_are_refused(item, tmp_path, capsys):
 def test_failed_run_does_not_stop_the_others(item, tmp_path, capsys):
     """A rate beyond all bounds makes the loss of one cell infinite."""
     values = yaml.safe_load(item.read_text())
-    values["axes"] = {"rate": {"small": {}, "huge": {"optim.lr": 1.0e30, "optim.max_grad_norm": None}}}
+    values["axes"] = {"rate": {"small": {}, "huge": {"optim.lr": 1.0e12, "optim.max_grad_norm": None}}}
     (tmp_path / "rates.yaml").write_text(yaml.safe_dump(values | {"printed": {}}, sort_keys=False))
     given = [str(tmp_path / "rates.yaml"), *arguments(item, tmp_path / "work", "--seeds", "0")[1:]]
     assert run(given) == 1
