@@ -30,6 +30,7 @@ COPY --chown=declutr pipeline pipeline
 COPY --chown=declutr trainer trainer
 COPY --chown=declutr evaluation evaluation
 COPY --chown=declutr adaptation adaptation
+COPY --chown=declutr reproduction reproduction
 COPY --chown=declutr doctor doctor
 COPY --chown=declutr inspection inspection
 COPY --chown=declutr cli cli

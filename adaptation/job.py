@@ -92,8 +92,8 @@ def _checked(config: AdaptConfig, output: Path) -> RetrievalTest | None:
             pairs = read_test(expand(config.pairs))
         except PairsError as error:
             problems.append(str(error))
-    if config.stsb is not None and not (expand(config.stsb) / STSB_TEST).is_file():
-        problems.append(f"--stsb {config.stsb}: holds no {STSB_TEST}")
+    if config.stsb is not None and not (expand(config.stsb) / STSB_TEST.name).is_file():
+        problems.append(f"--stsb {config.stsb}: holds no {STSB_TEST.name}")
     if problems:
         raise AdaptError("\n".join(problems))
     return pairs

@@ -4,7 +4,7 @@ Legend: n documents, P passages, Q queries.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +19,8 @@ from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import score_encoder
 from declutr.evaluation.retrieval.pairs import Lexicon, RetrievalTest
-from declutr.trainer.metrics.sts import read_pairs
+from declutr.trainer.metrics.config import STSB
+from declutr.trainer.metrics.sts import FILES, read_pairs
 
 DISTANT, HEADINGS, PAIRS = "distant", "headings", "pairs"
 MEANING = {
@@ -125,7 +126,7 @@ def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
     return found
 
 
-STSB_TEST = "sts-test.csv"
+STSB_TEST = replace(FILES[STSB], name="sts-test.csv")
 
 
 def compare_stsb(before: TransformerEncoder, after: TransformerEncoder, folder: Path, seed: int) -> Comparison:

@@ -1,15 +1,11 @@
-"""Facts that a published number must carry: hardware, versions, commit, command, and the load of the machine."""
+"""Options and figures of benchmarks: every published number carries its hardware, versions, commit and command."""
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from declutr.common.storage import write_text
-
-_PACKAGES = (
-    *("torch", "transformers", "numpy", "pyarrow", "pytorch-metric-learning", "sentence-transformers"),
-    *("ray", "tokenizers", "tiktoken", "datasets"),
-)
-_ROOT = Path(__file__).resolve().parent.parent
+from declutr.reproduction import provenance
 
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -66,17 +57,8 @@ def ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
 
 
 def facts(name: str, commit: str | None) -> dict[str, Any]:
-    """Hardware, versions, commit and command of this run."""
-    return {
-        "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
-        "commit": commit or _commit(),
-        "hardware": _hardware(),
-        "versions": {
-            "python": platform.python_version(),
-            **{package: _version(package) for package in _PACKAGES},
-            "torch": torch.__version__,  # including its build, such as +cpu
-        },
-    }
+    """Hardware, versions, commit and command of this benchmark."""
+    return provenance.facts(["python -m", f"benchmarks.{name}", *sys.argv[1:]], commit)
 
 
 def figure(value: float, unit: str, kind: Literal["measured", "computed", "assumed"], how: str) -> dict[str, Any]:
@@ -96,47 +78,3 @@ def publish(figures: dict[str, Any], path: Path | None) -> None:
 def progress(line: str) -> None:
     """Print a progress line to stderr."""
     print(line, file=sys.stderr, flush=True)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True, timeout=30
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _hardware() -> dict[str, Any]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found: dict[str, Any] = {
-        "cpu": _processor(),
-        "cores": usable,
-        "threads": torch.get_num_threads(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "gpu": None,
-    }
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "gpu_memory_gib": round(properties.total_memory / 2**30, 1)}
-        found |= {"cuda": torch.version.cuda}
-    return found
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -2,15 +2,17 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
+from declutr.evaluation.encoders.protocol import Pooling
 
 if TYPE_CHECKING:
+    from declutr.evaluation.encoders.protocol import SentenceEncoder
     from declutr.evaluation.senteval.data.taskdata import Inspection
     from declutr.evaluation.senteval.runner.plan import ScoringChoice
     from declutr.evaluation.senteval.scores.results import Protocol
@@ -34,6 +36,8 @@ def run(arguments: list[str]) -> int:
         if not given.encoders or given.follow or given.pretrained:
             parser.error("--pairs takes one ENCODER or more, and neither --follow nor --pretrained")
         return _evaluate_pairs(given)
+    if given.follow and given.pooling:
+        parser.error("--follow scores a run with its own pooling; remove --pooling")
     if given.data is not None and not given.data.is_dir():
         return refused(
             f"--data {given.data}: no such folder; `declutr evaluate --download {given.data}` fetches SentEval's data"
@@ -98,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--every-seconds", type=float, default=10.0, help="with --follow: pause between looks (10)")
     parser.add_argument("--cpus", type=int, help="processes for classifiers (all; with --follow 1)")
     parser.add_argument("--address", help="address of a Ray cluster that fits classifiers")
+    parser.add_argument("--pooling", choices=get_args(Pooling), help="pooling of the encoders, instead of their own")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with encoders")
     parser.add_argument("--device", help="device of the encoder: cpu, cuda (a GPU if present; with --follow cpu)")
     parser.add_argument(
@@ -121,7 +126,7 @@ def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
 def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
     """Score all encoders and write the tables; return whether every encoder was scored."""
     from declutr.common.cluster import SessionConfig
-    from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+    from declutr.evaluation.encoders.loading import EncoderError
     from declutr.evaluation.senteval.data.taskdata import sentence_rows
     from declutr.evaluation.senteval.runner.harness import evaluate
     from declutr.evaluation.tables.write import write_tables
@@ -137,15 +142,7 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
         vocabulary = {word for text in texts for word in text.split()}
     for name in names:
         try:
-            trust = given.trust_remote_code
-            encoder = load_encoder(
-                name,
-                device=given.device,
-                vocabulary=vocabulary,
-                tokenized=True,
-                trust_remote_code=trust,
-                precision=given.precision,
-            )
+            encoder = _load(name, given, vocabulary, tokenized=True)
             if unused := getattr(encoder, "unused", ()):
                 _say(f"{name}: its files also contain parts that embeddings do not use: {', '.join(unused)}")
             found = evaluate(encoder, inspections, choice, given.output, session, _say)
@@ -169,6 +166,30 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     return not failed
 
 
+def _load(
+    name: str, given: argparse.Namespace, vocabulary: Collection[str] | None = None, tokenized: bool = False
+) -> "SentenceEncoder":
+    """Load an encoder as the options say.
+
+    Raises:
+        EncoderError: it cannot be loaded, or an option has no effect on it.
+    """
+    from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+
+    encoder = load_encoder(
+        name,
+        given.pooling,
+        device=given.device,
+        vocabulary=vocabulary,
+        tokenized=tokenized,
+        trust_remote_code=given.trust_remote_code,
+        precision=given.precision,
+    )
+    if given.pooling and not hasattr(encoder, "encoder"):
+        raise EncoderError(f"{name}: --pooling {given.pooling} has no effect on word vectors; remove it")
+    return encoder
+
+
 def _evaluate_pairs(given: argparse.Namespace) -> int:
     """Score baselines and encoders on the user's pairs; return 1 if one could not be scored."""
     from declutr.evaluation.retrieval.pairs import PairsError, read_test
@@ -177,7 +198,7 @@ def _evaluate_pairs(given: argparse.Namespace) -> int:
         test = read_test(given.pairs, given.documents)
     except (PairsError, OSError) as error:
         return refused(error)
-    from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+    from declutr.evaluation.encoders.loading import EncoderError
     from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
     from declutr.evaluation.retrieval.pairs import Lexicon
 
@@ -185,9 +206,7 @@ def _evaluate_pairs(given: argparse.Namespace) -> int:
     scored, names = score_lexical(test, lexicon), list(dict.fromkeys(given.encoders))
     for name in names:
         try:
-            encoder = load_encoder(
-                name, device=given.device, trust_remote_code=given.trust_remote_code, precision=given.precision
-            )
+            encoder = _load(name, given)
         except EncoderError as error:
             return refused(f"not scored: {error}")
         scored += score_encoder(test, encoder, lexicon)
@@ -201,7 +220,7 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
     from importlib.util import find_spec
 
     from declutr.common.hub import stay_offline_unless_it_answers
-    from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+    from declutr.evaluation.encoders.loading import EncoderError
 
     if find_spec("mteb") is None:
         sys.stderr.write("--mteb needs MTEB: pip install -e '.[mteb]' in the checkout\n")
@@ -216,9 +235,7 @@ def _evaluate_mteb(given: argparse.Namespace) -> int:
         return refused(error)
     for name in given.encoders:
         try:
-            encoder = load_encoder(
-                name, device=given.device, trust_remote_code=given.trust_remote_code, precision=given.precision
-            )
+            encoder = _load(name, given)
             scores[name] = score_mteb(encoder, tasks, given.output, _say)
         except EncoderError as error:
             sys.stderr.write(f"not scored: {error}\n")

@@ -43,6 +43,10 @@ _COMMANDS = {
         "declutr.cli.evaluate:run",
     ),
     "inspect": ("PATH: describe shards, a run or a checkpoint", "declutr.cli.inspect:run_inspect"),
+    "reproduce": (
+        "[ITEM] [--scale tiny] [--plan]: run a table or figure of a paper, and compare with its numbers",
+        "declutr.cli.reproduce:run",
+    ),
     "checkpoints": (
         "RUN [--json]: list and verify every checkpoint, with the reason to keep it",
         "declutr.cli.inspect:run_checkpoints",
@@ -53,8 +57,8 @@ _COMMANDS = {
     "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),
 }
 
-_READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "checkpoints", "report")
-_RELAYED = ("prepare", "train", "adapt", "demo")
+_READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "checkpoints", "report", "reproduce")
+_RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
 """Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""
 _STORES = ("s3://", "gs://", "gcs://")
 

@@ -25,7 +25,8 @@ from declutr.trainer.objectives.registry import DEFAULT
 from declutr.trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = "common|pipeline|trainer|evaluation|adaptation|doctor|inspection|cli|benchmarks|configs|deploy|docs|tests"
+FOLDERS = "common|pipeline|trainer|evaluation|adaptation|reproduction|doctor|inspection|cli|benchmarks"
+FOLDERS += "|configs|deploy|docs|tests"
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
 
@@ -201,7 +202,7 @@ def installed(tmp_path_factory):
 def test_wheel_has_every_file_of_the_packages(installed):
     assert {path.name for path in installed.iterdir()} - {"bin"} == {"declutr", "declutr_ray-0.1.0.dist-info"}
     packages = [path.name for path in (ROOT / "src" / "declutr").iterdir() if path.is_symlink()]
-    assert len(packages) == 9
+    assert len(packages) == 10
     for package in packages:
         wanted = {p.relative_to(ROOT) for p in (ROOT / package).rglob("*") if p.is_file() and p.suffix != ".pyc"}
         found = {
@@ -220,7 +221,8 @@ def test_wheel_runs_its_commands_outside_of_the_checkout(installed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "package", ["adaptation", "cli", "common", "doctor", "evaluation", "inspection", "pipeline", "trainer"]
+    "package",
+    ["adaptation", "cli", "common", "doctor", "evaluation", "inspection", "pipeline", "reproduction", "trainer"],
 )
 def test_package_under_a_second_name_is_refused(package):
     done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True)

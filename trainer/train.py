@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    early = None if arguments.fork is not None else _EarlyRay(config)
+    early = None if arguments.fork is not None or config.scaling.local else _EarlyRay(config)
     from declutr.common.storage import DamagedError
     from declutr.pipeline.shards.shards import ShardError
     from declutr.trainer.checkpoints.checkpoint import CheckpointError

@@ -175,7 +175,9 @@ def _prepare(
     """The configuration's train steps, and this rank's share of the run's first batch."""
     transformers_logging.disable_progress_bar()  # one per case and process
     settings = config.tasks()
-    shards = {name: ShardSet(data_folder(one.data, config.cache), "train") for name, one in settings.items()}
+    shards = {
+        name: ShardSet(data_folder(one.data, config.cache), "train", part=one.part) for name, one in settings.items()
+    }
     tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
     encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()
     exact = config.model_copy(update={"precision": "fp32"})

@@ -35,7 +35,7 @@ from declutr.trainer.driver.exported import EXPORT
 from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.metrics.config import STSB
 from declutr.trainer.metrics.metrics import read_metrics
-from declutr.trainer.metrics.sts import StsValidator, read_stsb, together
+from declutr.trainer.metrics.sts import StsValidator, read_judged, together
 from declutr.trainer.objectives.held_out import held_out_rows
 from declutr.trainer.objectives.text_packing import TextPacker
 from declutr.trainer.objectives.text_validation import TextValidator
@@ -156,7 +156,7 @@ def score(encoder_folder: Path, shards: Path, stsb: Path) -> dict[str, float]:
     room, cpu = max_content(encoder, vocabulary), torch.device("cpu")
     packer = TextPacker(vocabulary, min(room, MAX_TOKENS - vocabulary.num_specials), seed=0)
     chosen = held_out_rows(rows.num_documents, rows.num_documents, seed=0)
-    pairs = read_stsb(stsb, tokenizer, room + vocabulary.num_specials)
+    pairs = read_judged(STSB, stsb, tokenizer, room + vocabulary.num_specials)
     validator = together(
         [TextValidator(packer, rows, chosen, [], Communicator(), cpu), StsValidator(pairs, [], Communicator(), cpu)]
     )

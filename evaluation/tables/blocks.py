@@ -97,6 +97,7 @@ def compare(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel] 
         _transfer(models),
         _block(models, "probing", "Probing, accuracy", PROBING),
         _averages(models),
+        _averages(models, dev=True),
         _geometry(models),
     )
     return tuple(_scored_here(block) for block in made if any(not row.source for row in block.rows))
@@ -202,17 +203,22 @@ def _transfer(models: Sequence[_Model]) -> Block:
     )
 
 
-def _averages(models: Sequence[_Model]) -> Block:
+def _averages(models: Sequence[_Model], dev: bool = False) -> Block:
     def value(model: _Model, name: str) -> float | None:
         found = averages(model.results.get("senteval", {}), "senteval")
-        return next(average.value for average in found if average.name == name)
+        return next(average.dev if dev else average.value for average in found if average.name == name)
 
     marked = [  # all averages of a model with a marked task
         replace(model, marked=frozenset(_AVERAGES if model.marked & set(model.results.get("senteval", {})) else ()))
         for model in models
     ]
-    title = "Averages of DeCLUTR's papers, of complete sets alone; published ones computed from the tables"
-    return Block("averages", "Averages", title, tuple(_AVERAGES.values()), _rows(marked, tuple(_AVERAGES), value))
+    name, short = ("averages-dev", "Averages, dev") if dev else ("averages", "Averages")
+    title = (
+        "Averages of scores on development data, which DeCLUTR's ablations print; STS12-16 by their test scores"
+        if dev
+        else "Averages of DeCLUTR's papers, of complete sets alone; published ones computed from the tables"
+    )
+    return Block(name, short, title, tuple(_AVERAGES.values()), _rows(marked, tuple(_AVERAGES), value))
 
 
 def _geometry(models: Sequence[_Model]) -> Block:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from declutr.common import seeding
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.content import ContentKind
 from declutr.pipeline.shards.integrity import ListedShard, ManifestIndex, load_index, memory_problem, schema_problem
@@ -33,13 +34,22 @@ class ShardSet:
         look: checks every shard's existence and size now. False checks each shard when it is opened; thousands of
             processes use this after one process has checked all.
         most_open: shards that stay open.
+        part: a share of the documents and the seed that chooses them by their ids; they are numbered in their order.
+            A smaller share is part of a larger one. None: all.
 
     Raises:
         ShardError: the manifest is missing, or it names a shard that is missing or of another size.
     """
 
-    def __init__(self, folder: Path, split: str, look: bool = True, most_open: int = MOST_OPEN) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        look: bool = True,
+        most_open: int = MOST_OPEN,
+        part: tuple[float, int] | None = None,
+    ) -> None:
+        self.folder, self.part = folder, part
         self._most_open = most_open
         self._index = load_index(folder)
         listed = [shard for shard in self._index.shards if shard.split == split]
@@ -57,8 +67,17 @@ class ShardSet:
 
     @property
     def num_documents(self) -> int:
-        """Documents in the split."""
-        return int(self._starts[-1])
+        """Documents in the split, or in its part."""
+        return int(self._starts[-1]) if self.part is None else len(self._chosen)
+
+    @cached_property
+    def _chosen(self) -> NDArray[np.int64]:
+        """Numbers of the documents of the part in the split, ascending."""
+        share, seed = self.part or (1.0, 0)
+        keys = [self._shard(number).keys() for number in range(len(self._shards))]
+        joined = np.concatenate([np.empty(0, np.uint64), *keys])
+        drawn = seeding.words(seed, "share of the corpus", joined, np.zeros_like(joined), 1)[:, 0]
+        return np.flatnonzero(seeding.unit(drawn) < share)
 
     def take(self, rows: NDArray[np.int64]) -> pa.Table:
         """Documents by number, in the given order, as a table of one chunk with the columns of schema.py.
@@ -73,6 +92,7 @@ class ShardSet:
         rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and (rows.min() < 0 or rows.max() >= self.num_documents):
             raise IndexError(f"document numbers {rows.min()}..{rows.max()} outside 0..{self.num_documents - 1}")
+        rows = rows if self.part is None else self._chosen[rows]
         which = np.searchsorted(self._starts, rows, side="right") - 1
         pieces: list[pa.RecordBatch] = []
         asked: list[NDArray[np.int64]] = []
@@ -138,6 +158,11 @@ class _OpenShard:
         for number in np.unique(which):
             places = np.flatnonzero(which == number)
             yield self._batch(int(number)), rows[places] - self._starts[number], places
+
+    def keys(self) -> NDArray[np.uint64]:
+        """`(n,)` keys of all documents."""
+        batches = map(self._reader.get_batch, range(len(self._starts) - 1))
+        return document_keys(pa.Table.from_batches([batch.select(["id"]) for batch in batches]))
 
     def _batch(self, number: int) -> pa.RecordBatch:
         """A record batch whose offsets were checked, because Arrow reads wherever they point."""

@@ -111,3 +111,15 @@ def test_evaluate_page_is_shown_in_a_browser(scored, tmp_path):
         cells = browser.run(widths)
         assert len(cells) > 10
         assert all(width == pytest.approx(max(value, 0) / 100, abs=0.01) for value, width in cells)
+
+
+def test_pooling_of_the_command_replaces_the_encoders_own(folder, tmp_path, capsys):
+    model = str(encoder_folder(tmp_path / "model"))
+    scores = []
+    for more in ([], ["--pooling", "cls"], ["--pooling", "mean"]):
+        assert evaluate(folder, tmp_path / "out", model, *more) == 0
+        scores.append(json.loads((tmp_path / "out/scores.json").read_text())["encoders"][0]["protocols"])
+    assert scores[0] == scores[2] != scores[1]
+    capsys.readouterr()
+    assert evaluate(folder, tmp_path / "out", "hashed-words:8", "--pooling", "cls") == 1
+    assert "hashed-words:8: --pooling cls has no effect" in capsys.readouterr().err

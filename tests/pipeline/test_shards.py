@@ -226,3 +226,23 @@ def test_a_manifest_is_refused_if_the_shards_have_too_few_documents_or_too_many(
     sidecar = Sidecar(counts=counts, ledger=ledger, shards=[shard], **given)
     with pytest.raises(ShardError, match=all_of("19 documents", rows)):
         build_manifest([sidecar], TOKENIZER, GEOMETRY, {}, "")
+
+
+def test_part_of_a_corpus_is_a_function_of_seed_and_id_and_grows_with_its_share(tmp_path):
+    """One shard or three, sent to another process or not: the same documents."""
+    folders = [write(tmp_path / str(units), units=units) for units in (3, 2)]
+    whole, fewer = (ShardSet(folder, "train") for folder in folders)
+
+    def offsets(shards):
+        return set(shards.take(np.arange(shards.num_documents)).column("offset").to_pylist())
+
+    parts = {share: ShardSet(folders[0], "train", part=(share, 7)) for share in (0.1, 0.4, 0.8, 1.0)}
+    found = {share: offsets(pickle.loads(pickle.dumps(part))) for share, part in parts.items()}
+    assert found[0.1] < found[0.4] < found[0.8] < found[1.0] == offsets(whole)
+    assert abs(len(found[0.4]) - 0.4 * 57) < 12
+    assert offsets(ShardSet(folders[1], "train", part=(0.4, 7))) == found[0.4] & offsets(fewer)
+    assert offsets(ShardSet(folders[0], "train", part=(0.4, 8))) != found[0.4]
+    part = parts[0.4]
+    assert part.take(np.array([1, 0, 1])).column("offset").to_pylist() == [sorted(found[0.4])[k] for k in (1, 0, 1)]
+    with pytest.raises(IndexError, match="outside"):
+        part.take(np.array([part.num_documents]))

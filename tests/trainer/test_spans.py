@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from messages import all_of
 from pydantic import ValidationError
+from scipy import stats
 
 from declutr.pipeline.shards.windows import window_starts
 from declutr.trainer.objectives.declutr.spans import Draws, draw, place
@@ -224,3 +225,20 @@ def test_a_short_document_has_an_anchor_for_every_two_windows():
     assert anchors_of(config, windows).tolist() == [1, 1, 2, 2, 2]
     with pytest.raises(ValueError, match=all_of("1 windows", "0 anchors")):
         anchors_of(config, np.array([1]))
+
+
+@pytest.mark.parametrize(("anchor", "positive"), [((4, 2), (2, 4)), ((1, 1), (1, 1)), ((2, 5), (8, 2))])
+def test_lengths_have_the_beta_law_of_the_settings(anchor, positive):
+    keys = np.arange(4000, dtype=np.uint64)
+    config = SpanConfig(num_anchors=2, num_positives=2, anchor_beta=anchor, positive_beta=positive)
+    drawn = draw(config, 3, np.zeros(4000, np.int64), keys)
+    for lengths, (a, b) in ((drawn.anchor_lengths, anchor), (drawn.positive_lengths, positive)):
+        assert stats.kstest(lengths.reshape(-1)[:4000], stats.beta(a, b).cdf).pvalue > 1e-3
+        assert np.corrcoef(lengths.reshape(4000, -1).T)[0, 1] == pytest.approx(0, abs=0.06)
+    assert stats.kstest(drawn.anchor_starts.reshape(-1), stats.uniform.cdf).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("wrong", [(0, 2), (4, 33), (2.5, 2), (4,)])
+def test_beta_parameters_outside_whole_numbers_are_refused(wrong):
+    with pytest.raises(ValidationError, match="anchor_beta"):
+        SpanConfig(anchor_beta=wrong)

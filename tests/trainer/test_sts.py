@@ -11,9 +11,9 @@ from tiny import VOCAB_SIZE, tiny_encoder
 from torch import nn
 
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.driver.shard_checks import validation_problems
-from declutr.trainer.metrics.config import STSB
-from declutr.trainer.metrics.sts import StsError, StsPairs, StsValidator, read_pairs
+from declutr.trainer.driver.shard_checks import judged_problems, validation_problems
+from declutr.trainer.metrics.config import SICKR, STSB
+from declutr.trainer.metrics.sts import FILES, StsError, StsPairs, StsValidator, read_pairs
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_encoder, build_validator, load_tokenizer
@@ -123,3 +123,39 @@ def test_damaged_files_are_named(tmp_path, text, message):
     with pytest.raises(StsError, match=all_of(message)) as error:
         read_pairs(folder)
     assert "sts-dev.csv" in str(error.value)
+
+
+def write_sick(folder, rows):
+    header = "pair_ID\tsentence_A\tsentence_B\trelatedness_score\tentailment_judgment\n"
+    (folder / "SICK_trial.txt").write_text(header + "".join(rows), newline="")
+    return folder
+
+
+def test_sick_is_read_without_its_header_and_is_the_default_score_without_stsb(tmp_path):
+    folder = write_sick(tmp_path, ["4\ta b\tc\t3.6\tNEUTRAL\r\n", "5\td\te\t1\tCONTRADICTION\r\n"])
+    assert read_pairs(folder, FILES[SICKR]) == [(3.6, "a b", "c"), (1.0, "d", "e")]
+    validation = {"every_steps": 2, "sickr": str(folder)}
+    assert runs.least_config(validation=validation).validation.score == SICKR
+    both = runs.least_config(validation=validation | {"stsb": str(folder)}).validation
+    assert (both.score, list(both.pairs)) == (STSB, [STSB, SICKR])
+    assert judged_problems(runs.least_config(validation=validation)) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"), [(["4\ta\tb\t0.5\tx\n"] * 2, "from 1 to 5"), (["4\ta\tb\n"], "column 4"), ([], "0 pairs")]
+)
+def test_damaged_sick_is_named_before_a_run(tmp_path, rows, message):
+    config = runs.least_config(validation={"every_steps": 2, "sickr": str(write_sick(tmp_path, rows))})
+    (problem,) = judged_problems(config)
+    assert problem.startswith(f"validation.sickr = {tmp_path}")
+    assert message in problem
+
+
+def test_settings_that_came_later_leave_the_identity_of_older_runs():
+    """A default is not among the resume settings, so that their hash is that of a run from before."""
+    settings = runs.least_config().resume_settings()
+    assert "data_fraction" not in settings
+    assert not {"anchor_beta", "positive_beta"} & set(settings["spans"])
+    assert "sickr" not in settings["validation"]
+    for change in ({"data_fraction": 0.5}, {"spans": {"anchor_beta": [1, 1]}}, {"validation": {"sickr": "f"}}):
+        assert runs.least_config(**change).hash() != runs.least_config().hash()

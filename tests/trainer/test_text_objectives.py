@@ -374,3 +374,17 @@ def test_each_epoch_drops_anew(name):
     keys = [collator.collate(rows, np.full(len(rows), epoch)).spans.keys for epoch in (0, 1, 0)]
     assert (keys[0] != keys[1]).all()
     assert torch.equal(keys[0], keys[2])
+
+
+def test_equal_views_drop_the_same_features_and_others_do_not():
+    spans = {}
+    for equal in (True, False):
+        objective = Simcse(SimcseConfig(equal_views=equal), RunContext(), 16)
+        spans[equal] = objective.collator(VOCABULARY, 30).collate(SENTENCES, np.zeros(len(SENTENCES), np.int64)).spans
+        assert objective.config.needs_dropout is not equal
+    keys = {equal: one.keys.view(-1, 2) for equal, one in spans.items()}
+    assert keys[True][:, 0].equal(keys[True][:, 1])
+    assert keys[True][:, 0].equal(keys[False][:, 0])
+    assert not (keys[False][:, 0] == keys[False][:, 1]).any()
+    with pytest.raises(ValueError, match=r"equal_views = true needs supervised = false"):
+        SimcseConfig(equal_views=True, supervised=True)

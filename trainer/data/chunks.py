@@ -14,11 +14,12 @@ from declutr.trainer.data.plan import Plan
 _CHUNK_DOCUMENTS = 1024  # tasks with fewer are mostly overhead
 _CHUNK_TOKENS = 16 * 1024 * 1024  # a chunk of long documents must easily fit the object store
 
-_shards: dict[str, ShardSet] = {}  # opened once per process
 
-
+Part = tuple[float, int]
+"""A share of the documents, and the seed that chooses them."""
 Fetch = Callable[[pa.Table, NDArray[np.int64], ShardSet], pa.Table]
 """Changes rows of the shards, given the epoch of each and the shards; it must not import torch."""
+_shards: dict[tuple[str, Part | None], ShardSet] = {}  # opened once per process
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class RankPlan:
         chunk_steps: number of steps that a chunk covers.
         address: `data` of the run. If it is an address, the folder is a copy, which tasks on other hosts download too.
         fetch: changes the rows in the task that reads them, given their epochs; None: they stay as they are.
+        part: the part of the shards that the run reads; None: all.
     """
 
     plan: Plan
@@ -46,6 +48,7 @@ class RankPlan:
     chunk_steps: int
     address: str = ""
     fetch: Fetch | None = None
+    part: Part | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -74,12 +77,15 @@ def rank_plan(
     mean_tokens = max(1, shards.manifest.totals["num_tokens"] // max(1, shards.manifest.totals["kept"]))
     documents = max(1, min(_CHUNK_DOCUMENTS, _CHUNK_TOKENS // mean_tokens))
     chunk_steps = max(1, documents // max(1, end - start))
-    return RankPlan(plan, str(shards.folder), start, end, first_step, last_step, chunk_steps, address, fetch)
+    return RankPlan(
+        plan, str(shards.folder), start, end, first_step, last_step, chunk_steps, address, fetch, shards.part
+    )
 
 
 def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> pa.Table:
     """Reads a chunk as a Ray Data task: from its number, counted from `first`, to its documents and epochs."""
-    if rank_plan.folder not in _shards:
+    opened = rank_plan.folder, rank_plan.part
+    if opened not in _shards:
         folder = Path(rank_plan.folder)
         if not folder.exists():
             from declutr.common.stores.address import is_remote  # slow to import, and most tasks do not need it
@@ -87,9 +93,9 @@ def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> 
 
             if is_remote(rank_plan.address) and local_copy(rank_plan.address, folder.parent) != folder:
                 raise ShardError(f"{rank_plan.address} holds other shards than at the start of the run")
-        _shards[rank_plan.folder] = ShardSet(folder, "train", look=False)
+        _shards[opened] = ShardSet(folder, "train", look=False, part=rank_plan.part)
     epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
-    return fetched(_shards[rank_plan.folder], documents, epochs, rank_plan.fetch)
+    return fetched(_shards[opened], documents, epochs, rank_plan.fetch)
 
 
 def fetched(shards: ShardSet, documents: np.ndarray, epochs: np.ndarray, fetch: Fetch | None = None) -> pa.Table:

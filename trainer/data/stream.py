@@ -74,20 +74,19 @@ def limit_resources(streams: int, cpus: float, store_bytes: float) -> None:
     DataContext.get_current().execution_options.resource_limits = share
 
 
-def documents(rank_plan: RankPlan) -> Iterator[pa.Table]:
-    """The rank's documents, one table a step; blocks may end anywhere, so they are joined and cut here."""
+def documents(rank_plan: RankPlan, tasks: bool = True) -> Iterator[pa.Table]:
+    """The rank's documents, one table a step; blocks may end anywhere, so they are joined and cut here.
+
+    Args:
+        rank_plan: slice of the plan.
+        tasks: Ray Data reads all chunks but the first. False: this process reads all.
+    """
     per_step = rank_plan.end - rank_plan.start
     if per_step == 0:  # more ranks than documents: this one only joins the all-reduces
         yield from ([_no_documents(rank_plan)] * (rank_plan.last_step - rank_plan.first_step))
         return
-    context = DataContext.get_current()
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    if _Pace not in context.custom_execution_callback_classes:
-        context.custom_execution_callback_classes.append(_Pace)
     held: list[pa.Table] = []
-    for block in _blocks(rank_plan):
+    for block in _blocks(rank_plan) if tasks else _read_here(rank_plan, range(rank_plan.num_chunks)):
         held.append(block)
         available = sum(len(table) for table in held)
         if available >= per_step:
@@ -108,7 +107,7 @@ def _blocks(rank_plan: RankPlan) -> Iterator[pa.Table]:
     alone = (_AHEAD_BATCHES + 2) * (rank_plan.end - rank_plan.start)
     others = Prefetcher(_read_by_tasks(rank_plan, 1))
     try:
-        block = read_chunk({"id": np.zeros(1, np.int64)}, rank_plan, 0)
+        block = next(_read_here(rank_plan, range(1)))
         yield block.slice(0, alone)
         others.begin()
         yield block.slice(alone)
@@ -117,8 +116,19 @@ def _blocks(rank_plan: RankPlan) -> Iterator[pa.Table]:
         others.close()
 
 
+def _read_here(rank_plan: RankPlan, chunks: range) -> Iterator[pa.Table]:
+    """The blocks of these chunks, read in this process."""
+    return (read_chunk({"id": np.array([number])}, rank_plan, 0) for number in chunks)
+
+
 def _read_by_tasks(rank_plan: RankPlan, first: int) -> Iterator[pa.Table]:
     """The blocks of the chunks from `first` on, read by one Dataset after the other."""
+    context = DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    if _Pace not in context.custom_execution_callback_classes:
+        context.custom_execution_callback_classes.append(_Pace)
     for begin in range(first, rank_plan.num_chunks, _MOST_CHUNKS):
         number = min(_MOST_CHUNKS, rank_plan.num_chunks - begin)
         dataset = ray.data.range(number, override_num_blocks=number).map_batches(
@@ -128,13 +138,13 @@ def _read_by_tasks(rank_plan: RankPlan, first: int) -> Iterator[pa.Table]:
 
 
 def _no_documents(rank_plan: RankPlan) -> pa.Table:
-    shards = ShardSet(Path(rank_plan.folder), "train")
+    shards = ShardSet(Path(rank_plan.folder), "train", part=rank_plan.part)
     return fetched(shards, np.empty(0, np.int64), np.empty(0, np.int64), rank_plan.fetch)
 
 
-def batches(rank_plan: RankPlan, collator: Collator, device: torch.device) -> Iterator[RankBatch]:
-    """The rank's batches, on its device, in step order."""
-    for table in documents(rank_plan):
+def batches(rank_plan: RankPlan, collator: Collator, device: torch.device, tasks: bool = True) -> Iterator[RankBatch]:
+    """The rank's batches, on its device, in step order; `tasks` as for `documents`."""
+    for table in documents(rank_plan, tasks):
         table = table.combine_chunks()
         epochs, unit = table.column("epoch").to_numpy(), rank_plan.plan.canonical_documents
         if unit is None:

@@ -20,9 +20,9 @@ from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.driver.resolved import Found, ResolvedRun, data_key, find_shards
 from declutr.trainer.driver.shard_checks import (
     data_problems,
+    judged_problems,
     kind_problem,
     objective_problems,
-    stsb_problems,
     tokenizer_problem,
     validation_problems,
 )
@@ -102,11 +102,16 @@ def load_problems(run: ResolvedRun) -> list[str]:
     # The objective and the encoder of a run from scratch that has a checkpoint are not loaded for checks: with torch
     # and transformers that takes seconds of each start.
     from_scratch = began_before and config.encoder.pretrained is None and not config.auxiliary_tasks
-    found = stsb_problems(config) + ([] if from_scratch else objective_problems(config))
+    found = judged_problems(config) + ([] if from_scratch else objective_problems(config))
     if config.auxiliary_tasks:
         from declutr.trainer.driver.encoder_checks import task_problems
 
         found += task_problems(run)
+    if config.part is not None and run.plan.num_documents < config.batch_documents:
+        found.append(
+            f"data_fraction = {config.data_fraction}: leaves {run.plan.num_documents} training {run.manifest.noun}, "
+            f"fewer than batch_documents = {config.batch_documents}; increase it"
+        )
     remark = None if began_before else config.objective.remark_before(config.context(run.manifest.short_documents))
     if remark:
         get_logger().warning("%s", remark)
@@ -146,9 +151,10 @@ def refuse(found: list[str]) -> None:
 def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
     """Problems with Ray for this run: its version, a cluster that does not answer, too few GPUs on this machine.
 
-    A finished run needs no Ray. Without `own_session`, another session of this process may use any cluster.
+    A finished run needs no Ray, nor does one in this process. Without `own_session`, another session of this process
+    may use any cluster.
     """
-    if (run / "summary.json").is_file():
+    if (run / "summary.json").is_file() or config.scaling.local:
         return []
     from declutr.trainer.worker.ray_internals import unsupported_ray  # loads Ray
 

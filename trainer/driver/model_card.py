@@ -7,7 +7,7 @@ from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import data_hash
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.metrics.config import STSB
+from declutr.trainer.metrics.config import SICKR, STSB
 from declutr.trainer.objectives.row_score import REPORTED
 
 _ROWS = {"pairs": "premises"}
@@ -44,7 +44,12 @@ def model_card(run: ResolvedRun, state: RunState, verdict: str) -> str:
     source = config.encoder.pretrained or f"from scratch ({config.encoder.from_config})"
     dropped = "".join(f"Trained but not part of this encoder: {part}.\n" for part in objective.dropped)
     auxiliary = "".join(_task_lines(run))
-    sts = "" if STSB not in state.scores else f" {STSB}: Spearman correlation on STS-B's development set, in percent."
+    judged = {STSB: "STS-B", SICKR: "SICK-R"}
+    sts = "".join(
+        f" {score}: Spearman correlation on {source}'s development set, in percent."
+        for score, source in judged.items()
+        if score in state.scores
+    )
     return f"""---
 library_name: sentence-transformers
 pipeline_tag: sentence-similarity

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from declutr.common.stores.retry import RemoteError
@@ -35,15 +36,20 @@ class ResolvedRun:
         """That of the main task."""
         return self.manifests[""]
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """The order of the main task's documents."""
-        config, shards = self.config, self.manifest.of_split("train")
-        return Plan(config.seed, sum(shard.num_documents for shard in shards), config.batch_documents)
+        config = self.config
+        if config.part is not None:
+            documents = ShardSet(self.data[""], "train", part=config.part).num_documents
+        else:
+            documents = sum(shard.num_documents for shard in self.manifest.of_split("train"))
+        return Plan(config.seed, documents, config.batch_documents)
 
     def training_shards(self) -> dict[str, ShardSet]:
         """The training split of each task."""
-        return {name: ShardSet(folder, "train") for name, folder in self.data.items()}
+        tasks = self.config.tasks()
+        return {name: ShardSet(folder, "train", part=tasks[name].part) for name, folder in self.data.items()}
 
 
 @dataclass(frozen=True)

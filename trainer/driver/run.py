@@ -5,7 +5,8 @@ import shutil
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from declutr.common.config import config_yaml
 from declutr.common.console.logs import get_logger
@@ -44,6 +45,9 @@ from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.setup.cache import run_folder
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import RESUME_SETTINGS
+
+if TYPE_CHECKING:
+    from declutr.trainer.driver.local import LocalRun
 
 Model = TypeVar("Model", EncoderConfig, FrontendConfig)
 
@@ -148,13 +152,11 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
         for sentence in filter(None, warnings):
             get_logger().warning("%s", sentence)
         began = time.monotonic()
-        settings = with_absolute_paths(config).model_dump(mode="json")
-        device = partial(choose_device, config.scaling, run, store)
-        supervisor = Supervisor(config.scaling, settings, run, steps, signals, marks, device)
+        workers = _workers(config, run, steps, signals, marks, store)
         try:
             rows = "docs" if resolved.manifest.noun == "documents" else "rows"
-            with ProgressBar(lambda: supervisor.line, steps, terms_of(config), rows, done):
-                done = supervisor.run_to_end()
+            with ProgressBar(lambda: workers.line, steps, terms_of(config), rows, done):
+                done = workers.run_to_end()
         finally:
             add_seconds(run, time.monotonic() - began)
             if store is not None:  # after a signal, do not wait ten minutes for a store that does not answer
@@ -194,6 +196,18 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
     return summary
 
 
+def _workers(
+    config: TrainConfig, run: Path, steps: int, signals: Signals, marks: dict[str, float], store: RunStore | None
+) -> "Supervisor | LocalRun":
+    """The supervisor of the run's worker group; without Ray, the run in this process."""
+    settings, device = with_absolute_paths(config), partial(choose_device, config.scaling, run, store)
+    if config.scaling.local:
+        from declutr.trainer.driver.local import LocalRun  # loads torch, which a driver of a group does not need
+
+        return LocalRun(settings, steps, signals, marks, device)
+    return Supervisor(config.scaling, settings.model_dump(mode="json"), run, steps, signals, marks, device)
+
+
 def terms_of(config: TrainConfig) -> list[str]:
     """Names of the loss terms of all tasks in the metrics."""
     return [
@@ -213,7 +227,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """The configuration with absolute paths, because each worker has a different working directory."""
     update: dict[str, Any] = {key: _absolute(getattr(config, key)) for key in ("run", "data")}
     update["encoder"] = _with_absolute_model(config.encoder)
-    places = {key: _absolute(getattr(config.validation, key)) for key in ("data", "stsb")}
+    places = {key: _absolute(getattr(config.validation, key)) for key in ("data", "stsb", "sickr")}
     update["validation"] = config.validation.model_copy(update=places)
     update["auxiliary_tasks"] = {
         name: task.model_copy(update={"data": _absolute(task.data), "frontend": _with_absolute_model(task.frontend)})

@@ -34,7 +34,7 @@ def validation_problems(config: TrainConfig, manifest: Manifest, scored: Manifes
         rows, where = scored.totals["kept_train"], f"training rows in {validation.data}"
         few = "prepare it with validation_fraction=0"
     found = []
-    if rows < 2 and not (scored is None and validation.score == STSB):  # STS-B alone is scored
+    if rows < 2 and not (scored is None and validation.score in validation.pairs):  # they alone are scored
         found.append(
             f"validation.every_steps = {validation.every_steps}: the shards hold {rows} {where}, at least 2 are "
             f"needed; {few}"
@@ -44,18 +44,20 @@ def validation_problems(config: TrainConfig, manifest: Manifest, scored: Manifes
     return found + _score_problems(config, scored or manifest)
 
 
-def stsb_problems(config: TrainConfig) -> list[str]:
-    """Problems of STS-B's file, whose reader loads torch."""
-    folder = config.validation.stsb
-    if folder is None or not config.validation.every_steps:
+def judged_problems(config: TrainConfig) -> list[str]:
+    """Problems of the files of judged pairs, whose reader loads torch."""
+    folders = config.validation.pairs
+    if not folders or not config.validation.every_steps:
         return []
-    from declutr.trainer.metrics.sts import StsError, read_pairs
+    from declutr.trainer.metrics.sts import FILES, StsError, read_pairs
 
-    try:
-        read_pairs(expand(folder))
-    except StsError as error:
-        return [f"validation.stsb = {folder}: {error}"]
-    return []
+    found = []
+    for score, folder in folders.items():
+        try:
+            read_pairs(expand(folder), FILES[score])
+        except StsError as error:
+            found.append(f"validation.{score.partition('_')[0]} = {folder}: {error}")
+    return found
 
 
 def validation_remarks(run: ResolvedRun, total_steps: int) -> list[str]:
@@ -77,7 +79,7 @@ def validation_remarks(run: ResolvedRun, total_steps: int) -> list[str]:
             f"validation.every_steps = {validation.every_steps}: {number} validations in {total_steps} steps are too "
             f"few to show whether the encoder still improves, which needs {_MIN_VALIDATIONS}; {remedy}"
         )
-    if validation.score == STSB:
+    if validation.score in validation.pairs:
         return found
     available = validated_rows(run)
     remedy = "prepare with a larger validation_fraction, or more documents"

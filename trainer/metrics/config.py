@@ -9,6 +9,8 @@ FOLLOWED = "followed"
 """The score that another process gives (`declutr evaluate --follow`)."""
 STSB = "stsb_spearman"
 """The score that `validation.stsb` adds."""
+SICKR = "sickr_spearman"
+"""The score that `validation.sickr` adds."""
 
 
 class ValidationConfig(Strict):
@@ -25,13 +27,21 @@ class ValidationConfig(Strict):
     stsb: str | None = None
     """Folder with STS-B's `sts-dev.csv`. Adds the score `stsb_spearman` (Spearman correlation of cosines and
     judgements, in percent), which is then the default of `score`."""
+    sickr: str | None = None
+    """Folder with SICK's `SICK_trial.txt`. Adds the score `sickr_spearman` in the same way; SCD's released code chooses
+    by it. It is the default of `score` if `stsb` is not set."""
     score: str = ""
     """Score that decides which checkpoint is the best; empty: the first one of the objective. DeCLUTR has
     distant_recall_at_1 and distant_mrr (a span must find the span of its document that is `spans.max_tokens` or more
     away), recall_at_1 and mrr (the adjacent span). Objectives over pairs and triples have recall_at_1 and mrr (a
-    premise must find its entailed hypothesis). stsb_spearman: see `stsb`. followed: the score of `declutr evaluate
-    --follow RUN` alongside the training, for runs in folders. A run that started when `recall_at_1` was the default
-    keeps that score."""
+    premise must find its entailed hypothesis). stsb_spearman, sickr_spearman: see
+    `stsb`, `sickr`. followed: the score of `declutr evaluate --follow RUN` alongside the training, for runs in folders.
+    A run that started when `recall_at_1` was the default keeps that score."""
     patience: int | None = Field(default=None, gt=0)
     """End the run when this many scores in a row do not exceed the best one, and export the best checkpoint; null:
     never. With `followed` only scored checkpoints count. It may be changed between two starts of a run."""
+
+    @property
+    def pairs(self) -> dict[str, str]:
+        """Folders of judged pairs by the score that they add, the default of `score` first."""
+        return {score: folder for score, folder in ((STSB, self.stsb), (SICKR, self.sickr)) if folder}

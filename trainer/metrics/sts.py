@@ -1,4 +1,4 @@
-"""STS-B as a score of a validation: the correlation of cosines with people's judgements.
+"""STS-B and SICK-R as scores of a validation: the correlation of cosines with people's judgements.
 
 Legend: N pairs, H embedding size.
 """
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from declutr.trainer.data.batches import SpanBatch
-from declutr.trainer.metrics.config import STSB
+from declutr.trainer.metrics.config import SICKR, STSB
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.base import Validator
@@ -21,12 +21,42 @@ from declutr.trainer.objectives.held_out import embed_together
 from declutr.trainer.objectives.row_score import RowScore
 from declutr.trainer.parallel.communicator import Communicator
 
-FILE = "sts-dev.csv"
-_SCORE, _FIRST, _COLUMNS = 4, 5, 7  # columns of a line; some lines have notes behind them
-
 
 class StsError(ValueError):
-    """STS-B's file is missing or damaged."""
+    """A file of judged pairs is missing or damaged."""
+
+
+@dataclass(frozen=True)
+class PairsFile:
+    """A file of judged pairs, one a line, in columns separated by tabs; some lines have notes behind them.
+
+    Attributes:
+        name: file name.
+        source: name of the data set.
+        score: column of the judgement, from 0.
+        first: column of the first text; the second text follows.
+        least: least judgement; the largest is 5.
+        headed: true if the first line has the names of the columns.
+    """
+
+    name: str
+    source: str
+    score: int
+    first: int
+    least: int
+    headed: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Least number of columns."""
+        return max(self.score, self.first + 1) + 1
+
+
+FILES = {
+    STSB: PairsFile("sts-dev.csv", "STS-B", score=4, first=5, least=0),
+    SICKR: PairsFile("SICK_trial.txt", "SICK", score=3, first=1, least=1, headed=True),
+}
+"""Development sets by the score that they add."""
 
 
 @dataclass(frozen=True)
@@ -35,48 +65,52 @@ class StsPairs:
 
     Attributes:
         ids: `2N` lists of token ids with specials: the first texts of all pairs, then the second ones.
-        gold: N judgements, 0 to 5.
+        gold: N judgements.
+        score: name of their score.
     """
 
     ids: list[list[int]]
     gold: list[float]
+    score: str = STSB
 
 
-def read_pairs(folder: Path, file: str = FILE) -> list[tuple[float, str, str]]:
-    """Judgement and texts of each pair of a file of STS-B, by default its development set.
+def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float, str, str]]:
+    """Judgement and texts of each pair of a file, by default STS-B's development set.
 
     Raises:
         StsError: the file is missing or damaged; the message names it and the line.
     """
-    path = folder / file
+    path, columns = folder / file.name, slice(file.first, file.first + 2)
     try:
         lines = path.read_bytes().decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise StsError(f"{path}: {error}; name the folder of STS-B with {file}") from error
+        raise StsError(f"{path}: {error}; name the folder of {file.source} with {file.name}") from error
     found = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
+        if not line.strip() or (file.headed and number == 1):
             continue
         fields = line.rstrip("\r").split("\t")
         try:
-            score = float(fields[_SCORE])
-            first, second = fields[_FIRST:_COLUMNS]
+            score = float(fields[file.score])
+            first, second = fields[columns]
         except (ValueError, IndexError) as error:
             raise StsError(
-                f"{path}, line {number}: expected at least {_COLUMNS} columns separated by tabs, the fifth a score"
+                f"{path}, line {number}: expected at least {file.columns} columns separated by tabs, a score in column "
+                f"{file.score + 1}"
             ) from error
-        if not 0 <= score <= 5 or not first.strip() or not second.strip():
-            raise StsError(f"{path}, line {number}: a score from 0 to 5 and two texts are needed")
+        if not file.least <= score <= 5 or not first.strip() or not second.strip():
+            raise StsError(f"{path}, line {number}: a score from {file.least} to 5 and two texts are needed")
         found.append((score, first, second))
     if len(found) < 2:
         raise StsError(f"{path}: {len(found)} pairs, at least 2 are needed")
     return found
 
 
-def read_stsb(folder: Path, tokenizer: Any, max_tokens: int) -> StsPairs:
-    """Tokenizes STS-B's development set.
+def read_judged(score: str, folder: Path, tokenizer: Any, max_tokens: int) -> StsPairs:
+    """Tokenizes a development set.
 
     Args:
+        score: its score, one of `FILES`.
         folder: folder of the file.
         tokenizer: the shards' tokenizer.
         max_tokens: largest number of tokens of a text, specials included; longer ones are cut at the end.
@@ -84,15 +118,15 @@ def read_stsb(folder: Path, tokenizer: Any, max_tokens: int) -> StsPairs:
     Raises:
         StsError: see `read_pairs`.
     """
-    pairs = read_pairs(folder)
+    pairs = read_pairs(folder, FILES[score])
     texts = [first for _, first, _ in pairs] + [second for _, _, second in pairs]
     ids = tokenizer(texts, truncation=True, max_length=max_tokens, return_attention_mask=False)["input_ids"]
-    return StsPairs(ids, [score for score, _, _ in pairs])
+    return StsPairs(ids, [gold for gold, _, _ in pairs], score)
 
 
 @dataclass(frozen=True)
 class StsValidator:
-    """Scores an encoder on STS-B, shared among the workers.
+    """Scores an encoder on judged pairs, shared among the workers.
 
     Attributes:
         pairs: the pairs.
@@ -115,7 +149,7 @@ class StsValidator:
         first, second = found.chunk(2)
         cosines = F.cosine_similarity(first, second, dim=-1)
         pairs = np.stack([cosines.numpy(), self.pairs.gold], axis=1)
-        return {STSB: RowScore(np.arange(len(pairs), dtype=np.uint64), pairs)}
+        return {self.pairs.score: RowScore(np.arange(len(pairs), dtype=np.uint64), pairs)}
 
     def _batch(self, some: slice) -> SpanBatch:
         texts = self.pairs.ids[some]

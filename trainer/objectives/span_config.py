@@ -1,10 +1,13 @@
 """The `spans` section of a run: settings for drawing spans. Readable without torch."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from declutr.common.config import Strict
+
+BetaShape = Annotated[int, Field(ge=1, le=32)]
+"""A parameter of a Beta law: with whole numbers it is the law of an order statistic."""
 
 
 class SpanConfig(Strict):
@@ -20,6 +23,11 @@ class SpanConfig(Strict):
     max_tokens: int = Field(default=512, ge=1)
     """Longest span, l_max, in tokens without specials. At most `geometry.max_tokens` of the shards, which is the value
     if this is not set."""
+    anchor_beta: tuple[BetaShape, BetaShape] = (4, 2)
+    """Whole numbers a and b: the length of an anchor has the law Beta(a, b) between `min_tokens` and `max_tokens`, with
+    mean a / (a + b). [1, 1] is uniform."""
+    positive_beta: tuple[BetaShape, BetaShape] = (2, 4)
+    """As `anchor_beta`, of a positive's length."""
     strategy: Literal["all", "adjacent", "subsuming", "distant"] = "all"
     """Position of positives: anywhere that overlaps or touches the anchor (all), next to it (adjacent), inside it
     (subsuming), or anywhere in the document without overlapping it (distant)."""

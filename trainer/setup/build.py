@@ -13,7 +13,7 @@ from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import fingerprint
 from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.metrics.sts import StsValidator, read_stsb, together
+from declutr.trainer.metrics.sts import StsValidator, read_judged, together
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import (
     load_hf_config,
@@ -109,7 +109,7 @@ def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
 def build_validator(
     config: TrainConfig, task: TrainTask, shards: ShardSet, tokenizer: Any, device: torch.device
 ) -> Validator | None:
-    """The scores of a validation: the objective's on held-out rows, and STS-B's; None if there are none."""
+    """The scores of a validation: the objective's on held-out rows, and those of judged pairs; None without any."""
     validation, objective = config.validation, task.objective
     if not validation.every_steps:
         return None
@@ -120,9 +120,9 @@ def build_validator(
     vocabulary = vocabulary_of(tokenizer)
     room = max_content(task.encoder, vocabulary)
     found = []
-    if held_out.num_documents > 1:  # all rows may be trained on if STS-B validates
+    if held_out.num_documents > 1:  # all rows may be trained on if judged pairs validate
         found.append(objective.validator(held_out, vocabulary, room, validation.max_documents, task.comm, device))
-    if validation.stsb is not None:
-        pairs = read_stsb(expand(validation.stsb), tokenizer, room + vocabulary.num_specials)
+    for score, folder in validation.pairs.items():
+        pairs = read_judged(score, expand(folder), tokenizer, room + vocabulary.num_specials)
         found.append(StsValidator(pairs, objective.exported(), task.comm, device))
     return together([one for one in found if one is not None])

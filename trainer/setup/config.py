@@ -12,7 +12,7 @@ from declutr.common.suggestions import suggest
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.checkpoints.config import CheckpointConfig
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.metrics.config import FOLLOWED, STSB, ValidationConfig
+from declutr.trainer.metrics.config import FOLLOWED, ValidationConfig
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
@@ -20,6 +20,14 @@ from declutr.trainer.objectives.span_config import SpanConfig
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.step.config import OptimConfig
 
+_LATER = (
+    ("", "data_fraction", 1.0),
+    ("spans", "anchor_beta", [4, 2]),
+    ("spans", "positive_beta", [2, 4]),
+    ("validation", "sickr", None),
+    ("objective", "equal_views", False),
+)
+"""Section, name and default of settings that came later; they are left out of the resume settings unless changed."""
 _UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient
 
 
@@ -51,6 +59,9 @@ class TrainConfig(Strict):
     """Folder of prepared shards, or the address to which `declutr push` sent it. Each host downloads it once."""
     cache: str = "~/.cache/declutr"
     """Folder on each host for local copies of data at addresses. It holds nothing permanent."""
+    data_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of the training documents of `data` that the run reads, chosen by `seed` and their ids. A smaller share is
+    part of a larger one; an epoch is one pass over the share."""
     encoder: EncoderConfig
     spans: SpanConfig = SpanConfig()
     objective: AnyObjectiveConfig = DEFAULT
@@ -96,7 +107,7 @@ class TrainConfig(Strict):
     def _known_score(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
         """Refuses a score that the objective does not have. Errors of other settings do not hide this one."""
         if "objective" in info.data:  # absent if it has errors
-            known = (*([STSB] if validation.stsb else []), *info.data["objective"].scores, FOLLOWED)
+            known = (*validation.pairs, *info.data["objective"].scores, FOLLOWED)
             if validation.score and validation.score not in known:
                 hint = suggest(validation.score, known)
                 raise ValueError(f"score = {validation.score!r}: must be one of {', '.join(known)}{hint}")
@@ -106,7 +117,7 @@ class TrainConfig(Strict):
     def _complete_score(self) -> "TrainConfig":
         """Sets the objective's default score."""
         if not self.validation.score:
-            default = STSB if self.validation.stsb else (*self.objective.scores, FOLLOWED)[0]
+            default = (*self.validation.pairs, *self.objective.scores, FOLLOWED)[0]
             self.__dict__["validation"] = self.validation.model_copy(update={"score": default})
         return self
 
@@ -138,9 +149,10 @@ class TrainConfig(Strict):
         if self.canonical_documents is not None:
             auto, compiled = self.microbatch_tokens == "auto", bool(self.encoder.compile)
             problems += self.scaling.determinism_problems(self.num_canonical, self.canonical_documents, auto, compiled)
-        if self.validation.stsb and not self.validation.every_steps:
+        if self.validation.pairs and not self.validation.every_steps:
+            key = "stsb" if self.validation.stsb else "sickr"
             problems.append(
-                "validation.stsb needs validation.every_steps above 0; remove it, or set the number of steps"
+                f"validation.{key} needs validation.every_steps above 0; remove it, or set the number of steps"
             )
         if self.awaits_follower and is_remote(self.run):
             held_out = self.objective.scores[:2]
@@ -199,6 +211,11 @@ class TrainConfig(Strict):
         """
         return RunContext(self.seed, self.spans, self.batch_documents, short_documents, self._frontend)
 
+    @property
+    def part(self) -> tuple[float, int] | None:
+        """The part of the documents that the run reads; None for all."""
+        return None if self.data_fraction == 1 else (self.data_fraction, self.seed)
+
     def total_steps(self, plan: Plan) -> int:
         """Optimizer steps of the whole run."""
         return self.steps if self.steps is not None else plan.steps_in(self.epochs or 1.0)
@@ -211,6 +228,7 @@ class TrainConfig(Strict):
         task = self.auxiliary_tasks[name]
         values = {
             "data": task.data,
+            "data_fraction": 1.0,
             "objective": task.objective,
             "spans": task.spans,
             "batch_documents": task.batch_documents,
@@ -238,6 +256,11 @@ class TrainConfig(Strict):
         found = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
         for task in found["auxiliary_tasks"].values():
             del task["data"]
+        for section, key, default in _LATER:  # runs that started without these settings continue
+            for tree in (found, *found["auxiliary_tasks"].values()):
+                values = tree.get(section, {}) if section else tree
+                if key in values and values[key] == default:
+                    del values[key]
         return found
 
     def hash(self) -> str:

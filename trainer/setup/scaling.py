@@ -11,9 +11,10 @@ from declutr.common.config import Strict
 class ScalingConfig(Strict):
     """Workers, devices and handling of failures. These settings do not change the batches."""
 
-    num_workers: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = 1
+    num_workers: Annotated[int, Field(ge=0)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = 1
     """Number of training processes, one for each GPU if GPUs are used. `[least, most]`: as many as fit on the cluster;
-    the number changes when nodes leave or join, while the command keeps running."""
+    the number changes when nodes leave or join, while the command keeps running. 0: one worker in the process of the
+    command, without Ray; it starts at once, takes the same steps, and nothing restarts it after a failure."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the workers. auto: GPUs if the cluster has one for every worker when the run first starts, else CPUs.
     The run keeps its device (`device.json` in its folder) and waits for GPUs that are missing. Set cuda where the
@@ -63,19 +64,29 @@ class ScalingConfig(Strict):
         return max(self.most_workers * self.cpus_per_worker + self.data_cpus, os.cpu_count() or 1)
 
     @property
+    def local(self) -> bool:
+        """True if the worker is the process of the command."""
+        return self.num_workers == 0
+
+    @property
     def least_workers(self) -> int:
         """Least number of workers."""
-        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+        return max(1, self.num_workers) if isinstance(self.num_workers, int) else self.num_workers[0]
 
     @property
     def most_workers(self) -> int:
         """Largest number of workers."""
-        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+        return max(1, self.num_workers) if isinstance(self.num_workers, int) else self.num_workers[1]
 
     @model_validator(mode="after")
     def _range(self) -> "ScalingConfig":
         if self.least_workers > self.most_workers:
             raise ValueError(f"num_workers = {list(self.num_workers)}: the first number must not exceed the second")  # type: ignore[arg-type]
+        if self.local and (self.address or self.fsdp or self.spot_notices):
+            raise ValueError(
+                "num_workers = 0 trains without Ray: address, fsdp and spot_notices have no effect; remove them, or "
+                "set num_workers to 1 or more"
+            )
         if self.deterministic_chunk_documents is not None and not self.elastic_determinism:
             raise ValueError(
                 f"deterministic_chunk_documents = {self.deterministic_chunk_documents} has no effect without "

@@ -23,13 +23,6 @@ from declutr.trainer.objectives.span_config import SpanConfig
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
-# Beta(a, b) with integers a, b is the distribution of the a-th smallest of a+b-1 uniforms. Anchors have Beta(4, 2) and
-# positives Beta(2, 4), both from five draws.
-_ORDER_DRAWS = 5
-_ANCHOR_RANK, _POSITIVE_RANK = 3, 1
-_PER_ANCHOR = _ORDER_DRAWS + 2
-_PER_POSITIVE = _ORDER_DRAWS + 1
-
 
 @dataclass(frozen=True)
 class Spans:
@@ -52,9 +45,9 @@ class Draws:
 
     Attributes:
         windows: `(n, A)` uniforms that choose the anchors' windows.
-        anchor_lengths: `(n, A)` Beta(4, 2).
+        anchor_lengths: `(n, A)` Beta(4, 2), or `anchor_beta` of the settings.
         anchor_starts: `(n, A)` uniforms.
-        positive_lengths: `(n, A, P)` Beta(2, 4).
+        positive_lengths: `(n, A, P)` Beta(2, 4), or `positive_beta`.
         positive_starts: `(n, A, P)` uniforms.
     """
 
@@ -68,16 +61,19 @@ class Draws:
 def draw(config: SpanConfig, seed: int, epochs: I64, keys: seeding.U64, purpose: str = "spans") -> Draws:
     """Draws for documents with keys `(n,)` in epochs `(n,)`; the draws of anchor a do not depend on A."""
     num_documents, num_anchors, num_positives = len(keys), config.num_anchors, config.num_positives
-    per_anchor = _PER_ANCHOR + num_positives * _PER_POSITIVE
+    # Beta(a, b) with whole numbers is the law of the a-th smallest of a + b - 1 uniforms.
+    (anchor_rank, anchor_b), (positive_rank, positive_b) = config.anchor_beta, config.positive_beta
+    own, per_positive = anchor_rank + anchor_b - 1 + 2, positive_rank + positive_b - 1 + 1
+    per_anchor = own + num_positives * per_positive
     drawn = seeding.words(seed, purpose, keys, epochs.astype(np.uint64), num_anchors * per_anchor)
     uniform = seeding.unit(drawn).reshape(num_documents, num_anchors, per_anchor)
-    positive = uniform[..., _PER_ANCHOR:].reshape(num_documents, num_anchors, num_positives, _PER_POSITIVE)
+    positive = uniform[..., own:].reshape(num_documents, num_anchors, num_positives, per_positive)
     return Draws(
         windows=uniform[..., 0],
         anchor_starts=uniform[..., 1],
-        anchor_lengths=np.sort(uniform[..., 2:_PER_ANCHOR], axis=-1)[..., _ANCHOR_RANK],
+        anchor_lengths=np.sort(uniform[..., 2:own], axis=-1)[..., anchor_rank - 1],
         positive_starts=positive[..., 0],
-        positive_lengths=np.sort(positive[..., 1:], axis=-1)[..., _POSITIVE_RANK],
+        positive_lengths=np.sort(positive[..., 1:], axis=-1)[..., positive_rank - 1],
     )
 
 

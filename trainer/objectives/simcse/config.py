@@ -33,6 +33,9 @@ class SimcseConfig(TextObjectiveConfig):
     """Number added to the logit of a row's own contradiction; supervised only."""
     head: bool = True
     """Train a linear layer with tanh behind the pooling. It is exported if `supervised`, else dropped, as released."""
+    equal_views: bool = False
+    """Drop the same features in both forwards, so that a sentence's views are equal; the paper's control of its dropout
+    ("fixed 0.1"). Unsupervised only."""
     mlm_loss_weight: float = Field(default=0.0, ge=0)
     """Weight of an MLM loss on masked copies of the texts (0.1 in the paper); 0: no such copies."""
     mlm_copies: Literal["first", "all"] = "first"
@@ -48,6 +51,8 @@ class SimcseConfig(TextObjectiveConfig):
                 f"hard_negative_weight = {self.hard_negative_weight} needs supervised = true: without hypotheses "
                 "no row has a hard negative"
             )
+        if self.equal_views and self.supervised:
+            raise ValueError("equal_views = true needs supervised = false: hypotheses are other texts")
         return self
 
     @property
@@ -73,7 +78,7 @@ class SimcseConfig(TextObjectiveConfig):
     @property
     def needs_dropout(self) -> bool:
         """True if the two views differ by dropout alone."""
-        return not self.supervised
+        return not (self.supervised or self.equal_views)
 
     def remark_before(self, run: RunContext) -> str | None:
         """A warning about a batch without other sentences, or None."""

@@ -49,7 +49,8 @@ class SimcseCollator:
         else:
             views = np.stack([texts.first, texts.first], axis=1)
         chosen = views.reshape(-1)
-        numbers = np.tile(np.arange(views.shape[1]), len(rows))
+        own = np.zeros(views.shape[1], np.int64) if self.config.equal_views else np.arange(views.shape[1])
+        numbers = np.tile(own, len(rows))
         places = torch.arange(len(chosen)).view(views.shape)
         masking = None
         if self.config.mlm:

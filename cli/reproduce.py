@@ -1,0 +1,113 @@
+"""`declutr reproduce`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from declutr.common.config import ConfigError, flat_keys
+from declutr.common.console.terminal import refused
+from declutr.common.lock import RunLockedError, refuse_held
+from declutr.common.overrides import apply_overrides
+from declutr.common.paths import path_argument
+
+if TYPE_CHECKING:
+    from declutr.reproduction.plan import ItemPlan
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; return the exit status."""
+    given = _parser().parse_intermixed_args(arguments)
+    from declutr.pipeline.shards.manifest import ShardError
+    from declutr.reproduction.item import ReproduceError, item_names, load_item
+    from declutr.reproduction.plan import plan_item
+
+    if given.item is None:
+        print("\n".join(f"{name:28s} {load_item(name).title}" for name in item_names()))
+        return 0
+    changes, problems = _changes(given.settings)
+    if problems:
+        return refused(problems[0])
+    try:
+        name, work = Path(given.item).stem, given.work.absolute()
+        plan = plan_item(name, load_item(given.item), given.scale, given.data, work, changes, given.seeds)
+        refuse_held(work)
+        print("\n".join(plan.lines()), flush=True)
+    except (ReproduceError, RunLockedError, ShardError) as error:
+        return refused(error)
+    return 0 if given.plan else _reproduce(given, plan, work, arguments)
+
+
+def _changes(words: list[str]) -> tuple[dict[str, object], list[str]]:
+    """Changes of settings by dotted key, and what is wrong with them."""
+    tree: dict[str, object] = {}
+    problems = apply_overrides(tree, words)
+    return flat_keys(tree), problems
+
+
+def _reproduce(given: argparse.Namespace, plan: "ItemPlan", work: Path, arguments: list[str]) -> int:
+    """Run what is left of the item."""
+    from declutr.common.console.logs import setup_logging
+    from declutr.common.storage import DamagedError
+    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.pipeline.shards.manifest import ShardError
+    from declutr.reproduction.item import ReproduceError
+    from declutr.reproduction.runner import reproduce
+    from declutr.trainer.checkpoints.checkpoint import CheckpointError
+    from declutr.trainer.driver.failure import TrainingFailedError
+    from declutr.trainer.driver.signals import RunStoppedError
+
+    setup_logging("reproduce")
+    senteval = given.senteval or given.data / "senteval"
+    try:
+        print(f"\n{reproduce(plan, work, senteval, given.allow_unchecked, arguments, _say)}")
+    except ConfigError as error:
+        return refused(f"{error.problems[0]} (of {len(error.problems)} problems)" if error.problems else error)
+    except (
+        *(ReproduceError, RunLockedError, ShardError, EncoderError),
+        *(CheckpointError, DamagedError, TrainingFailedError),
+    ) as error:
+        return refused(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; the same command continues\n")
+        return 130
+    except RunStoppedError as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return stopped.status
+    print(f"{plan.folder / 'results.md'}; also results.json and results.png")
+    return 0
+
+
+def _seeds(text: str) -> list[int]:
+    """Distinct seeds, separated by commas."""
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0 or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text}: write different numbers from 0 on, separated by commas")
+    return found
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="declutr reproduce",
+        description="Run a table or figure of a paper: plan, train, score, compare. Without ITEM: list all. Repeat the "
+        "command to continue after a stop.",
+    )
+    parser.add_argument("item", nargs="?", metavar="ITEM", help="name of a table or figure, or a file like those in "
+                        "configs/reproduce")  # fmt: skip
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="changes of settings of all runs")
+    parser.add_argument("--scale", choices=("paper", "tiny"), default="paper", help="tiny: two CPU cores, three hours")
+    parser.add_argument("--plan", action="store_true", help="print what would be run, and stop")
+    parser.add_argument("--data", type=path_argument, default=Path("data"), help="folder of all input data (data)")
+    parser.add_argument("--senteval", type=path_argument, help="folder in SentEval's layout (DATA/senteval)")
+    parser.add_argument("--work", type=path_argument, default=Path("runs/reproduce"), help="folder of shards, runs and "
+                        "results (runs/reproduce)")  # fmt: skip
+    parser.add_argument("--seeds", type=_seeds, metavar="0,1,...", help="seeds in place of the item's")
+    parser.add_argument("--allow-unchecked", action="store_true", help="score data other than the published ones")
+    return parser

@@ -1,0 +1,245 @@
+"""The runs of an item: their configurations, checked before anything starts, and what they need."""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+from declutr.common.config import ConfigError, Strict, load_config
+from declutr.common.storage import hash_json, read_json
+from declutr.common.stores.address import is_remote
+from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
+from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
+from declutr.reproduction.item import Cell, Column, Item, Prepared, ReproduceError, Scale, ScaleName, Settings
+from declutr.trainer.driver.resolved import find_shards
+from declutr.trainer.setup.config import TrainConfig
+
+DATA, WORK = "DECLUTR_DATA", "DECLUTR_WORK"
+"""Variables that the files of items name: the folder with all input data, and the working folder."""
+_OWN = ("run", "seed")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._=+-]+")
+_HOUR = 3600.0
+
+Config = TypeVar("Config", bound=Strict)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A cell with a seed.
+
+    Attributes:
+        cell: the cell.
+        seed: its seed.
+        config: configuration of its training; None for an encoder that is scored as it is.
+        folder: folder of its scores; the run is in `folder/run`.
+    """
+
+    cell: Cell
+    seed: int
+    config: TrainConfig | None
+    folder: Path
+
+    @property
+    def scores(self) -> Path:
+        """File of its scores."""
+        return self.folder / "scores.json"
+
+
+@dataclass(frozen=True)
+class ItemPlan:
+    """All runs of an item at a scale.
+
+    Attributes:
+        name: name of the item.
+        item: the item.
+        scale: name of the scale.
+        folder: folder of the item's results.
+        shards: configurations of the shards to prepare, by name.
+        start: configuration of the run to start from, or None.
+        runs: the runs, one seed after the other, so that every cell has one soon.
+    """
+
+    name: str
+    item: Item
+    scale: ScaleName
+    folder: Path
+    shards: dict[str, PipelineConfig]
+    start: TrainConfig | None
+    runs: list[PlannedRun]
+
+    @property
+    def settings(self) -> Scale:
+        """Settings of the scale."""
+        return self.item.scales[self.scale]
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """Scored numbers by heading."""
+        return self.settings.columns or self.item.columns
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """All tasks that are scored."""
+        return tuple(dict.fromkeys(task for column in self.columns.values() for task in column.names))
+
+    def identity(self, run: PlannedRun) -> str:
+        """Hash of what decides the scores of a run."""
+        made_by = run.config.hash() if run.config else run.cell.encoder and run.cell.encoder.model_dump(mode="json")
+        columns = {name: column.model_dump(mode="json") for name, column in self.columns.items()}
+        return hash_json([made_by, columns, self.settings.preset])
+
+    def finished(self, run: PlannedRun) -> dict[str, Any] | None:
+        """Scores and seconds of a finished run; None if it has none of these settings."""
+        try:
+            found: dict[str, Any] = read_json(run.scores)
+        except (FileNotFoundError, ValueError):
+            return None
+        return found if isinstance(found, dict) and found.get("identity") == self.identity(run) else None
+
+    def lines(self) -> list[str]:
+        """The plan as text."""
+        cells = [run for run in self.runs if run.seed == self.runs[0].seed]
+        done = [found for run in self.runs if (found := self.finished(run))]
+        seeds = sorted({run.seed for run in self.runs})
+        lines = [
+            f"{self.item.title} ({self.item.source}), scale {self.scale}",
+            f"  runs       {len(cells)} cells x {len(seeds)} seed(s) {seeds}: {len(self.runs)}, {len(done)} finished",
+            f"  scores     {', '.join(self.columns)}",
+            f"  folder     {self.folder}",
+        ]
+        lines += [
+            f"  shards     {name}: {'ready' if shards_ready(config) else f'to be prepared in {config.output}'}"
+            for name, config in self.shards.items()
+        ]
+        if self.start is not None:
+            state = "ready" if start_ready(self.start) else f"to be trained in {self.start.steps} steps"
+            lines.append(f"  start      {state}")
+        width = max(len(run.cell.name) for run in cells)
+        lines += [f"  {run.cell.name:<{width}}  {_needs(run)}" for run in cells]
+        return [*lines, f"  time       {self._time(done)}"]
+
+    def _time(self, done: Sequence[dict[str, Any]]) -> str:
+        left = len(self.runs) - len(done)
+        if done:
+            each, origin = median(one["seconds"] for one in done), f"median of {len(done)} finished run(s)"
+        elif self.settings.hours is not None:
+            each, origin = self.settings.hours * _HOUR, "expected"
+        else:
+            return f"{left} runs left; unknown until one has finished, or declutr train --plan on one of them"
+        return f"{left} runs left: {left * each / _HOUR:.1f} hours ({each:,.0f} s a run, {origin})"
+
+
+def plan_item(
+    name: str, item: Item, scale: ScaleName, data: Path, work: Path, changes: Settings, seeds: Sequence[int] | None
+) -> ItemPlan:
+    """Plans the runs of an item.
+
+    Args:
+        name: name of the item.
+        item: the item.
+        scale: one of its scales.
+        data: folder with all input data.
+        work: folder of shards, the start and all results.
+        changes: further changes of settings, for all runs.
+        seeds: seeds in place of the scale's.
+
+    Raises:
+        ReproduceError: the item lacks the scale, or settings of a run are wrong.
+    """
+    if scale not in item.scales:
+        raise ReproduceError(f"{name} has no scale {scale}; it has {', '.join(item.scales)}")
+    settings = item.scales[scale]
+    if own := [key for key in changes if key in _OWN]:
+        raise ReproduceError(f"{own[0]} is set by the command: --work and --seeds change it")
+    if item.encoders and (changes or seeds):
+        raise ReproduceError(f"{name} trains nothing: it takes neither settings nor --seeds")
+    os.environ[DATA], os.environ[WORK] = str(data.absolute()), str(work.absolute())
+    folder = work.absolute() / f"{name}-{scale}"
+    shards = {
+        key: _load(one, "prepare", PipelineConfig, f"shards {key}", {"output": f"${WORK}/shards/{key}"})
+        for key, one in settings.shards.items()
+    }
+    start = None
+    if settings.start is not None:
+        start = _load(settings.start, "train", TrainConfig, "start", {"run": f"${WORK}/start"})
+    runs = []
+    for seed in seeds or settings.seeds:
+        for cell in item.cells(scale):
+            place = folder / f"{_UNSAFE.sub('-', cell.name)}-{seed}"
+            config = None
+            if cell.encoder is None:
+                own_values = {"run": str(place / "run"), "seed": seed}
+                values = settings.settings | cell.settings | changes
+                made = Prepared(config=str(values.pop("config", settings.config)), settings=values)
+                config = _load(made, "train", TrainConfig, cell.name, own_values)
+            runs.append(PlannedRun(cell, seed, config, place))
+    if twice := [run.folder for number, run in enumerate(runs) if run.folder in [one.folder for one in runs[:number]]]:
+        raise ReproduceError(f"{name}: two runs would have the folder {twice[0]}; give each label and seed once")
+    return ItemPlan(name, item, scale, folder, shards, start, runs)
+
+
+def shards_ready(config: PipelineConfig) -> bool:
+    """True if the shards are complete.
+
+    Raises:
+        ReproduceError: they were prepared with other settings.
+        ShardError: their manifest is damaged.
+    """
+    if not (Path(config.output) / MANIFEST).is_file():
+        return False
+    manifest = load_manifest(Path(config.output))
+    if manifest.config_hash != config_hash(config):
+        others = ", ".join(differing_keys(config, manifest.config))
+        raise ReproduceError(f"{config.output}: was prepared with other settings ({others}); name another --work")
+    return True
+
+
+def start_ready(config: TrainConfig) -> bool:
+    """True if the run to start from has finished."""
+    return (Path(config.run) / "summary.json").is_file()
+
+
+def _load(made: Prepared, section: str, model: type[Config], what: str, own: Settings) -> Config:
+    """A configuration with its changes, and the variables of this project in its values replaced."""
+    words = [f"{key}={json.dumps(value)}" for key, value in (made.settings | own).items()]
+    try:
+        config = load_config(made.config, section, model, words)
+    except ConfigError as error:
+        raise ReproduceError(f"{what}: {'; '.join(error.problems)} ({made.config})") from error
+    return model.model_validate(_replaced(config.model_dump(mode="json", exclude_unset=True)))
+
+
+def _replaced(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _replaced(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_replaced(one) for one in value]
+    if isinstance(value, str):
+        for name in (DATA, WORK):
+            value = value.replace(f"${name}", os.environ[name])
+    return value
+
+
+def _needs(run: PlannedRun) -> str:
+    """Steps and rows of a run."""
+    config = run.config
+    if config is None:
+        return f"{run.cell.encoder.name}, scored as it is" if run.cell.encoder else ""
+    found = None if is_remote(config.data) else find_shards(config)
+    manifest = found and found.manifests.get("")
+    rows = round(manifest.totals["kept_train"] * config.data_fraction) if manifest else None
+    noun = manifest.noun if manifest else "rows"
+    share = "" if config.data_fraction == 1 else f" of {config.data_fraction:.0%}"
+    if config.steps is not None:
+        total = config.steps * config.batch_documents
+        passes = f", {total / rows:.3g} pass(es){share}" if rows else share
+        return f"{config.steps:,} steps x {config.batch_documents} {noun} = {total:,}{passes}"
+    epochs = config.epochs or 1.0
+    if rows is None:
+        return f"{epochs:g} pass(es){share} over {config.data}, which is not prepared, {config.batch_documents} a step"
+    steps = max(1, -(-int(epochs * rows) // config.batch_documents))
+    return f"{steps:,} steps x {config.batch_documents} {noun}: {epochs:g} pass(es) over {rows:,}{share}"

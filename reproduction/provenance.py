@@ -1,0 +1,80 @@
+"""Facts that a published number must carry: hardware, versions, commit, command, and the load of the machine."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = (
+    *("torch", "transformers", "numpy", "pyarrow", "pytorch-metric-learning", "sentence-transformers"),
+    *("ray", "tokenizers", "tiktoken", "datasets"),
+)
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def facts(command: Sequence[str], commit: str | None = None) -> dict[str, Any]:
+    """Hardware, versions, commit and command of this process.
+
+    Args:
+        command: words of the command.
+        commit: of the code, if it does not run in a git checkout.
+    """
+    return {
+        "command": " ".join(command),
+        "commit": commit or _commit(),
+        "hardware": _hardware(),
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in _PACKAGES},
+            "torch": torch.__version__,  # including its build, such as +cpu
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True, timeout=30
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _hardware() -> dict[str, Any]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found: dict[str, Any] = {
+        "cpu": _processor(),
+        "cores": usable,
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"gpu": properties.name, "gpu_memory_gib": round(properties.total_memory / 2**30, 1)}
+        found |= {"cuda": torch.version.cuda}
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

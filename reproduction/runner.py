@@ -1,0 +1,103 @@
+"""Runs an item: prepares shards, trains the start and every run, scores them, and writes the results after each."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import yaml
+
+from declutr.common.lock import RunLock
+from declutr.common.storage import write_json, write_text
+from declutr.pipeline.config import PipelineConfig
+from declutr.reproduction.item import ReproduceError
+from declutr.reproduction.plan import ItemPlan, PlannedRun, shards_ready, start_ready
+from declutr.reproduction.results import write_results
+from declutr.reproduction.scoring import Scorer
+from declutr.trainer.driver.failure import TrainingFailedError
+from declutr.trainer.driver.run import run_training
+
+
+def reproduce(
+    plan: ItemPlan,
+    work: Path,
+    senteval: Path,
+    allow_unchecked: bool,
+    command: Sequence[str],
+    say: Callable[[str], None],
+) -> str:
+    """Runs the unfinished part of an item; returns the results as Markdown.
+
+    Each run is an ordinary run folder. A killed call continues where its checkpoints are.
+
+    Args:
+        plan: the item.
+        work: folder of shards, start and results; one command at a time works in it.
+        senteval: folder in SentEval's layout.
+        allow_unchecked: score data other than the published ones.
+        command: arguments of the command, for the results.
+        say: receives progress lines.
+
+    Raises:
+        ReproduceError: something cannot be prepared or scored; or runs failed, after all others have finished.
+        RunLockedError: another command works in the folder.
+        RunStoppedError: this process received a signal; the same command continues.
+        TrainingFailedError: the start cannot be trained.
+        ConfigError: settings of a run do not fit its shards.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    with RunLock(work, lambda: say(f"{work}: another command has taken over")):
+        scorer = Scorer(plan, senteval, allow_unchecked, say)
+        for name, shards in plan.shards.items():
+            if not shards_ready(shards):
+                say(f"preparing shards {name}")
+                _prepare(name, shards, work)
+        if plan.start is not None and not start_ready(plan.start):
+            say(f"training the start in {plan.start.run}")
+            run_training(plan.start)
+        failed: list[str] = []
+        for number, run in enumerate(plan.runs, 1):
+            if plan.finished(run) is None:
+                say(f"run {number} of {len(plan.runs)}: {run.cell.name}, seed {run.seed}")
+                try:
+                    _finish(plan, run, scorer)
+                except TrainingFailedError as error:  # such as a loss that is not finite: a result of this cell
+                    failed.append(f"{run.cell.name}, seed {run.seed}: {str(error).splitlines()[0]}")
+                    say(f"failed: {failed[-1]}")
+                write_results(plan, scorer.marks, command)
+        text = write_results(plan, scorer.marks, command)
+    if failed:
+        raise ReproduceError(
+            f"{len(failed)} of {len(plan.runs)} runs failed, the others are scored: {'; '.join(failed)}"
+        )
+    return text
+
+
+def _prepare(name: str, config: PipelineConfig, work: Path) -> None:
+    """Prepares shards in a separate process, whose Ray session ends with it.
+
+    Raises:
+        ReproduceError: the command failed.
+    """
+    settings, log = work / f"prepare-{name}.yaml", work / f"prepare-{name}.log"
+    values = config.model_dump(mode="json", exclude_unset=True)
+    write_text(settings, yaml.safe_dump({"prepare": values}, sort_keys=False))
+    with log.open("a") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "declutr.cli.main", "prepare", str(settings)], stdout=output, stderr=output
+        )
+    if done.returncode:
+        raise ReproduceError(
+            f"shards {name}: declutr prepare {settings} ended with status {done.returncode}; see {log}"
+        )
+
+
+def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:
+    """Trains a run to its end and scores it."""
+    seconds = 0.0 if run.config is None else run_training(run.config)["seconds"]
+    began = time.monotonic()
+    scores = scorer.score(run)
+    seconds += time.monotonic() - began
+    run.folder.mkdir(parents=True, exist_ok=True)
+    write_json(run.scores, {"identity": plan.identity(run), "scores": scores, "seconds": round(seconds, 1)})

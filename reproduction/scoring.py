@@ -1,0 +1,116 @@
+"""Scores of a run or an encoder: one number for each column of a table."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+from declutr.common.cluster import SessionConfig
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, find
+from declutr.evaluation.senteval.runner.harness import Evaluated, evaluate
+from declutr.evaluation.senteval.runner.plan import ScoringChoice
+from declutr.evaluation.senteval.scores.results import Protocol, dev_headline, headline
+from declutr.reproduction.item import Column, ReproduceError
+from declutr.reproduction.plan import ItemPlan, PlannedRun
+from declutr.trainer.driver.summary import first_and_last_scores
+
+_WAYS = {"dev": "mean", "all_dev": "all"}
+
+
+class Scorer:
+    """Scores runs of an item on SentEval's tasks.
+
+    Args:
+        plan: the item.
+        data: folder in SentEval's layout.
+        allow_unchecked: score data other than the published ones.
+        say: receives progress lines.
+
+    Raises:
+        ReproduceError: a task has no usable data.
+    """
+
+    def __init__(self, plan: ItemPlan, data: Path, allow_unchecked: bool, say: Callable[[str], None]) -> None:
+        self._plan, self._say = plan, say
+        self._inspections = [inspect(find(task), data, allow_unchecked) for task in plan.tasks]
+        if unusable := [one for one in self._inspections if not one.usable]:
+            told = "; ".join(f"{one.task.label}: {one.reason}" for one in unusable)
+            remedy = "" if allow_unchecked else "; --allow-unchecked scores other data than the published ones"
+            raise ReproduceError(
+                f"{len(unusable)} of {len(self._inspections)} tasks cannot be scored in {data} ({told}){remedy}"
+            )
+        protocols = {
+            _protocol(task, column) for column in plan.columns.values() for task in column.names if not _by_subset(task)
+        }
+        preset = ClassifierConfig.official if plan.settings.preset == "official" else ClassifierConfig.prototyping
+        self._choice = ScoringChoice(
+            tasks=plan.tasks,
+            protocols=tuple(sorted(protocols)) or ("senteval",),
+            classifier=preset(),
+        )
+
+    @property
+    def marks(self) -> list[str]:
+        """Tasks whose data are not the published ones, with their standing."""
+        return [f"{one.task.label}: {one.standing}" for one in self._inspections if one.standing != "identical"]
+
+    def score(self, run: PlannedRun) -> dict[str, float]:
+        """The numbers of a finished run, by column.
+
+        Raises:
+            ReproduceError: a number is missing.
+            EncoderError: the encoder cannot be loaded.
+        """
+        found = self._evaluate(run) if self._inspections else None
+        validated = first_and_last_scores(run.folder / "run")["last_scores"] if run.config else {}
+        made: dict[str, float] = {}
+        for name, column in self._plan.columns.items():
+            if column.validation:
+                if column.validation not in validated:
+                    known = ", ".join(validated) or "none"
+                    raise ReproduceError(f"column {name}: the run has no score {column.validation}; it has {known}")
+                made[name] = validated[column.validation]
+            elif found is not None and column.tasks:
+                made[name] = fmean(number_of(task, column, found) for task in column.names)
+        for name, column in self._plan.columns.items():
+            if column.mean_of:
+                made[name] = fmean(made[one] for one in column.mean_of)
+        return {name: made[name] for name in self._plan.columns}
+
+    def _evaluate(self, run: PlannedRun) -> Evaluated:
+        known, trained = run.cell.encoder, run.config
+        name, pooling = (known.name, known.pooling) if known else (str(run.folder / "run"), None)
+        local = trained is not None and trained.scaling.local  # all in this process, without Ray
+        encoder = load_encoder(name, pooling, tokenized=True, device="cpu" if local else None)
+        session = SessionConfig(num_cpus=1 if local else None)
+        return evaluate(encoder, self._inspections, self._choice, run.folder / "senteval", session, self._say)
+
+
+def number_of(task: str, column: Column, found: Evaluated) -> float:
+    """The number of a task, in percent.
+
+    Raises:
+        ReproduceError: it is missing.
+    """
+    protocols = list(found.reports) if _by_subset(task) else [_protocol(task, column)]
+    report = found.reports[protocols[0]]
+    if task not in report.results:
+        raise ReproduceError(f"{found.encoder}: no score on {task}: {report.missing.get(task, 'unknown')}")
+    scores = report.results[task].scores
+    if _by_subset(task):
+        return 100 * scores[f"spearman.{_WAYS.get(column.number, column.number)}"]
+    if column.number in ("dev", "all_dev"):
+        return dev_headline(task, scores)
+    return headline(task, scores, protocols[0])
+
+
+def _by_subset(task: str) -> bool:
+    """True for STS12-16, which every protocol scores in all ways."""
+    return find(task).procedure == "similarity"
+
+
+def _protocol(task: str, column: Column) -> Protocol:
+    """The protocol that has the number of a task."""
+    return "simcse" if column.number.startswith("all") and task in (*STS, *TRANSFER) else "senteval"

@@ -1,0 +1,191 @@
+"""`declutr reproduce` as a whole on a tiny item, without Ray: runs, results, kills, refusals."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import yaml
+from papers import arguments, write_item
+from tinyruns import GEOMETRY
+from waiting import until
+
+from declutr.cli.reproduce import run
+from declutr.common.lock import RunLock
+
+
+@pytest.fixture(scope="module")
+def item(tmp_path_factory):
+    return write_item(tmp_path_factory.mktemp("item"))
+
+
+@pytest.fixture(scope="module")
+def finished(item, tmp_path_factory):
+    """Folder of the results of a whole call."""
+    work = tmp_path_factory.mktemp("work")
+    assert run(arguments(item, work)) == 0
+    return work / "terms-tiny"
+
+
+def test_results_have_all_runs_the_papers_number_and_paired_tests(finished):
+    found = json.loads((finished / "results.json").read_text())
+    assert (found["finished_runs"], found["planned_runs"]) == (8, 8)
+    cells = found["numbers"]["STS-B"]
+    assert set(cells) == {"both, 100%", "both, 50%", "mlm, 100%", "mlm, 50%"}
+    assert all(set(seeds) == {"0", "1"} for seeds in cells.values())
+    by_axis = {(one["axis"], one["label"]): one for one in found["differences"]["STS-B"]}
+    assert set(by_axis) == {("terms", "mlm"), ("share", "50%")}
+    means = [sum(cells[f"{terms}, {share}"]["0"] for share in ("100%", "50%")) / 2 for terms in ("mlm", "both")]
+    second = [sum(cells[f"{terms}, {share}"]["1"] for share in ("100%", "50%")) / 2 for terms in ("mlm", "both")]
+    expected = (means[0] - means[1] + second[0] - second[1]) / 2
+    assert by_axis["terms", "mlm"]["difference"] == pytest.approx(expected)
+    text = (finished / "results.md").read_text()
+    assert "(80.50)" in text
+    assert "terms: mlm over both" in text
+    assert (finished / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_are_ordinary_and_paired(finished):
+    """Runs with one seed read the same documents and spans, a smaller share is part of the larger one."""
+
+    def digests(name):
+        lines = (finished / name / "run" / "metrics.jsonl").read_text().splitlines()
+        return [line["batch_digest"] for line in map(json.loads, lines) if line["kind"] == "step"]
+
+    assert (finished / "both-100--0" / "run" / "export" / "model.safetensors").is_file()
+    assert len(digests("both-100--0")) == 4
+    assert digests("both-100--0") != digests("both-100--1")
+    assert digests("both-50--0") != digests("both-100--0")
+    config = yaml.safe_load((finished / "mlm-50--1" / "run" / "config.yaml").read_text())
+    assert (config["seed"], config["data_fraction"], config["objective"]["terms"]) == (1, 0.5, "mlm")
+
+
+def test_second_call_repeats_nothing(item, finished, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("scores.json")}
+    assert len(before) == 8
+    assert run(arguments(item, finished.parent)) == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert "8 finished" in capsys.readouterr().out
+
+
+def test_killed_call_continues_to_the_same_numbers(item, finished, tmp_path):
+    work = tmp_path / "work"
+    command = [sys.executable, "-m", "declutr.cli.main", "reproduce", *arguments(item, work, "--seeds", "0")]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until((work / "terms-tiny/both-50--0/run/checkpoints/step-00000002/state.json").is_file, "a checkpoint", 120)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (work / "terms-tiny/mlm-50--0/scores.json").exists()
+    assert run(arguments(item, work, "--seeds", "0")) == 0
+    again, whole = (
+        json.loads((one / "results.json").read_text())["numbers"] for one in (work / "terms-tiny", finished)
+    )
+    assert {name: seeds["0"] for name, seeds in again["STS-B"].items()} == {
+        name: seeds["0"] for name, seeds in whole["STS-B"].items()
+    }
+
+
+def test_plan_names_cells_seeds_steps_and_documents_and_runs_nothing(item, tmp_path, capsys):
+    assert run(arguments(item, tmp_path / "work", "--plan", "steps=3", "--seeds", "4,5,6")) == 0
+    told = capsys.readouterr().out
+    for part in (
+        "4 cells x 3 seed(s) [4, 5, 6]: 12, 0 finished",
+        "3 steps x 8 documents = 24",
+        "of 50%",
+        "12 runs left",
+    ):
+        assert part in told
+    assert not (tmp_path / "work").exists()
+
+
+def test_second_command_in_a_folder_is_refused(item, tmp_path, capsys):
+    with RunLock(tmp_path, lambda: None):
+        assert run(arguments(item, tmp_path)) == 1
+    assert "another command works here" in capsys.readouterr().err
+
+
+def refusal(capsys, *given):
+    assert run(list(given)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_unknown_item_is_refused_with_the_nearest(capsys):
+    assert "did you mean `scd-table3`" in refusal(capsys, "scd-tabel3", "--plan")
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"axes": {"terms": {"both": {"objective.term": "both"}}}, "printed": {}}, ["objective.term", "unknown key"]),
+        ({"axes": {"temperature": {"0": {"objective.loss.temperature": 0}}}, "printed": {}}, ["temperature", "0"]),
+        ({"axis": {}}, ["axis", "unknown key"]),
+        ({"axes": {}, "printed": {}}, ["axes or encoders"]),
+        ({"printed": {"both, 10%": {"STS-B": 1.0}}}, ["both, 10%", "no run of the item"]),
+        ({"columns": {"A": {"tasks": ["STS99"]}}, "printed": {}}, ["STS99"]),
+        ({"columns": {"A": {"tasks": ["STS12"], "validation": "mrr"}}, "printed": {}}, ["one of tasks"]),
+        (
+            {"axes": {"a": {"b": {"encoder": {"trust_remote_code": True}}}}, "printed": {}},
+            ["axes.a.b.encoder.trust_remote_code", "cannot be granted by a file"],
+        ),
+        ({"scales": {"paper": {"config": "configs/declutr-small.yaml"}}}, ["no scale tiny", "paper"]),
+    ],
+)
+def test_wrong_item_is_refused_before_anything_starts(item, tmp_path, capsys, change, parts):
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(yaml.safe_dump(yaml.safe_load(item.read_text()) | change, sort_keys=False))
+    given = arguments(item, tmp_path / "work")[1:]
+    line = refusal(capsys, str(wrong), *given)
+    assert [part for part in parts if part not in line] == []
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [("run=elsewhere", "--work"), ("seed=3", "--seeds"), ("stepps=3", "did you mean `steps`"), ("steps", "key=value")],
+)
+def test_wrong_setting_is_refused(item, tmp_path, capsys, word, part):
+    assert part in refusal(capsys, *arguments(item, tmp_path / "work", word))
+
+
+def test_shards_of_other_settings_are_refused(item, tmp_path, capsys):
+    """A folder of the same name may be of another item."""
+    values = yaml.safe_load(item.read_text())
+    values["scales"]["tiny"]["shards"] = {"documents": {"config": str(tmp_path / "prepare.yaml")}}
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    section = {
+        "output": "unused",
+        "tokenizer": {"kind": "train", "vocab_size": 400},
+        "corpus": {"kind": "files", "paths": ["$DECLUTR_DATA/texts"]},
+        "geometry": GEOMETRY,
+    }
+    (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": section}))
+    (tmp_path / "work/shards").mkdir(parents=True)
+    shutil.copytree(item.parent / "shards", tmp_path / "work/shards/documents")
+    line = refusal(capsys, str(tmp_path / "wrong.yaml"), *arguments(item, tmp_path / "work")[1:])
+    assert "was prepared with other settings" in line
+    assert f"{item.parent / 'data' / 'texts'}" in line
+    assert "--work" in line
+
+
+def test_failed_run_does_not_stop_the_others(item, tmp_path, capsys):
+    """A rate beyond all bounds makes the loss of one cell infinite."""
+    values = yaml.safe_load(item.read_text())
+    values["axes"] = {"rate": {"small": {}, "huge": {"optim.lr": 1.0e12, "optim.max_grad_norm": None}}}
+    (tmp_path / "rates.yaml").write_text(yaml.safe_dump(values | {"printed": {}}, sort_keys=False))
+    given = [str(tmp_path / "rates.yaml"), *arguments(item, tmp_path / "work", "--seeds", "0")[1:]]
+    assert run(given) == 1
+    assert "1 of 2 runs failed, the others are scored: huge, seed 0" in capsys.readouterr().err
+    found = json.loads((tmp_path / "work/rates-tiny/results.json").read_text())
+    assert set(found["numbers"]["STS-B"]) == {"small"}
+
+
+def test_share_smaller_than_a_batch_is_refused_before_its_run(item, tmp_path, capsys):
+    assert run(arguments(item, tmp_path / "work", "data_fraction=0.01")) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "data_fraction = 0.01: leaves" in last
+    assert "batch_documents = 8" in last
+    assert not list((tmp_path / "work").rglob("step-*"))

@@ -1,0 +1,63 @@
+"""Paired comparison over seeds against SciPy's test, and what is left out."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from declutr.reproduction.comparison import compare_labels
+from declutr.reproduction.item import Cell
+
+AXES = [Cell({"terms": terms, "share": share}, {}) for terms in ("both", "mlm") for share in ("all", "half")]
+
+
+def numbers(seeds=5, effect=1.0):
+    """Numbers that depend mostly on the seed, as those of runs with the same documents do."""
+    rng = np.random.default_rng(0)
+    luck = 10 * rng.standard_normal(seeds)
+    return {
+        cell.name: {
+            seed: float(luck[seed] + (effect if cell.labels["terms"] == "both" else 0) + rng.standard_normal())
+            for seed in range(seeds)
+        }
+        for cell in AXES
+    }
+
+
+def test_labels_are_compared_as_by_a_paired_t_test():
+    given = numbers()
+    one, other = compare_labels(AXES, given)
+    assert (one.axis, one.label, one.base, one.seeds) == ("terms", "mlm", "both", 5)
+    assert (other.axis, other.label, other.base) == ("share", "half", "all")
+    means = {
+        terms: np.mean([list(given[f"{terms}, {share}"].values()) for share in ("all", "half")], axis=0)
+        for terms in ("both", "mlm")
+    }
+    expected = stats.ttest_rel(means["mlm"], means["both"])
+    interval = expected.confidence_interval(0.95)
+    assert one.difference == pytest.approx((means["mlm"] - means["both"]).mean())
+    assert one.p == pytest.approx(expected.pvalue)
+    assert one.interval == pytest.approx((interval.low, interval.high))
+    assert one.unpaired == pytest.approx((means["mlm"].var(ddof=1) + means["both"].var(ddof=1)) ** 0.5)
+    assert one.pairing == pytest.approx(one.spread / one.unpaired)
+    assert one.pairing < 0.3
+
+
+def test_a_large_effect_is_measurable_and_none_is_not():
+    assert compare_labels(AXES, numbers(effect=20.0))[0].measurable
+    assert not compare_labels(AXES, numbers(effect=0.0))[0].measurable
+
+
+def test_only_seeds_with_all_runs_count():
+    given = numbers()
+    del given["mlm, half"][3]
+    assert [one.seeds for one in compare_labels(AXES, given)] == [4, 4]
+    given["both, all"] = {}
+    assert compare_labels(AXES, given) == []
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_few_or_equal_numbers_have_no_p(seeds):
+    equal = {cell.name: dict.fromkeys(range(seeds), 1.0) for cell in AXES}
+    one = compare_labels(AXES, equal)[0]
+    assert (one.difference, one.p, one.measurable, one.pairing) == (0.0, None, False, None)
+    assert one.interval == (None if seeds == 1 else (0.0, 0.0))

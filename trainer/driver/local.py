@@ -1,0 +1,72 @@
+"""A run in the process of the command, without Ray (`scaling.num_workers: 0`)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.driver.device import Device
+from declutr.trainer.driver.failure import TrainingFailedError
+from declutr.trainer.driver.signals import RunStoppedError, Signals
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.worker.stopwatch import Stopwatch
+from declutr.trainer.worker.work import work
+
+
+class LocalRun:
+    """Takes the steps of a run here, where a supervisor would start a worker group.
+
+    Args:
+        config: of the run, with absolute paths.
+        steps: last step of the run.
+        signals: signals to this process.
+        marks: end times of the parts of this command's start.
+        choose_device: returns the run's device, given the number of GPUs.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        steps: int,
+        signals: Signals,
+        marks: dict[str, float],
+        choose_device: Callable[[Mapping[str, float]], Device],
+    ) -> None:
+        self._config, self._steps, self._signals = config, steps, signals
+        self._stopwatch, self._choose_device = Stopwatch(marks), choose_device
+        self._heartbeat = Heartbeat(0, 1)
+
+    @property
+    def line(self) -> dict[str, Any] | None:
+        """The newest step's line of metrics; None before the first."""
+        return self._heartbeat.line
+
+    def run_to_end(self) -> int:
+        """Trains to the last step, or until the scores no longer improve; returns the last step taken.
+
+        Raises:
+            TrainingFailedError: the run cannot continue.
+            RunStoppedError: this process received a signal, or lost the run to another command.
+        """
+        device = torch.device(self._choose_device({"GPU": torch.cuda.device_count()}))
+        threads = torch.get_num_threads()
+        self._heartbeat.follow(device)
+        try:
+            outcome = work(self._config, device, self._heartbeat, self._stopwatch, lambda: self._signals.received)
+        finally:
+            torch.set_num_threads(threads)
+        if outcome is None:
+            return self._steps
+        if outcome.get("given_up"):
+            raise TrainingFailedError(
+                f"{outcome['given_up']}. Earlier checkpoints are in {self._config.run}/{CHECKPOINTS}"
+            )
+        if outcome.get("early"):
+            return int(outcome["step"])
+        raise RunStoppedError(
+            f"{self._config.run}: stopped at step {outcome['step']} of {self._steps} after {self._signals.received}; "
+            "the same command continues",
+            self._signals.status,
+        )

@@ -1,0 +1,121 @@
+"""A worker's run: builds its parts and starts the training loop. Ray calls it in a group, or the driver without Ray."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from declutr.pipeline.shards.shards import ShardError, ShardSet
+from declutr.trainer.checkpoints.saver import SaveError
+from declutr.trainer.checkpoints.state import data_hashes, joint_hash
+from declutr.trainer.checkpoints.store import fetch_run, store_of
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.data.chunks import rank_plan
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.data.stream import Prefetcher, batches
+from declutr.trainer.model.language_model import UnfitEncoderError
+from declutr.trainer.objectives.base import ObjectiveError
+from declutr.trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
+from declutr.trainer.setup.cache import data_folder, run_folder
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.tasks import autocast_type, build_task, build_train_steps
+from declutr.trainer.step.microbatch import Microbatch, MicrobatchError
+from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
+from declutr.trainer.worker.checkpointing import Checkpointing
+from declutr.trainer.worker.heartbeat import CountedCommunicator, Heartbeat
+from declutr.trainer.worker.loop import TrainingLoop
+from declutr.trainer.worker.reporter import Reporter
+from declutr.trainer.worker.scheduler import TaskScheduler
+from declutr.trainer.worker.stopwatch import Stopwatch
+
+
+def work(
+    config: TrainConfig,
+    device: torch.device,
+    heartbeat: Heartbeat,
+    stopwatch: Stopwatch,
+    notice: Callable[[], str | None],
+    reporter: Reporter | None = None,
+) -> dict[str, Any] | None:
+    """Trains from the newest checkpoint to the last step, or to an earlier end.
+
+    Args:
+        config: of the run, with absolute paths.
+        device: of this worker.
+        heartbeat: of this worker; it has its rank and the number of workers.
+        stopwatch: of the start.
+        notice: returns the reason to save and stop, or None.
+        reporter: reports checkpoints to Ray Train; None: this process trains alone, without Ray.
+
+    Returns:
+        As `trainer/worker/entry.py`.
+    """
+    comm = CountedCommunicator(heartbeat.rank, heartbeat.size, config.scaling.elastic_determinism, heartbeat)
+    if device.type == "cuda" and autocast_type(config.precision, device) is not None:
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+    if device.type == "cpu":
+        torch.set_num_threads(config.scaling.cpus_per_worker)
+    elif config.scaling.elastic_determinism:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    with heartbeat.doing("fetching"):
+        run = run_folder(config.run, config.cache)
+        settings = config.tasks()
+        folders = {name: data_folder(one.data, config.cache) for name, one in settings.items()}
+        # the driver has checked the shards
+        shards = {
+            name: ShardSet(folder, "train", look=False, part=settings[name].part) for name, folder in folders.items()
+        }
+        hashes = data_hashes({name: one.manifest for name, one in shards.items()})
+        if store := store_of(config.run, run):
+            fetch_run(store, {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}, comm)
+    try:
+        tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
+        encoder = build_encoder(config, tokenizer).to(device).train()
+        tasks = [
+            build_task(config, name, encoder, one.manifest, comm, Microbatch.of(config.microbatch_tokens, device))
+            for name, one in shards.items()
+        ]
+    except (ShardError, UnfitEncoderError, ObjectiveError) as error:
+        return {"given_up": str(error)}
+    plans = {
+        name: Plan(one.seed, shards[name].num_documents, one.batch_documents, one.canonical_documents)
+        for name, one in settings.items()
+    }
+    train_steps = build_train_steps(config, tasks, config.total_steps(plans[""]))
+    collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
+
+    def read(name: str, done: int) -> Iterator[RankBatch]:
+        fetch = getattr(collators[name], "fetch", None)
+        place = comm.rank, comm.size, done, train_steps[-1].total_steps, settings[name].data
+        mine = rank_plan(plans[name], shards[name], *place, fetch=fetch)
+        return batches(mine, collators[name], device, tasks=reporter is not None)
+
+    def prefetch(done: int) -> Prefetcher:
+        shares = zip(*(read(name, done) for name in settings), strict=True)
+        return Prefetcher(dict(zip(settings, one, strict=True)) for one in shares)
+
+    scheduler = TaskScheduler(train_steps)
+    checkpointing = Checkpointing(config, run, hashes, scheduler, heartbeat, reporter)
+    loop = TrainingLoop(
+        config,
+        run,
+        device,
+        scheduler,
+        checkpointing,
+        prefetch,
+        validator=build_validator(config, scheduler.main.tasks[0], shards[""], tokenizer, device),
+        stop=lambda: notice() is not None,
+        heartbeat=heartbeat,
+        stopwatch=stopwatch,
+    )
+    try:
+        step = loop.train()
+    except (NonFiniteLossError, MicrobatchError, SaveError, UnfitEncoderError, ObjectiveError) as error:
+        return {"given_up": str(error)}
+    if step == scheduler.main.total_steps:
+        return None
+    if checkpointing.early:
+        return {"early": True, "step": step}
+    return {"stopped": notice() or "a notice to another worker", "step": step}
