@@ -47,7 +47,7 @@ def test_path_without_any_home_is_refused():
     code = "from declutr.common.paths import expand\nimport os; os.setuid(54321)\nexpand('~/x')"
     bare = {"PYTHONPATH": str(ROOT / "src"), "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=False)
-    says(done.stderr, "PathError", "'~/x'", "home folder")
+    says(done.stderr, ".PathError", "'~/x'", "home folder")
 
 
 def test_folder_problem_names_what_is_in_the_way(tmp_path):
