@@ -84,7 +84,7 @@ def test_documents_name_benchmarks_that_exist():
     ]
     assert len(commands) > 10
     assert lacking == []
-    named = set(re.findall(r"[\w-]+_epyc-[\w-]+\.json", text))
+    named = set(re.findall(r"[\w-]+_(?:epyc|xeon)-[\w-]+\.json", text))
     assert named == {path.name for path in (folder / "results").iterdir()}
 
 
