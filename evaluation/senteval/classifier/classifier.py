@@ -71,7 +71,7 @@ class Fits:
         one = Network([p[of_set : of_set + 1, decay : decay + 1] for p in self.network.parameters])
         buffer = BlockBuffer(features, 1, 1)
         places = torch.from_numpy(np.arange(len(features)) if rows is None else rows)
-        chosen = [one.forward(buffer.take(part[None]))[0, 0].argmax(0) for part in places.split(buffer.num_rows)]
+        chosen = [one.forward(buffer.take(part[None])).logits[0, 0].argmax(0) for part in places.split(buffer.num_rows)]
         return torch.cat(chosen).numpy()
 
 
@@ -130,12 +130,15 @@ class _Group:
     ) -> None:
         self.train, self.dev, self.config = train, dev, config
         self.classes = torch.arange(num_classes)[:, None]
-        one = linear_start(train.features.width, num_classes, torch.Generator().manual_seed(config.seed))
+        start = torch.Generator().manual_seed(config.seed)
+        hidden = [config.num_hidden] if config.num_hidden else []
+        widths = itertools.pairwise([train.features.width, *hidden, num_classes])
+        one = [p for pair in widths for p in linear_start(*pair, start)]
         self.network = Network([p.expand(*decays.shape, *p.shape).contiguous() for p in one])
         self.best = Network([torch.empty_like(p) for p in self.network.parameters])
         decay = torch.tensor(decays, dtype=torch.float32)
         self.updates = Updates.start(config.optimizer, config.rate, decay, self.network.parameters)
-        self.schedule = Schedule(sets, train.labels, config)
+        self.schedule = Schedule(sets, train.labels, config, start)
         self.dev_members = Padded.of([s.dev for s in sets])
         self.num_dev = np.array([len(s.dev) for s in sets])
         self.set_places, self.decay_places = np.arange(len(sets)), np.arange(decays.shape[1])
@@ -171,13 +174,11 @@ class _Group:
             network, updates = self.network.narrow(block), self.updates.narrow(block)
             gradients = [torch.empty_like(p) for p in network.parameters]
             for batch in self.schedule.batches(block):
-                rows = buffer.take(batch.rows)
-                wrong = torch.softmax(
-                    network.forward(rows), dim=2
-                )  # minus the truth: the gradient of the cross entropy
+                done = network.forward(buffer.take(batch.rows), batch.kept)
+                wrong = torch.softmax(done.logits, dim=2)  # minus the truth: the gradient of the cross entropy
                 wrong -= (batch.labels[:, None, None] == self.classes).float()
                 wrong *= batch.weight
-                network.backward(rows, wrong, gradients)
+                network.backward(done, wrong, gradients)
                 updates.step(network.parameters, gradients)
         self.updates.num_steps = updates.num_steps
 
@@ -190,7 +191,7 @@ class _Group:
             network, members = self.network.narrow(block), self.dev_members[block]
             right = torch.zeros(len(members.sizes), len(self.decay_places), dtype=torch.int64)
             for number, rows in enumerate(members.rows.split(buffer.num_rows, dim=1)):
-                chosen = network.forward(buffer.take(rows)).argmax(2)
+                chosen = network.forward(buffer.take(rows)).logits.argmax(2)
                 places = torch.arange(rows.shape[1]) + number * buffer.num_rows
                 real = (places < members.sizes[:, None])[:, None]
                 right += ((chosen == self.dev.labels[rows][:, None]) & real).sum(-1)

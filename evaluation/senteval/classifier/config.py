@@ -11,6 +11,10 @@ from declutr.evaluation.senteval.classifier.network import DEFAULT_RATES, Optimi
 class ClassifierConfig(Strict):
     """Settings of the classifiers. The defaults are the published "default" configuration."""
 
+    num_hidden: int = Field(0, ge=0)
+    """Hidden units: 0 is logistic regression, more is Linear-Dropout-Sigmoid-Linear."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of the hidden layer, before its sigmoid."""
     optimizer: OptimizerName = "adam"
     """adam or rmsprop, with torch's other defaults."""
     learning_rate: float | None = Field(None, gt=0)
@@ -28,7 +32,7 @@ class ClassifierConfig(Strict):
     decays: tuple[float, ...] = Field((1e-5, 1e-4, 1e-3, 1e-2), min_length=1)
     """Weight decays to choose from, by dev score; the first of equal ones wins."""
     seed: int = Field(1111, ge=0, lt=2**32)
-    """Seed of starting weights, orders and held-out rows; InnerKFold's folds always use 1111."""
+    """Seed of starting weights, orders, held-out rows and dropout; InnerKFold's folds always use 1111."""
 
     @classmethod
     def official(cls) -> Self:
@@ -43,6 +47,10 @@ class ClassifierConfig(Strict):
     def for_snli(self) -> "ClassifierConfig":
         """Settings for SNLI: one weight decay near 0, a dev score after each pass, 15 passes and one more."""
         return self.model_copy(update={"decays": (1e-9,), "max_epoch": 15, "epoch_size": 1})
+
+    def for_word_content(self) -> "ClassifierConfig":
+        """Settings for WordContent with its 1,000 classes: never a hidden layer."""
+        return self.model_copy(update={"num_hidden": 0})
 
     @property
     def rate(self) -> float:

@@ -1,7 +1,7 @@
 """Many small classifiers as one network: parameters stacked over training sets and regularisations.
 
-Shapes: S training sets, R regularisations, B rows of a batch, C classes, D features.
-Classifiers of one set read the same rows. So the R layers of a set are one matrix product of R*C outputs, and
+Shapes: S training sets, R regularisations, B rows of a batch, C classes, H hidden units, D features.
+Classifiers of one set read the same rows. So the R layers of a set are one matrix product of R*C (or R*H) outputs, and
 all sets together one batched product. Rows come last in activations, so that softmax runs along contiguous memory.
 Gradients are written out, because autograd's bookkeeping costs more than the arithmetic of layers this small.
 
@@ -19,11 +19,21 @@ from torch.optim.adam import adam
 
 
 @dataclass(frozen=True)
+class Activations:
+    """Values that a forward pass keeps for the backward pass."""
+
+    rows: Tensor  # (S, B, D)
+    hidden: Tensor | None  # (S, R, H, B), after the sigmoid
+    kept: Tensor | None  # (S, 1, H, B): dropout's factors, 0 or 1/(1-p)
+    logits: Tensor  # (S, R, C, B)
+
+
+@dataclass(frozen=True)
 class Network:
-    """Logistic regression for each set and regularisation."""
+    """Linear, or Linear-Dropout-Sigmoid-Linear, for each set and regularisation."""
 
     parameters: list[Tensor]
-    """Weight (S, R, C, D) and bias (S, R, C)."""
+    """Weight (S, R, C, D) and bias (S, R, C); or (S, R, H, D), (S, R, H), (S, R, C, H), (S, R, C)."""
 
     @property
     def num_sets(self) -> int:
@@ -34,21 +44,45 @@ class Network:
         """A view of some of the sets."""
         return Network([parameter[sets] for parameter in self.parameters])
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Logits (S, R, C, B) of `rows` (S, B, D)."""
-        weight, bias = self.parameters
-        sets, regularisations, outputs, features = weight.shape
-        flat = weight.view(sets, regularisations * outputs, features)
-        made = torch.baddbmm(bias.view(sets, -1, 1), flat, rows.mT)
-        return made.view(sets, regularisations, outputs, -1)
+    def forward(self, rows: Tensor, kept: Tensor | None = None) -> Activations:
+        """Logits of `rows` (S, B, D); the factors `kept` apply dropout."""
+        if len(self.parameters) == 2:
+            return Activations(rows, None, None, _linear(rows.mT, *self.parameters))
+        first, first_bias, second, second_bias = self.parameters
+        hidden = _linear(rows.mT, first, first_bias)
+        if kept is not None:
+            hidden *= kept
+        hidden.sigmoid_()
+        logits = torch.matmul(second, hidden) + second_bias[..., None]
+        return Activations(rows, hidden, kept, logits)
 
-    def backward(self, rows: Tensor, grad_logits: Tensor, out: list[Tensor]) -> None:
-        """Write the gradient of both parameters into `out`, given the rows and the gradient of their logits."""
-        weight, bias = out
-        sets, regularisations, outputs, features = weight.shape
-        flat = grad_logits.view(sets, regularisations * outputs, -1)
-        torch.bmm(flat, rows, out=weight.view(sets, regularisations * outputs, features))
-        torch.sum(grad_logits, dim=-1, out=bias)
+    def backward(self, done: Activations, grad_logits: Tensor, out: list[Tensor]) -> None:
+        """Write the gradient of every parameter into `out`, given the gradient of the logits (S, R, C, B)."""
+        if done.hidden is None:
+            _linear_grad(done.rows, grad_logits, *out)
+            return
+        second = self.parameters[2]
+        torch.matmul(grad_logits, done.hidden.mT, out=out[2])
+        torch.sum(grad_logits, dim=-1, out=out[3])
+        grad_hidden = torch.matmul(second.mT, grad_logits)
+        grad_hidden *= done.hidden * (1 - done.hidden)
+        if done.kept is not None:
+            grad_hidden *= done.kept
+        _linear_grad(done.rows, grad_hidden, out[0], out[1])
+
+
+def _linear(columns: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    sets, regularisations, outputs, features = weight.shape
+    flat = weight.view(sets, regularisations * outputs, features)
+    made = torch.baddbmm(bias.view(sets, -1, 1), flat, columns)
+    return made.view(sets, regularisations, outputs, -1)
+
+
+def _linear_grad(rows: Tensor, grad: Tensor, weight: Tensor, bias: Tensor) -> None:
+    sets, regularisations, outputs, features = weight.shape
+    flat = grad.view(sets, regularisations * outputs, -1)
+    torch.bmm(flat, rows, out=weight.view(sets, regularisations * outputs, features))
+    torch.sum(grad, dim=-1, out=bias)
 
 
 def linear_start(inputs: int, outputs: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Batches of many fits in parallel: the rows each fit sees at each step."""
+"""Batches of many fits in parallel: the rows each fit sees at each step, and its dropout factors."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,27 +45,36 @@ class Batch:
     """(S, B)."""
     weight: float | Tensor
     """Weight of each row in its set's mean loss: a number, or (S, 1, 1, B) with 0 for padding."""
+    kept: Tensor | None
+    """(S, 1, H, B) dropout factors, 0 or 1/(1-p); None without dropout."""
 
 
 class Schedule:
     """Batches of sets whose passes have the same number of batches.
 
-    Sets of one stream see the same positions, because every official fit starts from one seed.
+    Sets of one stream see the same positions and the same dropout, because every official fit starts from one seed.
 
-    `labels` (N,) are those of the training table.
+    `labels` (N,) are those of the training table. `start` is the generator after drawing the starting weights; dropout
+    continues its sequence.
     """
 
-    def __init__(self, sets: Sequence[TrainingSet], labels: Tensor, config: ClassifierConfig) -> None:
+    def __init__(
+        self, sets: Sequence[TrainingSet], labels: Tensor, config: ClassifierConfig, start: torch.Generator
+    ) -> None:
         self.members = Padded.of([s.train for s in sets])
         self._labels, self._config = labels, config
         self._streams = [s.stream for s in sets]
         self._orders = {stream: orders(config.seed, *stream) for stream in self._streams}
         self._passes: list[dict[Stream, Rows]] = []
+        dropped = config.num_hidden > 0 and config.dropout > 0
+        self._dropout = {stream: start.clone_state() for stream in self._streams} if dropped else {}
+        self._next_dropout = dict(self._dropout)
 
     def draw(self, num_passes: int) -> None:
         """Draw the orders of the next passes."""
         current = dict.fromkeys(self._streams)
         self._passes = [{stream: next(self._orders[stream]) for stream in current} for _ in range(num_passes)]
+        self._dropout = dict(self._next_dropout)
 
     def keep(self, places: Tensor) -> None:
         """Continue with these sets only."""
@@ -73,12 +82,21 @@ class Schedule:
         self._streams = [self._streams[place] for place in places.tolist()]
 
     def batches(self, block: slice) -> Iterator[Batch]:
-        """Every batch of the drawn passes, for some of the sets."""
+        """Every batch of the drawn passes, for some of the sets; read it to the end, block after block."""
         members, streams = self.members[block], self._streams[block]
+        # Blocks that share a stream draw the same factors, each from a copy.
+        dropout = {stream: self._dropout[stream].clone_state() for stream in streams} if self._dropout else {}
         for permutations in self._passes:
-            yield from self._one_pass(members, streams, permutations)
+            yield from self._one_pass(members, streams, permutations, dropout)
+        self._next_dropout |= dropout
 
-    def _one_pass(self, members: Padded, streams: list[Stream], permutations: dict[Stream, Rows]) -> Iterator[Batch]:
+    def _one_pass(
+        self,
+        members: Padded,
+        streams: list[Stream],
+        permutations: dict[Stream, Rows],
+        dropout: dict[Stream, torch.Generator],
+    ) -> Iterator[Batch]:
         batch_size = self._config.batch_size
         longest, shortest = int(members.sizes.max()), int(members.sizes.min())
         tail = np.arange(longest)
@@ -93,4 +111,16 @@ class Schedule:
                 counts = (members.sizes - start).clamp(max=batch_size)[:, None]
                 weight = ((torch.arange(width) < counts) / counts)[:, None, None]
             part = slice(start, start + width)
-            yield Batch(rows[:, part], labels[:, part], weight)
+            kept = self._kept(streams, dropout, start, width) if dropout else None
+            yield Batch(rows[:, part], labels[:, part], weight, kept)
+
+    def _kept(self, streams: list[Stream], dropout: dict[Stream, torch.Generator], start: int, width: int) -> Tensor:
+        """Dropout factors that `torch.nn.Dropout` would draw on a CPU for a batch (B, H) in each set's stream."""
+        num_hidden, keep = self._config.num_hidden, 1 - self._config.dropout
+        drawn = {}
+        for stream in dict.fromkeys(streams):
+            count = min(width, stream[1] - start)
+            factors = torch.zeros(num_hidden, width)
+            factors[:, :count] = torch.empty(count, num_hidden).bernoulli_(keep, generator=dropout[stream]).mT
+            drawn[stream] = factors.div_(keep)
+        return torch.stack([drawn[stream] for stream in streams])[:, None]

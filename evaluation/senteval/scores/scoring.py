@@ -109,6 +109,7 @@ def _classified(data: TaskData, rows: Mapping[str, int], embeddings: Embeddings,
         found = protocols.kfold(part("train"), part("test"), classes, config)
     else:
         chosen = config.for_snli() if task.name == "SNLI" else config
+        chosen = chosen.for_word_content() if task.name == "WordContent" else chosen
         found = protocols.split(part("train"), part("dev"), part("test"), classes, chosen)
     scores = {"devacc": found.dev_accuracy, "acc": found.accuracy}
     return Scored(scores if found.f1 is None else {**scores, "f1": found.f1})
