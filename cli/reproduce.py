@@ -9,7 +9,7 @@ from declutr.common.config import ConfigError, flat_keys
 from declutr.common.console.terminal import refused
 from declutr.common.lock import RunLockedError, refuse_held
 from declutr.common.overrides import apply_overrides
-from declutr.common.paths import path_argument
+from declutr.common.paths import folder_problem, path_argument
 
 if TYPE_CHECKING:
     from declutr.reproduction.plan import ItemPlan
@@ -31,6 +31,8 @@ def run(arguments: list[str]) -> int:
     try:
         name, work = Path(given.item).stem, given.work.absolute()
         plan = plan_item(name, load_item(given.item), given.scale, given.data, work, changes, given.seeds)
+        if problem := folder_problem(work):
+            return refused(f"--work {work}: {problem}")
         refuse_held(work)
         print("\n".join(plan.lines()), flush=True)
     except (ReproduceError, RunLockedError, ShardError) as error:

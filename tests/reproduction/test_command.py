@@ -183,6 +183,11 @@ def test_failed_run_does_not_stop_the_others(item, tmp_path, capsys):
     assert set(found["numbers"]["STS-B"]) == {"small"}
 
 
+def test_file_in_place_of_the_working_folder_is_refused(item, tmp_path, capsys):
+    (tmp_path / "work").touch()
+    assert "is a file; name a folder" in refusal(capsys, *arguments(item, tmp_path / "work", "--plan"))
+
+
 def test_share_smaller_than_a_batch_is_refused_before_its_run(item, tmp_path, capsys):
     assert run(arguments(item, tmp_path / "work", "data_fraction=0.01")) == 1
     last = capsys.readouterr().err.splitlines()[-1]
