@@ -42,6 +42,10 @@ _COMMANDS = {
         "declutr.cli.evaluate:run",
     ),
     "inspect": ("PATH: describe shards, a run or a checkpoint", "declutr.cli.inspect:run"),
+    "why": (
+        "RUN --step N | --document ID: the documents, spans and masks of a step, or the steps that read a document",
+        "declutr.cli.why:run",
+    ),
     "checkpoints": (
         "RUN [--json]: list and verify every checkpoint, with the reason to keep it",
         "declutr.cli.checkpoints:run",
@@ -52,7 +56,7 @@ _COMMANDS = {
     "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),
 }
 
-_READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "checkpoints", "report")
+_READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "why", "checkpoints", "report")
 _STORES = ("s3://", "gs://", "gcs://")
 
 

@@ -61,6 +61,17 @@ class ShardSet:
         """Documents in the split."""
         return int(self._starts[-1])
 
+    def first_of(self, name: str) -> int:
+        """Number of the first document of a shard of the split.
+
+        Raises:
+            ShardError: the split has no such shard.
+        """
+        for shard, start in zip(self._shards, self._starts.tolist(), strict=False):
+            if shard.name == name:
+                return int(start)
+        raise ShardError(f"{self.folder / MANIFEST} does not name {name}; prepare the folder again")
+
     def take(self, rows: NDArray[np.int64]) -> pa.Table:
         """Documents by number, in the given order, as a table of one chunk with the columns of schema.py.
 

@@ -21,6 +21,7 @@ METRICS = "metrics.jsonl"
 _BACK_OFF_SECONDS = 1.0
 _LAST_SECONDS = 10.0
 _SHOWN_LINES = 5
+_SCANNED_BYTES = 2**16
 
 
 def rates(
@@ -195,4 +196,27 @@ def read_last_step(path: Path, tail_bytes: int = 8192) -> dict[str, Any] | None:
         line = _decoded(raw)
         if line is not None and line["kind"] == "step":
             return line
+    return None
+
+
+def find_step(path: Path, step: int) -> dict[str, Any] | None:
+    """The line of a step, found by bisection, because the lines are in the order of steps; None without one."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as stream:
+        low, high = 0, path.stat().st_size
+        while high - low > _SCANNED_BYTES:
+            middle = (low + high) // 2
+            stream.seek(middle)
+            stream.readline()
+            start, line = stream.tell(), None
+            while line is None and stream.tell() < high:  # a damaged line tells nothing
+                start = stream.tell()
+                line = _decoded(stream.readline().rstrip(b"\n"))
+            low, high = (start, high) if line is not None and line["step"] < step else (low, middle)
+        stream.seek(low)
+        for raw in stream:
+            line = _decoded(raw.rstrip(b"\n")) if raw.endswith(b"\n") else None
+            if line is not None and line["kind"] == "step" and line["step"] >= step:
+                return line if line["step"] == step else None
     return None
