@@ -50,7 +50,10 @@ _COMMANDS = {
         "RUN [--json]: list and verify every checkpoint, with the reason to keep it",
         "declutr.cli.checkpoints:run",
     ),
-    "report": ("SHARDS [--output FOLDER]: write a page on a prepared corpus", "declutr.cli.report:run"),
+    "report": (
+        "SHARDS | RUN [RUN ...] [--output FOLDER]: write a page on a prepared corpus, or on runs",
+        "declutr.cli.report:run",
+    ),
     "push": ("FOLDER ADDRESS: copy a folder to an object store, with checksums", "declutr.common.stores.folders:push"),
     "pull": ("ADDRESS FOLDER: copy a folder or a run from an object store", "declutr.common.stores.folders:pull"),
     "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),

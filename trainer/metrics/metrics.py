@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # reading metrics needs no torch
     from declutr.trainer.step.step_metrics import StepMetrics
 
 METRICS = "metrics.jsonl"
+TEXTS = ("kind", "alarm", "text")
+"""Names of the values of a line that are texts; all others are numbers or None."""
 _BACK_OFF_SECONDS = 1.0
 _LAST_SECONDS = 10.0
 _SHOWN_LINES = 5
@@ -180,7 +182,7 @@ def _decoded(raw: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     whole = isinstance(line, dict) and isinstance(line.get("kind"), str) and type(line.get("step")) is int
-    numbers = (value for name, value in line.items() if name != "kind") if whole else ()
+    numbers = (value for name, value in line.items() if name not in TEXTS) if whole else ()
     return line if whole and all(value is None or isinstance(value, int | float) for value in numbers) else None
 
 
