@@ -19,6 +19,8 @@ from declutr.trainer.metrics.metrics import METRICS, find_step, read_last_step
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import with_geometry
 
+_MOST_READS = 10**7
+
 
 class OrderError(ValueError):
     """A run whose order cannot be found, or a step or document that it does not have."""
@@ -88,6 +90,11 @@ class RunOrder:
                 if row is None:
                     yield "  no step reads it"
                     continue
+                if (times := self.last_step * task.plan.batch_documents // task.plan.num_documents) > _MOST_READS:
+                    raise OrderError(
+                        f"--document {wanted}: {self.last_step:,} steps read it about {times:,} times, and at most "
+                        f"{_MOST_READS:,} are listed; add steps=N with fewer"
+                    )
                 epochs, steps, positions = task.plan.reads_of(row, self.last_step)
                 for epoch, step, position in zip(epochs.tolist(), steps.tolist(), positions.tolist(), strict=True):
                     later = "" if step <= self.taken else ", not taken yet"
@@ -152,9 +159,10 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     }
     wrong = [problem for one in tasks.values() if (problem := kind_problem(one.config, one.shards.manifest))]
     wrong += [
-        f"{data_key(name)} = {places[name]}: has no training documents"
+        f"batch_documents = {one.config.batch_documents}: the training split of {data_key(name)} = {places[name]} has "
+        f"{one.shards.num_documents:,} documents, which is no run's data; add {data_key(name)}=FOLDER"
         for name, one in tasks.items()
-        if not one.shards.num_documents
+        if one.config.batch_documents > one.shards.num_documents
     ]
     if wrong:
         raise OrderError("\n".join(wrong))

@@ -20,6 +20,8 @@ from declutr.trainer.metrics.tensorboard import TENSORBOARD
 
 F64 = NDArray[np.float64]
 
+_MOST, _LARGEST = 10**15, 1e300
+_LAST_MOMENT = 2**32  # seconds since 1970
 _FAILURE = re.compile(r"^=== (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \S+, after step (\d+): (.*)$", re.MULTILINE)
 _START = re.compile(r"events\.out\.tfevents\.(\d+\.\d+)\.(.+)\.\d+")
 
@@ -45,20 +47,31 @@ class Event:
     text: str
 
 
+class Verdict(msgspec.Struct, frozen=True):
+    """Comparison of the exported encoder with the start of the run (trainer/driver/export.py)."""
+
+    sentence: str
+    score: str = ""
+    start: float | None = None
+    exported: float | None = None
+    difference: float | None = None
+    interval: tuple[float, float] | None = None
+    rows: int | None = None
+
+
 class _Summary(msgspec.Struct, frozen=True):
     """The part of a summary that the page shows."""
 
     steps: int
     ended: str
     seconds: float
-    verdict: dict[str, Any]
-    exported_step: int = 0
+    verdict: Verdict
     why: str = ""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of a run.
+    """Facts about a run from its files.
 
     Attributes:
         folder: folder of the run.
@@ -94,7 +107,9 @@ class RunRecord:
     @property
     def span_seconds(self) -> tuple[float, float]:
         """First and last moment that the files tell of, in seconds since 1970."""
-        moments = [event.time for event in self.events] + [line["time"] for line in self.lines if line.get("time")]
+        moments = [
+            one for one in (*(event.time for event in self.events), *(line["time"] for line in self.lines)) if one
+        ]
         return (min(moments), max(moments)) if moments else (0.0, 0.0)
 
 
@@ -127,7 +142,7 @@ def _read(folder: Path, name: str) -> RunRecord:
         raise RunError(f"{folder / 'config.yaml'}: {error}") from error
     if not isinstance(settings, dict):
         raise RunError(f"{folder / 'config.yaml'} holds no settings")
-    lines = read_metrics(folder)
+    lines = [line for line in map(_sound, read_metrics(folder)) if 0 <= line["step"] < _MOST]
     try:
         summary = read_record(folder / SUMMARY, _Summary)
     except FileNotFoundError:
@@ -136,15 +151,26 @@ def _read(folder: Path, name: str) -> RunRecord:
         raise RunError(f"{error}; the run's `declutr train` command writes it again") from error
     events = [*_starts(folder, lines), *_failures(folder), *_alarms(lines)]
     if summary is not None and lines:
-        events.append(Event(lines[-1].get("time") or 0.0, "end", summary.steps, summary.why or summary.ended))
+        events.append(Event(lines[-1]["time"], "end", summary.steps, summary.why or summary.ended))
     return RunRecord(folder, name, flat_keys(settings), lines, summary, sorted(events, key=lambda one: one.time))
+
+
+def _sound(line: dict[str, Any]) -> dict[str, Any]:
+    """A line whose numbers can be drawn, and whose time is one of this century or 0."""
+    found = {
+        name: None if isinstance(value, int | float) and not abs(value) < _LARGEST else value
+        for name, value in line.items()
+    }
+    moment = line.get("time")
+    known = isinstance(moment, int | float) and 0 <= moment < _LAST_MOMENT
+    return {**found, "time": moment if known else 0.0}
 
 
 def _starts(folder: Path, lines: Sequence[dict[str, Any]]) -> Iterator[Event]:
     """Starts of the training loop, of which each has a file of events, also those whose lines a later one replaced."""
     for path in sorted((folder / TENSORBOARD).glob("events.*")):
-        if found := _START.fullmatch(path.name):
-            moment = float(found[1])
+        found = _START.fullmatch(path.name)
+        if found and (moment := float(found[1])) < _LAST_MOMENT:
             line = next((line for line in lines if line["kind"] == "start" and line["time"] >= moment), None)
             workers = f"{line['workers']:g} worker(s), " if line is not None and line.get("workers") else ""
             done = max((one["step"] for one in lines if one["kind"] == "step" and one["time"] < moment), default=0)
@@ -157,10 +183,14 @@ def _failures(folder: Path) -> Iterator[Event]:
     except FileNotFoundError:
         return
     for moment, step, summary in _FAILURE.findall(text):
-        yield Event(time.mktime(time.strptime(moment, MOMENT)), "failure", int(step), summary)
+        try:
+            when = time.mktime(time.strptime(moment, MOMENT))
+        except (ValueError, OverflowError):
+            when = 0.0
+        yield Event(when, "failure", int(step[-15:]), summary)
 
 
 def _alarms(lines: Sequence[dict[str, Any]]) -> Iterator[Event]:
     for line in lines:
         if line["kind"] == "alarm":
-            yield Event(line.get("time") or 0.0, "alarm", line["step"], str(line.get("text")))
+            yield Event(line["time"], "alarm", line["step"], str(line.get("text")))

@@ -15,7 +15,7 @@ from declutr.trainer.objectives.row_score import REPORTED
 
 _OPTIMIZER = ("lr", "grad_norm")
 _SPEED = ("tokens_per_second", "documents_per_second", "padding_share", "data_wait_share", "mfu", "peak_memory_mib")
-_BATCH = ("batch_uniformity", "batch_participation_ratio", "near_duplicates")
+_BATCH = ("batch_uniformity", "batch_participation_ratio")
 _NOT_SHOWN = {"kind", "step", "time", "seconds", "skipped", "num_selected", "num_tokens", "flops", "loss"}
 _MOST_CHARTS = 60  # names come from a file
 _NOTHING = Html("")
@@ -33,7 +33,6 @@ MEANING = {
     "effective_rank": "effective rank",
     "batch_uniformity": "uniformity of the training batch",
     "batch_participation_ratio": "participation ratio of the training batch (dimensions in use)",
-    "near_duplicates": "near-duplicates in the first worker's batch",
 }
 """Names of metrics as the page shows them; others keep theirs."""
 
@@ -50,9 +49,7 @@ def _glance(run: RunRecord, order: RunOrder | None, named: bool) -> Html:
     else:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.span_seconds[1])) if run.lines else "never"
         state = f"Not ended: step {run.last_step:,}{of} is the newest in the metrics, written {when}."
-    verdict = (
-        "no verdict before the run ends" if run.summary is None else run.summary.verdict.get("sentence", "no verdict")
-    )
+    verdict = "no verdict before the run ends" if run.summary is None else run.summary.verdict.sentence
     alarms = [tag("li", event.text, class_="alarm") for event in run.events if event.kind == "alarm"]
     failures = sum(event.kind == "failure" for event in run.events)
     starts = sum(event.kind == "start" for event in run.events)
@@ -61,7 +58,7 @@ def _glance(run: RunRecord, order: RunOrder | None, named: bool) -> Html:
     return tag(
         "div",
         tag("h3", run.name) if named else _NOTHING,
-        tag("p", tag("strong", "Better than its start? "), str(verdict)),
+        tag("p", tag("strong", "Better than its start? "), verdict),
         tag("ul", *alarms, class_="glance alarms") if alarms else tag("p", "No alarm."),
         tag("p", state, " ", faults, class_="note"),
         class_="run",
@@ -72,14 +69,12 @@ def verdicts(runs: Sequence[RunRecord]) -> Html:
     """Table of the exported encoders against their starts."""
     rows: list[list[object]] = []
     for run in runs:
-        verdict = {} if run.summary is None else run.summary.verdict
-        if isinstance(verdict.get("difference"), float):
-            interval = verdict.get("interval")
-            low, high = interval or (None, None)
-            told = f"{low:+.4f} to {high:+.4f}" if isinstance(low, float) and isinstance(high, float) else None
-            start, exported, difference = (verdict[name] for name in ("start", "exported", "difference"))
-            figures = [f"{start:.4f}", f"{exported:.4f}", f"{difference:+.4f}", told, verdict.get("rows")]
-            rows.append([join(run.name, tag("span", str(verdict.get("score")), class_="label note")), *figures])
+        found = None if run.summary is None else run.summary.verdict
+        if found is None or found.start is None or found.exported is None or found.difference is None:
+            continue
+        told = None if found.interval is None else f"{found.interval[0]:+.4f} to {found.interval[1]:+.4f}"
+        figures = [f"{found.start:.4f}", f"{found.exported:.4f}", f"{found.difference:+.4f}", told, found.rows]
+        rows.append([join(run.name, tag("span", found.score, class_="label note")), *figures])
     if not rows:
         return _NOTHING
     heads = ["run, score", "start", "exported", "difference", "95% interval", "rows"]
@@ -174,7 +169,7 @@ def events(runs: Sequence[RunRecord]) -> Html:
     for colour, run in enumerate(runs):
         drawn += [tag("p", run.name, class_="note") if len(runs) > 1 else _NOTHING, _time_line(run, colour)]
         for event in run.events:
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time)) if event.time else None
             what = tag("span", f"{f'{run.name}: ' if len(runs) > 1 else ''}{event.kind}", class_=f"event {event.kind}")
             rows.append([join(what, tag("span", event.text, class_="label note")), when, event.step])
     if not rows:
@@ -194,7 +189,7 @@ def _time_line(run: RunRecord, colour: int) -> Html:
         left, width = 100 * (first - begin) / length, max(100 * (last - first) / length, 0.2)
         parts.append(tag("rect", x=f"{left:.2f}%", y="20", width=f"{width:.2f}%", height="8", class_=f"s{colour}"))
     for event in run.events:
-        x = f"{100 * (event.time - begin) / length:.2f}%"
+        x = f"{100 * max(0.0, event.time - begin) / length:.2f}%"
         parts.append(
             tag("line", tag("title", _told(event)), x1=x, x2=x, y1="10", y2="38", class_=f"event {event.kind}")
         )

@@ -175,6 +175,26 @@ def test_report_refuses_what_is_no_run(two, tmp_path, capsys, names, told):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "step", "step": 701, "time": NaN, "loss": 1e308}\n{"kind": "step", "step": 702, "loss": -1e308}',
+        '{"kind": "step", "step": 1' + "0" * 400 + ', "time": 1e300, "loss": 1' + "0" * 400 + "}",
+        '{"kind": "start", "step": 701}\n{"kind": "alarm", "step": 3, "text": 5}',
+        '{"kind": "step", "step": 701, ' + ", ".join(f'"<b>{n}": 1' for n in range(500)) + "}",
+    ],
+)
+def test_numbers_of_a_hostile_file_do_not_break_the_page(two, tmp_path, line):
+    shutil.copytree(two[0], tmp_path / "run")
+    with (tmp_path / "run" / METRICS).open("a") as stream:
+        stream.write(line + "\n")
+    (tmp_path / "run" / "failures.log").write_text("=== 9999-99-99 99:99:99 X, after step 1: <b>odd</b>\n")
+    (tmp_path / "run" / "tensorboard" / "events.out.tfevents.99999999999999999.5.<b>x.1").touch()
+    page = write_run_report([tmp_path / "run"]).read_text()
+    assert "&lt;b&gt;odd&lt;/b&gt;" in page
+    assert page.count("<figure>") < 120
+
+
 def test_a_run_without_steps_has_a_page(shards, tmp_path):
     folder = write_run(tmp_path / "run", shards)
     (folder / METRICS).write_text("")

@@ -216,6 +216,11 @@ def test_why_of_other_shards_names_both_digests_and_the_setting(run, shards, cap
     assert f"data = {tmp_path / 'none'}" in capsys.readouterr().err
     assert main(["why", str(folder), "--step", "2", "data=s3://bucket/x"]) == 1
     assert "declutr pull s3://bucket/x FOLDER" in capsys.readouterr().err
+    assert main(["why", str(folder), "--step", "2", "batch_documents=1000000000000"]) == 1
+    assert "batch_documents = 1000000000000: " in capsys.readouterr().err
+    document = ShardSet(shards["documents"], "train").take(np.array([0]))["id"][0].as_py().hex()
+    assert main(["why", str(folder), "--document", document, f"steps={10**18}"]) == 1
+    assert "at most 10,000,000 are listed" in capsys.readouterr().err
     for step in ("0", "10", "-3"):
         assert main(["why", str(folder), f"--step={step}"]) == 1
         assert f"--step {step}: the run has the steps 1 to 9" in capsys.readouterr().err

@@ -6,12 +6,14 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import set_aside, write_text
 from declutr.trainer.metrics import tensorboard
+from declutr.trainer.metrics.alarms import Alarm, Alarms
 from declutr.trainer.metrics.appendlog import AppendLog
 
 if TYPE_CHECKING:  # reading metrics needs no torch
@@ -65,9 +67,10 @@ class MetricsWriter:
     Args:
         folder: folder of the run.
         after_step: last step of the checkpoint; lines of later steps are deleted, because they are repeated.
+        alarms: watch the lines, from the first that is kept, and are logged and written; None: nothing watches.
     """
 
-    def __init__(self, folder: Path, after_step: int) -> None:
+    def __init__(self, folder: Path, after_step: int, alarms: Alarms | None = None) -> None:
         lines, damaged = _read_lines(folder / METRICS)
         if damaged:
             kept_as = set_aside(folder / METRICS)
@@ -75,6 +78,9 @@ class MetricsWriter:
             get_logger().warning(message, _places(folder / METRICS, damaged), kept_as)
         kept = [line for line in lines if line["step"] <= after_step]
         write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
+        self._alarms = alarms
+        if alarms:
+            alarms.replay(kept)
         self._lines = AppendLog(folder / METRICS)
         path = tensorboard.event_file_path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,17 +91,33 @@ class MetricsWriter:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def step(self, step: int, metrics: "StepMetrics", extra: dict[str, float | None]) -> dict[str, Any]:
-        """Writes the metrics of a step; returns the line."""
-        return self._add({"kind": "step", "step": step, **metrics.line(), **extra})
+    def step(
+        self,
+        step: int,
+        metrics: "StepMetrics",
+        extra: dict[str, float | None],
+        near_rows: tuple[int, int] | None = None,
+    ) -> dict[str, Any]:
+        """Writes the metrics of a step; returns the line.
+
+        Args:
+            step: the step.
+            metrics: its metrics.
+            extra: its speed.
+            near_rows: rows of this worker's batch that nearly repeat another one, and all rows; None: not counted.
+        """
+        line = self._watched({"kind": "step", "step": step, **metrics.line(), **extra})
+        if self._alarms and near_rows:
+            self._raise(self._alarms.add_rows(step, *near_rows))
+        return line
 
     def start(self, step: int, parts: dict[str, float]) -> None:
         """Writes the seconds of each part of a group's start."""
-        self._add({"kind": "start", "step": step, **parts})
+        self._watched({"kind": "start", "step": step, **parts})
 
     def scores(self, step: int, scores: dict[str, float]) -> None:
         """Writes the held-out scores after a step."""
-        self._add({"kind": "validation", "step": step, **scores})
+        self._watched({"kind": "validation", "step": step, **scores})
 
     def flush(self) -> None:
         """Writes all lines to the disk before it returns.
@@ -111,6 +133,18 @@ class MetricsWriter:
         self._closed = True
         self._added.set()
         self._thread.join(_LAST_SECONDS)
+
+    def _watched(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Writes a line, and the alarms that it gives rise to."""
+        line = self._add(line)
+        if self._alarms:
+            self._raise(self._alarms.add(line))
+        return line
+
+    def _raise(self, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
+            get_logger().warning("step %d: %s", alarm.step, alarm.text)
+            self._add({"kind": "alarm", "step": alarm.step, **alarm.line()})
 
     def _add(self, line: dict[str, Any]) -> dict[str, Any]:
         bad = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
