@@ -163,7 +163,7 @@ def _sound(line: dict[str, Any]) -> dict[str, Any]:
     }
     moment = line.get("time")
     known = isinstance(moment, int | float) and 0 <= moment < _LAST_MOMENT
-    return {**found, "time": moment if known else 0.0}
+    return {**found, "step": line["step"], "time": moment if known else 0.0}
 
 
 def _starts(folder: Path, lines: Sequence[dict[str, Any]]) -> Iterator[Event]:

@@ -171,7 +171,8 @@ def events(runs: Sequence[RunRecord]) -> Html:
         for event in run.events:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time)) if event.time else None
             what = tag("span", f"{f'{run.name}: ' if len(runs) > 1 else ''}{event.kind}", class_=f"event {event.kind}")
-            rows.append([join(what, tag("span", event.text, class_="label note")), when, event.step])
+            text = event.text.partition(". ")[0] if event.kind == "alarm" else event.text  # the remedy is in the head
+            rows.append([join(what, tag("span", text, class_="label note")), when, event.step])
     if not rows:
         return _NOTHING
     return join(*drawn, table("Starts, failures, alarms and ends", ["event", "time", "after step"], rows))
