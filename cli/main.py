@@ -47,17 +47,24 @@ _COMMANDS = {
         "[ITEM] [--scale tiny] [--plan]: run a table or figure of a paper, and compare with its numbers",
         "declutr.cli.reproduce:run",
     ),
+    "why": (
+        "RUN --step N | --document ID: the documents, spans and masks of a step, or the steps that read a document",
+        "declutr.cli.why:run",
+    ),
     "checkpoints": (
         "RUN [--json]: list and verify every checkpoint, with the reason to keep it",
         "declutr.cli.inspect:run_checkpoints",
     ),
-    "report": ("SHARDS [--output FOLDER]: write a page on a prepared corpus", "declutr.cli.inspect:run_report"),
+    "report": (
+        "SHARDS | RUN [RUN ...] [--output FOLDER]: write a page on a prepared corpus, or on runs",
+        "declutr.cli.inspect:run_report",
+    ),
     "push": ("FOLDER ADDRESS: copy a folder to an object store, with checksums", "declutr.common.stores.folders:push"),
     "pull": ("ADDRESS FOLDER: copy a folder or a run from an object store", "declutr.common.stores.folders:pull"),
     "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),
 }
 
-_READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "checkpoints", "report", "reproduce")
+_READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "why", "checkpoints", "report", "reproduce")
 _RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
 """Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""
 _STORES = ("s3://", "gs://", "gcs://")

@@ -1,49 +1,37 @@
 """`declutr inspect PATH`: descriptions of shards, a run, a checkpoint or an exported encoder."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from declutr.common.console.terminal import shorten
 from declutr.common.scores import comparable, read_scores
 from declutr.common.storage import DamagedError
-from declutr.inspection.rows import decoder, media_lines, text_lines
+from declutr.inspection.rows import media_lines, text_lines
 from declutr.pipeline.shards.content import size_noun
 from declutr.pipeline.shards.manifest import MANIFEST, Manifest, load_manifest
-from declutr.pipeline.shards.shards import ShardSet, check_shards, document_keys, ragged
+from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.driver.exported import EXPORT, SETTINGS, read_settings
-from declutr.trainer.driver.shard_checks import kind_problem
 from declutr.trainer.metrics.metrics import read_metrics
-from declutr.trainer.objectives.declutr.spans import draw, place
-from declutr.trainer.objectives.span_config import SpanConfig
-from declutr.trainer.setup.config import TrainConfig
-
-_SHOWN_CHARACTERS = 160
 
 
 class DescribeError(ValueError):
     """A path without shards, run, checkpoint or exported encoder."""
 
 
-def describe(
-    path: Path, num_documents: int = 3, seed: int = 0, epoch: int = 0, run: TrainConfig | None = None
-) -> Iterator[str]:
-    """Describe shards (with the spans of some documents), a run, a checkpoint or an exported encoder, in lines.
-
-    With a run, its views of rows of short texts are shown.
+def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
+    """Describe shards (with some of their rows), a run, a checkpoint or an exported encoder, in lines.
 
     Raises:
-        DescribeError: `path` holds none of these, or the run's objective cannot read its rows.
-        ObjectiveError: the run's objective cannot be loaded.
+        DescribeError: `path` holds none of these.
         ShardError: a manifest that cannot be read.
         CheckpointError: a checkpoint that is incomplete or altered.
     """
     if (path / MANIFEST).is_file():
-        yield from _shards(path, num_documents, seed, epoch, run)
+        yield from _shards(path, num_documents)
     elif (path / "state.json").is_file():
         yield from _checkpoint(path)
     elif (path / SETTINGS).is_file():
@@ -59,7 +47,7 @@ def describe(
         raise DescribeError(f"{path}: found no manifest of shards, run, checkpoint or exported encoder")
 
 
-def _shards(path: Path, num_documents: int, seed: int, epoch: int, run: TrainConfig | None) -> Iterator[str]:
+def _shards(path: Path, num_documents: int) -> Iterator[str]:
     manifest = load_manifest(path)
     totals = manifest.totals
     yield f"Shards, schema version {manifest.schema_version}: {len(manifest.shards)} files in {path}"
@@ -84,51 +72,9 @@ def _shards(path: Path, num_documents: int, seed: int, epoch: int, run: TrainCon
     yield "  all files whole, checksums as in the manifest" if not problems else "  see the problems above"
     if problems or not num_documents:
         return
-    config = default_spans(manifest)
     shards = ShardSet(path, "train")
-    rows = np.linspace(0, shards.num_documents - 1, min(num_documents, shards.num_documents)).astype(np.int64)
-    if kind != "documents":
-        yield from row_lines(path, shards, rows.tolist(), seed, epoch, run)
-        return
-    yield f"Spans as epoch {epoch} of seed {seed} draws them, lengths {config.min_tokens} to {config.max_tokens}:"
-    yield from span_lines(path, shards, config, rows.tolist(), seed, epoch)
-
-
-def default_spans(manifest: Manifest) -> SpanConfig:
-    """Spans to show without a run's settings."""
-    geometry = manifest.geometry
-    shortest = max(1, geometry.max_tokens // 8)
-    if manifest.short_documents == "shrink_spans":
-        shortest = min(shortest, geometry.min_tokens)
-    return SpanConfig(num_anchors=geometry.num_anchors, max_tokens=geometry.max_tokens, min_tokens=shortest)
-
-
-def row_lines(
-    path: Path, shards: ShardSet, rows: Sequence[int], seed: int, epoch: int, run: TrainConfig | None
-) -> Iterator[str]:
-    """Show rows by number: their texts, size or length, or with a run the spans and views that it makes of the texts.
-
-    Raises:
-        DescribeError: the run's objective cannot read such rows.
-        ObjectiveError: the run's objective cannot be loaded.
-    """
-    if run is None:
-        yield from media_lines(shards, rows) if shards.manifest.tokenizer is None else text_lines(path, shards, rows)
-        return
-    run = run.model_copy(update={"data": str(path), "seed": seed})
-    if problem := kind_problem(run, shards.manifest):
-        raise DescribeError(
-            problem
-            + (
-                f"; or name an auxiliary task: --auxiliary-task {' or '.join(run.auxiliary_tasks)}"
-                if run.auxiliary_tasks
-                else ""
-            )
-        )
-    yield f"Spans and views that objective.kind = {run.objective.kind} makes in epoch {epoch} of seed {seed}:"
-    from declutr.inspection.views import view_lines
-
-    yield from view_lines(path, run, rows, epoch)
+    rows = np.linspace(0, shards.num_documents - 1, min(num_documents, shards.num_documents)).astype(int).tolist()
+    yield from media_lines(shards, rows) if tokenizer is None else text_lines(path, shards, rows)
 
 
 def _texts(manifest: Manifest) -> str:
@@ -149,44 +95,6 @@ def _room(geometry: Geometry, short_documents: ShortDocuments) -> str:
         shortest = geometry.min_tokens
         return f"windows of {tokens} tokens, {shortest} or more in short documents, room for {anchors} anchors in each"
     return f"windows of {tokens} tokens, room for {anchors} anchors in every document"
-
-
-def span_lines(
-    path: Path, shards: ShardSet, config: SpanConfig, rows: Sequence[int], seed: int, epoch: int
-) -> Iterator[str]:
-    """Show documents of shards by number, with the spans that an epoch draws from them."""
-    table = shards.take(np.array(rows, np.int64))
-    decode = decoder(path)
-    tokens, offsets = ragged(table.column("tokens"))
-    windows, window_offsets = ragged(table.column("windows"))
-    lengths = table.column("num_tokens").to_numpy()
-    draws = draw(config, seed, np.full(len(rows), epoch, np.int64), document_keys(table))
-    spans = place(config, draws, lengths, windows.astype(np.int64), window_offsets, shards.manifest.short_documents)
-    for number, row in enumerate(rows):
-        document = tokens[offsets[number] : offsets[number + 1]]
-
-        def text(start: int, end: int, document: np.ndarray = document) -> str:
-            return shorten(decode(document[start:end].tolist()), _SHOWN_CHARACTERS)
-
-        source = table.column("source")[number].as_py()
-        yield f"- document {row} ({table.column('id')[number].as_py().hex()}, {source}): {lengths[number]:,} tokens"
-        there = spans.present[number]
-        anchors, positives_ = spans.anchors[number][there].tolist(), spans.positives[number][there].tolist()
-        for anchor, positives in zip(anchors, positives_, strict=True):
-            yield f"    anchor   [{anchor[0]}, {anchor[1]})  {text(*anchor)}"
-            for positive in positives:
-                yield f"    positive [{positive[0]}, {positive[1]}) {relation(anchor, positive)}: {text(*positive)}"
-
-
-def relation(anchor: list[int], positive: list[int]) -> str:
-    """Position of a positive relative to its anchor, in the paper's terms."""
-    if positive[1] == anchor[0] or positive[0] == anchor[1]:
-        return "adjacent"
-    if anchor[0] <= positive[0] and positive[1] <= anchor[1]:
-        return "subsumed"
-    if positive[0] <= anchor[0] and anchor[1] <= positive[1]:
-        return "subsuming"
-    return "overlapping"
 
 
 def _checkpoint(path: Path) -> Iterator[str]:

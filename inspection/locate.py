@@ -1,27 +1,22 @@
-"""`declutr inspect SHARDS --document WHICH`: place of a document, reason for dropping it, spans drawn from it."""
+"""`declutr inspect SHARDS --document WHICH`: place of a document, reason for dropping it, its content."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from declutr.evaluation.report.examples import entries_at
-from declutr.inspection.describe import DescribeError, row_lines, span_lines
+from declutr.inspection.describe import DescribeError
+from declutr.inspection.rows import media_lines, text_lines
 from declutr.pipeline.duplicates.table import OTHER_LABEL, removed
 from declutr.pipeline.job.selection import REASONS
 from declutr.pipeline.shards.content import size_noun
 from declutr.pipeline.shards.ledger import find_entries
 from declutr.pipeline.shards.manifest import SPLITS, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.objectives.span_config import SpanConfig
-from declutr.trainer.setup.config import TrainConfig
 
 _SHOWN = 20
 
 
-def locate(
-    folder: Path, wanted: str, config: SpanConfig, seed: int, epoch: int, run: TrainConfig | None = None
-) -> Iterator[str]:
+def locate(folder: Path, wanted: str) -> Iterator[str]:
     """Describe every document of prepared shards that `wanted` names.
 
     `wanted` is an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
@@ -54,18 +49,12 @@ def locate(
                 yield f"  the copy that is kept: {copy.kept_id.hex()}, {kept.source} at {kept.offset}"
             continue
         shard = f"{entry.status}-{unit}.arrow"
-        starts = np.cumsum([0, *(other.num_documents for other in manifest.of_split(entry.status))])
-        names = [other.name for other in manifest.of_split(entry.status)]
-        number = int(starts[names.index(shard)]) + (entry.row or 0)
+        shards = ShardSet(folder, entry.status)
+        number = shards.first_of(shard) + (entry.row or 0)
         yield f"  kept: row {entry.row} of {shard}, document {number} of the split {entry.status}"
         if entry.detail:
             yield f"  note: {entry.detail}"
-        if manifest.content.kind != "documents":
-            of_run = run if entry.status == "train" else None
-            yield from row_lines(folder, ShardSet(folder, entry.status), [number], seed, epoch, of_run)
-        elif entry.status == "train":
-            yield f"  spans that epoch {epoch} of seed {seed} draws, {config.min_tokens} to {config.max_tokens} tokens:"
-            yield from span_lines(folder, ShardSet(folder, entry.status), config, [number], seed, epoch)
+        yield from text_lines(folder, shards, [number]) if manifest.tokenizer else media_lines(shards, [number])
     if not found:
         shorter = wanted.partition("/")[2]
         near = f"; sources are named from inside their folder, so try {shorter}" if shorter else ""

@@ -1,4 +1,4 @@
-"""Rows of sentences, pairs, triples, images and clips as lines of text."""
+"""Rows of documents, sentences, pairs, triples, images and clips as lines of text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,11 +15,14 @@ _FILE = "tokenizer.json"
 
 
 def text_lines(path: Path, shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
-    """Show rows of shards by number, each text with its label and its number of tokens."""
+    """Show rows of shards by number: the beginning of a document, or each text with its label and number of tokens."""
     decode = decoder(path)
     kind = shards.manifest.content.kind
     for number, row in zip(rows, shards.take(np.array(rows, np.int64)).to_pylist(), strict=True):
         yield f"- row {number} ({row['id'].hex()}, {row['source']}): {row['num_tokens']:,} tokens"
+        if kind == "documents":
+            yield f"    {shorten(decode(row['tokens'][:_SHOWN_CHARACTERS]), _SHOWN_CHARACTERS)}"
+            continue
         ends = [*row["starts"][1:], row["num_tokens"]]
         for start, end, label in zip(row["starts"], ends, row["labels"], strict=True):
             name = LABELS[label] if label >= 0 else "sentence" if kind == "sentences" else "premise"

@@ -1,89 +1,127 @@
-"""`declutr inspect DATA --config CONFIG`: the spans and views that an epoch makes of rows of texts or clips."""
+"""`declutr why RUN --step N`: the rows of a step with their spans, masks, views and facts, as lines of text."""
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from declutr.common.console.terminal import shorten
-from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.data.chunks import fetched
-from declutr.trainer.data.packing import Vocabulary
+from declutr.inspection.order import OrderError, RunOrder, entries
+from declutr.inspection.step_reader import ReadRow, StepReader
+from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.data.patches import PatchBatch
-from declutr.trainer.objectives.base import Objective, implementation_of
-from declutr.trainer.setup.build import load_tokenizer
-from declutr.trainer.setup.config import TrainConfig
-
-_SHOWN_CHARACTERS = 160
-_NO_TOKENS = Vocabulary(size=1, bos=None, eos=None, mask=0, special=())
-_ANY_LENGTH = 2**30  # inspect loads no encoder, whose positions the checks before a run compare with the settings
+from declutr.trainer.driver.resolved import data_key
 
 
-def view_lines(folder: Path, config: TrainConfig, rows: Sequence[int], epoch: int) -> Iterator[str]:
-    """Show rows of the training split, each with its spans, views and facts as the run's collator makes them.
+def step_lines(
+    order: RunOrder, step: int, document: str | None = None, most: int | None = None
+) -> Iterator[tuple[str, bool]]:
+    """Show the rows of each task in a step; with each line, whether the digests so far are those of the run's metrics.
 
     Args:
-        folder: the shards.
-        config: configuration of the run.
-        rows: numbers of rows.
-        epoch: epoch in which they are read.
+        order: order of the run.
+        step: 1-based step that the run has.
+        document: show only the documents of this name, and compare no digest.
+        most: characters of a text to show; None: all.
+
+    Raises:
+        ObjectiveError: an objective cannot be loaded.
+        OrderError: the step does not read the document, or an encoder cannot be found.
+        ShardError: shards that are damaged.
     """
-    shards = ShardSet(folder, "train")
-    tokenizer, vocabulary = (None, _NO_TOKENS)
-    if shards.manifest.tokenizer is not None:
-        tokenizer, vocabulary = load_tokenizer(folder, shards.manifest)
-    with torch.device("meta"):  # the collator needs no weights
-        run = config.context(shards.manifest.short_documents)
-        objective = implementation_of(config.objective)(config.objective, run, 1)
-    collator = objective.collator(vocabulary, _ANY_LENGTH)
-    for row in rows:
-        table = shards.take(np.array([row], np.int64))
-        source, offset = table["source"][0].as_py(), table["offset"][0].as_py()
-        yield f"row {row}, {source} at {offset}, id {table['id'][0].as_py().hex()}"
-        epochs = np.array([epoch], np.int64)
-        batch = collator.collate(
-            fetched(shards, np.array([row], np.int64), epochs, getattr(collator, "fetch", None)), epochs
+    shown = False
+    for name, task in order.tasks.items():
+        wanted = None if document is None else {row for row, _ in entries(task.shards, document)}
+        epochs, numbers = task.plan.documents(step - 1, step)
+        if wanted is not None and not wanted & set(numbers.tolist()):
+            continue
+        shown = True
+        reader, digest = StepReader(task, order.folder), 0
+        head = f"Step {step:,} of {order.last_step:,}{f', task {name}' if name else ''}: objective "
+        within = f"epoch {epochs[0]}" if epochs[0] == epochs[-1] else f"epochs {epochs[0]} and {epochs[-1]}"
+        noun = task.shards.manifest.noun
+        yield f"{head}{task.config.objective.kind}, {len(numbers)} {noun} of {within}, seed {task.config.seed}", True
+        for row in reader.rows(step, wanted):
+            digest = (digest + row.batch.spans.digest()) % DIGEST
+            for line in row_lines(reader, row, most):
+                yield line, True
+        if wanted is None:
+            yield _compared(order, name, step, digest)
+    if not shown:
+        raise OrderError(
+            f"--document {document}: step {step} does not read it; --document alone shows the steps that do"
         )
-        if tokenizer is None:
-            yield from _clip_lines(batch)
-        else:
-            pieces = batch.tokens.input_ids.split(batch.tokens.lengths.tolist())
-            yield from _span_lines(batch, [tokenizer.decode(ids.tolist()) for ids in pieces])
-        yield from _row_lines(batch, objective)
 
 
-def _span_lines(batch: RankBatch, texts: list[str]) -> Iterator[str]:
-    """One line a span: its length, dropout rates, tokens to predict and text."""
-    ends = batch.spans.lengths.cumsum(0)
-    for number, text in enumerate(texts):
-        length, end = int(batch.spans.lengths[number]), int(ends[number])
+def _compared(order: RunOrder, task: str, step: int, digest: int) -> tuple[str, bool]:
+    """Compare the digest of a task's batch with the one that the run logged."""
+    logged = order.logged_digest(task, step)
+    if logged is None:
+        newest = f"{order.taken:,}" if order.taken else "no step"
+        return f"batch digest {digest}; not taken yet, the newest step in the metrics is {newest}", True
+    if logged == digest:
+        return f"batch digest {digest}, as the run logged it", True
+    return (
+        f"batch digest {digest}; the run logged {logged}, so the shards in {order.tasks[task].shards.folder} or the "
+        f"settings are not those of the run: add {data_key(task)}=FOLDER with the shards that it read",
+        False,
+    )
+
+
+def row_lines(reader: StepReader, row: ReadRow, most: int | None = None) -> Iterator[str]:
+    """Show a row: place, spans with their texts and masks, views and facts.
+
+    Args:
+        reader: reader of its task.
+        row: the row.
+        most: characters of a text to show; None: all.
+    """
+    place = f"position {row.position}: row {row.number:,}, document {row.id}"
+    yield f"{place}, {row.source} at {row.offset}, epoch {row.epoch}"
+    yield from _clips(row) if reader.tokenizer is None else _spans(reader, row, most)
+    if row.roles and reader.tokenizer is not None:
+        return  # the roles of the spans describe the views
+    views = row.batch.views
+    if views is None:
+        number, width = row.batch.num_rows, reader.objective.num_views
+        views = torch.arange(number * width).view(number, width)
+    for number, spans in enumerate(views.tolist()):
+        facts = "".join(f", {name} {int(values[number])}" for name, values in row.batch.facts.items())
+        yield f"  views {number}: spans {' and '.join(map(str, spans))}{facts}"
+
+
+def _spans(reader: StepReader, row: ReadRow, most: int | None) -> Iterator[str]:
+    """One line a span: its role, length, dropout rates and text; and one line for the tokens to predict."""
+    assert reader.tokenizer is not None
+    spans = row.batch.tokens
+    ends = spans.lengths.cumsum(0).tolist()
+    for number, (length, end) in enumerate(zip(spans.lengths.tolist(), ends, strict=True)):
+        start = end - length
+        chosen = ((spans.selected >= start) & (spans.selected < end)).nonzero().flatten()
         notes = [f"{length} tokens"]
-        if batch.spans.rates is not None:
-            hidden, attention = batch.spans.rates[number].tolist()
+        if spans.rates is not None:
+            hidden, attention = spans.rates[number].tolist()
             notes.append(f"dropout {hidden:g}, of attention {attention:g}")
-        if masked := int(((batch.spans.selected >= end - length) & (batch.spans.selected < end)).sum()):
-            notes.append(f"{masked} to predict")
-        yield f"  span {number} ({'; '.join(notes)}): {shorten(text, _SHOWN_CHARACTERS)}"
+        if len(chosen):
+            notes.append(f"{len(chosen)} to predict")
+        text = reader.tokenizer.decode(spans.input_ids[start:end].tolist())
+        role = f" {row.roles[number]}" if row.roles else ""
+        yield f"  span {number}{role} ({'; '.join(notes)}): {text if most is None else shorten(text, most)}"
+        if len(chosen):
+            places = spans.selected[chosen]
+            wanted = reader.tokenizer.convert_ids_to_tokens(spans.labels[chosen].tolist())
+            shown = reader.tokenizer.convert_ids_to_tokens(spans.input_ids[places].tolist())
+            masks = zip((places - start).tolist(), wanted, shown, strict=True)
+            told = ", ".join(f"{place} {own}" + (f" as {seen}" * (own != seen)) for place, own, seen in masks)
+            yield f"    to predict: {told}"
 
 
-def _clip_lines(batch: RankBatch) -> Iterator[str]:
+def _clips(row: ReadRow) -> Iterator[str]:
     """One line a clip: its patches, and the range of their values."""
-    spans = batch.spans
+    spans = row.batch.spans
     assert isinstance(spans, PatchBatch)
     for number, values in enumerate(spans.values.split(spans.lengths.tolist())):
         patches = values[1:]  # behind the CLS token
         lowest, highest = float(patches.min()), float(patches.max())
         size = patches.shape[1]
-        yield f"  clip {number}: {len(patches):,} patches of {size:,} values from {lowest:g} to {highest:g}"
-
-
-def _row_lines(batch: RankBatch, objective: Objective) -> Iterator[str]:  # type: ignore[type-arg]
-    """One line for each row of views: the numbers of its spans, and its facts."""
-    views = batch.views
-    if views is None:
-        views = torch.arange(batch.num_rows * objective.num_views).view(batch.num_rows, objective.num_views)
-    for number, spans in enumerate(views.tolist()):
-        facts = "".join(f", {name} {int(values[number])}" for name, values in batch.facts.items())
-        yield f"  views {number}: spans {' and '.join(map(str, spans))}{facts}"
+        role = f"; {row.roles[number]}" if row.roles else ""
+        yield f"  clip {number}: {len(patches):,} patches of {size:,} values from {lowest:g} to {highest:g}{role}"

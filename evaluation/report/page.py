@@ -1,6 +1,6 @@
 """The page, one HTML file without scripts, other files or network requests, and its sections on the content."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -173,26 +173,25 @@ def _page(content: Content) -> str:
         "examples": ("Examples", examples(content)),
         "estimate": ("Estimate", estimate(content)),
     }
+    body = sectioned(header(content), parts, "the manifest, the ledgers and the shards of this corpus.")
+    return document(f"Corpus report: {content.name}", body, pictures=content.media is not None)
+
+
+def sectioned(head: Html, parts: Mapping[str, tuple[str, Html]], sources: str) -> Html:
+    """The body of a report: its head, links to its parts, and the parts that are not empty, by id with their titles."""
     shown = {name: part for name, part in parts.items() if part[1]}
     links = [tag("a", title, href=f"#{name}") for name, (title, _) in shown.items()]
     sections = [
         tag("section", tag("h2", title, id=f"{name}-head"), body, id=name, aria_labelledby=f"{name}-head")
         for name, (title, body) in shown.items()
     ]
-    title = f"Corpus report: {content.name}"
-    body = tag(
+    return tag(
         "body",
-        header(content),
+        head,
         tag("nav", *links, aria_label="Parts of this report"),
         tag("main", *sections),
-        tag(
-            "footer",
-            "Made by ",
-            tag("code", "declutr report"),
-            " from the manifest, the ledgers and the shards of this corpus.",
-        ),
+        tag("footer", "Made by ", tag("code", "declutr report"), f" from {sources}"),
     )
-    return document(title, body, pictures=content.media is not None)
 
 
 def _lengths(content: Content) -> Html:

@@ -79,6 +79,24 @@ class ShardSet:
         drawn = seeding.words(seed, "share of the corpus", joined, np.zeros_like(joined), 1)[:, 0]
         return np.flatnonzero(seeding.unit(drawn) < share)
 
+    def number_of(self, row: int) -> int | None:
+        """Number of a document of the split in this part; None if it is outside."""
+        if self.part is None:
+            return row
+        place = int(np.searchsorted(self._chosen, row))
+        return place if place < len(self._chosen) and self._chosen[place] == row else None
+
+    def first_of(self, name: str) -> int:
+        """Number of the first document of a shard of the split.
+
+        Raises:
+            ShardError: the split has no such shard.
+        """
+        for shard, start in zip(self._shards, self._starts.tolist(), strict=False):
+            if shard.name == name:
+                return int(start)
+        raise ShardError(f"{self.folder / MANIFEST} does not name {name}; prepare the folder again")
+
     def take(self, rows: NDArray[np.int64]) -> pa.Table:
         """Documents by number, in the given order, as a table of one chunk with the columns of schema.py.
 

@@ -120,26 +120,3 @@ def test_inspect_shows_sizes_and_labels(images, clips, capsys):
     says(told, "bytes", "not decoded")
     assert main(["inspect", str(folder)]) == 0
     assert "frames, energies" in capsys.readouterr().out
-
-
-def test_inspect_shows_the_clips_of_a_task(images, clips, tmp_path, capsys):
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        "train: {run: r, data: d, encoder: {pretrained: x}, objective: {kind: simcse}, auxiliary_tasks: {image: {"
-        "data: i, objective: {kind: supcon}, frontend: {image_size: 16, patch_size: [8, 8]}}, sound: {data: s, "
-        "objective: {kind: supcon}, frontend: {patch_size: [16, 16]}}}}"
-    )
-    folder, _ = images
-    shown = ["inspect", str(folder), "--config", str(config), "--documents", "2"]
-    assert main([*shown, "--auxiliary-task", "image"]) == 0
-    told = capsys.readouterr().out
-    says(told, "objective.kind = supcon", "epoch 0")
-    assert len(re.findall(r"^  clip [01]: 4 patches of 192 values from \d+ to \d+$", told, re.MULTILINE)) == 4
-    assert len(re.findall(r"^  views 0: spans 0 and 1, label -?\d+$", told, re.MULTILINE)) == 2
-    assert main(["inspect", str(clips[0]), "--config", str(config), "--auxiliary-task", "sound"]) == 0
-    assert "patches of 256 values from -" in capsys.readouterr().out
-    assert main(shown) == 1
-    says(capsys.readouterr().err, "--auxiliary-task image or sound")
-    for wrong, names in (([*shown, "--auxiliary-task", "video"], "image, sound"), (shown[:2], "no config")):
-        assert main([*wrong, *([] if "--auxiliary-task" in wrong else ["--auxiliary-task", "image"])]) == 1
-        assert names in capsys.readouterr().err

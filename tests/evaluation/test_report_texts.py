@@ -1,48 +1,19 @@
 """What a report and `declutr inspect` say of rows of short texts, against the shards."""
 
-import json
 import re
 from collections import Counter
 
 import numpy as np
 import pytest
 from messages import says
+from textshards import prepare_rows
 
 from declutr.cli.main import main
 from declutr.evaluation.report.content import bar_charts, gather
 from declutr.evaluation.report.page import write_report
 from declutr.evaluation.report.rows import TextLengths
-from declutr.pipeline.config import PipelineConfig, config_hash, identity
-from declutr.pipeline.job.units import plan_units
-from declutr.pipeline.job.worker import write_unit
 from declutr.pipeline.shards.content import LABELS
-from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
-
-
-def prepared(folder, content, rows):
-    """A folder of shards of these rows, without Ray."""
-    folder.mkdir()
-    (folder / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = PipelineConfig.model_validate(
-        {
-            "output": str(folder / "out"),
-            "corpus": {"kind": "files", "paths": [str(folder / "in.jsonl")]},
-            "tokenizer": {"kind": "train", "vocab_size": 400},
-            "content": content,
-            "validation_fraction": 0.2,
-            "duplicates": {"exact": False},
-        }
-    )
-    tokenizer = train_tokenizer((value for row in rows for value in row.values() if isinstance(value, str)), 400)
-    tokenizer.save_pretrained(str(folder / "out" / "tokenizer"))
-    info = describe_tokenizer(tokenizer, "train")
-    (unit,), _ = plan_units(config.corpus, config.unit_mib, None, config.content)
-    sidecar = write_unit(unit, folder / "out", config, info)
-    manifest = build_manifest([sidecar], info, config.geometry, identity(config), config_hash(config))
-    (folder / "out" / MANIFEST).write_text(manifest.model_dump_json())
-    return folder / "out", manifest
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +26,7 @@ def pairs(tmp_path_factory):
     ]
     rows += [{"premise": "x", "hypothesis": "<script>alert(1)</script>", "label": "-"}] * 3
     rows += [{"premise": "<script>alert(2)</script>", "hypothesis": "y", "label": 0}]
-    return prepared(tmp_path_factory.mktemp("report") / "pairs", "pairs", rows)
+    return prepare_rows(tmp_path_factory.mktemp("report") / "pairs", "pairs", rows)
 
 
 def expected(folder):
@@ -108,29 +79,21 @@ def test_the_page_shows_texts_and_no_windows(pairs, tmp_path):
     assert "lengths.png" not in charts
 
 
-def test_inspect_shows_rows_or_the_views_of_a_run(pairs, tmp_path, capsys):
+def test_inspect_shows_rows(pairs, capsys):
     folder, _ = pairs
     assert main(["inspect", str(folder), "--documents", "2"]) == 0
     told = capsys.readouterr().out
     says(told, "rows of pairs")
     assert len(re.findall(r"^    premise +\d+ tokens  \S", told, re.MULTILINE)) == 2
-    config = tmp_path / "run.yaml"
-    for objective, status in (("scl", 0), ("declutr", 1), ("scd", 1)):
-        config.write_text(f"train: {{run: r, data: d, encoder: {{pretrained: x}}, objective: {{kind: {objective}}}}}")
-        assert main(["inspect", str(folder), "--config", str(config), "--documents", "1"]) == status
-        told = capsys.readouterr()
-        if status:
-            says(told.err, f"objective.kind = {objective}")
-            says(told.err, f"data = {folder}", "pairs")
-        else:
-            assert "views 0: spans 0 and 1, label 0" in told.out
     entry = next(ShardSet(folder, "train").take(np.array([3]))["id"].to_pylist().__iter__()).hex()
     assert main(["inspect", str(folder), "--document", entry]) == 0
     assert "    entailment " in capsys.readouterr().out
 
 
 def test_sentences_have_lengths_but_no_labels(tmp_path, capsys):
-    folder, manifest = prepared(tmp_path / "s", "sentences", [{"text": f"Sentence {n}. " * (n % 5)} for n in range(40)])
+    folder, manifest = prepare_rows(
+        tmp_path / "s", "sentences", [{"text": f"Sentence {n}. " * (n % 5)} for n in range(40)]
+    )
     assert manifest.dropped == {"empty": 8}
     content = gather(folder)
     assert content.texts.lengths.keys() == {"sentence"}

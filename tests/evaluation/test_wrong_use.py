@@ -106,6 +106,7 @@ PLACES += ["point", "export", "index", "run", "a\nb é", "s3://bucket/x"]
 COMMANDS = {
     "inspect": [],
     "checkpoints": [],
+    "why": ["--step", "1"],
     "report": [],
     "index": ["--output", "out"],
     "search": ["a query"],
@@ -130,7 +131,10 @@ OTHERS = [
     (["prepare", "good.yaml", "tokenizer={kind: pretrained, name: ./none}", "output=file.txt"], "no such folder"),
     (["prepare", "good.yaml", "tokenizer={kind: pretrained, name: ./none}", "output=file.txt"], "name a folder"),
     (["demo", "--config", "good.yaml", "optim.lrr=1"], "did you mean `optim.lr`?"),
-    (["inspect", "docs", "--config", "empty.yaml"], "found nothing"),
+    (["why", "empty.yaml", "--step", "1"], "found nothing"),
+    (["why", "good.yaml"], "give --step, --document or both"),
+    (["why", "good.yaml", "--step", "1", "spans.max_token=1"], "did you mean `spans.max_tokens`?"),
+    (["report", "docs", "nowhere"], "nowhere: is no run"),
     (["verify-gradients", "good.yaml", "spans.max_token=1"], "did you mean `spans.max_tokens`?"),
     (["verify-gradients", "good.yaml", "--documents", "0"], "at least 1"),
     (["evaluate", "--mteb", "STSBenchmark"], "--mteb takes one ENCODER or more"),
@@ -212,7 +216,7 @@ def test_wrong_config_is_refused_before_torch_and_ray_are_loaded():
         ["train", "twice.yaml"],
         ["verify-gradients", "good.yaml", "optim.lrr=1"],
         ["demo", "--config", "good.yaml", "optim.lrr=1"],
-        ["inspect", "docs", "--config", "twice.yaml"],
+        ["why", "twice.yaml", "--step", "1"],
     ]
     code = "import sys; from declutr.cli.main import main\n"
     code += f"for given in {commands!r}:\n    assert main(given) == 1, given\n"

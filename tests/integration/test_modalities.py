@@ -37,7 +37,7 @@ def test_the_commands_do_what_they_say(tmp_path, monkeypatch, capsys):
     assert [command[0] for command in COMMANDS] == [
         *("prepare", "prepare", "inspect", "report"),
         *("prepare", "report"),
-        *("prepare", "verify-gradients", "train", "inspect"),
+        *("prepare", "verify-gradients", "train", "why"),
     ]
     for command in COMMANDS:
         assert main([*command, *SIZES.get(command[0], [])]) == 0, f"{command}: {capsys.readouterr()}"

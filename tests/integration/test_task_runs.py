@@ -12,6 +12,7 @@ from messages import all_of, says
 from sentence_transformers import SentenceTransformer
 from textruns import SCD, SCL, SIMCSE, change_workers, whole_run, write_texts
 
+from declutr.cli.main import main
 from declutr.common.storage import hash_file
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.pipeline.config import PipelineConfig
@@ -107,7 +108,7 @@ def whole(request, prepared, tmp_path_factory):
 
 @pytest.mark.usefixtures("session")
 @pytest.mark.parametrize("whole", ["joint"], indirect=True)
-def test_other_numbers_of_workers_read_the_same_batches(whole, tmp_path):
+def test_other_numbers_of_workers_read_the_same_batches(whole, tmp_path, capsys):
     """Two workers, then three, then one, in one run; compared with two workers throughout."""
     finished, values = whole
     change_workers(finished, tmp_path / "run", values)
@@ -117,6 +118,8 @@ def test_other_numbers_of_workers_read_the_same_batches(whole, tmp_path):
         for name in ("batch_digest", *(f"{task}_batch_digest" for task in BRANCHES)):
             assert found[step][name] == line[name], (step, name)
         assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
+        assert main(["why", str(tmp_path / "run"), "--step", str(step)]) == 0
+        assert capsys.readouterr().out.count("as the run logged it") == 4
 
 
 @pytest.mark.usefixtures("session")

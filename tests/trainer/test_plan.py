@@ -66,6 +66,17 @@ def test_any_world_and_any_start_read_the_same_batches(plan, world_size, first_s
     assert (np.concatenate(ranks, axis=2) == whole[:, first_step:]).all()
 
 
+@given(plans, st.integers(0, 30), st.integers(0, 10**6))
+def test_the_steps_that_read_a_document_are_those_whose_batches_hold_it(plan, last_step, number):
+    document = number % plan.num_documents
+    epochs, documents = plan.documents(0, last_step)
+    places = np.flatnonzero(documents == document)
+    found_epochs, steps, positions = plan.reads_of(document, last_step)
+    assert found_epochs.tolist() == epochs[places].tolist()
+    assert steps.tolist() == (places // plan.batch_documents + 1).tolist()
+    assert positions.tolist() == (places % plan.batch_documents).tolist()
+
+
 @given(st.integers(1, 50), st.integers(1, 20))
 def test_plan_ranks_share_evenly(batch_documents, world_size):
     slices = [Plan(0, 100, batch_documents).slice(rank, world_size) for rank in range(world_size)]

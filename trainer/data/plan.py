@@ -17,8 +17,8 @@ _ROUNDS = 8
 I64 = NDArray[np.int64]
 
 
-def permute(seed: int, epochs: I64, items: I64, size: int) -> I64:
-    """Image of each item under the keyed permutation of `range(size)` that belongs to its epoch.
+def permute(seed: int, epochs: I64, items: I64, size: int, inverse: bool = False) -> I64:
+    """Image of each item under the keyed permutation of `range(size)` that belongs to its epoch, or its preimage.
 
     A balanced Feistel network over the next even power of two, with Philox as its round function; values outside the
     range walk the cycle until they are inside (Black and Rogaway, CT-RSA 2002). It needs no table.
@@ -28,17 +28,26 @@ def permute(seed: int, epochs: I64, items: I64, size: int) -> I64:
         epochs: `(n,)` epoch of each item.
         items: `(n,)` numbers below `size`.
         size: number of documents, 1 to 2**62.
+        inverse: finds the items whose images are `items`.
     """
     half = max(1, -(-(size - 1).bit_length() // 2))
     mask = np.uint64((1 << half) - 1)
     shift = np.uint64(half)
     values, result = items.astype(np.uint64), np.empty(len(items), np.int64)
     pending, epoch = np.arange(len(items)), epochs.astype(np.uint64)
+
+    def drawn(turn: int, keyed: seeding.U64) -> seeding.U64:
+        words = seeding.blocks(seed, "order", keyed, epoch, np.full_like(keyed, turn))[:, 0]
+        masked: seeding.U64 = words.astype(np.uint64) & mask
+        return masked
+
     while len(pending):
         left, right = values >> shift, values & mask
         for turn in range(_ROUNDS):
-            drawn = seeding.blocks(seed, "order", right, epoch, np.full_like(right, turn))[:, 0]
-            left, right = right, left ^ (drawn.astype(np.uint64) & mask)
+            if inverse:
+                left, right = right ^ drawn(_ROUNDS - 1 - turn, left), left
+            else:
+                left, right = right, left ^ drawn(turn, right)
         values = (left << shift) | right
         inside = values < np.uint64(size)
         result[pending[inside]] = values[inside].astype(np.int64)
@@ -76,6 +85,14 @@ class Plan:
         index = (steps * self.batch_documents + np.arange(start, end, dtype=np.int64)).reshape(-1)
         epochs = index // self.num_documents
         return epochs, permute(self.seed, epochs, index % self.num_documents, self.num_documents)
+
+    def reads_of(self, document: int, last_step: int) -> tuple[I64, I64, I64]:
+        """Epochs, 1-based steps and positions in their batches at which the first `last_step` steps read a document."""
+        epochs = np.arange(-(-last_step * self.batch_documents // self.num_documents), dtype=np.int64)
+        items = np.full_like(epochs, document)
+        index = epochs * self.num_documents + permute(self.seed, epochs, items, self.num_documents, inverse=True)
+        read = index < last_step * self.batch_documents
+        return epochs[read], index[read] // self.batch_documents + 1, index[read] % self.batch_documents
 
     def steps_in(self, epochs: float) -> int:
         """Optimizer steps that read `epochs` times the corpus; the last one may run into the next epoch."""

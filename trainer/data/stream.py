@@ -24,9 +24,11 @@ from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.canonical import collate_canonical
 from declutr.trainer.data.chunks import RankPlan, fetched, read_chunk
+from declutr.trainer.data.near_rows import near_rows
 
 _MOST_CHUNKS = 512  # of one Dataset: Ray Data spends about 1 ms on each before it returns the first block
 _AHEAD_BATCHES = 4
+_COUNTED_STEPS = 10  # near-duplicates are counted in every tenth step, by the first worker
 _PACE_SECONDS = 0.1
 _PATIENCE_SECONDS = 30
 _STORE_SHARE = 0.5  # of the object store; the rest is for blocks that are being read
@@ -144,14 +146,15 @@ def _no_documents(rank_plan: RankPlan) -> pa.Table:
 
 def batches(rank_plan: RankPlan, collator: Collator, device: torch.device, tasks: bool = True) -> Iterator[RankBatch]:
     """The rank's batches, on its device, in step order; `tasks` as for `documents`."""
-    for table in documents(rank_plan, tasks):
+    for step, table in enumerate(documents(rank_plan, tasks), start=rank_plan.first_step):
         table = table.combine_chunks()
         epochs, unit = table.column("epoch").to_numpy(), rank_plan.plan.canonical_documents
         if unit is None:
             batch = collator.collate(table, epochs)
         else:
             batch = collate_canonical(collator, table, epochs, rank_plan.start // unit, unit)
-        yield replace(batch, digest=batch.spans.digest()).to(device)
+        near = None if step % _COUNTED_STEPS or rank_plan.start else (near_rows(table), len(table))
+        yield replace(batch, digest=batch.spans.digest(), near_rows=near).to(device)
 
 
 @dataclass

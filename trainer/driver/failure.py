@@ -14,8 +14,9 @@ import ray.train
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from declutr.common.console.logs import get_logger
+from declutr.trainer.driver.summary import FAILURES as FAILURES
+from declutr.trainer.driver.summary import MOMENT
 
-FAILURES = "failures.log"
 _NODE_SECONDS = 2.0
 _GONE = ": its node is gone"
 # Errors of workers whose exchange failed because another worker died.
@@ -47,7 +48,7 @@ class GroupFailure:
 
     def log(self, run: Path, step: int) -> None:
         """Appends Ray's messages to the run's `failures.log`, or logs them if that file cannot be written."""
-        moment = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        moment = time.strftime(f"{MOMENT} %Z")
         try:
             with (run / FAILURES).open("a", encoding="utf-8") as stream:
                 stream.write(f"=== {moment}, after step {step}: {self.summary}\n{self.account.rstrip()}\n\n")

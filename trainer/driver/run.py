@@ -26,11 +26,11 @@ from declutr.trainer.driver.checks import load_problems, ray_problems, refuse, r
 from declutr.trainer.driver.device import DEVICE, choose_device
 from declutr.trainer.driver.estimate import find_estimate
 from declutr.trainer.driver.exported import EXPORT, read_settings
-from declutr.trainer.driver.failure import FAILURES
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.driver.shard_checks import validation_remarks
 from declutr.trainer.driver.signals import Signals
 from declutr.trainer.driver.summary import (
+    FAILURES,
     SECONDS,
     SUMMARY,
     add_seconds,

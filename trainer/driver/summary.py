@@ -1,4 +1,4 @@
-"""Files that the driver writes at the end of a run or command: `summary.json` and `seconds.json`."""
+"""Files that the driver writes at the end of a run or command, and their names: readers of them need no Ray."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,9 @@ from declutr.trainer.metrics.metrics import read_metrics
 
 SUMMARY = "summary.json"
 SECONDS = "seconds.json"
+FAILURES = "failures.log"
+MOMENT = "%Y-%m-%d %H:%M:%S"
+"""Form of the local time at which a failure is recorded."""
 
 
 def ended_early(run: Path, patience: int | None, done: int) -> dict[str, Any] | None:

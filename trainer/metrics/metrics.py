@@ -6,21 +6,26 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import set_aside, write_text
 from declutr.trainer.metrics import tensorboard
+from declutr.trainer.metrics.alarms import Alarm, Alarms
 from declutr.trainer.metrics.appendlog import AppendLog
 
 if TYPE_CHECKING:  # reading metrics needs no torch
     from declutr.trainer.step.step_metrics import StepMetrics
 
 METRICS = "metrics.jsonl"
+TEXTS = ("kind", "alarm", "text")
+"""Names of the values of a line that are texts; all others are numbers or None."""
 _BACK_OFF_SECONDS = 1.0
 _LAST_SECONDS = 10.0
 _SHOWN_LINES = 5
+_SCANNED_BYTES = 2**16
 
 
 def rates(
@@ -62,9 +67,10 @@ class MetricsWriter:
     Args:
         folder: folder of the run.
         after_step: last step of the checkpoint; lines of later steps are deleted, because they are repeated.
+        alarms: watch the lines, from the first that is kept, and are logged and written; None: nothing watches.
     """
 
-    def __init__(self, folder: Path, after_step: int) -> None:
+    def __init__(self, folder: Path, after_step: int, alarms: Alarms | None = None) -> None:
         lines, damaged = _read_lines(folder / METRICS)
         if damaged:
             kept_as = set_aside(folder / METRICS)
@@ -72,6 +78,9 @@ class MetricsWriter:
             get_logger().warning(message, _places(folder / METRICS, damaged), kept_as)
         kept = [line for line in lines if line["step"] <= after_step]
         write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
+        self._alarms = alarms
+        if alarms:
+            alarms.replay(kept)
         self._lines = AppendLog(folder / METRICS)
         path = tensorboard.event_file_path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,17 +91,33 @@ class MetricsWriter:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def step(self, step: int, metrics: "StepMetrics", extra: dict[str, float | None]) -> dict[str, Any]:
-        """Writes the metrics of a step; returns the line."""
-        return self._add({"kind": "step", "step": step, **metrics.line(), **extra})
+    def step(
+        self,
+        step: int,
+        metrics: "StepMetrics",
+        extra: dict[str, float | None],
+        near_rows: tuple[int, int] | None = None,
+    ) -> dict[str, Any]:
+        """Writes the metrics of a step; returns the line.
+
+        Args:
+            step: the step.
+            metrics: its metrics.
+            extra: its speed.
+            near_rows: rows of this worker's batch that nearly repeat another one, and all rows; None: not counted.
+        """
+        line = self._watched({"kind": "step", "step": step, **metrics.line(), **extra})
+        if self._alarms and near_rows:
+            self._raise(self._alarms.add_rows(step, *near_rows))
+        return line
 
     def start(self, step: int, parts: dict[str, float]) -> None:
         """Writes the seconds of each part of a group's start."""
-        self._add({"kind": "start", "step": step, **parts})
+        self._watched({"kind": "start", "step": step, **parts})
 
     def scores(self, step: int, scores: dict[str, float]) -> None:
         """Writes the held-out scores after a step."""
-        self._add({"kind": "validation", "step": step, **scores})
+        self._watched({"kind": "validation", "step": step, **scores})
 
     def flush(self) -> None:
         """Writes all lines to the disk before it returns.
@@ -108,6 +133,18 @@ class MetricsWriter:
         self._closed = True
         self._added.set()
         self._thread.join(_LAST_SECONDS)
+
+    def _watched(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Writes a line, and the alarms that it gives rise to."""
+        line = self._add(line)
+        if self._alarms:
+            self._raise(self._alarms.add(line))
+        return line
+
+    def _raise(self, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
+            get_logger().warning("step %d: %s", alarm.step, alarm.text)
+            self._add({"kind": "alarm", "step": alarm.step, **alarm.line()})
 
     def _add(self, line: dict[str, Any]) -> dict[str, Any]:
         bad = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -179,7 +216,7 @@ def _decoded(raw: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     whole = isinstance(line, dict) and isinstance(line.get("kind"), str) and type(line.get("step")) is int
-    numbers = (value for name, value in line.items() if name != "kind") if whole else ()
+    numbers = (value for name, value in line.items() if name not in TEXTS) if whole else ()
     return line if whole and all(value is None or isinstance(value, int | float) for value in numbers) else None
 
 
@@ -195,4 +232,27 @@ def read_last_step(path: Path, tail_bytes: int = 8192) -> dict[str, Any] | None:
         line = _decoded(raw)
         if line is not None and line["kind"] == "step":
             return line
+    return None
+
+
+def find_step(path: Path, step: int) -> dict[str, Any] | None:
+    """The line of a step, found by bisection, because the lines are in the order of steps; None without one."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as stream:
+        low, high = 0, path.stat().st_size
+        while high - low > _SCANNED_BYTES:
+            middle = (low + high) // 2
+            stream.seek(middle)
+            stream.readline()
+            start, line = stream.tell(), None
+            while line is None and stream.tell() < high:  # a damaged line tells nothing
+                start = stream.tell()
+                line = _decoded(stream.readline().rstrip(b"\n"))
+            low, high = (start, high) if line is not None and line["step"] < step else (low, middle)
+        stream.seek(low)
+        for raw in stream:
+            line = _decoded(raw.rstrip(b"\n")) if raw.endswith(b"\n") else None
+            if line is not None and line["kind"] == "step" and line["step"] >= step:
+                return line if line["step"] == step else None
     return None

@@ -41,7 +41,7 @@ def record(line: dict[str, Any]) -> bytes:
     values = [
         Summary.Value(tag=f"{line['kind']}/{name}", simple_value=float(value))
         for name, value in line.items()
-        if name not in ("kind", "step", "time", "batch_digest") and value is not None and math.isfinite(value)
+        if name not in ("step", "time", "batch_digest") and isinstance(value, int | float) and math.isfinite(value)
     ]
     return _record(Event(wall_time=line["time"], step=line["step"], summary=Summary(value=values)))
 

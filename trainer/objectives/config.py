@@ -14,8 +14,6 @@ from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.objectives.span_config import SpanConfig
 
-_STEPS = 10
-
 
 class ObjectiveError(ValueError):
     """An objective violated the objective interface; raised on every rank."""
@@ -108,6 +106,21 @@ class ObjectiveConfig(Strict):
         return False
 
     @property
+    def contrast(self) -> str | None:
+        """Name of the loss term that is 0 when the batch has nothing left to teach; None: there is no such term."""
+        return None
+
+    @property
+    def against_collapse(self) -> str:
+        """The objective's own remedy when all embeddings become alike, a sentence without its end; empty: none."""
+        return ""
+
+    @property
+    def forms_classes(self) -> bool:
+        """True if embeddings of a class are to become one, so that few dimensions are no collapse."""
+        return False
+
+    @property
     def mlm_weight(self) -> float:
         """Weight of the MLM loss, the mean cross entropy of the selected tokens."""
         return 1.0
@@ -132,38 +145,7 @@ class ObjectiveConfig(Strict):
         del run
         return None
 
-    def remark_on_loss(self, run: RunContext, terms: dict[str, float]) -> str | None:
-        """A warning about a loss from which nothing is left to learn, or None; logged if it holds for ten steps."""
-        del run, terms
-        return None
-
     def remark_after_first_step(self, run: RunContext, terms: dict[str, float]) -> str | None:
         """A warning about the loss terms of the first step, or None."""
         del run, terms
         return None
-
-
-@dataclass
-class VanishedLoss:
-    """Counts the steps in a row whose loss the objective remarks on.
-
-    Attributes:
-        objective: settings of the objective.
-        run: settings of the run that it sees.
-        steps: number of such steps in a row.
-        warned: whether the remark was returned.
-    """
-
-    objective: ObjectiveConfig
-    run: RunContext
-    steps: int = 0
-    warned: bool = False
-
-    def add(self, terms: dict[str, float]) -> str | None:
-        """Returns the objective's remark once, after ten such steps in a row."""
-        remark = self.objective.remark_on_loss(self.run, terms)
-        self.steps = self.steps + 1 if remark else 0
-        if self.warned or self.steps < _STEPS:
-            return None
-        self.warned = True
-        return remark

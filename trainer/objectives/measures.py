@@ -1,4 +1,4 @@
-"""Measures of embeddings: retrieval of pairs, alignment, uniformity, effective rank.
+"""Measures of embeddings: retrieval of pairs, alignment, uniformity, effective rank, spread of a training batch.
 
 Legend: N rows, H embedding size.
 """
@@ -10,6 +10,10 @@ from torch import Tensor
 
 from declutr.common.seeding import U64
 from declutr.trainer.objectives.row_score import RowScore
+
+SPREAD = ("batch_uniformity", "batch_participation_ratio")
+"""Names of the numbers of `spread` in the metrics."""
+_SPREAD_ROWS = 256  # enough for both numbers, and few enough to cost nothing next to a step
 
 
 def retrieval(anchors: Tensor, positives: Tensor, keys: U64) -> dict[str, float]:
@@ -44,3 +48,24 @@ def effective_rank(embeddings: Tensor) -> float:
     values = torch.linalg.svdvals(unit - unit.mean(dim=0))
     shares = values / values.sum().clamp_min(torch.finfo(values.dtype).tiny)
     return float(torch.special.entr(shares).sum().exp())
+
+
+def spread(views: Tensor) -> Tensor:
+    """`(2,)` float64: uniformity and participation ratio of the first views of at most 256 rows; NaN of one row.
+
+    The participation ratio (sum of eigenvalues)^2 / sum of their squares of the covariance is the number of dimensions
+    that the batch uses. It needs no singular values, for which a GPU would wait.
+
+    Args:
+        views: `(M, V, D)` views of the global batch.
+    """
+    with torch.no_grad(), torch.autocast(views.device.type, enabled=False):
+        unit = F.normalize(views[:_SPREAD_ROWS, 0].detach().float(), dim=-1)
+        number = len(unit)
+        centred = unit - unit.mean(dim=0)
+        distances = 2 - 2 * (unit @ unit.T)
+        pairs = distances.mul(-2).exp().sum() - distances.diagonal().mul(-2).exp().sum()
+        uniformity = (pairs / (number * (number - 1) or torch.nan)).log()
+        gram = centred @ centred.T
+        ratio = gram.diagonal().sum().square() / gram.square().sum()
+        return torch.stack([uniformity, ratio]).double()

@@ -21,6 +21,8 @@ RESERVED = frozenset({"loss", "grad_norm", "lr", "num_selected", "num_tokens", "
     "time",
     "seconds",
     "batch_digest",
+    "batch_uniformity",
+    "batch_participation_ratio",
     "mfu",
     "peak_memory_mib",
     "data_wait_share",

@@ -53,7 +53,7 @@ class CanonicalCache(GradCache):
         kept = embedded if any(each.requires_grad for pair in embedded for each in pair) else []
         # the loss is the same on every rank, so one of them adds the gradient of the objective's parameters
         with self.reducer.ignoring() if self.comm.rank else nullcontext():
-            terms, gradient, gathered = self._through_loss(cached, batch, counts)
+            terms, gradient, gathered, spread = self._through_loss(cached, batch, counts)
         upstream = [None] * len(pieces) if gradient is None else gradient.split([piece.num_spans for piece in pieces])
         mlm_total = torch.zeros((), dtype=torch.float64, device=batch.spans.device)
         for number, (piece, gradient_part) in enumerate(zip(pieces, upstream, strict=True)):
@@ -63,7 +63,7 @@ class CanonicalCache(GradCache):
             through_spans = 0.0 if gradient_part is None else (spans * gradient_part).sum()
             backward(through_spans + mlm_sum * share)
             mlm_total += (mlm_sum.detach().double() / _MLM_STEP).round() * _MLM_STEP
-        return Gradients(terms, mlm_total, counts.selected, gathered)
+        return Gradients(terms, mlm_total, counts.selected, gathered, spread)
 
     def _views(self, spans: Tensor, batch: RankBatch) -> Tensor:
         """Views of the rank's rows, computed for each microbatch alone."""

@@ -19,6 +19,7 @@ from declutr.common import seeding
 from declutr.trainer.data.batches import AnyBatch, RankBatch
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend
+from declutr.trainer.objectives import measures
 from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError
 from declutr.trainer.objectives.row_shard import SHARED_ROWS, RowShard
 from declutr.trainer.parallel.communicator import Communicator
@@ -49,12 +50,14 @@ class Gradients:
         mlm_sum: this rank's MLM loss, summed over its selected tokens.
         num_selected: selected tokens of all ranks.
         gathered: detached views of the global batch; None unless the objective needs them for `remember`.
+        spread: `(2,)` float64, spread of the views (trainer/objectives/measures.py); None if the loss uses none.
     """
 
     terms: dict[str, Tensor]
     mlm_sum: Tensor
     num_selected: int
     gathered: Gathered | None
+    spread: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -136,11 +139,11 @@ class GradCache:
         share = self.weight * self.objective.config.mlm_weight / max(1, counts.selected)
         if len(pieces) == 1:
             spans, mlm_sum = embedded[0]
-            terms, gathered = self._loss(spans, batch, counts)
+            terms, gathered, spread = self._loss(spans, batch, counts)
             self.before_last()
             backward(self._total(terms, spans) + mlm_sum * share)
-            return Gradients(_detached(terms), mlm_sum.detach(), counts.selected, gathered)
-        terms, gradient, gathered = self._through_loss(embedded, batch, counts)
+            return Gradients(_detached(terms), mlm_sum.detach(), counts.selected, gathered, spread)
+        terms, gradient, gathered, spread = self._through_loss(embedded, batch, counts)
         sizes = [piece.num_spans for piece in pieces]
         upstream = [None] * len(pieces) if gradient is None else gradient.split(sizes)
         mlm_total = torch.zeros((), device=batch.spans.device)
@@ -151,28 +154,30 @@ class GradCache:
                 self.before_last()
             backward(through_spans + mlm_sum * share)
             mlm_total = mlm_total + mlm_sum.detach()
-        return Gradients(terms, mlm_total, counts.selected, gathered)
+        return Gradients(terms, mlm_total, counts.selected, gathered, spread)
 
     def _through_loss(
         self, embedded: list[tuple[Tensor, Tensor]], batch: RankBatch, counts: GlobalCounts
-    ) -> tuple[dict[str, Tensor], Tensor | None, Gathered | None]:
-        """The loss terms, their gradient with respect to this rank's span embeddings, and the views to remember.
+    ) -> tuple[dict[str, Tensor], Tensor | None, Gathered | None, Tensor | None]:
+        """The loss terms, their gradient with respect to this rank's span embeddings, views to remember, their spread.
 
         All other memory of the loss is released on return, because the second pass needs it.
         """
         if not embedded:
-            return {}, None, None
+            return {}, None, None, None
         cached = torch.cat([spans for spans, _ in embedded])
         embedded.clear()
         cached.requires_grad_(True)
-        terms, gathered = self._loss(cached, batch, counts)
+        terms, gathered, spread = self._loss(cached, batch, counts)
         backward(self._total(terms, cached))
-        return _detached(terms), cached.grad, gathered
+        return _detached(terms), cached.grad, gathered, spread
 
-    def _loss(self, spans: Tensor, batch: RankBatch, counts: GlobalCounts) -> tuple[dict[str, Tensor], Gathered | None]:
-        """The loss terms of the global batch, from this rank's span embeddings."""
+    def _loss(
+        self, spans: Tensor, batch: RankBatch, counts: GlobalCounts
+    ) -> tuple[dict[str, Tensor], Gathered | None, Tensor | None]:
+        """The loss terms of the global batch, from this rank's span embeddings, the views to remember, their spread."""
         if not self.objective.config.embeds:
-            return {}, None
+            return {}, None, None
         views, total = self._views(spans, batch), counts.num_rows
         wanted = (batch.num_rows, self.objective.num_views)
         if views.dim() != 3 or views.shape[:2] != wanted:
@@ -193,7 +198,7 @@ class GradCache:
         terms = self.objective.loss(gathered)
         if problem := terms_problem(terms, self.objective.config.metrics, gathered.views):
             raise ObjectiveError(f"objective {self.objective.config.kind}: `loss` {problem}")
-        return terms, gathered.detach() if self.objective.remembers else None
+        return terms, gathered.detach() if self.objective.remembers else None, measures.spread(table)
 
     def _views(self, spans: Tensor, batch: RankBatch) -> Tensor:
         """Views of this rank's rows, `(m, V, D)`."""

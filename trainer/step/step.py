@@ -12,6 +12,7 @@ from declutr.common.console.logs import get_logger
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.objectives.measures import SPREAD
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.fixedpoint import FixedPointReducer
 from declutr.trainer.parallel.overlap import BucketedReducer
@@ -91,8 +92,9 @@ class TrainStep:
         norm = clip_gradients(parameters, self.optim.max_grad_norm)
         totals = [task.totals(batch[task.name], one) for task, one in zip(self.tasks, found, strict=True)]
         values = torch.cat([norm.double().view(1), *totals])
-        pending = PendingStep(self, step, found, values)
-        if self.late:
+        spreads = [one.spread for one in found if one.spread is not None]
+        pending = PendingStep(self, step, found, torch.cat([values, *spreads]))
+        if self.late:  # the spread may be NaN in a step that is whole
             self.optimizer.found_inf = (~values.isfinite().all()).float()  # type: ignore[attr-defined]
         elif pending.metrics.skipped:
             self._restore(buffers)
@@ -168,8 +170,8 @@ class PendingStep:
         train_step: the train step.
         step: 1-based number of the step.
         found: results of each task.
-        values: `(n,)` float64: the gradient's norm, and `TrainTask.totals` of each task. The copy from a GPU starts at
-            once, and nothing waits for it.
+        values: `(n,)` float64: the gradient's norm, `TrainTask.totals` of each task, and the spread of each task that
+            has one. The copy from a GPU starts at once, and nothing waits for it.
     """
 
     train_step: TrainStep
@@ -200,7 +202,10 @@ class PendingStep:
             self._copied.synchronize()
         tasks = self.train_step.tasks
         sizes = [1, *(NUM_COUNTS + len(one.terms) for one in self.found)]
-        (norm,), *totals = (part.tolist() for part in self.values.split(sizes))
+        spread = [task for task, one in zip(tasks, self.found, strict=True) if one.spread is not None]
+        parts = self.values.split([*sizes, *([len(SPREAD)] * len(spread))])
+        (norm,), *totals = (part.tolist() for part in parts[: len(sizes)])
+        spreads = zip(spread, parts[len(sizes) :], strict=True)
         losses = [task.losses(*one) for task, *one in zip(tasks, self.found, totals, strict=True)]
         loss = sum(each for each, _ in losses)
         counts = [one[:NUM_COUNTS] for one in totals]
@@ -217,7 +222,12 @@ class PendingStep:
             flops=flops,
             batch_digest=digest,
             skipped=not (math.isfinite(loss) and math.isfinite(norm)),
-            auxiliary={f"{task.label}batch_digest": one for task, one in zip(tasks[1:], others, strict=True)},
+            auxiliary={f"{task.label}batch_digest": one for task, one in zip(tasks[1:], others, strict=True)}
+            | {
+                f"{task.label}{name}": value
+                for task, values in spreads
+                for name, value in zip(SPREAD, values.tolist(), strict=True)
+            },
         )
 
     def read(self) -> StepMetrics:

@@ -21,7 +21,8 @@ class StepMetrics:
         batch_digest: digest of the main task's global batch: documents, spans and masks; the same for any number of
             workers.
         skipped: true if the loss or the gradient was not finite, so that nothing was updated.
-        auxiliary: further numbers of auxiliary tasks, such as `image_batch_digest`.
+        auxiliary: spread of the batch of each task, and further numbers of auxiliary tasks, such as
+            `image_batch_digest`.
     """
 
     loss: float

@@ -12,12 +12,12 @@ import torch
 
 from declutr.common.console.logs import get_logger
 from declutr.trainer.data.stream import Prefetcher
+from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.interval import steps_between
 from declutr.trainer.metrics.metrics import MetricsWriter, rates
 from declutr.trainer.model.flops import gpu_name, peak_flops
 from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.objectives.base import Validator
-from declutr.trainer.objectives.config import VanishedLoss
 from declutr.trainer.objectives.row_score import REPORTED, divide
 from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.setup.config import TrainConfig
@@ -84,7 +84,15 @@ class TrainingLoop:
         """The metrics of the run while the block runs; only the first worker writes them."""
         if self.train_step.comm.rank:
             return contextlib.nullcontext()
-        return contextlib.closing(MetricsWriter(self.run, done))
+        config = self.config
+        settings = {
+            "optim.lr": config.optim.lr,
+            "optim.max_grad_norm": config.optim.max_grad_norm,
+            "batch_documents": config.batch_documents,
+            "scaling.data_cpus": config.scaling.data_cpus,
+        }
+        alarms = Alarms({name: task.objective for name, task in config.tasks().items()}, settings)
+        return contextlib.closing(MetricsWriter(self.run, done, alarms))
 
     def take_steps(self, done: int, batches: Prefetcher, metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""
@@ -101,7 +109,7 @@ class TrainingLoop:
             agreement = Agreement(partial(self.requests, step))
             taken = self.scheduler.begin(batch, step, agreement)
             recorder.settle()  # the step before, which the device finishes while it has this one to compute
-            recorder.pending = taken
+            recorder.pending, recorder.near_rows = taken, batch[""].near_rows
             due = step == train_step.total_steps or (every and step % every == 0)
             if due or step == done + 1 or not self.scheduler.late:
                 recorder.settle()
@@ -190,6 +198,7 @@ class Recorder:
         metrics: metrics of the run; None on other workers than the first.
         peak: FLOPs per second of all devices together; None if unknown.
         pending: updates of the step whose metrics are not read yet; empty if there is none.
+        near_rows: near-duplicates among this worker's rows of that step, and all its rows; None: not counted.
         began: monotonic time in seconds at which the time of the next record starts.
     """
 
@@ -199,11 +208,8 @@ class Recorder:
     metrics: MetricsWriter | None
     peak: float | None
     pending: list[PendingStep] = field(default_factory=list)
+    near_rows: tuple[int, int] | None = None
     began: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        """Begins to watch the loss."""
-        self.vanished = VanishedLoss(self.loop.config.objective, self.loop.train_step.tasks[0].objective.run)
 
     def settle(self) -> None:
         """Records the pending step, if there is one.
@@ -218,11 +224,9 @@ class Recorder:
         if step == self.first:
             self.loop.log_first_step(step, measured, self.metrics)
         if self.metrics:
-            if remark := self.vanished.add(measured.terms):
-                get_logger().warning("step %d: %s", step, remark)
             documents = self.loop.config.batch_documents
             speed = rates(measured, self.began, documents, self.batches.waited_seconds, self.peak)
-            self.loop.heartbeat.line = self.metrics.step(step, measured, speed)
+            self.loop.heartbeat.line = self.metrics.step(step, measured, speed, self.near_rows)
         self.batches.waited_seconds = 0.0
         self.began = time.monotonic()
 

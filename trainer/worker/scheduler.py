@@ -76,5 +76,5 @@ def read(taken: Sequence[PendingStep]) -> StepMetrics:
         num_tokens=tokens,
         padding_share=1 - tokens / max(1.0, places),
         flops=sum(part.flops for part in parts),
-        auxiliary=auxiliary,
+        auxiliary={name: value for part in parts for name, value in part.auxiliary.items()} | auxiliary,
     )

@@ -56,6 +56,14 @@ class ScdConfig(TextObjectiveConfig):
         return (f"a projector of {'-'.join(map(str, self.projector))} with BatchNorm",)
 
     @property
+    def against_collapse(self) -> str:
+        """More decorrelation for the repulsion, which is smallest when the encoder tells the two rates apart alone."""
+        return (
+            f"Lower objective.repulsion_weight (now {self.repulsion_weight}), raise objective.decorrelation_weight "
+            f"(now {self.decorrelation_weight}), or make objective.dropout_rates {list(self.dropout_rates)} more alike"
+        )
+
+    @property
     def sets_rates(self) -> bool:
         """True: the two views have different rates."""
         return True

@@ -10,7 +10,6 @@ from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.masking import MaskingConfig
 from declutr.trainer.objectives.text_config import TextObjectiveConfig
 
-_VANISHED = 1e-3
 _NEEDS = ("entailment", "contradiction")
 
 
@@ -86,15 +85,15 @@ class SimcseConfig(TextObjectiveConfig):
             return None
         return "batch_documents = 1: a sentence has no other to be told from, so the loss is always 0; increase it"
 
-    def remark_on_loss(self, run: RunContext, terms: dict[str, float]) -> str | None:
-        """A warning about a contrastive loss that is nearly 0, or None."""
-        if terms.get("contrastive", 1.0) >= _VANISHED:
-            return None
-        return (
-            f"the contrastive loss is {terms['contrastive']:.4f}: no negatives left to learn from, because each text "
-            "is already much nearer to its positive than to the other texts of its batch. Increase batch_documents "
-            f"(now {run.batch_documents}){'; only the MLM loss still trains' if self.mlm else ', or end the run'}"
-        )
+    @property
+    def contrast(self) -> str:
+        """The contrastive term."""
+        return "contrastive"
+
+    @property
+    def against_collapse(self) -> str:
+        """A smaller temperature, which pushes other texts apart harder."""
+        return f"Lower objective.temperature (now {self.temperature})"
 
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports shards that do not fit the mode."""

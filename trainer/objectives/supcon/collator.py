@@ -72,6 +72,23 @@ class ClipCollator:
         )
         return RankBatch(clips, len(rows), len(rows), {"label": torch.from_numpy(label_keys(rows))})
 
+    def told(self, rows: pa.Table, epochs: NDArray[np.int64]) -> list[str]:
+        """What makes each clip of rows that `fetch` changed, in words: crops, or masks and mixtures of sounds."""
+        if "frames" not in rows.column_names:
+            return self.fetch.crops.told(rows, epochs)
+        masks, found = self._masks(document_keys(rows), epochs.astype(np.uint64)), []
+        mixed = rows.column(MIXED).to_pylist() if MIXED in rows.column_names else [False] * len(rows)
+        for row, clip in enumerate(clips_of(rows)):
+            bands = [zip(("frames", "mel bands"), mask.bands(clip.shape, row), strict=True) for mask in masks]
+            named = [[f"{name} [{band.start}, {band.stop}) masked" for name, band in one] for one in bands]
+            found += [", ".join(["mixed with another clip"] * mixed[row] + one) for one in named]
+        return found
+
+    def _masks(self, keys: seeding.U64, epochs: seeding.U64) -> list["Bands"]:
+        """The masks of each view of n spectrograms."""
+        views = [0] * NUM_VIEWS if self.config.masks.shared else range(NUM_VIEWS)
+        return [masked_bands(self.config.masks, self.seed, view, keys, epochs) for view in views]
+
     def _images(self, rows: pa.Table) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """`(patches, F)` values in the order of a convolution's weights (channel, row, column), and numbers by view."""
         size, (high, wide) = self.frontend.image_size, self.frontend.patch_size
@@ -86,8 +103,7 @@ class ClipCollator:
         """`(patches, F)` values, the patches of the first frames first, and the number of patches of each view."""
         deep, wide = self.frontend.patch_size
         parts, sizes = [], []
-        views = [0] * NUM_VIEWS if self.config.masks.shared else range(NUM_VIEWS)
-        masks = [masked_bands(self.config.masks, self.seed, view, keys, epochs) for view in views]
+        masks = self._masks(keys, epochs)
         for row, clip in enumerate(clips_of(rows)):
             count = len(clip)
             for mask in masks:
@@ -118,14 +134,21 @@ class Bands:
         if not (self.config.freq_mask or self.config.time_mask):
             return clip
         masked = clip.copy()
-        limits = min(self.config.time_mask, len(clip) // 2), min(self.config.freq_mask, clip.shape[1])
+        frames, mels = self.bands(clip.shape, row)
+        masked[frames] = 0
+        masked[:, mels] = 0
+        return masked
+
+    def bands(self, shape: tuple[int, ...], row: int) -> tuple[slice, slice]:
+        """The masked frames and the masked mel bands of a clip of this shape."""
+        limits = min(self.config.time_mask, shape[0] // 2), min(self.config.freq_mask, shape[1])
+        found = []
         for axis, limit in enumerate(limits):
             width, start = self.draws[row, 2 * axis : 2 * axis + 2]
             size = int(width * (limit + 1))
-            first = int(start * (clip.shape[axis] - size + 1))
-            band = slice(first, first + size)
-            masked[(band, slice(None)) if axis == 0 else (slice(None), band)] = 0
-        return masked
+            first = int(start * (shape[axis] - size + 1))
+            found.append(slice(first, first + size))
+        return found[0], found[1]
 
 
 def masked_bands(config: MaskConfig, seed: int, view: int, keys: seeding.U64, epochs: seeding.U64) -> Bands:

@@ -79,6 +79,11 @@ class SupconConfig(ObjectiveConfig):
         return self.masks.shared
 
     @property
+    def forms_classes(self) -> bool:
+        """True with labels."""
+        return self.labels
+
+    @property
     def learns(self) -> str:
         """Supervision by the labels of the data, or none."""
         return "with the labels of the data" if self.labels else "without labels"

@@ -44,11 +44,7 @@ class Crops:
         Raises:
             ShardError: an image cannot be decoded, or is of another size than its row says.
         """
-        keys, minor = document_keys(rows), epochs.astype(np.uint64)
-        drawn = [
-            seeding.unit(seeding.words(self.seed, f"crop {view}", keys, minor, 3 * _TRIES + 10))
-            for view in range(NUM_VIEWS)
-        ]
+        drawn = self._draws(rows, epochs)
         sizes = zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True)
         views = []
         for number, (raw, size) in enumerate(zip(rows.column("image"), sizes, strict=True)):
@@ -56,20 +52,46 @@ class Crops:
             views.append(b"".join(self.view(image, draws[number]).tobytes() for draws in drawn))
         return rows.drop_columns(["image"]).append_column(VIEWS, pa.array(views, pa.binary()))
 
+    def told(self, rows: pa.Table, epochs: NDArray[np.int64]) -> list[str]:
+        """What makes each view of each row, in words: the crop and the changes of its colours."""
+        sizes = list(zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True))
+        drawn, found = self._draws(rows, epochs), []
+        for number, size in enumerate(sizes):
+            for box, rest in (np.split(draws[number], [3 * _TRIES]) for draws in drawn):
+                left, upper, right, lower = self._box(size, box)
+                names = zip(("mirrored", "recoloured", "grey"), self._changes(rest), strict=True)
+                changes = "".join(f", {name}" for name, done in names if done)
+                found.append(f"pixels [{left}, {right}) x [{upper}, {lower}) of {size[0]} x {size[1]}{changes}")
+        return found
+
+    def _draws(self, rows: pa.Table, epochs: NDArray[np.int64]) -> list[NDArray[np.float64]]:
+        """`(n, 40)` numbers in [0, 1) for each view."""
+        keys, minor = document_keys(rows), epochs.astype(np.uint64)
+        return [
+            seeding.unit(seeding.words(self.seed, f"crop {view}", keys, minor, 3 * _TRIES + 10))
+            for view in range(NUM_VIEWS)
+        ]
+
     def view(self, image: Image.Image, draws: NDArray[np.float64]) -> Image.Image:
         """One view of an image, from at least 40 numbers in [0, 1)."""
-        config, (box, rest) = self.config, np.split(draws, [3 * _TRIES])
-        view = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=self._box(image, box))
-        flip, color, gray = rest[:3] < (config.hflip, config.color_jitter_prob, config.grayscale_prob)
+        box, rest = np.split(draws, [3 * _TRIES])
+        view = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=self._box(image.size, box))
+        flip, color, gray = self._changes(rest)
         if flip:
             view = ImageOps.mirror(view)
         if color:
             view = self._colored(view, rest[3:10])
         return view.convert("L").convert("RGB") if gray else view
 
-    def _box(self, image: Image.Image, draws: NDArray[np.float64]) -> tuple[int, int, int, int]:
+    def _changes(self, draws: NDArray[np.float64]) -> list[bool]:
+        """Whether a view is mirrored, gets other colours, and becomes grey."""
+        config = self.config
+        changed: list[bool] = (draws[:3] < (config.hflip, config.color_jitter_prob, config.grayscale_prob)).tolist()
+        return changed
+
+    def _box(self, size: tuple[int, int], draws: NDArray[np.float64]) -> tuple[int, int, int, int]:
         """Left, upper, right and lower edge of a crop; the whole image if none of the tries fits."""
-        width, height = image.size
+        width, height = size
         for area, ratio, place in draws.reshape(_TRIES, 3):
             pixels = width * height * (self.config.min_scale + area * (1 - self.config.min_scale))
             aspect = _RATIO ** (2 * ratio - 1)

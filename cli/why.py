@@ -1,0 +1,47 @@
+"""`declutr why`."""
+
+import argparse
+
+from declutr.common.console.terminal import refused
+from declutr.common.paths import path_argument
+
+_SHOWN_CHARACTERS = 160
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; return the exit status, also 1 if a step's digest is not the one that the run logged."""
+    parser = argparse.ArgumentParser(
+        prog="declutr why", description="Show what a step reads, or the steps that read a document."
+    )
+    parser.add_argument("run", type=path_argument, help="folder of a run, or YAML file with a `train` section")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data=FOLDER")
+    parser.add_argument("--step", type=int, help="show the documents, spans, masks and views of this step")
+    parser.add_argument("--document", help="show every step that reads a document: id, source or SOURCE:OFFSET")
+    parser.add_argument("--full", action="store_true", help="show whole texts")
+    given = parser.parse_intermixed_args(arguments)
+    if given.step is None and given.document is None:
+        parser.error("give --step, --document or both")
+    from declutr.common.config import ConfigError
+    from declutr.inspection.order import OrderError, read_order
+    from declutr.pipeline.shards.manifest import ShardError
+
+    try:
+        order = read_order(given.run, given.overrides)
+        if given.step is None:
+            for line in order.document_lines(given.document):
+                print(line)
+            return 0
+        order.check_step(given.step)
+        from declutr.inspection.views import step_lines
+        from declutr.trainer.objectives.config import ObjectiveError
+
+        as_logged = True
+        try:
+            for line, right in step_lines(order, given.step, given.document, None if given.full else _SHOWN_CHARACTERS):
+                as_logged &= right
+                print(line)
+        except ObjectiveError as error:
+            return refused(error)
+    except (ConfigError, OrderError, ShardError) as error:
+        return refused(error)
+    return int(not as_logged)

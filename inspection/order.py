@@ -1,0 +1,190 @@
+"""The order in which a run reads its rows, from its configuration and the manifests alone; nothing here needs torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from declutr.common.config import ConfigError, first_problem, load_config
+from declutr.common.overrides import apply_overrides
+from declutr.common.paths import expand
+from declutr.common.stores.address import is_remote
+from declutr.common.yamlfile import YamlError, read_yaml_file
+from declutr.pipeline.shards.ledger import find_entries
+from declutr.pipeline.shards.manifest import SPLITS, ShardError
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.driver.resolved import data_key
+from declutr.trainer.driver.shard_checks import kind_problem
+from declutr.trainer.metrics.metrics import METRICS, find_step, read_last_step
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.geometry import with_geometry
+
+_MOST_READS = 10**7
+
+
+class OrderError(ValueError):
+    """A run whose order cannot be found, or a step or document that it does not have."""
+
+
+@dataclass(frozen=True)
+class TaskOrder:
+    """The order of one task of a run.
+
+    Attributes:
+        name: name of the task; "" is the main one.
+        config: configuration of the task.
+        shards: training split of its shards.
+        plan: its rows at each step.
+    """
+
+    name: str
+    config: TrainConfig
+    shards: ShardSet
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """The order of all tasks of a run.
+
+    Attributes:
+        config: configuration of the run.
+        folder: folder of the run.
+        tasks: the tasks by name; every step has a batch of each.
+        last_step: last step of the whole run.
+        taken: newest step in the run's metrics; 0 before the first.
+    """
+
+    config: TrainConfig
+    folder: Path
+    tasks: Mapping[str, TaskOrder]
+    last_step: int
+    taken: int
+
+    def check_step(self, step: int) -> None:
+        """Check that the run has a step.
+
+        Raises:
+            OrderError: it has not.
+        """
+        if not 1 <= step <= self.last_step:
+            raise OrderError(f"--step {step}: the run has the steps 1 to {self.last_step:,}")
+
+    def logged_digest(self, task: str, step: int) -> int | None:
+        """Digest of a task's batch in the run's metrics; None if the step is not there."""
+        line = find_step(self.folder / METRICS, step) if step <= self.taken else None
+        digest = None if line is None else line.get(f"{task}_batch_digest" if task else "batch_digest")
+        return None if digest is None else int(digest)
+
+    def document_lines(self, wanted: str) -> Iterator[str]:
+        """Describe every step that reads the documents which `wanted` names: an id, a source or SOURCE:OFFSET.
+
+        Raises:
+            OrderError: no document has this name.
+        """
+        found = False
+        for name, task in self.tasks.items():
+            for row, line in entries(task.shards, wanted):
+                found = True
+                yield f"{f'task {name}: ' if name else ''}{line}"
+                if row is None:
+                    yield "  no step reads it"
+                    continue
+                if (times := self.last_step * task.plan.batch_documents // task.plan.num_documents) > _MOST_READS:
+                    raise OrderError(
+                        f"--document {wanted}: {self.last_step:,} steps read it about {times:,} times, and at most "
+                        f"{_MOST_READS:,} are listed; add steps=N with fewer"
+                    )
+                epochs, steps, positions = task.plan.reads_of(row, self.last_step)
+                for epoch, step, position in zip(epochs.tolist(), steps.tolist(), positions.tolist(), strict=True):
+                    later = "" if step <= self.taken else ", not taken yet"
+                    yield f"  epoch {epoch}: step {step}, position {position} of its batch{later}"
+                past = int((steps <= self.taken).sum())
+                yield f"  {past:,} of the {self.taken:,} steps taken read it, {len(steps):,} of all {self.last_step:,}"
+        if not found:
+            folders = ", ".join(str(task.shards.folder) for task in self.tasks.values())
+            raise OrderError(
+                f"{folders}: no document matches {wanted!r}; give an id (at least 8 hexadecimal digits), a source or "
+                "SOURCE:OFFSET, as --step shows them"
+            )
+
+
+def entries(shards: ShardSet, wanted: str) -> Iterator[tuple[int | None, str]]:
+    """The documents that `wanted` names: number in these shards, or None, and place with what became of it."""
+    for unit, _, entry in find_entries(shards.folder, wanted):
+        place = f"document {entry.id.hex() if entry.id else '(without an id)'}, {entry.source} at {entry.offset}"
+        if entry.status != "train":
+            became = "held out" if entry.status in SPLITS else f"not kept: {entry.status}"
+            yield None, f"{place}: {became}"
+            continue
+        number = shards.number_of(shards.first_of(f"train-{unit}.arrow") + (entry.row or 0))
+        of_all = f"of {shards.num_documents:,} in {shards.folder}"
+        yield number, f"{place}: {'outside the share' if number is None else f'row {number:,}'} {of_all}"
+
+
+def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
+    """The order of the run in a folder, or of the run that a YAML file configures.
+
+    Addresses in the configuration are not opened.
+
+    Raises:
+        ConfigError: settings that cannot be used.
+        OrderError: no run, or shards that are missing.
+    """
+    config = _read_config(path, overrides)
+    places = {name: task.data for name, task in config.tasks().items()}
+    problems = [
+        f"{data_key(name)} = {place} is an address, which is not opened: declutr pull {place} FOLDER, then add "
+        f"{data_key(name)}=FOLDER"
+        for name, place in places.items()
+        if is_remote(place)
+    ]
+    shards = dict[str, ShardSet]()
+    for name, place in places.items():
+        try:
+            if not is_remote(place):
+                shards[name] = ShardSet(expand(place), "train", look=False, part=config.tasks()[name].part)
+        except ShardError as error:
+            problems.append(
+                f"{data_key(name)} = {place}: {error}; start in the folder in which the run was started, or add "
+                f"{data_key(name)}=FOLDER"
+            )
+    if problems:
+        raise OrderError("\n".join(problems))
+    folder = path if path.is_dir() else expand(config.run)
+    config = with_geometry(config, folder, {name: one.manifest for name, one in shards.items()})
+    tasks = {
+        name: TaskOrder(name, one, shards[name], Plan(one.seed, shards[name].num_documents, one.batch_documents))
+        for name, one in config.tasks().items()
+    }
+    wrong = [problem for one in tasks.values() if (problem := kind_problem(one.config, one.shards.manifest))]
+    wrong += [
+        f"batch_documents = {one.config.batch_documents}: the training split of {data_key(name)} = {places[name]} has "
+        f"{one.shards.num_documents:,} documents, which is no run's data; add {data_key(name)}=FOLDER"
+        for name, one in tasks.items()
+        if one.config.batch_documents > one.shards.num_documents
+    ]
+    if wrong:
+        raise OrderError("\n".join(wrong))
+    newest = read_last_step(folder / METRICS)
+    return RunOrder(config, folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0)
+
+
+def _read_config(path: Path, overrides: Sequence[str]) -> TrainConfig:
+    if not path.is_dir():
+        return load_config(str(path), "train", TrainConfig, overrides)
+    try:
+        values = read_yaml_file(path / "config.yaml")
+        if not isinstance(values, dict):
+            raise OrderError(f"{path / 'config.yaml'} holds no settings; name a run, or the YAML file of one")
+        if problems := apply_overrides(values, overrides, TrainConfig.alternatives):
+            raise ConfigError(str(path), problems)
+        return TrainConfig.model_validate(values)
+    except FileNotFoundError as error:
+        raise OrderError(f"{path}: has no config.yaml; name the folder of a run, or the YAML file of one") from error
+    except (YamlError, RecursionError) as error:
+        raise OrderError(f"{path}: its config.yaml cannot be read ({error})") from error
+    except (OrderError, ConfigError):
+        raise
+    except ValueError as error:
+        raise OrderError(f"{path}: its config.yaml cannot be used ({first_problem(error, TrainConfig)})") from error

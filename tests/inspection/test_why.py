@@ -1,0 +1,271 @@
+"""`declutr why` against what the workers of a run read, for every method."""
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinyruns as runs
+import torch
+from mediafiles import png, sound, tone
+from mediashards import prepare_media
+from messages import says
+from textshards import prepare_rows
+
+from declutr.cli.main import main
+from declutr.common.config import config_yaml
+from declutr.inspection.order import read_order
+from declutr.inspection.step_reader import StepReader
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.chunks import rank_plan
+from declutr.trainer.data.packedbatch import DIGEST
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.data.stream import batches
+from declutr.trainer.metrics.metrics import METRICS, find_step
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.setup.build import build_collator, build_encoder, load_tokenizer
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.tasks import build_task
+from declutr.trainer.step.microbatch import Microbatch
+
+STEPS, WORKERS = 9, 2
+TEXTS = {"max_tokens": 12}
+CLIPS = {"patch_size": [8, 8], "mean": -4.0, "std": 4.0}
+METHODS = {
+    "declutr": ("documents", {"kind": "declutr"}),
+    "declutr unmasked": ("documents", {"kind": "declutr", "contrast_unmasked_anchors": True}),
+    "mlm": ("documents", {"kind": "declutr", "terms": "mlm"}),
+    "simcse": ("sentences", {"kind": "simcse", "mlm_loss_weight": 0.1, **TEXTS}),
+    "supervised simcse": ("pairs", {"kind": "simcse", "supervised": True, **TEXTS}),
+    "scd": ("sentences", {"kind": "scd", "projector": [8], "dropout_rates": [0.05, 0.2], **TEXTS}),
+    "scl": ("pairs", {"kind": "scl", **TEXTS}),
+}
+IMAGE = {"objective": {"kind": "supcon"}, "batch_documents": 6, "frontend": {"image_size": 16, "patch_size": [8, 8]}}
+AUDIO = {
+    "objective": {"kind": "supcon", "mixup": 0.5, "masks": {"time_mask": 4, "freq_mask": 6}},
+    "batch_documents": 5,
+    "frontend": CLIPS,
+}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Folders of shards of each kind, all texts with one tokenizer."""
+    folder = tmp_path_factory.mktemp("why")
+    rng = random.Random(0)
+
+    def text(least, most):
+        return " ".join(rng.choices("abcdefghij", k=rng.randint(least, most)))
+
+    documents = [{"text": f"{text(90, 200)} {number}"} for number in range(50)]
+    sentences = [{"text": f"{text(3, 20)} {number}"} for number in range(70)]
+    premises = [f"{text(3, 20)} {number}" for number in range(40)]
+    pairs = [{"premise": one, "hypothesis": text(2, 9), "label": label % 3} for one in premises for label in range(4)]
+    needed = {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}
+    pictures = {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)}
+    clips = {f"{n % 4}_{n}.wav": sound(tone(0.1 + 0.01 * (n % 7), 8000, n), 8000) for n in range(36)}
+    heard = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": r"^(\d)_"}
+    for name in ("images", "sounds"):
+        (folder / name).mkdir()
+    return {
+        "documents": prepare_rows(folder / "documents", "documents", documents, geometry=runs.GEOMETRY)[0],
+        "sentences": prepare_rows(folder / "sentences", "sentences", sentences)[0],
+        "pairs": prepare_rows(folder / "pairs", needed, pairs)[0],
+        "images": prepare_media(folder / "images", {"kind": "images", "shortest_edge": 18}, pictures)[0],
+        "sounds": prepare_media(folder / "sounds", heard, clips)[0],
+    }
+
+
+def spans_of(batch):
+    """Everything that a batch holds of each span: tokens or patches, dropout key, tokens to predict."""
+    found, ends = [], batch.spans.lengths.cumsum(0).tolist()
+    for number, end in enumerate(ends):
+        start = end - int(batch.spans.lengths[number])
+        key = int(batch.spans.keys[number])
+        if not hasattr(batch.spans, "input_ids"):
+            found.append((batch.spans.values[start:end].numpy().tobytes(), key))
+            continue
+        chosen = (batch.spans.selected >= start) & (batch.spans.selected < end)
+        rates = () if batch.spans.rates is None else tuple(batch.spans.rates[number].tolist())
+        places = tuple((batch.spans.selected[chosen] - start).tolist())
+        ids = tuple(batch.spans.input_ids[start:end].tolist())
+        found.append((ids, key, places, tuple(batch.spans.labels[chosen].tolist()), rates))
+    return found
+
+
+def read_by_workers(config):
+    """What two workers read in each step, by task, through the stream of a run; all chunks are read in this process."""
+    tokenizer, vocabulary = load_tokenizer(Path(config.data))
+    encoder = build_encoder(config, tokenizer)
+    found = {}
+    for name, settings in config.tasks().items():
+        split = ShardSet(Path(settings.data), "train", part=settings.part)
+        task = build_task(config, name, encoder, split.manifest, Communicator(), Microbatch())
+        collator = build_collator(task.objective, encoder, vocabulary)
+        plan = Plan(settings.seed, split.num_documents, settings.batch_documents, settings.canonical_documents)
+        parts = []
+        for rank in range(WORKERS):
+            mine = rank_plan(plan, split, rank, WORKERS, 0, STEPS, fetch=getattr(collator, "fetch", None))
+            assert mine.num_chunks == 1
+            parts.append(list(batches(mine, collator, torch.device("cpu"))))
+        found[name] = list(zip(*parts, strict=True))
+    return found
+
+
+def run_of(shards, folder, method, **changes):
+    """The folder of a run of a method with two auxiliary tasks, and what its workers read."""
+    content, objective = METHODS[method]
+    tasks = {"image": {"data": str(shards["images"]), **IMAGE}, "audio": {"data": str(shards["sounds"]), **AUDIO}}
+    values = runs.train_values(
+        shards[content], folder, steps=STEPS, objective=objective, auxiliary_tasks=tasks, task_schedule="alternating"
+    )
+    values |= changes
+    if content != "documents":
+        del values["spans"]
+    config = TrainConfig.model_validate(values)
+    read = read_by_workers(config)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(config_yaml(config))
+    with (folder / METRICS).open("w") as stream:
+        for step in range(1, STEPS + 1):
+            digests = {
+                f"{name}_batch_digest" if name else "batch_digest": sum(one.digest for one in steps[step - 1]) % DIGEST
+                for name, steps in read.items()
+            }
+            stream.write(json.dumps({"kind": "step", "step": step, "time": 0.0, **digests}) + "\n")
+    return config, read
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_why_shows_every_span_that_the_workers_read(shards, tmp_path, capsys, method):
+    changes = {"scaling": {"num_workers": 2, "elastic_determinism": True}} if method == "declutr unmasked" else {}
+    _, read = run_of(shards, tmp_path / "run", method, **changes)
+    order = read_order(tmp_path / "run")
+    for name, task in order.tasks.items():
+        reader = StepReader(task, order.folder)
+        for step in range(1, STEPS + 1):
+            rows = list(reader.rows(step))
+            expected = [span for part in read[name][step - 1] for span in spans_of(part)]
+            assert sorted(span for row in rows for span in spans_of(row.batch)) == sorted(expected), (name, step)
+            assert sum(row.batch.spans.digest() for row in rows) % DIGEST == order.logged_digest(name, step)
+            assert all(len(row.roles) in (0, row.batch.spans.num_spans) for row in rows)
+    assert main(["why", str(tmp_path / "run"), "--step", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("as the run logged it") == 3
+    assert shown.count("\nposition ") == 8 + 6 + 5
+    assert ("to predict: " in shown) == (method in ("declutr", "declutr unmasked", "mlm", "simcse"))
+    assert ("positive [" in shown) == method.startswith("declutr")
+    assert "mel bands [" in shown
+    assert "mixed with another clip" in shown
+    assert "pixels [" in shown
+
+
+@pytest.fixture(scope="module")
+def run(shards, tmp_path_factory):
+    """Folder of a run of DeCLUTR with two auxiliary tasks, its configuration and what its workers read."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    return folder, *run_of(shards, folder, "declutr", data_fraction=0.8)
+
+
+def test_document_lists_every_step_that_read_it(run, capsys):
+    folder, config, read = run
+    order = read_order(folder)
+    for name in order.tasks:
+        split = ShardSet(Path(config.tasks()[name].data), "train", part=config.tasks()[name].part)
+        keys = split.take(np.arange(split.num_documents))["id"].to_pylist()
+        dropout_key = {span[1] for part in read[name][6] for span in spans_of(part)}
+        reader = StepReader(order.tasks[name], folder)
+        document = next(row for row in reader.rows(7) if {span[1] for span in spans_of(row.batch)} <= dropout_key)
+        assert keys[document.number].hex() == document.id
+        steps = [step for step in range(1, STEPS + 1) for row in reader.rows(step) if row.number == document.number]
+        assert main(["why", str(folder), "--document", document.id]) == 0
+        shown = capsys.readouterr().out
+        assert re.findall(r"step (\d+), position", shown) == list(map(str, steps))
+        assert f"{len(steps)} of the 9 steps taken read it, {len(steps)} of all 9" in shown
+        assert main(["why", str(folder), "--document", document.id, "--step", "7"]) == 0
+        assert capsys.readouterr().out.count("position ") == 1
+        unread = next((step for step in range(1, STEPS + 1) if step not in steps), None)
+        if unread is not None:
+            assert main(["why", str(folder), "--document", document.id, "--step", str(unread)]) == 1
+            assert f"step {unread} does not read it" in capsys.readouterr().err
+
+
+def test_document_outside_the_share_is_read_by_no_step(run, capsys):
+    folder, config, _ = run
+    splits = [ShardSet(Path(config.data), "train", part=part) for part in (None, config.part)]
+    every, read = (split.take(np.arange(split.num_documents))["id"].to_pylist() for split in splits)
+    assert main(["why", str(folder), "--document", next(one for one in every if one not in read).hex()]) == 0
+    says(capsys.readouterr().out, "outside the share")
+
+
+def test_document_that_is_held_out_is_read_by_no_step(run, capsys):
+    folder, config, _ = run
+    held_out = ShardSet(Path(config.data), "held-out").take(np.array([0]))["id"][0].as_py().hex()
+    assert main(["why", str(folder), "--document", held_out]) == 0
+    shown = capsys.readouterr().out
+    assert "held out" in shown
+    assert "no step reads it" in shown
+
+
+def test_why_of_other_shards_names_both_digests_and_the_setting(run, shards, capsys, tmp_path):
+    folder, _, _ = run
+    other = tmp_path / "other"
+    shutil.copytree(shards["documents"], other)
+    manifest = json.loads((other / "manifest.json").read_text())
+    held_out = next(shard for shard in manifest["shards"] if shard["split"] == "held-out")
+    held_out["split"] = "train"
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["why", str(folder), "--step", "2", f"data={other}"]) == 1
+    assert "add data=FOLDER" in capsys.readouterr().out
+    assert main(["why", str(folder), "--step", "2", f"data={tmp_path / 'none'}"]) == 1
+    assert f"data = {tmp_path / 'none'}" in capsys.readouterr().err
+    assert main(["why", str(folder), "--step", "2", "data=s3://bucket/x"]) == 1
+    assert "declutr pull s3://bucket/x FOLDER" in capsys.readouterr().err
+    assert main(["why", str(folder), "--step", "2", "batch_documents=1000000000000"]) == 1
+    assert "batch_documents = 1000000000000: " in capsys.readouterr().err
+    document = ShardSet(shards["documents"], "train").take(np.array([0]))["id"][0].as_py().hex()
+    assert main(["why", str(folder), "--document", document, f"steps={10**18}"]) == 1
+    assert "at most 10,000,000 are listed" in capsys.readouterr().err
+    for step in ("0", "10", "-3"):
+        assert main(["why", str(folder), f"--step={step}"]) == 1
+        assert f"--step {step}: the run has the steps 1 to 9" in capsys.readouterr().err
+    assert main(["why", str(folder), "--document", "nowhere.txt"]) == 1
+    assert "no document matches 'nowhere.txt'" in capsys.readouterr().err
+
+
+def test_why_of_a_file_shows_a_run_that_has_not_started(run, capsys, tmp_path):
+    folder, config, _ = run
+    values = config.model_dump(mode="json") | {"run": str(tmp_path / "new")}
+    file = runs.write_config(tmp_path / "run.yaml", train=values)
+    assert main(["why", str(file), "--step", "4"]) == 0
+    new = capsys.readouterr().out
+    assert new.count("not taken yet, the newest step in the metrics is no step") == 3
+    assert main(["why", str(folder), "--step", "4"]) == 0
+    started = capsys.readouterr().out
+    assert [line for line in new.splitlines() if "digest" not in line] == [
+        line for line in started.splitlines() if "digest" not in line
+    ]
+    assert main(["why", str(file), "--step", "4", "seed=5"]) == 0
+    assert capsys.readouterr().out != new
+
+
+def test_a_step_is_found_in_a_long_file_without_reading_it(tmp_path):
+    path = tmp_path / METRICS
+    padding = "x" * 50
+    with path.open("w") as stream:
+        for step in range(1, 20_001):
+            if step % 1000 == 1:
+                stream.write(json.dumps({"kind": "start", "step": step, "workers": 2}) + "\n")
+            stream.write("damaged " + padding + "\n" if step == 777 else "")
+            if step != 12_345:
+                stream.write(json.dumps({"kind": "step", "step": step, "loss": step / 2, "mfu": None}) + "\n")
+        stream.write('{"kind": "step", "step": 20001')
+    for step in (1, 2, 776, 777, 1001, 19_999, 20_000):
+        assert find_step(path, step)["loss"] == step / 2
+    for step in (0, 12_345, 20_001, 10**9):
+        assert find_step(path, step) is None
+    assert find_step(tmp_path / "none", 1) is None

@@ -1,0 +1,216 @@
+"""Alarms of planted failures, in the metrics of runs, in the log and on the page; and none of runs that learn."""
+
+import logging
+import random
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tinyruns as runs
+import torch
+from textshards import prepare_rows
+from tiny import documents
+
+from declutr.common.config import config_yaml
+from declutr.inspection.runs.page import write_run_report
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.near_rows import near_rows
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.metrics.alarms import Alarms
+from declutr.trainer.metrics.metrics import MetricsWriter, read_metrics
+from declutr.trainer.objectives.measures import spread, uniformity
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.setup.build import build_collator, build_encoder, load_tokenizer
+from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.tasks import build_task, build_train_steps
+from declutr.trainer.step.microbatch import Microbatch
+
+SCD = {"kind": "scd", "projector": [16], "max_tokens": 24, "dropout_rates": [0.0, 0.5], "decorrelation_weight": 0.0}
+SIMCSE = {"kind": "simcse", "max_tokens": 24}
+SPEED = {"data_wait_share": 0.02}
+SETTINGS = {"optim.lr": 0.5, "optim.max_grad_norm": 1.0, "batch_documents": 16, "scaling.data_cpus": 2}
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory):
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 6))) for _ in range(300)]
+    rows = [{"text": " ".join(rng.choices(words, k=rng.randint(6, 20)))} for _ in range(400)]
+    return prepare_rows(tmp_path_factory.mktemp("alarms") / "sentences", "sentences", rows)[0]
+
+
+def train(data, folder, objective, lr, steps=50, speed=SPEED, spoil=lambda _, table: table, seed=0):
+    """Trains in this process with the parts of a worker, and writes its metrics as the worker does."""
+    values = runs.train_values(
+        data, folder, steps=steps, objective=objective, batch_documents=16, optim={"lr": lr}, seed=seed
+    )
+    values["encoder"]["dropout"] = 0.1
+    del values["spans"]
+    config = TrainConfig.model_validate(values)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(config_yaml(config))
+    (folder / "metrics.jsonl").touch()
+    tokenizer, vocabulary = load_tokenizer(Path(data))
+    encoder, shards = build_encoder(config, tokenizer).train(), ShardSet(Path(data), "train")
+    task = build_task(config, "", encoder, shards.manifest, Communicator(), Microbatch())
+    [train_step] = build_train_steps(config, [task], steps)
+    collator, plan = build_collator(task.objective, encoder, vocabulary), Plan(seed, shards.num_documents, 16)
+    settings = SETTINGS | {"optim.lr": lr}
+    writer = MetricsWriter(folder, 0, Alarms({"": config.objective}, settings))
+    for step in range(1, steps + 1):
+        epochs, rows = plan.documents(step - 1, step)
+        table = spoil(step, shards.take(rows))
+        batch = collator.collate(table, epochs)
+        near = (near_rows(table), len(table)) if step % 10 == 1 else None
+        writer.step(step, train_step.step({"": batch}, step), speed, near)
+    writer.close()
+    return [line for line in read_metrics(folder) if line["kind"] == "alarm"]
+
+
+def repeated(_step, table):
+    """Every second row of a batch repeats the one before it."""
+    return table.take(pa.array(np.arange(len(table)) // 2 * 2)).combine_chunks()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cause", "planted", "told"),
+    [
+        ("collapse", {"objective": SCD, "lr": 0.02}, ["objective.repulsion_weight (now 1.0)", "optim.lr (now 0.02)"]),
+        (
+            "nothing_to_learn",
+            {"objective": SIMCSE | {"temperature": 0.005}, "lr": 3e-3},
+            ["contrastive", "batch_documents (now 16)"],
+        ),
+        (
+            "starving",
+            {"objective": SIMCSE, "lr": 1e-4, "speed": {"data_wait_share": 0.75}},
+            ["75%", "scaling.data_cpus (now 2)"],
+        ),
+        ("near_duplicates", {"objective": SIMCSE, "lr": 1e-4, "spoil": repeated}, ["50%", "duplicates.near={}"]),
+    ],
+)
+def test_a_planted_failure_is_named_once_with_its_remedy(sentences, tmp_path, caplog, cause, planted, told):
+    with caplog.at_level(logging.WARNING, "declutr"):
+        alarms = train(sentences, tmp_path / "run", **planted)
+    (alarm,) = [line for line in alarms if line["alarm"] == cause]
+    assert alarm["step"] <= 50
+    assert alarm["figure"] != alarm["limit"]
+    for part in (f"step {alarm['step']}: ", *told):
+        assert part in alarm["text"]
+    assert caplog.text.count(alarm["text"].partition(": ")[2]) == 1
+    page = re.sub(r"<[^>]+>", " ", write_run_report([tmp_path / "run"]).read_text()).replace("&#x27;", "'")
+    head = page.partition("Losses")[0]
+    assert alarm["text"] in head
+
+
+@pytest.mark.slow
+def test_a_spike_is_named_with_the_step_that_read_it(sentences, tmp_path):
+    """Half of a step's texts become one text, whose contrast cannot be won."""
+
+    def spoil(step, table):
+        return table.take(pa.array([0] * len(table))).combine_chunks() if step == 45 else table
+
+    alarms = train(sentences, tmp_path / "run", SIMCSE, 1e-3, spoil=spoil)
+    (alarm,) = [line for line in alarms if line["alarm"] == "loss_spike"]
+    assert alarm["step"] == 45
+    assert alarm["figure"] > alarm["limit"]
+    assert "`declutr why RUN --step 45`" in alarm["text"]
+    assert "optim.lr (now 0.001) or optim.max_grad_norm (now 1.0)" in alarm["text"]
+    assert alarm["text"] in write_run_report([tmp_path / "run"]).read_text()
+
+
+@pytest.mark.slow
+def test_runs_that_learn_raise_no_alarm_of_collapse_spike_or_input(sentences, tmp_path):
+    wanted = {**SCD, "dropout_rates": [0.05, 0.155], "decorrelation_weight": 0.2, "repulsion_weight": 0.05}
+    for number, objective in enumerate((SIMCSE, wanted)):
+        alarms = train(sentences, tmp_path / str(number), objective, 1e-3)
+        assert {line["alarm"] for line in alarms} <= {"nothing_to_learn"}
+
+
+def line_of(step, **values):
+    return {"kind": "step", "step": step, **values}
+
+
+def objective_of(**values):
+    return runs.least_config(objective=values).objective
+
+
+def test_alarms_of_a_resumed_run_are_not_given_again():
+    lines = [line_of(step, data_wait_share=0.9, loss=1.0) for step in range(1, 40)]
+    first = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
+    found = [alarm for line in lines for alarm in first.add(line)]
+    assert [(alarm.cause, alarm.step) for alarm in found] == [("starving", 24)]
+    lines.insert(24, {"kind": "alarm", "step": 24, **found[0].line()})
+    second = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
+    second.replay(lines)
+    assert second.add(line_of(40, data_wait_share=0.9, loss=1.0)) == []
+    assert [alarm.cause for alarm in second.add(line_of(41, data_wait_share=0.9, loss=100.0))] == ["loss_spike"]
+
+
+def test_a_loss_that_rises_again_has_something_to_learn():
+    watched = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
+    losses = [0.1 if step % 10 == 9 else 0.0 for step in range(40)]
+    assert not any(watched.add(line_of(step, contrastive=loss)) for step, loss in enumerate(losses))
+    watched = Alarms({"": objective_of(kind="simcse", mlm_loss_weight=0.1)}, SETTINGS)
+    found = [watched.add(line_of(step, contrastive=0.0, mlm=5.0)) for step in range(1, 20)]
+    assert [bool(alarms) for alarms in found] == [step == 10 for step in range(1, 20)]
+    assert "only the MLM loss still trains" in found[9][0].text
+    assert Alarms({"": objective_of(terms="mlm")}, SETTINGS).add(line_of(1, contrastive=0.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "alarmed"),
+    [
+        ([-0.1] * 30, False),  # a pretrained encoder in a narrow cone
+        ([-0.1] * 10 + [-2.0] * 20, False),
+        ([-2.0] * 10 + [-0.02] * 20, True),
+        ([-2.0, -0.02] * 15, False),
+        ([-0.12] * 10 + [-0.03] * 20, True),
+        ([None] * 30, False),
+    ],
+)
+def test_uniformity_alarms_near_0_if_it_was_lower(values, alarmed):
+    watched = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
+    found = [alarm for step, value in enumerate(values) for alarm in watched.add(line_of(step, batch_uniformity=value))]
+    assert [alarm.cause for alarm in found] == ["collapse"] * alarmed
+    held_out = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
+    assert held_out.add({"kind": "validation", "step": 0, "uniformity": -1.5, "effective_rank": 30.0}) == []
+    (alarm,) = held_out.add({"kind": "validation", "step": 9, "uniformity": -1.0, "effective_rank": 9.0})
+    assert (alarm.cause, alarm.figure, alarm.limit) == ("collapse", 9.0, pytest.approx(10.5))
+    labelled = Alarms({"": objective_of(kind="simcse"), "image": objective_of(kind="supcon")}, SETTINGS)
+    lines = [line_of(step, image_batch_participation_ratio=90.0 if step < 20 else 9.0) for step in range(60)]
+    assert [alarm for line in lines for alarm in labelled.add(line)] == []
+
+
+def test_near_rows_counts_rows_that_repeat_another():
+    table = documents([200, 300, 12, 5, 2], 10)
+    assert near_rows(table) == 0
+    twice = pa.concat_tables([table, table.slice(1, 3)]).combine_chunks()
+    assert near_rows(twice) == 3
+    tokens = table["tokens"].to_pylist()
+    tokens[1] = [*tokens[0][:150], *tokens[1][:10]]
+    near = table.set_column(table.column_names.index("tokens"), "tokens", pa.array(tokens, pa.list_(pa.uint16())))
+    assert near_rows(near) == 1
+    assert near_rows(table.drop_columns(["tokens"])) == 0
+    started = time.process_time()
+    assert near_rows(documents([500] * 256, 100)) == 0
+    assert time.process_time() - started < 5
+
+
+def test_spread_is_that_of_the_covariance():
+    views = torch.randn(40, 2, 12, generator=torch.Generator().manual_seed(0)) + 1
+    unit = torch.nn.functional.normalize(views[:, 0].double(), dim=-1)
+    values = torch.linalg.eigvalsh(torch.cov(unit.T))
+    expected = uniformity(views[:, 0]), float(values.sum() ** 2 / values.square().sum())
+    assert spread(views).tolist() == pytest.approx(expected, rel=1e-4)
+    assert spread(views.expand(40, 2, 12)[:1]).isnan().all()
+    alike = replace_rows(views)
+    assert spread(alike)[0] == pytest.approx(0, abs=1e-3)
+
+
+def replace_rows(views):
+    return views[:1].expand_as(views) + 1e-6 * views

@@ -1,0 +1,230 @@
+"""Alarms: signs in a run's metrics that it learns nothing, each named once with its remedy.
+
+They read what is on the host anyway, so that a device computes and sends nothing for them.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from declutr.trainer.objectives.config import ObjectiveConfig
+
+_WINDOW = 10  # steps whose mean is compared, because a single batch may be odd
+_ONE_POINT = -0.1  # uniformity above which all embeddings are nearly equal
+_FEW_DIMENSIONS = 0.35  # share of the most dimensions that a run has used
+_LOSSES, _FEWEST_LOSSES = 30, 20
+_DEVIATIONS, _RISE = 8.0, 0.5  # of a spike: robust standard deviations, and share of the median
+_VANISHED = 1e-3
+_WAITING, _WAITED_STEPS, _FIRST_STEPS = 0.5, 20, 5
+_ALIKE, _MEASURED = 0.1, 3
+_REPLAYED = 500
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """An alarm.
+
+    Attributes:
+        cause: `collapse`, `loss_spike`, `nothing_to_learn`, `starving` or `near_duplicates`.
+        step: step at which it was found.
+        figure: the value that is beyond the limit.
+        limit: the limit.
+        text: one sentence or two: what was found, and the remedy.
+    """
+
+    cause: str
+    step: int
+    figure: float
+    limit: float
+    text: str
+
+    def line(self) -> dict[str, Any]:
+        """The alarm as a line of metrics."""
+        told = f"step {self.step}: {self.text}"
+        return {"alarm": self.cause, "text": told, "figure": self.figure, "limit": self.limit}
+
+
+@dataclass
+class _Spread:
+    """The spread of one kind of embeddings so far.
+
+    Attributes:
+        size: values whose mean is compared.
+        recent: the newest values.
+        lowest: lowest mean so far.
+        highest: highest mean so far.
+    """
+
+    size: int
+    recent: deque[float] = field(default_factory=deque)
+    lowest: float = float("inf")
+    highest: float = float("-inf")
+
+    def add(self, value: float | None) -> float | None:
+        """Adds a value; returns the mean of the newest, None while there are too few."""
+        if value is None or value != value:
+            return None
+        self.recent.append(value)
+        if len(self.recent) > self.size:
+            self.recent.popleft()
+        if len(self.recent) < self.size:
+            return None
+        mean = sum(self.recent) / self.size
+        self.lowest, self.highest = min(self.lowest, mean), max(self.highest, mean)
+        return mean
+
+
+class Alarms:
+    """Watches the lines of a run's metrics in their order.
+
+    Args:
+        objectives: settings of the objective of each task by name; "" is the main one.
+        settings: values of the settings that remedies name, by dotted key.
+    """
+
+    def __init__(self, objectives: Mapping[str, ObjectiveConfig], settings: Mapping[str, Any]) -> None:
+        self._objectives = objectives
+        self._settings = settings
+        self._given: set[str] = set()
+        self._spread: dict[str, _Spread] = {}
+        self._losses: deque[float] = deque(maxlen=_LOSSES)
+        self._vanished = 0
+        self._waits: deque[float] = deque(maxlen=_WAITED_STEPS)
+        self._first_step = 0
+        self._alike: deque[float] = deque(maxlen=_MEASURED)
+
+    def replay(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Adds the first and the newest lines of earlier starts of the run, whose alarms were given then."""
+        for line in (*lines[:_REPLAYED], *lines[_REPLAYED:][-_REPLAYED:]):
+            self.add(line)
+        self._given = {line["alarm"] for line in lines if line["kind"] == "alarm"}
+
+    def add(self, line: Mapping[str, Any]) -> list[Alarm]:
+        """The new alarms that a line gives rise to."""
+        step, kind = line["step"], line["kind"]
+        if kind == "start":
+            self._first_step = step
+            self._waits.clear()
+        found = list[Alarm]()
+        if kind == "validation":
+            found += self._collapse("held-out embeddings", "", line, "uniformity", "effective_rank", 1)
+        if kind == "step":
+            for name, objective in self._objectives.items():
+                prefix = f"{name}_" if name else ""
+                whose = f"the batch of the task {name}" if name else "the batch"
+                names = f"{prefix}batch_uniformity", f"{prefix}batch_participation_ratio"
+                if objective.embeds:
+                    found += self._collapse(whose, name, line, *names, _WINDOW)
+            found += [*self._spike(line), *self._nothing(line), *self._starving(line)]
+        return self._new(found)
+
+    def add_rows(self, step: int, alike: int, rows: int) -> list[Alarm]:
+        """The new alarms about rows of a batch, of which some repeat another."""
+        self._alike.append(alike / max(1, rows))
+        share = sum(self._alike) / len(self._alike)
+        if len(self._alike) < _MEASURED or share <= _ALIKE or not self._objectives[""].embeds:
+            return []
+        text = (
+            f"near-duplicates: {share:.0%} of the rows of the first worker's batches nearly repeat another row of "
+            f"their batch (limit {_ALIKE:.0%}, {alike} of {rows} now), and the loss pushes them apart. Prepare the "
+            "corpus again with duplicates.near={}"
+        )
+        return self._new([Alarm("near_duplicates", step, share, _ALIKE, text)])
+
+    def _new(self, found: list[Alarm]) -> list[Alarm]:
+        """The first alarm of each cause that was not given before."""
+        new = {alarm.cause: alarm for alarm in reversed(found) if alarm.cause not in self._given}
+        self._given |= new.keys()
+        return list(new.values())
+
+    def _now(self, key: str) -> str:
+        return f"{key} (now {self._settings[key]})" if key in self._settings else key
+
+    def _collapse(
+        self, whose: str, task: str, line: Mapping[str, Any], evenness: str, dimensions: str, size: int
+    ) -> Iterator[Alarm]:
+        """Embeddings near one point, or in few dimensions of those that they had."""
+        own = self._spread.setdefault(evenness, _Spread(size))
+        mean = own.add(line.get(evenness))
+        objective = self._objectives[task]
+        lr = self._now("optim.lr")
+        remedy = f"{objective.against_collapse}, or lower {lr}" if objective.against_collapse else f"Lower {lr}"
+        if mean is not None and mean > max(_ONE_POINT, own.lowest / 2):
+            yield Alarm(
+                "collapse",
+                line["step"],
+                mean,
+                _ONE_POINT,
+                f"collapse: the uniformity of {whose} is {mean:.3f} (limit {_ONE_POINT}; lowest before "
+                f"{own.lowest:.2f}), so all embeddings are nearly one point. {remedy}",
+            )
+        used = self._spread.setdefault(dimensions, _Spread(size))
+        mean = used.add(line.get(dimensions))
+        limit = _FEW_DIMENSIONS * used.highest
+        if mean is not None and mean < limit and not objective.forms_classes:
+            yield Alarm(
+                "collapse",
+                line["step"],
+                mean,
+                limit,
+                f"collapse: {whose} spans {mean:.1f} dimensions (limit {limit:.1f}, as it had {used.highest:.1f}; "
+                f"{dimensions.replace('_', ' ')}). {remedy}",
+            )
+
+    def _spike(self, line: Mapping[str, Any]) -> Iterator[Alarm]:
+        """A loss far above the losses before it."""
+        loss = line.get("loss")
+        if loss is None or loss != loss:
+            return
+        if len(self._losses) >= _FEWEST_LOSSES:
+            middle = median(self._losses)
+            deviation = 1.4826 * median(abs(one - middle) for one in self._losses)
+            limit = middle + max(_DEVIATIONS * deviation, _RISE * abs(middle))
+            if loss > limit:
+                yield Alarm(
+                    "loss_spike",
+                    line["step"],
+                    loss,
+                    limit,
+                    f"loss spike: the loss is {loss:.4g} (limit {limit:.4g}; median of the {len(self._losses)} steps "
+                    f"before {middle:.4g}). Lower {self._now('optim.lr')} or {self._now('optim.max_grad_norm')}; "
+                    f"`declutr why RUN --step {line['step']}` shows what the step read",
+                )
+        self._losses.append(loss)
+
+    def _nothing(self, line: Mapping[str, Any]) -> Iterator[Alarm]:
+        """A contrast that stays near 0."""
+        objective = self._objectives[""]
+        value = line.get(objective.contrast) if objective.contrast else None
+        self._vanished = self._vanished + 1 if value is not None and value < _VANISHED else 0
+        if value is not None and self._vanished >= _WINDOW:
+            yield Alarm(
+                "nothing_to_learn",
+                line["step"],
+                value,
+                _VANISHED,
+                f"the {objective.contrast} loss is {value:.4f} (limit {_VANISHED}) for {_WINDOW} steps: no negatives "
+                "left to learn from, because each row is already much nearer to its positive than to the other rows "
+                f"of its batch. Increase {self._now('batch_documents')}"
+                + ("; only the MLM loss still trains" if objective.mlm else ", or end the run"),
+            )
+
+    def _starving(self, line: Mapping[str, Any]) -> Iterator[Alarm]:
+        """Steps that mostly wait for data."""
+        wait = line.get("data_wait_share")
+        if wait is None or line["step"] < self._first_step + _FIRST_STEPS:
+            return
+        self._waits.append(wait)
+        share = sum(self._waits) / len(self._waits)
+        if len(self._waits) == _WAITED_STEPS and share > _WAITING:
+            yield Alarm(
+                "starving",
+                line["step"],
+                share,
+                _WAITING,
+                f"starving: the last {_WAITED_STEPS} steps waited for data {share:.0%} of their time (limit "
+                f"{_WAITING:.0%}). Increase {self._now('scaling.data_cpus')}, leave more CPUs of the cluster free, or "
+                "move `data` to a faster disk",
+            )
