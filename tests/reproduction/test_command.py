@@ -30,6 +30,7 @@ def finished(item, tmp_path_factory):
     return work / "terms-tiny"
 
 
+@pytest.mark.slow
 def test_results_have_all_runs_the_papers_number_and_paired_tests(finished):
     found = json.loads((finished / "results.json").read_text())
     assert (found["finished_runs"], found["planned_runs"]) == (8, 8)
@@ -48,6 +49,7 @@ def test_results_have_all_runs_the_papers_number_and_paired_tests(finished):
     assert (finished / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_runs_are_ordinary_and_paired(finished):
     """Runs with one seed read the same documents and spans, a smaller share is part of the larger one."""
 
@@ -63,6 +65,7 @@ def test_runs_are_ordinary_and_paired(finished):
     assert (config["seed"], config["data_fraction"], config["objective"]["terms"]) == (1, 0.5, "mlm")
 
 
+@pytest.mark.slow
 def test_second_call_repeats_nothing(item, finished, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("scores.json")}
     assert len(before) == 8
@@ -71,6 +74,21 @@ def test_second_call_repeats_nothing(item, finished, capsys):
     assert "8 finished" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_other_columns_are_scored_without_training_again(item, finished, tmp_path):
+    shutil.copytree(finished.parent, tmp_path / "work")
+    values = yaml.safe_load(item.read_text())
+    values["columns"]["recall"] = {"validation": "distant_recall_at_1"}
+    (tmp_path / "terms.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    metrics = [one.stat().st_mtime_ns for one in sorted((tmp_path / "work").rglob("metrics.jsonl"))]
+    given = ["--scale", "tiny", "--data", str(item.parent / "data"), "--work", str(tmp_path / "work")]
+    assert run([str(tmp_path / "terms.yaml"), *given]) == 0
+    found = json.loads((tmp_path / "work/terms-tiny/results.json").read_text())["numbers"]
+    assert found["recall"].keys() == found["STS-B"].keys()
+    assert [one.stat().st_mtime_ns for one in sorted((tmp_path / "work").rglob("metrics.jsonl"))] == metrics
+
+
+@pytest.mark.slow
 def test_killed_call_continues_to_the_same_numbers(item, finished, tmp_path):
     work = tmp_path / "work"
     command = [sys.executable, "-m", "declutr.cli.main", "reproduce", *arguments(item, work, "--seeds", "0")]
