@@ -157,7 +157,7 @@ def test_copies_in_two_classes_are_told(tmp_path, make_media, prepare_media):
     assert re.search(r"The first: 'c/0.png': \d+:0 is kept, .*, label 'a' there, 'c' here$", hint)
     assert "2 duplicate_other_label" in summary(manifest, "out")
     assert html.escape(hint, quote=False) in html.unescape(str(header(gather(out))))
-    told = locate(out, "f/0.png", None, 0, 0)
+    told = locate(out, "f/0.png")
     assert any("the copy that is kept" in line and "d/0.png" in line for line in told)
     unlabelled = make_media({"kind": "images", "label": None}, folder, duplicates={"exact": True})
     manifest, _, _ = prepare_media(unlabelled, tmp_path / "unlabelled")
