@@ -62,14 +62,9 @@ def test_shorter_documents_are_kept_and_the_trainer_follows(prepared):
     assert kept["drop"] < kept["fewer_anchors"] < kept["shrink_spans"]
 
 
-def test_inspect_shows_the_spans_there_are(prepared):
+def test_inspect_shows_the_room_of_the_windows(prepared):
     for mode, folder in prepared.items():
-        lines = list(describe(folder, num_documents=100))
-        starts = [index for index, line in enumerate(lines) if line.startswith("- document")]
-        for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-            tokens = int(lines[start].rsplit(": ", 1)[1].split()[0])
-            shown = sum("anchor   [" in line for line in lines[start:end])
-            assert shown == (min(2, tokens // 32) if mode == "fewer_anchors" else 2)
+        lines = list(describe(folder, num_documents=2))
         (said,) = [line for line in lines if "16 tokens" in line]
         assert ("in short ones" in said) == (mode == "fewer_anchors")
         assert ("6 or more" in said) == (mode == "shrink_spans")

@@ -18,8 +18,8 @@ SIZE = (200, 200)
 
 def boxes(count=2000, size=SIZE, **config):
     crops = Crops(CropConfig(**config), 32, 0)
-    image, rng = Image.new("RGB", size), np.random.default_rng(0)
-    return np.array([crops._box(image, rng.random(30)) for _ in range(count)])
+    rng = np.random.default_rng(0)
+    return np.array([crops._box(size, rng.random(30)) for _ in range(count)])
 
 
 def picture(seed=0, size=(40, 30)):

@@ -157,7 +157,7 @@ def test_copies_in_two_classes_are_told(tmp_path, make_media, prepare_media):
     says(hint, "'c/0.png'", "kept", "'a' there", "'c' here")
     assert "2 duplicate_other_label" in summary(manifest, "out")
     assert html.escape(hint, quote=False) in html.unescape(str(header(gather(out))))
-    told = locate(out, "f/0.png", None, 0, 0)
+    told = locate(out, "f/0.png")
     says(told, "copy", "kept", "d/0.png")
     unlabelled = make_media({"kind": "images", "label": None}, folder, duplicates={"exact": True})
     manifest, _, _ = prepare_media(unlabelled, tmp_path / "unlabelled")
