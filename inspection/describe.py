@@ -14,7 +14,7 @@ from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.driver.exported import EXPORT, SETTINGS, read_settings
+from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS, read_settings
 from declutr.trainer.metrics.metrics import read_metrics
 
 

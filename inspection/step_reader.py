@@ -14,10 +14,10 @@ import torch
 
 from declutr.common.paths import expand
 from declutr.inspection.order import OrderError, TaskOrder
+from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.driver.exported import EXPORT
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.language_model import load_hf_config, max_span_tokens
 from declutr.trainer.objectives.base import Objective, implementation_of

@@ -22,8 +22,8 @@ from benchmarks import record
 from declutr.common.config import load_config
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json
 from declutr.evaluation.senteval.data.tasks import find
+from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.driver.export import write_encoder
-from declutr.trainer.driver.exported import EXPORT
 from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.setup.build import build_encoder, load_tokenizer
 from declutr.trainer.setup.config import TrainConfig

@@ -31,7 +31,7 @@ from benchmarks.quality.sibling_inputs import keep_lower_layers, split_nli
 from benchmarks.quality.sibling_runs import MAX_TOKENS, METHODS, PAIRS, prepare_settings, run_settings, start_settings
 from declutr.common.storage import atomic_folder, read_json, write_text
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.driver.exported import EXPORT
+from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.metrics.config import STSB
 from declutr.trainer.metrics.metrics import read_metrics

@@ -29,7 +29,7 @@ from declutr.evaluation.encoders.runs import load_run, start_of
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.driver.exported import EXPORT
+from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import max_span_tokens
 

@@ -19,8 +19,8 @@ from declutr.evaluation.encoders.weights import explain
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER
+from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
-from declutr.trainer.driver.exported import EXPORT, SETTINGS
 from declutr.trainer.model.behind import modules_of
 from declutr.trainer.model.bounds import check_folder, check_size, check_tokenizer
 from declutr.trainer.model.encoder import Encoder

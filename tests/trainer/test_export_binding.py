@@ -7,8 +7,8 @@ import tinyruns as runs
 from broken import empty, flip_a_bit, remove, truncate
 from madeup import finish, save
 
+from declutr.trainer.checkpoints.exported import SETTINGS
 from declutr.trainer.driver.export import export
-from declutr.trainer.driver.exported import SETTINGS
 
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json", "1_Pooling/config.json", "README.md")
 

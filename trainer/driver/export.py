@@ -12,9 +12,9 @@ from declutr.common.console.logs import get_logger
 from declutr.common.storage import DamagedError, atomic_folder, hash_file, hash_json, set_aside, write_json, write_text
 from declutr.trainer.checkpoints import checkpoint, ranking
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS, read_settings
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
-from declutr.trainer.driver.exported import EXPORT, SETTINGS, read_settings
 from declutr.trainer.driver.model_card import model_card
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.metrics.config import FOLLOWED

@@ -20,12 +20,12 @@ from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
+from declutr.trainer.checkpoints.exported import EXPORT, read_settings
 from declutr.trainer.checkpoints.ranking import BestScore, history
 from declutr.trainer.checkpoints.store import RunStore, store_of
 from declutr.trainer.driver.checks import load_problems, ray_problems, refuse, resolve
 from declutr.trainer.driver.device import DEVICE, choose_device
 from declutr.trainer.driver.estimate import find_estimate
-from declutr.trainer.driver.exported import EXPORT, read_settings
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.driver.shard_checks import validation_remarks
 from declutr.trainer.driver.signals import Signals

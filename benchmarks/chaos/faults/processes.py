@@ -8,7 +8,7 @@ from functools import partial
 from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.run import ChaosError, Run, Snapshot
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.driver.exported import EXPORT
+from declutr.trainer.checkpoints.exported import EXPORT
 
 _QUICKLY = 0.0005  # seconds between two looks for a moment that is soon over
 
