@@ -99,7 +99,7 @@ class Slurm:
 
     def folders(self):
         """Folders of jobs that are on the nodes now; Slurm itself ends what still runs when the script has ended."""
-        return [str(path) for host in self.lab.hosts.values() for path in (host.folder / "tmp").glob("declutr-*")]
+        return [str(path) for host in self.lab.hosts.values() for path in (host.folder / "tmp").glob("declutr-[0-9]*")]
 
 
 @pytest.fixture
