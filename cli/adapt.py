@@ -1,7 +1,6 @@
 """`declutr adapt` and `whiten`."""
 
 import argparse
-import sys
 from typing import get_args
 
 from declutr.common.console.terminal import refused
@@ -53,7 +52,7 @@ def run_adapt(arguments: list[str]) -> int:
     from declutr.evaluation.encoders.protocol import EncoderError
     from declutr.pipeline.shards.manifest import ShardError
     from declutr.trainer.driver.failure import TrainingFailedError
-    from declutr.trainer.driver.signals import RunStoppedError
+    from declutr.trainer.driver.signals import RunStoppedError, say_stopped
 
     try:
         result = adapt(config, output, address)
@@ -62,12 +61,8 @@ def run_adapt(arguments: list[str]) -> int:
         *(DamagedError, RunLockedError, TrainingFailedError),
     ) as error:
         return refused(error)
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped; the same command continues\n")
-        return 130
-    except RunStoppedError as stopped:
-        sys.stderr.write(f"{stopped}\n")
-        return stopped.status
+    except (KeyboardInterrupt, RunStoppedError) as reason:
+        return say_stopped(reason)
     for row in result.rows:
         scores = ", ".join(f"{measure} {100 * score:.1f}" for measure, score in row.scores.items())
         print(f"{row.name:32s} {scores}")

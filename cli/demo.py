@@ -1,7 +1,6 @@
 """`declutr demo`."""
 
 import argparse
-import sys
 
 from declutr.common.console.terminal import refused
 
@@ -26,7 +25,7 @@ def run(arguments: list[str]) -> int:
     from declutr.cli.run_demo import demo
     from declutr.pipeline.shards.shards import ShardError
     from declutr.trainer.driver.failure import TrainingFailedError
-    from declutr.trainer.driver.signals import RunStoppedError
+    from declutr.trainer.driver.signals import RunStoppedError, say_stopped
 
     setup_logging("demo")
     try:
@@ -34,7 +33,6 @@ def run(arguments: list[str]) -> int:
             print(line, flush=True)
     except (ConfigError, ShardError, TrainingFailedError) as error:
         return refused(error)
-    except RunStoppedError as stopped:
-        sys.stderr.write(f"{stopped}\n")
-        return stopped.status
+    except RunStoppedError as reason:
+        return say_stopped(reason)
     return 0

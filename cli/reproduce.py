@@ -57,7 +57,7 @@ def _reproduce(given: argparse.Namespace, plan: "ItemPlan", work: Path, argument
     from declutr.reproduction.runner import reproduce
     from declutr.trainer.checkpoints.checkpoint import CheckpointError
     from declutr.trainer.driver.failure import TrainingFailedError
-    from declutr.trainer.driver.signals import RunStoppedError
+    from declutr.trainer.driver.signals import RunStoppedError, say_stopped
 
     setup_logging("reproduce")
     senteval = given.senteval or given.data / "senteval"
@@ -70,12 +70,8 @@ def _reproduce(given: argparse.Namespace, plan: "ItemPlan", work: Path, argument
         *(CheckpointError, DamagedError, TrainingFailedError),
     ) as error:
         return refused(error)
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped; the same command continues\n")
-        return 130
-    except RunStoppedError as stopped:
-        sys.stderr.write(f"{stopped}\n")
-        return stopped.status
+    except (KeyboardInterrupt, RunStoppedError) as reason:
+        return say_stopped(reason)
     print(f"{plan.folder / 'results.md'}; also results.json and results.png")
     return 0
 

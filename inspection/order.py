@@ -31,13 +31,11 @@ class TaskOrder:
     """The order of one task of a run.
 
     Attributes:
-        name: name of the task; "" is the main one.
         config: configuration of the task.
         shards: training split of its shards.
         plan: its rows at each step.
     """
 
-    name: str
     config: TrainConfig
     shards: ShardSet
     plan: Plan
@@ -48,14 +46,12 @@ class RunOrder:
     """The order of all tasks of a run.
 
     Attributes:
-        config: configuration of the run.
         folder: folder of the run.
-        tasks: the tasks by name; every step has a batch of each.
+        tasks: the tasks by name, "" the main one; every step has a batch of each.
         last_step: last step of the whole run.
         taken: newest step in the run's metrics; 0 before the first.
     """
 
-    config: TrainConfig
     folder: Path
     tasks: Mapping[str, TaskOrder]
     last_step: int
@@ -154,7 +150,7 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     folder = path if path.is_dir() else expand(config.run)
     config = with_geometry(config, folder, {name: one.manifest for name, one in shards.items()})
     tasks = {
-        name: TaskOrder(name, one, shards[name], Plan(one.seed, shards[name].num_documents, one.batch_documents))
+        name: TaskOrder(one, shards[name], Plan(one.seed, shards[name].num_documents, one.batch_documents))
         for name, one in config.tasks().items()
     }
     wrong = [problem for one in tasks.values() if (problem := kind_problem(one.config, one.shards.manifest))]
@@ -167,7 +163,7 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     if wrong:
         raise OrderError("\n".join(wrong))
     newest = read_last_step(folder / METRICS)
-    return RunOrder(config, folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0)
+    return RunOrder(folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0)
 
 
 def _read_config(path: Path, overrides: Sequence[str]) -> TrainConfig:

@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from declutr.trainer.checkpoints.checkpoint import CheckpointError
     from declutr.trainer.driver.failure import TrainingFailedError
     from declutr.trainer.driver.run import run_training
-    from declutr.trainer.driver.signals import RunStoppedError
+    from declutr.trainer.driver.signals import RunStoppedError, say_stopped
 
     try:
         if arguments.fork is not None:
@@ -202,9 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk or a lost storage
         sys.stderr.write(f"{_storage_error(error, config.run)}\n")
         return 1
-    except RunStoppedError as stopped:
-        sys.stderr.write(f"{stopped}\n")
-        return stopped.status
+    except RunStoppedError as reason:
+        return say_stopped(reason)
     finally:
         if early:
             early.end()

@@ -5,6 +5,7 @@ announce the end of a job with SIGUSR1.
 """
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,15 @@ class RunStoppedError(RuntimeError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+def say_stopped(reason: KeyboardInterrupt | RunStoppedError) -> int:
+    """Says on stderr that a command stopped on request; returns its exit status, 130 for Ctrl-C outside of a run."""
+    if isinstance(reason, RunStoppedError):
+        sys.stderr.write(f"{reason}\n")
+        return reason.status
+    sys.stderr.write("stopped; the same command continues\n")
+    return 130
 
 
 class Signals:
