@@ -23,7 +23,7 @@ from declutr.common import relay
 relay.relay()
 helper = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # ends with this process
 for number in map(int, sys.argv[1:]):
-    signal.signal(number, lambda number, _: print(signal.Signals(number).name, flush=True))
+    signal.signal(number, lambda number, _: os.write(1, signal.Signals(number).name.encode() + b"\\n"))
 print("ready", os.getpid(), helper.pid, os.getsid(0), relay.command_pid(), flush=True)
 try:
     {work}
@@ -89,7 +89,8 @@ def test_signal_to_the_group_reaches_the_command_once_and_its_helpers_not_at_all
 def test_timeout_reaches_the_command_alone():
     if not shutil.which("timeout"):
         pytest.skip("no timeout here")
-    with command(prefix=["timeout", "1"]) as (process, _, helper, _):
+    with command(prefix=["timeout", "60"]) as (process, _, helper, _):
+        process.terminate()  # timeout signals its command and their group, as it does when the time is over
         assert process.stdout.readline() == "SIGTERM\n"
         assert state(helper) is not None
 

@@ -76,12 +76,12 @@ def test_session_ends_at_signals_with_their_status_and_an_ignored_hangup_stays_i
         signal.signal(signal.SIGTERM, lambda *_: None)  # as Ray leaves it
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
         _end_at_signals()
-        os.kill(os.getpid(), signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         _end_at_signals()
         for number in numbers:
             with pytest.raises(SystemExit) as ended:
-                os.kill(os.getpid(), number)
+                signal.raise_signal(number)  # to this thread: another would take it later
             assert ended.value.code == 128 + number
     finally:
         for number, handler in before.items():

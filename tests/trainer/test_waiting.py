@@ -68,7 +68,7 @@ def test_a_signal_asks_for_a_good_end(name):
     number = getattr(signal, name)
     before = signal.getsignal(number)
     with Signals() as signals:
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert signals.wait(10)
     assert (signals.received, signals.status) == (name, 128 + number)
     assert signal.getsignal(number) is before
@@ -77,14 +77,14 @@ def test_a_signal_asks_for_a_good_end(name):
 def test_signals_second_within_a_second_is_the_same_request_and_a_later_one_exits(log):
     now = [100.0]
     with Signals(clock=lambda: now[0]) as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         for number, seconds in ((signal.SIGTERM, 0.0), (signal.SIGHUP, 0.9)):
             now[0] = 100.0 + seconds
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
             assert (signals.received, signals.status) == ("SIGTERM", 143)
         now[0] = 101.1
         with pytest.raises(SystemExit) as ended:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     assert ended.value.code == 128 + signal.SIGINT
     (line,) = log
     assert "SIGINT after SIGTERM" in line
@@ -96,7 +96,7 @@ def test_signals_after_another_reason_to_stop_exits():
     with Signals() as signals:
         signals.request_stop("the loss of the run's lock")
         with pytest.raises(SystemExit):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
     assert signals.status == 143
 
 
@@ -105,7 +105,7 @@ def test_under_nohup_a_hangup_is_nothing():
     try:
         with Signals() as signals:
             signals.listen()
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
         assert signals.received is None
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:

@@ -155,7 +155,7 @@ def test_a_signal_is_told_with_the_workers_name():
         listen()
         with Listener(ControlChannel("of no session"), heartbeat) as listener:
             assert listener.notice() is None
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
             name = f"SIGTERM to worker 3 (host {socket.gethostname()}, pid {os.getpid()})"
             assert listener.notice() == name
         assert heartbeat.snapshot()["notice"] == name
