@@ -70,7 +70,7 @@ def test_new_objective_trains_and_continues_after_a_kill(installed, config, tmp_
     assert list(steps) == list(range(1, 13))
     assert all(line["loss"] == pytest.approx(line["invariance"] + line["variance"]) for line in steps.values())
 
-    arguments = [*SETTINGS, f"run={killed}"]
+    arguments = [*SETTINGS, f"run={killed}", "scaling.num_workers=0"]
     runs.kill_at_checkpoint(command(installed, "train", config, *arguments), killed, 4)
     run_to_end(installed, "train", config, *arguments)
     assert runs.steps_of(killed) == steps

@@ -67,9 +67,8 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_p
         fork(runs.finished_config(data, copied), str(copied))
 
 
-@pytest.mark.usefixtures("session")
 def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, finished, copied, tmp_path):
-    changed = runs.finished_config(data, copied, optim={"lr": 0.0005}, steps=10)
+    changed = runs.finished_config(data, copied, optim={"lr": 0.0005}, steps=10, scaling={"num_workers": 0})
     with pytest.raises(
         ConfigError, match=all_of("optim.lr was 0.001", "now 0.0005", "steps was 8", "now 10", "--fork NEW_RUN")
     ):
@@ -95,7 +94,6 @@ def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, f
     assert steps_in(copied / "checkpoints") == steps_in(finished / "run" / "checkpoints")
 
 
-@pytest.mark.usefixtures("session")
 def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_path, log):
     """Hardly any learning rate: all scores are those of the first step."""
 
@@ -107,6 +105,7 @@ def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_p
             "encoder": {"dropout": 0.0},
             "validation": {"every_steps": 1, "patience": patience},
             "checkpoint": {"every_steps": 1, "keep_last": 1},
+            "scaling": {"num_workers": 0},
         }
         return runs.finished_config(data, tmp_path / "run", **found)
 

@@ -10,7 +10,7 @@ import torch
 from mediafiles import png, sound, spread, tone
 from messages import all_of, says
 from sentence_transformers import SentenceTransformer
-from textruns import SCD, SCL, SIMCSE, change_workers, whole_run, write_texts
+from textruns import SCD, SCL, SIMCSE, write_texts
 
 from declutr.cli.main import main
 from declutr.common.storage import hash_file
@@ -75,6 +75,7 @@ def values_of(prepared, run, objective=SIMCSE, task_schedule="alternating", **ch
     }
     changes = {
         "encoder": {"dropout": 0.1},
+        "scaling": {"num_workers": 0},
         "steps": 6,
         "objective": objective,
         "auxiliary_tasks": auxiliary_tasks,
@@ -94,43 +95,46 @@ def files_of(checkpoint):
     return {path.name: hash_file(path) for path in sorted(checkpoint.glob("*.safetensors"))}
 
 
-@pytest.fixture(scope="module")
-def whole(request, prepared, tmp_path_factory):
-    """Folder with a finished run of SCD, SCL and both media on two workers, and `values(run)` for another one."""
-
-    def values(run, **settings):
-        found = values_of(prepared, run, SCD, request.param, **settings)
-        found["auxiliary_tasks"]["pairs"] = {"data": str(prepared / "pairs"), "objective": SCL, "batch_documents": 5}
-        return found
-
-    return whole_run(tmp_path_factory.mktemp("whole"), values)
+def all_tasks(prepared, run, task_schedule, **settings):
+    """The values of a run of SCD, SCL and both media, with a checkpoint every 4 of 12 steps."""
+    settings = {"steps": 12, "checkpoint": {"every_steps": 4}, **settings}
+    found = values_of(prepared, run, SCD, task_schedule, **settings)
+    found["auxiliary_tasks"]["pairs"] = {"data": str(prepared / "pairs"), "objective": SCL, "batch_documents": 5}
+    return found
 
 
 @pytest.mark.usefixtures("session")
-@pytest.mark.parametrize("whole", ["joint"], indirect=True)
-def test_other_numbers_of_workers_read_the_same_batches(whole, tmp_path, capsys):
-    """Two workers, then three, then one, in one run; compared with two workers throughout."""
-    finished, values = whole
-    change_workers(finished, tmp_path / "run", values)
-    found, expected = runs.steps_of(tmp_path / "run"), runs.steps_of(finished)
+def test_other_numbers_of_workers_read_the_same_batches(prepared, tmp_path, capsys):
+    """This process alone, from step 4 three workers, from step 8 two; compared with this process throughout."""
+    finished, run = tmp_path / "whole", tmp_path / "run"
+    train(TrainConfig.model_validate(all_tasks(prepared, finished, "joint")))
+    shutil.copytree(finished, run)
+    for workers, done in ((3, 4), (2, 8)):
+        for later in (run / "checkpoints").glob("step-*"):
+            if int(later.name.split("-")[1]) > done:
+                shutil.rmtree(later)  # as a kill would leave it
+        (run / "summary.json").unlink()
+        shutil.rmtree(run / "export")
+        values = all_tasks(prepared, run, "joint", scaling={"num_workers": workers})
+        train(TrainConfig.model_validate(values))
+    found, expected = runs.steps_of(run), runs.steps_of(finished)
     assert list(found) == list(range(1, 13))
     for step, line in expected.items():
         for name in ("batch_digest", *(f"{task}_batch_digest" for task in BRANCHES)):
             assert found[step][name] == line[name], (step, name)
         assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
-        assert main(["why", str(tmp_path / "run"), "--step", str(step)]) == 0
+        assert main(["why", str(run), "--step", str(step)]) == 0
         assert capsys.readouterr().out.count("as the run logged it") == 4
 
 
-@pytest.mark.usefixtures("session")
-@pytest.mark.parametrize("whole", ["alternating"], indirect=True)
-def test_a_killed_run_continues_to_the_same_bits(whole, tmp_path):
+def test_a_killed_run_continues_to_the_same_bits(prepared, tmp_path):
     """Frontends, heads, SCD's projector with its statistics, SCL's classifier, four optimizers and streams."""
-    finished, values = whole
-    killed = tmp_path / "killed"
-    config = runs.write_config(tmp_path / "config.yaml", train=values(killed))
+    finished, killed = tmp_path / "whole", tmp_path / "killed"
+    train(TrainConfig.model_validate(all_tasks(prepared, finished, "alternating")))
+    values = all_tasks(prepared, killed, "alternating")
+    config = runs.write_config(tmp_path / "config.yaml", train=values)
     runs.kill_at_checkpoint(runs.command("declutr.trainer.train", config), killed, 4)
-    train(TrainConfig.model_validate(values(killed)))
+    train(TrainConfig.model_validate(values))
     found, expected = runs.steps_of(killed), runs.steps_of(finished)
     assert found == expected
     assert all(f"{task}_batch_digest" in expected[1] for task in BRANCHES)
@@ -147,7 +151,6 @@ def test_an_epoch_of_a_task_reads_every_row_once(prepared):
     assert sorted(plan.documents(0, rows)[1][:rows].tolist()) == list(range(rows))
 
 
-@pytest.mark.usefixtures("session")
 def test_the_export_has_the_encoder_alone(prepared, tmp_path):
     config = config_of(prepared, tmp_path / "run", encoder={"dropout": 0.1, "pooling": "cls"})
     train(config)
@@ -176,7 +179,6 @@ def test_verify_gradients_of_all_tasks_passes(prepared, tmp_path, task_schedule)
             assert difference.relative < 1e-10, difference
 
 
-@pytest.mark.usefixtures("session")
 def test_a_fork_adds_and_leaves_out_tasks(prepared, tmp_path):
     both = config_of(prepared, tmp_path / "old", checkpoint={"every_steps": 2}, steps=4)
     train(both)

@@ -54,7 +54,6 @@ def config_of(*arguments, **changes):
     return TrainConfig.model_validate(values_of(*arguments, **changes))
 
 
-@pytest.mark.usefixtures("session")
 @pytest.mark.parametrize(
     ("objective", "pooling", "layers"),
     [
@@ -74,6 +73,7 @@ def test_exports_load_elsewhere_with_equal_embeddings(texts, tmp_path, objective
         encoder={"dropout": 0.1, "pooling": pooling},
         validation={"every_steps": 2, "stsb": str(texts)},
         checkpoint={"every_steps": 2, "keep_last": 5},
+        scaling={"num_workers": 0},
         export="best",
     )
     assert config.validation.score == "stsb_spearman"
