@@ -41,13 +41,13 @@ def results(run):
     return sums, runs.steps_of(run), runs.steps_of(run, "validation")
 
 
-def test_two_then_three_then_one_worker_are_one_worker(data, tmp_path):
-    alone = results(trained(data, tmp_path / "alone", 1))
+def test_two_then_three_workers_then_none_are_one_process(data, tmp_path):
+    alone = results(trained(data, tmp_path / "alone", 0))
     assert len(alone[0]) == 4 * len(FILES) + 1
     assert len(alone[1]) == 8
     two = trained(data, tmp_path / "two", 2)
     assert results(two) == alone
     three = trained(data, cut(two, tmp_path / "three", 2), 3)
     assert results(three) == alone
-    one = trained(data, cut(three, tmp_path / "one", 6), 1)
+    one = trained(data, cut(three, tmp_path / "one", 6), 0)
     assert results(one) == alone

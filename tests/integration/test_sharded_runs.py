@@ -108,7 +108,7 @@ def test_a_sharded_run_continues_to_the_bit(data, sharded, tmp_path):
 @pytest.mark.usefixtures("session")
 def test_a_run_continues_with_and_without_sharding(data, finished, sharded, tmp_path):
     alone = cut(sharded, tmp_path / "alone")
-    train(config_of(data, alone, workers=1, sharded=False))
+    train(config_of(data, alone, workers=0, sharded=False))
     assert_close(alone, finished / "run")
     together = cut(finished / "run", tmp_path / "together")
     train(config_of(data, together, workers=2, sharded=True))

@@ -76,7 +76,7 @@ def test_a_killed_run_goes_on_on_another_host_in_the_same_bits(data, bucket, tmp
     second = runs.TrainConfig.model_validate(values(bucket, tmp_path, "other"))
     summary = run_training(second)
     local = tmp_path / "local"
-    run_training(runs.train_config(data, local, **CHANGES))
+    run_training(runs.train_config(data, local, **CHANGES, scaling={"num_workers": 0}))
 
     back = tmp_path / "back"
     pull_all(bucket("runs/one"), back)
