@@ -60,24 +60,25 @@ class LabelComparison:
         return {**asdict(self), "measurable": self.measurable, "pairing": self.pairing}
 
 
-def compare_labels(cells: Sequence[Cell], numbers: Numbers) -> list[LabelComparison]:
+def compare_labels(
+    cells: Sequence[Cell], numbers: Numbers, pairs: Sequence[tuple[str, str]] = ()
+) -> list[LabelComparison]:
     """Each label of each axis against the first label of its axis; those without a common seed are left out.
 
     Args:
         cells: the cells.
         numbers: the column's numbers of finished runs.
+        pairs: further labels to compare, the first one against the second.
     """
     made = []
     for axis in cells[0].labels:
         base, *others = dict.fromkeys(cell.labels[axis] for cell in cells)
         sides = {label: [cell.name for cell in cells if cell.labels[axis] == label] for label in (base, *others)}
         means = {label: _by_seed(names, numbers) for label, names in sides.items()}
-        for label in others:
-            seeds = sorted(means[label].keys() & means[base].keys())
+        for pair in [*((label, base) for label in others), *(pair for pair in pairs if sides.keys() >= {*pair})]:
+            seeds = sorted(means[pair[0]].keys() & means[pair[1]].keys())
             if seeds:
-                made.append(
-                    _compare(axis, label, base, *([means[one][seed] for seed in seeds] for one in (label, base)))
-                )
+                made.append(_compare(axis, *pair, *([means[one][seed] for seed in seeds] for one in pair)))
     return made
 
 
