@@ -218,8 +218,9 @@ def plan_item(
         if start is None or any(run.config and run.config.encoder.pretrained != os.environ[START] for run in runs):
             raise ReproduceError(f"{name} takes no --start: the encoder of its runs is not ${START}")
         start = None
-    read = json.dumps([one.model_dump(mode="json") for one in (start, *(run.config for run in runs)) if one])
-    shards = {key: one for key, one in shards.items() if f'"{one.output}"' in read}
+    if given_start is not None or only:
+        read = json.dumps([one.model_dump(mode="json") for one in (start, *(run.config for run in runs)) if one])
+        shards = {key: one for key, one in shards.items() if f'"{one.output}"' in read}
     return ItemPlan(name, item, scale, folder, shards, start, runs)
 
 

@@ -93,7 +93,10 @@ class Scorer:
         local = bool(configs) and all(config.scaling.local for config in configs)  # all in this process, without Ray
         encoder = load_encoder(name, pooling, tokenized=True, device="cpu" if local else None)
         session = SessionConfig(num_cpus=1 if local else None)
-        return evaluate(encoder, self._inspections, self._choice, run.folder / "senteval", session, self._say)
+        columns = [column for column in self._plan.columns.values() if column.checkpoint == checkpoint]
+        needed = {task for column in columns for task in column.names}
+        inspections = [one for one in self._inspections if one.task.name in needed]
+        return evaluate(encoder, inspections, self._choice, run.folder / "senteval", session, self._say)
 
 
 def number_of(task: str, column: Column, found: Evaluated) -> float:
