@@ -197,14 +197,16 @@ def plan_item(
     labels = list(dict.fromkeys(label for cell in cells for label in cell.labels.values()))
     if unknown := [label for label in only if label not in labels]:
         raise ReproduceError(f"--only {unknown[0]}: no label of {name}{suggest(unknown[0], labels)}")
-    runs = []
-    for seed in seeds or settings.seeds:
+    runs: list[PlannedRun] = []
+    seeds = seeds or settings.seeds
+    for seed in seeds:
         for cell in cells:
             if only and not {*only} & {*cell.labels.values()}:
                 continue
             place = folder / f"{_UNSAFE.sub('-', cell.name)}-{seed}"
             config = None
             if cell.encoder is not None:
+                place = folder / f"{_UNSAFE.sub('-', cell.name)}-{seeds[0]}"  # scored once
                 cell = replace(cell, encoder=KnownEncoder.model_validate(_replaced(cell.encoder.model_dump())))
             else:
                 own_values = {"run": str(place / "run"), "seed": seed}
@@ -212,8 +214,9 @@ def plan_item(
                 made = Prepared(config=str(values.pop("config", settings.config)), settings=values)
                 config = _load(made, "train", TrainConfig, cell.name, own_values)
             runs.append(PlannedRun(cell, seed, config, place))
-    if twice := [run.folder for number, run in enumerate(runs) if run.folder in [one.folder for one in runs[:number]]]:
-        raise ReproduceError(f"{name}: two runs would have the folder {twice[0]}; give each label and seed once")
+    for number, run in enumerate(runs):
+        if run.folder in [one.folder for one in runs[:number] if one.cell != run.cell or run.config]:
+            raise ReproduceError(f"{name}: two runs would have the folder {run.folder}; give each label and seed once")
     if given_start is not None:
         if start is None or any(run.config and run.config.encoder.pretrained != os.environ[START] for run in runs):
             raise ReproduceError(f"{name} takes no --start: the encoder of its runs is not ${START}")
