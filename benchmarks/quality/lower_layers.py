@@ -19,6 +19,10 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("layers", type=int, help="layers to keep")
     options.add_argument("target", type=Path, help="new folder")
     given = options.parse_args(arguments)
+    if not (given.source / "config.json").is_file():
+        options.error(f"{given.source} has no config.json; name the folder of an encoder of transformers")
+    if given.target.exists():
+        options.error(f"{given.target} exists already; name a new folder")
     with atomic_folder(given.target) as aside:
         keep_lower_layers(given.source, given.layers, aside)
 
