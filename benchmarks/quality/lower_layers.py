@@ -1,7 +1,4 @@
-"""The lower layers of an encoder as a small start for `declutr reproduce siblings --start`.
-
-    python -m benchmarks.quality.lower_layers ENCODER 3 minilm-3
-"""
+"""The lower layers of an encoder as a small start: python -m benchmarks.quality.lower_layers ENCODER 3 FOLDER."""
 
 import argparse
 from pathlib import Path

@@ -60,7 +60,8 @@ def test_given_start_replaces_the_start_and_its_shards(tmp_path):
     given = plan_item("siblings", item, "tiny", tmp_path, tmp_path, {}, [0], start)
     assert (own.start.data, given.start) == (own.shards["tiny-documents"].output, None)
     assert own.shards.keys() - given.shards.keys() == {"tiny-documents"}
-    assert {run.config.encoder.pretrained if run.config else run.cell.encoder.name for run in given.runs} == {str(start)}
+    names = {run.config.encoder.pretrained if run.config else run.cell.encoder.name for run in given.runs}
+    assert names == {str(start)}
     one = plan_item("siblings", item, "tiny", tmp_path, tmp_path, {}, [0], start, ["start", "SCL"])
     assert [run.cell.name for run in one.runs] == ["start", "SCL"]
     assert set(one.shards) == {"siblings-pairs"}
