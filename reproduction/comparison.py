@@ -30,7 +30,8 @@ class LabelComparison:
         seeds: number of seeds with all runs of both.
         difference: mean difference.
         spread: standard deviation of the S differences; None with one seed.
-        unpaired: standard deviation that the difference would have if its two runs shared nothing.
+        unpaired: standard deviation that the difference would have if its two runs shared nothing; None if one side
+            does not vary.
         interval: 95% interval of the mean difference; None with one seed.
         p: probability of such a difference if there is none (two-sided paired t-test); None if nothing varies.
     """
@@ -93,7 +94,9 @@ def _compare(axis: str, label: str, base: str, ours: Sequence[float], theirs: Se
     mean, count = fmean(differences), len(differences)
     if count < 2:
         return LabelComparison(axis, label, base, count, mean)
-    spread, unpaired = stdev(differences), (variance(ours) + variance(theirs)) ** 0.5
+    spread, unpaired = stdev(differences), None
+    if variance(ours) and variance(theirs):  # an encoder that is scored as it is has no spread to share
+        unpaired = (variance(ours) + variance(theirs)) ** 0.5
     error = spread / count**0.5
     half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1)) * error
     p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else None

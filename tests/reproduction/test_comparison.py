@@ -72,3 +72,4 @@ def test_further_pairs_of_labels_are_compared():
         ("other", "start", 1.75),
         ("one", "other", 0.75),
     ]
+    assert [one.pairing is None for one in found] == [True, True, False], "the start has no spread to share"
