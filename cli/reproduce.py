@@ -30,7 +30,10 @@ def run(arguments: list[str]) -> int:
         return refused(problems[0])
     try:
         name, work = Path(given.item).stem, given.work.absolute()
-        plan = plan_item(name, load_item(given.item), given.scale, given.data, work, changes, given.seeds)
+        if given.start and not (given.start / "config.json").is_file():
+            return refused(f"--start {given.start}: has no config.json; name the folder of an encoder of transformers")
+        item = load_item(given.item)
+        plan = plan_item(name, item, given.scale, given.data, work, changes, given.seeds, given.start, given.only)
         if problem := folder_problem(work):
             return refused(f"--work {work}: {problem}")
         refuse_held(work)
@@ -106,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--senteval", type=path_argument, help="folder in SentEval's layout (DATA/senteval)")
     parser.add_argument("--work", type=path_argument, default=Path("runs/reproduce"), help="folder of shards, runs and "
                         "results (runs/reproduce)")  # fmt: skip
+    parser.add_argument("--start", type=path_argument, metavar="FOLDER", help="encoder of transformers to start from, "
+                        "in place of the start that the item trains; one --work for each")  # fmt: skip
     parser.add_argument("--seeds", type=_seeds, metavar="0,1,...", help="seeds in place of the item's")
+    parser.add_argument("--only", action="append", default=[], metavar="LABEL", help="run the cells with this label; "
+                        "repeat it for several")  # fmt: skip
     parser.add_argument("--allow-unchecked", action="store_true", help="score data other than the published ones")
     return parser

@@ -30,7 +30,8 @@ class LabelComparison:
         seeds: number of seeds with all runs of both.
         difference: mean difference.
         spread: standard deviation of the S differences; None with one seed.
-        unpaired: standard deviation that the difference would have if its two runs shared nothing.
+        unpaired: standard deviation that the difference would have if its two runs shared nothing; None if one side
+            does not vary.
         interval: 95% interval of the mean difference; None with one seed.
         p: probability of such a difference if there is none (two-sided paired t-test); None if nothing varies.
     """
@@ -60,24 +61,25 @@ class LabelComparison:
         return {**asdict(self), "measurable": self.measurable, "pairing": self.pairing}
 
 
-def compare_labels(cells: Sequence[Cell], numbers: Numbers) -> list[LabelComparison]:
+def compare_labels(
+    cells: Sequence[Cell], numbers: Numbers, pairs: Sequence[tuple[str, str]] = ()
+) -> list[LabelComparison]:
     """Each label of each axis against the first label of its axis; those without a common seed are left out.
 
     Args:
         cells: the cells.
         numbers: the column's numbers of finished runs.
+        pairs: further labels to compare, the first one against the second.
     """
     made = []
     for axis in cells[0].labels:
         base, *others = dict.fromkeys(cell.labels[axis] for cell in cells)
         sides = {label: [cell.name for cell in cells if cell.labels[axis] == label] for label in (base, *others)}
         means = {label: _by_seed(names, numbers) for label, names in sides.items()}
-        for label in others:
-            seeds = sorted(means[label].keys() & means[base].keys())
+        for pair in [*((label, base) for label in others), *(pair for pair in pairs if sides.keys() >= {*pair})]:
+            seeds = sorted(means[pair[0]].keys() & means[pair[1]].keys())
             if seeds:
-                made.append(
-                    _compare(axis, label, base, *([means[one][seed] for seed in seeds] for one in (label, base)))
-                )
+                made.append(_compare(axis, *pair, *([means[one][seed] for seed in seeds] for one in pair)))
     return made
 
 
@@ -92,7 +94,9 @@ def _compare(axis: str, label: str, base: str, ours: Sequence[float], theirs: Se
     mean, count = fmean(differences), len(differences)
     if count < 2:
         return LabelComparison(axis, label, base, count, mean)
-    spread, unpaired = stdev(differences), (variance(ours) + variance(theirs)) ** 0.5
+    spread, unpaired = stdev(differences), None
+    if variance(ours) and variance(theirs):  # an encoder that is scored as it is has no spread to share
+        unpaired = (variance(ours) + variance(theirs)) ** 0.5
     error = spread / count**0.5
     half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1)) * error
     p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else None

@@ -39,6 +39,8 @@ class Column(Strict):
     """Score of the run's last validation, in place of tasks."""
     mean_of: tuple[str, ...] = ()
     """Other columns, in place of tasks."""
+    checkpoint: Literal["exported", "last"] = "exported"
+    """Encoder that the tasks score. exported: the one that the run chooses by its setting `export`."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> "Column":
@@ -107,7 +109,9 @@ class Item(Strict):
     """Changes of settings by axis and label, of which `config` names another file. The runs are
     all combinations; the first label of an axis is the one to which the others are compared."""
     encoders: dict[str, KnownEncoder] = Field(default_factory=dict)
-    """Encoders by label that are scored without training, in place of axes."""
+    """Encoders by label that are scored without training, in place of axes, or as the first labels of a single one."""
+    pairs: tuple[tuple[str, str], ...] = ()
+    """Further pairs of labels of one axis to compare, the first one against the second."""
     columns: dict[str, Column] = Field(min_length=1)
     printed: dict[str, dict[str, float]] = Field(default_factory=dict)
     """The paper's numbers by run, its labels joined by ", ", and column."""
@@ -117,11 +121,11 @@ class Item(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Item":
-        if bool(self.axes) == bool(self.encoders):
-            raise ValueError("give either axes or encoders")
+        if (not self.axes and not self.encoders) or (self.encoders and len(self.axes) > 1):
+            raise ValueError("give axes or encoders; encoders can be labels of one axis, not of several")
         problems = []
         for name, scale in self.scales.items():
-            if bool(scale.config) == bool(self.encoders):
+            if bool(scale.config) != bool(self.axes):
                 problems.append(f"scales.{name}.config: runs need one, and encoders that are not trained have none")
             problems += [
                 f"scales.{name}.axes.{axis}: no axis of the item{suggest(axis, list(self.axes))}"
@@ -135,6 +139,13 @@ class Item(Strict):
                 for other in one.mean_of
                 if other not in columns or columns[other].mean_of
             ]
+        labels = {label for axis in self.axes.values() for label in axis}
+        problems += [
+            f"pairs: {label} is no label of an axis{suggest(label, list(labels))}"
+            for pair in self.pairs
+            for label in pair
+            if label not in labels
+        ]
         known = {cell.name for cell in cells_of(self.axes, self.encoders)}
         problems += [
             f"printed.{name}: no run of the item{suggest(name, list(known))}"
@@ -186,10 +197,10 @@ class Cell:
 
 
 def cells_of(axes: Mapping[str, Mapping[str, Settings]], encoders: Mapping[str, KnownEncoder]) -> list[Cell]:
-    """The combinations of all labels, the last axis fastest; or the encoders."""
-    if encoders:
-        return [Cell({"encoder": label}, {}, encoder) for label, encoder in encoders.items()]
-    made = []
+    """The encoders, then the combinations of all labels, the last axis fastest."""
+    made = [Cell({next(iter(axes), "encoder"): label}, {}, encoder) for label, encoder in encoders.items()]
+    if not axes:
+        return made
     for chosen in product(*(labels.items() for labels in axes.values())):
         settings: Settings = {}
         for _, changes in chosen:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -12,14 +12,27 @@ from typing import Any, TypeVar
 from declutr.common.config import ConfigError, Strict, load_config
 from declutr.common.storage import hash_json, read_json
 from declutr.common.stores.address import is_remote
+from declutr.common.suggestions import suggest
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
 from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
-from declutr.reproduction.item import Cell, Column, Item, Prepared, ReproduceError, Scale, ScaleName, Settings
+from declutr.reproduction.item import (
+    Cell,
+    Column,
+    Item,
+    KnownEncoder,
+    Prepared,
+    ReproduceError,
+    Scale,
+    ScaleName,
+    Settings,
+)
+from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.driver.resolved import find_shards
 from declutr.trainer.setup.config import TrainConfig
 
-DATA, WORK = "DECLUTR_DATA", "DECLUTR_WORK"
-"""Variables that the files of items name: the folder with all input data, and the working folder."""
+DATA, WORK, START = "DECLUTR_DATA", "DECLUTR_WORK", "DECLUTR_START"
+"""Variables that the files of items name: the folder with all input data, the working folder, and the encoder to start
+from."""
 _OWN = ("run", "seed")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=+-]+")
 _HOUR = 3600.0
@@ -90,6 +103,9 @@ class ItemPlan:
         """Hash of what decides the scores of a run."""
         made_by = run.config.hash() if run.config else run.cell.encoder and run.cell.encoder.model_dump(mode="json")
         columns = {name: column.model_dump(mode="json") for name, column in self.columns.items()}
+        for values in columns.values():
+            if values["checkpoint"] == "exported":  # came later; runs that were scored before are kept
+                del values["checkpoint"]
         return hash_json([made_by, columns, self.settings.preset])
 
     def finished(self, run: PlannedRun) -> dict[str, Any] | None:
@@ -134,7 +150,15 @@ class ItemPlan:
 
 
 def plan_item(
-    name: str, item: Item, scale: ScaleName, data: Path, work: Path, changes: Settings, seeds: Sequence[int] | None
+    name: str,
+    item: Item,
+    scale: ScaleName,
+    data: Path,
+    work: Path,
+    changes: Settings,
+    seeds: Sequence[int] | None,
+    given_start: Path | None = None,
+    only: Sequence[str] = (),
 ) -> ItemPlan:
     """Plans the runs of an item.
 
@@ -146,18 +170,21 @@ def plan_item(
         work: folder of shards, the start and all results.
         changes: further changes of settings, for all runs.
         seeds: seeds in place of the scale's.
+        given_start: folder of an encoder to start from, in place of the start that the scale trains.
+        only: labels whose cells are run; none: all.
 
     Raises:
-        ReproduceError: the item lacks the scale, or settings of a run are wrong.
+        ReproduceError: the item lacks the scale or takes no start, or settings of a run are wrong.
     """
     if scale not in item.scales:
         raise ReproduceError(f"{name} has no scale {scale}; it has {', '.join(item.scales)}")
     settings = item.scales[scale]
     if own := [key for key in changes if key in _OWN]:
         raise ReproduceError(f"{own[0]} is set by the command: --work and --seeds change it")
-    if item.encoders and (changes or seeds):
+    if not item.axes and (changes or seeds):
         raise ReproduceError(f"{name} trains nothing: it takes neither settings nor --seeds")
     os.environ[DATA], os.environ[WORK] = str(data.absolute()), str(work.absolute())
+    os.environ[START] = str((given_start or work / "start" / EXPORT).absolute())
     folder = work.absolute() / f"{name}-{scale}"
     shards = {
         key: _load(one, "prepare", PipelineConfig, f"shards {key}", {"output": f"${WORK}/shards/{key}"})
@@ -166,19 +193,37 @@ def plan_item(
     start = None
     if settings.start is not None:
         start = _load(settings.start, "train", TrainConfig, "start", {"run": f"${WORK}/start"})
-    runs = []
-    for seed in seeds or settings.seeds:
-        for cell in item.cells(scale):
+    cells = item.cells(scale)
+    labels = list(dict.fromkeys(label for cell in cells for label in cell.labels.values()))
+    if unknown := [label for label in only if label not in labels]:
+        raise ReproduceError(f"--only {unknown[0]}: no label of {name}{suggest(unknown[0], labels)}")
+    runs: list[PlannedRun] = []
+    seeds = seeds or settings.seeds
+    for seed in seeds:
+        for cell in cells:
+            if only and not {*only} & {*cell.labels.values()}:
+                continue
             place = folder / f"{_UNSAFE.sub('-', cell.name)}-{seed}"
             config = None
-            if cell.encoder is None:
+            if cell.encoder is not None:
+                place = folder / f"{_UNSAFE.sub('-', cell.name)}-{seeds[0]}"  # scored once
+                cell = replace(cell, encoder=KnownEncoder.model_validate(_replaced(cell.encoder.model_dump())))
+            else:
                 own_values = {"run": str(place / "run"), "seed": seed}
                 values = settings.settings | cell.settings | changes
                 made = Prepared(config=str(values.pop("config", settings.config)), settings=values)
                 config = _load(made, "train", TrainConfig, cell.name, own_values)
             runs.append(PlannedRun(cell, seed, config, place))
-    if twice := [run.folder for number, run in enumerate(runs) if run.folder in [one.folder for one in runs[:number]]]:
-        raise ReproduceError(f"{name}: two runs would have the folder {twice[0]}; give each label and seed once")
+    for number, run in enumerate(runs):
+        if run.folder in [one.folder for one in runs[:number] if one.cell != run.cell or run.config]:
+            raise ReproduceError(f"{name}: two runs would have the folder {run.folder}; give each label and seed once")
+    if given_start is not None:
+        if start is None or any(run.config and run.config.encoder.pretrained != os.environ[START] for run in runs):
+            raise ReproduceError(f"{name} takes no --start: the encoder of its runs is not ${START}")
+        start = None
+    if given_start is not None or only:
+        read = json.dumps([one.model_dump(mode="json") for one in (start, *(run.config for run in runs)) if one])
+        shards = {key: one for key, one in shards.items() if f'"{one.output}"' in read}
     return ItemPlan(name, item, scale, folder, shards, start, runs)
 
 
@@ -219,7 +264,7 @@ def _replaced(value: Any) -> Any:
     if isinstance(value, list):
         return [_replaced(one) for one in value]
     if isinstance(value, str):
-        for name in (DATA, WORK):
+        for name in (DATA, WORK, START):
             value = value.replace(f"${name}", os.environ[name])
     return value
 

@@ -29,8 +29,8 @@ def write_results(plan: ItemPlan, marks: Sequence[str], command: Sequence[str]) 
             seconds.setdefault(run.cell.name, {})[run.seed] = found["seconds"]
             for name, value in found["scores"].items():
                 numbers[name].setdefault(run.cell.name, {})[run.seed] = value
-    trained = not plan.item.encoders
-    compared = {name: compare_labels(cells, found) if trained else [] for name, found in numbers.items()}
+    trained, pairs = bool(plan.item.axes), plan.item.pairs
+    compared = {name: compare_labels(cells, found, pairs) if trained else [] for name, found in numbers.items()}
     made = facts(["declutr reproduce", *command])
     finished = sum(map(len, seconds.values()))
     text = "\n".join(_markdown(plan, [cell.name for cell in cells], numbers, compared, marks, made, finished)) + "\n"

@@ -17,6 +17,7 @@ from declutr.reproduction.results import write_results
 from declutr.reproduction.scoring import Scorer
 from declutr.trainer.driver.failure import TrainingFailedError
 from declutr.trainer.driver.run import run_training
+from declutr.trainer.setup.config import TrainConfig
 
 
 def reproduce(
@@ -53,9 +54,10 @@ def reproduce(
             if not shards_ready(shards):
                 say(f"preparing shards {name}")
                 _prepare(name, shards, work)
-        if plan.start is not None and not start_ready(plan.start):
-            say(f"training the start in {plan.start.run}")
-            run_training(plan.start)
+            if plan.start is not None and plan.start.data == shards.output:  # later shards may use its tokenizer
+                _train_start(plan.start, say)
+        if plan.start is not None:
+            _train_start(plan.start, say)
         failed: list[str] = []
         for number, run in enumerate(plan.runs, 1):
             if plan.finished(run) is None:
@@ -91,6 +93,13 @@ def _prepare(name: str, config: PipelineConfig, work: Path) -> None:
         raise ReproduceError(
             f"shards {name}: declutr prepare {settings} ended with status {done.returncode}; see {log}"
         )
+
+
+def _train_start(config: TrainConfig, say: Callable[[str], None]) -> None:
+    """Trains the start unless it has finished."""
+    if not start_ready(config):
+        say(f"training the start in {config.run}")
+        run_training(config)
 
 
 def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:

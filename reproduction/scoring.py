@@ -14,6 +14,7 @@ from declutr.evaluation.senteval.runner.plan import ScoringChoice
 from declutr.evaluation.senteval.scores.results import Protocol, dev_headline, headline
 from declutr.reproduction.item import Column, ReproduceError
 from declutr.reproduction.plan import ItemPlan, PlannedRun
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, find_latest
 from declutr.trainer.driver.summary import first_and_last_scores
 
 _WAYS = {"dev": "mean", "all_dev": "all"}
@@ -63,7 +64,8 @@ class Scorer:
             ReproduceError: a number is missing.
             EncoderError: the encoder cannot be loaded.
         """
-        found = self._evaluate(run) if self._inspections else None
+        chosen = {column.checkpoint for column in self._plan.columns.values() if column.tasks}
+        found = {checkpoint: self._evaluate(run, checkpoint) for checkpoint in sorted(chosen)}
         validated = first_and_last_scores(run.folder / "run")["last_scores"] if run.config else {}
         made: dict[str, float] = {}
         for name, column in self._plan.columns.items():
@@ -72,20 +74,29 @@ class Scorer:
                     known = ", ".join(validated) or "none"
                     raise ReproduceError(f"column {name}: the run has no score {column.validation}; it has {known}")
                 made[name] = validated[column.validation]
-            elif found is not None and column.tasks:
-                made[name] = fmean(number_of(task, column, found) for task in column.names)
+            elif column.tasks:
+                made[name] = fmean(number_of(task, column, found[column.checkpoint]) for task in column.names)
         for name, column in self._plan.columns.items():
             if column.mean_of:
                 made[name] = fmean(made[one] for one in column.mean_of)
         return {name: made[name] for name in self._plan.columns}
 
-    def _evaluate(self, run: PlannedRun) -> Evaluated:
-        known, trained = run.cell.encoder, run.config
+    def _evaluate(self, run: PlannedRun, checkpoint: str) -> Evaluated:
+        known = run.cell.encoder
         name, pooling = (known.name, known.pooling) if known else (str(run.folder / "run"), None)
-        local = trained is not None and trained.scaling.local  # all in this process, without Ray
+        if known is None and checkpoint == "last":
+            last = find_latest(run.folder / "run" / CHECKPOINTS)
+            if last is None:
+                raise ReproduceError(f"{name}: no checkpoint is left; delete the folder, and the command trains again")
+            name = str(last[0])
+        configs = [one.config for one in self._plan.runs if one.config]
+        local = bool(configs) and all(config.scaling.local for config in configs)  # all in this process, without Ray
         encoder = load_encoder(name, pooling, tokenized=True, device="cpu" if local else None)
         session = SessionConfig(num_cpus=1 if local else None)
-        return evaluate(encoder, self._inspections, self._choice, run.folder / "senteval", session, self._say)
+        columns = [column for column in self._plan.columns.values() if column.checkpoint == checkpoint]
+        needed = {task for column in columns for task in column.names}
+        inspections = [one for one in self._inspections if one.task.name in needed]
+        return evaluate(encoder, inspections, self._choice, run.folder / "senteval", session, self._say)
 
 
 def number_of(task: str, column: Column, found: Evaluated) -> float:

@@ -97,20 +97,19 @@ def declutr(*arguments: Any) -> list[str]:
     return [sys.executable, "-m", "declutr.cli.main", *map(str, arguments)]
 
 
-def once(work: Path, name: str, command: list[str], settings: Any = None) -> None:
+def once(work: Path, name: str, command: list[str]) -> None:
     """Run a command, unless the same one has succeeded before; its output goes to `work/NAME.log`.
 
     Args:
         work: folder of marks and logs.
         name: name of the work.
         command: the command.
-        settings: content of the files that it reads, as JSON, if they are part of the same work.
 
     Raises:
         SystemExit: the command failed; the message names its log.
     """
     mark, log = work / f"{name}.done.json", work / f"{name}.log"
-    done = hash_json(command if settings is None else [command, settings])
+    done = hash_json(command)
     if mark.is_file() and read_json(mark) == done:
         return
     record.progress(f"{name}: running; {log}")

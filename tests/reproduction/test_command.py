@@ -10,6 +10,7 @@ import sys
 import pytest
 import yaml
 from papers import arguments, write_item
+from sentevalsets import write_sets
 from tinyruns import GEOMETRY
 from waiting import until
 
@@ -106,6 +107,43 @@ def test_killed_call_continues_to_the_same_numbers(item, finished, tmp_path):
     }
 
 
+@pytest.mark.slow
+def test_given_start_is_scored_beside_the_chosen_and_the_last_checkpoint(item, finished, tmp_path):
+    start = finished / "both-100--0" / "run" / "export"
+    shutil.copytree(item.parent / "data", tmp_path / "data")
+    write_sets(tmp_path / "data" / "senteval")
+    values = yaml.safe_load(item.read_text())
+    judged = {"tasks": ["STSBenchmark"], "number": "all"}
+    values |= {"printed": {}, "columns": {"chosen": judged, "last": judged | {"checkpoint": "last"}}}
+    values |= {"encoders": {"start": {"name": "$DECLUTR_START"}}, "axes": {"terms": values["axes"]["terms"]}}
+    values["scales"]["tiny"]["settings"] = {"encoder": {"pretrained": "$DECLUTR_START"}, "optim.lr": 0.01}
+    values["scales"]["tiny"]["start"] = {"config": values["scales"]["tiny"]["config"]}
+    (tmp_path / "starts.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    found = {}
+    for export in ("best", "last"):
+        given = ["--start", str(start), "--only", "start", "--only", "mlm", "--allow-unchecked", f"export={export}"]
+        assert run(arguments(tmp_path / "starts.yaml", tmp_path / export, *given)) == 0
+        assert not (tmp_path / export / "start").exists()
+        results = json.loads((tmp_path / export / "starts-tiny/results.json").read_text())
+        found[export] = results["numbers"]
+        assert {(one["label"], one["base"]) for one in results["differences"]["last"]} == {("mlm", "start")}
+    assert found["best"]["chosen"]["start"] == found["best"]["last"]["start"] == found["last"]["last"]["start"]
+    assert found["best"]["last"]["mlm"] == found["last"]["chosen"]["mlm"] == found["last"]["last"]["mlm"]
+    exported = [tmp_path / one / "starts-tiny/mlm-0/run/summary.json" for one in ("best", "last")]
+    assert [json.loads(path.read_text())["exported_step"] for path in exported] == [2, 4]
+    assert found["best"]["chosen"]["mlm"]["0"] != found["best"]["last"]["mlm"]["0"]
+
+
+def test_start_is_refused_where_nothing_starts_from_it(item, finished, tmp_path, capsys):
+    words = arguments(item, tmp_path / "work", "--plan")
+    assert "--start" in refusal(capsys, *words, "--start", str(finished / "both-100--0/run/export"))
+    assert "config.json" in refusal(capsys, *words, "--start", str(tmp_path))
+
+
+def test_unknown_label_is_refused_with_the_nearest(item, tmp_path, capsys):
+    assert "did you mean `both`" in refusal(capsys, *arguments(item, tmp_path / "work", "--only", "boht"))
+
+
 def test_plan_names_cells_seeds_steps_and_documents_and_runs_nothing(item, tmp_path, capsys):
     assert run(arguments(item, tmp_path / "work", "--plan", "steps=3", "--seeds", "4,5,6")) == 0
     told = capsys.readouterr().out
@@ -142,6 +180,8 @@ def test_unknown_item_is_refused_with_the_nearest(capsys):
         ({"axes": {"temperature": {"0": {"objective.loss.temperature": 0}}}, "printed": {}}, ["temperature", "0"]),
         ({"axis": {}}, ["axis", "unknown key"]),
         ({"axes": {}, "printed": {}}, ["axes or encoders"]),
+        ({"encoders": {"start": {"name": "bert"}}}, ["labels of one axis", "not of several"]),
+        ({"pairs": [["both", "mml"]]}, ["pairs", "mml", "did you mean `mlm`"]),
         ({"printed": {"both, 10%": {"STS-B": 1.0}}}, ["both, 10%", "no run of the item"]),
         ({"columns": {"A": {"tasks": ["STS99"]}}, "printed": {}}, ["STS99"]),
         ({"columns": {"A": {"tasks": ["STS12"], "validation": "mrr"}}, "printed": {}}, ["one of tasks"]),

@@ -61,3 +61,15 @@ def test_few_or_equal_numbers_have_no_p(seeds):
     one = compare_labels(AXES, equal)[0]
     assert (one.difference, one.p, one.measurable, one.pairing) == (0.0, None, False, None)
     assert one.interval == (None if seeds == 1 else (0.0, 0.0))
+
+
+def test_further_pairs_of_labels_are_compared():
+    cells = [Cell({"method": name}, {}) for name in ("start", "one", "other")]
+    given = {"start": {0: 1.0, 1: 1.0}, "one": {0: 3.0, 1: 4.0}, "other": {0: 2.5, 1: 3.0}}
+    found = compare_labels(cells, given, [("one", "other"), ("one", "of another axis")])
+    assert [(one.label, one.base, one.difference) for one in found] == [
+        ("one", "start", 2.5),
+        ("other", "start", 1.75),
+        ("one", "other", 0.75),
+    ]
+    assert [one.pairing is None for one in found] == [True, True, False], "the start has no spread to share"
