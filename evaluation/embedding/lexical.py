@@ -20,7 +20,6 @@ from declutr.evaluation.retrieval.lexicon import LexicalKind, Lexicon, lexical_w
 WORDS, POSTINGS = "words.arrow", "postings.arrow"
 _WORDS = pa.schema([("word", pa.large_string()), ("texts", pa.int64())])
 _POSTINGS = pa.schema([("row", pa.int32()), ("weight", pa.float32())])
-MOST_ROWS = 2**31 - 1
 
 
 def write_words(folder: Path, texts: Iterable[str], kind: LexicalKind) -> int:
