@@ -128,6 +128,8 @@ def run_search(arguments: list[str]) -> int:
     parser.add_argument("--model", help="the encoder, if it has moved since the embeddings were made")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(arguments)
+    if given.top < 1:
+        parser.error(f"--top {given.top}: must be at least 1")
     from declutr.evaluation.embedding.config import EmbedError
     from declutr.evaluation.embedding.index import SearchIndex
     from declutr.evaluation.encoders.loading import EncoderError, encoder_of_index

@@ -100,6 +100,13 @@ def test_weight_that_is_no_number_from_0_to_100_is_refused(embedded, tmp_path, c
     assert not (tmp_path / "i").exists()
 
 
+@pytest.mark.parametrize("top", ["0", "-5"])
+def test_search_for_fewer_than_one_text_is_refused(capsys, top):
+    with pytest.raises(SystemExit):
+        main(["search", "index", "cat", f"--top={top}"])
+    says(capsys.readouterr().err, f"--top {top}", "at least 1")
+
+
 def test_settings_that_need_words_are_refused_without_them(embedded, tmp_path, capsys):
     output = str(tmp_path / "index")
     for option in (["--weight", "1"], ["--lexical", "bm25"], ["--pairs", "p.jsonl"]):
