@@ -74,8 +74,7 @@ def build_index(
         write_vectors(aside, (note.rows, note.size), unit_vectors(embeddings, note), kind, dtype)
         hybrid = None
         if lexical:
-            stored = StoredTexts(aside / TEXTS, note.rows)
-            words = write_words(aside, (stored.at(row).text for row in range(note.rows)), lexical)
+            words = write_words(aside, StoredTexts(aside / TEXTS, note.rows), lexical)
             hybrid = Hybrid(kind=lexical, weight=DEFAULT_WEIGHT if callable(weight) else weight, words=words)
         facts = IndexFacts(
             kind=kind,
@@ -115,6 +114,7 @@ def write_vectors(
 
 
 _RECALL_QUERIES, _RECALL_TOP = 100, 10
+_RECALL_TOGETHER = 10  # an exact search holds a score for each of them and each text
 _SAME = 1e-6
 
 
@@ -131,7 +131,8 @@ def measure_recall(index: SearchIndex, chunks: Callable[[], Iterator[NDArray[np.
     rows = np.unique(np.linspace(0, count - 1, _RECALL_QUERIES).astype(np.int64))
     top = min(_RECALL_TOP, count - 1)
     queries = np.concatenate([chunk[_inside(rows, start, chunk)] for start, chunk in _numbered(chunks())])
-    found = index.nearest(queries, top + 1)[0]
+    parts = range(0, len(queries), _RECALL_TOGETHER)
+    found = np.concatenate([index.nearest(queries[at : at + _RECALL_TOGETHER], top + 1)[0] for at in parts])
     nearest = np.full((len(rows), top), -np.inf, np.float32)
     cosines_found = np.full(found.shape, -np.inf, np.float32)
     for start, chunk in _numbered(chunks()):
