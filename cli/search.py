@@ -95,7 +95,7 @@ def _described(facts: "IndexFacts", folder: Path) -> list[str]:
         if facts.recall is not None:
             vectors += f"; a search finds {100 * facts.recall:.1f}% of the ten nearest by float32"
         else:
-            vectors += "; not compared with float32, which the embeddings are not"
+            vectors += "; recall not measured, because the embeddings are int8 or fewer than two"
     lines = [f"{folder}: {facts.rows:,} texts, {facts.kind}", vectors]
     if facts.hybrid:
         lines.append(f"words: {facts.hybrid.words:,}, {NAMES[facts.hybrid.kind]}, weight {facts.hybrid.weight:g}")
