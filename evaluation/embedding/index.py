@@ -36,6 +36,7 @@ MOST_WEIGHT = 100.0
 _LEAST_CANDIDATES, _CANDIDATES = 200, 10
 """Texts that graphs and words each propose to a hybrid search: at least this many, and for each text wanted."""
 EMPTY = "the query is empty; give at least one word"
+NO_TEXT = "the index holds no text"
 NO_WORD = "the encoder knows no word of the query, so its embedding is null and nothing is near it"
 
 Kind = Literal["exact", "graph"]
@@ -127,11 +128,13 @@ class SearchIndex:
         """Find the best texts, best first.
 
         Raises:
-            EmbedError: the encoder did not make the index, or the query is empty or has no known word.
+            EmbedError: the encoder did not make the index, or the query is empty or has no known word, or the index is empty.
         """
         self.check(encoder)
         if not query.strip():
             raise EmbedError(EMPTY)
+        if not self.facts.rows:
+            raise EmbedError(NO_TEXT)
         return self.hits(self.embed(encoder, query), top, query)
 
     def check(self, encoder: SentenceEncoder) -> None:

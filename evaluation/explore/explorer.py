@@ -16,7 +16,7 @@ from scipy.linalg import eigh
 
 from declutr.common import seeding
 from declutr.evaluation.embedding.config import EmbedError
-from declutr.evaluation.embedding.index import Hit, SearchIndex
+from declutr.evaluation.embedding.index import NO_TEXT, Hit, SearchIndex
 from declutr.evaluation.embedding.output import Stored
 from declutr.evaluation.encoders.protocol import SentenceEncoder
 from declutr.evaluation.report.markup import visible
@@ -80,7 +80,7 @@ class Explorer:
     def __init__(self, index: SearchIndex, encoder: SentenceEncoder, top: int = 10, map_texts: int = 5_000) -> None:
         index.check(encoder)
         if not index.facts.rows:
-            raise EmbedError("the index holds no text")
+            raise EmbedError(NO_TEXT)
         self._index, self._encoder, self._top = index, encoder, top
         self._lock = threading.Lock()
         rows = sample_rows(index.facts.rows, map_texts)

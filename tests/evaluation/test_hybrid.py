@@ -100,6 +100,15 @@ def test_weight_that_is_no_number_from_0_to_100_is_refused(embedded, tmp_path, c
     assert not (tmp_path / "i").exists()
 
 
+@pytest.mark.parametrize("options", [[], ["--hybrid", "--dtype", "int8"]])
+def test_search_of_an_index_without_texts_says_so(tmp_path, capsys, options):
+    (tmp_path / "in.txt").write_text("")
+    assert main(["embed", ENCODER, str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy")]) == 0
+    assert main(["index", str(tmp_path / "o.npy"), "--output", str(tmp_path / "index"), *options]) == 0
+    assert main(["search", str(tmp_path / "index"), "cat"]) == 1
+    says(capsys.readouterr().err, "no text")
+
+
 @pytest.mark.parametrize("top", ["0", "-5"])
 def test_search_for_fewer_than_one_text_is_refused(capsys, top):
     with pytest.raises(SystemExit):
