@@ -128,7 +128,7 @@ class SearchIndex:
         """Find the best texts, best first.
 
         Raises:
-            EmbedError: the encoder did not make the index, or the query is empty or has no known word, or the index is empty.
+            EmbedError: the encoder did not make the index, or index or query are empty, or no word is known.
         """
         self.check(encoder)
         if not query.strip():
