@@ -48,6 +48,8 @@ def test_index_of_int8_embeddings_keeps_them(tmp_path, capsys, suffix, kind):
     rows = shaped(vectors, Shape(dtype="int8")).astype(np.float32)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     np.testing.assert_allclose(index.vectors([5, 0]), rows[[5, 0]], atol=1e-6)
+    unrounded = vectors[5] / np.linalg.norm(vectors[5])
+    np.testing.assert_allclose(index.embed(load_encoder(ENCODER), index.texts([5])[0].text), unrounded, atol=1e-6)
     if suffix == ".npy":
         np.testing.assert_array_equal(np.load(output), shaped(vectors, Shape(dtype="int8")))
 
