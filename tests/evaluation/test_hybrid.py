@@ -278,6 +278,20 @@ def test_weight_is_chosen_on_half_of_the_queries_and_reported_on_the_others(tmp_
     assert other.values["hybrid"].mean() < 0.5 * choice.values["hybrid"].mean()
 
 
+def test_graphs_find_by_words_what_is_far_by_cosine(tmp_path):
+    rows = paired(tmp_path, 500)
+    index = build_index(tmp_path / "o.npy", tmp_path / "index", "graph", lexical="idf", weight=5.0)
+    assert index.rows == 500
+    index, encoder = SearchIndex(tmp_path / "index"), load_encoder("hashed-words:8")
+    queries = [row["query"] for row in rows]
+    vectors = np.concatenate([index.embed(encoder, query)[None] for query in queries])
+    ranks = (vectors @ index.vectors(range(500)).T).argsort(axis=1).argsort(axis=1)
+    far = np.flatnonzero(np.diagonal(ranks) < 200)[:5].tolist()  # not among the 200 nearest of 500
+    assert far
+    for row in far:
+        assert index.search(encoder, queries[row], 1)[0].row == row
+
+
 def test_explore_answers_with_both_parts(embedded, tmp_path):
     build_index(embedded, tmp_path / "index", lexical="idf", weight=0.5)
     explorer = Explorer(SearchIndex(tmp_path / "index"), load_encoder(ENCODER))
