@@ -11,7 +11,7 @@ import numpy as np
 
 from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, wanted
 from declutr.adaptation.config import WINDOW_TOKENS, AdaptConfig, located, prepare_config
-from declutr.adaptation.documents import Split, all_documents, held_out_documents
+from declutr.adaptation.documents import all_documents, held_out_documents
 from declutr.adaptation.measures import Passages, make_passages
 from declutr.adaptation.result import Result, Row, SearchExample, page, write_result
 from declutr.adaptation.scores import (
@@ -29,7 +29,6 @@ from declutr.adaptation.scores import (
 )
 from declutr.adaptation.state import AdaptError, State, opened
 from declutr.adaptation.whiten import WhitenConfig
-from declutr.common import seeding
 from declutr.common.bootstrap import MIN_ROWS, Comparison
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
@@ -140,7 +139,10 @@ class _Adaptation:
         prepare(prepared)
         documents = held_out_documents(prepared, self.output / "data", self.config.seed)
         sets = {
-            split: TestSet(make_passages(each, self.start.tokenizer), self._half(split))
+            split: TestSet(
+                make_passages(each, self.start.tokenizer),
+                self.pairs.half(split, self.config.seed) if self.pairs else None,
+            )
             for split, each in documents.items()
         }
         test = sets["test"]
@@ -314,16 +316,6 @@ class _Adaptation:
     def _keep(self, split: str, found: dict[str, Values]) -> None:
         """Writes the values of every row, from which all intervals can be computed again."""
         write_json(self.output / "scores" / f"{split}.json", {name: _plain(values) for name, values in found.items()})
-
-    def _half(self, split: Split) -> RetrievalTest | None:
-        """The user's pairs of a split, by a draw for each query."""
-        if self.pairs is None:
-            return None
-        keys = np.array([int(hash_json(query)[:16], 16) for query in self.pairs.queries], np.uint64)
-        drawn = seeding.unit(seeding.words(self.config.seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
-        mine = np.flatnonzero((drawn < 0.5) == (split == "development")).tolist()
-        queries = [self.pairs.queries[place] for place in mine]
-        return RetrievalTest(queries, self.pairs.texts, [self.pairs.relevant[place] for place in mine])
 
     def _say(self, what: str) -> None:
         get_logger().info("%s; %.0f minutes left", what, self.state.seconds_left / 60)

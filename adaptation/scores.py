@@ -18,7 +18,8 @@ from declutr.common.bootstrap import MIN_ROWS, Comparison, Statistic, compare, m
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import score_encoder
-from declutr.evaluation.retrieval.pairs import Lexicon, RetrievalTest
+from declutr.evaluation.retrieval.lexicon import Lexicon
+from declutr.evaluation.retrieval.pairs import RetrievalTest
 from declutr.trainer.metrics.config import STSB
 from declutr.trainer.metrics.sts import FILES, read_pairs
 

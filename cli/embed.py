@@ -30,7 +30,7 @@ def run_embed(arguments: list[str]) -> int:
     parser.add_argument("--format", choices=get_args(Format), default="auto", help="format of the inputs (auto)")
     parser.add_argument("--normalise", action="store_true", help="scale embeddings to length 1")
     parser.add_argument("--dimensions", type=int, help="keep only the first N numbers (before --normalise)")
-    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "float16", "int8"), default="float32")
     parser.add_argument(
         "--max-tokens", type=int, help="most tokens of an input, special ones included (encoder's limit)"
     )

@@ -200,7 +200,7 @@ def _evaluate_pairs(given: argparse.Namespace) -> int:
         return refused(error)
     from declutr.evaluation.encoders.loading import EncoderError
     from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
-    from declutr.evaluation.retrieval.pairs import Lexicon
+    from declutr.evaluation.retrieval.lexicon import Lexicon
 
     lexicon = Lexicon(test.texts)
     scored, names = score_lexical(test, lexicon), list(dict.fromkeys(given.encoders))

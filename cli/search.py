@@ -1,10 +1,18 @@
 """`declutr index`, `search` and `explore`."""
 
 import argparse
+import math
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from declutr.common.console.terminal import refused, shorten
 from declutr.common.paths import path_argument
+
+if TYPE_CHECKING:
+    from declutr.evaluation.embedding.index import IndexFacts, SearchIndex
+    from declutr.evaluation.embedding.weight import WeightChoice
 
 
 def run_index(arguments: list[str]) -> int:
@@ -14,18 +22,95 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--output", type=path_argument, required=True, help="folder to create")
     parser.add_argument("--kind", choices=("exact", "graph"), help="exact up to 20,000 embeddings, graph above")
     parser.add_argument("--source-field", help="field or column with the origin of a text (its file)")
+    parser.add_argument("--dtype", choices=("float32", "int8"), help="type of the vectors (float32; int8 if they are)")
+    parser.add_argument("--hybrid", action="store_true", help="store the words too: score = cosine + weight * words")
+    parser.add_argument("--lexical", choices=("idf", "bm25"), help="score of the words of a hybrid index (idf)")
+    parser.add_argument("--weight", type=_weight, help="weight of the words, 0 to 100 (1)")
+    parser.add_argument("--pairs", type=path_argument, help="choose the weight on pairs of query and text, or id")
+    parser.add_argument("--model", help="with --pairs: the encoder, if it has moved since the embeddings were made")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(arguments)
     if not given.embeddings.is_file():
         return refused(f"{given.embeddings}: no such file; name a file that `declutr embed` has written")
+    for name in ("lexical", "weight", "pairs"):
+        if getattr(given, name) is not None and not given.hybrid:
+            return refused(f"--{name}: is for hybrid indexes; add --hybrid")
+    if given.pairs and given.weight is not None:
+        return refused(f"--weight {given.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
+    from declutr.evaluation.embedding.build import DEFAULT_WEIGHT, build_index
     from declutr.evaluation.embedding.config import EmbedError
-    from declutr.evaluation.embedding.index import build_index
+    from declutr.evaluation.embedding.weight import sentences
+    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.evaluation.retrieval.lexicon import LexicalKind
+    from declutr.evaluation.retrieval.pairs import PairsError
 
+    choices: list[WeightChoice] = []
+    weight = DEFAULT_WEIGHT if given.weight is None else given.weight
+    lexical: LexicalKind | None = (given.lexical or "idf") if given.hybrid else None
     try:
-        facts = build_index(given.embeddings, given.output, given.kind, given.source_field)
-    except (EmbedError, OSError) as error:
+        facts = build_index(
+            given.embeddings,
+            given.output,
+            given.kind,
+            given.source_field,
+            given.dtype,
+            lexical,
+            _chooser(given, choices) if given.pairs else weight,
+        )
+    except (EmbedError, EncoderError, PairsError, OSError) as error:
         return refused(error)
-    print(f"{given.output}: {facts.rows:,} texts, {facts.kind}")
+    lines = _described(facts, given.output)
+    print(*lines, *(line for choice in choices for line in sentences(choice)), sep="\n")
     return 0
+
+
+def _chooser(given: argparse.Namespace, choices: list["WeightChoice"]) -> Callable[["SearchIndex"], "WeightChoice"]:
+    """Read pairs and encoder; return a function that chooses the weight of an index and appends the choice."""
+    from declutr.evaluation.embedding.output import read_note
+    from declutr.evaluation.embedding.weight import choose_weight
+    from declutr.evaluation.retrieval.pairs import read_pairs
+
+    read_pairs(given.pairs)  # its problems need not wait for the encoder
+    note = read_note(given.embeddings)
+    from declutr.evaluation.encoders.loading import encoder_of_index  # loads torch
+
+    encoder = encoder_of_index(note.config.choice, given.model, trust_remote_code=given.trust_remote_code)
+
+    def choose(index: "SearchIndex") -> "WeightChoice":
+        choices.append(choose_weight(index, encoder, given.pairs))
+        return choices[0]
+
+    return choose
+
+
+def _described(facts: "IndexFacts", folder: Path) -> list[str]:
+    """Lines on a new index: texts, kind, type and bytes of the vectors, words."""
+    from declutr.evaluation.retrieval.lexicon import NAMES
+
+    names = (name for name in facts.files if name.startswith(("vectors", "graph-")))
+    num_bytes = sum((folder / name).stat().st_size for name in names)
+    vectors = f"vectors: {facts.dtype}, {num_bytes:,} bytes"
+    if facts.dtype == "int8":
+        vectors += f" (float32: {num_bytes + 3 * facts.rows * facts.size:,})"
+        if facts.recall is not None:
+            vectors += f"; a search finds {100 * facts.recall:.1f}% of the ten nearest by float32"
+        else:
+            vectors += "; recall not measured, because the embeddings are int8 or fewer than two"
+    lines = [f"{folder}: {facts.rows:,} texts, {facts.kind}", vectors]
+    if facts.hybrid:
+        lines.append(f"words: {facts.hybrid.words:,}, {NAMES[facts.hybrid.kind]}, weight {facts.hybrid.weight:g}")
+    return lines
+
+
+def _weight(text: str) -> float:
+    """Parse a weight of words."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number from 0 to 100")
+    return value
 
 
 _SHOWN_CHARACTERS = 200
@@ -39,15 +124,20 @@ def run_search(arguments: list[str]) -> int:
     parser.add_argument("index", type=path_argument, help="folder that `declutr index` made")
     parser.add_argument("query", nargs="+", help="one or more queries")
     parser.add_argument("--top", type=int, default=10, help="number of texts to show (10)")
+    parser.add_argument("--weight", type=_weight, help="weight of the words of a hybrid index (the index's)")
     parser.add_argument("--model", help="the encoder, if it has moved since the embeddings were made")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(arguments)
+    if given.top < 1:
+        parser.error(f"--top {given.top}: must be at least 1")
     from declutr.evaluation.embedding.config import EmbedError
     from declutr.evaluation.embedding.index import SearchIndex
     from declutr.evaluation.encoders.loading import EncoderError, encoder_of_index
 
     try:
         index = SearchIndex(given.index)
+        if given.weight is not None:
+            index.weigh(given.weight)
         encoder = encoder_of_index(index.facts.choice, given.model, trust_remote_code=given.trust_remote_code)
         found = [(query, index.search(encoder, query, given.top)) for query in given.query]
     except (EmbedError, EncoderError) as error:
@@ -57,7 +147,8 @@ def run_search(arguments: list[str]) -> int:
             print(f"# {query}")
         for hit in hits:
             text = " ".join(hit.text.split())
-            print(f"{hit.score:6.3f}  {hit.id or hit.row}  {shorten(text, _SHOWN_CHARACTERS)}")
+            parts = "" if hit.lexical is None else f" = {hit.cosine:.3f} + {index.weight:g} x {hit.lexical:.3f}"
+            print(f"{hit.score:6.3f}{parts}  {hit.id or hit.row}  {shorten(text, _SHOWN_CHARACTERS)}")
     return 0
 
 

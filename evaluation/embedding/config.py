@@ -12,6 +12,10 @@ from declutr.pipeline.readers.corpus import TextField
 Format = Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"]
 
 
+VectorType = Literal["float32", "int8"]
+"""Type of the vectors of an index."""
+
+
 class EmbedError(ValueError):
     """Texts that cannot be read, settings that contradict each other, or an output that cannot be written."""
 
@@ -23,7 +27,8 @@ class Shape(Strict):
     """Keep only the first numbers, this many. They have length 1 again only with `normalise`."""
     normalise: bool = False
     """Divide by the Euclidean length; a null vector stays null."""
-    dtype: Literal["float32", "float16"] = "float32"
+    dtype: Literal["float32", "float16", "int8"] = "float32"
+    """int8: scaled so that the number of largest magnitude is 127, then rounded; only the direction is kept."""
 
 
 class EmbedConfig(Strict):

@@ -7,9 +7,9 @@ rows into graphs does not depend on the number of threads.
 usearch trusts a file: a neighbour beyond the last vector makes it read outside its memory. So every number that usearch
 follows is compared here with its valid range. After that, no byte of the file can lead outside the file.
 
-The layout, little-endian, for n vectors of d numbers: n and 4d as 32-bit numbers; the vectors; a head of 64 bytes; n,
-the two connectivities, the highest level and the first node as 64-bit numbers; n levels of 16 bits; n nodes. A node is
-its key (64 bits), its level l (16 bits) and l + 1 lists of neighbours: their number (32 bits), then slots for them.
+The layout, little-endian, for n vectors of d numbers of b bytes: n and bd as 32-bit numbers; the vectors; a head of 64
+bytes; n, the two connectivities, the highest level and the first node as 64-bit numbers; n levels of 16 bits; n nodes.
+A node is its key (64 bits), its level l (16 bits) and l + 1 lists of neighbours: their number (32 bits), then slots.
 """
 
 import os
@@ -19,18 +19,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from usearch.index import Index
 
-from declutr.evaluation.embedding.config import EmbedError
+from declutr.evaluation.embedding.config import EmbedError, Shape, VectorType
+from declutr.evaluation.embedding.units import shaped
+from declutr.evaluation.encoders.protocol import unit_rows
 
 CONNECTIVITY = 32
 _BASE_CONNECTIVITY = 2 * CONNECTIVITY
 _SIZES, _HEAD, _START = struct.Struct("<II"), struct.Struct("<7sH4x4sQQQB22s"), struct.Struct("<5Q")
-_KINDS = b"i\x0b\x0e\x0f"
-"""Inner product, float32, keys of 64 bits, slots of 32 bits."""
+_KINDS: dict[VectorType, bytes] = {"float32": b"i\x0b\x0e\x0f", "int8": b"c\x17\x0e\x0f"}
+"""Inner product or cosine, type of the numbers, keys of 64 bits, slots of 32 bits."""
 _KEY_BYTES, _LEVEL_BYTES, _PLACE_BYTES = 8, 2, 4
 _LIST_BYTES = _PLACE_BYTES * (1 + CONNECTIVITY)
 _BASE_BYTES = _PLACE_BYTES * (1 + _BASE_CONNECTIVITY)
@@ -40,7 +43,7 @@ _CHUNK_NODES = 8192
 Bytes = NDArray[np.uint8]
 
 
-def graph_vectors(path: Path, size: int) -> NDArray[np.float32]:
+def graph_vectors(path: Path, size: int, dtype: VectorType) -> NDArray[Any]:
     """Map the vectors `(rows, size)` of a graph, after checking every link in the graph.
 
     Raises:
@@ -57,7 +60,13 @@ def graph_vectors(path: Path, size: int) -> NDArray[np.float32]:
         start = _START.unpack(raw[end + _HEAD.size :][: _START.size].tobytes())
     except (ValueError, struct.error) as error:  # an empty file, or a short one
         raise wrong from error
-    if (magic, major, kinds, row_bytes, numbers) != (b"usearch", 2, _KINDS, 4 * size, size):
+    if (magic, major, kinds, row_bytes, numbers) != (
+        b"usearch",
+        2,
+        _KINDS[dtype],
+        np.dtype(dtype).itemsize * size,
+        size,
+    ):
         raise wrong
     if (present, deleted, multi, rest) != (rows, 0, 0, bytes(22)) or not rows:
         raise wrong
@@ -70,7 +79,7 @@ def graph_vectors(path: Path, size: int) -> NDArray[np.float32]:
     offsets = first + _LEVEL_BYTES * rows + np.cumsum(np.concatenate([[0], _NODE_BYTES + _LIST_BYTES * levels]))
     if offsets[-1] != len(raw) or not _lead_inside(raw, offsets[:-1], levels):
         raise wrong
-    vectors = raw[_SIZES.size : end].view("<f4").reshape(rows, size)
+    vectors = raw[_SIZES.size : end].view(np.dtype(dtype).newbyteorder("<")).reshape(rows, size)
     if not all(np.isfinite(vectors[begin : begin + _CHUNK_NODES]).all() for begin in range(0, rows, _CHUNK_NODES)):
         raise wrong
     return vectors
@@ -111,18 +120,22 @@ def _are_nodes(lists: Bytes, levels: NDArray[np.int64], level: int) -> bool:
 _PART_ROWS = 100_000
 _TOLD_ROWS = 1000
 _EXPANSION = 256
+_RESCORED = 4
+"""Texts that int8 graphs give for each text wanted, of which cosines with the query in float32 choose."""
 _MOST_THREADS = 8  # each holds a part twice: as vectors, and inside its graph
 
 
 def write_graphs(
     folder: Path,
     size: int,
-    chunks: Iterable[NDArray[np.float32]],
+    chunks: Iterable[NDArray[Any]],
     told: Callable[[int], object],
     part_rows: int = _PART_ROWS,
     threads: int | None = None,
 ) -> None:
-    """Write `graph-00000.usearch` and so on, each of `part_rows` rows, from `(rows, size)` vectors of length 1.
+    """Write `graph-00000.usearch` and so on, each of `part_rows` rows, from `(rows, size)` vectors.
+
+    Vectors are float32 of length 1, or int8 of any length.
 
     `told` is called from any thread with the number of newly added rows. As many graphs as threads are built at once;
     None: one per core, up to eight.
@@ -143,8 +156,8 @@ def write_graphs(
             stopped.set()  # after an error or Ctrl-C, threads stop at their current rows
 
 
-def _parts(chunks: Iterable[NDArray[np.float32]], part_rows: int) -> Iterator[NDArray[np.float32]]:
-    held: list[NDArray[np.float32]] = []
+def _parts(chunks: Iterable[NDArray[Any]], part_rows: int) -> Iterator[NDArray[Any]]:
+    held: list[NDArray[Any]] = []
     room = part_rows
     for chunk in chunks:
         rest = chunk
@@ -160,9 +173,9 @@ def _parts(chunks: Iterable[NDArray[np.float32]], part_rows: int) -> Iterator[ND
 
 
 def _write(
-    path: Path, size: int, vectors: NDArray[np.float32], told: Callable[[int], object], stopped: threading.Event
+    path: Path, size: int, vectors: NDArray[Any], told: Callable[[int], object], stopped: threading.Event
 ) -> None:
-    graph = _empty(size)
+    graph = _empty(size, "int8" if vectors.dtype == np.int8 else "float32")
     for start in range(0, len(vectors), _TOLD_ROWS):
         if stopped.is_set():
             return
@@ -175,11 +188,11 @@ def _write(
         raise OSError(f"{path} cannot be written ({error})") from error
 
 
-def _empty(size: int) -> Index:
+def _empty(size: int, dtype: VectorType) -> Index:
     return Index(
         ndim=size,
-        metric="ip",
-        dtype="f32",
+        metric="ip" if dtype == "float32" else "cos",
+        dtype="f32" if dtype == "float32" else "i8",
         connectivity=CONNECTIVITY,
         expansion_add=_EXPANSION,
         expansion_search=_EXPANSION,
@@ -193,10 +206,10 @@ class Graphs:
         EmbedError: a file is cut off or altered, or they do not belong together.
     """
 
-    def __init__(self, paths: Sequence[Path], size: int) -> None:
-        self._size = size
-        self._vectors = [graph_vectors(path, size) for path in paths]
-        self._graphs = [_empty(size) for _ in paths]
+    def __init__(self, paths: Sequence[Path], size: int, dtype: VectorType = "float32") -> None:
+        self._size, self._is_int8 = size, dtype == "int8"
+        self._vectors = [graph_vectors(path, size, dtype) for path in paths]
+        self._graphs = [_empty(size, dtype) for _ in paths]
         for graph, path in zip(self._graphs, paths, strict=True):
             graph.view(str(path))
         self._part_rows = len(self._graphs[0]) if self._graphs else 1
@@ -213,12 +226,17 @@ class Graphs:
         `queries` is `(queries, size)`, of length 1; `top` is at most the number of rows.
         """
         rows, scores = [], []
+        asked = shaped(queries, Shape(dtype="int8")) if self._is_int8 else queries
+        wanted = _RESCORED * top if self._is_int8 else top
         for number, graph in enumerate(self._graphs):
-            found = graph.search(queries, min(top, len(graph)))
+            found = graph.search(asked, min(wanted, len(graph)))
             keys = np.asarray(found.keys).reshape(len(queries), -1).astype(np.int64)
             rows.append(keys + number * self._part_rows)
             scores.append(1 - np.asarray(found.distances, np.float32).reshape(len(queries), -1))
         every_row, every_score = np.concatenate(rows, axis=1), np.concatenate(scores, axis=1)
+        if self._is_int8:  # the graphs compared rounded queries
+            pairs = zip(queries, every_row.tolist(), strict=True)
+            every_score = np.stack([self.vectors(mine) @ query for query, mine in pairs])
         best = np.argsort(-every_score, axis=1, kind="stable")[:, :top]
         return np.take_along_axis(every_row, best, axis=1), np.take_along_axis(every_score, best, axis=1)
 
@@ -226,4 +244,5 @@ class Graphs:
         """Vectors `(len(rows), size)`, of length 1."""
         places = [divmod(row, self._part_rows) for row in rows]
         found = [self._vectors[part][row] for part, row in places]
-        return np.stack(found) if found else np.empty((0, self._size), np.float32)
+        stacked = np.stack(found) if found else np.empty((0, self._size), np.float32)
+        return unit_rows(stacked.astype(np.float32)) if self._is_int8 else stacked

@@ -58,6 +58,11 @@ class StoredTexts:
         found: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
         return Stored(row, found["id"], found["source"] or "", found["text"] or "")
 
+    def __iter__(self) -> Iterator[str]:
+        """Texts without ids and sources, in the order of the rows."""
+        for number in range(self._file.num_record_batches):
+            yield from (text or "" for text in self._batch(number).column("text").to_pylist())
+
     def _batch(self, number: int) -> pa.RecordBatch:
         """Batch with checked offsets and UTF-8 texts; an unchecked one could end the process."""
         if number not in self._checked:

@@ -111,7 +111,7 @@ def corpus_of(config: EmbedConfig, field: str | list[str]) -> FilesCorpus:
 
 def part_schema(size: int, config: EmbedConfig) -> pa.Schema:
     """Columns of a unit's file: row within the unit, id if requested, embedding."""
-    number = pa.float16() if config.shape.dtype == "float16" else pa.float32()
+    number = pa.from_numpy_dtype(config.shape.dtype)
     names = [("row", pa.int64()), *([("id", pa.string())] if config.id_field else [])]
     return pa.schema([*names, ("embedding", pa.list_(number, config.shape.dimensions or size))])
 
@@ -157,8 +157,8 @@ def embed_unit(
                     read += 1
                 written += len(rows)
                 if rows:
-                    values = embed_distinct(encoder, texts, config.shape)
-                    if len(bad := np.flatnonzero(~np.isfinite(values).all(axis=1))):
+                    values, finite = embed_distinct(encoder, texts, config.shape)
+                    if len(bad := np.flatnonzero(~finite)):
                         raise EmbedError(
                             f"{unit.name}: the embedding of record {rows[bad[0]]:,} is not finite in "
                             f"{config.shape.dtype}; the encoder is broken, or --dtype float32 is needed"
@@ -194,11 +194,14 @@ def finished(unit: str, identity: str, folder: Path) -> EmbeddingSidecar | None:
     return sidecar if whole and sidecar.identity == identity else None
 
 
-def embed_distinct(encoder: SentenceEncoder, texts: list[str], shape: Shape) -> NDArray[Any]:
-    """Embeddings `(len(texts), dimensions)` as written to the file; equal texts are embedded once."""
+def embed_distinct(encoder: SentenceEncoder, texts: list[str], shape: Shape) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Embeddings `(len(texts), dimensions)` as written, and whether each is finite; equal texts are embedded once."""
     numbers: dict[str, int] = {}
     places = [numbers.setdefault(text, len(numbers)) for text in texts]
-    return shaped(encoder.encode(list(numbers)), shape)[places]
+    found = shaped(embeddings := encoder.encode(list(numbers)), shape)
+    checked = found if shape.dtype == "float16" else embeddings[:, : shape.dimensions]
+    finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(checked), axis=1)
+    return found[places], finite[places]
 
 
 def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
@@ -206,7 +209,9 @@ def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
     kept = embeddings[:, : shape.dimensions]
     if shape.normalise:
         kept = kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), 1e-12)
-    with np.errstate(over="ignore"):  # values too large for float16 become infinite, which the caller checks
+    with np.errstate(over="ignore", invalid="ignore"):  # too large for float16, or NaN: the caller checks
+        if shape.dtype == "int8":
+            kept = np.rint(kept * (127 / np.maximum(np.abs(kept).max(axis=1, keepdims=True, initial=0), 1e-30)))
         return np.ascontiguousarray(kept, dtype=shape.dtype)
 
 

@@ -16,7 +16,7 @@ from scipy.linalg import eigh
 
 from declutr.common import seeding
 from declutr.evaluation.embedding.config import EmbedError
-from declutr.evaluation.embedding.index import NO_WORD, Hit, SearchIndex
+from declutr.evaluation.embedding.index import NO_TEXT, Hit, SearchIndex
 from declutr.evaluation.embedding.output import Stored
 from declutr.evaluation.encoders.protocol import SentenceEncoder
 from declutr.evaluation.report.markup import visible
@@ -80,7 +80,7 @@ class Explorer:
     def __init__(self, index: SearchIndex, encoder: SentenceEncoder, top: int = 10, map_texts: int = 5_000) -> None:
         index.check(encoder)
         if not index.facts.rows:
-            raise EmbedError("the index holds no text")
+            raise EmbedError(NO_TEXT)
         self._index, self._encoder, self._top = index, encoder, top
         self._lock = threading.Lock()
         rows = sample_rows(index.facts.rows, map_texts)
@@ -98,6 +98,7 @@ class Explorer:
             "texts": facts.rows,
             "size": facts.size,
             "kind": facts.kind,
+            "weight": facts.hybrid and facts.hybrid.weight,
             "share": round(self._plane.share, 4),
             "groups": [*(visible(name[:_NAME_CHARACTERS]) for name in self._grouping.names), OTHERS],
             "points": self._points,
@@ -115,10 +116,8 @@ class Explorer:
             raise ExploreError(f"the query has {len(query):,} characters; shorten it to {MAX_QUERY_CHARACTERS:,}")
         with self._lock:  # tokenizers are not thread-safe
             vector = self._index.embed(self._encoder, query)
-            if not vector.any():
-                raise ExploreError(NO_WORD)
             x, y = self._places(vector[None])[0]
-            return {"query": {"x": x, "y": y}, "hits": self._hits(self._index.hits(vector, self._top))}
+            return {"query": {"x": x, "y": y}, "hits": self._hits(self._found(vector, self._top, query))}
 
     def neighbours(self, row: int) -> Json:
         """Return a text of the index, and the texts nearest to it.
@@ -130,13 +129,24 @@ class Explorer:
             raise ExploreError(f"row {row:,} is not in the index of {self._index.facts.rows:,} texts, counted from 0")
         with self._lock:
             vector = self._index.vectors([row])
-            others = [hit for hit in self._index.hits(vector[0], self._top + 1) if hit.row != row]
-            (text,) = self._described(self._index.texts([row]), _TEXT_CHARACTERS, vector)
+            stored = self._index.texts([row])
+            others = [hit for hit in self._found(vector[0], self._top + 1, stored[0].text) if hit.row != row]
+            (text,) = self._described(stored, _TEXT_CHARACTERS, vector)
             return {"text": text, "hits": self._hits(others[: self._top])}
+
+    def _found(self, vector: NDArray[np.float32], top: int, query: str) -> list[Hit]:
+        try:
+            return self._index.hits(vector, top, query)
+        except EmbedError as error:  # nothing known is in the query
+            raise ExploreError(str(error)) from error
 
     def _hits(self, hits: Sequence[Hit]) -> list[Json]:
         vectors = self._index.vectors([hit.row for hit in hits])
-        scores = ({"score": round(hit.score, _DIGITS)} for hit in hits)
+        scores = (
+            {"score": round(hit.score, _DIGITS), "cosine": round(hit.cosine, _DIGITS)}
+            | ({} if hit.lexical is None else {"lexical": round(hit.lexical, _DIGITS)})
+            for hit in hits
+        )
         described = self._described(hits, _HIT_CHARACTERS, vectors)
         return [told | score for told, score in zip(described, scores, strict=True)]
 

@@ -2,6 +2,7 @@
 
 const element = id => document.getElementById(id);
 let asked = 0; // only the answer to the latest question is shown
+let weight = null; // of the words, in a hybrid index
 
 /** Make an element with a class and children. */
 function make(name, kind, ...children) {
@@ -59,12 +60,14 @@ async function get(path, parameters = {}) {
 
 function hitItem(hit, index) {
   const bar = make("div", "fill");
-  bar.style.width = `${100 * Math.max(0, Math.min(1, hit.score))}%`;
+  bar.style.width = `${100 * Math.max(0, Math.min(1, hit.score / (1 + (weight ?? 0))))}%`;
   const button = make("button", "", "Neighbours");
   button.type = "button";
   button.setAttribute("aria-label", `Texts nearest to number ${index + 1}`);
   button.addEventListener("click", () => go({ row: hit.row }));
   const rank = make("span", "rank", `${index + 1}`), score = make("span", "score", hit.score.toFixed(3));
+  if (weight !== null) score.title = "cosine + weight × score of words";
+  if (weight !== null) score.append(` = ${hit.cosine.toFixed(3)} + ${weight} × ${hit.lexical.toFixed(3)}`);
   const head = make("div", "head", rank, score, ...origin(hit), button);
   const item = make("li", "", head, make("div", "track", bar), make("p", "text", hit.text));
   item.dataset.row = hit.row;
@@ -83,7 +86,7 @@ function showAnswer({ hits, text = null, query = null }) {
   element("hits").replaceChildren(...hits.map(hitItem));
   if (leading) element("chosen").focus();
   map.mark(hits, query ?? text);
-  const best = hits.length ? `; the first has cosine ${hits[0].score.toFixed(3)}` : "";
+  const best = hits.length ? `; the first has ${weight === null ? "cosine" : "score"} ${hits[0].score.toFixed(3)}` : "";
   say(`The ${count(hits.length, "text")} nearest to ${text ? "the chosen one" : "the sentence"}${best}.`);
 }
 
@@ -130,10 +133,12 @@ function showLegend(groups, points) {
 async function start() {
   const told = await get("/api/map");
   const { encoder, texts, size, kind, share, groups, points } = told;
+  weight = told.weight;
   element("encoder").textContent = encoder;
   document.title = `Explore ${encoder}`;
   const searched = kind === "exact" ? "a search looks at every one" : "a search follows a graph, which may miss some";
-  element("facts").textContent = `${count(texts, "text")}, embeddings of ${count(size, "number")}; ${searched}.`;
+  element("facts").textContent = `${count(texts, "text")}, embeddings of ${count(size, "number")}; ${searched}.`
+    + (weight === null ? "" : ` Scores are cosine + ${weight} × score of words.`);
   const drawn = points.length < texts ? `${count(points.length, "text")} of ${texts.toLocaleString("en")}, drawn at random`
     : `All ${count(texts, "text")}`;
   element("map-note").textContent = `${drawn}, projected on the plane of largest variance (principal components; it holds `

@@ -12,7 +12,8 @@ from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, paired_inter
 from declutr.common.storage import write_json, write_text
 from declutr.evaluation.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
-from declutr.evaluation.retrieval.pairs import Lexicon, RetrievalTest
+from declutr.evaluation.retrieval.lexicon import NAMES, Lexicon
+from declutr.evaluation.retrieval.pairs import RetrievalTest
 
 F64 = NDArray[np.float64]
 CUTOFFS = (1, 5, 10)
@@ -55,7 +56,7 @@ def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) ->
 
 
 F32 = NDArray[np.float32]
-BM25, IDF = "BM25", "IDF cosine"
+BM25, IDF = NAMES["bm25"], NAMES["idf"]
 _CHUNK_QUERIES = 512
 SEED = 0
 """Seed of the bootstrap: the same file gives the same intervals."""

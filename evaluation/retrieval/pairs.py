@@ -1,25 +1,24 @@
-"""A user's retrieval test (queries, each with its text or the id of a document), and lexical baselines."""
+"""A user's retrieval test: queries, each with its text or the id of a document."""
 
 import csv
 import json
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.sparse import csr_matrix
 
-from declutr.common.console.terminal import excerpt
+from declutr.common import seeding
+from declutr.common.console.terminal import excerpt, shorten
+from declutr.common.storage import hash_json
 from declutr.common.suggestions import suggest
 
 MOST_BYTES = 2**30
 """Largest file of pairs or documents, because both are held in memory."""
 _CSV = (".csv", ".tsv")
-_MOST_NAMED = 5
+_MOST_NAMED, _MOST_CHARACTERS = 5, 80
+Half = Literal["development", "test"]
 
 
 class PairsError(ValueError):
@@ -40,6 +39,15 @@ class RetrievalTest:
     texts: list[str]
     relevant: list[list[int]]
 
+    def half(self, which: Half, seed: int) -> "RetrievalTest":
+        """The queries that choose (development), or those that report (test), by a draw for each query."""
+        keys = np.array([int(hash_json(query)[:16], 16) for query in self.queries], np.uint64)
+        drawn = seeding.unit(seeding.words(seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
+        mine = np.flatnonzero((drawn < 0.5) == (which == "development")).tolist()
+        return RetrievalTest(
+            [self.queries[place] for place in mine], self.texts, [self.relevant[place] for place in mine]
+        )
+
 
 def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
     """Read pairs of `query` and `text`, or of `query` and `id` with the documents that have these ids.
@@ -50,42 +58,73 @@ def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
     Raises:
         PairsError: a file is missing, too large or damaged, lacks a column, or a pair names no document.
     """
-    rows = list(_rows(pairs))
-    if not rows:
-        raise PairsError(f"--pairs {pairs}: holds no pairs")
-    names = set(rows[0][1])
-    key = "id" if documents is not None else "text"
-    if missing := [name for name in ("query", key) if name not in names]:
-        raise PairsError(_missing(pairs, missing, names, documents))
+    rows = read_pairs(pairs, ("text",) if documents is None else ("id",))[0]
     if documents is None:
-        texts = list(dict.fromkeys(_text(pairs, line, row, "text") for line, row in rows))
-        number = {text: place for place, text in enumerate(texts)}
+        texts = list(dict.fromkeys(text for _, _, text in rows))
+        number = {text: [place] for place, text in enumerate(texts)}
     else:
         found = {
             _text(documents, line, row, "id"): _text(documents, line, row, "text") for line, row in _rows(documents)
         }
-        texts, number = list(found.values()), {name: place for place, name in enumerate(found)}
-    relevant: dict[str, set[int]] = {}
-    unknown = []
-    for line, row in rows:
-        query, wanted = _text(pairs, line, row, "query"), _text(pairs, line, row, key)
-        if wanted in number:
-            relevant.setdefault(query, set()).add(number[wanted])
-        else:
-            unknown.append(f"line {line}: {wanted}")
-    if unknown:
-        raise PairsError(
-            f"--pairs {pairs}: {len(unknown):,} of {len(rows):,} pairs name no document of {documents}: "
-            f"{excerpt(unknown, _MOST_NAMED)}"
-        )
+        texts, number = list(found.values()), {name: [place] for place, name in enumerate(found)}
+    queries, relevant = join_pairs(pairs, rows, number, str(documents))
     if len(texts) < 2:
         raise PairsError(f"--pairs {pairs}: there is one text to search; a retrieval test needs at least two")
-    return RetrievalTest(list(relevant), texts, [sorted(each) for each in relevant.values()])
+    return RetrievalTest(queries, texts, relevant)
 
 
-def _missing(pairs: Path, missing: list[str], names: set[str], documents: Path | None) -> str:
+Pair = tuple[int, str, str]
+"""Line, query, and text or id."""
+
+
+def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id")) -> tuple[list[Pair], str]:
+    """Read the pairs of a file, and the first of `keys` that it has as a column.
+
+    Raises:
+        PairsError: the file is missing, too large or damaged, or lacks a column.
+    """
+    rows = list(_rows(pairs))
+    if not rows:
+        raise PairsError(f"--pairs {pairs}: holds no pairs")
+    names = set(rows[0][1])
+    key = next((key for key in keys if key in names), keys[0])
+    if missing := [name for name in ("query", key) if name not in names]:
+        raise PairsError(_missing(pairs, missing, names, keys))
+    return [(line, _text(pairs, line, row, "query"), _text(pairs, line, row, key)) for line, row in rows], key
+
+
+def join_pairs(
+    pairs: Path, rows: Sequence[Pair], number: Mapping[str, list[int]], where: str
+) -> tuple[list[str], list[list[int]]]:
+    """Distinct queries, and the numbers of the relevant texts of each, ascending.
+
+    Args:
+        pairs: their file.
+        rows: the pairs.
+        number: numbers of the texts by text or id.
+        where: the name of the texts.
+
+    Raises:
+        PairsError: a pair names none of the texts.
+    """
+    relevant: dict[str, set[int]] = {}
+    unknown = []
+    for line, query, wanted in rows:
+        if wanted in number:
+            relevant.setdefault(query, set()).update(number[wanted])
+        else:
+            unknown.append(f"line {line}: {shorten(wanted, _MOST_CHARACTERS)}")
+    if unknown:
+        raise PairsError(
+            f"--pairs {pairs}: {len(unknown):,} of {len(rows):,} pairs name no document of {where}: "
+            f"{excerpt(unknown, _MOST_NAMED)}"
+        )
+    return list(relevant), [sorted(each) for each in relevant.values()]
+
+
+def _missing(pairs: Path, missing: list[str], names: set[str], keys: Sequence[str]) -> str:
     near = "".join(suggest(name, sorted(names)) for name in missing)
-    other = "; with --documents FILE, pairs may have `id` instead of `text`" if documents is None else ""
+    other = "; with --documents FILE, pairs may have `id` instead of `text`" if keys == ("text",) else ""
     return (
         f"--pairs {pairs}: has no {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(names))}{other}"
     )
@@ -122,67 +161,3 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except (UnicodeDecodeError, json.JSONDecodeError, csv.Error, RecursionError) as error:
         kind = "CSV" if path.suffix in _CSV else "JSON Lines"
         raise PairsError(f"{path}: is not {kind} in UTF-8 ({error})") from error
-
-
-F32 = NDArray[np.float32]
-_WORD = re.compile(r"\w+")
-_K1, _B = 1.2, 0.75
-
-
-class Lexicon:
-    """Words of G texts, with the weights by which queries are compared with them.
-
-    N texts, n(w) of them with word w, f(w, t) occurrences of w in t, |t| words of t.
-
-    - BM25 (Robertson and Zaragoza 2009): sum over words w of the query of
-      ln(1 + (N - n + 0.5) / (n + 0.5)) * f (k1 + 1) / (f + k1 (1 - b + b |t| / mean |t|)), k1 = 1.2, b = 0.75.
-    - IDF cosine: cosine of vectors with (1 + ln f) ln(1 + N / n(w)) for each word; words of no text are left out.
-
-    Args:
-        texts: to search.
-    """
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._words: dict[str, int] = {}
-        counts = self._counts(texts, grow=True)
-        self._in_texts = np.bincount(counts.indices, minlength=len(self._words)).astype(np.float64)
-        total = max(1, len(texts))
-        lengths = np.asarray(counts.sum(axis=1)).ravel()
-        norm = _K1 * (1 - _B + _B * lengths / max(1e-12, lengths.mean()))
-        rarity = np.log1p((total - self._in_texts + 0.5) / (self._in_texts + 0.5))
-        saturated = counts.copy()
-        owners = np.repeat(np.arange(counts.shape[0]), np.diff(counts.indptr))
-        saturated.data = counts.data * (_K1 + 1) / (counts.data + norm[owners]) * rarity[counts.indices]
-        self._bm25, self._idf = saturated, np.log1p(total / np.maximum(1, self._in_texts))
-        self._unit = self._weighted(counts)
-
-    def bm25(self, queries: Sequence[str]) -> F32:
-        """`(Q, G)` BM25 scores; each word of a query counts once."""
-        counts = self._counts(queries)
-        counts.data = np.ones_like(counts.data)
-        return np.asarray((counts @ self._bm25.T).todense(), np.float32)
-
-    def idf_cosine(self, queries: Sequence[str]) -> F32:
-        """`(Q, G)` cosines between 0 and 1."""
-        return np.asarray((self._weighted(self._counts(queries)) @ self._unit.T).todense(), np.float32)
-
-    def _weighted(self, counts: csr_matrix) -> csr_matrix:
-        """Unit rows of words weighted by (1 + ln f) idf."""
-        weighted = counts.copy()
-        weighted.data = (1 + np.log(counts.data)) * self._idf[counts.indices]
-        norms = np.sqrt(np.asarray(weighted.multiply(weighted).sum(axis=1)).ravel())
-        weighted.data /= np.repeat(np.maximum(norms, 1e-12), np.diff(weighted.indptr))
-        return weighted
-
-    def _counts(self, texts: Sequence[str], grow: bool = False) -> csr_matrix:
-        """`(n, words)` occurrences."""
-        starts, places, numbers = [0], list[int](), list[int]()
-        for text in texts:
-            for word, number in Counter(_WORD.findall(text.lower())).items():
-                place = self._words.setdefault(word, len(self._words)) if grow else self._words.get(word)
-                if place is not None:
-                    places.append(place)
-                    numbers.append(number)
-            starts.append(len(places))
-        shape = (len(texts), len(self._words))
-        return csr_matrix((np.array(numbers, np.float64), np.array(places, np.int32), np.array(starts)), shape)

@@ -109,6 +109,22 @@ def test_a_sentence_finds_its_neighbours_and_has_a_place_on_the_map(browser, ser
     assert all(url.startswith((server.url.partition("?")[0], "data:,")) for url in browser.requests())
 
 
+def test_hybrid_hits_show_both_parts_of_their_scores(browser, tmp_path):
+    index = write_index(tmp_path, "--hybrid", "--weight", "0.5")
+    with serving(index) as server:
+        open_page(browser, server)
+        assert "cosine + 0.5 × score of words" in one(browser, "#facts").text
+        ask(browser, ANIMALS[4])
+        shown = browser.run(
+            "return [...document.querySelectorAll('#hits li')].map(item => [item.querySelector('.score').textContent,"
+            " item.querySelector('.fill').offsetWidth / item.querySelector('.track').offsetWidth])"
+        )
+        for (score, width), hit in zip(shown, nearest(index, ANIMALS[4]), strict=True):
+            assert score == f"{hit.score:.3f} = {hit.cosine:.3f} + 0.5 × {hit.lexical:.3f}"
+            assert width == pytest.approx(max(0.0, hit.score) / 1.5, abs=0.01)
+        assert browser.messages() == []
+
+
 def test_a_source_goes_and_comes_back_with_its_points(browser, server):
     open_page(browser, server)
     before = browser.run(INKED)

@@ -15,9 +15,10 @@ from messages import all_of, says
 
 from declutr.cli.main import main
 from declutr.common.storage import hash_file
+from declutr.evaluation.embedding.build import build_index
 from declutr.evaluation.embedding.config import EmbedError
 from declutr.evaluation.embedding.graphs import Graphs, write_graphs
-from declutr.evaluation.embedding.index import SearchIndex, build_index
+from declutr.evaluation.embedding.index import SearchIndex
 
 SIZE, ROWS = 16, 40
 
@@ -201,7 +202,7 @@ def test_embeddings_of_another_shape_are_not_indexed(embedded, tmp_path, array):
 
 def test_a_query_without_a_known_word_is_near_to_nothing(index, capsys):
     assert main(["search", str(index), " "]) == 1
-    says(capsys.readouterr().err, "near it")
+    says(capsys.readouterr().err, "empty")
 
 
 def test_an_encoder_that_gives_no_numbers_is_named(tmp_path, capsys):

@@ -38,8 +38,8 @@ TEXTS = {
 NUM_TEXTS = sum(map(len, TEXTS.values()))
 
 
-def write_index(folder: Path) -> Path:
-    """Embeds the texts, one file a source, and indexes them; returns the folder of the index."""
+def write_index(folder: Path, *options: str) -> Path:
+    """Embeds the texts, one file a source, and indexes them with options; returns the folder of the index."""
     (folder / "texts").mkdir()
     for name, texts in TEXTS.items():
         lines = "".join(json.dumps({"text": text, "from": name}) + "\n" for text in texts)
@@ -47,7 +47,7 @@ def write_index(folder: Path) -> Path:
         (folder / "texts" / name.replace("/", "")).write_text(lines)
     embeddings = folder / "out.npy"
     assert main(["embed", ENCODER, str(folder / "texts"), "--output", str(embeddings)]) == 0
-    assert main(["index", str(embeddings), "--output", str(folder / "index"), "--source-field", "from"]) == 0
+    assert main(["index", str(embeddings), "--output", str(folder / "index"), "--source-field", "from", *options]) == 0
     return folder / "index"
 
 

@@ -10,7 +10,7 @@ from scipy.stats import rankdata
 from sklearn.metrics import ndcg_score
 
 from declutr.evaluation.retrieval.compare import MEASURES, measures, positions
-from declutr.evaluation.retrieval.pairs import Lexicon
+from declutr.evaluation.retrieval.lexicon import Lexicon
 
 TEXTS = ["the cat sat on the mat", "a dog", "dogs and cats and dogs", "the the the", "nothing in common", "Cat!"]
 QUERIES = ["the cat", "dogs, dogs", "unknown words", "mat and the mat"]

@@ -1,0 +1,188 @@
+"""Building of an index from a file of `declutr embed`: written to a temporary folder, then renamed."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from declutr.common.console.logs import bar
+from declutr.common.storage import atomic_folder, hash_file, hash_json, write_json
+from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape, VectorType
+from declutr.evaluation.embedding.graphs import write_graphs
+from declutr.evaluation.embedding.index import INDEX, TEXTS, VECTORS, Hybrid, IndexFacts, Kind, SearchIndex
+from declutr.evaluation.embedding.lexical import write_words
+from declutr.evaluation.embedding.output import (
+    CHUNK_ROWS,
+    SCHEMA,
+    StoredTexts,
+    read_note,
+    unit_vectors,
+    write_npy_header,
+)
+from declutr.evaluation.embedding.units import corpus_of, identify, keyed, plan, shaped
+from declutr.evaluation.embedding.weight import WeightChoice
+from declutr.evaluation.retrieval.lexicon import LexicalKind
+from declutr.pipeline.job.units import Unit, plan_units, read_unit
+from declutr.pipeline.readers.corpus import Document
+
+EXACT_ROWS = 20_000
+DEFAULT_WEIGHT = 1.0
+
+
+def build_index(
+    embeddings: Path,
+    output: Path,
+    kind: Kind | None = None,
+    source_field: str | None = None,
+    dtype: VectorType | None = None,
+    lexical: LexicalKind | None = None,
+    weight: float | Callable[[SearchIndex], WeightChoice] = DEFAULT_WEIGHT,
+) -> IndexFacts:
+    """Build an index from a file of `declutr embed` and the texts of its inputs.
+
+    Args:
+        embeddings: the file.
+        output: folder to create.
+        kind: None: exact up to `EXACT_ROWS` embeddings, graphs above.
+        source_field: key or column with the origin of a text; if None or missing in a record, the file is the origin.
+        dtype: type of the stored vectors; None: int8 if the embeddings are, else float32.
+        lexical: scores of words for a hybrid index; None: vectors alone.
+        weight: of the words, or a function that chooses it with the index.
+
+    Raises:
+        EmbedError: the note is missing, or the inputs have changed since.
+        FileExistsError: `output` exists.
+    """
+    note = read_note(embeddings)
+    config = note.config.model_copy(update={"output": embeddings.absolute()})
+    units = plan(config)
+    if note.job != hash_json(identify(config, units, note.fingerprint)):
+        raise EmbedError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
+    if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
+        raise EmbedError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
+    kind = kind or ("exact" if note.rows <= EXACT_ROWS else "graph")
+    is_int8 = config.shape.dtype == "int8"
+    dtype = dtype or ("int8" if is_int8 else "float32")
+    with atomic_folder(output) as aside:
+        if _write_texts(aside / TEXTS, config, source_field) != note.rows:
+            raise EmbedError(
+                f"{embeddings}: its inputs have another number of texts than it has embeddings; embed again"
+            )
+        write_vectors(aside, (note.rows, note.size), unit_vectors(embeddings, note), kind, dtype)
+        hybrid = None
+        if lexical:
+            words = write_words(aside, StoredTexts(aside / TEXTS, note.rows), lexical)
+            hybrid = Hybrid(kind=lexical, weight=DEFAULT_WEIGHT if callable(weight) else weight, words=words)
+        facts = IndexFacts(
+            kind=kind,
+            rows=note.rows,
+            choice=config.choice,
+            shape=config.shape,
+            size=note.size,
+            fingerprint=note.fingerprint,
+            files={path.name: hash_file(path) for path in sorted(aside.iterdir())},
+            dtype=dtype,
+            hybrid=hybrid,
+        )
+        if dtype == "int8" and not is_int8 and note.rows > 1:
+            recall = measure_recall(SearchIndex(aside, facts), lambda: unit_vectors(embeddings, note))
+            facts = facts.model_copy(update={"recall": recall})
+        if hybrid and callable(weight):
+            choice = weight(SearchIndex(aside, facts))
+            chosen = {"weight": choice.weight, "chosen_on": choice.development}
+            facts = facts.model_copy(update={"hybrid": hybrid.model_copy(update=chosen)})
+        write_json(aside / INDEX, facts.model_dump(mode="json"))
+    return facts
+
+
+def write_vectors(
+    folder: Path, shape: tuple[int, int], chunks: Iterator[NDArray[np.float32]], kind: Kind, dtype: VectorType
+) -> None:
+    """Write vectors `shape`, given in chunks of rows of length 1, as one file or as graphs."""
+    rounded = (shaped(chunk, Shape(dtype=dtype)) for chunk in chunks)
+    if kind == "exact":
+        with (folder / VECTORS).open("wb") as stream:
+            write_npy_header(stream, shape, dtype)
+            for chunk in rounded:
+                stream.write(chunk.tobytes())
+    else:
+        with bar(total=shape[0], unit="text", desc="index") as shown:
+            write_graphs(folder, shape[1], rounded, shown.update)
+
+
+_RECALL_QUERIES, _RECALL_TOP = 100, 10
+_RECALL_TOGETHER = 10  # an exact search holds a score for each of them and each text
+_SAME = 1e-6
+
+
+def measure_recall(index: SearchIndex, chunks: Callable[[], Iterator[NDArray[np.float32]]]) -> float:
+    """Share of the ten texts nearest to a text by float32 that a search of the index finds, for 100 texts of it.
+
+    A text that is as near as the tenth counts as found, because copies of one text have the same cosine.
+
+    Args:
+        index: with at least two rows.
+        chunks: reads the vectors of length 1 from which it was made.
+    """
+    count = index.facts.rows
+    rows = np.unique(np.linspace(0, count - 1, _RECALL_QUERIES).astype(np.int64))
+    top = min(_RECALL_TOP, count - 1)
+    queries = np.concatenate([chunk[_inside(rows, start, chunk)] for start, chunk in _numbered(chunks())])
+    parts = range(0, len(queries), _RECALL_TOGETHER)
+    found = np.concatenate([index.nearest(queries[at : at + _RECALL_TOGETHER], top + 1)[0] for at in parts])
+    nearest = np.full((len(rows), top), -np.inf, np.float32)
+    cosines_found = np.full(found.shape, -np.inf, np.float32)
+    for start, chunk in _numbered(chunks()):
+        cosines = queries @ chunk.T
+        own = (rows >= start) & (rows < start + len(chunk))
+        cosines[own, rows[own] - start] = -np.inf  # a text finds itself
+        nearest = np.partition(np.concatenate([nearest, cosines], axis=1), -top, axis=1)[:, -top:]
+        query, place = np.nonzero((found >= start) & (found < start + len(chunk)))
+        cosines_found[query, place] = cosines[query, found[query, place] - start]
+    hits = (cosines_found >= nearest.min(axis=1, keepdims=True) - _SAME).sum(axis=1)
+    return float(np.minimum(hits, top).mean() / top)
+
+
+def _numbered(chunks: Iterator[NDArray[np.float32]]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Chunks with the row of the first vector of each."""
+    start = 0
+    for chunk in chunks:
+        yield start, chunk
+        start += len(chunk)
+
+
+def _inside(rows: NDArray[np.int64], start: int, chunk: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Places in a chunk of the rows that it has."""
+    places: NDArray[np.int64] = rows[(rows >= start) & (rows < start + len(chunk))] - start
+    return places
+
+
+def _write_texts(path: Path, config: EmbedConfig, source_field: str | None) -> int:
+    """Write texts, ids and sources in the order of the embeddings; return their number."""
+    rows: list[dict[str, str | None]] = []
+    total = 0
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+        for unit in plan(config):
+            records = keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config)
+            for (record, key), source in zip(records, _sources(unit, config, source_field), strict=False):
+                if source and (source.source, source.offset) != (record.source, record.offset):
+                    raise EmbedError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
+                if isinstance(record, Document) and (key is None or isinstance(key, Document)):
+                    text, origin = record.text.removesuffix("\r"), source.text if source else record.source
+                    rows.append({"text": text, "id": key.text if key else None, "source": origin})
+                    total += 1
+                    if len(rows) == CHUNK_ROWS:
+                        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
+                        rows.clear()
+        if rows:
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
+    return total
+
+
+def _sources(unit: Unit, config: EmbedConfig, field: str | None) -> Iterator[Document | None]:
+    """Value of that field for each record of a unit, or None."""
+    records = read_unit(unit, corpus_of(config, field)) if field else itertools.repeat(None)
+    return (record if isinstance(record, Document) and record.text else None for record in records)

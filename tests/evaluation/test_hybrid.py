@@ -1,0 +1,335 @@
+"""Hybrid indexes: scores of both parts, the weight and its choice, other languages, and what is refused."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from messages import all_of, says
+
+from declutr.cli.main import main
+from declutr.common.storage import hash_file
+from declutr.evaluation.embedding.build import build_index
+from declutr.evaluation.embedding.config import EmbedError
+from declutr.evaluation.embedding.index import SearchIndex
+from declutr.evaluation.embedding.lexical import POSTINGS, WORDS, StoredWords, write_words
+from declutr.evaluation.embedding.weight import VECTORS_ALONE, WORDS_ALONE, choose_weight
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.explore.explorer import ExploreError, Explorer
+from declutr.evaluation.retrieval.lexicon import Lexicon, lexical_words
+from declutr.evaluation.retrieval.pairs import PairsError, read_test
+
+ENCODER = "hashed-words:32"
+TEXTS = ["the cat sat on the mat", "a dog barked", "the mat was red", "nobody knows the trouble", "cat cat mat", "zzz"]
+QUERIES = ["cat on the mat", "dog dog", "the the the", "unknown"]
+
+
+@pytest.fixture
+def embedded(tmp_path):
+    lines = "".join(json.dumps({"text": text, "name": f"n{place}"}) + "\n" for place, text in enumerate(TEXTS))
+    (tmp_path / "in.jsonl").write_text(lines)
+    output = tmp_path / "out.parquet"
+    assert main(["embed", ENCODER, str(tmp_path / "in.jsonl"), "--id-field", "name", "--output", str(output)]) == 0
+    return output
+
+
+def plain(query, kind):
+    """Cosines and lexical scores of the texts."""
+    vectors = load_encoder(ENCODER).encode([*TEXTS, query])
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    lexicon = Lexicon(TEXTS)
+    if kind == "idf":
+        return vectors[:-1] @ vectors[-1], lexicon.idf_cosine([query])[0]
+    known = {word for word in lexical_words(query) if word in lexicon.words}
+    in_texts = np.array([sum(word in lexical_words(text) for text in TEXTS) for word in known])
+    most = 2.2 * np.log1p((len(TEXTS) - in_texts + 0.5) / (in_texts + 0.5)).sum()
+    return vectors[:-1] @ vectors[-1], lexicon.bm25([query])[0] / max(most, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["idf", "bm25"])
+@pytest.mark.parametrize("vectors", ["exact", "graph"])
+def test_hybrid_score_is_cosine_plus_weighted_lexical_score(embedded, tmp_path, kind, vectors):
+    build_index(embedded, tmp_path / "index", vectors, lexical=kind, weight=0.7)
+    index = SearchIndex(tmp_path / "index")
+    for query in QUERIES:
+        cosines, lexical = plain(query, kind)
+        hits = index.search(load_encoder(ENCODER), query)
+        assert len(hits) == len(TEXTS)
+        for hit in hits:
+            assert hit.text == TEXTS[hit.row]
+            parts = cosines[hit.row], lexical[hit.row]
+            assert (hit.cosine, hit.lexical) == pytest.approx(parts, abs=1e-6)
+            assert hit.score == pytest.approx(parts[0] + 0.7 * parts[1], abs=1e-6)
+        assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["idf", "bm25"])
+def test_stored_words_of_many_texts_score_as_the_lexicon(tmp_path, kind):
+    rng = np.random.default_rng(0)
+    names = [f"w{number}é" for number in range(300)]
+    texts = [" ".join(rng.choice(names, rng.integers(0, 30))) for _ in range(500)]
+    assert write_words(tmp_path, texts, kind) == len(Lexicon(texts).words)
+    stored, lexicon = StoredWords(tmp_path, 500, kind), Lexicon(texts)
+    for query in (texts[3], " ".join(names), "w1é w1é w2é none", ""):
+        expected = (lexicon.bm25 if kind == "bm25" else lexicon.idf_cosine)([query])[0]
+        found = stored.scores(query)
+        assert 0 <= found.min() <= found.max() <= 1 + 1e-6
+        scale = expected.max() / found.max() if kind == "bm25" and found.any() else 1
+        np.testing.assert_allclose(found * scale, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_search_shows_both_parts_and_takes_another_weight(embedded, tmp_path, capsys):
+    given = ["index", str(embedded), "--output", str(tmp_path / "index"), "--hybrid", "--weight", "0.5"]
+    assert main(given) == 0
+    says(capsys.readouterr().out, "words", "14", "IDF cosine", "weight 0.5")
+    (cosine, lexical) = (part[4] for part in plain("cat mat", "idf"))
+    for option, weight in (([], 0.5), (["--weight", "2"], 2), (["--weight", "0"], 0)):
+        assert main(["search", str(tmp_path / "index"), "cat mat", "--top", "1", *option]) == 0
+        first = capsys.readouterr().out
+        assert (
+            first == f"{cosine + weight * lexical:6.3f} = {cosine:.3f} + {weight:g} x {lexical:.3f}  n4  cat cat mat\n"
+        )
+
+
+@pytest.mark.parametrize("weight", ["-1", "nan", "inf", "101", "much", ""])
+def test_weight_that_is_no_number_from_0_to_100_is_refused(embedded, tmp_path, capsys, weight):
+    for command in (["index", str(embedded), "--output", str(tmp_path / "i"), "--hybrid"], ["search", "i", "cat"]):
+        with pytest.raises(SystemExit):
+            main([*command, f"--weight={weight}"])
+        says(capsys.readouterr().err, "--weight", "0 to 100")
+    assert not (tmp_path / "i").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--hybrid", "--dtype", "int8"]])
+def test_search_of_an_index_without_texts_says_so(tmp_path, capsys, options):
+    (tmp_path / "in.txt").write_text("")
+    assert main(["embed", ENCODER, str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy")]) == 0
+    assert main(["index", str(tmp_path / "o.npy"), "--output", str(tmp_path / "index"), *options]) == 0
+    assert main(["search", str(tmp_path / "index"), "cat"]) == 1
+    says(capsys.readouterr().err, "no text")
+
+
+@pytest.mark.parametrize("top", ["0", "-5"])
+def test_search_for_fewer_than_one_text_is_refused(capsys, top):
+    with pytest.raises(SystemExit):
+        main(["search", "index", "cat", f"--top={top}"])
+    says(capsys.readouterr().err, f"--top {top}", "at least 1")
+
+
+def test_settings_that_need_words_are_refused_without_them(embedded, tmp_path, capsys):
+    output = str(tmp_path / "index")
+    for option in (["--weight", "1"], ["--lexical", "bm25"], ["--pairs", "p.jsonl"]):
+        assert main(["index", str(embedded), "--output", output, *option]) == 1
+        says(capsys.readouterr().err, option[0], "--hybrid")
+    assert main(["index", str(embedded), "--output", output, "--hybrid", "--weight", "1", "--pairs", "p.jsonl"]) == 1
+    says(capsys.readouterr().err, "--weight", "--pairs")
+    build_index(embedded, tmp_path / "index")
+    assert main(["search", output, "cat", "--weight", "1"]) == 1
+    says(capsys.readouterr().err, "--weight", "--hybrid")
+
+
+def test_index_of_the_form_without_words_is_read(embedded, tmp_path):
+    build_index(embedded, tmp_path / "index")
+    path = tmp_path / "index" / "index.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({name: facts[name] for name in facts if name not in ("dtype", "recall", "hybrid")}))
+    hits = SearchIndex(tmp_path / "index").search(load_encoder(ENCODER), "cat cat mat")
+    assert (hits[0].text, hits[0].lexical) == ("cat cat mat", None)
+
+
+def test_words_find_what_the_encoder_does_not_know(tmp_path, capsys):
+    (tmp_path / "v.txt").write_text("cat 1 0\ndog 0 1\n")
+    (tmp_path / "in.txt").write_text("cat and dog\nRFC2119 dog\n")
+    assert main(["embed", str(tmp_path / "v.txt"), str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy")]) == 0
+    for kind in ("exact", "graph"):
+        folder = str(tmp_path / kind)
+        assert main(["index", str(tmp_path / "o.npy"), "--output", folder, "--kind", kind, "--hybrid"]) == 0
+        capsys.readouterr()
+        assert main(["search", folder, "rfc2119"]) == 0
+        assert capsys.readouterr().out.splitlines()[0].endswith("RFC2119 dog")
+        assert main(["search", folder, "neither"]) == 1
+        says(capsys.readouterr().err, "encoder knows no word", "no text")
+        assert main(["search", folder, "\t "]) == 1
+        says(capsys.readouterr().err, "empty")
+        assert main(["search", folder, " ".join(f"w{number}" for number in range(10_000)) + " cat"]) == 0
+        assert capsys.readouterr().out.splitlines()[0].endswith("cat and dog")
+
+
+def test_another_encoder_is_refused_by_a_hybrid_index(embedded, tmp_path, capsys):
+    build_index(embedded, tmp_path / "index", lexical="idf")
+    assert main(["search", str(tmp_path / "index"), "cat", "--model", "hashed-words@1:32"]) == 1
+    told = capsys.readouterr().err
+    says(told, ENCODER, "hashed-words@1:32")
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("The cat_2's CAFÉ, naïve", ["the", "cat_2", "s", "café", "naïve"]),
+        ("e\u0301te\u0301", ["e\u0301te\u0301"]),
+        ("हिन्दी में", ["हिन्दी", "में"]),
+        ("東京Tower は", ["東", "京", "東京", "tower", "は"]),
+        ("ไทย", ["ไ", "ท", "ย", "ไท", "ทย"]),
+        ("한국어 단어", ["한국어", "단어"]),
+        ("x" * 300, ["x" * 255]),
+        ("... \U0001f98a", []),
+    ],
+)
+def test_lexical_words_of_scripts(text, words):
+    assert lexical_words(text) == words
+
+
+def ipc(schema, *columns):
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(
+            pa.RecordBatch.from_arrays(
+                [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema
+            )
+        )
+    return sink.getvalue().to_pybytes()
+
+
+def altered(column, place, value):
+    """Writes the file with one number changed."""
+
+    def change(raw):
+        batch = pa.ipc.open_file(raw).get_batch(0)
+        columns = [each.to_pylist() for each in batch.columns]
+        columns[column][place] = value
+        return ipc(batch.schema, *columns)
+
+    return change
+
+
+DAMAGE = {
+    "cut off": (WORDS, lambda raw: raw[: len(raw) // 2]),
+    "empty": (POSTINGS, lambda _: b""),
+    "other columns": (WORDS, lambda _: ipc(pa.schema([("word", pa.large_string())]), ["a"])),
+    "more texts than postings": (WORDS, altered(1, 0, 5)),
+    "a negative number of texts": (WORDS, altered(1, 0, -1)),
+    "more texts than rows": (WORDS, altered(1, 0, 2**40)),
+    "no number": (WORDS, altered(1, 0, None)),
+    "a row beyond": (POSTINGS, altered(0, 0, 6)),
+    "a negative row": (POSTINGS, altered(0, 0, -1)),
+    "a row twice": (POSTINGS, lambda raw: altered(0, 3, pa.ipc.open_file(raw).get_batch(0)[0][2].as_py())(raw)),
+    "a weight that is not finite": (POSTINGS, altered(1, 0, float("nan"))),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_altered_words_with_right_checksums_are_refused(tmp_path, damage, capsys):
+    (tmp_path / "in.txt").write_text("cat mat\ncat hat\ncat\ncat\ncat\ncat\n")
+    assert main(["embed", ENCODER, str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy")]) == 0
+    folder = tmp_path / "index"
+    build_index(tmp_path / "o.npy", folder, lexical="idf")
+    name, change = DAMAGE[damage]
+    raw = (folder / name).read_bytes()
+    (folder / name).write_bytes(change(raw))
+    capsys.readouterr()
+    assert main(["search", str(folder), "cat"]) == 1
+    says(capsys.readouterr().err, name, "missing", "altered")
+    facts = json.loads((folder / "index.json").read_text())
+    facts["files"] = {name: hash_file(folder / name) for name in facts["files"]}
+    (folder / "index.json").write_text(json.dumps(facts))
+    assert main(["search", str(folder), "cat"]) == 1
+    told = capsys.readouterr().err
+    says(told, name if "number" not in damage and "texts" not in damage else ".arrow", "cut off", "altered")
+    assert told.count("\n") == 1
+
+
+def paired(tmp_path, count=240):
+    """Texts of common words with a name each, of which the encoder's 8 numbers say little, and a query for each."""
+    rng = np.random.default_rng(0)
+    common = [f"common{number}" for number in range(20)]
+    texts = [f"{' '.join(rng.choice(common, 12))} name{place}" for place in range(count)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert main(["embed", "hashed-words:8", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "o.npy")]) == 0
+    rows = [{"query": f"name{place} {rng.choice(common)}", "text": text} for place, text in enumerate(texts)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["exact", "graph"])
+def test_weight_is_chosen_on_half_of_the_queries_and_reported_on_the_others(tmp_path, capsys, kind):
+    rows = paired(tmp_path)
+    given = ["--output", str(tmp_path / "index"), "--hybrid", "--pairs", str(tmp_path / "pairs.jsonl"), "--kind", kind]
+    assert main(["index", str(tmp_path / "o.npy"), *given]) == 0
+    told = capsys.readouterr().out
+    index = SearchIndex(tmp_path / "index")
+    assert index.facts.hybrid.weight == index.weight >= 1
+    says(told, f"weight {index.weight:g}", f"{index.facts.hybrid.chosen_on} queries")
+    says(told, "other queries", VECTORS_ALONE, "95% interval")
+    encoder = load_encoder("hashed-words:8")
+    choice = choose_weight(index, encoder, tmp_path / "pairs.jsonl")
+    assert choice.weight == index.weight
+    assert choice.development + len(choice.values["hybrid"]) == 240
+    found = choice.differences()
+    assert found[VECTORS_ALONE].measurable
+    assert found[VECTORS_ALONE].difference > 0.3
+    assert found[WORDS_ALONE].rows == len(choice.values["hybrid"])
+    # Wrong answers in the half that reports change the report and not the choice.
+    reporting = set(read_test(tmp_path / "pairs.jsonl").half("test", 0).queries)
+    wrong = [row | ({"text": rows[0]["text"]} if row["query"] in reporting else {}) for row in rows]
+    (tmp_path / "wrong.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong))
+    other = choose_weight(index, encoder, tmp_path / "wrong.jsonl")
+    assert other.weight == choice.weight
+    assert other.values["hybrid"].mean() < 0.5 * choice.values["hybrid"].mean()
+
+
+def test_graphs_find_by_words_what_is_far_by_cosine(tmp_path):
+    rows = paired(tmp_path, 500)
+    index = build_index(tmp_path / "o.npy", tmp_path / "index", "graph", lexical="idf", weight=5.0)
+    assert index.rows == 500
+    index, encoder = SearchIndex(tmp_path / "index"), load_encoder("hashed-words:8")
+    queries = [row["query"] for row in rows]
+    vectors = np.concatenate([index.embed(encoder, query)[None] for query in queries])
+    ranks = (vectors @ index.vectors(range(500)).T).argsort(axis=1).argsort(axis=1)
+    far = np.flatnonzero(np.diagonal(ranks) < 200)[:5].tolist()  # not among the 200 nearest of 500
+    assert far
+    for row in far:
+        assert index.search(encoder, queries[row], 1)[0].row == row
+
+
+def test_explore_answers_with_both_parts(embedded, tmp_path):
+    build_index(embedded, tmp_path / "index", lexical="idf", weight=0.5)
+    explorer = Explorer(SearchIndex(tmp_path / "index"), load_encoder(ENCODER))
+    assert explorer.map()["weight"] == 0.5
+    for answer in (explorer.search("cat cat mat"), explorer.neighbours(4)):
+        for hit in answer["hits"]:
+            cosine, lexical = (part[hit["row"]] for part in plain("cat cat mat", "idf"))
+            assert (hit["cosine"], hit["lexical"]) == pytest.approx((cosine, lexical), abs=2e-5)
+            assert hit["score"] == pytest.approx(cosine + 0.5 * lexical, abs=2e-5)
+    with pytest.raises(ExploreError, match="empty"):
+        explorer.search(" ")
+
+
+def test_pairs_that_the_index_does_not_have_are_refused(tmp_path, capsys):
+    rows = paired(tmp_path, 3)
+    given = ["index", str(tmp_path / "o.npy"), "--output", str(tmp_path / "index"), "--hybrid", "--pairs"]
+    for written, words in (
+        ([*rows, {"query": "a", "text": "b"}], ("1 of 4 pairs", "line 4: b", "the index")),
+        (rows[:1], ("1 queries", "too few")),
+        ([{"query": "a", "txt": "b"}], ("text", "query, txt")),
+        ([], "no pairs"),
+    ):
+        (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+        assert main([*given, str(tmp_path / "p.jsonl")]) == 1
+        says(capsys.readouterr().err, "p.jsonl", words)
+        assert not (tmp_path / "index").exists()
+    assert main([*given, str(tmp_path / "none.jsonl")]) == 1
+    says(capsys.readouterr().err, "none.jsonl", "no such file")
+
+
+def test_pairs_with_ids_name_texts_of_the_index(embedded, tmp_path):
+    build_index(embedded, tmp_path / "index", lexical="idf")
+    rows = [{"query": f"cat {place}", "id": f"n{place % 6}"} for place in range(40)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    choice = choose_weight(SearchIndex(tmp_path / "index"), load_encoder(ENCODER), tmp_path / "p.jsonl")
+    assert choice.development + len(choice.values[WORDS_ALONE]) == 40
+    (tmp_path / "p.jsonl").write_text(json.dumps({"query": "cat", "id": "n9"}))
+    with pytest.raises(PairsError, match=all_of("1 of 1", "n9")):
+        choose_weight(SearchIndex(tmp_path / "index"), load_encoder(ENCODER), tmp_path / "p.jsonl")
+    with pytest.raises(EmbedError, match="gives different vectors"):
+        choose_weight(SearchIndex(tmp_path / "index"), load_encoder("hashed-words:8"), tmp_path / "p.jsonl")
