@@ -99,8 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mirror", help="address of a copy of the files, instead of the public sources")
     parser.add_argument("--allow-unchecked", action="store_true", help="accept own data; differences are marked")
     parser.add_argument(
-        "--tasks", help="names and sets (all, downstream, probing, sts, transfer, stsb-multi, nanobeir), separated by "
-        "commas"
+        "--tasks",
+        help="names and sets (all, downstream, probing, sts, transfer, stsb-multi, nanobeir), separated by commas",
     )
     parser.add_argument("--sizes", metavar="SIZE[,SIZE]", help="also score the first SIZE numbers of embeddings; none: "
                         "not those that an encoder declares")  # fmt: skip

@@ -68,8 +68,8 @@ def sizes_of(encoder: SentenceEncoder, wanted: tuple[int, ...] | None) -> tuple[
     if wanted is not None:
         if large := [size for size in wanted if size >= encoder.size]:
             raise EncoderError(
-                f"{encoder.name}: --sizes {', '.join(map(str, large))}: its embedding has {encoder.size} numbers, which "
-                "are scored anyway; name smaller sizes"
+                f"{encoder.name}: --sizes {', '.join(map(str, large))}: its embedding has {encoder.size} numbers, "
+                "which are scored anyway; name smaller sizes"
             )
         return wanted
     model = getattr(getattr(encoder, "encoder", None), "model", None)

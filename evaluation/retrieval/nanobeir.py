@@ -19,10 +19,20 @@ from declutr.evaluation.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.evaluation.retrieval.compare import F64, MEASURES, measures
 from declutr.evaluation.retrieval.pairs import MOST_BYTES, RetrievalTest
 
-NAMES = tuple(
-    f"Nano{name}"
-    for name in "ArguAna ClimateFEVER DBPedia FEVER FiQA2018 HotpotQA MSMARCO NFCorpus NQ QuoraRetrieval SCIDOCS "
-    "SciFact Touche2020".split()
+NAMES = (
+    "NanoArguAna",
+    "NanoClimateFEVER",
+    "NanoDBPedia",
+    "NanoFEVER",
+    "NanoFiQA2018",
+    "NanoHotpotQA",
+    "NanoMSMARCO",
+    "NanoNFCorpus",
+    "NanoNQ",
+    "NanoQuoraRetrieval",
+    "NanoSCIDOCS",
+    "NanoSciFact",
+    "NanoTouche2020",
 )
 SET = "nanobeir"
 NDCG = MEASURES.index("ndcg@10")
@@ -125,7 +135,9 @@ def _rows(name: str, paths: Sequence[Path], columns: tuple[str, str]) -> list[tu
                 raise NanoError(f"{name}: {path} has no column {' and no column '.join(missing)}")
             kinds = [table.column(column).type for column in columns]
             if not all(pa.types.is_string(kind) or pa.types.is_large_string(kind) for kind in kinds):
-                raise NanoError(f"{name}: {path} has {' and '.join(map(str, kinds))} in {', '.join(columns)}, not texts")
+                raise NanoError(
+                    f"{name}: {path} has {' and '.join(map(str, kinds))} in {', '.join(columns)}, not texts"
+                )
             rows += zip(*(table.column(column).to_pylist() for column in columns), strict=True)
         except (OSError, pa.ArrowException) as error:
             raise NanoError(f"{name}: {path} is not Parquet, or damaged ({error})") from error

@@ -1,16 +1,25 @@
 """Matryoshka sizes: losses and gradients are those of sentence-transformers, and of a plain writing; wrong sizes."""
 
+import json
+
+import numpy as np
 import pytest
 import tinyruns as runs
 import torch
 import torch.nn.functional as F
 from messages import says
+from prepared import Row, write_prepared
 from pydantic import ValidationError
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
 from tiny import declutr
 from torch import nn
 
+from declutr.evaluation.encoders.cut import CutEncoder, sizes_of
+from declutr.evaluation.encoders.loading import load_encoder
 from declutr.pipeline.shards.content import ENTAILMENT
+from declutr.trainer.driver.checks import problems
+from declutr.trainer.driver.run import run_training
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
@@ -25,6 +34,7 @@ from declutr.trainer.objectives.simcse.objective import Simcse
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.loss import supcon
 from declutr.trainer.objectives.supcon.objective import Supcon
+from declutr.trainer.setup.build import build_encoder, load_tokenizer
 
 ROWS, SIZE = 9, 12
 SIZES = {"sizes": [3, "all", 8], "weights": [0.5, 1.0, 2.0]}
@@ -219,3 +229,55 @@ def test_matryoshka_that_came_later_leaves_the_identity_of_older_runs():
     assert "matryoshka" not in runs.least_config().resume_settings()["objective"]
     changed = runs.least_config(objective={"matryoshka": {"sizes": ["all"]}})
     assert changed.hash() != runs.least_config().hash()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "out"
+    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(40)]
+    write_prepared(folder, [[Row(text, "held-out" if row % 2 else "train") for row, text in enumerate(texts)]],
+                   geometry=runs.GEOMETRY)  # fmt: skip
+    return folder
+
+
+def config_of(data, run, **changes):
+    given = {"objective": {"matryoshka": {"sizes": [8, "all"]}}, "scaling": {"num_workers": 0}, "steps": 2}
+    return runs.train_config(data, run, **given | {"validation": {"every_steps": 1}} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({"objective": {"matryoshka": {"sizes": [8, 99, "all"]}}}, ("objective.matryoshka.sizes", "99", "32 numbers")),
+        ({"encoder": {"projection": {"kind": "linear"}}}, ("encoder.projection.kind = linear", "set it to none")),
+    ],
+)
+def test_sizes_that_do_not_fit_the_encoder_are_refused_before_a_run(data, tmp_path, changes, facts):
+    (problem,) = problems(config_of(data, tmp_path / "run", **changes))
+    says(problem, *facts)
+
+
+@pytest.mark.slow
+def test_run_with_sizes_scores_and_declares_them(data, tmp_path):
+    """Validation, `config.json`, the model card, and the first numbers in sentence-transformers."""
+    run_training(config_of(data, tmp_path / "run"))
+    whole = {"recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr", "alignment", "uniformity", "effective_rank"}
+    line = runs.steps_of(tmp_path / "run", "validation")[2]
+    assert whole | {f"{name}_8" for name in whole} <= set(line)
+    assert line["uniformity_8"] != line["uniformity"]
+    assert not any(name.endswith("_32") for name in line)
+    export = tmp_path / "run" / "export"
+    assert json.loads((export / "config.json").read_text())["matryoshka_dimensions"] == [8, 32]
+    says((export / "README.md").read_text(), "Sizes: 8/all")
+    encoder = load_encoder(str(export), device="cpu")
+    assert sizes_of(encoder, None) == sizes_of(load_encoder(str(tmp_path / "run"), device="cpu"), None) == (8,)
+    cut = SentenceTransformer(str(export), device="cpu", truncate_dim=8).encode(["word1 word2"])
+    np.testing.assert_allclose(cut, CutEncoder(encoder, 8).encode(["word1 word2"]), atol=1e-5)
+
+
+def test_sizes_of_an_earlier_training_are_not_declared(data, tmp_path):
+    """What trains on without sizes does not keep the promise."""
+    earlier = {"from_config": runs.FROM_CONFIG | {"matryoshka_dimensions": [8]}}
+    config = config_of(data, tmp_path / "run", encoder=earlier, objective={})
+    tokenizer, _ = load_tokenizer(data)
+    assert not hasattr(build_encoder(config, tokenizer).model.config, "matryoshka_dimensions")

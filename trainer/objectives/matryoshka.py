@@ -16,8 +16,8 @@ class MatryoshkaConfig(Strict):
     """Sizes whose losses are added: the first 32, 64, ... numbers of the exported embedding; all: the whole embedding,
     which must be one of them. Example: [32, 64, 128, all]."""
     weights: list[float] | None = None
-    """Weight of the loss of each size, in the order of `sizes`; null: 1 each. The loss is their sum, so an MLM loss next
-    to it weighs less than without sizes, unless the weights add up to 1."""
+    """Weight of the loss of each size, in the order of `sizes`; null: 1 each. The loss is their sum, so an MLM loss
+    next to it weighs less than without sizes, unless the weights add up to 1."""
 
     @field_validator("sizes", mode="before")
     @classmethod

@@ -1,13 +1,13 @@
 """NanoBEIR in the layout of its data sets: the scores of sentence-transformers, names, poor files, following a run."""
 
 import json
-import random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from folders import encoder_folder
 from messages import all_of, says
+from nanofiles import rows_of, write_test
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
@@ -18,30 +18,6 @@ from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.retrieval.nanobeir import NAMES, NanoError, read_nanobeir, score_nanobeir, split_names
 from declutr.evaluation.senteval.runner.plan import ScoringChoice
 from declutr.evaluation.watch import Follower, FollowError
-
-
-def rows_of(seed):
-    """Documents, queries and judgements; one document is empty, one query has no judgement, one judges nothing."""
-    rng = random.Random(seed)
-    words = [f"word{number}" for number in range(60)]
-    documents = {f"d{number}": " ".join(rng.choices(words, k=rng.randint(2, 30))) for number in range(40)} | {"e": ""}
-    queries = {f"q{number}": " ".join(rng.choices(words, k=3)) for number in range(12)}
-    judged = [(query, document) for query in list(queries)[:-1] for document in rng.sample(list(documents)[:-1], 3)]
-    return documents, queries, judged
-
-
-def write_test(root, documents, queries, judged, single=False, name="NanoNQ"):
-    tables = {
-        "corpus": {"_id": list(documents), "text": list(documents.values())},
-        "queries": {"_id": list(queries), "text": list(queries.values())},
-        "qrels": {"query-id": [query for query, _ in judged], "corpus-id": [document for _, document in judged]},
-    }
-    for part, columns in tables.items():
-        path = root / part / f"{name}-00000-of-00001.parquet" if single else root / name / part
-        path = path if single else path / "train-00000-of-00001.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table(columns), path)
-    return root
 
 
 @pytest.fixture(scope="module")
