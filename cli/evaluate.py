@@ -44,11 +44,13 @@ def run(arguments: list[str]) -> int:
         return evaluate_pairs(given)
     if given.follow and given.pooling:
         parser.error("--follow scores a run with its own pooling; remove --pooling")
+    if given.follow and given.sizes is not None:
+        parser.error("--follow scores whole embeddings; remove --sizes")
     if given.data is not None and not given.data.is_dir():
         return refused(
             f"--data {given.data}: no such folder; `declutr evaluate --download {given.data}` fetches SentEval's data"
         )
-    from declutr.evaluation.retrieval.nanobeir import NanoError, read_nanobeir, split_names
+    from declutr.evaluation.retrieval import nanobeir
     from declutr.evaluation.senteval.checks.checking import inspect
     from declutr.evaluation.senteval.classifier.config import ClassifierConfig
     from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
@@ -58,11 +60,15 @@ def run(arguments: list[str]) -> int:
     default = [*STS, *TRANSFER] if given.protocol == "simcse" else ["all"]
     data = given.data or given.download
     try:
-        nano, words = split_names(given.tasks.split(",") if given.tasks else default)
+        nano, words = nanobeir.split_names(given.tasks.split(",") if given.tasks else default)
         names = choose_tasks(words)
-        tests = read_nanobeir(data, nano)
-    except (NanoError, UnknownTaskError) as error:
-        return refused(error if isinstance(error, NanoError) else f"--tasks: {error}")
+        tests = nanobeir.read_nanobeir(data, nano)
+    except nanobeir.NanoError as error:
+        return refused(error)
+    except UnknownTaskError as error:
+        return refused(f"--tasks: {error}")
+    for line in nanobeir.overview(tests):
+        say(line)
     wanted = names if given.tasks else SETS["all"]
     failed = _download(data, given.mirror, wanted) if given.download and names else False
     inspections = [inspect(find(name), data, given.allow_unchecked) for name in names]

@@ -103,11 +103,6 @@ def evaluate_nanobeir(given: argparse.Namespace, tests: Sequence["NanoTest"]) ->
     from declutr.evaluation.encoders.loading import EncoderError
     from declutr.evaluation.retrieval.nanobeir import NanoError, score_nanobeir, write_nanobeir
 
-    told = ", ".join(f"{one.name} {len(one.test.queries)}/{len(one.test.texts):,}" for one in tests)
-    say(f"NanoBEIR (queries/texts): {told}")
-    for one in tests:
-        if one.left_out:
-            say(f"{one.name}: {one.left_out} judgements name no query or document of its files and are left out")
     scored, failed, shown = {}, False, ""
     for name in dict.fromkeys([*given.encoders, *([given.pretrained] if given.pretrained else [])]):
         try:

@@ -5,7 +5,7 @@ address is opened. As published, texts are cut at the encoder's limit, scores ar
 own query counts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ NAMES = (
     "NanoTouche2020",
 )
 SET = "nanobeir"
+_PARTS = ("corpus", "queries", "qrels")
 NDCG = MEASURES.index("ndcg@10")
 
 
@@ -77,12 +78,21 @@ def read_nanobeir(folder: Path, names: Sequence[str]) -> list[NanoTest]:
     """Read tests from `folder/nanobeir`.
 
     Raises:
-        NanoError: files are missing, too large or damaged, or a test is empty; with a line for each test.
+        NanoError: files are missing, too large or damaged, or a test is empty; with all problems.
     """
-    found, problems = [], []
+    root, found, problems = folder / SET, [], []
+    parts = {name: {part: _files(root, name, part) for part in _PARTS} for name in names}
+    lacking = {name: ", ".join(part for part in _PARTS if not parts[name][part]) for name in names}
+    if any(lacking.values()):
+        told = ", ".join(f"{name} ({gone})" for name, gone in lacking.items() if gone)
+        problems.append(
+            f"{root} lacks the Parquet files of {told}; the project fetches none, this does: hf download "
+            f"zeta-alpha-ai/NAME --repo-type dataset --local-dir {root}/NAME"
+        )
     for name in names:
         try:
-            found.append(_read(folder / SET, name))
+            if not lacking[name]:
+                found.append(_read(name, parts[name]))
         except NanoError as error:
             problems.append(str(error))
     if problems:
@@ -90,13 +100,7 @@ def read_nanobeir(folder: Path, names: Sequence[str]) -> list[NanoTest]:
     return found
 
 
-def _read(root: Path, name: str) -> NanoTest:
-    parts = {part: _files(root, name, part) for part in ("corpus", "queries", "qrels")}
-    if missing := [part for part, paths in parts.items() if not paths]:
-        raise NanoError(
-            f"{name}: {root / name} lacks the Parquet files of {', '.join(missing)}; the project fetches none: hf "
-            f"download zeta-alpha-ai/{name} --repo-type dataset --local-dir {root / name}"
-        )
+def _read(name: str, parts: Mapping[str, list[Path]]) -> NanoTest:
     documents, queries = (_texts(name, parts[part]) for part in ("corpus", "queries"))
     numbers = {key: number for number, key in enumerate(documents)}
     judged: dict[str, set[int]] = {}
@@ -144,6 +148,14 @@ def _rows(name: str, paths: Sequence[Path], columns: tuple[str, str]) -> list[tu
     if any(value is None for row in rows for value in row):
         raise NanoError(f"{name}: {paths[0].parent} has rows without {' or '.join(columns)}")
     return rows
+
+
+def overview(tests: Sequence[NanoTest]) -> Iterator[str]:
+    """Format a line per test, with what is left out of it."""
+    for one in tests:
+        yield f"{one.name}: {len(one.test.queries):,} queries, {len(one.test.texts):,} texts"
+        if one.left_out:
+            yield f"{one.name}: {one.left_out:,} judgements name no query or document of its files and are left out"
 
 
 def score_nanobeir(

@@ -193,8 +193,8 @@ WRONG = [
     ({"sizes": [32, "all", 32]}, ("32", "twice")),
     ({"sizes": []}, ("sizes", "list")),
     ({"sizes": 64}, ("sizes", "list")),
-    ({"sizes": [32, "all"], "weights": [1.0]}, ("weights = [1.0]", "2 sizes")),
-    ({"sizes": [32, "all"], "weights": [1.0, -0.5]}, ("weights = [1.0, -0.5]", "from 0")),
+    ({"sizes": [32, "all"], "weights": [1.0]}, ("weights", "2 sizes", "not 1")),
+    ({"sizes": [32, "all"], "weights": [1.0, -0.5]}, ("weights", "from 0")),
     ({"sizes": [32, "all"], "weights": [0, 0]}, ("weights", "above 0")),
     ({"sizes": [32, "all"], "weights": [1, float("nan")]}, ("weights", "finite")),
 ]

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationInfo, field_validator
 
 from declutr.common.config import Strict
 
@@ -32,16 +32,15 @@ class MatryoshkaConfig(Strict):
             raise ValueError(f"{', '.join(doubled)} is listed twice; list each size once")
         return list(sizes)
 
-    @model_validator(mode="after")
-    def _weight_each(self) -> "MatryoshkaConfig":
-        weights = self.weights
-        if weights is None:
-            return self
-        if len(weights) != len(self.sizes):
-            raise ValueError(f"weights = {weights}: {len(self.sizes)} sizes need {len(self.sizes)} weights, one each")
-        if min(weights) < 0 or not any(weights):
-            raise ValueError(f"weights = {weights}: a weight must be a number from 0, and one of them above 0")
-        return self
+    @field_validator("weights")
+    @classmethod
+    def _one_each(cls, weights: list[float] | None, info: ValidationInfo) -> list[float] | None:
+        number = len(info.data.get("sizes", weights or []))
+        if weights is not None and len(weights) != number:
+            raise ValueError(f"{number} sizes need {number} weights, one each, not {len(weights)}")
+        if weights is not None and (min(weights, default=0) < 0 or not any(weights)):
+            raise ValueError("a weight must be a number from 0, and one of them above 0")
+        return weights
 
     @property
     def total_weight(self) -> float:

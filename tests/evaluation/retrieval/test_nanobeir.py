@@ -84,7 +84,7 @@ def test_nanobeir_judgements_of_missing_documents_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ("part", "change", "facts"),
     [
-        ("corpus", None, ("NanoNQ", "corpus", "hf download zeta-alpha-ai/NanoNQ")),
+        ("corpus", None, ("NanoNQ (corpus)", "hf download zeta-alpha-ai/NAME")),
         ("corpus", {"_id": ["a"], "title": ["x"]}, ("corpus", "no column text")),
         ("queries", {"_id": [1, 2], "text": ["x", "y"]}, ("queries", "int64")),
         ("queries", {"_id": ["q0", None], "text": ["x", "y"]}, ("queries", "rows without _id")),
