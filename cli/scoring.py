@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from declutr.common.console.terminal import refused
 
@@ -103,7 +103,7 @@ def evaluate_nanobeir(given: argparse.Namespace, tests: Sequence["NanoTest"]) ->
     from declutr.evaluation.encoders.loading import EncoderError
     from declutr.evaluation.retrieval.nanobeir import NanoError, score_nanobeir, write_nanobeir
 
-    scored, failed, shown = {}, False, ""
+    scored, failed, shown = dict[str, Any](), False, ""
     for name in dict.fromkeys([*given.encoders, *([given.pretrained] if given.pretrained else [])]):
         try:
             encoder = load(name, given)

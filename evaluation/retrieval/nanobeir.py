@@ -80,7 +80,7 @@ def read_nanobeir(folder: Path, names: Sequence[str]) -> list[NanoTest]:
     Raises:
         NanoError: files are missing, too large or damaged, or a test is empty; with all problems.
     """
-    root, found, problems = folder / SET, [], []
+    root, found, problems = folder / SET, list[NanoTest](), list[str]()
     parts = {name: {part: _files(root, name, part) for part in _PARTS} for name in names}
     lacking = {name: ", ".join(part for part in _PARTS if not parts[name][part]) for name in names}
     if any(lacking.values()):

@@ -36,7 +36,7 @@ class Declutr(Objective[DeclutrConfig]):
         self._metric_loss = None
         if isinstance(config.loss, MetricLearningConfig):
             self._metric_loss = MetricLearningLoss(**config.loss.model_dump(exclude={"kind"}))
-        self.shares = self._metric_loss is None
+        self.shards_rows = self._metric_loss is None
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> SpanCollator:
         """Builds the collator that draws, masks and packs the spans of documents."""

@@ -51,10 +51,10 @@ class HeldOut(NamedTuple):
 
         `keys` are the `(N,)` keys of the documents.
         """
-        anchors, positives, *distant = (table[:, :size] for table in self[:4])
+        anchors, positives, first, second = (table[:, :size] for table in self[:4])
         return {
             **retrieval(anchors, positives, keys),
-            **{f"distant_{name}": value for name, value in retrieval(*distant, keys).items()},
+            **{f"distant_{name}": value for name, value in retrieval(first, second, keys).items()},
             "alignment": alignment(anchors, positives),
             "uniformity": uniformity(anchors),
             "effective_rank": effective_rank(anchors),
