@@ -180,10 +180,11 @@ def test_queue_is_cut_like_the_batch():
     check(objective, expected)
 
 
-def test_the_whole_embedding_alone_changes_no_bit():
+@pytest.mark.parametrize("sizes", [{"sizes": ["all"]}, {"sizes": [4, "all"], "weights": [0, 1]}])
+def test_the_whole_embedding_alone_changes_no_bit(sizes):
     views = views_of(2)
     plain = declutr(DeclutrConfig(terms="contrastive"), size=SIZE).terms(Gathered(views))["contrastive"]
-    config = DeclutrConfig(terms="contrastive", matryoshka={"sizes": ["all"]})
+    config = DeclutrConfig(terms="contrastive", matryoshka=sizes)
     assert torch.equal(declutr(config, size=SIZE).terms(Gathered(views))["contrastive"], plain)
 
 

@@ -141,6 +141,8 @@ class Objective(nn.Module, ABC, Generic[Config]):
             return self.loss(batch)
         width, total = self.exported_size, dict[str, Tensor]()
         for size, weight in self.config.matryoshka.cuts(width):
+            if not weight:  # the size is only scored
+                continue
             one = replace(batch, size=size) if size < width else batch
             if not self.exported():
                 one = replace(one, views=one.cut(batch.views))
