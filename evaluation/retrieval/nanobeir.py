@@ -202,10 +202,11 @@ def write_nanobeir(tests: Sequence[NanoTest], scored: dict[str, dict[str, F64]],
     written = {}
     for name, means in scored.items():
         values = [float(means[test][NDCG]) for test in facts]
-        cells = [f"{100 * value:.2f}" for value in (*values, np.mean(values))]
+        mean = sum(values) / len(values)
+        cells = [f"{100 * value:.2f}" for value in (*values, mean)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
         tables = {test: dict(zip(MEASURES, row.tolist(), strict=True)) for test, row in means.items()}
-        written[name] = {"mean_ndcg@10": float(np.mean(values)), "tests": tables}
+        written[name] = {"mean_ndcg@10": mean, "tests": tables}
     write_json(folder / "nanobeir.json", {"tests": facts, "encoders": written})
     write_text(folder / "nanobeir.md", "\n".join(lines) + "\n")
     return "\n".join(lines)
