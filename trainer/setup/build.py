@@ -73,7 +73,7 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
 
 
 def _declare_sizes(encoder: Encoder, config: TrainConfig) -> None:
-    """Writes the sizes to the model's settings, by the name that published encoders use; removes those of an earlier training."""
+    """Writes the sizes to the model's settings, as published encoders do; removes those of an earlier training."""
     matryoshka, settings = config.objective.matryoshka, encoder.model.config
     if matryoshka is not None:
         settings.matryoshka_dimensions = sorted(size for size, _ in matryoshka.cuts(encoder.output_size))
