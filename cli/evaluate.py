@@ -2,17 +2,19 @@
 
 import argparse
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from declutr.cli.scoring import evaluate_mteb, evaluate_nanobeir, evaluate_pairs, load, say
 from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
-from declutr.evaluation.encoders.protocol import Pooling
+from declutr.evaluation.encoders.cut import parse_sizes
+from declutr.evaluation.encoders.protocol import EncoderError, Pooling
 
 if TYPE_CHECKING:
-    from declutr.evaluation.encoders.protocol import SentenceEncoder
+    from declutr.evaluation.retrieval.nanobeir import NanoTest
     from declutr.evaluation.senteval.data.taskdata import Inspection
     from declutr.evaluation.senteval.runner.plan import ScoringChoice
     from declutr.evaluation.senteval.scores.results import Protocol
@@ -28,20 +30,27 @@ def run(arguments: list[str]) -> int:
     """Run the command; return the exit status: 1 if a transfer failed, data are unusable, or scores are missing."""
     parser = _parser()
     given = parser.parse_intermixed_args(arguments)
+    try:
+        given.sizes = None if given.sizes is None else parse_sizes(given.sizes)
+    except EncoderError as error:
+        return refused(error)
     if given.mteb is not None:
         if not given.encoders or given.follow or given.pretrained:
             parser.error("--mteb takes one ENCODER or more, and neither --follow nor --pretrained")
-        return _evaluate_mteb(given)
+        return evaluate_mteb(given)
     if given.pairs is not None:
         if not given.encoders or given.follow or given.pretrained:
             parser.error("--pairs takes one ENCODER or more, and neither --follow nor --pretrained")
-        return _evaluate_pairs(given)
+        return evaluate_pairs(given)
     if given.follow and given.pooling:
         parser.error("--follow scores a run with its own pooling; remove --pooling")
+    if given.follow and given.sizes is not None:
+        parser.error("--follow scores whole embeddings; remove --sizes")
     if given.data is not None and not given.data.is_dir():
         return refused(
             f"--data {given.data}: no such folder; `declutr evaluate --download {given.data}` fetches SentEval's data"
         )
+    from declutr.evaluation.retrieval import nanobeir
     from declutr.evaluation.senteval.checks.checking import inspect
     from declutr.evaluation.senteval.classifier.config import ClassifierConfig
     from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
@@ -49,23 +58,31 @@ def run(arguments: list[str]) -> int:
     from declutr.evaluation.senteval.runner.plan import SETS, ScoringChoice, choose_tasks
 
     default = [*STS, *TRANSFER] if given.protocol == "simcse" else ["all"]
+    data = given.data or given.download
     try:
-        names = choose_tasks(given.tasks.split(",") if given.tasks else default)
+        nano, words = nanobeir.split_names(given.tasks.split(",") if given.tasks else default)
+        names = choose_tasks(words)
+        tests = nanobeir.read_nanobeir(data, nano)
+    except nanobeir.NanoError as error:
+        return refused(error)
     except UnknownTaskError as error:
         return refused(f"--tasks: {error}")
-    data = given.data or given.download
+    for line in nanobeir.overview(tests):
+        say(line)
     wanted = names if given.tasks else SETS["all"]
-    failed = _download(data, given.mirror, wanted) if given.download else False
+    failed = _download(data, given.mirror, wanted) if given.download and names else False
     inspections = [inspect(find(name), data, given.allow_unchecked) for name in names]
-    print("\n".join(overview(inspections)), flush=True)
-    failed |= any(inspection.standing == "refused" for inspection in inspections)
-    failed |= not any(inspection.usable for inspection in inspections)
+    if names:
+        print("\n".join(overview(inspections)), flush=True)
+        failed |= any(inspection.standing == "refused" for inspection in inspections)
+        failed |= not any(inspection.usable for inspection in inspections)
     classifier = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
     choice = ScoringChoice(tasks=names, protocols=_PROTOCOLS[given.protocol], classifier=classifier)
     if given.follow:
-        return _follow(given, inspections, choice)
+        return _follow(given, inspections, choice, tests)
     if given.encoders or given.pretrained:
-        failed |= not _evaluate(given, inspections, choice)
+        failed |= bool(tests) and not evaluate_nanobeir(given, tests)
+        failed |= bool(names) and not _evaluate(given, inspections, choice)
     return int(failed)
 
 
@@ -88,8 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mirror", help="address of a copy of the files, instead of the public sources")
     parser.add_argument("--allow-unchecked", action="store_true", help="accept own data; differences are marked")
     parser.add_argument(
-        "--tasks", help="names and sets (all, downstream, probing, sts, transfer, stsb-multi), separated by commas"
+        "--tasks",
+        help="names and sets (all, downstream, probing, sts, transfer, stsb-multi, nanobeir), separated by commas",
     )
+    parser.add_argument("--sizes", metavar="SIZE[,SIZE]", help="also score the first SIZE numbers of embeddings; none: "
+                        "not those that an encoder declares")  # fmt: skip
     parser.add_argument("--protocol", choices=_PROTOCOLS, default="senteval", help="senteval: DeCLUTR's tables")
     parser.add_argument("--preset", choices=("official", "prototyping"), default="official", help="classifier settings")
     parser.add_argument(
@@ -118,7 +138,7 @@ def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
 
     sources = restricted(public_sources(), tasks)
     sources = relocated(sources, mirror) if mirror else sources
-    fetched = download(folder, sources, _say)
+    fetched = download(folder, sources, say)
     print("\n".join(transfers(fetched, sources)))
     return any(file.outcome == "failed" for file in fetched)
 
@@ -126,7 +146,7 @@ def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
 def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
     """Score all encoders and write the tables; return whether every encoder was scored."""
     from declutr.common.cluster import SessionConfig
-    from declutr.evaluation.encoders.loading import EncoderError
+    from declutr.evaluation.encoders.cut import sizes_of, with_cuts
     from declutr.evaluation.senteval.data.taskdata import sentence_rows
     from declutr.evaluation.senteval.runner.harness import evaluate
     from declutr.evaluation.tables.write import write_tables
@@ -142,18 +162,21 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
         vocabulary = {word for text in texts for word in text.split()}
     for name in names:
         try:
-            encoder = _load(name, given, vocabulary, tokenized=True)
+            encoder = load(name, given, vocabulary, tokenized=True)
             if unused := getattr(encoder, "unused", ()):
-                _say(f"{name}: its files also contain parts that embeddings do not use: {', '.join(unused)}")
-            found = evaluate(encoder, inspections, choice, given.output, session, _say)
+                say(f"{name}: its files also contain parts that embeddings do not use: {', '.join(unused)}")
+            of_sizes = [
+                evaluate(one, inspections, choice, given.output, session, say)
+                for one in with_cuts(encoder, sizes_of(encoder, given.sizes))
+            ]
         except EncoderError as error:
             failed.append(name)
             sys.stderr.write(f"not scored: {error}\n")
             continue
         if given.pretrained:
-            found = replace(found, pretrained=given.pretrained)
-        evaluated.append(found)
-        if not any(report.results for report in found.reports.values()):
+            of_sizes = [replace(found, pretrained=given.pretrained) for found in of_sizes]
+        evaluated += of_sizes
+        if not any(report.results for found in of_sizes for report in found.reports.values()):
             failed.append(name)
             sys.stderr.write(f"not scored: {name}: no task has a score; the table gives the reasons\n")
         shown = write_tables(evaluated, given.output)  # after each encoder, so that a long call can be watched
@@ -166,87 +189,12 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     return not failed
 
 
-def _load(
-    name: str, given: argparse.Namespace, vocabulary: Collection[str] | None = None, tokenized: bool = False
-) -> "SentenceEncoder":
-    """Load an encoder as the options say.
-
-    Raises:
-        EncoderError: it cannot be loaded, or an option has no effect on it.
-    """
-    from declutr.evaluation.encoders.loading import EncoderError, load_encoder
-
-    encoder = load_encoder(
-        name,
-        given.pooling,
-        device=given.device,
-        vocabulary=vocabulary,
-        tokenized=tokenized,
-        trust_remote_code=given.trust_remote_code,
-        precision=given.precision,
-    )
-    if given.pooling and not hasattr(encoder, "encoder"):
-        raise EncoderError(f"{name}: --pooling {given.pooling} has no effect on word vectors; remove it")
-    return encoder
-
-
-def _evaluate_pairs(given: argparse.Namespace) -> int:
-    """Score baselines and encoders on the user's pairs; return 1 if one could not be scored."""
-    from declutr.evaluation.retrieval.pairs import PairsError, read_test
-
-    try:
-        test = read_test(given.pairs, given.documents)
-    except (PairsError, OSError) as error:
-        return refused(error)
-    from declutr.evaluation.encoders.loading import EncoderError
-    from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
-    from declutr.evaluation.retrieval.lexicon import Lexicon
-
-    lexicon = Lexicon(test.texts)
-    scored, names = score_lexical(test, lexicon), list(dict.fromkeys(given.encoders))
-    for name in names:
-        try:
-            encoder = _load(name, given)
-        except EncoderError as error:
-            return refused(f"not scored: {error}")
-        scored += score_encoder(test, encoder, lexicon)
-    print(write_comparison(test, scored, names, given.output))
-    print(f"\n{given.output / 'pairs.json'} has all numbers")
-    return 0
-
-
-def _evaluate_mteb(given: argparse.Namespace) -> int:
-    """Score all encoders on MTEB's tasks; return 1 if one could not be scored."""
-    from importlib.util import find_spec
-
-    from declutr.common.hub import stay_offline_unless_it_answers
-    from declutr.evaluation.encoders.loading import EncoderError
-
-    if find_spec("mteb") is None:
-        sys.stderr.write("--mteb needs MTEB: pip install -e '.[mteb]' in the checkout\n")
-        return 1
-    stay_offline_unless_it_answers()  # before MTEB's libraries contact the hub
-    from declutr.evaluation.mteb import choose_mteb, score_mteb, write_mteb
-
-    scores: dict[str, dict[str, float]] = {}
-    try:
-        tasks = choose_mteb(given.mteb.split(","))
-    except EncoderError as error:
-        return refused(error)
-    for name in given.encoders:
-        try:
-            encoder = _load(name, given)
-            scores[name] = score_mteb(encoder, tasks, given.output, _say)
-        except EncoderError as error:
-            sys.stderr.write(f"not scored: {error}\n")
-            continue
-        write_mteb(scores, given.output)
-    if scores:
-        print(f"main scores: {given.output / 'mteb.json'}; all of MTEB's figures: {given.output / 'mteb'}")
-    return int(len(scores) < len(given.encoders))
-
-
-def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> int:
+def _follow(
+    given: argparse.Namespace,
+    inspections: Sequence["Inspection"],
+    choice: "ScoringChoice",
+    tests: Sequence["NanoTest"],
+) -> int:
     import torch
 
     from declutr.common.cluster import SessionConfig
@@ -257,7 +205,7 @@ def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choi
     session = SessionConfig(num_cpus=given.cpus or 1, address=given.address)
     try:
         trust = given.trust_remote_code
-        follower = Follower(given.follow, inspections, choice, given.device or "cpu", session, _say, trust)
+        follower = Follower(given.follow, inspections, choice, given.device or "cpu", session, say, trust, tests)
         number = follower.follow(given.every_seconds, given.once)
     except FollowError as error:
         return refused(error)
@@ -265,7 +213,3 @@ def _follow(given: argparse.Namespace, inspections: Sequence["Inspection"], choi
         torch.set_num_threads(threads)
     print(f"{given.follow}: {number} checkpoints scored")
     return int(not number and bool(follower.pending()))
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -15,6 +15,7 @@ from declutr.common.lock import LOCK
 from declutr.common.scores import ScoreLine, append_score, read_scores, scoring
 from declutr.common.storage import hash_json
 from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+from declutr.evaluation.retrieval.nanobeir import NDCG, NanoError, NanoTest, score_nanobeir
 from declutr.evaluation.senteval.data.taskdata import Inspection
 from declutr.evaluation.senteval.data.tasks import TASKS
 from declutr.evaluation.senteval.runner.harness import evaluate
@@ -35,7 +36,7 @@ class FollowError(ValueError):
 class Follower:
     """Scorer of a run's checkpoints, newest first; a slow machine skips checkpoints instead of falling behind.
 
-    `say` receives progress lines.
+    `say` receives progress lines. `tests` of NanoBEIR are shown and choose nothing.
     """
 
     run: Path
@@ -45,13 +46,17 @@ class Follower:
     session: SessionConfig
     say: Callable[[str], None]
     trust_remote_code: bool = False
+    tests: Sequence[NanoTest] = ()
 
     def __post_init__(self) -> None:
         unusable = [inspection for inspection in self.inspections if not inspection.usable]
         if unusable:
             told = "; ".join(f"{inspection.task.label}: {inspection.reason}" for inspection in unusable)
             raise FollowError(f"--follow needs usable data for every task; choose others with --tasks: {told}")
-        if unfit := [found.task.label for found in self.inspections if not found.task.has_dev]:
+        unfit = [found.task.label for found in self.inspections if not found.task.has_dev]
+        if not self.inspections:
+            unfit = [one.name for one in self.tests]
+        if unfit:
             fit = ", ".join(task.label for task in TASKS if task.has_dev)
             raise FollowError(
                 f"--follow scores checkpoints so that one can be chosen, and {', '.join(unfit)} would choose on test "
@@ -65,7 +70,7 @@ class Follower:
     def identity(self) -> str:
         """Hash of tasks, data and settings."""
         files = {found.task.name: dict(found.data.files) for found in self.inspections if found.data}
-        return hash_json([self.choice.model_dump(mode="json"), files])
+        return hash_json([self.choice.model_dump(mode="json"), files, *(one.digest for one in self.tests)])
 
     def follow(self, wait_seconds: float = 10.0, once: bool = False) -> int:
         """Score checkpoints until the run is finished, or `once` those that exist; return the number of new scores."""
@@ -100,13 +105,15 @@ class Follower:
             path = checkpoint.checkpoint_path(self.run / CHECKPOINTS, step)
             encoder = load_encoder(str(path), device=self.device, trust_remote_code=self.trust_remote_code)
             found = evaluate(encoder, self.inspections, self.choice, self.run / FOLDER, self.session, self.say)
-        except EncoderError as error:
+            nano = score_nanobeir(encoder, self.tests, (), self.say)[encoder.size]
+        except (EncoderError, NanoError) as error:
             self.say(f"step {step}: not scored: {error}")
             return False
         (report,) = found.reports.values()
         results = {name: report.results[name] for name in self.choice.tasks if name in report.results}
         tasks = {name: result.dev_headline for name, result in results.items()}
         test = {name: result.headline for name, result in results.items()}
+        test |= {name: 100 * float(means[NDCG]) for name, means in nano.items()}
         whole = len(tasks) == len(self.choice.tasks)
         warnings = [*found.warnings, *(text for result in report.results.values() for text in result.warnings)]
         line = ScoreLine(

@@ -23,7 +23,7 @@ from declutr.common.storage import hash_json, read_json, write_json
 from declutr.evaluation.encoders.protocol import LongTexts
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
-from declutr.trainer.model.behind import Normalize, Step, steps_of, write_steps
+from declutr.trainer.model.behind import Dense, Normalize, Step, steps_of, write_steps
 from declutr.trainer.model.encoder import Encoder
 
 Precision = Literal["fp32", "bf16"]
@@ -212,8 +212,14 @@ def _single_threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def write_transformer(encoder: TransformerEncoder, more: Sequence[Step], folder: Path) -> None:
-    """Write the encoder to an empty folder, with its own steps behind the pooling and then `more`."""
+    """Write the encoder to an empty folder, with its own steps behind the pooling and then `more`.
+
+    A dense layer mixes the numbers of an embedding, so the folder declares no sizes behind one.
+    """
     write_encoder(encoder.encoder, encoder.tokenizer, folder)
+    settings = read_json(folder / "config.json")
+    if any(isinstance(step, Dense) for step in more) and settings.pop("matryoshka_dimensions", None):
+        write_json(folder / "config.json", settings)
     limits = read_json(folder / "sentence_bert_config.json")
     write_json(folder / "sentence_bert_config.json", limits | {"max_seq_length": encoder.max_tokens})
     if encoder.prompt:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,20 +103,27 @@ def score_lexical(test: RetrievalTest, lexicon: Lexicon) -> list[RetrievalScores
     return [RetrievalScores(name, _by_chunks(test, scores)) for name, scores in kinds.items()]
 
 
-def score_encoder(test: RetrievalTest, encoder: SentenceEncoder, lexicon: Lexicon) -> list[RetrievalScores]:
-    """The rows of an encoder: alone, and with the IDF cosine added to its cosine.
+def score_encoder(
+    test: RetrievalTest, encoder: SentenceEncoder, lexicon: Lexicon, sizes: Sequence[int] = ()
+) -> list[RetrievalScores]:
+    """The rows of an encoder: alone, and with the IDF cosine added to its cosine; of smaller sizes too, alone.
 
     The score of a text is that of its best window.
     """
-    texts, owners = embed_windows(encoder, test.texts)
+    whole, owners = embed_windows(encoder, test.texts)
     starts = np.flatnonzero(np.diff(owners, prepend=-1))
 
-    def cosines(queries: Sequence[str]) -> F32:
-        rows = unit_rows(encoder.encode(queries))
+    def cosines(queries: Sequence[str], texts: F32 = whole) -> F32:
+        rows = unit_rows(encoder.encode(queries)[:, : texts.shape[1]])
         return np.maximum.reduceat(rows @ texts.T, starts, axis=1)
 
+    found = []
+    for size in sizes:
+        cut = partial(cosines, texts=unit_rows(whole[:, :size]))
+        found.append(RetrievalScores(f"{encoder.name} [{size}]", _by_chunks(test, cut)))
     name = encoder.name
     return [
+        *found,
         RetrievalScores(name, _by_chunks(test, cosines)),
         RetrievalScores(
             f"{name} + {IDF}", _by_chunks(test, lambda queries: cosines(queries) + lexicon.idf_cosine(queries))

@@ -1,6 +1,7 @@
 """Every kind of encoder against what made it: sentence-transformers, transformers, arithmetic."""
 
 import gzip
+import json
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ from messages import all_of
 from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
+from declutr.evaluation.encoders.cut import sizes_of
 from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+from declutr.evaluation.encoders.transformer import write_transformer
+from declutr.trainer.model.behind import Dense
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +189,27 @@ def test_broken_word_vectors_are_refused(tmp_path, raw):
     path.write_bytes(raw)
     with pytest.raises(EncoderError, match=r"words\.vec"):
         load_encoder(str(path))
+
+
+def test_encoder_that_is_written_with_a_further_layer_declares_no_sizes(tmp_path):
+    """The layer mixes the numbers of which the first ones were an embedding."""
+    model = encoder_folder(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [8, 32]}))
+    encoder = load_encoder(str(model), device="cpu")
+    for name, more in (("same", []), ("mixed", [Dense(torch.nn.Linear(32, 32), torch.nn.Identity())])):
+        (tmp_path / name).mkdir()
+        write_transformer(encoder, more, tmp_path / name)
+    assert sizes_of(load_encoder(str(tmp_path / "same")), None) == (8,)
+    assert sizes_of(load_encoder(str(tmp_path / "mixed")), None) == ()
+
+
+@pytest.mark.parametrize("declared", ["8", [8, "16"], [True], [0], [33]])
+def test_sizes_that_a_folder_declares_wrongly_are_refused(tmp_path, declared):
+    model = encoder_folder(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": declared}))
+    encoder = load_encoder(str(model), device="cpu")
+    with pytest.raises(EncoderError, match=all_of("matryoshka_dimensions", "1 to 32", "--sizes")):
+        sizes_of(encoder, None)
+    assert sizes_of(encoder, (8,)) == (8,)

@@ -9,7 +9,13 @@ from messages import says
 from sentevalsets import write_sets
 
 from declutr.cli.main import main
+from declutr.evaluation.encoders.cut import CutEncoder
 from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.taskdata import sentences
+from declutr.evaluation.senteval.data.tasks import find
+from declutr.evaluation.senteval.scores.scoring import score
 
 TASKS = "SST2,STS12,STS-B"
 
@@ -43,6 +49,27 @@ def test_two_encoders_give_one_table(scored):
     assert tables["downstream"]["columns"] == ["SST2", "STS-B", "Δ mean"]  # of published rows
     assert all(cell["marked"] for row in own for cell in row["cells"][:-1])  # these are not the published data
     says((scored / "scores.md").read_text(), "not the published")
+
+
+def test_sizes_are_rows_of_the_table_and_texts_are_embedded_once(folder, tmp_path, capsys):
+    """An encoder's own declaration gives its sizes; the scores are those of its first numbers."""
+    model = encoder_folder(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [8, 32]}))
+    output = tmp_path / "out"
+    assert evaluate(folder, output, str(model), "--protocol", "simcse") == 0
+    told = json.loads((output / "scores.json").read_text())["encoders"]
+    assert [one["encoder"] for one in told] == [f"{model} [8]", str(model)]
+    assert capsys.readouterr().out.count(": embedded ") == 1
+    assert not any(path.is_file() for path in (output / "embeddings").rglob("*"))
+    cut = CutEncoder(load_encoder(str(model)), 8)
+    data = inspect(find("STSBenchmark"), folder, allow_unchecked=True).data
+    expected = score(data, "cosine", cut.encode(sentences(data)), ClassifierConfig.prototyping()).scores["spearman"]
+    (path,) = output.glob(f"*{cut.fingerprint[:8]}/STSBenchmark.cosine.json")
+    assert json.loads(path.read_text())["scores"]["spearman"] == pytest.approx(expected, abs=1e-4)
+    assert evaluate(folder, tmp_path / "none", str(model), "--sizes", "none") == 0
+    told = json.loads((tmp_path / "none/scores.json").read_text())["encoders"]
+    assert [one["encoder"] for one in told] == [str(model)]
 
 
 def test_encoder_that_cannot_be_scored_is_named_once_and_the_rest_scored(folder, tmp_path, capsys):

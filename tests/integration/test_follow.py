@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import tinyruns as runs
 from messages import all_of
+from nanofiles import rows_of, write_test
 from sentevalsets import write_sets
 from waiting import until
 
@@ -13,6 +14,7 @@ from declutr.cli.main import main
 from declutr.common.cluster import SessionConfig
 from declutr.common.scores import SCORES, read_scores, read_scoring
 from declutr.common.storage import read_json
+from declutr.evaluation.retrieval.nanobeir import read_nanobeir
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.runner.plan import ScoringChoice
@@ -104,3 +106,13 @@ def test_tasks_without_data_are_refused_before_anything_is_scored(copied, sets):
 def test_tasks_with_test_data_alone_may_not_choose_a_checkpoint(copied, sets):
     with pytest.raises(FollowError, match=all_of("STS12", "test data", "--tasks", "(CR,", "SICK-R, STS-B")):
         follower(copied, sets, [], ("STSBenchmark", "STS12"))
+
+
+def test_nanobeir_is_shown_next_to_the_scores_that_choose(copied, sets, tmp_path):
+    write_test(tmp_path / "nanobeir", *rows_of(0))
+    said = []
+    one = replace(follower(copied, sets, said, TASKS[:1]), tests=read_nanobeir(tmp_path, ("NanoNQ",)))
+    assert one.follow(once=True)
+    for line in read_scores(copied):
+        assert line.score == line.tasks["STSBenchmark"], "nothing else chooses"
+        assert line.test.keys() == {"STSBenchmark", "NanoNQ"}

@@ -4,12 +4,21 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
+from tiny import rows_of, tiny_encoder
 
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.ntxent import ntxent
+from declutr.trainer.objectives.declutr.objective import Declutr
 from declutr.trainer.objectives.row_shard import SHARED_ROWS, RowShard
+from declutr.trainer.objectives.simcse.config import SimcseConfig
 from declutr.trainer.objectives.simcse.infonce import infonce
+from declutr.trainer.objectives.simcse.objective import Simcse
+from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.loss import supcon
+from declutr.trainer.objectives.supcon.objective import Supcon
 from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.step.gradcache import GlobalCounts, GradCache
 
 pytestmark = pytest.mark.dist
 ROWS = 11
@@ -121,6 +130,28 @@ def test_a_worker_computes_its_rows_alone():
     for whole, row_shard in run_group(3, counted, rows):
         assert row_shard == pytest.approx(2 * (2 * rows) ** 2 / 3, rel=0.02)
         assert whole == pytest.approx((2 * rows) ** 2, rel=0.1)
+
+
+PML = {"kind": "pytorch_metric_learning", "loss": "NTXentLoss"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "shared"),
+    [
+        (Declutr, DeclutrConfig(), True),
+        (Declutr, DeclutrConfig(loss=PML), False),
+        (Simcse, SimcseConfig(), True),
+        (Supcon, SupconConfig(), True),
+        (Supcon, SupconConfig(labels=False, reference_supcon=True), True),
+        (Supcon, SupconConfig(reference_supcon=True), False),
+    ],
+)
+def test_step_shares_the_rows_of_losses_that_can_be_shared(kind, config, shared):
+    """A large batch of two workers; what the losses compute of it is tested above."""
+    objective = kind(config, RunContext(), 4)
+    cache = GradCache(tiny_encoder(), objective, Communicator(1, 2), seed=0, step=1)
+    counts = GlobalCounts(selected=0, first_row=SHARED_ROWS // 2, num_rows=SHARED_ROWS)
+    assert (cache._row_shard(rows_of(torch.empty(0), SHARED_ROWS // 2), counts) is not None) == shared
 
 
 def out_of_memory(comm):

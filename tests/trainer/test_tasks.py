@@ -56,7 +56,12 @@ MIXUP = 0.6
 def task_of(encoder, name, comm, tokens, weight):
     context = RunContext(seed=len(name), batch_documents=len(ROWS[name]), frontend=FRONTENDS.get(name))
     config = (
-        SupconConfig(temperature=0.2, masks=MaskConfig(freq_mask=2, time_mask=3), mixup=MIXUP)
+        SupconConfig(
+            temperature=0.2,
+            masks=MaskConfig(freq_mask=2, time_mask=3),
+            mixup=MIXUP,
+            matryoshka={"sizes": [5, "all"], "weights": [0.3, 1.0]},
+        )
         if name in SHAPES
         else SimcseConfig()
     )

@@ -41,6 +41,7 @@ PAIRS = text_rows(
     ]
 )
 HALF = {"mlm_probability": 0.5}
+SIZES = {"sizes": [4, "all", 9], "weights": [0.5, 1.0, 2.0]}
 CASES = {
     "simcse": (Simcse, SimcseConfig(temperature=0.2), SENTENCES),
     "simcse with mlm": (Simcse, SimcseConfig(temperature=0.2, mlm_loss_weight=0.1, masking=HALF), SENTENCES),
@@ -53,6 +54,10 @@ CASES = {
     "scd": (Scd, ScdConfig(projector=[12, 8], decorrelation_weight=0.5), SENTENCES),
     "scd, attention apart": (Scd, ScdConfig(projector=[6], attention_dropout_rates=(0.2, 0.0)), SENTENCES),
     "scl": (Scl, SclConfig(contrastive_weight=0.4), PAIRS),
+    "simcse with sizes": (Simcse, SimcseConfig(temperature=0.2, matryoshka=SIZES), SENTENCES),
+    "simcse supervised with sizes": (Simcse, SimcseConfig(supervised=True, temperature=0.2, matryoshka=SIZES), PAIRS),
+    "scd with sizes": (Scd, ScdConfig(projector=[12, 8], decorrelation_weight=0.5, matryoshka=SIZES), SENTENCES),
+    "scl with sizes": (Scl, SclConfig(contrastive_weight=0.4, matryoshka=SIZES), PAIRS),
     "scl with draws": (Scl, SclConfig(contrastive_weight=0.4, positives=2, negatives=3), PAIRS),
 }
 

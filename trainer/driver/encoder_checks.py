@@ -29,7 +29,7 @@ from declutr.trainer.model.language_model import (
 )
 from declutr.trainer.model.layouts import drops_by_key, patch_problem
 from declutr.trainer.model.sentences import left_out
-from declutr.trainer.objectives.base import ObjectiveError
+from declutr.trainer.objectives.base import Objective, ObjectiveError
 from declutr.trainer.setup.build import build_encoder, build_objective
 from declutr.trainer.setup.build import load_tokenizer as tokenizer_of_shards
 from declutr.trainer.setup.config import TrainConfig
@@ -129,6 +129,8 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
     except ObjectiveError as error:  # unless the objective's own checks report the same
         known = config.objective.problems(config.context(manifest.short_documents), manifest)
         return [] if known else [str(error)]
+    if wrong := _size_problems(config, built, objective):
+        return wrong
     if encoder.projection.kind != "none" and objective.exported():
         return [
             f"encoder.projection.kind = {encoder.projection.kind}: the layers that objective {config.objective.kind} "
@@ -158,6 +160,25 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
             built.config.layout,
         )
     return built.load_report.problems(encoder.pretrained, config.objective.mlm and not encoder.new_mlm_head)
+
+
+def _size_problems(config: TrainConfig, encoder: Encoder, objective: Objective[Any] | None = None) -> list[str]:
+    """Problems of the sizes of the embedding, with the objective if it may export layers."""
+    matryoshka = config.objective.matryoshka
+    if matryoshka is None:
+        return []
+    if config.encoder.projection.kind != "none":
+        return [
+            f"objective.matryoshka cuts the exported embedding, and encoder.projection.kind = "
+            f"{config.encoder.projection.kind} follows it in the loss; set it to none"
+        ]
+    if objective is not None and objective.exported() and not objective.cuts_exported:
+        return [
+            f"objective.matryoshka: objective {config.objective.kind} exports layers and does not cut their output "
+            "(cuts_exported); remove matryoshka"
+        ]
+    problem = matryoshka.problem(encoder.output_size if objective is None else objective.exported_size)
+    return [problem] if problem else []
 
 
 def _unkeyed(config: TrainConfig, encoder: Encoder) -> str:
@@ -202,4 +223,4 @@ def _frontend_problems(run: ResolvedRun, name: str) -> list[str]:
     except (UnfitEncoderError, OSError) as error:
         return [str(error).splitlines()[0]]
     problem = patch_problem(encoder, frontend) if frontend is not None else None
-    return [f"frontend: {problem}"] if problem else []
+    return [f"frontend: {problem}"] if problem else _size_problems(run.config.of_task(name), encoder)

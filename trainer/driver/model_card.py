@@ -30,6 +30,9 @@ these lines:
 """
 }
 """How to load an encoder, by pooling."""
+_SIZES = """Sizes: {}. The first numbers of an embedding, this many, are embeddings too, compared by cosine or after
+normalisation: `SentenceTransformer(folder, truncate_dim=SIZE)`, `declutr embed --dimensions SIZE --normalise`.
+"""
 
 
 def model_card(run: ResolvedRun, state: RunState, verdict: str) -> str:
@@ -44,6 +47,7 @@ def model_card(run: ResolvedRun, state: RunState, verdict: str) -> str:
     source = config.encoder.pretrained or f"from scratch ({config.encoder.from_config})"
     dropped = "".join(f"Trained but not part of this encoder: {part}.\n" for part in objective.dropped)
     auxiliary = "".join(_task_lines(run))
+    sizes = _SIZES.format("/".join(map(str, objective.matryoshka.sizes))) if objective.matryoshka else ""
     judged = {STSB: "STS-B", SICKR: "SICK-R"}
     sts = "".join(
         f" {score}: Spearman correlation on {source}'s development set, in percent."
@@ -59,7 +63,7 @@ tags: [sentence-transformers, feature-extraction, {objective.kind}]
 
 Start: {source}. Pooling: {config.encoder.pooling}. Dimensions and longest input: see `config.json`.
 Trained for {state.step} steps of {config.batch_documents} {rows} ({state.documents} {rows} read), {objective.learns}.
-{dropped}{auxiliary}
+{dropped}{auxiliary}{sizes}
 {_USE.get(config.encoder.pooling, _SENTENCE_TRANSFORMERS)}
 ## Held-out scores of these weights
 {objective.scored}{sts} One half of the held-out rows chooses; `{REPORTED}` marks the other half.

@@ -18,6 +18,7 @@ from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.base import Validator
 from declutr.trainer.objectives.held_out import embed_together
+from declutr.trainer.objectives.measures import by_size
 from declutr.trainer.objectives.row_score import RowScore
 from declutr.trainer.parallel.communicator import Communicator
 
@@ -133,12 +134,14 @@ class StsValidator:
         layers: layers behind the pooling that are exported.
         comm: the workers.
         device: device of the encoder.
+        sizes: smaller sizes of the embedding to score too.
     """
 
     pairs: StsPairs
     layers: Sequence[Dense]
     comm: Communicator
     device: torch.device
+    sizes: tuple[int, ...] = ()
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """Spearman correlation in percent, 0 if all cosines are equal; None if embeddings are not finite."""
@@ -146,10 +149,14 @@ class StsValidator:
         found = embed_together(encoder, len(ids), self._batch, self.layers, self.comm, self.device)
         if not bool(found.isfinite().all()):
             return None
-        first, second = found.chunk(2)
-        cosines = F.cosine_similarity(first, second, dim=-1)
-        pairs = np.stack([cosines.numpy(), self.pairs.gold], axis=1)
-        return {self.pairs.score: RowScore(np.arange(len(pairs), dtype=np.uint64), pairs)}
+
+        def scores(size: int | None) -> dict[str, float]:
+            first, second = found[:, :size].chunk(2)
+            cosines = F.cosine_similarity(first, second, dim=-1)
+            pairs = np.stack([cosines.numpy(), self.pairs.gold], axis=1)
+            return {self.pairs.score: RowScore(np.arange(len(pairs), dtype=np.uint64), pairs)}
+
+        return by_size(self.sizes, scores)
 
     def _batch(self, some: slice) -> SpanBatch:
         texts = self.pairs.ids[some]

@@ -9,11 +9,12 @@ Legend: S spans and m rows of a worker, M rows of the global batch, V views of a
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from declutr.pipeline.shards.shards import ShardSet
@@ -39,6 +40,7 @@ class Gathered:
         seed: seed of the run.
         step: 1-based optimizer step.
         row_shard: the rows whose gradient `loss` must compute; None: all. Only objectives that share have one.
+        size: numbers of the exported embedding that count; None: all.
     """
 
     views: Tensor
@@ -46,6 +48,13 @@ class Gathered:
     seed: int = 0
     step: int = 1
     row_shard: RowShard | None = None
+    size: int | None = None
+
+    def cut(self, embeddings: Tensor) -> Tensor:
+        """Embeddings `(..., D)` with zeros behind the first `size` numbers, for cosines and layers of D inputs."""
+        if self.size is None:
+            return embeddings
+        return F.pad(embeddings[..., : self.size], (0, embeddings.shape[-1] - self.size))
 
     def detach(self) -> "Gathered":
         """The same batch without gradient."""
@@ -81,6 +90,8 @@ class Objective(nn.Module, ABC, Generic[Config]):
     shards_rows = False
     """True if `loss` computes the gradient of the rows of `batch.row_shard` alone, when there is one. Its value is
     still that of the global batch, and the gradients of the objective's parameters are summed over workers."""
+    cuts_exported = False
+    """True if `loss` cuts the output of the layers that `exported` returns, with `batch.cut`."""
 
     def __init__(self, config: Config, run: RunContext, embedding_size: int) -> None:
         super().__init__()
@@ -121,12 +132,42 @@ class Objective(nn.Module, ABC, Generic[Config]):
         keys in `batch.facts`, through `declutr.common.seeding`.
         """
 
+    def terms(self, batch: Gathered) -> dict[str, Tensor]:
+        """The terms of `loss`, each the weighted sum over the sizes of `matryoshka` if there are any.
+
+        The exported embedding is cut: layers that are not exported see what a user of the size will have.
+        """
+        if self.config.matryoshka is None:
+            return self.loss(batch)
+        width, total = self.exported_size, dict[str, Tensor]()
+        for size, weight in self.config.matryoshka.cuts(width):
+            if not weight:  # the size is only scored
+                continue
+            one = replace(batch, size=size) if size < width else batch
+            if not self.exported():
+                one = replace(one, views=one.cut(batch.views))
+            for name, value in self.loss(one).items():
+                total[name] = total[name] + weight * value if name in total else weight * value
+        return total
+
     def remember(self, batch: Gathered) -> None:
         """Keeps a part of a step's views, without gradient; called after the update."""
 
     def exported(self) -> list[Dense]:
         """Layers behind the pooling that belong to the exported encoder, in their order."""
         return []
+
+    @property
+    def exported_size(self) -> int:
+        """Size of the exported embedding if the encoder has no projection, which a run with sizes may not have."""
+        layers = self.exported()
+        return layers[-1].linear.out_features if layers else self.embedding_size
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of `matryoshka` below that of the whole embedding, ascending."""
+        matryoshka = self.config.matryoshka
+        return () if matryoshka is None else matryoshka.smaller(self.exported_size)
 
     def validator(
         self,

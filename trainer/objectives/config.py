@@ -6,12 +6,14 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import model_validator
 
 from declutr.common.config import Strict
 from declutr.pipeline.shards.content import ContentKind
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.objectives.matryoshka import MatryoshkaConfig
 from declutr.trainer.objectives.span_config import SpanConfig
 
 
@@ -46,6 +48,9 @@ class ObjectiveConfig(Strict):
 
     kind: str
     """Name of the objective."""
+    matryoshka: MatryoshkaConfig | None = None
+    """Sizes of the embedding that are trained together, each with the whole loss but MLM; null: the whole embedding
+    alone."""
 
     implementation: ClassVar[str]
     """`package.module:Class` of its `Objective`, imported when the run is built."""
@@ -65,6 +70,12 @@ class ObjectiveConfig(Strict):
         "the corpus."
     )
     """Description of its held-out scores, for the model card."""
+
+    @model_validator(mode="after")
+    def _sizes_have_a_loss(self) -> "ObjectiveConfig":
+        if self.matryoshka is not None and not self.embeds:
+            raise ValueError("matryoshka needs a loss of embeddings, and only MLM is trained; remove matryoshka")
+        return self
 
     def scores_of(self, content: ContentKind) -> tuple[str, ...]:
         """The held-out scores for shards of this kind; empty if its validator cannot read them."""

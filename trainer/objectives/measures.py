@@ -3,6 +3,8 @@
 Legend: N rows, H embedding size.
 """
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,16 @@ from declutr.trainer.objectives.row_score import RowScore
 SPREAD = ("batch_uniformity", "batch_participation_ratio")
 """Names of the numbers of `spread` in the metrics."""
 _SPREAD_ROWS = 256  # enough for both numbers, and few enough to cost nothing next to a step
+
+
+def by_size(sizes: Iterable[int], scores: Callable[[int | None], dict[str, float]]) -> dict[str, float]:
+    """Scores of the whole embedding by name, and those of its first numbers as `NAME_SIZE`.
+
+    Args:
+        sizes: numbers of first numbers.
+        scores: computes the scores of embeddings cut to a size; None: whole ones.
+    """
+    return scores(None) | {f"{name}_{size}": value for size in sizes for name, value in scores(size).items()}
 
 
 def retrieval(anchors: Tensor, positives: Tensor, keys: U64) -> dict[str, float]:

@@ -34,4 +34,5 @@ class TextObjective(Objective[TextConfig]):
     ) -> TextValidator:
         """Builds the validator of held-out texts: retrieval for pairs and triples, and the spread of embeddings."""
         rows = held_out_rows(held_out.num_documents, max_documents, self.run.seed)
-        return TextValidator(self.packer(vocabulary, max_content), held_out, rows, self.exported(), comm, device)
+        packer = self.packer(vocabulary, max_content)
+        return TextValidator(packer, held_out, rows, self.exported(), comm, device, self.sizes)

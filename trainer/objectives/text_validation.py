@@ -14,7 +14,7 @@ from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.held_out import embed_together
-from declutr.trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
+from declutr.trainer.objectives.measures import alignment, by_size, effective_rank, retrieval, uniformity
 from declutr.trainer.objectives.text_packing import TextPacker, Texts
 from declutr.trainer.parallel.communicator import Communicator
 
@@ -33,6 +33,7 @@ class TextValidator:
         layers: layers behind the pooling that are exported.
         comm: the workers.
         device: device of the encoder.
+        sizes: smaller sizes of the embedding to score too.
     """
 
     packer: TextPacker
@@ -41,6 +42,7 @@ class TextValidator:
     layers: list[Dense]
     comm: Communicator
     device: torch.device
+    sizes: tuple[int, ...] = ()
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """The scores by name; None if embeddings are not finite."""
@@ -59,10 +61,14 @@ class TextValidator:
         )
         if not bool(found.isfinite().all()):
             return None
-        first, positives = found[: len(texts.first)], found[len(texts.first) :]
-        scores = {"uniformity": uniformity(first), "effective_rank": effective_rank(first)}
-        if len(positives) < 2:
-            return scores
-        anchors = first[torch.from_numpy(having)]
-        ranked = retrieval(anchors, positives, texts.keys[having])
-        return {**ranked, "alignment": alignment(anchors, positives), **scores}
+
+        def scores(size: int | None) -> dict[str, float]:
+            first, positives = found[:, :size].tensor_split([len(texts.first)])
+            scores = {"uniformity": uniformity(first), "effective_rank": effective_rank(first)}
+            if len(positives) < 2:
+                return scores
+            anchors = first[torch.from_numpy(having)]
+            ranked = retrieval(anchors, positives, texts.keys[having])
+            return {**ranked, "alignment": alignment(anchors, positives), **scores}
+
+        return by_size(self.sizes, scores)

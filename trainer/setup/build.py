@@ -68,7 +68,17 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     encoder = Encoder(settings, model, config.seed, load_report, read_behind(config.encoder.pretrained))
     layout = fitting_layout(encoder, any(one.mlm for one in objectives))
     encoder.set_layout(settings.model_copy(update={"layout": layout}))
+    _declare_sizes(encoder, config)
     return encoder
+
+
+def _declare_sizes(encoder: Encoder, config: TrainConfig) -> None:
+    """Writes the sizes to the model's settings, as published encoders do; removes those of an earlier training."""
+    matryoshka, settings = config.objective.matryoshka, encoder.model.config
+    if matryoshka is not None:
+        settings.matryoshka_dimensions = sorted(size for size, _ in matryoshka.cuts(encoder.output_size))
+    elif hasattr(settings, "matryoshka_dimensions"):
+        del settings.matryoshka_dimensions
 
 
 def build_objective(config: TrainConfig, encoder: Encoder, manifest: Manifest) -> Objective[Any]:
@@ -124,5 +134,5 @@ def build_validator(
         found.append(objective.validator(held_out, vocabulary, room, validation.max_documents, task.comm, device))
     for score, folder in validation.pairs.items():
         pairs = read_judged(score, expand(folder), tokenizer, room + vocabulary.num_specials)
-        found.append(StsValidator(pairs, objective.exported(), task.comm, device))
+        found.append(StsValidator(pairs, objective.exported(), task.comm, device, objective.sizes))
     return together([one for one in found if one is not None])

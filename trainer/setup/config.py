@@ -26,6 +26,7 @@ _LATER = (
     ("spans", "positive_beta", [2, 4]),
     ("validation", "sickr", None),
     ("objective", "equal_views", False),
+    ("objective", "matryoshka", None),
 )
 """Section, name and default of settings that came later; they are left out of the resume settings unless changed."""
 _UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient

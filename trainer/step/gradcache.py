@@ -195,7 +195,7 @@ class GradCache:
             self.step,
             self._row_shard(batch, counts),
         )
-        terms = self.objective.loss(gathered)
+        terms = self.objective.terms(gathered)
         if problem := terms_problem(terms, self.objective.config.metrics, gathered.views):
             raise ObjectiveError(f"objective {self.objective.config.kind}: `loss` {problem}")
         return terms, gathered.detach() if self.objective.remembers else None, measures.spread(table)

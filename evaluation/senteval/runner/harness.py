@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from declutr.common.cluster import SessionConfig
 from declutr.common.session import start_ray
 from declutr.common.storage import read_json, write_json
+from declutr.evaluation.encoders.cut import CutEncoder
 from declutr.evaluation.encoders.protocol import SentenceEncoder, vectors_fingerprint
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.taskdata import Inspection, TaskData, sentence_rows, sentences
@@ -138,8 +139,9 @@ def evaluate(
 ) -> Evaluated:
     """Score an encoder on all usable tasks, reusing the results in `output`.
 
-    `output` takes `<encoder>-<fingerprint>/<task>.json` as units finish, and embeddings until the end. `session` runs
-    the classifiers, `say` receives progress lines.
+    `output` takes `<encoder>-<fingerprint>/<task>.json` as units finish, and embeddings until the end. Those of a
+    `CutEncoder` stay for the whole encoder, which is scored after it. `session` runs the classifiers, `say` receives
+    progress lines.
 
     Raises:
         EncoderError: an embedding is not finite.
@@ -155,7 +157,7 @@ def evaluate(
         found, warnings = _score(encoder, units, todo, choice, output, session, say)
         there |= found
         write_json(folder / "encoder.json", {"fingerprint": vectors_fingerprint(encoder), "warnings": list(warnings)})
-        shutil.rmtree(output / _CACHE / vectors_fingerprint(encoder)[:16], ignore_errors=True)
+    shutil.rmtree(output / _CACHE / vectors_fingerprint(encoder)[:16], ignore_errors=True)
     geometry = there.get(("STSBenchmark", "geometry"))
     return Evaluated(
         encoder=encoder.name,
@@ -180,15 +182,16 @@ def _score(
 ) -> tuple[dict[tuple[str, Method], StoredUnit], tuple[str, ...]]:
     """Embed the sentences of the units still to do and score these units."""
     rows = _rows(units)  # embeddings left by a killed call cover all units, the finished ones included
-    if not parts_folder(output / _CACHE, vectors_fingerprint(encoder), list(rows)).is_dir():
+    whole, size = (encoder.whole, encoder.size) if isinstance(encoder, CutEncoder) else (encoder, None)
+    if not parts_folder(output / _CACHE, vectors_fingerprint(whole), list(rows)).is_dir():
         rows = _rows(todo)
-    vectors = embed_all(encoder, list(rows), output / _CACHE, say)
-    warnings = collapse_warnings(vectors.take(sample_rows(len(rows))))
+    vectors = embed_all(whole, list(rows), output / _CACHE, say)
+    warnings = collapse_warnings(vectors.take(sample_rows(len(rows)))[:, :size])
     for warning in warnings:
         say(f"{encoder.name}: WARNING: {warning}")
 
     def take(unit: ScoringUnit) -> np.ndarray:
-        return vectors.take(np.array([rows[text] for text in sentences(unit.data)], np.int64))
+        return vectors.take(np.array([rows[text] for text in sentences(unit.data)], np.int64))[:, :size]
 
     started, total, done = time.monotonic(), sum(unit.cost for unit in todo), 0.0
     found: dict[tuple[str, Method], StoredUnit] = {}

@@ -179,11 +179,12 @@ class DeclutrConfig(ObjectiveConfig):
         if not self.contrastive or self.loss.kind != "ntxent" or self.reference_rank_scaling:
             return None
         guessing = math.log(max(2, 2 * run.batch_documents * run.spans.num_anchors - 1))
-        if terms["contrastive"] >= _EASY_SHARE * guessing:
+        first = terms["contrastive"] / (self.matryoshka.total_weight if self.matryoshka else 1)
+        if first >= _EASY_SHARE * guessing:
             return None
         harder = "" if run.spans.strategy == "distant" else ", or set spans.strategy=distant spans.num_anchors=1"
         return (
-            f"the first contrastive loss is {terms['contrastive']:.3f}, and guessing gives {guessing:.2f}: this "
+            f"the first contrastive loss is {first:.3f}, and guessing gives {guessing:.2f}: this "
             "encoder already distinguishes the spans of a batch. Increase batch_documents (now "
             f"{run.batch_documents}){harder}"
         )

@@ -36,7 +36,7 @@ class Declutr(Objective[DeclutrConfig]):
         self._metric_loss = None
         if isinstance(config.loss, MetricLearningConfig):
             self._metric_loss = MetricLearningLoss(**config.loss.model_dump(exclude={"kind"}))
-        self.shares = self._metric_loss is None
+        self.shards_rows = self._metric_loss is None
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> SpanCollator:
         """Builds the collator that draws, masks and packs the spans of documents."""
@@ -76,7 +76,7 @@ class Declutr(Objective[DeclutrConfig]):
             value = ntxent(
                 embeddings,
                 self.config.loss.temperature,
-                self.queue,
+                None if self.queue is None else batch.cut(self.queue),
                 row_shard=batch.row_shard,
                 documents=batch.facts.get("document"),
                 queue_documents=self.queue_documents,
@@ -127,7 +127,7 @@ class Declutr(Objective[DeclutrConfig]):
             short_documents=self.run.short_documents,
         )
         rows = held_out_rows(held_out.num_documents, max_documents, self.run.seed)
-        return SpanValidator(collator, held_out, rows, comm, device)
+        return SpanValidator(collator, held_out, rows, comm, device, sizes=self.sizes)
 
     def state(self) -> dict[str, Tensor]:
         """The queue, once it exists, and its documents if the loss needs them."""

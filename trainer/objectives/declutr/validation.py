@@ -20,7 +20,7 @@ from declutr.trainer.objectives.declutr.collator import SpanCollator
 from declutr.trainer.objectives.declutr.distant import DISTANT, place_distant
 from declutr.trainer.objectives.declutr.spans import Spans, draw, pair_lengths
 from declutr.trainer.objectives.held_out import HELD_OUT_EPOCH, compute_together
-from declutr.trainer.objectives.measures import alignment, effective_rank, retrieval, uniformity
+from declutr.trainer.objectives.measures import alignment, by_size, effective_rank, retrieval, uniformity
 from declutr.trainer.parallel.communicator import Communicator
 
 
@@ -46,19 +46,18 @@ class HeldOut(NamedTuple):
         """True if all numbers are finite."""
         return all(bool(numbers.isfinite().all()) for numbers in self)
 
-    def scores(self, keys: U64) -> dict[str, float]:
-        """All held-out scores; `distant_share` is the share of documents whose distant spans are far enough apart.
+    def scores(self, keys: U64, size: int | None = None) -> dict[str, float]:
+        """The scores of the first `size` numbers of all embeddings; None: of whole ones.
 
         `keys` are the `(N,)` keys of the documents.
         """
-        distant = retrieval(self.distant_anchors, self.distant_positives, keys)
+        anchors, positives, first, second = (table[:, :size] for table in self[:4])
         return {
-            **retrieval(self.anchors, self.positives, keys),
-            **{f"distant_{name}": value for name, value in distant.items()},
-            "distant_share": float(self.reached.mean()),
-            "alignment": alignment(self.anchors, self.positives),
-            "uniformity": uniformity(self.anchors),
-            "effective_rank": effective_rank(self.anchors),
+            **retrieval(anchors, positives, keys),
+            **{f"distant_{name}": value for name, value in retrieval(first, second, keys).items()},
+            "alignment": alignment(anchors, positives),
+            "uniformity": uniformity(anchors),
+            "effective_rank": effective_rank(anchors),
         }
 
 
@@ -73,6 +72,7 @@ class SpanValidator:
         comm: the workers.
         device: device of the encoder.
         chunk_documents: number of documents in one forward.
+        sizes: smaller sizes of the embedding to score too.
     """
 
     collator: SpanCollator
@@ -81,11 +81,19 @@ class SpanValidator:
     comm: Communicator
     device: torch.device
     chunk_documents: int = 64
+    sizes: tuple[int, ...] = ()
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
-        """All held-out scores; None if embeddings are not finite."""
+        """All held-out scores; None if embeddings are not finite.
+
+        `distant_share` is the share of documents whose distant spans are far enough apart.
+        """
         held_out = self.embed(encoder)
-        return held_out.scores(document_keys(self.shards.take(self.rows))) if held_out.finite else None
+        if not held_out.finite:
+            return None
+        keys = document_keys(self.shards.take(self.rows))
+        found = by_size(self.sizes, lambda size: held_out.scores(keys, size))
+        return found | {"distant_share": float(held_out.reached.mean())}
 
     def embed(self, encoder: Encoder) -> HeldOut:
         """Pooled embeddings as exported, on every worker: without projection, masks and dropout."""

@@ -66,6 +66,7 @@ class Simcse(TextObjective[SimcseConfig]):
     """The cross entropy over `(M, 2, D)` views, or `(M, 3, D)` with hard negatives."""
 
     shards_rows = True
+    cuts_exported = True
 
     def __init__(self, config: SimcseConfig, run: RunContext, embedding_size: int) -> None:
         super().__init__(config, run, embedding_size)
@@ -80,7 +81,8 @@ class Simcse(TextObjective[SimcseConfig]):
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """SimCSE eq. 1; with hard negatives eq. 5, whose weight is added to the logit of a row's own negative."""
-        first, *others = self.head(batch.views).unbind(1)
+        embeddings = self.head(batch.views)
+        first, *others = (batch.cut(embeddings) if self.exported() else embeddings).unbind(1)
         weight = self.config.hard_negative_weight
         return {
             "contrastive": infonce(first, torch.cat(others), self.config.temperature, weight, row_shard=batch.row_shard)

@@ -24,7 +24,7 @@ class Supcon(Objective[SupconConfig]):
         self.head: nn.Module = nn.Identity()
         if config.head:
             self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())
-        self.shares = not (config.reference_supcon and config.labels)  # that form needs the whole matrix of scores
+        self.shards_rows = not (config.reference_supcon and config.labels)  # that form needs the whole matrix of scores
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> Collator:
         """Builds the collator that cuts two views of each clip into patches."""

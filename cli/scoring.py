@@ -1,0 +1,125 @@
+"""Parts of `declutr evaluate`: loading of encoders, and their scores on pairs, NanoBEIR and MTEB."""
+
+import argparse
+import sys
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from declutr.common.console.terminal import refused
+
+if TYPE_CHECKING:
+    from declutr.evaluation.encoders.protocol import SentenceEncoder
+    from declutr.evaluation.retrieval.nanobeir import NanoTest
+
+
+def load(
+    name: str, given: argparse.Namespace, vocabulary: Collection[str] | None = None, tokenized: bool = False
+) -> "SentenceEncoder":
+    """Load an encoder as the options say.
+
+    Raises:
+        EncoderError: it cannot be loaded, or an option has no effect on it.
+    """
+    from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+
+    encoder = load_encoder(
+        name,
+        given.pooling,
+        device=given.device,
+        vocabulary=vocabulary,
+        tokenized=tokenized,
+        trust_remote_code=given.trust_remote_code,
+        precision=given.precision,
+    )
+    if given.pooling and not hasattr(encoder, "encoder"):
+        raise EncoderError(f"{name}: --pooling {given.pooling} has no effect on word vectors; remove it")
+    return encoder
+
+
+def evaluate_pairs(given: argparse.Namespace) -> int:
+    """Score baselines and encoders on the user's pairs; return 1 if one could not be scored."""
+    from declutr.evaluation.retrieval.pairs import PairsError, read_test
+
+    try:
+        test = read_test(given.pairs, given.documents)
+    except (PairsError, OSError) as error:
+        return refused(error)
+    from declutr.evaluation.encoders.cut import sizes_of
+    from declutr.evaluation.encoders.loading import EncoderError
+    from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
+    from declutr.evaluation.retrieval.lexicon import Lexicon
+
+    lexicon = Lexicon(test.texts)
+    scored, names = score_lexical(test, lexicon), list(dict.fromkeys(given.encoders))
+    for name in names:
+        try:
+            encoder = load(name, given)
+            sizes = sizes_of(encoder, given.sizes)
+        except EncoderError as error:
+            return refused(f"not scored: {error}")
+        scored += score_encoder(test, encoder, lexicon, sizes)
+    print(write_comparison(test, scored, names, given.output))
+    print(f"\n{given.output / 'pairs.json'} has all numbers")
+    return 0
+
+
+def evaluate_mteb(given: argparse.Namespace) -> int:
+    """Score all encoders on MTEB's tasks; return 1 if one could not be scored."""
+    from importlib.util import find_spec
+
+    from declutr.common.hub import stay_offline_unless_it_answers
+    from declutr.evaluation.encoders.cut import sizes_of, with_cuts
+    from declutr.evaluation.encoders.loading import EncoderError
+
+    if find_spec("mteb") is None:
+        sys.stderr.write("--mteb needs MTEB: pip install -e '.[mteb]' in the checkout\n")
+        return 1
+    stay_offline_unless_it_answers()  # before MTEB's libraries contact the hub
+    from declutr.evaluation.mteb import choose_mteb, score_mteb, write_mteb
+
+    scores, failed = dict[str, dict[str, float]](), False
+    try:
+        tasks = choose_mteb(given.mteb.split(","))
+    except EncoderError as error:
+        return refused(error)
+    for name in given.encoders:
+        try:
+            encoder = load(name, given)
+            for one in with_cuts(encoder, sizes_of(encoder, given.sizes)):
+                scores[one.name] = score_mteb(one, tasks, given.output, say)
+        except EncoderError as error:
+            failed = True
+            sys.stderr.write(f"not scored: {error}\n")
+            continue
+        write_mteb(scores, given.output)
+    if scores:
+        print(f"main scores: {given.output / 'mteb.json'}; all of MTEB's figures: {given.output / 'mteb'}")
+    return int(failed)
+
+
+def evaluate_nanobeir(given: argparse.Namespace, tests: Sequence["NanoTest"]) -> bool:
+    """Score encoders on tests of NanoBEIR and write the table; return whether every encoder was scored."""
+    from declutr.evaluation.encoders.cut import sizes_of
+    from declutr.evaluation.encoders.loading import EncoderError
+    from declutr.evaluation.retrieval.nanobeir import NanoError, score_nanobeir, write_nanobeir
+
+    scored, failed, shown = dict[str, Any](), False, ""
+    for name in dict.fromkeys([*given.encoders, *([given.pretrained] if given.pretrained else [])]):
+        try:
+            encoder = load(name, given)
+            sizes = sizes_of(encoder, given.sizes)
+            found = score_nanobeir(encoder, tests, sizes, say)
+        except (EncoderError, NanoError) as error:
+            failed = True
+            sys.stderr.write(f"not scored: {error}\n")
+            continue
+        scored |= {name if size == encoder.size else f"{name} [{size}]": means for size, means in found.items()}
+        shown = write_nanobeir(tests, scored, given.output)
+    if shown:
+        print(f"\n{shown}\n{given.output / 'nanobeir.json'} has all measures")
+    return not failed
+
+
+def say(line: str) -> None:
+    """Print a progress line at once."""
+    print(line, flush=True)

@@ -1,0 +1,212 @@
+"""NanoBEIR (`--tasks nanobeir`): retrieval tests of 50 queries each from 13 of BEIR's, read from Parquet files.
+
+The files are those of the data sets `zeta-alpha-ai/NanoNAME` at the hub, or of `sentence-transformers/NanoBEIR-en`. No
+address is opened. As published, texts are cut at the encoder's limit, scores are cosines, and a document that is its
+own query counts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from declutr.common.storage import hash_file, hash_json, write_json, write_text
+from declutr.common.suggestions import suggest
+from declutr.evaluation.encoders.protocol import SentenceEncoder, unit_rows
+from declutr.evaluation.retrieval.compare import F64, MEASURES, measures
+from declutr.evaluation.retrieval.pairs import MOST_BYTES, RetrievalTest
+
+NAMES = (
+    "NanoArguAna",
+    "NanoClimateFEVER",
+    "NanoDBPedia",
+    "NanoFEVER",
+    "NanoFiQA2018",
+    "NanoHotpotQA",
+    "NanoMSMARCO",
+    "NanoNFCorpus",
+    "NanoNQ",
+    "NanoQuoraRetrieval",
+    "NanoSCIDOCS",
+    "NanoSciFact",
+    "NanoTouche2020",
+)
+SET = "nanobeir"
+_PARTS = ("corpus", "queries", "qrels")
+NDCG = MEASURES.index("ndcg@10")
+
+
+class NanoError(ValueError):
+    """An unknown name, or files that are missing or cannot be used."""
+
+
+@dataclass(frozen=True)
+class NanoTest:
+    """One of the 13 tests.
+
+    Attributes:
+        name: such as NanoNQ.
+        test: its queries, texts and judgements.
+        digest: hash of its files.
+        left_out: judgements of documents that are not in its files, which count for nothing.
+    """
+
+    name: str
+    test: RetrievalTest
+    digest: str
+    left_out: int
+
+
+def split_names(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """The tests that some of the words name, in the order of `NAMES`, and the other words.
+
+    Raises:
+        NanoError: a word begins like a name and is none.
+    """
+    known = {name.lower(): (name,) for name in NAMES} | {SET: NAMES}
+    mine = [word for word in words if word.lower().startswith("nano")]
+    if wrong := next((word for word in mine if word.lower() not in known), None):
+        raise NanoError(f"--tasks: there is no {wrong!r}{suggest(wrong, [*NAMES, SET])}; {SET} has {', '.join(NAMES)}")
+    chosen = {name for word in mine for name in known[word.lower()]}
+    return tuple(name for name in NAMES if name in chosen), [word for word in words if word not in mine]
+
+
+def read_nanobeir(folder: Path, names: Sequence[str]) -> list[NanoTest]:
+    """Read tests from `folder/nanobeir`.
+
+    Raises:
+        NanoError: files are missing, too large or damaged, or a test is empty; with all problems.
+    """
+    root, found, problems = folder / SET, list[NanoTest](), list[str]()
+    parts = {name: {part: _files(root, name, part) for part in _PARTS} for name in names}
+    lacking = {name: ", ".join(part for part in _PARTS if not parts[name][part]) for name in names}
+    if any(lacking.values()):
+        told = ", ".join(f"{name} ({gone})" for name, gone in lacking.items() if gone)
+        problems.append(
+            f"{root} lacks the Parquet files of {told}; the project fetches none, this does: hf download "
+            f"zeta-alpha-ai/NAME --repo-type dataset --local-dir {root}/NAME"
+        )
+    for name in names:
+        try:
+            if not lacking[name]:
+                found.append(_read(name, parts[name]))
+        except NanoError as error:
+            problems.append(str(error))
+    if problems:
+        raise NanoError("\n".join(problems))
+    return found
+
+
+def _read(name: str, parts: Mapping[str, list[Path]]) -> NanoTest:
+    documents, queries = (_texts(name, parts[part]) for part in ("corpus", "queries"))
+    numbers = {key: number for number, key in enumerate(documents)}
+    judged: dict[str, set[int]] = {}
+    left_out = 0
+    for query, document in _rows(name, parts["qrels"], ("query-id", "corpus-id")):
+        if query in queries and document in numbers:
+            judged.setdefault(query, set()).add(numbers[document])
+        else:
+            left_out += 1
+    if not judged:
+        raise NanoError(f"{name}: none of its {left_out} judgements names a query and a document of its files")
+    asked = [key for key in queries if key in judged]
+    test = RetrievalTest([queries[key] for key in asked], list(documents.values()), [sorted(judged[k]) for k in asked])
+    digest = hash_json([hash_file(path) for paths in parts.values() for path in paths])
+    return NanoTest(name, test, digest, left_out)
+
+
+def _files(root: Path, name: str, part: str) -> list[Path]:
+    """The files of a part: in a folder of the test, or in one of the part whose splits are the tests."""
+    return sorted((root / name / part).glob("*.parquet")) or sorted((root / part).glob(f"{name}-*.parquet"))
+
+
+def _texts(name: str, paths: Sequence[Path]) -> dict[str, str]:
+    """Texts that are not empty, by id."""
+    return {key: text for key, text in _rows(name, paths, ("_id", "text")) if text}
+
+
+def _rows(name: str, paths: Sequence[Path], columns: tuple[str, str]) -> list[tuple[str, str]]:
+    rows = list[tuple[str, str]]()
+    for path in paths:
+        try:
+            if (size := path.stat().st_size) > MOST_BYTES:
+                raise NanoError(f"{name}: {path} has {size:,} bytes; at most {MOST_BYTES:,} are read")
+            table = pq.ParquetFile(path).read(list(columns))
+            if missing := [column for column in columns if column not in table.column_names]:
+                raise NanoError(f"{name}: {path} has no column {' and no column '.join(missing)}")
+            kinds = [table.column(column).type for column in columns]
+            if not all(pa.types.is_string(kind) or pa.types.is_large_string(kind) for kind in kinds):
+                raise NanoError(
+                    f"{name}: {path} has {' and '.join(map(str, kinds))} in {', '.join(columns)}, not texts"
+                )
+            rows += zip(*(table.column(column).to_pylist() for column in columns), strict=True)
+        except (OSError, pa.ArrowException) as error:
+            raise NanoError(f"{name}: {path} is not Parquet, or damaged ({error})") from error
+    if any(value is None for row in rows for value in row):
+        raise NanoError(f"{name}: {paths[0].parent} has rows without {' or '.join(columns)}")
+    return rows
+
+
+def overview(tests: Sequence[NanoTest]) -> Iterator[str]:
+    """Format a line per test, with what is left out of it."""
+    for one in tests:
+        yield f"{one.name}: {len(one.test.queries):,} queries, {len(one.test.texts):,} texts"
+        if one.left_out:
+            yield f"{one.name}: {one.left_out:,} judgements name no query or document of its files and are left out"
+
+
+def score_nanobeir(
+    encoder: SentenceEncoder, tests: Sequence[NanoTest], sizes: Sequence[int], say: Callable[[str], None]
+) -> dict[int, dict[str, F64]]:
+    """`(5,)` means of `MEASURES` over the queries of each test, by size of the embedding and name of the test.
+
+    Args:
+        encoder: embeds each text once for all sizes.
+        tests: to score.
+        sizes: smaller sizes of the embedding; the whole one is always scored.
+        say: receives progress lines.
+
+    Raises:
+        NanoError: an embedding is not finite.
+    """
+    found: dict[int, dict[str, F64]] = {size: {} for size in (*sizes, encoder.size)}
+    for one in tests:
+        queries, texts = encoder.encode(one.test.queries), encoder.encode(one.test.texts)
+        if not (np.isfinite(queries).all() and np.isfinite(texts).all()):
+            raise NanoError(f"{encoder.name}: {one.name} has no score, because embeddings are not finite")
+        for size, scores in found.items():
+            cosines = unit_rows(queries[:, :size]) @ unit_rows(texts[:, :size]).T
+            scores[one.name] = measures(cosines, one.test.relevant).mean(axis=0)
+        say(f"{encoder.name}: {one.name} nDCG@10 {100 * found[encoder.size][one.name][NDCG]:.2f}")
+    return found
+
+
+def write_nanobeir(tests: Sequence[NanoTest], scored: dict[str, dict[str, F64]], folder: Path) -> str:
+    """Write `nanobeir.json` (all measures) and `nanobeir.md` (nDCG@10 in percent); return the table.
+
+    Args:
+        tests: the tests.
+        scored: means of the measures by test, by encoder.
+        folder: folder of the files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {
+        one.name: {"queries": len(one.test.queries), "texts": len(one.test.texts), "left_out": one.left_out}
+        | {"hash": one.digest}
+        for one in tests
+    }
+    lines = [f"| nDCG@10 | {' | '.join([*facts, 'mean'])} |", f"| --- |{' ---: |' * (len(facts) + 1)}"]
+    written = {}
+    for name, means in scored.items():
+        values = [float(means[test][NDCG]) for test in facts]
+        mean = sum(values) / len(values)
+        cells = [f"{100 * value:.2f}" for value in (*values, mean)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        tables = {test: dict(zip(MEASURES, row.tolist(), strict=True)) for test, row in means.items()}
+        written[name] = {"mean_ndcg@10": mean, "tests": tables}
+    write_json(folder / "nanobeir.json", {"tests": facts, "encoders": written})
+    write_text(folder / "nanobeir.md", "\n".join(lines) + "\n")
+    return "\n".join(lines)

@@ -1,0 +1,284 @@
+"""Matryoshka sizes: losses and gradients are those of sentence-transformers, and of a plain writing; wrong sizes."""
+
+import json
+
+import numpy as np
+import pytest
+import tinyruns as runs
+import torch
+import torch.nn.functional as F
+from messages import says
+from prepared import Row, write_prepared
+from pydantic import ValidationError
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
+from tiny import declutr
+from torch import nn
+
+from declutr.evaluation.encoders.cut import CutEncoder, sizes_of
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.pipeline.shards.content import ENTAILMENT
+from declutr.trainer.driver.checks import problems
+from declutr.trainer.driver.run import run_training
+from declutr.trainer.objectives.base import Gathered
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.matryoshka import MatryoshkaConfig
+from declutr.trainer.objectives.scd.config import ScdConfig
+from declutr.trainer.objectives.scd.objective import Scd
+from declutr.trainer.objectives.scl.config import SclConfig
+from declutr.trainer.objectives.scl.contrast import contrast
+from declutr.trainer.objectives.scl.objective import Scl
+from declutr.trainer.objectives.simcse.config import SimcseConfig
+from declutr.trainer.objectives.simcse.objective import Simcse
+from declutr.trainer.objectives.supcon.config import SupconConfig
+from declutr.trainer.objectives.supcon.loss import supcon
+from declutr.trainer.objectives.supcon.objective import Supcon
+from declutr.trainer.setup.build import build_encoder, load_tokenizer
+
+ROWS, SIZE = 9, 12
+SIZES = {"sizes": [3, "all", 8], "weights": [0.5, 1.0, 2.0]}
+CUTS = ((3, 0.5), (12, 1.0), (8, 2.0))
+
+
+class Columns(nn.Module):
+    """A model in the interface of sentence-transformers whose texts are embeddings."""
+
+    def get_embedding_dimension(self):
+        return SIZE
+
+    def forward(self, features):
+        return {"sentence_embedding": features["embedding"]}
+
+
+def theirs(columns, **options):
+    """sentence-transformers' MatryoshkaLoss of columns of embeddings, at the temperature 0.2."""
+    model = Columns()
+    loss = MultipleNegativesRankingLoss(model, scale=5.0, **options)
+    sizes = [size for size, _ in CUTS]
+    matryoshka = MatryoshkaLoss(model, loss, sizes, [weight for _, weight in CUTS])
+    return matryoshka([{"embedding": column} for column in columns], None)
+
+
+def views_of(count):
+    views = torch.randn(ROWS, count, SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return views.requires_grad_()
+
+
+def made(kind, config):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return kind(config, RunContext(batch_documents=ROWS), SIZE).double().train()
+
+
+def check(objective, expected_of, count=2, **facts):
+    """Values and gradients of an objective's sum of terms, and of a function of the views."""
+    views, own = views_of(count), views_of(count)
+    terms = objective.terms(Gathered(views, facts))
+    found, expected = sum(terms.values()), expected_of(own)
+    found.backward()
+    gradients = [p.grad.clone() for p in objective.parameters() if p.grad is not None]
+    objective.zero_grad()
+    expected.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-10)
+    torch.testing.assert_close(views.grad, own.grad, rtol=0, atol=1e-10)
+    others = [p.grad for p in objective.parameters() if p.grad is not None]
+    for one, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_declutr_loss_with_sizes_is_that_of_sentence_transformers():
+    """NT-Xent is the mean of two of its losses, in which anchors and positives also compete with their own kind."""
+    objective = declutr(DeclutrConfig(terms="contrastive", loss={"temperature": 0.2}, matryoshka=SIZES), size=SIZE)
+    both = {"directions": ("query_to_doc", "query_to_query")}
+    check(objective, lambda views: (theirs(views.unbind(1), **both) + theirs(views.flip(1).unbind(1), **both)) / 2)
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_simcse_loss_with_sizes_is_that_of_sentence_transformers(supervised):
+    """With hard negatives, behind the exported head; a head that is dropped reads the cut embedding."""
+    config = SimcseConfig(supervised=supervised, head=supervised, temperature=0.2, matryoshka=SIZES)
+    objective = made(Simcse, config)
+    check(objective, lambda views: theirs(objective.head(views).unbind(1)), count=2 + supervised)
+
+
+def cut(views, size):
+    return F.pad(views[..., :size], (0, SIZE - size))
+
+
+def test_simcse_head_that_is_dropped_follows_the_cut():
+    objective = made(Simcse, SimcseConfig(temperature=0.2, matryoshka=SIZES))
+    linear = objective.head[0]
+
+    def expected(views):
+        total = 0
+        for size, weight in CUTS:
+            first, second = (views[..., :size] @ linear.weight[:, :size].T + linear.bias).tanh().unbind(1)
+            scores = F.cosine_similarity(first[:, None], second[None], dim=-1) / 0.2
+            total = total + weight * F.cross_entropy(scores, torch.arange(ROWS))
+        return total
+
+    check(objective, expected)
+
+
+def test_supcon_with_sizes_is_the_sum_over_sizes():
+    labels = torch.arange(ROWS) % 4
+    objective = made(Supcon, SupconConfig(temperature=0.2, base_temperature=0.2, head=False, matryoshka=SIZES))
+    check(
+        objective,
+        lambda views: sum(
+            weight * supcon(torch.cat(views[..., :size].unbind(1)), labels.repeat(2), 0.2) for size, weight in CUTS
+        ),
+        label=labels,
+    )
+
+
+def test_scl_with_sizes_contrasts_and_classifies_each():
+    config = SclConfig(contrastive_weight=0.4, matryoshka=SIZES)
+    objective = made(Scl, config)
+    keys = torch.arange(ROWS)
+    facts = {"label": keys % 2 * (2 - ENTAILMENT) + ENTAILMENT, "premise": keys // 3, "hypothesis": keys}
+    parts = objective.classifier[0].weight.unflatten(1, (3, SIZE))
+
+    def expected(views):
+        total = 0
+        for size, weight in CUTS:
+            u, v = views[..., :size].unbind(1)
+            hidden = sum(one @ parts[:, k, :size].T for k, one in enumerate((u, v, (u - v).abs())))
+            logits = objective.classifier[1](hidden + objective.classifier[0].bias)
+            contrasted = contrast(Gathered(views[..., :size], facts), config)
+            total = total + weight * (0.6 * F.cross_entropy(logits, facts["label"]) + 0.4 * contrasted)
+        return total
+
+    check(objective, expected, **facts)
+
+
+def test_scd_with_sizes_is_the_sum_over_sizes():
+    objective = made(Scd, ScdConfig(projector=[7, 6], matryoshka=SIZES))
+
+    def expected(views):
+        plain = [(weight, objective.loss(Gathered(cut(views, size)))) for size, weight in CUTS]
+        return sum(weight * sum(terms.values()) for weight, terms in plain)
+
+    check(objective, expected)
+
+
+def test_queue_is_cut_like_the_batch():
+    """A queued embedding counts with the same numbers as the others."""
+    config = DeclutrConfig(terms="contrastive", queue_size=6, loss={"temperature": 0.2}, matryoshka=SIZES)
+    objective, plain = declutr(config, size=SIZE), declutr(config, size=SIZE)
+    queue = torch.randn(6, SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+    def expected(views):
+        total = 0
+        for size, weight in CUTS:
+            plain.queue = queue[:, :size]
+            total = total + weight * plain.loss(Gathered(views[..., :size]))["contrastive"]
+        return total
+
+    objective.queue = queue
+    check(objective, expected)
+
+
+@pytest.mark.parametrize("sizes", [{"sizes": ["all"]}, {"sizes": [4, "all"], "weights": [0, 1]}])
+def test_the_whole_embedding_alone_changes_no_bit(sizes):
+    views = views_of(2)
+    plain = declutr(DeclutrConfig(terms="contrastive"), size=SIZE).terms(Gathered(views))["contrastive"]
+    config = DeclutrConfig(terms="contrastive", matryoshka=sizes)
+    assert torch.equal(declutr(config, size=SIZE).terms(Gathered(views))["contrastive"], plain)
+
+
+WRONG = [
+    ({"sizes": [32, 0, "all"]}, ("sizes", "0", "from 1")),
+    ({"sizes": [32, -4, 2.5, True, "32", "all"]}, ("sizes", "-4", "2.5", "True", "'32'")),
+    ({"sizes": [32, "all", 32]}, ("32", "twice")),
+    ({"sizes": []}, ("sizes", "list")),
+    ({"sizes": 64}, ("sizes", "list")),
+    ({"sizes": [32, "all"], "weights": [1.0]}, ("weights", "2 sizes", "not 1")),
+    ({"sizes": [32, "all"], "weights": [1.0, -0.5]}, ("weights", "from 0")),
+    ({"sizes": [32, "all"], "weights": [0, 0]}, ("weights", "above 0")),
+    ({"sizes": [32, "all"], "weights": [1, float("nan")]}, ("weights", "finite")),
+]
+
+
+@pytest.mark.parametrize(("given", "facts"), WRONG)
+def test_matryoshka_with_wrong_sizes_or_weights_is_refused(given, facts):
+    with pytest.raises(ValidationError) as error:
+        MatryoshkaConfig.model_validate(given)
+    (problem,) = error.value.errors()
+    says(f"{problem['loc']} {problem['msg']}", *facts)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "facts"),
+    [
+        ([32, 128, 999, "all"], ("999", "128 numbers", "remove 999")),
+        ([128, "all"], ("same size", "remove")),
+        ([32, 64], ("[32, 64]", "add all")),
+    ],
+)
+def test_matryoshka_that_does_not_fit_the_embedding_names_the_remedy(sizes, facts):
+    says(MatryoshkaConfig(sizes=sizes).problem(128), *facts)
+
+
+def test_matryoshka_without_a_loss_of_embeddings_is_refused():
+    with pytest.raises(ValidationError, match="only MLM is trained"):
+        DeclutrConfig(terms="mlm", matryoshka=SIZES)
+
+
+def test_matryoshka_that_came_later_leaves_the_identity_of_older_runs():
+    assert "matryoshka" not in runs.least_config().resume_settings()["objective"]
+    changed = runs.least_config(objective={"matryoshka": {"sizes": ["all"]}})
+    assert changed.hash() != runs.least_config().hash()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "out"
+    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(40)]
+    write_prepared(folder, [[Row(text, "held-out" if row % 2 else "train") for row, text in enumerate(texts)]],
+                   geometry=runs.GEOMETRY)  # fmt: skip
+    return folder
+
+
+def config_of(data, run, **changes):
+    given = {"objective": {"matryoshka": {"sizes": [8, "all"]}}, "scaling": {"num_workers": 0}, "steps": 2}
+    return runs.train_config(data, run, **given | {"validation": {"every_steps": 1}} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({"objective": {"matryoshka": {"sizes": [8, 99, "all"]}}}, ("objective.matryoshka.sizes", "99", "32 numbers")),
+        ({"encoder": {"projection": {"kind": "linear"}}}, ("encoder.projection.kind = linear", "set it to none")),
+    ],
+)
+def test_sizes_that_do_not_fit_the_encoder_are_refused_before_a_run(data, tmp_path, changes, facts):
+    (problem,) = problems(config_of(data, tmp_path / "run", **changes))
+    says(problem, *facts)
+
+
+@pytest.mark.slow
+def test_run_with_sizes_scores_and_declares_them(data, tmp_path):
+    """Validation, `config.json`, the model card, and the first numbers in sentence-transformers."""
+    run_training(config_of(data, tmp_path / "run"))
+    whole = {"recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr", "alignment", "uniformity", "effective_rank"}
+    line = runs.steps_of(tmp_path / "run", "validation")[2]
+    assert whole | {f"{name}_8" for name in whole} <= set(line)
+    assert line["uniformity_8"] != line["uniformity"]
+    assert not any(name.endswith("_32") for name in line)
+    export = tmp_path / "run" / "export"
+    assert json.loads((export / "config.json").read_text())["matryoshka_dimensions"] == [8, 32]
+    says((export / "README.md").read_text(), "Sizes: 8/all")
+    encoder = load_encoder(str(export), device="cpu")
+    assert sizes_of(encoder, None) == sizes_of(load_encoder(str(tmp_path / "run"), device="cpu"), None) == (8,)
+    cut = SentenceTransformer(str(export), device="cpu", truncate_dim=8).encode(["word1 word2"])
+    np.testing.assert_allclose(cut, CutEncoder(encoder, 8).encode(["word1 word2"]), atol=1e-5)
+
+
+def test_sizes_of_an_earlier_training_are_not_declared(data, tmp_path):
+    """What trains on without sizes does not keep the promise."""
+    earlier = {"from_config": runs.FROM_CONFIG | {"matryoshka_dimensions": [8]}}
+    config = config_of(data, tmp_path / "run", encoder=earlier, objective={})
+    tokenizer, _ = load_tokenizer(data)
+    assert not hasattr(build_encoder(config, tokenizer).model.config, "matryoshka_dimensions")
