@@ -21,6 +21,7 @@ from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
 from declutr.trainer.objectives.config import ObjectiveError as ObjectiveError
 from declutr.trainer.objectives.row_shard import RowShard
@@ -136,9 +137,13 @@ class Objective(nn.Module, ABC, Generic[Config]):
         max_documents: int,
         comm: Communicator,
         device: torch.device,
+        frontend: Frontend | None = None,
     ) -> Validator | None:
-        """Builds the validator that computes `config.scores` on the held-out split; None if there are no scores."""
-        del held_out, vocabulary, max_content, max_documents, comm, device
+        """Builds the validator that computes `config.scores` on the held-out split; None if there are no scores.
+
+        Only a task with images or sounds has a `frontend`, and is given it.
+        """
+        del held_out, vocabulary, max_content, max_documents, comm, device, frontend
         return None
 
     def state(self) -> dict[str, Tensor]:

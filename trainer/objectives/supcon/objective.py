@@ -6,14 +6,17 @@ Legend: M rows of the global batch, D embedding size.
 import torch
 from torch import Tensor, nn
 
-from declutr.trainer.data.batches import Collator
+from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError
+from declutr.trainer.model.frontend import Frontend
+from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError, Validator
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.simcse.infonce import infonce
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.loss import by_rank_of_class, supcon
+from declutr.trainer.objectives.supcon.neighbours import neighbour_validator
+from declutr.trainer.parallel.communicator import Communicator
 
 
 class Supcon(Objective[SupconConfig]):
@@ -26,12 +29,27 @@ class Supcon(Objective[SupconConfig]):
             self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())
         self.shares = not (config.reference_supcon and config.labels)  # that form needs the whole matrix of scores
 
-    def collator(self, vocabulary: Vocabulary, max_content: int) -> Collator:
+    def collator(self, vocabulary: Vocabulary, max_content: int) -> ClipCollator:
         """Builds the collator that cuts two views of each clip into patches."""
         del vocabulary, max_content
         if self.run.frontend is None:
             raise ObjectiveError("objective supcon reads patches: a task with images or sounds has a frontend")
         return ClipCollator(self.config, self.run.frontend, self.run.seed)
+
+    def validator(
+        self,
+        held_out: ShardSet,
+        vocabulary: Vocabulary,
+        max_content: int,
+        max_documents: int,
+        comm: Communicator,
+        device: torch.device,
+        frontend: Frontend | None = None,
+    ) -> Validator | None:
+        """Builds the validator that computes the accuracy of nearest neighbours."""
+        assert frontend is not None  # `collator` refuses a task without
+        collator = self.collator(vocabulary, max_content)
+        return neighbour_validator(self.config, collator, frontend, held_out, max_documents, comm, device)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """L_out of Khosla et al. times t / base_temperature; or the released form."""

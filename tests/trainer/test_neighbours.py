@@ -1,0 +1,101 @@
+"""Accuracy of nearest neighbours among held-out images and sounds."""
+
+import numpy as np
+import pytest
+import torch
+from mediafiles import picture, png, sound, stored, tone
+from mediashards import prepare_media
+from PIL import ImageOps
+from tiny import VOCABULARY, tiny_encoder
+
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.driver.summary import neighbours_of
+from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.model.frontend import embedding_width
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
+from declutr.trainer.objectives.supcon.neighbours import nearest_accuracy
+from declutr.trainer.objectives.supcon.objective import Supcon
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.setup.tasks import new_frontend
+
+AUDIO = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1}
+
+
+def test_nearest_accuracy_counts_neighbours_of_the_same_label_and_ties_as_wrong():
+    angles = torch.tensor([0.0, 0.1, 1.0, 1.05, 3.0, 4.0], dtype=torch.float64)
+    rows = torch.stack([angles.cos(), angles.sin()], dim=1) * torch.arange(1, 7)[:, None]  # lengths have no effect
+    labels = np.array([1, 1, 2, 1, 2, 3])
+    # 0 and 1 find each other, 2 and 3 are neighbours of different labels, 4 is nearer to 5, 5 has a label of its own
+    assert nearest_accuracy(rows, rows, labels) == pytest.approx(2 / 5)
+    equal = torch.ones(6, 2, dtype=torch.float64)
+    assert nearest_accuracy(equal, equal, labels) == 0
+    assert nearest_accuracy(rows, rows, np.arange(6)) is None
+    assert nearest_accuracy(rows, rows, np.zeros(6, np.int64)) is None
+    assert nearest_accuracy(rows, rows[[0, 1, 2, 3, 5, 4]], None) == pytest.approx(4 / 6)
+    assert nearest_accuracy(equal, equal, None) == 0
+
+
+def validator_of(folder, manifest, encoder, comm=None, **settings):
+    shards = ShardSet(folder, "held-out")
+    config = FrontendConfig(image_size=16, patch_size=(8, 8))
+    objective = Supcon(SupconConfig(**settings), RunContext(frontend=config), encoder.embedding_size)
+    frontend = new_frontend(config, manifest.content, embedding_width(encoder.model), 0)
+    dtype = next(encoder.parameters()).dtype
+    return objective.validator(
+        shards, VOCABULARY, 9, 30, comm or Communicator(), torch.device("cpu"), frontend=frontend.to(dtype)
+    )
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory):
+    """Pictures of two classes that any encoder tells apart: dark ones and bright ones."""
+    change = {"dark": (0, 60), "bright": (200, 255)}
+    files = {
+        f"{name}/{number}.png": stored(
+            ImageOps.colorize(picture(number, (20, 18)).convert("L"), *((v,) * 3 for v in two))
+        )
+        for name, two in change.items()
+        for number in range(60)
+    }
+    return prepare_media(tmp_path_factory.mktemp("classes"), {"kind": "images", "shortest_edge": 18}, files)
+
+
+def test_labels_of_held_out_images_are_found_again_without_augmentation_and_without_a_trace(classes):
+    folder, manifest = classes
+    encoder = tiny_encoder(dropout=0.1).train()
+    before = [parameter.clone() for parameter in encoder.parameters()]
+    validator = validator_of(folder, manifest, encoder)
+    found = validator.scores(encoder)
+    assert found["nn_accuracy"] > 0.9
+    assert found == validator.scores(encoder)
+    assert encoder.training
+    assert all(torch.equal(old, new) for old, new in zip(before, encoder.parameters(), strict=True))
+    table = validator.shards.take(validator.rows)
+    batch = validator.collator.collate(table, np.zeros(len(table), np.int64)).spans
+    pixels = batch.values.view(len(table), 2, -1)
+    assert torch.equal(pixels[:, 0], pixels[:, 1])  # no crop, no other colour
+    with torch.no_grad():
+        next(encoder.parameters()).fill_(torch.nan)
+        encoder.model.base_model.encoder.layer[0].output.dense.weight.fill_(torch.nan)
+    assert validator.scores(encoder) is None
+
+
+def test_rows_without_labels_must_find_their_other_view_if_it_differs(tmp_path):
+    encoder = tiny_encoder(dropout=0.0)
+    clips = {f"{number}.wav": sound(tone(0.1 + 0.01 * (number % 7), 8000, number), 8000) for number in range(40)}
+    sounds = prepare_media(tmp_path / "sounds", AUDIO, clips)
+    assert validator_of(*sounds, encoder, labels=False) is None
+    masks = MaskConfig(time_mask=2, freq_mask=2)
+    found = validator_of(*sounds, encoder, labels=False, masks=masks, mixup=0.5).scores(encoder)
+    assert 0 < found["nn_accuracy"] <= 1
+    images = {f"{number}.png": png(number, (20, 18)) for number in range(40)}
+    pictures = prepare_media(tmp_path / "images", {"kind": "images", "shortest_edge": 18, "label": None}, images)
+    assert 0 <= validator_of(*pictures, encoder, labels=False).scores(encoder)["nn_accuracy"] <= 1
+
+
+def test_summary_names_the_accuracy_before_and_after():
+    first = {"image_nn_accuracy": 0.25, "mrr": 0.5, "audio_nn_accuracy": None}
+    summary = {"first_scores": first, "last_scores": first | {"image_nn_accuracy": 0.75, "audio_nn_accuracy": 0.5}}
+    assert neighbours_of(summary) == ["image_nn_accuracy 0.2500 at the start, 0.7500 at the end"]
+    assert neighbours_of({"first_scores": {}, "last_scores": {}}) == []
