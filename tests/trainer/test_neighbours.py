@@ -1,12 +1,14 @@
 """Accuracy of nearest neighbours among held-out images and sounds."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
 from mediafiles import picture, png, sound, stored, tone
 from mediashards import prepare_media
-from PIL import ImageOps
-from tiny import VOCABULARY, tiny_encoder
+from PIL import Image, ImageOps
+from tiny import tiny_encoder
 
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.driver.summary import neighbours_of
@@ -19,7 +21,7 @@ from declutr.trainer.objectives.supcon.objective import Supcon
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.tasks import new_frontend
 
-AUDIO = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1}
+AUDIO = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": None}
 
 
 def test_nearest_accuracy_counts_neighbours_of_the_same_label_and_ties_as_wrong():
@@ -36,15 +38,13 @@ def test_nearest_accuracy_counts_neighbours_of_the_same_label_and_ties_as_wrong(
     assert nearest_accuracy(equal, equal, None) == 0
 
 
-def validator_of(folder, manifest, encoder, comm=None, **settings):
+def validator_of(folder, manifest, encoder, **settings):
     shards = ShardSet(folder, "held-out")
     config = FrontendConfig(image_size=16, patch_size=(8, 8))
     objective = Supcon(SupconConfig(**settings), RunContext(frontend=config), encoder.embedding_size)
     frontend = new_frontend(config, manifest.content, embedding_width(encoder.model), 0)
     dtype = next(encoder.parameters()).dtype
-    return objective.validator(
-        shards, VOCABULARY, 9, 30, comm or Communicator(), torch.device("cpu"), frontend=frontend.to(dtype)
-    )
+    return objective.clip_validator(shards, frontend.to(dtype), 30, Communicator(), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +72,11 @@ def test_labels_of_held_out_images_are_found_again_without_augmentation_and_with
     assert encoder.training
     assert all(torch.equal(old, new) for old, new in zip(before, encoder.parameters(), strict=True))
     table = validator.shards.take(validator.rows)
-    batch = validator.collator.collate(table, np.zeros(len(table), np.int64)).spans
-    pixels = batch.values.view(len(table), 2, -1)
-    assert torch.equal(pixels[:, 0], pixels[:, 1])  # no crop, no other colour
+    views = np.frombuffer(b"".join(validator.views(table)["views"].to_pylist()), np.uint8).reshape(-1, 2, 16, 16, 3)
+    for raw, (one, other) in zip(table["image"].to_pylist(), views, strict=True):  # no crop, no other colour
+        whole = np.asarray(Image.open(io.BytesIO(raw)).resize((16, 16), Image.Resampling.BILINEAR))
+        assert (one == whole).all()
+        assert (other == whole).all()
     with torch.no_grad():
         next(encoder.parameters()).fill_(torch.nan)
         encoder.model.base_model.encoder.layer[0].output.dense.weight.fill_(torch.nan)

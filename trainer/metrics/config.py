@@ -62,7 +62,7 @@ class WandbConfig(Strict):
     online: the metrics, all settings and the name of the host are sent to `base_url` during the training."""
     base_url: str | None = None
     """Address of the server, such as https://api.wandb.ai; needed for `mode: online`. No other address is opened."""
-    project: str = Field(default="declutr", min_length=1)
+    project: str = Field(default="declutr-ray", min_length=1)
     """Project of the run."""
     entity: str | None = None
     """Team or user that owns the project; null: the default of the account."""

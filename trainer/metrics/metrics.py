@@ -91,7 +91,8 @@ class MetricsWriter:
         if alarms:
             alarms.replay(kept)
         self._lines = AppendLog(folder / METRICS)
-        starts = {"TensorBoard": partial(TensorBoardLogger, folder, after_step), **(loggers or {})}
+        starts: dict[str, Callable[[], MetricsLogger]] = {"TensorBoard": partial(TensorBoardLogger, folder, after_step)}
+        starts |= loggers or {}
         self._loggers = [GuardedLogger(name, start) for name, start in starts.items()]
         self._added = threading.Event()
         self._closed = False

@@ -136,6 +136,7 @@ class WandbLogger:
             OSError: the process failed, or was killed.
         """
         until = time.monotonic() + _END_SECONDS
+        status: int | None = None
         try:
             while self._waiting and time.monotonic() < until:
                 self.flush()
@@ -148,8 +149,7 @@ class WandbLogger:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-                status = None
-        if status is None:
+        if status is None or self._waiting:
             raise OSError(errno.ETIMEDOUT, f"its process did not end within {_END_SECONDS:g} s")
         if status:
             raise OSError(errno.EPIPE, self._reason())

@@ -137,13 +137,16 @@ class Objective(nn.Module, ABC, Generic[Config]):
         max_documents: int,
         comm: Communicator,
         device: torch.device,
-        frontend: Frontend | None = None,
     ) -> Validator | None:
-        """Builds the validator that computes `config.scores` on the held-out split; None if there are no scores.
+        """Builds the validator that computes `config.scores` on the held-out split; None if there are no scores."""
+        del held_out, vocabulary, max_content, max_documents, comm, device
+        return None
 
-        Only a task with images or sounds has a `frontend`, and is given it.
-        """
-        del held_out, vocabulary, max_content, max_documents, comm, device, frontend
+    def clip_validator(
+        self, held_out: ShardSet, frontend: Frontend, max_documents: int, comm: Communicator, device: torch.device
+    ) -> Validator | None:
+        """Builds the validator of a task with images or sounds; None if there are no scores."""
+        del held_out, frontend, max_documents, comm, device
         return None
 
     def state(self) -> dict[str, Tensor]:

@@ -150,7 +150,7 @@ def build_validator(
     for other, trained in auxiliary:
         rows = ShardSet(trained.folder, "held-out", look=False)
         if other.frontend is not None and rows.num_documents > 1:
-            given = rows, vocabulary, room, validation.max_documents, task.comm, device
-            if own := other.objective.validator(*given, frontend=other.frontend):
+            given = rows, other.frontend, validation.max_documents, task.comm, device
+            if own := other.objective.clip_validator(*given):
                 found.append(_TaskValidator(other.label, own))
     return together([one for one in found if one is not None])

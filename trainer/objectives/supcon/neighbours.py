@@ -6,6 +6,7 @@ Legend: N held-out rows, H embedding size.
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -17,15 +18,11 @@ from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.objectives.config import NN_ACCURACY
 from declutr.trainer.objectives.held_out import HELD_OUT_EPOCH, compute_together, held_out_rows
 from declutr.trainer.objectives.supcon.collator import ClipCollator, label_keys
-from declutr.trainer.objectives.supcon.config import CropConfig, MaskConfig, SupconConfig
+from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from declutr.trainer.objectives.supcon.crops import NUM_VIEWS
 from declutr.trainer.parallel.communicator import Communicator
 
 _CHUNK = 32  # rows in one forward
-_WHOLE = {
-    "crops": CropConfig(min_scale=1.0, hflip=0.0, color_jitter_prob=0.0, grayscale_prob=0.0),
-    "masks": MaskConfig(),
-}
 
 
 def nearest_accuracy(queries: Tensor, candidates: Tensor, labels: NDArray[np.int64] | None) -> float | None:
@@ -81,20 +78,25 @@ class NeighbourValidator:
         epochs = np.full(len(table), HELD_OUT_EPOCH, np.int64)
 
         def embed(some: slice) -> Tensor:
-            batch = self.collator.collate(table.slice(some.start, some.stop - some.start), epochs[some])
+            batch = self.collator.collate(self.views(table.slice(some.start, some.stop - some.start)), epochs[some])
             return encoder.embed(batch.spans.to(self.device), self.frontend).flatten().reshape(-1, NUM_VIEWS * width)
 
         width = encoder.output_size
         found = compute_together(encoder, len(table), NUM_VIEWS * width, embed, self.comm, self.device, _CHUNK)
         if not bool(found.isfinite().all()):
             return None
-        accuracy = nearest_accuracy(*found.split(width, dim=1), label_keys(table) if self.labelled else None)
+        first, second = found.split(width, dim=1)
+        accuracy = nearest_accuracy(first, second, label_keys(table) if self.labelled else None)
         return {} if accuracy is None else {NN_ACCURACY: accuracy}
+
+    def views(self, rows: pa.Table) -> pa.Table:
+        """Rows whose labels are compared, with whole images as views; others as they are."""
+        return self.collator.fetch.crops.whole(rows) if self.labelled and "image" in rows.column_names else rows
 
 
 def neighbour_validator(
     config: SupconConfig,
-    collator: ClipCollator,
+    seed: int,
     frontend: Frontend,
     held_out: ShardSet,
     max_documents: int,
@@ -107,7 +109,7 @@ def neighbour_validator(
     masked = not config.masks.shared and (config.masks.freq_mask or config.masks.time_mask)
     if content.kind == "audio" and not (labelled or masked):
         return None
-    plain = config.model_copy(update={"mixup": 0.0, **(_WHOLE if labelled else {})})
-    rows = held_out_rows(held_out.num_documents, max_documents, collator.seed)
-    collator = ClipCollator(plain, collator.frontend, collator.seed)
+    plain = config.model_copy(update={"mixup": 0.0, **({"masks": MaskConfig()} if labelled else {})})
+    rows = held_out_rows(held_out.num_documents, max_documents, seed)
+    collator = ClipCollator(plain, frontend.config, seed)
     return NeighbourValidator(collator, frontend, held_out, rows, labelled, comm, device)

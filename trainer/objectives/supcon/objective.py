@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError, Validator
@@ -29,27 +30,18 @@ class Supcon(Objective[SupconConfig]):
             self.head = nn.Sequential(nn.Linear(embedding_size, embedding_size), nn.Tanh())
         self.shares = not (config.reference_supcon and config.labels)  # that form needs the whole matrix of scores
 
-    def collator(self, vocabulary: Vocabulary, max_content: int) -> ClipCollator:
+    def collator(self, vocabulary: Vocabulary, max_content: int) -> Collator:
         """Builds the collator that cuts two views of each clip into patches."""
         del vocabulary, max_content
         if self.run.frontend is None:
             raise ObjectiveError("objective supcon reads patches: a task with images or sounds has a frontend")
         return ClipCollator(self.config, self.run.frontend, self.run.seed)
 
-    def validator(
-        self,
-        held_out: ShardSet,
-        vocabulary: Vocabulary,
-        max_content: int,
-        max_documents: int,
-        comm: Communicator,
-        device: torch.device,
-        frontend: Frontend | None = None,
+    def clip_validator(
+        self, held_out: ShardSet, frontend: Frontend, max_documents: int, comm: Communicator, device: torch.device
     ) -> Validator | None:
         """Builds the validator that computes the accuracy of nearest neighbours."""
-        assert frontend is not None  # `collator` refuses a task without
-        collator = self.collator(vocabulary, max_content)
-        return neighbour_validator(self.config, collator, frontend, held_out, max_documents, comm, device)
+        return neighbour_validator(self.config, self.run.seed, frontend, held_out, max_documents, comm, device)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """L_out of Khosla et al. times t / base_temperature; or the released form."""
