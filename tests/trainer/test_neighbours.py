@@ -4,13 +4,16 @@ import io
 
 import numpy as np
 import pytest
+import tinyruns as runs
 import torch
 from mediafiles import picture, png, sound, stored, tone
 from mediashards import prepare_media
 from PIL import Image, ImageOps
+from textshards import prepare_rows
 from tiny import tiny_encoder
 
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.driver.run import run_training
 from declutr.trainer.driver.summary import neighbours_of
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.frontend import embedding_width
@@ -19,6 +22,7 @@ from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from declutr.trainer.objectives.supcon.neighbours import nearest_accuracy
 from declutr.trainer.objectives.supcon.objective import Supcon
 from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.tasks import new_frontend
 
 AUDIO = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": None}
@@ -101,3 +105,25 @@ def test_summary_names_the_accuracy_before_and_after():
     summary = {"first_scores": first, "last_scores": first | {"image_nn_accuracy": 0.75, "audio_nn_accuracy": 0.5}}
     assert neighbours_of(summary) == ["image_nn_accuracy 0.2500 at the start, 0.7500 at the end"]
     assert neighbours_of({"first_scores": {}, "last_scores": {}}) == []
+
+
+@pytest.mark.slow
+def test_run_with_images_has_the_accuracy_before_and_after(classes, tmp_path):
+    texts = [{"text": f"words of the sentence {number} and {number % 7} more"} for number in range(60)]
+    data, _ = prepare_rows(tmp_path / "sentences", "sentences", texts)
+    image = {"data": str(classes[0]), "objective": {"kind": "supcon"}, "batch_documents": 4}
+    values = runs.train_values(
+        data,
+        tmp_path / "run",
+        steps=2,
+        objective={"kind": "simcse", "max_tokens": 12},
+        encoder={"dropout": 0.1},
+        auxiliary_tasks={"image": image | {"frontend": {"image_size": 16, "patch_size": [8, 8]}}},
+        validation={"every_steps": 2},
+        scaling={"num_workers": 0},
+    )
+    del values["spans"]
+    summary = run_training(TrainConfig.model_validate(values))
+    assert summary["first_scores"]["image_nn_accuracy"] > 0.5
+    [told] = neighbours_of(summary)
+    assert told.startswith("image_nn_accuracy ")
