@@ -189,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from declutr.trainer.driver.failure import TrainingFailedError
     from declutr.trainer.driver.run import run_training
     from declutr.trainer.driver.signals import RunStoppedError, say_stopped
+    from declutr.trainer.driver.summary import neighbours_of
 
     try:
         if arguments.fork is not None:
@@ -209,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             early.end()
     sys.stdout.write(f"{summary['run']}: {summary['steps']} steps in {summary['seconds']:.0f} s")
     sys.stdout.write(f", ended early: {summary['why']}" if summary["ended"] == "early" else "")
-    sys.stdout.write(f"; {summary['verdict']['sentence']}")
+    sys.stdout.write("".join(f"; {told}" for told in (summary["verdict"]["sentence"], *neighbours_of(summary))))
     exported = "" if summary["exported_step"] == summary["steps"] else f" (step {summary['exported_step']})"
     sys.stdout.write(f"; encoder in {summary['export']}{exported}\n")
     if compared := summary.get("estimate"):

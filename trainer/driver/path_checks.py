@@ -9,15 +9,16 @@ from declutr.common.paths import PathError, expand, folder_problem
 from declutr.common.stores.address import is_remote
 from declutr.common.suggestions import suggest
 from declutr.pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
+from declutr.trainer.metrics.wandb_logger import missing_package
 from declutr.trainer.objectives.registry import BROKEN, KINDS
 
 _NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
 # Files and folders that a run writes. A folder in place of a file, or the reverse, would end it hours later.
 _FILES = (
     "config.yaml", "resume_settings.json", "device.json", "failures.log", "fork.json", "lock.json", "metrics.jsonl",
-    "seconds.json", "summary.json", "export/declutr.json",
+    "seconds.json", "summary.json", "wandb.json", "export/declutr.json",
 )  # fmt: skip
-_FOLDERS = ("checkpoints", "export", "tensorboard", "tokenizer")
+_FOLDERS = ("checkpoints", "export", "tensorboard", "tokenizer", "wandb")
 
 
 def place_problems(values: Mapping[str, Any]) -> list[str]:
@@ -45,8 +46,17 @@ def place_problems(values: Mapping[str, Any]) -> list[str]:
             except PathError as error:
                 problem = str(error)
             found += [f"{key} = {value}: {problem}"] if problem else []
+    found += _logger_problem(values.get("metrics"))
     found += _same_problem(values.get("run"), values.get("data")) + _objective_problem(values.get("objective"))
     return found + [prefix + line for prefix, one in tasks.items() for line in _objective_problem(one.get("objective"))]
+
+
+def _logger_problem(metrics: Any) -> list[str]:
+    """A problem if Weights & Biases is wanted and not installed here."""
+    wandb = metrics.get("wandb") if isinstance(metrics, Mapping) else None
+    mode = wandb.get("mode") if isinstance(wandb, Mapping) else None
+    problem = missing_package(mode) if mode in ("offline", "online") else None
+    return [problem] if problem else []
 
 
 def _objective_problem(objective: Any) -> list[str]:

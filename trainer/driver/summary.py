@@ -1,5 +1,6 @@
 """Files that the driver writes at the end of a run or command, and their names: readers of them need no Ray."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import msgspec
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import DamagedError, Record, read_record, write_json
 from declutr.trainer.metrics.metrics import read_metrics
+from declutr.trainer.objectives.config import NN_ACCURACY
 
 SUMMARY = "summary.json"
 SECONDS = "seconds.json"
@@ -57,6 +59,13 @@ def first_and_last_scores(run: Path) -> dict[str, dict[str, float]]:
         for line in (lines[0], lines[-1])
     )
     return {"first_scores": first, "last_scores": last}
+
+
+def neighbours_of(summary: Mapping[str, Any]) -> list[str]:
+    """The accuracy of nearest neighbours of each task with images or sounds, before and after, in words."""
+    first, last = summary["first_scores"], summary["last_scores"]
+    names = [name for name in last if name.endswith(f"_{NN_ACCURACY}") and None not in (first.get(name), last[name])]
+    return [f"{name} {first[name]:.4f} at the start, {last[name]:.4f} at the end" for name in names]
 
 
 def read_seconds(run: Path) -> float:

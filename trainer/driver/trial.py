@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def try_steps(config: TrainConfig, run: Path, shards: dict[str, ShardSet], total
         num_steps=len(measured),
         step_seconds=sorted(measured)[len(measured) // 2] * _crowding(config, device),
         step_tokens=workers * sum(tokens) / len(tokens),
-        validation_seconds=_validation_seconds(config, scheduler, shards[""], tokenizer, device, scored),
+        validation_seconds=_validation_seconds(config, scheduler, shards, tokenizer, device, scored),
         memory_mib=peak_memory_mib(),
     )
 
@@ -136,12 +137,19 @@ def _batch(
 
 
 def _validation_seconds(
-    config: TrainConfig, scheduler: TaskScheduler, shards: ShardSet, tokenizer: Any, device: torch.device, scored: int
+    config: TrainConfig,
+    scheduler: TaskScheduler,
+    shards: Mapping[str, ShardSet],
+    tokenizer: Any,
+    device: torch.device,
+    scored: int,
 ) -> float:
     """Time of a validation of `scored` held-out rows, from one of at most 64."""
     fewer = config.validation.model_copy(update={"max_documents": max(2, min(scored, _SCORED))})
     few = config.model_copy(update={"validation": fewer})
-    validator = build_validator(few, scheduler.main.tasks[0], shards, tokenizer, device) if scored else None
+    others = [(task, shards[task.name]) for one in scheduler.train_steps for task in one.tasks if task.name]
+    main = scheduler.main.tasks[0]
+    validator = build_validator(few, main, shards[""], tokenizer, device, others) if scored else None
     if validator is None:
         return 0.0
     began = time.perf_counter()

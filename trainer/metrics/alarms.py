@@ -205,9 +205,9 @@ class Alarms:
                 line["step"],
                 value,
                 _VANISHED,
-                f"the {objective.contrast} loss is {value:.4f} (limit {_VANISHED}) for {_WINDOW} steps: no negatives "
-                "left to learn from, because each row is already much nearer to its positive than to the other rows "
-                f"of its batch. Increase {self._now('batch_documents')}"
+                f"nothing left to learn: the {objective.contrast} loss is {value:.4f} (limit {_VANISHED}) for "
+                f"{_WINDOW} steps, because each row is already much nearer to its positive than to the other rows of "
+                f"its batch. Increase {self._now('batch_documents')}"
                 + ("; only the MLM loss still trains" if objective.mlm else ", or end the run"),
             )
 

@@ -1,6 +1,9 @@
-"""Settings of the held-out scores, readable without torch."""
+"""Settings of the held-out scores and of the loggers, readable without torch."""
 
-from pydantic import Field
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
 
 from declutr.common.config import Strict
 from declutr.trainer.metrics.interval import Interval
@@ -45,3 +48,37 @@ class ValidationConfig(Strict):
     def pairs(self) -> dict[str, str]:
         """Folders of judged pairs by the score that they add, the default of `score` first."""
         return {score: folder for score, folder in ((STSB, self.stsb), (SICKR, self.sickr)) if folder}
+
+
+class WandbConfig(Strict):
+    """Weights & Biases, in addition to TensorBoard.
+
+    It needs `pip install -e '.[wandb]'`. The key is never a setting: log in with `wandb login`, or set WANDB_API_KEY,
+    on the host of the first worker.
+    """
+
+    mode: Literal["disabled", "offline", "online"] = "disabled"
+    """disabled: nothing is written or sent. offline: files in the folder `wandb` of the run, which `wandb sync` sends.
+    online: the metrics, all settings and the name of the host are sent to `base_url` during the training."""
+    base_url: str | None = None
+    """Address of the server, such as https://api.wandb.ai; needed for `mode: online`. No other address is opened."""
+    project: str = Field(default="declutr-ray", min_length=1)
+    """Project of the run."""
+    entity: str | None = None
+    """Team or user that owns the project; null: the default of the account."""
+
+    @model_validator(mode="after")
+    def _has_address(self) -> "WandbConfig":
+        if self.mode == "online" and self.base_url is None:
+            raise ValueError("mode = online: needs base_url, the server's address, such as https://api.wandb.ai")
+        if self.base_url is not None:
+            address = urlsplit(self.base_url)
+            if address.scheme not in ("http", "https") or not address.hostname:
+                raise ValueError(f"base_url = {self.base_url!r}: must be an address like https://api.wandb.ai")
+        return self
+
+
+class MetricsConfig(Strict):
+    """Loggers of the metrics; `metrics.jsonl` and TensorBoard's files are always written."""
+
+    wandb: WandbConfig = WandbConfig()

@@ -1,4 +1,4 @@
-"""Metrics of a run as JSON lines and TensorBoard events, written by rank 0; a resume leaves no step out or twice."""
+"""Metrics of a run as JSON lines and in loggers, written by rank 0; a resume leaves no step out or twice."""
 
 import json
 import math
@@ -6,15 +6,17 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import set_aside, write_text
-from declutr.trainer.metrics import tensorboard
 from declutr.trainer.metrics.alarms import Alarm, Alarms
 from declutr.trainer.metrics.appendlog import AppendLog
+from declutr.trainer.metrics.loggers import GuardedLogger, MetricsLogger
+from declutr.trainer.metrics.tensorboard import TensorBoardLogger
 
 if TYPE_CHECKING:  # reading metrics needs no torch
     from declutr.trainer.step.step_metrics import StepMetrics
@@ -62,15 +64,22 @@ def peak_memory_mib() -> float:
 
 
 class MetricsWriter:
-    """Appends each step's metrics to `metrics.jsonl` and TensorBoard in a thread, because a storage may fail or hang.
+    """Appends each step's metrics to `metrics.jsonl` and to loggers in a thread, because a storage may fail or hang.
 
     Args:
         folder: folder of the run.
         after_step: last step of the checkpoint; lines of later steps are deleted, because they are repeated.
         alarms: watch the lines, from the first that is kept, and are logged and written; None: nothing watches.
+        loggers: starts of loggers by their name, besides TensorBoard. Their failure does not end the run.
     """
 
-    def __init__(self, folder: Path, after_step: int, alarms: Alarms | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        after_step: int,
+        alarms: Alarms | None = None,
+        loggers: Mapping[str, Callable[[], MetricsLogger]] | None = None,
+    ) -> None:
         lines, damaged = _read_lines(folder / METRICS)
         if damaged:
             kept_as = set_aside(folder / METRICS)
@@ -82,10 +91,9 @@ class MetricsWriter:
         if alarms:
             alarms.replay(kept)
         self._lines = AppendLog(folder / METRICS)
-        path = tensorboard.event_file_path(folder)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(tensorboard.header(after_step + 1))
-        self._events = AppendLog(path)
+        starts: dict[str, Callable[[], MetricsLogger]] = {"TensorBoard": partial(TensorBoardLogger, folder, after_step)}
+        starts |= loggers or {}
+        self._loggers = [GuardedLogger(name, start) for name, start in starts.items()]
         self._added = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -125,14 +133,20 @@ class MetricsWriter:
         Raises:
             OSError: the storage failed; all lines are kept in memory.
         """
-        self._lines.flush(to_disk=True)
-        self._events.flush(to_disk=True)
+        self._flush(to_disk=True)
 
     def close(self) -> None:
-        """Ends the thread after a last attempt."""
+        """Ends the thread after a last attempt, and the loggers."""
         self._closed = True
         self._added.set()
         self._thread.join(_LAST_SECONDS)
+        for logger in self._loggers:
+            logger.close()
+
+    def _flush(self, to_disk: bool = False) -> None:
+        self._lines.flush(to_disk)
+        for logger in self._loggers:  # after the lines: if a storage fails, its lines say so
+            logger.flush(to_disk)
 
     def _watched(self, line: dict[str, Any]) -> dict[str, Any]:
         """Writes a line, and the alarms that it gives rise to."""
@@ -150,7 +164,8 @@ class MetricsWriter:
         bad = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
         line |= dict.fromkeys(bad) | {"time": round(time.time(), 3)}  # JSON cannot represent them
         self._lines.add((json.dumps(line, allow_nan=False) + "\n").encode())
-        self._events.add(tensorboard.record(line))
+        for logger in self._loggers:
+            logger.add(line)
         self._added.set()
         return line
 
@@ -160,8 +175,7 @@ class MetricsWriter:
             self._added.wait()
             self._added.clear()
             try:
-                self._lines.flush()
-                self._events.flush()
+                self._flush()
             except OSError as error:
                 if self._closed:
                     get_logger().warning("cannot write the last lines of %s (%s)", self._lines.path, error.strerror)

@@ -185,11 +185,11 @@ class Encoder(nn.Module):
         pooled: Tensor = torch.segment_reduce(hidden, pooling, lengths=lengths, axis=0, unsafe=True)
         return pooled
 
-    def embed(self, batch: SpanBatch) -> Tensor:
-        """Embeddings of the spans, `(S, output_size)`, as the exported encoder computes them."""
+    def embed(self, batch: AnyBatch, frontend: Frontend | None = None) -> Tensor:
+        """Embeddings of spans or of a frontend's clips, `(S, output_size)`, as the exported encoder computes them."""
         if self.sharded:
-            return self._pooled(batch.with_blank())[:-1]
-        return self._pooled(batch)
+            return self._pooled(batch.with_blank(), frontend)[:-1]
+        return self._pooled(batch, frontend)
 
     def forward(self, batch: AnyBatch, frontend: Frontend | None = None) -> tuple[Tensor, Tensor]:
         """Projected span embeddings `(S, D)` and the MLM loss summed over the batch's K selected tokens."""
@@ -198,8 +198,8 @@ class Encoder(nn.Module):
         embeddings, mlm_sum = self._encode(batch.with_blank(), frontend)
         return embeddings[:-1].clone(), mlm_sum  # FSDP's hooks do not accept views
 
-    def _pooled(self, batch: SpanBatch) -> Tensor:
-        pooled: Tensor = self.behind(self.pool(self.hidden(batch), batch.table.lengths))
+    def _pooled(self, batch: AnyBatch, frontend: Frontend | None) -> Tensor:
+        pooled: Tensor = self.behind(self.pool(self.hidden(batch, frontend), batch.table.lengths))
         return pooled
 
     def _encode(self, batch: AnyBatch, frontend: Frontend | None) -> tuple[Tensor, Tensor]:

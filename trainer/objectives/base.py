@@ -22,6 +22,7 @@ from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
 from declutr.trainer.objectives.config import ObjectiveError as ObjectiveError
 from declutr.trainer.objectives.row_shard import RowShard
@@ -180,6 +181,13 @@ class Objective(nn.Module, ABC, Generic[Config]):
     ) -> Validator | None:
         """Builds the validator that computes `config.scores` on the held-out split; None if there are no scores."""
         del held_out, vocabulary, max_content, max_documents, comm, device
+        return None
+
+    def clip_validator(
+        self, held_out: ShardSet, frontend: Frontend, max_documents: int, comm: Communicator, device: torch.device
+    ) -> Validator | None:
+        """Builds the validator of a task with images or sounds; None if there are no scores."""
+        del held_out, frontend, max_documents, comm, device
         return None
 
     def state(self) -> dict[str, Tensor]:

@@ -16,6 +16,9 @@ from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.objectives.matryoshka import MatryoshkaConfig
 from declutr.trainer.objectives.span_config import SpanConfig
 
+NN_ACCURACY = "nn_accuracy"
+"""Score of images and sounds, after the name of their task: share of held-out rows whose nearest neighbour is right."""
+
 
 class ObjectiveError(ValueError):
     """An objective violated the objective interface; raised on every rank."""

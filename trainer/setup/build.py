@@ -1,5 +1,7 @@
 """Builds the parts of a run from its configuration and shards. No Ray: checks and benchmarks use it too."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +118,30 @@ def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
     return max_span_tokens(encoder.model) - vocabulary.num_specials
 
 
+@dataclass(frozen=True)
+class _TaskValidator:
+    """The scores of an auxiliary task, behind its name."""
+
+    label: str
+    validator: Validator
+
+    def scores(self, encoder: Encoder) -> dict[str, float] | None:
+        found = self.validator.scores(encoder)
+        return None if found is None else {f"{self.label}{name}": float(value) for name, value in found.items()}
+
+
 def build_validator(
-    config: TrainConfig, task: TrainTask, shards: ShardSet, tokenizer: Any, device: torch.device
+    config: TrainConfig,
+    task: TrainTask,
+    shards: ShardSet,
+    tokenizer: Any,
+    device: torch.device,
+    auxiliary: Sequence[tuple[TrainTask, ShardSet]] = (),
 ) -> Validator | None:
-    """The scores of a validation: the objective's on held-out rows, and those of judged pairs; None without any."""
+    """The scores of a validation: the objective's on held-out rows, and those of judged pairs; None without any.
+
+    Those of `auxiliary` tasks with images or sounds are added. They are numbers, not rows: they choose no checkpoint.
+    """
     validation, objective = config.validation, task.objective
     if not validation.every_steps:
         return None
@@ -135,4 +157,10 @@ def build_validator(
     for score, folder in validation.pairs.items():
         pairs = read_judged(score, expand(folder), tokenizer, room + vocabulary.num_specials)
         found.append(StsValidator(pairs, objective.exported(), task.comm, device, objective.sizes))
+    for other, trained in auxiliary:
+        rows = ShardSet(trained.folder, "held-out", look=False)
+        if other.frontend is not None and rows.num_documents > 1:
+            given = rows, other.frontend, validation.max_documents, task.comm, device
+            if own := other.objective.clip_validator(*given):
+                found.append(_TaskValidator(other.label, own))
     return together([one for one in found if one is not None])

@@ -12,7 +12,7 @@ from declutr.common.suggestions import suggest
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.checkpoints.config import CheckpointConfig
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.metrics.config import FOLLOWED, ValidationConfig
+from declutr.trainer.metrics.config import FOLLOWED, MetricsConfig, ValidationConfig
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
@@ -68,6 +68,7 @@ class TrainConfig(Strict):
     objective: AnyObjectiveConfig = DEFAULT
     optim: OptimConfig = OptimConfig()
     validation: ValidationConfig = ValidationConfig()
+    metrics: MetricsConfig = MetricsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     scaling: ScalingConfig = ScalingConfig()
     auxiliary_tasks: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]{0,31}$")], AuxiliaryTaskConfig] = Field(
@@ -253,7 +254,8 @@ class TrainConfig(Strict):
         Neither is `validation.patience`, which determines where a run ends, but not its steps.
         """
         places = ("run", "data", "cache")
-        free = (*places, "scaling", "checkpoint", "microbatch_tokens", "on_nonfinite_loss", "max_skipped_steps")
+        written = ("checkpoint", "metrics")
+        free = (*places, *written, "scaling", "microbatch_tokens", "on_nonfinite_loss", "max_skipped_steps")
         found = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
         for task in found["auxiliary_tasks"].values():
             del task["data"]

@@ -33,6 +33,7 @@ class Checkpointing:
     Attributes:
         early: true if the run ended before its last step because its scores no longer improved.
         early_stopping: judges the scores on the first worker.
+        identity: hashes of settings and data, which the checkpoints of this run have.
         start: the step with whose weights the run starts, if it is now there: 0, or a fork's; otherwise None.
         saver: saver of the first worker inside `writing`; otherwise None.
     """
@@ -56,7 +57,7 @@ class Checkpointing:
         self._heartbeat = heartbeat
         self._reporter = reporter
         self._metrics: dict[int, dict[str, Any]] = {}  # of steps whose checkpoint is not reported yet
-        self._identity = {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}
+        self.identity = {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}
         self._task_hashes = hashes if config.auxiliary_tasks else {}
 
     def resume(self) -> int:
@@ -67,7 +68,7 @@ class Checkpointing:
         """
         folder, train_step = self._run / CHECKPOINTS, self._train_step
         first = train_step.comm.rank == 0
-        found = checkpoint.find_latest(folder, self._identity) if first else None
+        found = checkpoint.find_latest(folder, self.identity) if first else None
         done = train_step.comm.all_reduce_max(0 if found is None else found[1].step)
         if done:
             path = checkpoint.checkpoint_path(folder, done)
@@ -227,6 +228,6 @@ class Checkpointing:
                 skipped_in_a_row=main.in_a_row,
                 tasks_skipped={name: (one.skipped, one.in_a_row) for name, one in others if one.skipped},
                 task_hashes=self._task_hashes,
-                **self._identity,
+                **self.identity,
             )
             saver.submit(state, contents)

@@ -1,6 +1,7 @@
 """The training loop of every worker: resume, get a batch, step, log, validate, save."""
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,7 +15,9 @@ from declutr.common.console.logs import get_logger
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.interval import steps_between
+from declutr.trainer.metrics.loggers import MetricsLogger
 from declutr.trainer.metrics.metrics import MetricsWriter, rates
+from declutr.trainer.metrics.wandb_logger import WandbLogger
 from declutr.trainer.model.flops import gpu_name, peak_flops
 from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.objectives.base import Validator
@@ -92,7 +95,12 @@ class TrainingLoop:
             "scaling.data_cpus": config.scaling.data_cpus,
         }
         alarms = Alarms({name: task.objective for name, task in config.tasks().items()}, settings)
-        return contextlib.closing(MetricsWriter(self.run, done, alarms))
+        loggers = dict[str, Callable[[], MetricsLogger]]()
+        if config.metrics.wandb.mode != "disabled":
+            facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
+            shown = config.model_dump(mode="json")
+            loggers["Weights & Biases"] = partial(WandbLogger, config.metrics.wandb, self.run, facts, shown)
+        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers))
 
     def take_steps(self, done: int, batches: Prefetcher, metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""

@@ -52,6 +52,18 @@ class Crops:
             views.append(b"".join(self.view(image, draws[number]).tobytes() for draws in drawn))
         return rows.drop_columns(["image"]).append_column(VIEWS, pa.array(views, pa.binary()))
 
+    def whole(self, rows: pa.Table) -> pa.Table:
+        """The rows with the column `views` instead of `image`; every view is the whole image.
+
+        Raises:
+            ShardError: as when called.
+        """
+        sizes = zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True)
+        images = (_decoded(raw.as_py(), size) for raw, size in zip(rows.column("image"), sizes, strict=True))
+        resized = [one.resize((self.size, self.size), Image.Resampling.BILINEAR).tobytes() for one in images]
+        views = pa.array([NUM_VIEWS * one for one in resized], pa.binary())
+        return rows.drop_columns(["image"]).append_column(VIEWS, views)
+
     def told(self, rows: pa.Table, epochs: NDArray[np.int64]) -> list[str]:
         """What makes each view of each row, in words: the crop and the changes of its colours."""
         sizes = list(zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True))

@@ -6,14 +6,18 @@ Legend: M rows of the global batch, D embedding size.
 import torch
 from torch import Tensor, nn
 
+from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError
+from declutr.trainer.model.frontend import Frontend
+from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError, Validator
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.simcse.infonce import infonce
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.loss import by_rank_of_class, supcon
+from declutr.trainer.objectives.supcon.neighbours import neighbour_validator
+from declutr.trainer.parallel.communicator import Communicator
 
 
 class Supcon(Objective[SupconConfig]):
@@ -32,6 +36,12 @@ class Supcon(Objective[SupconConfig]):
         if self.run.frontend is None:
             raise ObjectiveError("objective supcon reads patches: a task with images or sounds has a frontend")
         return ClipCollator(self.config, self.run.frontend, self.run.seed)
+
+    def clip_validator(
+        self, held_out: ShardSet, frontend: Frontend, max_documents: int, comm: Communicator, device: torch.device
+    ) -> Validator | None:
+        """Builds the validator that computes the accuracy of nearest neighbours."""
+        return neighbour_validator(self.config, self.run.seed, frontend, held_out, max_documents, comm, device)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """L_out of Khosla et al. times t / base_temperature; or the released form."""
