@@ -11,7 +11,7 @@ from declutr.common.config import ConfigError
 from declutr.common.console.terminal import shown
 from declutr.common.credentials import refused_argument
 from declutr.common.paths import PathError
-from declutr.common.relay import relay
+from declutr.common.relay import end_at_signals, relay
 from declutr.common.suggestions import suggest
 
 _COMMANDS = {
@@ -93,8 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if address := next((one for one in read if one.startswith(_STORES)), None):
         print(f"declutr {command} reads folders: declutr pull {address} FOLDER, then name that folder", file=sys.stderr)
         return 1
-    if argv is None and command in _RELAYED:
-        relay()
+    if argv is None:
+        if command in _RELAYED:
+            relay()
+        end_at_signals()
     module, _, function = _COMMANDS[command][1].partition(":")
     with shown():
         try:
