@@ -117,7 +117,7 @@ def load_config(
     elif not isinstance(given, str | Path):
         raise ConfigError(name, [f"{type(given).__name__}: settings are a {model.__name__}, a dict or a path"])
     else:
-        name, tree = str(given), _read_sections(str(given), section, model)
+        name, tree = f"{given} ({section})", _read_sections(str(given), section, model)
         values = tree.pop(section)
         others |= tree
         withdrawn = _withdraw_trust(values)
@@ -141,7 +141,7 @@ def load_config(
         if not any(p.startswith(line.partition(":")[0].removesuffix("...")) for p in problems)
     ]
     if problems or config is None:
-        raise ConfigError(f"{name} ({section})", problems + (look(values) if look else []))
+        raise ConfigError(name, problems + (look(values) if look else []))
     return config
 
 

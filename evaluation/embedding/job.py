@@ -12,10 +12,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from declutr.common.config import validated
+from declutr.common.config import ConfigError, validated
 from declutr.common.console.logs import bar, get_logger
 from declutr.common.paths import expand, listed
 from declutr.common.storage import hash_json, write_text
+from declutr.common.suggestions import suggest
 from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from declutr.evaluation.embedding.output import Note, assemble, note_path, read_note
 from declutr.evaluation.embedding.units import EmbeddingSidecar, embed_unit, finished, identify, located, plan
@@ -59,6 +60,9 @@ def embed(
         key: {name: given.pop(name) for name in kind.model_fields if name in given}
         for key, kind in (("choice", EncoderChoice), ("shape", Shape))
     }
+    flat = [*EncoderChoice.model_fields, *Shape.model_fields, *EmbedConfig.model_fields]
+    if unknown := [f"{name}: unknown key{suggest(name, flat)}" for name in given if name not in flat]:
+        raise ConfigError("embed", unknown)
     if problem := missing(parts["choice"]["model"]):
         raise EncoderError(problem)
     config = located(validated("embed", EmbedConfig, parts | given))
