@@ -15,7 +15,7 @@ from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross
 from declutr.adaptation.config import WINDOW_TOKENS, AdaptConfig, located, prepare_config
 from declutr.adaptation.documents import Split, all_documents, held_out_documents
 from declutr.adaptation.measures import Passages, make_passages
-from declutr.adaptation.result import Result, Row, SearchExample, page, write_result
+from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, page, write_result
 from declutr.adaptation.scores import (
     DISTANT,
     PAIRS,
@@ -46,6 +46,7 @@ from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, read_t
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.driver.model_card import CARD
 
 ENCODER, REPORT = "encoder", "report.html"
 _START, _START_IDF = "start", "start + IDF cosine"
@@ -274,11 +275,7 @@ class _Adaptation:
         stsb, general = self._general(encoder)
         better, place = verdict.outcome == "better", self.output / ENCODER
         if better:
-            with atomic_folder(place, replace=True) as aside:
-                shutil.copytree(self.builder.place(chosen), aside, dirs_exist_ok=True)
             general += ". Rebuild existing indexes: the embeddings differ from those of the start."
-        elif place.exists():
-            shutil.rmtree(place)
         manifest = load_manifest(self.output / "data")
         facts: dict[str, float] = {
             "documents": manifest.totals["kept"],
@@ -299,6 +296,12 @@ class _Adaptation:
             examples=examples,
             facts=facts,
         )
+        if encoder is not None and better:
+            with atomic_folder(place, replace=True) as aside:
+                shutil.copytree(self.builder.place(chosen), aside, dirs_exist_ok=True)
+                write_text(aside / CARD, adapted_card(self.config, result, encoder))
+        elif place.exists():
+            shutil.rmtree(place)
         write_result(result, self.output)
         write_text(self.output / REPORT, page(result))
         return result

@@ -34,6 +34,10 @@ _COMMANDS = {
     "search": ("INDEX QUERY: the nearest texts of an index", "declutr.cli.search:run_search"),
     "explore": ("INDEX: search and map an index in a browser", "declutr.cli.search:run_explore"),
     "export-onnx": ("MODEL --output FOLDER: an encoder as ONNX", "declutr.cli.embed:run_export_onnx"),
+    "publish": (
+        "MODEL TARGET [--license SPDX]: the files of an encoder for others, in a folder or on the hub",
+        "declutr.cli.publish:run",
+    ),
     "doctor": (
         "[CONFIG] [--address ...] [--path ...]: check that this machine or cluster can run a training",
         "declutr.doctor.examination:main",
@@ -64,7 +68,18 @@ _COMMANDS = {
     "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),
 }
 
-_READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "why", "checkpoints", "report", "reproduce")
+_READ_FOLDERS = (
+    "index",
+    "explore",
+    "export-onnx",
+    "evaluate",
+    "inspect",
+    "why",
+    "checkpoints",
+    "report",
+    "reproduce",
+    "publish",
+)
 _RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
 """Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""
 _STORES = ("s3://", "gs://", "gcs://")

@@ -1,4 +1,4 @@
-"""The functions of the package as scripts and notebooks call them: the page's examples and the notebook, in one process.
+"""The functions of the package as scripts call them, and the examples of the page and the notebook in one process.
 
 The code cells run as a script, because a notebook's kernel is no requirement of this project.
 """
