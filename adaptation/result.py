@@ -14,7 +14,7 @@ from declutr.common.storage import write_json
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.report.markup import Html, join, table, tag
 from declutr.evaluation.report.page import document
-from declutr.trainer.driver.model_card import Card
+from declutr.trainer.driver.model_card import Card, called
 
 RESULT = "result.json"
 Kind = Literal["start", "baseline", "candidate"]
@@ -132,7 +132,7 @@ def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncode
     meanings = "\n".join(f"- {measure}: {MEANING[measure]}" for measure in measures)
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return Card(
-        title=f"{Path(config.encoder).name}, adapted to documents",
+        title=f"{called(config.encoder)} adapted to documents",
         base=config.encoder,
         method=f"Adapted without labels (DeCLUTR on Ray, `declutr adapt`): {result.chosen}. Pooling: {pooling}.\n",
         scores=f"{result.sentence}.{looks}\n\n{rows}\n\nPercent, on documents from which it did not learn.\n"

@@ -22,7 +22,7 @@ from declutr.pipeline.shards.manifest import data_hash, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, ragged
 from declutr.pipeline.tokenizer.tokenization import fingerprint
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.driver.model_card import CARD, Card
+from declutr.trainer.driver.model_card import CARD, Card, called
 from declutr.trainer.model.behind import Dense, Normalize
 from declutr.trainer.model.language_model import vocabulary_of
 
@@ -201,7 +201,7 @@ def write_whitened(config: WhitenConfig, encoder: TransformerEncoder, sums: With
     }
     write_json(folder / SETTINGS, settings)
     card = Card(
-        title=f"{Path(config.encoder).name}, whitened",
+        title=f"{called(config.encoder)}, whitened",
         base=config.encoder,
         method="A dense layer behind the pooling whitens the embeddings by their covariance within documents. Nothing "
         "was trained. Indexes made with the start must be made again.\n",

@@ -30,7 +30,7 @@ _ONNX = ("model.onnx", "tokenizer.json", "declutr_onnx.json")
 _TEXTS = (".json", ".md", ".txt")
 _LICENCE = re.compile(r"^license:.*$", re.MULTILINE)
 _OTHER = "other"
-"""The hub's word for a licence outside of SPDX's list."""
+"""The word of the hub for a licence that SPDX does not list."""
 _USE_ONNX = """
 With onnxruntime, from `onnx/`:
 
@@ -52,7 +52,7 @@ class PublishError(ValueError):
 
 @dataclass(frozen=True)
 class Publication:
-    """What is published.
+    """Files of an encoder for others.
 
     Attributes:
         files: names in the target with the files here.

@@ -54,7 +54,7 @@ def _transformers(pooling: str) -> str:
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says; texts are Markdown.
+    """Content of a card; texts are Markdown.
 
     Attributes:
         title: of the encoder.
@@ -80,7 +80,12 @@ class Card:
 
     def text(self) -> str:
         """The file."""
-        named = self.base and not _is_path(self.base)
+        start, head = "From scratch.", ""
+        if self.base is not None and _is_path(self.base):
+            start = f"Start: `{Path(self.base).name}`, a folder."
+            head = "# base_model: OWNER/NAME, if the folder has a copy of a model of the hub\n"
+        elif self.base is not None:
+            start, head = f"Start: {self.base}.", f"base_model: {self.base}\n"
         alone = self.pooling == "mean_without_cls"
         by_hand = (
             "It has layers behind the pooling, so transformers alone does not give its embeddings.\n"
@@ -89,14 +94,13 @@ class Card:
         )
         return f"""---
 license:
-{f"base_model: {self.base}" if named else "# base_model: a model that was read from a folder"}
-library_name: sentence-transformers
+{head}library_name: sentence-transformers
 pipeline_tag: sentence-similarity
 tags: [{", ".join(["sentence-transformers", "feature-extraction", *self.tags])}]
 ---
 # {self.title}
 
-Start: {self.base if named or self.base is None else f"`{Path(self.base).name}`, a folder"}. {self.method}
+{start} {self.method}
 ## Use
 {_NO_SENTENCE_TRANSFORMERS if alone else _SENTENCE_TRANSFORMERS}
 With transformers:
@@ -131,6 +135,11 @@ def without_paths(value: Any) -> Any:
     return "(a path)" if isinstance(value, str) and _is_path(value) else value
 
 
+def called(encoder: str) -> str:
+    """The name of an encoder in a title."""
+    return "An encoder" if _is_path(encoder) else encoder.rpartition("/")[2]
+
+
 def _is_path(value: str) -> bool:
     """Returns True for a path or an address; names of the hub that are no folder here are none."""
     return ("/" in value and looks_like_a_path(value)) or ("/" in value and Path(value).exists()) or "~" in value[:1]
@@ -142,7 +151,7 @@ def model_card(run: ResolvedRun, state: RunState, verdict: str, layers: bool) ->
     objective, kind, tokenizer = config.objective, manifest.content.kind, manifest.text_tokenizer
     rows = _ROWS.get(kind, kind)
     scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
-    scratch = f"From scratch ({without_paths(config.encoder.from_config)}). " if config.encoder.from_config else ""
+    scratch = f"Shape: {without_paths(config.encoder.from_config)}. " if config.encoder.from_config else ""
     dropped = "".join(f"Trained but not part of this encoder: {part}.\n" for part in objective.dropped)
     judged = {STSB: "STS-B", SICKR: "SICK-R"}
     sts = "".join(
