@@ -17,9 +17,10 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--license", metavar="SPDX", help="licence of the encoder, such as apache-2.0, or other")
     parser.add_argument("--yes", action="store_true", help="send it to the hub; without it, nothing is sent")
     given = parser.parse_args(arguments)
+    from declutr.common.hub import hub_name
     from declutr.common.paths import expand
     from declutr.evaluation.encoders.protocol import EncoderError
-    from declutr.evaluation.publish import PublishError, hub_name, publication, send, write_folder
+    from declutr.evaluation.publish import PublishError, publication, send, write_folder
 
     try:
         found = publication(given.model, given.license)

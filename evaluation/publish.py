@@ -13,8 +13,8 @@ from typing import Any
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
-from declutr.common.hub import client_error, hub_problem, looks_like_a_path
-from declutr.common.paths import expand
+from declutr.common.hub import client_error, hub_problem
+from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import DamagedError, atomic_folder, hash_file, read_json, write_text
 from declutr.common.yamlfile import YamlError, read_yaml
 from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS, read_settings
@@ -118,8 +118,9 @@ def _encoder_of(path: Path) -> Path:
         return path / EXPORT
     if (path / "result.json").is_file() and (path / "state.json").is_file():
         if not (path / "encoder").is_dir():
-            outcome = read_json(path / "result.json")["outcome"]
-            raise PublishError(f"{path}: the adaptation wrote no encoder ({outcome}); publish another")
+            raise PublishError(
+                f"{path}: the adaptation wrote no encoder (result.json has its verdict); publish another"
+            )
         return path / "encoder"
     if (path / "checkpoints").is_dir():
         raise PublishError(f"{path}: the run is not exported yet; run `declutr train` to its end")
@@ -132,7 +133,10 @@ def _card(folder: Path, licence: str | None) -> tuple[str, list[str]]:
     """The card with its licence filled in, and its problems."""
     if not (folder / CARD).is_file():
         return "", [f"{CARD}: is missing; encoders of `declutr train`, `whiten` and `adapt` have one"]
-    text = (folder / CARD).read_text(encoding="utf-8")
+    try:
+        text = (folder / CARD).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return "", [f"{CARD}: is not UTF-8"]
     _, mark, rest = text.partition("---\n")
     head, end, _ = rest.partition("\n---\n")
     try:
@@ -191,19 +195,13 @@ def _altered(folder: Path) -> Iterator[str]:
 
 def _private(files: dict[str, Path], card: str, folder: Path) -> Iterator[str]:
     """Files that name a folder of this user."""
-    texts = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.suffix in _TEXTS}
+    texts = {name: path.read_text("utf-8", "replace") for name, path in files.items() if path.suffix in _TEXTS}
     homes = {str(place) for place in (Path.home(), Path.cwd(), folder.absolute().parent, Path(tempfile.gettempdir()))}
     for name, text in (texts | {CARD: card}).items():
         for home in sorted(
             home for home in homes - {"/"} if re.search(rf"(?<![\w/]){re.escape(home)}(?=[/\"'\s])", text)
         ):
             yield f"{name}: names {home}, a folder of this machine; remove it from the file"
-
-
-def hub_name(target: str) -> str | None:
-    """The target as OWNER/NAME of the hub; None if it is a folder: a path, or in a folder that exists."""
-    owner, slash, _ = target.partition("/")
-    return target if slash and not looks_like_a_path(target) and not Path(owner).exists() else None
 
 
 def write_folder(found: Publication, target: Path) -> None:
@@ -214,6 +212,10 @@ def write_folder(found: Publication, target: Path) -> None:
     """
     if target.exists() or target.is_symlink():
         raise PublishError(f"{target}: exists already; name another folder, or delete it")
+    if target.resolve().is_relative_to(found.files["modules.json"].parent.resolve()):
+        raise PublishError(f"{target}: is inside of the encoder's folder; name a folder elsewhere")
+    if problem := folder_problem(target):
+        raise PublishError(f"{target}: {problem}")
     with atomic_folder(target) as aside:
         found.write(aside, PLACE)
 

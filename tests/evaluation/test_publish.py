@@ -76,6 +76,15 @@ def test_the_lines_of_a_card_give_the_embeddings(tmp_path, pooling):
         np.testing.assert_allclose(np.asarray(names["embeddings"].tolist()), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("target", ["encoder/sub", "../file/out"])
+def test_a_target_that_cannot_be_written_is_refused(encoder, tmp_path, capsys, target):
+    (tmp_path / "file").write_text("")
+    before = files_in(tmp_path)
+    assert main(["publish", str(encoder), str(encoder / target), "--license", "mit"]) == 1
+    says(capsys.readouterr().err, encoder / target)
+    assert files_in(tmp_path) == before
+
+
 def break_licence(folder):
     card = folder / "README.md"
     card.write_text(card.read_text().replace("license:", "licence:"))
@@ -98,6 +107,7 @@ def add_link(folder):
         (None, ["--license", "MIT OR Apache-2.0"], ("license = MIT OR Apache-2.0",)),
         (None, ["--license", ""], ("license", "empty")),
         (break_licence, ["--license", "mit"], ("README.md", "`license`")),
+        (lambda folder: (folder / "README.md").write_bytes(b"\xff"), ["--license", "mit"], ("README.md", "UTF-8")),
         (lambda folder: (folder / "README.md").unlink(), ["--license", "mit"], ("README.md", "missing")),
         (lambda folder: (folder / "model.safetensors").unlink(), ["--license", "mit"], ("model.safetensors",)),
         (add_path, ["--license", "mit"], ("config.json", "folder of this machine")),
