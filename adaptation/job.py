@@ -5,7 +5,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross
 from declutr.adaptation.config import WINDOW_TOKENS, AdaptConfig, located, prepare_config
 from declutr.adaptation.documents import all_documents, held_out_documents
 from declutr.adaptation.measures import Passages, make_passages
-from declutr.adaptation.result import Result, Row, SearchExample, page, write_result
+from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, page, write_result
 from declutr.adaptation.scores import (
     DISTANT,
     PAIRS,
@@ -30,10 +32,11 @@ from declutr.adaptation.scores import (
 from declutr.adaptation.state import AdaptError, State, opened
 from declutr.adaptation.whiten import WhitenConfig
 from declutr.common.bootstrap import MIN_ROWS, Comparison
+from declutr.common.config import validated
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
 from declutr.common.lock import RunLock
-from declutr.common.paths import expand, folder_problem
+from declutr.common.paths import expand, folder_problem, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.encoders.protocol import EncoderError, missing
@@ -42,6 +45,7 @@ from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, read_t
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.driver.model_card import CARD
 
 ENCODER, REPORT = "encoder", "report.html"
 _START, _START_IDF = "start", "start + IDF cosine"
@@ -49,23 +53,42 @@ _TIMED_PASSAGES = 512
 _EXAMPLES, _SHOWN_CHARACTERS = 3, 300
 
 
-def adapt(config: AdaptConfig, output: Path, address: str | None = None) -> Result:
+def adapt(
+    encoder: str | PathLike[str],
+    corpus: str | PathLike[str] | Sequence[str | PathLike[str]],
+    output: str | PathLike[str],
+    *,
+    address: str | None = None,
+    **settings: Any,
+) -> Result:
     """Adapts an encoder to documents and judges the result on documents that neither trained nor chose it.
 
-    Writes `result.json` and `report.html` to `output`, and `encoder/` if the verdict is "better".
+    Writes `result.json` and `report.html` to `output`, and `encoder/` if the verdict is "better". The same call
+    continues an adaptation that was stopped.
 
     Args:
-        config: what to adapt.
-        output: folder of everything that is made; the same command continues there.
+        encoder: folder or name of the encoder to start from, a transformer that reads 64 tokens or more.
+        corpus: files, folders or globs of documents.
+        output: folder of everything that is made.
         address: of a Ray cluster.
+        settings: the others of `AdaptConfig`: format, text_field, pairs, stsb, minutes, steps, seed, trust_remote_code.
+
+    Returns:
+        The verdict, the table of scores with 95% intervals, and the folder of the encoder (None if it is not better).
 
     Raises:
+        ConfigError: with every problem of the settings, or the corpus cannot be prepared.
         AdaptError: the folder is of another adaptation, or an input cannot be used.
         EncoderError: the encoder cannot be loaded.
-        ConfigError, ShardError: the corpus cannot be prepared.
+        WhiteningError: the documents give no covariance.
+        ShardError, DamagedError: the corpus or the folder cannot be read.
+        SessionError: Ray cannot be started.
+        TrainingFailedError: the training cannot continue.
+        RunStoppedError: the training was stopped by a signal.
         RunLockedError: another command works in the folder.
     """
-    config, output = located(config), output.absolute()
+    given = {"encoder": str(encoder), "corpus": listed(corpus), **settings}
+    config, output = located(validated("adapt", AdaptConfig, given)), expand(str(output)).absolute()
     pairs = _checked(config, output)
     output.mkdir(parents=True, exist_ok=True)
     lost = f"another command has taken over {output}"
@@ -254,11 +277,7 @@ class _Adaptation:
         stsb, general = self._general(encoder)
         better, place = verdict.outcome == "better", self.output / ENCODER
         if better:
-            with atomic_folder(place, replace=True) as aside:
-                shutil.copytree(self.builder.place(chosen), aside, dirs_exist_ok=True)
             general += ". Rebuild existing indexes: the embeddings differ from those of the start."
-        elif place.exists():
-            shutil.rmtree(place)
         manifest = load_manifest(self.output / "data")
         facts: dict[str, float] = {
             "documents": manifest.totals["kept"],
@@ -279,6 +298,12 @@ class _Adaptation:
             examples=examples,
             facts=facts,
         )
+        if encoder is not None and better:
+            with atomic_folder(place, replace=True) as aside:
+                shutil.copytree(self.builder.place(chosen), aside, dirs_exist_ok=True)
+                write_text(aside / CARD, adapted_card(self.config, result, encoder))
+        elif place.exists():
+            shutil.rmtree(place)
         write_result(result, self.output)
         write_text(self.output / REPORT, page(result))
         return result

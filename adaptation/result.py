@@ -7,11 +7,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from declutr.adaptation.config import HELD_OUT, AdaptConfig
 from declutr.adaptation.scores import MEANING, STATISTICS, Values, Verdict, compared
 from declutr.common.bootstrap import Comparison
 from declutr.common.storage import write_json
+from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.report.markup import Html, join, table, tag
 from declutr.evaluation.report.page import document
+from declutr.trainer.driver.model_card import Card, called
 
 RESULT = "result.json"
 Kind = Literal["start", "baseline", "candidate"]
@@ -118,6 +121,31 @@ def write_result(result: Result, folder: Path) -> None:
     )
 
 
+def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncoder) -> str:
+    """The card of the adapted encoder, with the scores on test documents."""
+    pooling, layers = encoder.encoder.config.pooling, len(encoder.after) > 0
+    measures = list(result.rows[0].scores)
+    heads = ["", *(f"{measure} recall@1 (difference to the start, 95% interval)" for measure in measures)]
+    lines = [heads, ["---"] * len(heads)]
+    lines += [[row.name, *(_shown(row, measure) for measure in measures)] for row in result.rows]
+    looks = f" {_looks(result.looks)}" if result.looks > 1 else ""
+    meanings = "\n".join(f"- {measure}: {MEANING[measure]}" for measure in measures)
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return Card(
+        title=f"{called(config.encoder)} adapted to documents",
+        base=config.encoder,
+        method=f"Adapted without labels (DeCLUTR on Ray, `declutr adapt`): {result.chosen}. Pooling: {pooling}.\n",
+        scores=f"{result.sentence}.{looks}\n\n{rows}\n\nPercent, on documents from which it did not learn.\n"
+        f"{meanings}\n\n{result.general}",
+        data=f"{result.facts['documents']:,.0f} documents, of which {1 - HELD_OUT:.0%} were trained on; "
+        f"{result.facts['steps']:,.0f} steps.",
+        settings=config.model_dump(mode="json"),
+        pooling=pooling,
+        layers=layers,
+        tags=("declutr",),
+    ).text()
+
+
 def _facts(one: Comparison) -> dict[str, Any]:
     low, high = one.interval or (None, None)
     return {"value": one.difference, "low": low, "high": high, "rows": one.rows}
@@ -152,19 +180,18 @@ def _looks(looks: int) -> str:
 
 
 def _table(rows: Sequence[Row], measures: Sequence[str]) -> Html:
-    shown = []
-    for row in rows:
-        cells: list[object] = [row.name]
-        for measure in measures:
-            one = row.differences.get(measure)
-            told = f"{100 * row.scores[measure]:.1f}"
-            if one is not None:
-                told += f" ({100 * one.difference:+.1f}"
-                told += f" [{100 * one.interval[0]:+.1f}, {100 * one.interval[1]:+.1f}])" if one.interval else ")"
-            cells.append(told)
-        shown.append(cells)
+    shown: list[list[object]] = [[row.name, *(_shown(row, measure) for measure in measures)] for row in rows]
     heads = ["", *(f"{measure} (difference to the start, 95% interval)" for measure in measures)]
     return table("Percent. Baselines need no training.", heads, shown)
+
+
+def _shown(row: Row, measure: str) -> str:
+    """A score in percent, and its difference to the start with the interval."""
+    one, told = row.differences.get(measure), f"{100 * row.scores[measure]:.1f}"
+    if one is not None:
+        told += f" ({100 * one.difference:+.1f}"
+        told += f" [{100 * one.interval[0]:+.1f}, {100 * one.interval[1]:+.1f}])" if one.interval else ")"
+    return told
 
 
 def _picture(rows: Sequence[Row], measure: str) -> Html:

@@ -1,7 +1,5 @@
 """`declutr whiten`: an encoder whose embeddings are whitened by the covariance within passages of documents."""
 
-import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from declutr.pipeline.shards.manifest import data_hash, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, ragged
 from declutr.pipeline.tokenizer.tokenization import fingerprint
 from declutr.trainer.data.packing import Vocabulary
+from declutr.trainer.driver.model_card import CARD, Card, called
 from declutr.trainer.model.behind import Dense, Normalize
 from declutr.trainer.model.language_model import vocabulary_of
 
@@ -201,15 +200,16 @@ def write_whitened(config: WhitenConfig, encoder: TransformerEncoder, sums: With
         "encoder_fingerprint": encoder.fingerprint,
     }
     write_json(folder / SETTINGS, settings)
-    write_text(folder / "README.md", "\n".join(_card(config, sums)) + "\n")
-
-
-def _card(config: WhitenConfig, sums: WithinSums) -> Iterator[str]:
-    yield "---\nlibrary_name: sentence-transformers\npipeline_tag: sentence-similarity\n---"
-    yield f"# {Path(config.encoder).name}, whitened\n"
-    yield (
-        f"A dense layer behind the pooling of {config.encoder} whitens its embeddings by the covariance within "
-        f"{sums.documents:,} documents ({sums.spans:,} passages). Nothing was trained. Indexes made with the start "
-        "must be made again."
+    card = Card(
+        title=f"{called(config.encoder)}, whitened",
+        base=config.encoder,
+        method="A dense layer behind the pooling whitens the embeddings by their covariance within documents. Nothing "
+        "was trained. Indexes made with the start must be made again.\n",
+        scores="Not measured; `declutr adapt` measures.",
+        data=f"{sums.documents:,} documents ({sums.spans:,} passages); data hash `{settings['data_hash']}`.",
+        settings=config.model_dump(mode="json"),
+        pooling=encoder.encoder.config.pooling,
+        layers=True,
+        tags=("whitening",),
     )
-    yield f"\nSettings: {json.dumps(config.model_dump(mode='json'))}"
+    write_text(folder / CARD, card.text())

@@ -34,19 +34,14 @@ def run_adapt(arguments: list[str]) -> int:
     parser.add_argument("--address", help="address of a Ray cluster")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the encoder")
     named = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    output, address = named.pop("output"), named.pop("address", None)
-    from declutr.common.config import first_problem
     from declutr.common.console.logs import setup_logging
 
     setup_logging("adapt")
-    try:
-        config = AdaptConfig.model_validate(named)
-    except ValueError as error:
-        return refused(first_problem(error, AdaptConfig))
     from declutr.adaptation.job import REPORT, adapt
     from declutr.adaptation.state import AdaptError
     from declutr.adaptation.whitening import WhiteningError
     from declutr.common.cluster import SessionError
+    from declutr.common.config import ConfigError
     from declutr.common.lock import RunLockedError
     from declutr.common.storage import DamagedError
     from declutr.evaluation.encoders.protocol import EncoderError
@@ -55,9 +50,9 @@ def run_adapt(arguments: list[str]) -> int:
     from declutr.trainer.driver.signals import RunStoppedError, say_stopped
 
     try:
-        result = adapt(config, output, address)
+        result = adapt(**named)
     except (
-        *(AdaptError, WhiteningError, EncoderError, ShardError, SessionError),
+        *(AdaptError, ConfigError, WhiteningError, EncoderError, ShardError, SessionError),
         *(DamagedError, RunLockedError, TrainingFailedError),
     ) as error:
         return refused(error)
@@ -72,7 +67,8 @@ def run_adapt(arguments: list[str]) -> int:
     if result.looks > 1:
         print(f"This is look {result.looks} at the same test documents: its interval is too narrow")
     print(
-        f"{output / REPORT}" + (f"; the encoder is {result.encoder}" if result.encoder else "; no encoder was written")
+        f"{named['output'] / REPORT}"
+        + (f"; the encoder is {result.encoder}" if result.encoder else "; no encoder was written")
     )
     return 0
 

@@ -33,6 +33,6 @@ def run(arguments: list[str]) -> int:
             print(line, flush=True)
     except (ConfigError, ShardError, TrainingFailedError) as error:
         return refused(error)
-    except RunStoppedError as reason:
+    except (KeyboardInterrupt, RunStoppedError) as reason:
         return say_stopped(reason)
     return 0

@@ -9,11 +9,10 @@ from declutr.common.paths import path_argument
 
 def run_embed(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
-    from declutr.common.config import Strict, first_problem
     from declutr.common.console.logs import setup_logging
-    from declutr.evaluation.embedding.config import EmbedConfig, Format, Shape
+    from declutr.evaluation.embedding.config import Format
     from declutr.evaluation.embedding.job import embed
-    from declutr.evaluation.encoders.protocol import AnyPrecision, EncoderChoice, Pooling, missing
+    from declutr.evaluation.encoders.protocol import AnyPrecision, Pooling
 
     parser = argparse.ArgumentParser(
         prog="declutr embed", description="Embed texts. Run again to continue after a stop."
@@ -44,23 +43,16 @@ def run_embed(arguments: list[str]) -> int:
     parser.add_argument("--unit-mib", type=float, help="MiB of input per unit of work (1)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = vars(parser.parse_args(arguments))
-    if problem := missing(given["model"]):
-        return refused(problem)
     names = given.pop("text_field") or ["text"]
     given["text_field"] = names if len(names) > 1 else names[0]
     setup_logging("embed")
-    kinds: dict[str, type[Strict]] = {"choice": EncoderChoice, "shape": Shape}
-    parts = {key: {name: given.pop(name) for name in kind.model_fields if name in given} for key, kind in kinds.items()}
     try:
-        config = EmbedConfig.model_validate(parts | given)
-        note = embed(config)
+        note = embed(**given)
     except ValueError as error:
-        return refused(first_problem(error, EmbedConfig))
-    except OSError as error:  # a full disk, or storage that is not reachable
-        return refused(f"{config.output}: {error}. Finished units are kept; run the same command to continue")
+        return refused(error)
     for reason, number in note.skipped.items():
         print(f"skipped: {number:,} {reason}")
-    print(f"{config.output}: {note.rows:,} embeddings of {note.size} numbers ({config.shape.dtype})")
+    print(f"{given['output']}: {note.rows:,} embeddings of {note.size} numbers ({given['dtype']})")
     return 0
 
 

@@ -11,7 +11,7 @@ from declutr.common.config import ConfigError
 from declutr.common.console.terminal import shown
 from declutr.common.credentials import refused_argument
 from declutr.common.paths import PathError
-from declutr.common.relay import relay
+from declutr.common.relay import end_at_signals, relay
 from declutr.common.suggestions import suggest
 
 _COMMANDS = {
@@ -34,6 +34,10 @@ _COMMANDS = {
     "search": ("INDEX QUERY: the nearest texts of an index", "declutr.cli.search:run_search"),
     "explore": ("INDEX: search and map an index in a browser", "declutr.cli.search:run_explore"),
     "export-onnx": ("MODEL --output FOLDER: an encoder as ONNX", "declutr.cli.embed:run_export_onnx"),
+    "publish": (
+        "MODEL TARGET [--license SPDX]: the files of an encoder for others, in a folder or on the hub",
+        "declutr.cli.publish:run",
+    ),
     "doctor": (
         "[CONFIG] [--address ...] [--path ...]: check that this machine or cluster can run a training",
         "declutr.doctor.examination:main",
@@ -64,7 +68,18 @@ _COMMANDS = {
     "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),
 }
 
-_READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "why", "checkpoints", "report", "reproduce")
+_READ_FOLDERS = (
+    "index",
+    "explore",
+    "export-onnx",
+    "evaluate",
+    "inspect",
+    "why",
+    "checkpoints",
+    "report",
+    "reproduce",
+    "publish",
+)
 _RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
 """Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""
 _STORES = ("s3://", "gs://", "gcs://")
@@ -93,8 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if address := next((one for one in read if one.startswith(_STORES)), None):
         print(f"declutr {command} reads folders: declutr pull {address} FOLDER, then name that folder", file=sys.stderr)
         return 1
-    if argv is None and command in _RELAYED:
-        relay()
+    if argv is None:
+        if command in _RELAYED:
+            relay()
+        end_at_signals()
     module, _, function = _COMMANDS[command][1].partition(":")
     with shown():
         try:

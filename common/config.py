@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -36,6 +36,30 @@ class ConfigError(ValueError):
 
 
 Config = TypeVar("Config", bound=Strict)
+Settings: TypeAlias = Config | Mapping[str, Any] | str | Path
+"""Settings as Python gives them: validated ones, a section as nested dictionaries, or the path of a YAML file."""
+
+
+def _plain(value: Any) -> Any:
+    """A copy of settings from Python, with paths as strings, as a file has them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def validated(title: str, model: type[Config], values: Mapping[str, Any]) -> Config:
+    """The model of these values.
+
+    Raises:
+        ConfigError: with every problem of the values.
+    """
+    given = _plain(values)
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(title, describe(error, model, given)) from error
 
 
 def find_config(name: str) -> Path:
@@ -59,29 +83,44 @@ def find_config(name: str) -> Path:
 
 
 def load_config(
-    name: str,
+    given: Settings[Config],
     section: str,
     model: type[Config],
     overrides: Sequence[str] = (),
     look: Callable[[dict[str, Any]], list[str]] | None = None,
 ) -> Config:
-    """Reads `section` of the YAML file `name`, applies `key.sub=value` overrides, validates once.
+    """Reads `section` of a YAML file or dictionaries of it, applies `key.sub=value` overrides, validates once.
 
-    Overrides are relative to the section. Values are YAML (`workers=2`, `inputs=[a.txt]`, `objective={kind: mlm}`).
+    Validated settings are returned as they are if there are no overrides. Overrides are relative to the section. Their
+    values are YAML (`workers=2`, `inputs=[a.txt]`, `objective={kind: mlm}`).
 
     Each key may be given once. `look` finds problems of the places that settings name; it is called only after another
     problem, to report all at once.
 
-    A file cannot grant trust, because it may come from someone else: `trust_remote_code` counts as an override only.
+    A file cannot grant trust, because it may come from someone else: `trust_remote_code` counts as an override only, or
+    in a dictionary.
 
     Raises:
         ConfigError: with every problem of the file, the overrides and the values.
     """
-    tree = _read_sections(name, section, model)
-    values = tree.pop(section)
-    others: dict[str, Any] = {key: {} for key in SECTIONS} | tree
-    del others[section]
-    withdrawn = _withdraw_trust(values)
+    others: dict[str, Any] = {key: {} for key in SECTIONS if key != section}
+    withdrawn: list[str] = []
+    if isinstance(overrides, str):
+        raise ConfigError(section, [f"overrides = {overrides!r}: must be a list, as [{overrides!r}]"])
+    name = section
+    if isinstance(given, model):
+        if not overrides:
+            return given
+        values = given.model_dump(mode="json", exclude_unset=True)
+    elif isinstance(given, Mapping):
+        values = _plain(given)
+    elif not isinstance(given, str | Path):
+        raise ConfigError(name, [f"{type(given).__name__}: settings are a {model.__name__}, a dict or a path"])
+    else:
+        name, tree = f"{given} ({section})", _read_sections(str(given), section, model)
+        values = tree.pop(section)
+        others |= tree
+        withdrawn = _withdraw_trust(values)
     problems = apply_overrides(values, overrides, model.alternatives)
     decided = flat_keys(values)
     problems += [
@@ -102,7 +141,7 @@ def load_config(
         if not any(p.startswith(line.partition(":")[0].removesuffix("...")) for p in problems)
     ]
     if problems or config is None:
-        raise ConfigError(f"{name} ({section})", problems + (look(values) if look else []))
+        raise ConfigError(name, problems + (look(values) if look else []))
     return config
 
 

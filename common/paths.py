@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
@@ -39,6 +40,11 @@ def expand(path: str) -> Path:
         who = expanded.partition("/")[0]
         raise PathError(f"{path!r}: no home folder {who} exists; write the full path")
     return Path(expanded)
+
+
+def listed(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    """One path or several, as Python gives them, as a list of strings."""
+    return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
 
 
 def expand_known(path: str) -> Path:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from declutr.common.watcher import Watcher
 
@@ -18,6 +18,20 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 1.0
 _parent: int | None = None
+
+
+def end_at_signals() -> None:
+    """Ends a command in order at SIGTERM, which ends Ray's processes too, and at signals that would end it alone.
+
+    The exit status is 128 + signal. A signal that is ignored, as SIGHUP under `nohup`, stays ignored.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if number == signal.SIGTERM or signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: Any) -> NoReturn:  # noqa: ARG001 - the signature of a handler
+    raise SystemExit(128 + number)
 
 
 def command_pid() -> int:

@@ -9,8 +9,8 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, NoReturn
 
 from declutr.common.cluster import SessionError, cluster_problem, named_cluster
 from declutr.common.config import ConfigError
@@ -40,7 +40,8 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
     An existing session of this process is kept, unless it was started here with fewer CPUs than requested now: work
     would silently wait for a CPU that never becomes free.
 
-    A local session has `num_cpus` CPUs, or all of this machine. A lost cluster has `wait_seconds` to come back.
+    A local session has `num_cpus` CPUs, or all of this machine. A lost cluster has `wait_seconds` to come back. The
+    signal handlers of this process stay as they are.
 
     Raises:
         ConfigError: no cluster answers there.
@@ -49,9 +50,8 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
     if _started_here and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
         ray.shutdown()
     if not ray.is_initialized():
-        with _deaf_to_hangups():
-            _init(num_cpus, address, wait_seconds)
-        _end_at_signals()
+        with _deaf_to_hangups(), _same_handler_of_sigterm():
+            _in_lasting_thread(num_cpus, address, wait_seconds)
     from ray.data import DataContext  # loads pandas, which would delay the start of a session
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -61,6 +61,28 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+
+
+def _in_lasting_thread(num_cpus: int | None, address: str | None, wait_seconds: float) -> None:
+    """Starts Ray in the main thread, or in one that lives as long as this process.
+
+    Linux kills Ray's head when its parent ends, and the parent is the thread that started it.
+    """
+    if threading.current_thread() is threading.main_thread():
+        _init(num_cpus, address, wait_seconds)
+        return
+    started = Future[None]()
+
+    def start() -> None:
+        try:
+            _init(num_cpus, address, wait_seconds)
+            started.set_result(None)
+        except Exception as error:  # noqa: BLE001 - raised in the thread that waits
+            started.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=start, name="declutr-ray", daemon=True).start()
+    started.result()
 
 
 def _init(num_cpus: int | None, address: str | None, wait_seconds: float) -> None:
@@ -126,20 +148,15 @@ def _deaf_to_hangups() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end_at_signals() -> None:
-    """Ends this process in order at SIGTERM, which ends Ray's processes too, and at signals that would end it alone.
-
-    The exit status is 128 + signal, not 15 as with Ray's handler of SIGTERM, which this one replaces. A signal that is
-    ignored, as SIGHUP under `nohup`, stays ignored.
-    """
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if number == signal.SIGTERM or signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, _exit)
-
-
-def _exit(number: int, frame: Any) -> NoReturn:  # noqa: ARG001 - the signature of a handler
-    raise SystemExit(128 + number)
+@contextmanager
+def _same_handler_of_sigterm() -> Iterator[None]:
+    """Restores this process's handler of SIGTERM, which `ray.init` replaces in the main thread."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def end_orphaned_agents() -> None:

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from declutr.common.relay import relay
+from declutr.common.relay import end_at_signals, relay
 
 if __name__ == "__main__":
     relay()  # before the imports below start threads
+    end_at_signals()
 
 from declutr.common.cluster import SessionError
-from declutr.common.config import ConfigError, load_config
+from declutr.common.config import ConfigError, Settings, load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import config_parser
@@ -64,11 +65,14 @@ def problems(config: PipelineConfig) -> list[str]:
         return found
 
 
-def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
+def prepare(
+    settings: Settings[PipelineConfig], overrides: Sequence[str] = (), *, verify_inputs: bool = False
+) -> Manifest:
     """Prepares a corpus, or the rest of it if an earlier run was stopped.
 
     Args:
-        config: settings.
+        settings: the section `prepare` as nested dictionaries, the path of a YAML file that has it, or its model.
+        overrides: settings to change, as `key.sub=value`.
         verify_inputs: compares every byte of the inputs with those of finished units, even if times and samples are
             the same.
 
@@ -76,11 +80,12 @@ def prepare(config: PipelineConfig, verify_inputs: bool = False) -> Manifest:
         The manifest, which is also written to the output when all units are finished.
 
     Raises:
-        ConfigError: problems of inputs, tokenizer or output, or no document of the corpus is kept.
+        ConfigError: problems of settings, inputs, tokenizer or output, or no document of the corpus is kept.
         ShardError: too many documents could not be read, the counts do not balance, or the output cannot be written to.
         RunLockedError: another command holds the output.
         SessionError: no Ray session could be started on this machine.
     """
+    config = load_config(settings, "prepare", PipelineConfig, overrides, look)
     with _examined(config, verify_inputs) as (output, units, plan, found):
         if found or plan is None or output is None:
             raise ConfigError("prepare", found)
@@ -248,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.plan:
             sys.stdout.write("\n".join(plan_ahead(config).lines()) + "\n")
             return 0
-        manifest = prepare(config, arguments.verify_inputs)
+        manifest = prepare(config, verify_inputs=arguments.verify_inputs)
     except (ConfigError, ShardError, RunLockedError, SessionError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

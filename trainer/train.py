@@ -8,14 +8,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from declutr.common.relay import command_pid, relay
+from declutr.common.relay import command_pid, end_at_signals, relay
 
 if __name__ == "__main__":
     relay()  # before the imports below start threads
+    end_at_signals()
 
 # Ray prints a paragraph to stdout for every dead worker; our message is one line that names the worker
 # (trainer/driver/failure.py). Ray's other messages stay. It reads this variable at its import, which comes later.
@@ -23,7 +24,7 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed 
 # Processes that a local session starts ahead are of no use here: Ray Train starts its own, with other variables.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
-from declutr.common.config import ConfigError, load_config
+from declutr.common.config import ConfigError, Settings, load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import config_parser
@@ -42,11 +43,7 @@ from declutr.trainer.setup.scaling import ScalingConfig
 
 
 class _EarlyRay:
-    """Starts Ray in a thread during loading and checks, unless the run is finished.
-
-    The thread lives as long as this process. Linux kills Ray's head when its parent ends, and the parent is the thread
-    that started it.
-    """
+    """Starts Ray in a thread during loading and checks, unless the run is finished."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._thread: threading.Thread | None = None
@@ -66,7 +63,6 @@ class _EarlyRay:
                 start_ray(scaling.num_cpus, scaling.address)
         finally:
             self._tried.set()
-        threading.Event().wait()
 
     def wait(self) -> None:
         """Waits until Ray has started or failed to start."""
@@ -82,11 +78,65 @@ class _EarlyRay:
             ray.shutdown()
 
 
-def train(config: TrainConfig) -> dict[str, Any]:
-    """Trains to the last step; see `declutr.trainer.driver.run.run_training`."""
+def train(
+    settings: Settings[TrainConfig], overrides: Sequence[str] = (), *, fork: str | Path | None = None
+) -> dict[str, Any]:
+    """Trains an encoder to the last step, or continues a run that was stopped, and exports it.
+
+    Args:
+        settings: the section `train` as nested dictionaries, the path of a YAML file that has it, or its model.
+        overrides: settings to change, as `key.sub=value`.
+        fork: folder of a new run that starts with the weights and the step of the run of the settings.
+
+    Returns:
+        The run's summary, as in its `summary.json` (`declutr.trainer.driver.run.run_training`): `export` is the folder
+        of the encoder.
+
+    Raises:
+        ConfigError: with every problem found before Ray starts.
+        ShardError, CheckpointError, DamagedError: files of the data or of the run cannot be used.
+        TrainingFailedError: the run cannot continue; the message has the workers' reason.
+        RunStoppedError: the process received a signal (Ctrl-C) or lost the run; the steps so far are saved.
+        RunLockedError: another command works on the run folder.
+    """
+    config = load_config(settings, "train", TrainConfig, overrides, place_problems)
+    new_run = None if fork is None else str(fork)
+    return _train(config, new_run, _examine(config, new_run))
+
+
+def _train(
+    config: TrainConfig,
+    new_run: str | None,
+    resolved: ResolvedRun | None,
+    started: float | None = None,
+    wait_for_ray: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Forks the run if there is a new one, and trains; the arguments are those of `run_training`."""
+    from declutr.trainer.driver.failure import TrainingFailedError
     from declutr.trainer.driver.run import run_training
 
-    return run_training(config)
+    try:
+        if new_run is not None:
+            from declutr.trainer.driver.fork import fork
+
+            config, resolved = fork(config, new_run), None
+        return run_training(config, started, wait_for_ray, resolved)
+    except OSError as error:  # a full disk or a lost storage
+        raise TrainingFailedError(_storage_error(error, config.run)) from error
+
+
+def _examine(config: TrainConfig, new_run: str | None) -> ResolvedRun | None:
+    """Checks places and data before torch, transformers and Ray are loaded.
+
+    Raises:
+        ConfigError: with every problem.
+        RunLockedError: another command works on the run folder.
+    """
+    wrong = place_problems(config.model_dump())
+    if new_run is not None and (problem := fork_problem(new_run, config.run)):
+        wrong.append(problem)
+    refuse(wrong)
+    return _resolve_early(config, new_run)
 
 
 def _began() -> float:
@@ -100,14 +150,7 @@ def _began() -> float:
 
 
 def _resolve_early(config: TrainConfig, new_run: str | None) -> ResolvedRun | None:
-    """Resolves a run before torch, transformers and Ray are loaded.
-
-    None if places at addresses are to be fetched, while Ray starts, or if `fork` refuses the new run.
-
-    Raises:
-        ConfigError: with every such problem.
-        RunLockedError: another command works on the run folder.
-    """
+    """The resolved run; None if places at addresses are to be fetched, or if `fork` refuses the new run."""
     started = config if new_run is None else config.model_copy(update={"run": new_run})
     data = [one.data for one in started.tasks().values()]
     if any(is_remote(place) for place in (started.run, started.validation.data, *data) if place):
@@ -171,11 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     ", ".join(left),
                 )
             return 0
-        wrong = place_problems(config.model_dump())
-        if arguments.fork is not None and (problem := fork_problem(arguments.fork, config.run)):
-            wrong.append(problem)
-        refuse(wrong)
-        resolved = _resolve_early(config, arguments.fork)
+        resolved = _examine(config, arguments.fork)
         if arguments.plan:
             sys.stdout.write(_plan(resolved or resolve(config)))
             return 0
@@ -187,23 +226,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from declutr.pipeline.shards.shards import ShardError
     from declutr.trainer.checkpoints.checkpoint import CheckpointError
     from declutr.trainer.driver.failure import TrainingFailedError
-    from declutr.trainer.driver.run import run_training
     from declutr.trainer.driver.signals import RunStoppedError, say_stopped
     from declutr.trainer.driver.summary import neighbours_of
 
     try:
-        if arguments.fork is not None:
-            from declutr.trainer.driver.fork import fork
-
-            config, resolved = fork(config, arguments.fork), None
-        summary = run_training(config, _began(), early.wait if early else None, resolved)
+        summary = _train(config, arguments.fork, resolved, _began(), early.wait if early else None)
     except (ConfigError, ShardError, CheckpointError, DamagedError, TrainingFailedError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    except OSError as error:  # a full disk or a lost storage
-        sys.stderr.write(f"{_storage_error(error, config.run)}\n")
-        return 1
-    except RunStoppedError as reason:
+    except (KeyboardInterrupt, RunStoppedError) as reason:
         return say_stopped(reason)
     finally:
         if early:

@@ -85,9 +85,7 @@ def _runs(given: argparse.Namespace, source: str, most: int | None, seed: int) -
     """One entry for each row of the table of a run."""
     corpus = _corpus(given, source, most)
     output = given.work / f"{corpus.stem}-seed{seed}"
-    stsb = None if given.stsb is None else str(given.stsb)
-    config = AdaptConfig(encoder=str(given.start), corpus=[str(corpus)], stsb=stsb, minutes=given.minutes, seed=seed)
-    result = adapt(config, output)
+    result = adapt(given.start, corpus, output, stsb=given.stsb, minutes=given.minutes, seed=seed)
     same = {"source": source, "seed": seed, "documents": result.facts["documents"], "steps": result.facts["steps"]}
     for row in result.rows[1:]:
         chosen = row.name == result.chosen
@@ -99,6 +97,9 @@ def _runs(given: argparse.Namespace, source: str, most: int | None, seed: int) -
             **_differences(row.differences, _stsb(given, row, output, result, seed)),
         }
     if given.references and seed == 0 and most is None:
+        config = AdaptConfig(
+            encoder=str(given.start), corpus=[str(corpus)], stsb=given.stsb and str(given.stsb), minutes=given.minutes
+        )
         for name, found, lost in references(config, output, int(result.facts["steps"])):
             yield same | {"recipe": name, "chosen": False, **_differences(found, lost)}
 

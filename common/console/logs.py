@@ -90,6 +90,7 @@ def get_logger() -> logging.Logger:
 
 
 LINE_SECONDS = 60.0
+_NOTEBOOK_COLUMNS = 110
 _LINE = "{desc} {percentage:.0f}% ({n_fmt} of {total_fmt}), {elapsed} elapsed, {remaining} left{postfix}"
 
 
@@ -114,11 +115,14 @@ class Lines:
 
 
 def bar(**settings: Any) -> "tqdm[Any]":
-    """A progress bar on stderr, or lines there where it is no terminal.
+    """A progress bar on stderr in a terminal and in a notebook, elsewhere lines; nothing if the logger shows no INFO.
 
     Args:
-        settings: tqdm's arguments except `file`; `bar_format` applies to the bar, not to the lines.
+        settings: tqdm's arguments except `file` and `disable`; `bar_format` applies to the bar, not to the lines.
     """
+    settings["disable"] = get_logger().level > logging.INFO
     if sys.stderr.isatty():
         return tqdm(file=sys.stderr, **({"dynamic_ncols": True} | settings))
+    if type(sys.stderr).__module__ == "ipykernel.iostream":  # each update is a message to the browser
+        return tqdm(file=sys.stderr, ncols=_NOTEBOOK_COLUMNS, mininterval=1.0, **settings)
     return tqdm(file=Lines(), **(settings | {"bar_format": _LINE}))

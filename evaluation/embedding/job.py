@@ -8,14 +8,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
+from declutr.common.config import ConfigError, validated
 from declutr.common.console.logs import bar, get_logger
+from declutr.common.paths import expand, listed
 from declutr.common.storage import hash_json, write_text
-from declutr.evaluation.embedding.config import EmbedConfig, EmbedError
+from declutr.common.suggestions import suggest
+from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from declutr.evaluation.embedding.output import Note, assemble, note_path, read_note
 from declutr.evaluation.embedding.units import EmbeddingSidecar, embed_unit, finished, identify, located, plan
-from declutr.evaluation.encoders.protocol import SentenceEncoder
+from declutr.evaluation.encoders.protocol import EncoderChoice, EncoderError, SentenceEncoder, missing
 from declutr.pipeline.job.units import Unit
 
 SMALL_MIB = 16
@@ -24,15 +29,53 @@ _MIB = 2**20
 _LOCK = ".lock"
 
 
-def embed(config: EmbedConfig) -> Note:
-    """Embed every text of the inputs, or the rest if an earlier run was stopped; return the note of the output.
+def embed(
+    model: str | PathLike[str],
+    inputs: str | PathLike[str] | Sequence[str | PathLike[str]],
+    output: str | PathLike[str],
+    **settings: Any,
+) -> Note:
+    """Embed every text of files into one file, or the rest if an earlier call was stopped.
+
+    For texts in memory: `load(model).encode(texts)`.
+
+    Args:
+        model: encoder, as `load` takes it.
+        inputs: files, folders or globs: text lines, JSONL, Parquet, ..., also compressed.
+        output: file to write, with a note next to it: .npy is `(texts, size)` in the order of the inputs; .parquet has
+            the columns row, id if requested, and embedding.
+        settings: the others of `EncoderChoice`, `Shape` and `EmbedConfig`: pooling, max_tokens, long_texts, precision,
+            trust_remote_code; dimensions, normalise, dtype; text_field, id_field, format, skip_bad, unit_mib, workers.
+
+    Returns:
+        The note of the output: `rows`, `size` (numbers of an embedding), `skipped` by reason.
 
     Raises:
-        EmbedError: inputs that cannot be read, settings that contradict each other, or a worker that keeps dying.
+        ConfigError: with every problem of the settings.
+        EmbedError: inputs that cannot be read, an output that cannot be written, or a worker that keeps dying.
         EncoderError: the model cannot be loaded.
     """
-    config = located(config)
-    units = plan(config)
+    given = {"model": str(model), "inputs": listed(inputs), "output": expand(str(output)), **settings}
+    parts: dict[str, Any] = {
+        key: {name: given.pop(name) for name in kind.model_fields if name in given}
+        for key, kind in (("choice", EncoderChoice), ("shape", Shape))
+    }
+    flat = [*EncoderChoice.model_fields, *Shape.model_fields, *EmbedConfig.model_fields]
+    if unknown := [f"{name}: unknown key{suggest(name, flat)}" for name in given if name not in flat]:
+        raise ConfigError("embed", unknown)
+    if problem := missing(parts["choice"]["model"]):
+        raise EncoderError(problem)
+    config = located(validated("embed", EmbedConfig, parts | given))
+    try:
+        return _embed(config, plan(config))
+    except OSError as error:  # a full disk, or storage that is not reachable
+        raise EmbedError(
+            f"{config.output}: {error}. Finished units are kept; run the same command to continue"
+        ) from error
+
+
+def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
+    """Load the encoder, and embed what is not done."""
     from declutr.evaluation.encoders.loading import encoder_of  # loads torch, which no problem of the inputs waits for
 
     encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)

@@ -7,6 +7,7 @@ which takes twice as long as oneDNN on an AMD EPYC.
 import re
 from collections.abc import Collection
 from functools import partial
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from declutr.common.hub import cache_only
+from declutr.common.paths import expand
 from declutr.evaluation.encoders.pretrained import load_pretrained
 from declutr.evaluation.encoders.protocol import (
     AnyPrecision,
@@ -38,7 +40,7 @@ _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")
 
 
 def load_encoder(
-    name: str,
+    name: str | PathLike[str],
     pooling: Pooling | None = None,
     device: str | None = None,
     *,
@@ -49,7 +51,7 @@ def load_encoder(
     trust_remote_code: bool = False,
     precision: AnyPrecision = "auto",
 ) -> SentenceEncoder:
-    """Load an encoder.
+    """Load an encoder; its `encode(texts)` returns float32 embeddings `(len(texts), encoder.size)`.
 
     Args:
         name: an exported folder, a run (its export, else its newest complete checkpoint) or a checkpoint; a folder or
@@ -69,6 +71,9 @@ def load_encoder(
         EncoderError: the encoder cannot be loaded, a weight is missing or left over, or the encoder declares something
             that cannot be computed exactly here.
     """
+    name = str(name)
+    if name.startswith("~"):
+        name = str(expand(name))
     # At a higher verbosity it would list the MLM head, which an encoder does not use, as unexpected.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -35,7 +35,22 @@ class SentenceEncoder(Protocol):
         """SHA-256 of everything that decides the embeddings but the precision of their computation."""
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return embeddings `(len(texts), size)` in the order of the texts."""
+        """Return embeddings `(len(texts), size)` in the order of the texts; TypeError for one text alone."""
+
+
+def texts_of(texts: Sequence[str]) -> list[str]:
+    """The texts of `encode` as a list.
+
+    Raises:
+        TypeError: one text instead of several, whose letters would each be a text, or an item that is no text.
+    """
+    if isinstance(texts, str):
+        raise TypeError("encode takes a list of texts: write encode([text])")
+    found = list(texts)
+    for place, text in enumerate(found):
+        if not isinstance(text, str):
+            raise TypeError(f"texts[{place}] = {text!r}: is no text; leave it out, or give an empty text")
+    return found
 
 
 def unit_rows(rows: NDArray[Any]) -> NDArray[Any]:

@@ -20,7 +20,7 @@ from tokenizers import Encoding, Tokenizer
 from torch import nn
 
 from declutr.common.storage import hash_json, read_json, write_json
-from declutr.evaluation.encoders.protocol import LongTexts
+from declutr.evaluation.encoders.protocol import LongTexts, texts_of
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, Step, steps_of, write_steps
@@ -110,6 +110,7 @@ class TransformerEncoder:
         A text without any token, which needs a tokenizer without special tokens around a text, has the embedding 0.
         A forward pass has at most `batch_tokens` tokens; None: 2,048 on a CPU, 65,536 on a GPU.
         """
+        texts = texts_of(texts)
         if not texts:
             return np.empty((0, self.size), np.float32)
         size = self.chunk_texts or len(texts)

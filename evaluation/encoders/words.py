@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.common.storage import hash_file, hash_json
-from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.evaluation.encoders.protocol import EncoderError, texts_of
 
 SUFFIXES = (".vec", ".txt", ".vec.gz", ".txt.gz")
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -42,6 +42,7 @@ class HashedWords:
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)`."""
+        texts = texts_of(texts)
         embeddings = np.zeros((len(texts), self.size), np.float32)
         for start in range(0, len(texts), _CHUNK_TEXTS):
             numbers: dict[str, int] = {}
@@ -104,6 +105,7 @@ class WordVectors:
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)`."""
+        texts = texts_of(texts)
         embeddings = np.zeros((len(texts), self.size), np.float32)
         for place, text in enumerate(texts):
             rows = self._rows(text)

@@ -1,1 +1,48 @@
-"""Sentence encoders from long documents without labels, on Ray."""
+"""Sentence encoders from long documents without labels, on Ray: `prepare`, `train`, `adapt`, `load`, `embed`.
+
+The functions are those that the commands call. Each is imported at its first use, with the libraries that it needs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from declutr.adaptation.job import adapt as adapt
+    from declutr.evaluation.embedding.job import embed as embed
+    from declutr.evaluation.encoders.loading import load_encoder as load  # noqa: F401
+    from declutr.pipeline.prepare import prepare as prepare
+    from declutr.trainer.train import train as train
+
+_PLACES = {
+    "prepare": "declutr.pipeline.prepare:prepare",
+    "train": "declutr.trainer.train:train",
+    "adapt": "declutr.adaptation.job:adapt",
+    "load": "declutr.evaluation.encoders.loading:load_encoder",
+    "embed": "declutr.evaluation.embedding.job:embed",
+    "AdaptError": "declutr.adaptation.state:AdaptError",
+    "CheckpointError": "declutr.trainer.checkpoints.checkpoint:CheckpointError",
+    "ConfigError": "declutr.common.config:ConfigError",
+    "DamagedError": "declutr.common.storage:DamagedError",
+    "EmbedError": "declutr.evaluation.embedding.config:EmbedError",
+    "EncoderError": "declutr.evaluation.encoders.protocol:EncoderError",
+    "PathError": "declutr.common.paths:PathError",
+    "RunLockedError": "declutr.common.lock:RunLockedError",
+    "RunStoppedError": "declutr.trainer.driver.signals:RunStoppedError",
+    "SessionError": "declutr.common.cluster:SessionError",
+    "ShardError": "declutr.pipeline.shards.manifest:ShardError",
+    "TrainingFailedError": "declutr.trainer.driver.failure:TrainingFailedError",
+    "WhiteningError": "declutr.adaptation.whitening:WhiteningError",
+}
+__all__ = list(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'declutr' has no attribute {name!r}")
+    module, _, function = _PLACES[name].partition(":")
+    globals()[name] = found = getattr(import_module(module), function)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PLACES])

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from waiting import until
 
+from declutr.common.relay import end_at_signals
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Prints "ready", process ids, and a line for every signal; meanwhile a process of its group waits, as Ray's do.
@@ -211,3 +213,22 @@ def test_first_process_of_a_container_forwards_and_takes_in_orphans():
         until(lambda: len(children.read_text().split()) == 1, "orphans to be taken in", 20)
         os.kill(first, signal.SIGTERM)
         assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_command_ends_at_signals_with_their_status_and_an_ignored_hangup_stays_ignored():
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: None)  # as Ray leaves it
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+        end_at_signals()
+        signal.raise_signal(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        end_at_signals()
+        for number in numbers:
+            with pytest.raises(SystemExit) as ended:
+                signal.raise_signal(number)  # to this thread: another would take it later
+            assert ended.value.code == 128 + number
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,7 +1,6 @@
 """A cluster that does not answer, and a TMPDIR that Ray cannot use, before Ray is asked."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from messages import all_of, says
 
 from declutr.common.cluster import cluster_problem, named_cluster, use_network_of
 from declutr.common.config import ConfigError
-from declutr.common.session import _end_at_signals, _short_folder, start_ray
+from declutr.common.session import _short_folder, start_ray
 
 
 @pytest.fixture
@@ -67,25 +66,6 @@ def test_a_folder_too_long_for_sockets_is_replaced_and_named(monkeypatch, log, n
     (line,) = log
     assert f"{name} = /tmp/long" in line
     assert sys.platform != "linux" or "at most 37 bytes" in line
-
-
-def test_session_ends_at_signals_with_their_status_and_an_ignored_hangup_stays_ignored():
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        signal.signal(signal.SIGTERM, lambda *_: None)  # as Ray leaves it
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
-        _end_at_signals()
-        signal.raise_signal(signal.SIGHUP)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        _end_at_signals()
-        for number in numbers:
-            with pytest.raises(SystemExit) as ended:
-                signal.raise_signal(number)  # to this thread: another would take it later
-            assert ended.value.code == 128 + number
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def test_gloo_listens_at_the_hosts_address_in_the_cluster(monkeypatch):

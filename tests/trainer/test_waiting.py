@@ -83,9 +83,8 @@ def test_signals_second_within_a_second_is_the_same_request_and_a_later_one_exit
             signal.raise_signal(number)
             assert (signals.received, signals.status) == ("SIGTERM", 143)
         now[0] = 101.1
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert ended.value.code == 128 + signal.SIGINT
     (line,) = log
     assert "SIGINT after SIGTERM" in line
     assert "without saving" in line
@@ -104,7 +103,6 @@ def test_under_nohup_a_hangup_is_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Signals() as signals:
-            signals.listen()
             signal.raise_signal(signal.SIGHUP)
         assert signals.received is None
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

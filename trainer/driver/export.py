@@ -15,7 +15,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS, read_settings
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
-from declutr.trainer.driver.model_card import model_card
+from declutr.trainer.driver.model_card import CARD, model_card
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.metrics.config import FOLLOWED
 from declutr.trainer.model.behind import steps_of, write_steps
@@ -56,9 +56,10 @@ def export(resolved: ResolvedRun) -> Path:
         objective = build_objective(config, encoder, resolved.manifest)
         if layers := objective.exported():
             load_objective(path, objective)
-        write_steps(aside, [*steps_of(encoder.behind), *layers])
         verdict = verdict_of(config, state)
-        write_text(aside / "README.md", model_card(resolved, state, verdict["sentence"]))
+        steps = [*steps_of(encoder.behind), *layers]
+        write_steps(aside, steps)
+        write_text(aside / CARD, model_card(resolved, state, verdict["sentence"], bool(steps)))
         settings = {
             "step": state.step,
             "verdict": verdict,

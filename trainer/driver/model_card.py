@@ -1,8 +1,15 @@
-"""The model card of an exported encoder."""
+"""The model card of an encoder: base model, method, use, scores, limits, data, settings; without paths of the machine.
+
+`declutr publish` fills the field `license` of its head.
+"""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from declutr.common.hub import looks_like_a_path
 from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import data_hash
 from declutr.trainer.checkpoints.state import RunState
@@ -10,43 +17,145 @@ from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.metrics.config import SICKR, STSB
 from declutr.trainer.objectives.row_score import REPORTED
 
+CARD = "README.md"
+PLACE = "path/to/this/folder"
+"""Stands for the place of the encoder in the examples of its card."""
 _ROWS = {"pairs": "premises"}
 """Names of the rows of shards, where the kind of content is not their name."""
-_SENTENCE_TRANSFORMERS = """    from sentence_transformers import SentenceTransformer
-    embeddings = SentenceTransformer("path/to/this/folder").encode(["A sentence."])
+_SENTENCE_TRANSFORMERS = f"""    from sentence_transformers import SentenceTransformer
+    embeddings = SentenceTransformer("{PLACE}").encode(["A sentence."])
 
 transformers may list weights of a head for masked words as UNEXPECTED: only further training needs it.
 """
-_USE = {
-    "mean_without_cls": """sentence-transformers has no mean without the first token. `declutr embed` computes it, as do
-these lines:
-
-    import torch
-    from transformers import AutoModel, AutoTokenizer
-    texts = AutoTokenizer.from_pretrained("path/to/this/folder")(["A sentence."], padding=True, return_tensors="pt")
-    hidden = AutoModel.from_pretrained("path/to/this/folder")(**texts).last_hidden_state[:, 1:]
-    mask = texts["attention_mask"][:, 1:, None]
-    embeddings = (hidden * mask).sum(1) / mask.sum(1)
-"""
+_NO_SENTENCE_TRANSFORMERS = "sentence-transformers has no mean without the first token; `declutr embed` computes it.\n"
+_POOLED = {
+    "mean": "hidden, mask = hidden, texts['attention_mask'][:, :, None]\n"
+    "    embeddings = (hidden * mask).sum(1) / mask.sum(1)",
+    "mean_without_cls": "hidden, mask = hidden[:, 1:], texts['attention_mask'][:, 1:, None]\n"
+    "    embeddings = (hidden * mask).sum(1) / mask.sum(1)",
+    "cls": "embeddings = hidden[:, 0]",
+    "max": "mask = texts['attention_mask'][:, :, None] == 0\n"
+    "    embeddings = hidden.masked_fill(mask, float('-inf')).amax(1)",
 }
-"""How to load an encoder, by pooling."""
+"""From hidden states `hidden` to embeddings, by pooling."""
 _SIZES = """Sizes: {}. The first numbers of an embedding, this many, are embeddings too, compared by cosine or after
 normalisation: `SentenceTransformer(folder, truncate_dim=SIZE)`, `declutr embed --dimensions SIZE --normalise`.
 """
+_LIMITS = """The scores are of documents like those of the training; measure it on your own texts before you rely on it
+(`declutr evaluate --pairs`). Longer inputs than the limit are cut. Nobody examined it for social bias, and a text's
+nearest neighbour need not be true or relevant."""
 
 
-def model_card(run: ResolvedRun, state: RunState, verdict: str) -> str:
-    """Text of the model card: origin, data, configuration and scores of the encoder.
+def _transformers(pooling: str) -> str:
+    return f"""    import torch
+    from transformers import AutoModel, AutoTokenizer
+    texts = AutoTokenizer.from_pretrained("{PLACE}")(["A sentence."], padding=True, return_tensors="pt")
+    hidden = AutoModel.from_pretrained("{PLACE}")(**texts).last_hidden_state
+    {_POOLED[pooling]}
+"""
 
-    `verdict` is a sentence that compares it with the start of the run.
+
+@dataclass(frozen=True)
+class Card:
+    """Content of a card; texts are Markdown.
+
+    Attributes:
+        title: of the encoder.
+        base: name or folder of the encoder from which it was made; None if it was trained from scratch.
+        method: of the training or the closed form.
+        scores: with intervals.
+        data: from which it was made, without texts.
+        settings: that made it; paths are left out.
+        pooling: of the encoder.
+        layers: true if it has layers behind its pooling.
+        tags: for a search on the hub.
     """
+
+    title: str
+    base: str | None
+    method: str
+    scores: str
+    data: str
+    settings: Mapping[str, Any]
+    pooling: str
+    layers: bool
+    tags: tuple[str, ...] = field(default=())
+
+    def text(self) -> str:
+        """The file."""
+        start, head = "From scratch.", ""
+        if self.base is not None and _is_path(self.base):
+            start = f"Start: `{Path(self.base).name}`, a folder."
+            head = "# base_model: OWNER/NAME, if the folder has a copy of a model of the hub\n"
+        elif self.base is not None:
+            start, head = f"Start: {self.base}.", f"base_model: {self.base}\n"
+        alone = self.pooling == "mean_without_cls"
+        by_hand = (
+            "It has layers behind the pooling, so transformers alone does not give its embeddings.\n"
+            if self.layers
+            else _transformers(self.pooling)
+        )
+        return f"""---
+license:
+{head}library_name: sentence-transformers
+pipeline_tag: sentence-similarity
+tags: [{", ".join(["sentence-transformers", "feature-extraction", *self.tags])}]
+---
+# {self.title}
+
+{start} {self.method}
+## Use
+{_NO_SENTENCE_TRANSFORMERS if alone else _SENTENCE_TRANSFORMERS}
+With transformers:
+
+{by_hand}
+## Scores
+{self.scores}
+
+## Limits
+{_LIMITS}
+
+## Data
+{self.data}
+
+## Licence
+It is the field `license` at the head of this file. While that is empty, none is given: whoever publishes this encoder
+names one that the start, the data and the code allow.
+
+## Settings
+```json
+{json.dumps(without_paths(self.settings), indent=1)}
+```
+"""
+
+
+def without_paths(value: Any) -> Any:
+    """Settings in which paths of this machine, and addresses, are replaced."""
+    if isinstance(value, Mapping):
+        return {key: without_paths(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [without_paths(one) for one in value]
+    return "(a path)" if isinstance(value, str) and _is_path(value) else value
+
+
+def called(encoder: str) -> str:
+    """The name of an encoder in a title."""
+    return "An encoder" if _is_path(encoder) else encoder.rpartition("/")[2]
+
+
+def _is_path(value: str) -> bool:
+    """Returns True for a path or an address; names of the hub that are no folder here are none."""
+    return ("/" in value and looks_like_a_path(value)) or ("/" in value and Path(value).exists()) or "~" in value[:1]
+
+
+def model_card(run: ResolvedRun, state: RunState, verdict: str, layers: bool) -> str:
+    """The card of a run's export; `verdict` is a sentence that compares it with the start of the run."""
     config, manifest = run.config, run.manifest
     objective, kind, tokenizer = config.objective, manifest.content.kind, manifest.text_tokenizer
     rows = _ROWS.get(kind, kind)
     scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
-    source = config.encoder.pretrained or f"from scratch ({config.encoder.from_config})"
+    scratch = f"Shape: {without_paths(config.encoder.from_config)}. " if config.encoder.from_config else ""
     dropped = "".join(f"Trained but not part of this encoder: {part}.\n" for part in objective.dropped)
-    auxiliary = "".join(_task_lines(run))
     sizes = _SIZES.format("/".join(map(str, objective.matryoshka.sizes))) if objective.matryoshka else ""
     judged = {STSB: "STS-B", SICKR: "SICK-R"}
     sts = "".join(
@@ -54,38 +163,27 @@ def model_card(run: ResolvedRun, state: RunState, verdict: str) -> str:
         for score, source in judged.items()
         if score in state.scores
     )
-    return f"""---
-library_name: sentence-transformers
-pipeline_tag: sentence-similarity
-tags: [sentence-transformers, feature-extraction, {objective.kind}]
----
-# Sentence encoder trained with {objective.method}
-
-Start: {source}. Pooling: {config.encoder.pooling}. Dimensions and longest input: see `config.json`.
+    return Card(
+        title=f"Sentence encoder trained with {objective.method}",
+        base=config.encoder.pretrained,
+        method=f"""{scratch}Pooling: {config.encoder.pooling}. Dimensions and longest input: see `config.json`.
 Trained for {state.step} steps of {config.batch_documents} {rows} ({state.documents} {rows} read), {objective.learns}.
-{dropped}{auxiliary}{sizes}
-{_USE.get(config.encoder.pooling, _SENTENCE_TRANSFORMERS)}
-## Held-out scores of these weights
-{objective.scored}{sts} One half of the held-out rows chooses; `{REPORTED}` marks the other half.
+{dropped}{"".join(_task_lines(run))}{sizes}""",
+        scores=f"""{objective.scored}{sts} One half of the held-out rows chooses; `{REPORTED}` marks the other half.
 
 Result on that other half: {verdict}.
 
 | score | value |
 | --- | --- |
-{scores}
-
-## Data
-{manifest.totals["kept_train"]} training {rows}, {manifest.totals["num_tokens"]} tokens; data hash
-`{state.data_hash}`, preparation config hash `{manifest.config_hash}`, tokenizer `{tokenizer.fingerprint}`.
-
-## Licence
-None is given yet. Whoever publishes this encoder names one that the start, the data and the code allow.
-
-## Configuration (hash `{state.config_hash}`)
-```json
-{json.dumps(config.model_dump(mode="json"), indent=1)}
-```
-"""
+{scores}""",
+        data=f"""{manifest.totals["kept_train"]} training {rows}, {manifest.totals["num_tokens"]} tokens; data hash
+`{state.data_hash}`, preparation config hash `{manifest.config_hash}`, tokenizer `{tokenizer.fingerprint}`,
+settings hash `{state.config_hash}`.""",
+        settings=config.model_dump(mode="json"),
+        pooling=config.encoder.pooling,
+        layers=layers,
+        tags=(objective.kind,),
+    ).text()
 
 
 def _task_lines(run: ResolvedRun) -> Iterator[str]:

@@ -64,7 +64,8 @@ class Signals:
             self._before = {number: signal.getsignal(number) for number in _NUMBERS}
             if self._before[signal.SIGHUP] == signal.SIG_IGN:
                 del self._before[signal.SIGHUP]
-            self.listen()
+            for number in self._before:
+                signal.signal(number, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,11 +74,6 @@ class Signals:
         if self._last:  # not logged by the handler, which may have interrupted a write to the same stream
             message = "%s after %s: stopping at once, without saving; the same command continues after the last save"
             get_logger().warning(message, self._last, self.received)
-
-    def listen(self) -> None:
-        """Installs the handlers, also again after `ray.init`, which replaces them."""
-        for number in self._before:
-            signal.signal(number, self._take)
 
     def request_stop(self, reason: str) -> None:
         """Requests a stop as a signal does."""
@@ -96,6 +92,6 @@ class Signals:
         self.status = 128 + number
         if self.received is not None:
             self._last = name
-            raise SystemExit(self.status)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(self.status)
         self._first_at = now
         self.request_stop(name)

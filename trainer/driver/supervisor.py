@@ -119,7 +119,6 @@ class Supervisor:
                     raise
                 why, account = error.problems[0], str(error)
             return GroupFailure(f"Ray did not start: {why}", "ray", account, lost=True)
-        self.signals.listen()  # ray.init has replaced the handler of SIGTERM
         self._stopwatch.mark("ray")
         resources = ray.cluster_resources()
         device = self._choose_device(resources)
