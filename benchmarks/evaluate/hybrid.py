@@ -25,12 +25,10 @@ import numpy as np
 from benchmarks.record import facts, parser, publish
 from declutr.common.bootstrap import compare
 from declutr.evaluation.embedding.build import build_index
-from declutr.evaluation.embedding.config import EmbedConfig
 from declutr.evaluation.embedding.index import SearchIndex
 from declutr.evaluation.embedding.job import embed
 from declutr.evaluation.embedding.weight import VECTORS_ALONE, WORDS_ALONE, WeightChoice, choose_weight
 from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.protocol import EncoderChoice
 from declutr.evaluation.retrieval.compare import MEASURES, SEED
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 
@@ -66,8 +64,7 @@ def _measured(name: str, rows: list[Row], encoder: str, work: Path) -> dict[str,
     _write(work / f"{name}.jsonl", [{"text": text} for text in texts])
     _write(work / f"{name}-pairs.jsonl", pairs)
     output = work / f"{name}.npy"
-    choice = EncoderChoice(model=encoder)
-    embed(EmbedConfig(choice=choice, inputs=[str(work / f"{name}.jsonl")], output=output, workers=0))
+    embed(encoder, str(work / f"{name}.jsonl"), output, workers=0)
     loaded = load_encoder(encoder, device="cpu")
     told: dict[str, Any] = {"source": name, "texts": len(texts), "queries": len({pair["query"] for pair in pairs})}
     for kind in _KINDS:
