@@ -49,7 +49,7 @@ test-cluster: setup ## kill one of three hosts in namespaces of this machine: tw
 test-fast: setup ## tests of less than two seconds, without Ray and process groups: two minutes on 2 CPU cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not ray and not dist and not slow"
 
-chaos: setup ## one run for each fault, compared with the quiet run (docs/reliability.md): half an hour
+chaos: setup ## one run for each fault, compared with the quiet run (docs/evidence/reliability.md): half an hour
 	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json
 
 chaos-short: setup ## seven of the faults, several to a run: about 5 minutes on 2 CPU cores
@@ -81,8 +81,8 @@ format: setup ## rewrite the code's layout
 golden: setup ## compare with the released code's figures alone
 	$(BIN)/python -m pytest -m golden
 
-settings: setup ## regenerate docs/settings.md from the configuration models
-	$(BIN)/python -m declutr.cli.settings_page > docs/settings.md
+settings: setup ## regenerate docs/reference/settings.md from the configuration models
+	$(BIN)/python -m declutr.cli.settings_page > docs/reference/settings.md
 
 lock: setup ## pin the dependencies again (torch is not among them: see TORCH)
 	$(BIN)/python -m pip install --quiet pip-tools
