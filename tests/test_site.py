@@ -4,11 +4,13 @@ import os
 import re
 import unicodedata
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
+from benchmarks.adapt.chart import chart
 from declutr.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,7 +20,7 @@ OTHERS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-QUESTIONS = "config long memory better dropped resume Python Slurm offline licence".split()
+QUESTIONS = ["config", "long", "memory", "better", "dropped", "resume", "Python", "Slurm", "offline", "licence"]
 
 
 def prose(path):
@@ -101,7 +103,7 @@ def test_page_is_plain_markdown(path):
     item = re.compile(r"(?:[-*]|\d+\.) ")
     swallowed = [
         line
-        for before, line in zip(lines, lines[1:], strict=False)
+        for before, line in pairwise(lines)
         if (item.match(line) or line.startswith("| ")) and re.match(r"[^\s|#]", before) and not item.match(before)
     ]
     assert swallowed == [], "a list or table needs an empty line before it"
@@ -113,3 +115,7 @@ def test_page_of_commands_lists_every_command(capsys):
     commands = re.findall(r"^  declutr ([a-z-]+)", capsys.readouterr().out, re.MULTILINE)
     listed = re.findall(r"`declutr ([a-z-]+)[^`]*`(?=.*\|)", (DOCS / "reference/commands.md").read_text())
     assert set(commands) <= set(listed)
+
+
+def test_picture_of_the_readme_shows_the_file_of_results():
+    assert (DOCS / "adapted.svg").read_text() == chart(), "run: python -m benchmarks.adapt.chart > docs/adapted.svg"

@@ -28,10 +28,11 @@ def commands(text):
     return [shlex.split(line, comments=True)[1:] for line in code(text) if line.startswith("declutr ")]
 
 
-PAIRS = next(line for line in code(README) if line.startswith("echo "))
+PAIRS = "; ".join(line for line in code(README) if line.startswith("echo "))
 SNIPPET = "\n".join(line for line in code(PAGE) if not line.startswith("declutr "))
 COMMANDS = commands(PAGE)
 COMMANDS += [command for command in commands(README) if command not in COMMANDS]
+COMMANDS.sort(key=lambda command: command[0] == "adapt")  # last: it starts from the encoder that others train here
 # What differs: everything is small.
 SHAPE = "{model_type: roberta, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 48}"
 SIZES = {
@@ -80,7 +81,9 @@ def test_the_commands_do_what_they_say(home, monkeypatch, capfd):
     assert {command[0] for command in COMMANDS} >= {"prepare", "train", "embed", "index", "explore", "evaluate"}
     for command in COMMANDS:
         given = [*command, *SIZES.get(command[0], [])]
-        given = ["runs/mine/export" if each in ("models/minilm", "runs/demo/declutr/export") else each for each in given]
+        given = [
+            "runs/mine/export" if each in ("models/minilm", "runs/demo/declutr/export") else each for each in given
+        ]
         if command[0] in ("prepare", "train", "explore", "adapt"):  # starts Ray, or serves
             status, shown = type_in(given, home)
         else:
