@@ -14,7 +14,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the paths of another active environment out of this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak mutants gpu check markers format golden settings lock clean
+.PHONY: help setup demo test test-cluster test-fast chaos chaos-short soak mutants gpu check markers format golden settings docs lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -49,7 +49,7 @@ test-cluster: setup ## kill one of three hosts in namespaces of this machine: tw
 test-fast: setup ## tests of less than two seconds, without Ray and process groups: two minutes on 2 CPU cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not ray and not dist and not slow"
 
-chaos: setup ## one run for each fault, compared with the quiet run (docs/reliability.md): half an hour
+chaos: setup ## one run for each fault, compared with the quiet run (docs/evidence/reliability.md): half an hour
 	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json
 
 chaos-short: setup ## seven of the faults, several to a run: about 5 minutes on 2 CPU cores
@@ -81,8 +81,15 @@ format: setup ## rewrite the code's layout
 golden: setup ## compare with the released code's figures alone
 	$(BIN)/python -m pytest -m golden
 
-settings: setup ## regenerate docs/settings.md from the configuration models
-	$(BIN)/python -m declutr.cli.settings_page > docs/settings.md
+settings: setup ## regenerate docs/reference/settings.md from the configuration models
+	$(BIN)/python -m declutr.cli.settings_page > docs/reference/settings.md
+
+# In an environment of its own: the lock of `make setup` has no MkDocs. Links and anchors are tested without it.
+docs: ## build the documentation as a site in build/site
+	@$(PYTHON) -m venv build/docs
+	@build/docs/bin/python -m pip install --quiet --disable-pip-version-check mkdocs==1.6.1
+	build/docs/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 lock: setup ## pin the dependencies again (torch is not among them: see TORCH)
 	$(BIN)/python -m pip install --quiet pip-tools

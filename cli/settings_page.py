@@ -1,4 +1,4 @@
-"""The page docs/settings.md, generated from the configuration models: `make settings`."""
+"""The page docs/reference/settings.md, generated from the configuration models: `make settings`."""
 
 from declutr.common.config_docs import settings_tables
 from declutr.pipeline.config import PipelineConfig

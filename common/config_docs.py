@@ -45,23 +45,26 @@ def _tables(model: type[BaseModel], prefix: str, default: Any, shown: dict[type[
     """The table of a section, then the tables of the sections below it; `shown` has the places of those shown."""
     rows, below = [], []
     for name, field in model.model_fields.items():
+        if name == "kind" and _kind(model):
+            continue  # the heading has it
         given = getattr(default, name) if isinstance(default, model) else field.get_default(call_default_factory=True)
         models = list(sections_of(field.annotation))
         path = f"{prefix}{name}" + (".NAME" if get_origin(field.annotation) is dict else "")
         below += [(one, path, given, field, len(models)) for one in models]
         if not models or given is None:
-            meaning = _cell(_meaning(field, "Selects the settings of this table."))
-            rows.append(f"| `{prefix}{name}` | {_shown(given)} | {meaning} |")
+            rows.append(f"| `{prefix}{name}` | {_shown(given)} | {_cell(_meaning(field, ''))} |")
     if rows:
         yield from ["| setting | default | meaning |", "| --- | --- | --- |", *rows, ""]
     for one, path, given, field, number in below:
         kind = _kind(one)
-        heading = f"`{path}`, kind `{kind}`" if kind and number > 1 else f"`{path}`"
-        yield from [f"### {heading}", (field.description if number == 1 else None) or _summary(one), ""]
+        heading = f"### `{path}`" + (f", kind `{kind}`" if kind else "")
         if shown.setdefault(one, path) == path or ".NAME." not in path:
+            default_kind = " The default." if kind and isinstance(given, one) else ""
+            summary = (field.description if number == 1 else None) or _summary(one)
+            yield from [heading, f"{summary}{default_kind}", ""]
             yield from _tables(one, f"{path}.", given, shown)
         else:
-            yield from [f"The same settings as `{shown[one]}`.", ""]
+            yield from [heading, f"The same settings as `{shown[one]}`.", ""]
 
 
 def _summary(model: type[BaseModel]) -> str:
@@ -77,13 +80,14 @@ def _kind(model: type[BaseModel]) -> str | None:
 
 
 def _meaning(field: FieldInfo, otherwise: str) -> str:
-    """The docstring of a setting, or another text where it has none, with its choices where it has several."""
+    """The docstring of a setting, or another text where it has none, with its choices if they are not in it."""
     literals = [kind for kind in kinds_of(field.annotation) if get_origin(kind) is Literal]
     choices = [kind for model in sections_of(field.annotation) if (kind := _kind(model))] or [
         str(choice) for literal in literals for choice in get_args(literal)
     ]
-    listed = f"One of {', '.join(choices)}." if len(choices) > 1 else ""
-    return f"{field.description or otherwise} {listed}".strip()
+    text = field.description or otherwise
+    explained = len(choices) < 2 or all(f"{choice}:" in text for choice in choices)
+    return text if explained else f"{text} One of {', '.join(choices)}.".strip()
 
 
 def _shown(default: Any) -> str:

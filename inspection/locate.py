@@ -56,7 +56,9 @@ def locate(folder: Path, wanted: str) -> Iterator[str]:
             yield f"  note: {entry.detail}"
         yield from text_lines(folder, shards, [number]) if manifest.tokenizer else media_lines(shards, [number])
     if not found:
-        shorter = wanted.partition("/")[2]
+        parts = wanted.split("/")
+        tails = ("/".join(parts[start:]) for start in range(1, len(parts)))
+        shorter = next((tail for tail in tails if any(find_entries(folder, tail))), "")
         near = f"; sources are named from inside their folder, so try {shorter}" if shorter else ""
         raise DescribeError(
             f"{folder}: no document matches {wanted!r}{near}; give an id (at least 8 hexadecimal digits), a source or "

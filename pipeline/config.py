@@ -31,7 +31,7 @@ class PipelineConfig(Strict):
 
     output: str
     """Folder of the shards, created if missing, or an address (`s3://...`, `gs://...`). All hosts of a cluster must see
-    the folder; an address needs no shared folder (docs/cluster.md)."""
+    the folder; an address needs no shared folder (docs/guides/cluster.md)."""
     corpus: Annotated[FilesCorpus | HubCorpus | PythonDocs, Field(discriminator="kind")]
     content: AnyContent = DocumentsContent()
     tokenizer: TokenizerConfig | None = Field(default=None, validate_default=True)

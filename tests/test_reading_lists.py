@@ -1,4 +1,4 @@
-"""The reading lists of docs/architecture.md, compared with the files whose functions run."""
+"""The reading lists of docs/why/architecture.md, compared with the files whose functions run."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SOURCE = ("common", "pipeline", "trainer")
 
 def reading_list(title):
     """The numbered files of a section, and the others that it names."""
-    text = (ROOT / "docs" / "architecture.md").read_text().split(f"\n### {title}\n")[1].split("\n#")[0]
+    text = (ROOT / "docs/why/architecture.md").read_text().split(f"\n### {title}\n")[1].split("\n#")[0]
     numbered = re.findall(r"^\d+\. `(.+?)`: \w", text, re.MULTILINE)
     return numbered, set(re.findall(r"`([\w/]+\.py)`", text)) - set(numbered)
 

@@ -1,8 +1,8 @@
 """Nearest neighbours by graphs (HNSW: Malkov and Yashunin, 2016) of a fixed number of rows, and checks of their files.
 
 usearch can also add to one graph with several threads. Such a graph differs every time, and among many nearly equal
-vectors some cannot be found, not even by themselves (docs/log.md). So each thread builds separate graphs; the split of
-rows into graphs does not depend on the number of threads.
+vectors some cannot be found, not even by themselves (docs/evidence/log.md). So each thread builds separate graphs; the
+split of rows into graphs does not depend on the number of threads.
 
 usearch trusts a file: a neighbour beyond the last vector makes it read outside its memory. So every number that usearch
 follows is compared here with its valid range. After that, no byte of the file can lead outside the file.

@@ -11,7 +11,7 @@ from benchmarks.quality import encoders
 from declutr.common.storage import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOWN = [("encoders*_*.json", "docs/results.md"), ("evaluate_*.json", "docs/senteval.md")]
+SHOWN = [("encoders*_*.json", "docs/evidence/results.md"), ("evaluate_*.json", "docs/evidence/benchmarks.md")]
 SCORES = {("untrained", 0): 50, ("untrained", 1): 52, ("mlm_only", 0): 49, ("mlm_only", 1): 49}
 SCORES |= {("declutr", 0): 60, ("declutr", 1): 66, ("hashed_words", 0): 55, ("hashed_words", 1): 55}
 

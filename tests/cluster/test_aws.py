@@ -55,7 +55,7 @@ def create_stack(you="203.0.113.7/32"):
 
 
 def filled_in(outputs):
-    """cluster.yaml as docs/cluster.md says to fill it in."""
+    """cluster.yaml as docs/guides/cluster.md says to fill it in."""
     text = (ROOT / "cluster.yaml").read_text()
     assert text.count("sg-00000000000000000") == 1
     return yaml.safe_load(text.replace("sg-00000000000000000", outputs["SecurityGroup"]))

@@ -20,7 +20,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = ROOT / "docs" / "cluster.md"
+DOCUMENT = ROOT / "docs/guides/cluster.md"
 SECTIONS = {"prepare": PipelineConfig, "train": TrainConfig}
 
 
@@ -29,13 +29,13 @@ def read(name):
 
 
 def blocks(kind, holding):
-    """Code blocks of docs/cluster.md of a kind, with these words."""
+    """Code blocks of docs/guides/cluster.md of a kind, with these words."""
     found = re.findall(rf"```{kind}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     return [block for block in found if holding in block]
 
 
 def variant(provider):
-    """cluster.yaml with the keys that docs/cluster.md gives for another provider in place of its own."""
+    """cluster.yaml with the keys that docs/guides/cluster.md gives for another provider in place of its own."""
     changed = read("cluster.yaml")
     (block,) = blocks("yaml", f"type: {provider}")
     changed |= yaml.safe_load(block)
@@ -118,7 +118,8 @@ def commands(text):
 
 
 @pytest.mark.parametrize(
-    "name", ["cluster.yaml", "deploy/kuberay.yaml", "deploy/slurm.sbatch", "docs/cluster.md", "docs/slurm.md"]
+    "name",
+    ["cluster.yaml", "deploy/kuberay.yaml", "deploy/slurm.sbatch", "docs/guides/cluster.md", "docs/guides/slurm.md"],
 )
 def test_every_command_line_is_one_that_we_understand(name):
     found = list(commands((ROOT / name).read_text()))
@@ -171,7 +172,7 @@ def test_memory_volumes_fit_into_the_memory_of_their_pods_and_hold_the_object_st
         assert int(group["rayStartParams"]["object-store-memory"]) < num_bytes(volume["sizeLimit"]) <= limit / 3
 
 
-@pytest.mark.parametrize("name", ["cluster.yaml", "deploy/kuberay.yaml", "docs/cluster.md"])
+@pytest.mark.parametrize("name", ["cluster.yaml", "deploy/kuberay.yaml", "docs/guides/cluster.md"])
 def test_every_training_asks_for_the_gpus_that_its_nodes_will_have(name):
     """Not `auto`, which looks at the nodes that have joined at that moment."""
     found = [arguments for section, arguments in commands((ROOT / name).read_text()) if section == "train"]
@@ -181,7 +182,7 @@ def test_every_training_asks_for_the_gpus_that_its_nodes_will_have(name):
         assert ("scaling.spot_notices=aws" in arguments.split()) == (name != "deploy/kuberay.yaml")
 
 
-@pytest.mark.parametrize("name", ["cluster.yaml", "deploy/kuberay.yaml", "docs/cluster.md"])
+@pytest.mark.parametrize("name", ["cluster.yaml", "deploy/kuberay.yaml", "docs/guides/cluster.md"])
 def test_one_host_has_a_gpu_for_every_worker_of_the_documented_run(name):
     config, *overrides = next(
         shlex.split(arguments) for section, arguments in commands((ROOT / name).read_text()) if section == "train"

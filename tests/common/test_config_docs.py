@@ -17,6 +17,8 @@ class Wool(Strict):
     """Colour after washing."""
     weights: tuple[float, ...] = (1.5, 2.0)
     """Weights, kg | pounds."""
+    use: Literal["sell", "spin"] = "sell"
+    """sell: at the market. spin: at home."""
 
 
 class Sheep(Strict):
@@ -57,6 +59,8 @@ animal:
     colour: black
     # Weights, kg | pounds.
     weights: [1.5, 2.0]
+    # sell: at the market. spin: at home.
+    use: sell
 # Stored hay.
 hay: null
 # A note.
@@ -73,11 +77,7 @@ A farm.
 | `note` | required | A note. |
 
 ### `animal`, kind `sheep`
-An animal with wool.
-
-| setting | default | meaning |
-| --- | --- | --- |
-| `animal.kind` | `sheep` | Selects the settings of this table. |
+An animal with wool. The default.
 
 ### `animal.wool`
 The wool of a sheep, shorn once a year and weighed.
@@ -86,13 +86,13 @@ The wool of a sheep, shorn once a year and weighed.
 | --- | --- | --- |
 | `animal.wool.colour` | `black` | Colour after washing. One of white, black. |
 | `animal.wool.weights` | `[1.5, 2.0]` | Weights, kg \\| pounds. |
+| `animal.wool.use` | `sell` | sell: at the market. spin: at home. |
 
 ### `animal`, kind `horse`
 An animal to ride.
 
 | setting | default | meaning |
 | --- | --- | --- |
-| `animal.kind` | required | Selects the settings of this table. |
 | `animal.names` | `{}` | Names by language. |
 
 ### `hay`
@@ -102,6 +102,7 @@ Stored hay.
 | --- | --- | --- |
 | `hay.colour` | `white` | Colour after washing. One of white, black. |
 | `hay.weights` | `[1.5, 2.0]` | Weights, kg \\| pounds. |
+| `hay.use` | `sell` | sell: at the market. spin: at home. |
 """
 
 

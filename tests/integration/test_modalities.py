@@ -1,4 +1,4 @@
-"""The commands of docs/modalities.md, exactly as they are written there, with small pictures and sounds."""
+"""The commands of docs/guides/modalities.md, exactly as they are written there, with small pictures and sounds."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer.setup.config import TrainConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
-PAGE = (runs.ROOT / "docs" / "modalities.md").read_text()
+PAGE = (runs.ROOT / "docs/guides/modalities.md").read_text()
 COMMANDS = [shlex.split(line, comments=True)[1:] for line in PAGE.splitlines() if line.startswith("    declutr ")]
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 # What differs: fewer rows are compared.

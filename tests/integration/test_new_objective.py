@@ -1,4 +1,4 @@
-"""The objective that docs/new-objective.md builds, extracted from the page, installed by pip, and run."""
+"""The objective that docs/guides/new-objective.md builds, extracted from the page, installed by pip, and run."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SETTINGS = ["objective.kind=halves", "validation.every_steps=0"]
 
 
 def page():
-    return (runs.ROOT / "docs" / "new-objective.md").read_text()
+    return (runs.ROOT / "docs/guides/new-objective.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Kills at random points, of workers and of the driver: shards as of the run that nobody disturbed.
 
-DECLUTR_KILLS=20 for many of them; the figure in docs/reliability.md is from such a run.
+DECLUTR_KILLS=20 for many of them; the figure in docs/evidence/reliability.md is from such a run.
 """
 
 import contextlib

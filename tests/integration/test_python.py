@@ -16,7 +16,7 @@ from messages import all_of, says
 
 import declutr
 
-PAGE = (runs.ROOT / "docs" / "python.md").read_text()
+PAGE = (runs.ROOT / "docs" / "reference" / "python.md").read_text()
 NOTEBOOK = json.loads((runs.ROOT / "examples" / "adapt.ipynb").read_text())
 CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 NUMBERS = "(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)"

@@ -1,4 +1,4 @@
-"""Runs the commands of the README for a user's own corpus, exactly as they are written there."""
+"""Runs the commands of "Your corpus in 30 minutes" and of the README, exactly as they are written there."""
 
 import os
 import shlex
@@ -9,35 +9,49 @@ import sys
 import numpy as np
 import pytest
 import tinyruns as runs
-from sentevalsets import write_sets
 
 from declutr.cli.main import main
 from declutr.common.config import load_config
 from declutr.pipeline.config import PipelineConfig
 from declutr.trainer.setup.config import TrainConfig
 
-SECTION = (runs.ROOT / "README.md").read_text().split("\n## Your own corpus\n")[1].split("\n## ")[0]
-BLOCK = [line.removeprefix("    ") for line in SECTION.splitlines() if line.startswith("    ")]
-COMMANDS = [shlex.split(line, comments=True)[1:] for line in BLOCK if line.startswith("declutr ")]
-SNIPPET = "\n".join(line for line in BLOCK if not line.startswith("declutr "))
+PAGE = (runs.ROOT / "docs/start/corpus.md").read_text()
+README = (runs.ROOT / "README.md").read_text()
+
+
+def code(text):
+    """Lines of the blocks of code that are indented."""
+    return [line.removeprefix("    ") for line in text.splitlines() if line.startswith("    ")]
+
+
+def commands(text):
+    return [shlex.split(line, comments=True)[1:] for line in code(text) if line.startswith("declutr ")]
+
+
+PAIRS = "; ".join(line for line in code(README) if line.startswith("echo "))
+SNIPPET = "\n".join(line for line in code(PAGE) if not line.startswith("declutr "))
+COMMANDS = commands(PAGE)
+COMMANDS += [command for command in commands(README) if command not in COMMANDS]
+COMMANDS.sort(key=lambda command: command[0] == "adapt")  # last: it starts from the encoder that others train here
 # What differs: everything is small.
 SHAPE = "{model_type: roberta, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 48}"
 SIZES = {
     "prepare": ["validation_fraction=0.1"],
     "train": [f"encoder.from_config={SHAPE}"],
-    "evaluate": ["--allow-unchecked", "--tasks", "SST2,STS12"],
 }
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A user's folder: our configs, texts, SentEval's data."""
+    """A user's folder: our configs, texts, a page of ours, pairs."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "configs").symlink_to(runs.ROOT / "configs")
     (folder / "my/texts").mkdir(parents=True)
     runs.write_corpus(folder / "my/texts/my.jsonl", documents=40, words=(1200, 1600))
     (folder / "sentences.txt").write_text("A sentence.\nAnd another one.\n")
-    write_sets(folder / "senteval")
+    subprocess.run(PAIRS, shell=True, cwd=folder, check=True)
+    (folder / "docs/start").mkdir(parents=True)
+    (folder / "docs/start/corpus.md").write_text(PAGE)
     return folder
 
 
@@ -67,7 +81,9 @@ def test_the_commands_do_what_they_say(home, monkeypatch, capfd):
     assert {command[0] for command in COMMANDS} >= {"prepare", "train", "embed", "index", "explore", "evaluate"}
     for command in COMMANDS:
         given = [*command, *SIZES.get(command[0], [])]
-        given = ["runs/mine/export" if each == "models/minilm" else each for each in given]
+        given = [
+            "runs/mine/export" if each in ("models/minilm", "runs/demo/declutr/export") else each for each in given
+        ]
         if command[0] in ("prepare", "train", "explore", "adapt"):  # starts Ray, or serves
             status, shown = type_in(given, home)
         else:
@@ -82,7 +98,7 @@ def test_the_commands_do_what_they_say(home, monkeypatch, capfd):
     np.testing.assert_allclose(names["embeddings"], np.load("embeddings.npy")[:1], atol=1e-5)
 
 
-@pytest.mark.parametrize("row", [line for line in SECTION.splitlines() if "yaml" in line and line.startswith("| ")])
+@pytest.mark.parametrize("row", [line for line in PAGE.splitlines() if "yaml" in line and line.startswith("| ")])
 def test_the_commands_of_the_table_are_valid(row, monkeypatch):
     """Their configs and overrides are read, by the command that the column names."""
     monkeypatch.chdir(runs.ROOT)

@@ -1,4 +1,4 @@
-"""The example of docs/usage.md for sentences, pairs and triples, exactly as it is written there."""
+"""The example of docs/guides/texts.md for sentences, pairs and triples, exactly as it is written there."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from declutr.pipeline.shards.manifest import load_manifest
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 SECTION = (
-    (runs.ROOT / "docs" / "usage.md").read_text().split("\n## Sentences, pairs and triples\n")[1].split("\n## ")[0]
+    (runs.ROOT / "docs/guides/texts.md").read_text().split("\n## Sentences, pairs and triples\n")[1].split("\n## ")[0]
 )
 
 

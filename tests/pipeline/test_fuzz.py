@@ -1,4 +1,4 @@
-"""A small run of the fuzzer of the readers; docs/reliability.md has the figures of a large one."""
+"""A small run of the fuzzer of the readers; docs/evidence/reliability.md has the figures of a large one."""
 
 import json
 import os

@@ -44,7 +44,7 @@ class RunContext:
 
 
 class ObjectiveConfig(Strict):
-    """Base of the settings of every objective; docs/new-objective.md shows a complete one.
+    """Base of the settings of every objective; docs/guides/new-objective.md shows a complete one.
 
     A subclass defines `kind: Literal["name"] = "name"`, the class variables, and its own settings.
     """

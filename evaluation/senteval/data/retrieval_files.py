@@ -29,7 +29,7 @@ def refuse_pickles(folder: Path) -> None:
     if pickles := sorted(path.name for path in folder.glob("*.pkl")):
         raise DataError(
             f"{folder}: {', '.join(pickles)} are pickles, which run code when read and are never opened here; "
-            "convert them elsewhere to <split>.npy and <split>.captions.txt (docs/senteval.md)"
+            "convert them elsewhere to <split>.npy and <split>.captions.txt (docs/guides/evaluate.md)"
         )
 
 

@@ -43,7 +43,7 @@ def test_files_that_are_elsewhere_are_found(tmp_path, given, moved, said):
 
 
 def test_the_documents_name_every_file():
-    text = (Path(__file__).resolve().parents[3] / "docs/senteval.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[3] / "docs/guides/evaluate.md").read_text(encoding="utf-8")
     layout = text.partition("```\nDIR/downstream/CR/")[2].partition("```")[0]
     for task in TASKS:
         assert f"DIR/{task.folder}/" in f"DIR/downstream/CR/{layout}", task.folder

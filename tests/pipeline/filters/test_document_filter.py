@@ -12,7 +12,7 @@ from declutr.pipeline.filters.evaluation_sets import build_index
 _DIGITS = re.compile(r"\d+")
 DOCUMENTED = {
     _DIGITS.sub("N", reason)
-    for reason in re.findall(r"`(\w+)`", (Path(__file__).parents[3] / "docs" / "filters.md").read_text())
+    for reason in re.findall(r"`(\w+)`", (Path(__file__).parents[3] / "docs/reference/filters.md").read_text())
 }
 ANY = st.text(alphabet=st.characters(exclude_categories=()), max_size=300)
 LINES = st.lists(

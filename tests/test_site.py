@@ -1,0 +1,121 @@
+"""The documentation as a site, without building it: navigation, links, anchors, Markdown that needs no plugin."""
+
+import os
+import re
+import unicodedata
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.adapt.chart import chart
+from declutr.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+OTHERS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "benchmarks/README")]
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+QUESTIONS = ["config", "long", "memory", "better", "dropped", "resume", "Python", "Slurm", "offline", "licence"]
+
+
+def prose(path):
+    """Lines of a page without its code."""
+    text = FENCE.sub("", path.read_text())
+    return [line for line in text.splitlines() if not line.startswith("    ") or line.lstrip()[:2] == "- "]
+
+
+def headings(path):
+    return [line.lstrip("#").strip() for line in prose(path) if re.match(r"#+ ", line)]
+
+
+def anchors(path):
+    """Anchors that a forge and MkDocs both give to headings that occur once."""
+    texts = [re.sub(r"\[(.+?)\]\(.+?\)", r"\1", heading).replace("`", "") for heading in headings(path)]
+    forge = [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts]
+    plain = [unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode() for text in texts]
+    site = [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower()) for text in plain]
+    return {one for one, other in zip(forge, site, strict=True) if one == other and Counter(site)[one] == 1}
+
+
+def pages_of(entries):
+    """Page to the titles above it, from a navigation of MkDocs."""
+    found = {}
+    for entry in entries:
+        ((title, value),) = entry.items()
+        below = {value: ()} if isinstance(value, str) else pages_of(value)
+        found |= {page: (title, *titles) for page, titles in below.items()}
+    return found
+
+
+NAVIGATION = pages_of(SITE["nav"])
+
+
+@pytest.mark.parametrize("path", [*PAGES, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_of_a_page_lead_to_files_and_headings(path):
+    dead = []
+    for link in LINK.findall("\n".join(prose(path))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = Path(os.path.normpath(path.parent / name)) if name else path
+        outside = path.is_relative_to(DOCS) and not target.is_relative_to(DOCS)
+        if outside or not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
+def test_navigation_has_every_page_once():
+    decisions = {f"decisions/{path.name}" for path in (DOCS / "decisions").glob("0*.md")}
+    assert {str(path.relative_to(DOCS)) for path in PAGES} - decisions == set(NAVIGATION)
+    assert SITE["not_in_nav"].split() == ["/decisions/0*.md"]
+    assert "plugins" not in SITE
+
+
+def test_decisions_are_listed_by_number_and_title():
+    listed = re.findall(r"^\| (\d+) \| \[(.+)\]\((.+)\) \|$", (DOCS / "decisions/index.md").read_text(), re.MULTILINE)
+    titles = {path.name: headings(path)[0] for path in (DOCS / "decisions").glob("0*.md")}
+    assert {name: f"{number}. {title}" for number, title, name in listed} == titles
+
+
+def test_ten_questions_have_an_answer_that_the_navigation_leads_to():
+    rows = re.findall(r"^\| (.+\?) \| (.+): \[(.+)\]\((.+)#(.+)\) \|$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    assert [any(word in question for question, *_ in rows) for word in QUESTIONS] == [True] * len(QUESTIONS)
+    assert len(rows) == len(QUESTIONS)
+    for question, way, shown, page, anchor in rows:
+        section, title = NAVIGATION[page]
+        assert way.split(", ")[0] == section, question
+        assert way.split(", ")[1].lower().rstrip("?") in title.lower(), question
+        assert shown.lower() in [heading.lower() for heading in headings(DOCS / page)], question
+        assert anchor in anchors(DOCS / page), question
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "README.md"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_page_is_plain_markdown(path):
+    """What needs a plugin or an extension, and what MkDocs reads otherwise than a forge."""
+    text = path.read_text()
+    assert re.findall(r"^(?:!!!|\?\?\?|:::|```mermaid|\{[%{])", text, re.MULTILINE) == []
+    lines = FENCE.sub("", text).splitlines()
+    item = re.compile(r"(?:[-*]|\d+\.) ")
+    swallowed = [
+        line
+        for before, line in pairwise(lines)
+        if (item.match(line) or line.startswith("| ")) and re.match(r"[^\s|#]", before) and not item.match(before)
+    ]
+    assert swallowed == [], "a list or table needs an empty line before it"
+    assert [line for line in lines if re.match(r" {1,3}[-*] ", line)] == [], "indent a list in a list by 4 spaces"
+
+
+def test_page_of_commands_lists_every_command(capsys):
+    assert main([]) == 0
+    commands = re.findall(r"^  declutr ([a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    listed = re.findall(r"`declutr ([a-z-]+)[^`]*`(?=.*\|)", (DOCS / "reference/commands.md").read_text())
+    assert set(commands) <= set(listed)
+
+
+def test_picture_of_the_readme_shows_the_file_of_results():
+    assert (DOCS / "adapted.svg").read_text() == chart(), "run: python -m benchmarks.adapt.chart > docs/adapted.svg"
