@@ -220,6 +220,7 @@ def test_command_ends_at_signals_with_their_status_and_an_ignored_hangup_stays_i
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         signal.signal(signal.SIGTERM, lambda *_: None)  # as Ray leaves it
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # Ray Tune leaves a handler
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
         end_at_signals()
         signal.raise_signal(signal.SIGHUP)
@@ -227,7 +228,7 @@ def test_command_ends_at_signals_with_their_status_and_an_ignored_hangup_stays_i
         end_at_signals()
         for number in numbers:
             with pytest.raises(SystemExit) as ended:
-                signal.raise_signal(number)  # to this thread: another would take it later
+                signal.raise_signal(number)
             assert ended.value.code == 128 + number
     finally:
         for number, handler in before.items():

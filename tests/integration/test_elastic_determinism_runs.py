@@ -1,7 +1,5 @@
 """Runs with `scaling.elastic_determinism`: the same files and numbers with any, also changing, number of workers."""
 
-import shutil
-
 import pytest
 import tinyruns as runs
 
@@ -18,16 +16,6 @@ def trained(data, run, workers):
     kept = {"every_steps": 2, "keep_last": 2, "keep_every_steps": 2}
     train(runs.train_config(data, run, **runs.FINISHED | {"scaling": scaling, "checkpoint": kept}))
     return run
-
-
-def cut(run, to, last):
-    """A copy of a run as it was after step `last`."""
-    shutil.copytree(run, to)
-    shutil.rmtree(to / "export")
-    for step in steps_in(to / "checkpoints"):
-        if step > last:
-            shutil.rmtree(to / "checkpoints" / f"step-{step:08d}")
-    return to
 
 
 def results(run):
@@ -47,7 +35,7 @@ def test_two_then_three_workers_then_none_are_one_process(data, tmp_path):
     assert len(alone[1]) == 8
     two = trained(data, tmp_path / "two", 2)
     assert results(two) == alone
-    three = trained(data, cut(two, tmp_path / "three", 2), 3)
+    three = trained(data, runs.cut(two, tmp_path / "three", 2), 3)
     assert results(three) == alone
-    one = trained(data, cut(three, tmp_path / "one", 6), 0)
+    one = trained(data, runs.cut(three, tmp_path / "one", 6), 0)
     assert results(one) == alone

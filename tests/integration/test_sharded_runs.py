@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import pytest
 import tinyruns as runs
@@ -13,7 +12,6 @@ from safetensors.torch import load_file
 
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.checkpoints.checkpoint import steps_in
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_encoder, build_validator, load_tokenizer
 from declutr.trainer.setup.config import TrainConfig
@@ -62,15 +60,6 @@ def sharded(data, tmp_path_factory):
     return run
 
 
-def cut(run, to):
-    """A copy of a run as it was when its last checkpoint was not yet written."""
-    shutil.copytree(run, to)
-    last = steps_in(to / "checkpoints")[-1]
-    shutil.rmtree(to / "checkpoints" / f"step-{last:08d}")
-    shutil.rmtree(to / "export")
-    return to
-
-
 def assert_close(run, other):
     for kind in ("step", "validation"):
         found, expected = runs.steps_of(run, kind), runs.steps_of(other, kind)
@@ -95,7 +84,7 @@ def test_a_sharded_run_is_the_run_that_is_not(finished, sharded):
 @pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_a_sharded_run_continues_to_the_bit(data, sharded, tmp_path):
-    run = cut(sharded, tmp_path / "run")
+    run = runs.cut(sharded, tmp_path / "run", last=6)
     train(config_of(data, run, workers=2, sharded=True))
     assert runs.steps_of(run) == runs.steps_of(sharded)
     assert runs.steps_of(run, "validation") == runs.steps_of(sharded, "validation")
@@ -107,9 +96,9 @@ def test_a_sharded_run_continues_to_the_bit(data, sharded, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_a_run_continues_with_and_without_sharding(data, finished, sharded, tmp_path):
-    alone = cut(sharded, tmp_path / "alone")
+    alone = runs.cut(sharded, tmp_path / "alone", last=6)
     train(config_of(data, alone, workers=0, sharded=False))
     assert_close(alone, finished / "run")
-    together = cut(finished / "run", tmp_path / "together")
+    together = runs.cut(finished / "run", tmp_path / "together", last=6)
     train(config_of(data, together, workers=2, sharded=True))
     assert_close(together, finished / "run")

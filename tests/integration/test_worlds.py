@@ -79,7 +79,8 @@ def test_nothing_spins_while_blocks_wait_for_their_reader(data, monkeypatch):
     steps = documents(plan)
     for _ in range(2):  # the first chunk needs no task, the second does
         next(steps)
-    until(lambda: len(waiting) >= 10 and all(waiting[-10:]))  # what may be read ahead is read
+    # What may be read ahead is read. On a busy machine its processes need a minute to start.
+    until(lambda: len(waiting) >= 10 and all(waiting[-10:]), seconds=180)
     first = len(looks)
     until(lambda: len(looks) > first + 11)  # it goes on looking: it has not read everything
     assert looks[first + 11] - looks[first] >= 11 * stream._PACE_SECONDS

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import yaml
 from waiting import until
 
+from declutr.trainer.checkpoints.checkpoint import steps_in
 from declutr.trainer.driver.resolved import ResolvedRun, find_shards
 from declutr.trainer.setup.config import TrainConfig
 
@@ -149,6 +151,16 @@ def steps_of(run, kind="step"):
     chosen = [line for line in lines if line["kind"] == kind]
     assert len({line["step"] for line in chosen}) == len(chosen), "a step is there twice"
     return {line["step"]: {k: v for k, v in line.items() if k not in clock} for line in chosen}
+
+
+def cut(run, to, last):
+    """A copy of a run as it was after step `last`."""
+    shutil.copytree(run, to)
+    shutil.rmtree(to / "export")
+    for step in steps_in(to / "checkpoints"):
+        if step > last:
+            shutil.rmtree(to / "checkpoints" / f"step-{step:08d}")
+    return to
 
 
 def inode(path):
