@@ -33,7 +33,10 @@ _COMMANDS = {
     "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "declutr.cli.search:run_index"),
     "search": ("INDEX QUERY: the nearest texts of an index", "declutr.cli.search:run_search"),
     "explore": ("INDEX: search and map an index in a browser", "declutr.cli.search:run_explore"),
-    "export-onnx": ("MODEL --output FOLDER: an encoder as ONNX", "declutr.cli.embed:run_export_onnx"),
+    "export": (
+        "MODEL --to onnx|onnx-int8|static --output DIR: a smaller or faster form of an encoder, and its measurement",
+        "declutr.cli.export:run",
+    ),
     "doctor": (
         "[CONFIG] [--address ...] [--path ...]: check that this machine or cluster can run a training",
         "declutr.doctor.examination:main",
@@ -64,7 +67,7 @@ _COMMANDS = {
     "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),
 }
 
-_READ_FOLDERS = ("index", "explore", "export-onnx", "evaluate", "inspect", "why", "checkpoints", "report", "reproduce")
+_READ_FOLDERS = ("index", "explore", "export", "evaluate", "inspect", "why", "checkpoints", "report", "reproduce")
 _RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
 """Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""
 _STORES = ("s3://", "gs://", "gcs://")

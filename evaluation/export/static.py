@@ -1,0 +1,93 @@
+"""Table of token vectors made from an encoder and a corpus, without training.
+
+A WordPiece vocabulary of the corpus is made first, so that its frequent words are tokens of their own. The encoder
+embeds each token t; the embeddings are reduced to their principal components c(t), and each is weighted by the token's
+share p(t) of the corpus, as in SIF (Arora et al. 2017): v(t) = c(t) a / (a + p(t)), a = 1e-4.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from declutr.common.storage import write_json
+from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder
+from declutr.evaluation.encoders.static import MODULE, TABLE, WEIGHT
+from declutr.evaluation.encoders.transformer import TransformerEncoder
+
+_CONTINUED, _UNKNOWN = "##", "[UNK]"
+_A = 1e-4
+_MIN_TOKENS = 100
+
+
+def write_static(
+    encoder: SentenceEncoder, texts: Sequence[str], folder: Path, vocabulary_size: int, dimensions: int
+) -> None:
+    """Write the table, its tokenizer, and the files by which sentence-transformers loads them.
+
+    Args:
+        encoder: embeds the tokens.
+        texts: corpus whose tokens are counted.
+        folder: existing folder.
+        vocabulary_size: most tokens.
+        dimensions: most numbers of an embedding.
+
+    Raises:
+        EncoderError: the corpus has too few different words.
+    """
+    tokenizer = _tokenizer(encoder, texts, vocabulary_size)
+    tokens = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]
+    if len(tokens) < _MIN_TOKENS:
+        raise EncoderError(f"--corpus: has {len(tokens):,} tokens; a table needs at least {_MIN_TOKENS}")
+    counts = np.zeros(len(tokens), np.int64)
+    for row in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
+        np.add.at(counts, row.ids, 1)
+    vectors = encoder.encode([token.removeprefix(_CONTINUED) for token in tokens]).astype(np.float64)
+    weights = _A / (_A + counts / max(1, counts.sum()))
+    table = _components(vectors, dimensions) * weights[:, None]
+    table[tokens.index(_UNKNOWN)] = 0
+    save_file({WEIGHT: torch.from_numpy(table.astype(np.float32))}, folder / TABLE)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    kinds = {MODULE: "", "Normalize": "1_Normalize"}
+    (folder / "1_Normalize").mkdir()
+    modules = [
+        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for place, (kind, path) in enumerate(kinds.items())
+    ]
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "1_Normalize/config.json", {})  # a folder without files would be lost in git
+    write_json(folder / "config_sentence_transformers.json", {"similarity_fn_name": "cosine", "prompts": {}})
+
+
+def _tokenizer(encoder: SentenceEncoder, texts: Sequence[str], size: int) -> Tokenizer:
+    """WordPiece of the texts, in lower case if the encoder's tokenizer is."""
+    lower = False
+    if isinstance(encoder, TransformerEncoder):
+        normalizer = json.loads(encoder.engine().to_str())["normalizer"]
+        lower = '"lowercase": true' in json.dumps(normalizer) or '"Lowercase"' in json.dumps(normalizer)
+    tokenizer = Tokenizer(models.WordPiece(unk_token=_UNKNOWN))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[_UNKNOWN],
+        continuing_subword_prefix=_CONTINUED,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _components(vectors: NDArray[np.float64], most: int) -> NDArray[np.float64]:
+    """Principal components `(tokens, min(most, size))`, each with a positive largest weight."""
+    centered = vectors - vectors.mean(axis=0)
+    directions = np.linalg.eigh(centered.T @ centered)[1][:, ::-1][:, :most]
+    signs = np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])
+    found: NDArray[np.float64] = centered @ (directions * signs)
+    return found
