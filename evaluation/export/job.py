@@ -49,7 +49,7 @@ def export(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) -> dict[
             texts = [*sentences, *(" ".join(sentences[start::2]) for start in (0, 1)), *_spread(inputs.corpus)]
             floats = _write_onnx(config, encoder, texts, aside)
         after = load_encoder(str(aside), device="cpu")
-        figures = {"name": config.to, "model": config.model, "fingerprint": encoder.fingerprint}
+        figures: dict[str, Any] = {"name": config.to, "model": config.model, "fingerprint": encoder.fingerprint}
         figures |= {"prompt": getattr(encoder, "prompt", "")}
         figures |= {"bytes_before": _weight_bytes(encoder)}
         figures |= {"bytes": (aside / (TABLE if config.to == "static" else GRAPH)).stat().st_size}

@@ -6,8 +6,10 @@ share p(t) of the corpus, as in SIF (Arora et al. 2017): v(t) = c(t) a / (a + p(
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,17 +72,30 @@ def _tokenizer(encoder: SentenceEncoder, texts: Sequence[str], size: int) -> Tok
     if isinstance(encoder, TransformerEncoder):
         normalizer = json.loads(encoder.engine().to_str())["normalizer"]
         lower = '"lowercase": true' in json.dumps(normalizer) or '"Lowercase"' in json.dumps(normalizer)
-    tokenizer = Tokenizer(models.WordPiece(unk_token=_UNKNOWN))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    normalizer, pre_tokenizer = normalizers.BertNormalizer(lowercase=lower), pre_tokenizers.BertPreTokenizer()
+    counts = Counter(letter for text in texts for letter in normalizer.normalize_str(text) if not letter.isspace())
+    letters = sorted(sorted(counts), key=counts.__getitem__, reverse=True)[: size // 4]
+    trained = _with(models.WordPiece(unk_token=_UNKNOWN), normalizer, pre_tokenizer)
     trainer = trainers.WordPieceTrainer(
         vocab_size=size,
         min_frequency=2,
         show_progress=False,
-        special_tokens=[_UNKNOWN],
+        # Named here, because the trainer would number them in the order of a hash table, and ties follow the numbers.
+        special_tokens=[_UNKNOWN, *(_CONTINUED + letter for letter in letters)],
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
         continuing_subword_prefix=_CONTINUED,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    trained.train_from_iterator(texts, trainer)
+    vocabulary = models.WordPiece(
+        trained.get_vocab(), unk_token=_UNKNOWN, continuing_subword_prefix=_CONTINUED, max_input_chars_per_word=100
+    )
+    return _with(vocabulary, normalizer, pre_tokenizer)  # anew, without special tokens
+
+
+def _with(model: models.Model, normalizer: Any, pre_tokenizer: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
     return tokenizer
 
 
