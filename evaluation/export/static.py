@@ -1,6 +1,6 @@
 """Table of token vectors made from an encoder and a corpus, without training.
 
-A WordPiece vocabulary of the corpus is made first, so that its frequent words are tokens of their own. The encoder
+A WordPiece vocabulary of the corpus is made first, so that each of its frequent words is a token. The encoder
 embeds each token t; the embeddings are reduced to their principal components c(t), and each is weighted by the token's
 share p(t) of the corpus, as in SIF (Arora et al. 2017): v(t) = c(t) a / (a + p(t)), a = 1e-4.
 """
@@ -90,7 +90,7 @@ def _tokenizer(encoder: SentenceEncoder, texts: Sequence[str], size: int) -> Tok
     vocabulary = models.WordPiece(
         trained.get_vocab(), unk_token=_UNKNOWN, continuing_subword_prefix=_CONTINUED, max_input_chars_per_word=100
     )
-    return _with(vocabulary, normalizer, pre_tokenizer)  # anew, without special tokens
+    return _with(vocabulary, normalizer, pre_tokenizer)  # without special tokens, which are found inside of words
 
 
 def _with(model: models.Model, normalizer: Any, pre_tokenizer: Any) -> Tokenizer:
