@@ -18,7 +18,7 @@ from declutr.evaluation.encoders.protocol import EncoderError
 
 GRAPH = "model.onnx"
 SETTINGS = "declutr_onnx.json"
-_BATCH_TOKENS = 1024
+_BATCH_TOKENS = 256
 """Most tokens of a batch, padding included: its activations stay in the processor's cache."""
 
 
