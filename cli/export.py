@@ -1,6 +1,7 @@
 """`declutr export`."""
 
 import argparse
+import signal
 import sys
 from typing import get_args
 
@@ -46,6 +47,9 @@ def run(arguments: list[str]) -> int:
         found = export(config, inputs, provenance.facts(["declutr", *sys.argv[1:]]))
     except (EncoderError, ExportError, FileExistsError) as error:
         return refused(error)
+    except KeyboardInterrupt:
+        refused(f"stopped; {given['output']} was not written")
+        return 128 + signal.SIGINT
     except ValueError as error:
         return refused(first_problem(error, ExportConfig))
     told = [f"{found['bytes']:,} bytes", f"{found['texts_per_second']['export']:,} texts a second"]

@@ -34,7 +34,7 @@ def session_of(graph: bytes | Path) -> Any:
         raise EncoderError(f"graphs in ONNX need onnxruntime (pip install onnxruntime): {error}") from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 3  # it warns about its own rewriting
+    options.log_severity_level = 4  # errors are raised too
     try:
         source = graph if isinstance(graph, bytes) else str(graph)
         return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
@@ -61,6 +61,8 @@ class OnnxEncoder:
             files = [hash_file(folder / file) for file in (GRAPH, "tokenizer.json")]
         except Exception as error:  # tokenizers raises Exception itself
             raise EncoderError(f"{folder}: is a damaged export to ONNX ({error!r}); export again") from error
+        if settings.get("tokenizer") not in (None, files[1]):
+            raise EncoderError(f"{folder}: tokenizer.json is not the one of its graph; export again")
         self.fingerprint = hash_json([*files, self.prompt])
         self._session = session_of(folder / GRAPH)
 
@@ -76,7 +78,12 @@ class OnnxEncoder:
         return embeddings
 
     def _embed(self, batch: list[int], ids: list[list[int]]) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = self._session.run(None, padded([ids[place] for place in batch], self._pad))[0]
+        try:
+            found: NDArray[np.float32] = self._session.run(None, padded([ids[place] for place in batch], self._pad))[0]
+        except Exception as error:  # onnxruntime raises any kind
+            raise EncoderError(
+                f"{self.name}: onnxruntime cannot compute it ({' '.join(str(error).split())})"
+            ) from error
         return found
 
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.onnx.errors import OnnxExporterError
 
 from declutr.common.console.terminal import shorten
-from declutr.common.storage import write_json
+from declutr.common.storage import hash_file, write_json
 from declutr.evaluation.encoders.onnx import GRAPH, SETTINGS
 from declutr.evaluation.encoders.protocol import EncoderError
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 
-OPSET = 23
-"""The first opset with attention as one operation; GELU is one since 20."""
+OPSETS = 23, 20
+"""Opsets to try. GELU is one operation since 20, attention since 23; onnxruntime fails on ModernBERT's rotary embeddings
+of 23."""
 _MOST_BYTES = 2**31
 _MESSAGE_CHARACTERS = 300
 
@@ -50,29 +51,22 @@ class _Graph(nn.Module):
         return embedding
 
 
-def write_graph(encoder: TransformerEncoder, folder: Path) -> None:
+def write_graph(encoder: TransformerEncoder, folder: Path, opset: int) -> None:
     """Write the graph, the tokenizer and the settings to an existing folder.
 
     Raises:
-        EncoderError: the encoder reads long texts in windows, is too large for one file, or has a layer that ONNX
-            cannot express.
+        EncoderError: the encoder is too large for one file, or has a layer that ONNX cannot express.
     """
-    if encoder.long_texts != "cut":
-        raise EncoderError(
-            "--long-texts windows cannot be exported; export with cut and average windows outside the graph"
-        )
     size = sum(4 * one.numel() for module in (encoder.encoder.model, encoder.after) for one in module.parameters())
     if size >= _MOST_BYTES:
-        raise EncoderError(f"{encoder.name}: {size:,} bytes of weights; a graph in one file has less than 2 GiB")
+        raise EncoderError(f"{size:,} bytes of weights; a graph in one file has less than 2 GiB")
     before = encoder.encoder.config
     encoder.encoder.set_layout(before.model_copy(update={"layout": "padded"}))
     try:
-        _trace(_Graph(encoder).eval(), folder / GRAPH, encoder.device)
+        _trace(_Graph(encoder).eval(), folder / GRAPH, encoder.device, opset)
     except OnnxExporterError as error:
         told = shorten(" ".join(str(error.__cause__ or error).split()), _MESSAGE_CHARACTERS)
-        raise EncoderError(
-            f"{encoder.name}: has a layer that cannot be exported to ONNX ({told}); --to static needs no graph"
-        ) from error
+        raise EncoderError(f"the exporter of torch failed ({told})") from error
     finally:
         encoder.encoder.set_layout(before)
     onnx.save(fuse(onnx.load(folder / GRAPH), encoder.encoder.model.config), folder / GRAPH)
@@ -87,12 +81,13 @@ def write_graph(encoder: TransformerEncoder, folder: Path) -> None:
         "fingerprint": encoder.fingerprint,
         "inputs": ["input_ids", "attention_mask"],
         "output": "sentence_embedding",
-        "opset": OPSET,
+        "opset": opset,
+        "tokenizer": hash_file(folder / "tokenizer.json"),
     }
     write_json(folder / SETTINGS, settings)
 
 
-def _trace(graph: nn.Module, path: Path, device: torch.device) -> None:
+def _trace(graph: nn.Module, path: Path, device: torch.device, opset: int) -> None:
     # Neither dimension is 1 or equals the other, because the exporter would merge them or take them for constants.
     mask = torch.ones(3, 7, dtype=torch.int64, device=device)
     mask[1, 4:] = 0
@@ -110,7 +105,7 @@ def _trace(graph: nn.Module, path: Path, device: torch.device) -> None:
             input_names=["input_ids", "attention_mask"],
             output_names=["sentence_embedding"],
             dynamic_shapes=(shape, shape),
-            opset_version=OPSET,
+            opset_version=opset,
             dynamo=True,
             external_data=False,
             verbose=False,

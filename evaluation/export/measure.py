@@ -11,6 +11,7 @@ import numpy as np
 
 from declutr.common.bootstrap import compare, spearman
 from declutr.evaluation.encoders.protocol import SentenceEncoder, unit_rows
+from declutr.evaluation.encoders.static import StaticEncoder
 from declutr.evaluation.retrieval.compare import differences, score_encoder
 from declutr.evaluation.retrieval.pairs import Lexicon, RetrievalTest
 from declutr.evaluation.retrieval.similarity import stsb_values
@@ -58,11 +59,11 @@ def measure(
     first, second = before.encode(texts), after.encode(texts)
     alone = np.concatenate([after.encode([text]) for text in texts[:_ALONE]])
     found: dict[str, Any] = {"texts": len(texts), "size_before": before.size, "size": after.size}
-    if first.shape == second.shape:
+    if not isinstance(after, StaticEncoder):
         cosines = (unit_rows(first.astype(np.float64)) * unit_rows(second.astype(np.float64))).sum(axis=1)
         filled = cosines[np.abs(first).max(axis=1) > 0]
         found |= {"cosine": float(filled.mean()), "cosine_least": float(filled.min())}
-    else:  # embeddings of other sizes have no cosine
+    else:  # principal components are another basis
         found |= {"cosine": None, "cosine_least": None}
     found["difference_alone"] = float(np.abs(alone - second[:_ALONE]).max())
     if yardstick.stsb is not None:
