@@ -21,8 +21,8 @@ from declutr.evaluation.encoders.protocol import EncoderError
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 
 OPSETS = 23, 20
-"""Opsets to try. GELU is one operation since 20, attention since 23; onnxruntime fails on ModernBERT's rotary embeddings
-of 23."""
+"""Opsets to try. GELU is one operation since 20, attention since 23. onnxruntime fails on the rotary
+embeddings that 23 makes of ModernBERT's."""
 _MOST_BYTES = 2**31
 _MESSAGE_CHARACTERS = 300
 

@@ -110,7 +110,7 @@ def test_only_the_command_line_grants_trust(command, their_index, their_run, the
             for folder in (theirs, their_run)
         ],
         "export": [
-            ["export", str(folder), "--to", "onnx", "--output", str(tmp_path / "onnx")]
+            ["export", str(folder), "--to", "onnx", "--output", str(tmp_path / f"{folder.name}-onnx")]
             for folder in (theirs, their_run)
         ],
         "mteb": [["evaluate", str(theirs), "--mteb", "STSBenchmark", "--output", str(tmp_path / "scores")]],
