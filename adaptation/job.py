@@ -19,7 +19,6 @@ from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, 
 from declutr.adaptation.scores import (
     DISTANT,
     PAIRS,
-    STSB_TEST,
     TestSet,
     Values,
     Verdict,
@@ -42,6 +41,7 @@ from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.encoders.protocol import EncoderError, missing
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test
+from declutr.evaluation.retrieval.similarity import STSB_TEST
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet

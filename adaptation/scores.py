@@ -4,9 +4,8 @@ Legend: n documents, P passages, Q queries.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +19,7 @@ from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import score_encoder
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
-from declutr.trainer.metrics.config import STSB
-from declutr.trainer.metrics.sts import FILES, read_pairs
+from declutr.evaluation.retrieval.similarity import general_sentences, stsb_values
 
 DISTANT, HEADINGS, PAIRS = "distant", "headings", "pairs"
 MEANING = {
@@ -127,9 +125,6 @@ def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
     return found
 
 
-STSB_TEST = replace(FILES[STSB], name="sts-test.csv")
-
-
 def compare_stsb(before: TransformerEncoder, after: TransformerEncoder, folder: Path, seed: int) -> Comparison:
     """Spearman correlations of both encoders on STS-B's test set, and the interval of their difference over pairs.
 
@@ -139,22 +134,9 @@ def compare_stsb(before: TransformerEncoder, after: TransformerEncoder, folder: 
     return compare(stsb_values(before, folder), stsb_values(after, folder), seed, spearman)
 
 
-def stsb_values(encoder: TransformerEncoder, folder: Path) -> F64:
-    """`(N, 2)` cosine and judgement of each pair of STS-B's test set.
-
-    Raises:
-        StsError: the file is missing or damaged.
-    """
-    pairs = read_pairs(folder, STSB_TEST)
-    gold = np.array([score for score, _, _ in pairs])
-    first = unit_rows(encoder.encode([text for _, text, _ in pairs]).astype(np.float64))
-    second = unit_rows(encoder.encode([text for _, _, text in pairs]).astype(np.float64))
-    return np.stack([(first * second).sum(axis=1), gold], axis=1)
-
-
 def moved(before: TransformerEncoder, after: TransformerEncoder) -> float:
     """Mean absolute change of the cosines between any two of some general sentences."""
-    sentences = files(__package__).joinpath("sentences.txt").read_text(encoding="utf-8").splitlines()
+    sentences = general_sentences()
     tables = [
         rows @ rows.T for rows in (unit_rows(one.encode(sentences).astype(np.float64)) for one in (before, after))
     ]

@@ -33,7 +33,10 @@ _COMMANDS = {
     "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "declutr.cli.search:run_index"),
     "search": ("INDEX QUERY: the nearest texts of an index", "declutr.cli.search:run_search"),
     "explore": ("INDEX: search and map an index in a browser", "declutr.cli.search:run_explore"),
-    "export-onnx": ("MODEL --output FOLDER: an encoder as ONNX", "declutr.cli.embed:run_export_onnx"),
+    "export": (
+        "MODEL --to onnx|onnx-int8|static --output DIR: a smaller or faster form of an encoder, and its measurement",
+        "declutr.cli.export:run",
+    ),
     "publish": (
         "MODEL TARGET [--license SPDX]: the files of an encoder for others, in a folder or on the hub",
         "declutr.cli.publish:run",
@@ -71,7 +74,7 @@ _COMMANDS = {
 _READ_FOLDERS = (
     "index",
     "explore",
-    "export-onnx",
+    "export",
     "evaluate",
     "inspect",
     "why",

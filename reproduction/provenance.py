@@ -12,7 +12,7 @@ import torch
 
 _PACKAGES = (
     *("torch", "transformers", "numpy", "pyarrow", "pytorch-metric-learning", "sentence-transformers"),
-    *("ray", "tokenizers", "tiktoken", "datasets"),
+    *("ray", "tokenizers", "tiktoken", "datasets", "onnx", "onnxruntime"),
 )
 _ROOT = Path(__file__).resolve().parent.parent
 

@@ -23,9 +23,10 @@ from declutr.adaptation.config import AdaptConfig
 from declutr.adaptation.job import adapt, load_transformer
 from declutr.adaptation.measures import F64
 from declutr.adaptation.result import Result, Row
-from declutr.adaptation.scores import DISTANT, HEADINGS, Values, choose, judge, stsb_values
+from declutr.adaptation.scores import DISTANT, HEADINGS, Values, choose, judge
 from declutr.common.bootstrap import Comparison, compare, spearman
 from declutr.common.storage import read_json
+from declutr.evaluation.retrieval.similarity import stsb_values
 
 DEVELOPED_ON = ("acl-papers", "rust-rfcs", "swift-evolution", "kubernetes-keps")
 UNTOUCHED = ("python-peps", "ethereum-eips", "scotus-2009-2011")

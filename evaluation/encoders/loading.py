@@ -17,6 +17,8 @@ from transformers.utils import logging as transformers_logging
 
 from declutr.common.hub import cache_only
 from declutr.common.paths import expand
+from declutr.evaluation.encoders.onnx import SETTINGS as ONNX_SETTINGS
+from declutr.evaluation.encoders.onnx import OnnxEncoder
 from declutr.evaluation.encoders.pretrained import load_pretrained
 from declutr.evaluation.encoders.protocol import (
     AnyPrecision,
@@ -28,6 +30,7 @@ from declutr.evaluation.encoders.protocol import (
 )
 from declutr.evaluation.encoders.protocol import EncoderError as EncoderError
 from declutr.evaluation.encoders.runs import load_run, start_of
+from declutr.evaluation.encoders.static import StaticEncoder, is_static
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
@@ -56,6 +59,7 @@ def load_encoder(
     Args:
         name: an exported folder, a run (its export, else its newest complete checkpoint) or a checkpoint; a folder or
             name of transformers or sentence-transformers; a file of word vectors (.vec, .txt, also .gz);
+            a folder of `declutr export`;
             `hashed-words:SIZE`; `untrained:NAME`, the encoder NAME with random weights. `hashed-words@SEED:SIZE` and
             `untrained@SEED:NAME` draw with another seed.
         pooling: None: the encoder's own, else mean.
@@ -93,6 +97,8 @@ def load_encoder(
         loaded = load_run(path, pooling, trust_remote_code)
     elif problem := no_encoder(path):
         raise EncoderError(problem)
+    elif exported := _exported(path, pooling, max_tokens, long_texts):
+        return exported
     else:
         loaded = load_pretrained(name, pooling, trust_remote_code, None)
     encoder, tokenizer, recipe, unused = loaded
@@ -129,6 +135,23 @@ def load_encoder(
         chunk_texts=None if device == "cpu" else _CHUNK_TEXTS,
         pretrained=start_of(path),
     )
+
+
+def _exported(
+    path: Path, pooling: Pooling | None, max_tokens: int | None, long_texts: LongTexts
+) -> OnnxEncoder | StaticEncoder | None:
+    """The encoder of a folder of `declutr export`; None if the folder is another.
+
+    Raises:
+        EncoderError: it is damaged, or an option asks for what the export has fixed.
+    """
+    kind = OnnxEncoder if (path / ONNX_SETTINGS).is_file() else StaticEncoder if is_static(path) else None
+    if kind is None:
+        return None
+    given = {"--pooling": pooling, "--max-tokens": max_tokens, "--long-texts": long_texts}
+    if fixed := [f"{name} {value}" for name, value in given.items() if value not in (None, "cut")]:
+        raise EncoderError(f"{path}: {', '.join(fixed)} has no effect on an export; export again with other settings")
+    return kind(path)
 
 
 def encoder_of_index(choice: EncoderChoice, model: str | None, *, trust_remote_code: bool) -> SentenceEncoder:

@@ -79,9 +79,12 @@ def near(name: str) -> str:
     return suggest(name, [str(Path(name).parent / path.name) for path in above.iterdir()]) if above.is_dir() else ""
 
 
+_ENCODER_FILES = "config.json", "modules.json", "declutr_onnx.json"
+
+
 def no_encoder(folder: Path) -> str | None:
     """The problem of an existing folder without the files of an encoder; None if it has one of them."""
-    if not folder.is_dir() or any((folder / name).is_file() for name in ("config.json", "modules.json")):
+    if not folder.is_dir() or any((folder / name).is_file() for name in _ENCODER_FILES):
         return None
     shards = "holds prepared shards, not an encoder" if (folder / "manifest.json").is_file() else "is no encoder"
     return f"{folder} {shards}: it has neither config.json nor modules.json; name a run, or the folder `export` of one"

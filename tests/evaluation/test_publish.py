@@ -139,7 +139,7 @@ def test_an_adaptation_without_an_encoder_and_other_folders_are_refused(encoder,
 @pytest.mark.slow
 def test_an_onnx_export_next_to_it_is_published_and_one_of_another_encoder_is_refused(encoder, tmp_path, capsys):
     pytest.importorskip("onnxscript", reason="pip install -e '.[onnx]'")
-    exporting = ["export-onnx", str(encoder / "encoder"), "--output", str(encoder / "onnx")]
+    exporting = ["export", str(encoder / "encoder"), "--to", "onnx", "--output", str(encoder / "onnx")]
     assert main(exporting) == 0
     assert main(["publish", str(encoder), str(tmp_path / "out"), "--license", "mit"]) == 0
     onnx = {"onnx/model.onnx", "onnx/tokenizer.json", "onnx/declutr_onnx.json"}

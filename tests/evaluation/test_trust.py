@@ -100,7 +100,7 @@ def their_run(tmp_path, theirs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["search", "explore", "embed", "export-onnx", "evaluate", "mteb"])
+@pytest.mark.parametrize("command", ["search", "explore", "embed", "export", "evaluate", "mteb"])
 def test_only_the_command_line_grants_trust(command, their_index, their_run, theirs, marker, tmp_path, capsys):
     commands = {
         "search": [["search", str(their_index), "ab"]],
@@ -109,8 +109,9 @@ def test_only_the_command_line_grants_trust(command, their_index, their_run, the
             ["embed", str(folder), str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy")]
             for folder in (theirs, their_run)
         ],
-        "export-onnx": [
-            ["export-onnx", str(folder), "--output", str(tmp_path / "onnx")] for folder in (theirs, their_run)
+        "export": [
+            ["export", str(folder), "--to", "onnx", "--output", str(tmp_path / f"{folder.name}-onnx")]
+            for folder in (theirs, their_run)
         ],
         "mteb": [["evaluate", str(theirs), "--mteb", "STSBenchmark", "--output", str(tmp_path / "scores")]],
         "evaluate": [

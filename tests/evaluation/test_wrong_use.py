@@ -112,7 +112,7 @@ COMMANDS = {
     "search": ["a query"],
     "explore": [],
     "embed": ["file.txt", "--output", "out.npy"],
-    "export-onnx": ["--output", "out"],
+    "export": ["--to", "onnx", "--output", "out"],
 }
 OTHERS = [
     (["tran"], "there is no command 'tran'; did you mean `train`?"),
@@ -151,7 +151,7 @@ OTHERS = [
     (["index", "file.txt", "--output", "out"], "has no note file.txt.json"),
     (["embed", "./exprt", "file.txt", "--output", "x.npy"], "no such folder; did you mean `export`?"),
     (["embed", "docs", "file.txt", "--output", "x.npy"], "docs is no encoder: it has neither config.json nor modules"),
-    (["export-onnx", "shards", "--output", "out"], "shards holds prepared shards, not an encoder"),
+    (["export", "shards", "--to", "onnx", "--output", "out"], "shards holds prepared shards, not an encoder"),
     (["evaluate", "hashed-words:4", "--data", "nowhere"], "--data nowhere: no such folder; `declutr evaluate --downlo"),
     (["inspect", "gs://bucket/x"], "declutr inspect reads folders: declutr pull gs://bucket/x FOLDER"),
     (["report", "gcs://bucket/x"], "declutr report reads folders: declutr pull gcs://bucket/x FOLDER"),

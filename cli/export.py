@@ -1,0 +1,64 @@
+"""`declutr export`."""
+
+import argparse
+import signal
+import sys
+from typing import get_args
+
+from declutr.common.console.terminal import refused
+from declutr.common.paths import path_argument
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; return the exit status."""
+    from declutr.common.config import first_problem
+    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.evaluation.export.config import ExportConfig, ExportError, Target
+
+    parser = argparse.ArgumentParser(
+        prog="declutr export", description="Write a smaller or faster form of an encoder, and measure it."
+    )
+    parser.add_argument("model", help="as `declutr embed` takes it")
+    parser.add_argument(
+        "--to",
+        choices=get_args(Target),
+        required=True,
+        help="a graph in float32; a graph in 8-bit integers; a table of token vectors (--corpus)",
+    )
+    parser.add_argument("--output", type=path_argument, required=True, help="folder to create")
+    parser.add_argument(
+        "--corpus", nargs="+", help="your texts: words of a table, ranges of integers; files, folders, globs"
+    )
+    parser.add_argument("--stsb", type=path_argument, help="folder with sts-test.csv: scores before and after")
+    parser.add_argument("--pairs", type=path_argument, help="queries with their texts: scores before and after")
+    parser.add_argument("--max-tokens", type=int, help="most tokens of an input of a graph (encoder's limit)")
+    parser.add_argument("--vocabulary-size", type=int, help="most tokens of a table (30,000)")
+    parser.add_argument("--dimensions", type=int, help="most numbers of an embedding of a table (256)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    try:
+        from declutr.evaluation.export.inputs import read_inputs
+
+        config = ExportConfig.model_validate(given)
+        inputs = read_inputs(config)
+        from declutr.evaluation.export.job import export
+        from declutr.reproduction import provenance
+
+        found = export(config, inputs, provenance.facts(["declutr", *sys.argv[1:]]))
+    except (EncoderError, ExportError, FileExistsError) as error:
+        return refused(error)
+    except KeyboardInterrupt:
+        refused(f"stopped; {given['output']} was not written")
+        return 128 + signal.SIGINT
+    except ValueError as error:
+        return refused(first_problem(error, ExportConfig))
+    told = [f"{found['bytes']:,} bytes", f"{found['texts_per_second']['export']:,} texts a second"]
+    told.append(f"{found['speedup']:.2f} times as fast as {found['compared_with']} in float32")
+    if found["cosine"] is not None:
+        told.append(f"cosine {found['cosine']:.4f}")
+    if "stsb_after" in found:
+        told.append(f"STS-B {found['stsb_before']:.2f} before, {found['stsb_after']:.2f} after")
+    for name, one in list(found.get("pairs", {}).items())[:1]:
+        told.append(f"{name} {100 * one['before']:.1f} before, {100 * one['after']:.1f} after")
+    print(f"{config.output}: {', '.join(told)}")
+    return 0

@@ -1,0 +1,116 @@
+"""Embeddings by a graph in ONNX, as `declutr export` writes it, computed on a CPU.
+
+As with a transformer, batches are computed in parallel, each by one thread.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from declutr.common.storage import hash_file, hash_json, read_json
+from declutr.evaluation.encoders.protocol import EncoderError
+
+GRAPH = "model.onnx"
+SETTINGS = "declutr_onnx.json"
+_BATCH_TOKENS = 256
+"""Most tokens of a batch, padding included: its activations stay in the processor's cache."""
+
+
+def session_of(graph: bytes | Path) -> Any:
+    """Session of onnxruntime, which computes with one thread.
+
+    Raises:
+        EncoderError: onnxruntime is not installed, or refuses the graph.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise EncoderError(f"graphs in ONNX need onnxruntime (pip install onnxruntime): {error}") from error
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # errors are raised too
+    try:
+        source = graph if isinstance(graph, bytes) else str(graph)
+        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime raises any kind for files that it cannot read
+        name = "the graph" if isinstance(graph, bytes) else graph
+        raise EncoderError(f"{name}: onnxruntime cannot use it ({' '.join(str(error).split())})") from error
+
+
+class OnnxEncoder:
+    """Encoder of a folder with a graph, its tokenizer and its settings.
+
+    Raises:
+        EncoderError: a file is missing or damaged, or onnxruntime is not installed.
+    """
+
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        self.name = name or str(folder)
+        try:
+            settings = read_json(folder / SETTINGS)
+            self.size, self.prompt = int(settings["size"]), str(settings["prompt"])
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self._pad = int((self._tokenizer.padding or {}).get("pad_id", 0))
+            self._tokenizer.no_padding()
+            files = [hash_file(folder / file) for file in (GRAPH, "tokenizer.json")]
+        except Exception as error:  # tokenizers raises Exception itself
+            raise EncoderError(f"{folder}: is a damaged export to ONNX ({error!r}); export again") from error
+        if settings.get("tokenizer") not in (None, files[1]):
+            raise EncoderError(f"{folder}: tokenizer.json is not the one of its graph; export again")
+        self.fingerprint = hash_json([*files, self.prompt])
+        self._session = session_of(folder / GRAPH)
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Embeddings `(len(texts), size)` in the order of the texts; 0 for a text without tokens."""
+        rows = self._tokenizer.encode_batch_fast([self.prompt + text for text in texts])
+        ids = [row.ids for row in rows]
+        batches = batches_of([len(row) for row in ids])
+        embeddings = np.zeros((len(texts), self.size), np.float32)
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for batch, found in zip(batches, pool.map(lambda batch: self._embed(batch, ids), batches), strict=True):
+                embeddings[batch] = found
+        return embeddings
+
+    def _embed(self, batch: list[int], ids: list[list[int]]) -> NDArray[np.float32]:
+        try:
+            found: NDArray[np.float32] = self._session.run(None, padded([ids[place] for place in batch], self._pad))[0]
+        except Exception as error:  # onnxruntime raises any kind
+            raise EncoderError(
+                f"{self.name}: onnxruntime cannot compute it ({' '.join(str(error).split())})"
+            ) from error
+        return found
+
+
+def padded(rows: list[list[int]], pad: int) -> dict[str, NDArray[np.int64]]:
+    """Inputs of a graph, `(texts, tokens)` ids and mask."""
+    longest = max(map(len, rows))
+    shape = len(rows), max(2, longest)
+    inputs = {"input_ids": np.full(shape, pad, np.int64), "attention_mask": np.zeros(shape, np.int64)}
+    for place, row in enumerate(rows):
+        inputs["input_ids"][place, : len(row)] = row
+        inputs["attention_mask"][place, : len(row)] = 1
+    return inputs
+
+
+def batches_of(lengths: Sequence[int], most: int = _BATCH_TOKENS) -> list[list[int]]:
+    """Places of texts of similar length, without those of length 0.
+
+    A batch ends before it has more than `most` tokens, and at another length once it has half as many.
+    """
+    batches: list[list[int]] = []
+    for place in np.argsort(lengths, kind="stable").tolist():
+        length = lengths[place]
+        if not length:
+            continue
+        last = batches[-1] if batches else []
+        full = length * (len(last) + 1) > most
+        if not last or full or (length != lengths[last[-1]] and 2 * length * len(last) >= most):
+            batches.append([])
+        batches[-1].append(place)
+    return batches

@@ -1,0 +1,1 @@
+"""Export of encoders to smaller and faster forms, measured when they are made."""

@@ -1,0 +1,160 @@
+"""Exports load without this project, give the embeddings of the encoder, and carry their measurement."""
+
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+from folders import TEXTS, encoder_folder
+from messages import says
+from tokenizers import Tokenizer
+
+from declutr.cli.main import main
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.encoders.protocol import EncoderError, unit_rows
+from declutr.evaluation.export.job import MEASUREMENT
+
+onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
+pytest.importorskip("onnxscript", reason="pip install -e '.[onnx]'")
+STSB = "\n".join(f"a\tb\tc\td\t{number % 6}\ttext {number}\tword text {number % 5}" for number in range(12))
+
+
+def export(folder, output, kind, *more):
+    return main(["export", str(folder), "--to", kind, "--output", str(output), *map(str, more)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "pooling", "after"),
+    [
+        ("roberta", "mean", []),
+        ("roberta", "mean_without_cls", []),
+        ("bert", "max", ["Dense", "Normalize"]),
+        ("modernbert", "mean", []),  # its rotary embeddings need the older opset
+    ],
+)
+def test_onnx_embeddings_equal_those_of_torch(tmp_path, family, pooling, after):
+    folder, output = encoder_folder(tmp_path / "encoder", family, pooling, after), tmp_path / "onnx"
+    assert export(folder, output, "onnx") == 0
+    tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
+    session = onnxruntime.InferenceSession(output / "model.onnx", providers=["CPUExecutionProvider"])
+    expected = load_encoder(str(folder), device="cpu").encode(TEXTS)
+    for size in (1, 7, len(TEXTS)):
+        rows = tokenizer.encode_batch(TEXTS[:size])
+        inputs = {"input_ids": [row.ids for row in rows], "attention_mask": [row.attention_mask for row in rows]}
+        (found,) = session.run(
+            ["sentence_embedding"], {name: np.array(value, np.int64) for name, value in inputs.items()}
+        )
+        np.testing.assert_allclose(found, expected[:size], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(load_encoder(str(output)).encode(TEXTS), expected, atol=1e-4, rtol=0)
+    tokenizer.no_truncation()
+    tokenizer.save(str(output / "tokenizer.json"))
+    with pytest.raises(EncoderError, match=r"tokenizer.json"):
+        load_encoder(str(output))
+
+
+@pytest.mark.slow
+def test_integers_are_near_whatever_is_beside_a_text(tmp_path):
+    folder, output = encoder_folder(tmp_path / "encoder", "bert", "mean", ["Normalize"]), tmp_path / "int8"
+    (tmp_path / "sts-test.csv").write_text(STSB)
+    (tmp_path / "corpus.txt").write_text("\n".join(text.strip() for text in TEXTS if text.strip()))
+    assert export(folder, output, "onnx-int8", "--stsb", tmp_path, "--corpus", tmp_path / "corpus.txt") == 0
+    encoder = load_encoder(str(output))
+    found, expected = encoder.encode(TEXTS), load_encoder(str(folder), device="cpu").encode(TEXTS)
+    assert (unit_rows(found) * unit_rows(expected)).sum(axis=1).min() > 0.99
+    alone = np.concatenate([encoder.encode([text]) for text in TEXTS])
+    np.testing.assert_allclose(alone, found, atol=1e-5, rtol=0)
+    figures = json.loads((output / MEASUREMENT).read_text())
+    assert figures["bytes"] == (output / "model.onnx").stat().st_size
+    assert figures["cosine"] > 0.99
+    assert abs(figures["stsb_after"] - figures["stsb_before"]) < 10
+    assert figures["compared_with"] in ("torch", "onnx")
+    assert figures["versions"]["onnxruntime"] == onnxruntime.__version__
+    assert f"{figures['stsb_after']:.2f}" in (output / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_table_has_the_numbers_of_sentence_transformers(tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    folder, output = encoder_folder(tmp_path / "encoder"), tmp_path / "static"
+    words = [f"word{chr(97 + one)}{chr(97 + two)}" for one in range(26) for two in range(8)]
+    (tmp_path / "corpus.txt").write_text("\n".join(" ".join(words[one : one + 20]) for one in range(180)))
+    more = ["--corpus", tmp_path / "corpus.txt", "--vocabulary-size", 150, "--dimensions", 8]
+    assert export(folder, output, "static", *more) == 0
+    texts = ["", "wordaa wordbb", "€ unknown ✓", "wordaa " * 1000, "\n\t"]
+    encoder = load_encoder(str(output))
+    theirs = SentenceTransformer(str(output), device="cpu").encode(texts)
+    np.testing.assert_allclose(encoder.encode(texts), theirs, atol=1e-6, rtol=0)
+    assert theirs.shape == (5, 8)
+    assert json.loads((output / MEASUREMENT).read_text())["cosine"] is None
+    first = (output / "model.safetensors").read_bytes()
+    assert export(folder, tmp_path / "again", "static", *more) == 0
+    assert (tmp_path / "again/model.safetensors").read_bytes() == first
+
+
+@pytest.mark.parametrize("damage", ["model.onnx", "tokenizer.json", "declutr_onnx.json"])
+def test_damaged_graph_is_named(tmp_path, damage):
+    for name in ("model.onnx", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "declutr_onnx.json").write_text(json.dumps({"size": 4, "prompt": ""}))
+    (tmp_path / damage).write_text("{")
+    with pytest.raises(EncoderError, match=str(tmp_path)):
+        load_encoder(str(tmp_path))
+
+
+def test_problems_are_told_at_once_and_nothing_is_written(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    assert export(tmp_path / "none", tmp_path / "out", "static", "--stsb", tmp_path, "--pairs", tmp_path / "p") == 1
+    told = capsys.readouterr().err
+    says(told, tmp_path / "none", "no such folder")
+    says(told, "--output", tmp_path / "out", "exists")
+    says(told, "--to static", "--corpus")
+    says(told, "--stsb", "sts-test.csv")
+    says(told, tmp_path / "p", "no such file")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_folder_that_is_read_only_is_named(tmp_path, capsys):
+    tmp_path.chmod(0o500)
+    assert export("hashed-words:8", tmp_path / "out", "onnx") == 1
+    says(capsys.readouterr().err, "--output", "nothing can be written")
+
+
+def test_only_transformers_become_graphs(tmp_path, capsys):
+    assert export("hashed-words:8", tmp_path / "out", "onnx") == 1
+    says(capsys.readouterr().err, "only transformers")
+    assert not list(tmp_path.iterdir())
+
+
+class Odd(torch.nn.Module):
+    """A layer whose work depends on the numbers themselves, which no graph can hold."""
+
+    def forward(self, rows):
+        return rows * sum(1 for value in rows.flatten().tolist() if value > 0)
+
+
+def test_layer_that_no_graph_can_hold_is_refused(tmp_path):
+    from declutr.evaluation.export.graph import OPSETS, write_graph
+
+    encoder = load_encoder(str(encoder_folder(tmp_path / "encoder")), device="cpu")
+    encoder.after.append(Odd())
+    with pytest.raises(EncoderError, match="exporter"):
+        write_graph(encoder, tmp_path, OPSETS[0])
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_without_its_packages_it_says_what_to_install(package, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)  # importing it raises ImportError
+    assert export("hashed-words:8", tmp_path / "out", "onnx-int8") == 1
+    says(capsys.readouterr().err, package, "pip install")
+
+
+@pytest.mark.parametrize("option", ["max_tokens", "pooling"])
+def test_settings_that_an_export_has_fixed_are_refused(tmp_path, option):
+    (tmp_path / "declutr_onnx.json").write_text("{}")
+    with pytest.raises(EncoderError, match="export again"):
+        load_encoder(str(tmp_path), **{option: 8 if option == "max_tokens" else "cls"})
