@@ -44,6 +44,7 @@ def model_card(run: ResolvedRun, state: RunState, verdict: str) -> str:
     source = config.encoder.pretrained or f"from scratch ({config.encoder.from_config})"
     dropped = "".join(f"Trained but not part of this encoder: {part}.\n" for part in objective.dropped)
     auxiliary = "".join(_task_lines(run))
+    corpora = "".join(f"- {line}\n" for line in run.corpus_lines(state.step)) if run.plan.sizes else ""
     judged = {STSB: "STS-B", SICKR: "SICK-R"}
     sts = "".join(
         f" {score}: Spearman correlation on {source}'s development set, in percent."
@@ -73,7 +74,7 @@ Result on that other half: {verdict}.
 ## Data
 {manifest.totals["kept_train"]} training {rows}, {manifest.totals["num_tokens"]} tokens; data hash
 `{state.data_hash}`, preparation config hash `{manifest.config_hash}`, tokenizer `{tokenizer.fingerprint}`.
-
+{corpora}
 ## Licence
 None is given yet. Whoever publishes this encoder names one that the start, the data and the code allow.
 

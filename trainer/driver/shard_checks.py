@@ -1,11 +1,12 @@
 """Checks the settings of objective, tokenizer and held-out scores against the shards, before Ray starts."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.paths import expand
 from declutr.common.storage import read_json
-from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, data_hash
+from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, data_hash, joined_manifest
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.metrics.config import FOLLOWED, STSB
 from declutr.trainer.metrics.interval import steps_between
@@ -16,15 +17,15 @@ _MIN_VALIDATIONS = 5
 _FILE = "tokenizer.json"
 
 
-def validation_problems(config: TrainConfig, manifest: Manifest, scored: Manifest | None) -> list[str]:
+def validation_problems(config: TrainConfig, corpora: Sequence[Manifest], scored: Manifest | None) -> list[str]:
     """Reasons why the configured scores cannot be computed, one line each.
 
     Args:
         config: configuration of the run.
-        manifest: manifest of the run's shards.
+        corpora: manifests of the run's shards.
         scored: manifest of `validation.data`; None without, or if it cannot be read.
     """
-    validation = config.validation
+    validation, manifest = config.validation, joined_manifest(corpora)
     if not validation.every_steps or (validation.data is not None and scored is None):
         return []
     if scored is None:
@@ -40,7 +41,7 @@ def validation_problems(config: TrainConfig, manifest: Manifest, scored: Manifes
             f"needed; {few}"
         )
     if scored is not None:
-        found += _other_data_problems(config, manifest, scored)
+        found += _other_data_problems(config, corpora, scored)
     return found + _score_problems(config, scored or manifest)
 
 
@@ -102,7 +103,7 @@ def validated_rows(run: ResolvedRun) -> int:
     return min(available, run.config.validation.max_documents)
 
 
-def _other_data_problems(config: TrainConfig, manifest: Manifest, scored: Manifest) -> list[str]:
+def _other_data_problems(config: TrainConfig, corpora: Sequence[Manifest], scored: Manifest) -> list[str]:
     """Problems of `validation.data`."""
     named, found = f"validation.data = {config.validation.data}", []
     reads, kind = config.objective.reads, scored.content.kind
@@ -111,12 +112,12 @@ def _other_data_problems(config: TrainConfig, manifest: Manifest, scored: Manife
             f"{named}: holds {kind}, which objective {config.objective.kind} cannot score; name shards of "
             f"{' or '.join(reads)}, or remove the setting"
         )
-    if data_hash(scored) == data_hash(manifest):
+    if data_hash(scored) in map(data_hash, corpora):
         found.append(f"{named}: these are the rows that the run trains on; name other shards, or remove the setting")
-    made_by = [one.tokenizer and one.tokenizer.fingerprint for one in (scored, manifest)]
+    made_by = [one.tokenizer and one.tokenizer.fingerprint for one in (scored, corpora[0])]
     if made_by[0] != made_by[1]:
         found.append(
-            f"{named}: was prepared with another tokenizer than data = {config.data}; prepare it with that one"
+            f"{named}: was prepared with another tokenizer than data = {config.places[0]}; prepare it with that one"
         )
     return found
 
@@ -158,27 +159,71 @@ def kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
     *others, last = objective.reads
     kinds = f"{', '.join(others)} or {last}" if others else last
     return (
-        f"objective.kind = {objective.kind} reads {kinds}; data = {config.data} holds {kind}: prepare it with "
+        f"objective.kind = {objective.kind} reads {kinds}; data = {config.places[0]} holds {kind}: prepare it with "
         f"content.kind={objective.reads[0]}"
     )
 
 
-def data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
-    """Reasons why a task's objective cannot train on these shards, one line each, from their manifest alone.
+def corpora_problems(places: Mapping[str, str], corpora: Sequence[Manifest]) -> list[str]:
+    """Reasons why several corpora cannot be read as one, one line for each that differs from the first.
+
+    Args:
+        places: their folders or addresses by the settings that name them.
+        corpora: their manifests.
+    """
+    named = [f"{key} = {place}" for key, place in places.items()]
+    wanted, found = _traits(corpora[0]), []
+    for number, manifest in enumerate(corpora[1:], 1):
+        traits = _traits(manifest)
+        other = [key for key in wanted if traits.get(key) != wanted[key]]
+        same = [
+            name for name, one in zip(named, corpora[:number], strict=False) if data_hash(one) == data_hash(manifest)
+        ]
+        if other:
+            told = "; ".join(f"{key} is {traits.get(key)}, not {wanted[key]}" for key in other)
+            found.append(f"{named[number]}: was prepared otherwise than {named[0]} ({told}); prepare both alike")
+        elif same:
+            found.append(f"{named[number]}: holds the same shards as {same[0]}; name each corpus once")
+    return found
+
+
+def _traits(manifest: Manifest) -> dict[str, object]:
+    """What corpora that are read as one have in common, by setting of `prepare`."""
+    kind = manifest.content.kind
+    found: dict[str, object] = {"content.kind": kind}
+    if manifest.tokenizer is not None:
+        found["tokenizer"] = manifest.tokenizer.fingerprint[:12]
+    if kind == "documents":
+        geometry = {f"geometry.{key}": value for key, value in manifest.geometry.model_dump().items()}
+        found |= {**geometry, "short_documents": manifest.short_documents}
+    if kind == "audio":
+        names = ("sample_rate", "num_mel_bins", "frame_ms", "hop_length_ms", "max_seconds")
+        found |= {f"content.{name}": getattr(manifest.content, name) for name in names}
+    return found
+
+
+def data_problems(config: TrainConfig, corpora: Sequence[Manifest]) -> list[str]:
+    """Reasons why a task's objective cannot train on these shards, one line each, from their manifests alone.
 
     Args:
         config: configuration of the run, or that of a task.
-        manifest: of its shards.
+        corpora: manifests of its shards.
     """
-    if other_kind := kind_problem(config, manifest):
+    if other_kind := kind_problem(config, corpora[0]):
         return [other_kind]
-    found = config.objective.problems(config.context(manifest.short_documents), manifest)
-    if config.batch_documents > manifest.totals["kept_train"]:
-        found.append(
-            f"batch_documents = {config.batch_documents}: the shards hold only {manifest.totals['kept_train']} "
-            f"training {manifest.noun}, and a batch must not contrast one of them with itself"
-        )
-    return found
+    alike = [one for one in corpora if one.content.kind == corpora[0].content.kind]
+    found = [line for one in alike for line in config.objective.problems(config.context(one.short_documents), one)]
+    sizes = [one.totals["kept_train"] for one in corpora]
+    for place, manifest, size, most in zip(
+        config.places, corpora, sizes, config.plan(sizes).most_in_batch(), strict=True
+    ):
+        if most > size:
+            where = "the shards hold" if len(corpora) == 1 else f"a batch may need {most} rows of {place}, which holds"
+            found.append(
+                f"batch_documents = {config.batch_documents}: {where} only {size} training {manifest.noun}, and a "
+                "batch must not contrast one of them with itself"
+            )
+    return list(dict.fromkeys(found))
 
 
 def tokenizer_problem(config: TrainConfig, manifest: Manifest, data: Path) -> str | None:

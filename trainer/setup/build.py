@@ -114,7 +114,7 @@ def build_validator(
     if not validation.every_steps:
         return None
     if validation.data is None:
-        held_out = ShardSet(shards.folder, "held-out", look=False)
+        held_out = ShardSet(shards.folder, "held-out", look=False, others=shards.folders[1:])
     else:
         held_out = ShardSet(data_folder(validation.data, config.cache), "train", look=False)
     vocabulary = vocabulary_of(tokenizer)
