@@ -47,17 +47,19 @@ def _tables(model: type[BaseModel], prefix: str, default: Any, shown: dict[type[
     for name, field in model.model_fields.items():
         given = getattr(default, name) if isinstance(default, model) else field.get_default(call_default_factory=True)
         models = list(sections_of(field.annotation))
-        path = f"{prefix}{name}" + (".NAME" if get_origin(field.annotation) is dict else "")
-        below += [(one, path, given, field, len(models)) for one in models]
-        if not models or given is None:
+        kinds = [get_origin(kind) or kind for kind in kinds_of(field.annotation)]
+        path = f"{prefix}{name}" + (".NAME" if kinds[0] is dict else ".N" if models and list in kinds else "")
+        plain = str in kinds and kinds[0] is not dict  # a text does instead of the sections
+        below += [(one, path, given, _summary(one) if plain else field.description, len(models)) for one in models]
+        if not models or given is None or plain:
             meaning = _cell(_meaning(field, "Selects the settings of this table."))
             rows.append(f"| `{prefix}{name}` | {_shown(given)} | {meaning} |")
     if rows:
         yield from ["| setting | default | meaning |", "| --- | --- | --- |", *rows, ""]
-    for one, path, given, field, number in below:
+    for one, path, given, description, number in below:
         kind = _kind(one)
         heading = f"`{path}`, kind `{kind}`" if kind and number > 1 else f"`{path}`"
-        yield from [f"### {heading}", (field.description if number == 1 else None) or _summary(one), ""]
+        yield from [f"### {heading}", (description if number == 1 else None) or _summary(one), ""]
         if shown.setdefault(one, path) == path or ".NAME." not in path:
             yield from _tables(one, f"{path}.", given, shown)
         else:

@@ -19,7 +19,6 @@ from declutr.trainer.driver.device import DEVICE, device_problem, kept_device
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.driver.resolved import Found, ResolvedRun, data_places, find_shards
 from declutr.trainer.driver.shard_checks import (
-    corpora_problems,
     data_problems,
     judged_problems,
     kind_problem,
@@ -29,6 +28,7 @@ from declutr.trainer.driver.shard_checks import (
 )
 from declutr.trainer.setup.cache import run_folder
 from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.corpora import corpora_problems
 from declutr.trainer.setup.geometry import RESUME_SETTINGS, with_geometry
 
 

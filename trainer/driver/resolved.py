@@ -6,7 +6,8 @@ from functools import cached_property
 from pathlib import Path
 
 from declutr.common.stores.retry import RemoteError
-from declutr.pipeline.shards.manifest import Manifest, ShardError, joined_manifest, load_manifest
+from declutr.pipeline.shards.joined import joined_manifest
+from declutr.pipeline.shards.manifest import Manifest, ShardError, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.setup.cache import data_folder

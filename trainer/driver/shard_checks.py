@@ -1,12 +1,13 @@
 """Checks the settings of objective, tokenizer and held-out scores against the shards, before Ray starts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.paths import expand
 from declutr.common.storage import read_json
-from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, data_hash, joined_manifest
+from declutr.pipeline.shards.joined import joined_manifest
+from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, data_hash
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.metrics.config import FOLLOWED, STSB
 from declutr.trainer.metrics.interval import steps_between
@@ -162,44 +163,6 @@ def kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
         f"objective.kind = {objective.kind} reads {kinds}; data = {config.places[0]} holds {kind}: prepare it with "
         f"content.kind={objective.reads[0]}"
     )
-
-
-def corpora_problems(places: Mapping[str, str], corpora: Sequence[Manifest]) -> list[str]:
-    """Reasons why several corpora cannot be read as one, one line for each that differs from the first.
-
-    Args:
-        places: their folders or addresses by the settings that name them.
-        corpora: their manifests.
-    """
-    named = [f"{key} = {place}" for key, place in places.items()]
-    wanted, found = _traits(corpora[0]), []
-    for number, manifest in enumerate(corpora[1:], 1):
-        traits = _traits(manifest)
-        other = [key for key in wanted if traits.get(key) != wanted[key]]
-        same = [
-            name for name, one in zip(named, corpora[:number], strict=False) if data_hash(one) == data_hash(manifest)
-        ]
-        if other:
-            told = "; ".join(f"{key} is {traits.get(key)}, not {wanted[key]}" for key in other)
-            found.append(f"{named[number]}: was prepared otherwise than {named[0]} ({told}); prepare both alike")
-        elif same:
-            found.append(f"{named[number]}: holds the same shards as {same[0]}; name each corpus once")
-    return found
-
-
-def _traits(manifest: Manifest) -> dict[str, object]:
-    """What corpora that are read as one have in common, by setting of `prepare`."""
-    kind = manifest.content.kind
-    found: dict[str, object] = {"content.kind": kind}
-    if manifest.tokenizer is not None:
-        found["tokenizer"] = manifest.tokenizer.fingerprint[:12]
-    if kind == "documents":
-        geometry = {f"geometry.{key}": value for key, value in manifest.geometry.model_dump().items()}
-        found |= {**geometry, "short_documents": manifest.short_documents}
-    if kind == "audio":
-        names = ("sample_rate", "num_mel_bins", "frame_ms", "hop_length_ms", "max_seconds")
-        found |= {f"content.{name}": getattr(manifest.content, name) for name in names}
-    return found
 
 
 def data_problems(config: TrainConfig, corpora: Sequence[Manifest]) -> list[str]:
