@@ -133,7 +133,7 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     """
     config = _read_config(path, overrides)
     places = data_places(config)
-    remedy = {name: f"add {data_key(name)}={_replacement(task)}" for name, task in config.tasks().items()}
+    remedy = {name: f"add {data_key(name)}={replacement(task)}" for name, task in config.tasks().items()}
     problems = [
         f"{key} = {place} is an address, which is not opened: declutr pull {place} FOLDER, then {remedy[name]}"
         for name, some in places.items()
@@ -171,7 +171,7 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     return RunOrder(folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0)
 
 
-def _replacement(task: TrainConfig) -> str:
+def replacement(task: TrainConfig) -> str:
     """A value for `data` that names as many folders, with the weights of the run."""
     if len(task.places) == 1:
         return "FOLDER"

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from declutr.common.console.terminal import shorten
-from declutr.inspection.order import OrderError, RunOrder, TaskOrder, entries
+from declutr.inspection.order import OrderError, RunOrder, TaskOrder, entries, replacement
 from declutr.inspection.step_reader import ReadRow, StepReader
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.data.patches import PatchBatch
@@ -73,7 +73,7 @@ def _by_corpus(task: TaskOrder, epochs: NDArray[np.int64], numbers: NDArray[np.i
 def _compared(order: RunOrder, task: str, step: int, digest: int) -> tuple[str, bool]:
     """Compare the digest of a task's batch with the one that the run logged."""
     logged = order.logged_digest(task, step)
-    folders = " and ".join(map(str, order.tasks[task].shards.folders))
+    folders, other = " and ".join(map(str, order.tasks[task].shards.folders)), replacement(order.tasks[task].config)
     if logged is None:
         newest = f"{order.taken:,}" if order.taken else "no step"
         return f"batch digest {digest}; not taken yet, the newest step in the metrics is {newest}", True
@@ -81,7 +81,7 @@ def _compared(order: RunOrder, task: str, step: int, digest: int) -> tuple[str, 
         return f"batch digest {digest}, as the run logged it", True
     return (
         f"batch digest {digest}; the run logged {logged}, so the shards in {folders} or the "
-        f"settings are not those of the run: add {data_key(task)}=FOLDER with the shards that it read",
+        f"settings are not those of the run: add {data_key(task)}={other} with the shards that it read",
         False,
     )
 

@@ -236,6 +236,9 @@ def test_run_on_two_corpora_logs_the_rows_of_each_and_why_finds_them(corpora, tr
     shown = capsys.readouterr().out
     says(shown, document, corpora["two"])
     assert "step 12, position" in shown
+    state = json.loads((trained / "checkpoints" / "step-00000012" / "state.json").read_text())
+    held_out = [ShardSet(corpora[name], "held-out").num_documents for name in ("one", "two")]
+    assert len(state["reported"]["rows"]) == sum(held_out) // 2 > max(held_out) // 2
     page = write_run_report([trained]).read_text()
     says(page, str(corpora["one"]), "80.21%")
     card = (trained / "export" / "README.md").read_text()

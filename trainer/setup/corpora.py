@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from declutr.common.config import Strict
 from declutr.pipeline.shards.manifest import Manifest, data_hash
@@ -28,11 +28,18 @@ def _checked(data: str | list[Corpus]) -> str | list[Corpus]:
     weights = [one.weight for one in data]
     if (period := sum(whole_shares(weights))) > MOST_TURNS:
         rounded = [max(1, round(1000 * weight / max(weights))) for weight in weights]
+        rows = f"{period:,}" if period < 10**12 else "10^12 or more"
         raise ValueError(
-            f"the weights {', '.join(f'{weight:g}' for weight in weights)} are exact only after {period:,} rows, at "
-            f"most {MOST_TURNS:,} are possible; give fewer digits, such as {', '.join(map(str, rounded))}"
+            f"the weights {', '.join(f'{weight:g}' for weight in weights)} are exact only after {rows} rows, at most "
+            f"{MOST_TURNS:,} are possible; give fewer digits, such as {', '.join(map(str, rounded))}"
         )
     return data
+
+
+def _no_section(value: Any) -> Any:
+    if isinstance(value, dict):
+        raise ValueError("must be a folder, an address, or a list of corpora: [{path: FOLDER, weight: 1}, ...]")
+    return value
 
 
 def _form(value: Any) -> str:
@@ -43,6 +50,7 @@ Data = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[Corpus], Field(min_length=1), Tag("several")],
     Discriminator(_form),
     AfterValidator(_checked),
+    BeforeValidator(_no_section),
 ]
 
 
