@@ -38,7 +38,7 @@ def _checked(data: str | list[Corpus]) -> str | list[Corpus]:
 
 def _no_section(value: Any) -> Any:
     if isinstance(value, dict):
-        raise ValueError("must be a folder, an address, or a list of corpora: [{path: FOLDER, weight: 1}, ...]")
+        raise ValueError("must be a folder, an address, or a list of corpora: [{path: FOLDER, weight: 1}, ...]")  # noqa: TRY004
     return value
 
 
