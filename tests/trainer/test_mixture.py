@@ -87,8 +87,8 @@ def test_shares_are_exact_over_ten_epochs_and_after_a_resume(given_shares, batch
     wanted = steps * batch * np.array(given_shares) / sum(given_shares)
     assert np.abs(found - wanted).max() < 1
     assert found.tolist() == plan.rows_read(steps)
-    most = np.array([np.diff([plan.rows_read(step)[n] for step in range(steps + 1)]).max() for n in range(len(sizes))])
-    assert (most <= plan.most_in_batch()).all()
+    in_batches = np.diff([plan.rows_read(step) for step in range(steps + 1)], axis=0)
+    assert (in_batches.max(axis=0) <= plan.most_in_batch()).all()
 
 
 @given(shares, st.integers(1, 40))
@@ -166,6 +166,11 @@ def test_weight_that_is_no_positive_number_is_refused(corpora, tmp_path, capsys,
 def test_weights_that_are_exact_after_too_many_rows_are_refused(corpora, tmp_path, capsys):
     said = refused(tmp_path, capsys, several(corpora["one"], corpora["two"], weights=[0.3333333, 0.6666667]))
     says(said, "data", "10,000,000 rows", f"{MOST_TURNS:,}", "500, 1000")
+
+
+def test_a_section_in_place_of_the_list_is_refused_with_its_form(corpora, tmp_path, capsys):
+    said = refused(tmp_path, capsys, several(corpora["one"])[0])
+    says(said, "data", "a list of corpora", "[{path: FOLDER, weight: 1}")
 
 
 def test_all_problems_of_the_places_are_listed_at_once(corpora, tmp_path, capsys):
