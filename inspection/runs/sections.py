@@ -117,8 +117,9 @@ def corpora(runs: Sequence[RunRecord], orders: Mapping[str, RunOrder]) -> Html:
     """Table of the rows that each of several corpora gave to the main task, against its weight."""
     rows: list[list[object]] = []
     for run in runs:
-        named = run.settings.get("data")
-        given = named if isinstance(named, list) else []
+        given = run.settings.get("data")
+        if not isinstance(given, list):
+            continue
         read = [run.series("step", f"corpus_{number}_rows")[1].sum() for number in range(1, len(given) + 1)]
         sizes = orders[run.name].tasks[""].shards.sizes if run.name in orders else [0] * len(given)
         for one, mine, size in zip(given, read, sizes, strict=True):
