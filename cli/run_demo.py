@@ -57,7 +57,7 @@ def demo(config: str, overrides: list[str]) -> Iterator[str]:
     yield ""
     yield from table(rows)
     yield ""
-    yield from neighbours(expand(settings.data), Path(results["declutr"]["export"]))
+    yield from neighbours(expand(settings.places[0]), Path(results["declutr"]["export"]))
     yield ""
     yield f"prepared in {prepared - started:.0f} s, total {time.monotonic() - started:.0f} s; {folder}/summary.json"
     yield f"the encoder: SentenceTransformer({str(results['declutr']['export'])!r})"

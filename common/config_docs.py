@@ -49,18 +49,20 @@ def _tables(model: type[BaseModel], prefix: str, default: Any, shown: dict[type[
             continue  # the heading has it
         given = getattr(default, name) if isinstance(default, model) else field.get_default(call_default_factory=True)
         models = list(sections_of(field.annotation))
-        path = f"{prefix}{name}" + (".NAME" if get_origin(field.annotation) is dict else "")
-        below += [(one, path, given, field, len(models)) for one in models]
-        if not models or given is None:
+        kinds = [get_origin(kind) or kind for kind in kinds_of(field.annotation)]
+        path = f"{prefix}{name}" + (".NAME" if kinds[0] is dict else ".N" if models and list in kinds else "")
+        plain = str in kinds and kinds[0] is not dict  # a text does instead of the sections
+        below += [(one, path, given, _summary(one) if plain else field.description, len(models)) for one in models]
+        if not models or given is None or plain:
             rows.append(f"| `{prefix}{name}` | {_shown(given)} | {_cell(_meaning(field, ''))} |")
     if rows:
         yield from ["| setting | default | meaning |", "| --- | --- | --- |", *rows, ""]
-    for one, path, given, field, number in below:
+    for one, path, given, description, number in below:
         kind = _kind(one)
         heading = f"### `{path}`" + (f", kind `{kind}`" if kind else "")
         if shown.setdefault(one, path) == path or ".NAME." not in path:
             default_kind = " The default." if kind and isinstance(given, one) else ""
-            summary = (field.description if number == 1 else None) or _summary(one)
+            summary = (description if number == 1 else None) or _summary(one)
             yield from [heading, f"{summary}{default_kind}", ""]
             yield from _tables(one, f"{path}.", given, shown)
         else:

@@ -118,7 +118,8 @@ def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def below(models: Sequence[type[BaseModel]], path: Sequence[str]) -> list[type[BaseModel]]:
-    """The sections at a place of a configuration, as far down as it goes."""
+    """The sections at a place of a configuration, as far down as it goes; numbers are places in a list."""
+    path = [part for part in path if not part.isdigit()]
     if not path:
         return list(models)
     found = []

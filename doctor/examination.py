@@ -59,7 +59,8 @@ def _alone(config: TrainConfig | None, needs: Needs | None, paths: Sequence[str]
     if needs:
         findings.append(checks.cpus({_HERE: found.cpus}, needs, own_session=True))
     if config:
-        findings += data.check(config.data, {_HERE: data.look(storage.located(config.data))})
+        for place in config.places:
+            findings += data.check(place, {_HERE: data.look(storage.located(place))})
     for path in _written(config, paths):
         folder, mark = storage.standing(storage.located(path)), _mark()
         try:
@@ -91,9 +92,8 @@ def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, path
         findings += [checks.clock(node, *known) for node, known in examiners.clocks().items()]
         if needs:
             findings.append(checks.cpus({node.name: node.cpus for node in nodes}, needs, own_session=False))
-        if config:
-            place = storage.located(config.data)
-            findings += data.check(config.data, examiners.ask("shards", lambda _, a: a.call.remote(data.look, place)))
+        for name in config.places if config else ():
+            findings += _shards(examiners, name)
         for path in _written(config, paths):
             findings += _shared(examiners, path, _disk_bytes(config, needs, path))
         findings += [*examiners.reachability(), *examiners.sums()]
@@ -104,6 +104,12 @@ def _cluster(config: TrainConfig | None, needs: Needs | None, address: str, path
 
 def _gather() -> tuple[Facts, network.Exposure]:
     return facts.gather(), network.gather()
+
+
+def _shards(examiners: Examiners, name: str) -> list[Finding]:
+    """Let all nodes read the shards of a corpus."""
+    place = storage.located(name)
+    return data.check(name, examiners.ask("shards", lambda _, actor: actor.call.remote(data.look, place)))
 
 
 def _shared(examiners: Examiners, path: str, needed_bytes: int) -> list[Finding]:

@@ -8,7 +8,6 @@ from transformers import AutoModelForMaskedLM
 from declutr.pipeline.shards.content import AudioContent, ImagesContent
 from declutr.pipeline.shards.manifest import TOKENIZER, load_manifest
 from declutr.pipeline.tokenizer.tokenization import load_tokenizer
-from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.frontend import embedding_width
 from declutr.trainer.model.language_model import load_hf_config
 from declutr.trainer.objectives.base import implementation_of
@@ -96,10 +95,11 @@ def _checkpoints(config: TrainConfig) -> int:
     elif validation.every_steps:
         number += 1
     if saving.keep_every_steps is not None:
-        documents = (
-            load_manifest(data_folder(config.data, config.cache)).totals["kept_train"] if config.steps is None else 0
-        )
-        number += config.total_steps(Plan(config.seed, documents, config.batch_documents)) // saving.keep_every_steps
+        sizes = [
+            load_manifest(data_folder(place, config.cache)).totals["kept_train"] if config.steps is None else 0
+            for place in config.places
+        ]
+        number += config.total_steps(config.plan(sizes)) // saving.keep_every_steps
     return number
 
 
@@ -108,7 +108,7 @@ def _sizes(config: TrainConfig) -> list[int]:
     encoder = config.encoder
     vocabulary, ids = 0, {}
     if encoder.pretrained is None:
-        tokenizer = load_tokenizer(str(data_folder(config.data, config.cache) / TOKENIZER))
+        tokenizer = load_tokenizer(str(data_folder(config.places[0], config.cache) / TOKENIZER))
         vocabulary, ids = len(tokenizer), {"pad_token_id": tokenizer.pad_token_id}
     hf = load_hf_config(encoder, vocabulary, ids)
     with torch.device("meta"):  # shapes only
@@ -128,7 +128,7 @@ def _frontend_size(task: TrainConfig, width: int) -> int:
     settings = task.context("drop").frontend
     if settings is None:
         return 0
-    content = load_manifest(data_folder(task.data, task.cache)).content
+    content = load_manifest(data_folder(task.places[0], task.cache)).content
     if not isinstance(content, ImagesContent | AudioContent):
         return 0
     return _count(new_frontend(settings, content, width, task.seed))

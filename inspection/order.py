@@ -13,9 +13,10 @@ from declutr.pipeline.shards.ledger import find_entries
 from declutr.pipeline.shards.manifest import SPLITS, ShardError
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.driver.resolved import data_key
+from declutr.trainer.driver.resolved import data_key, data_places
 from declutr.trainer.driver.shard_checks import kind_problem
 from declutr.trainer.metrics.metrics import METRICS, find_step, read_last_step
+from declutr.trainer.setup.cache import training_set
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import with_geometry
 
@@ -86,7 +87,8 @@ class RunOrder:
                 if row is None:
                     yield "  no step reads it"
                     continue
-                if (times := self.last_step * task.plan.batch_documents // task.plan.num_documents) > _MOST_READS:
+                corpus, _ = task.plan.place_of(row)
+                if (times := task.plan.rows_read(self.last_step)[corpus] // task.shards.sizes[corpus]) > _MOST_READS:
                     raise OrderError(
                         f"--document {wanted}: {self.last_step:,} steps read it about {times:,} times, and at most "
                         f"{_MOST_READS:,} are listed; add steps=N with fewer"
@@ -98,7 +100,7 @@ class RunOrder:
                 past = int((steps <= self.taken).sum())
                 yield f"  {past:,} of the {self.taken:,} steps taken read it, {len(steps):,} of all {self.last_step:,}"
         if not found:
-            folders = ", ".join(str(task.shards.folder) for task in self.tasks.values())
+            folders = ", ".join(str(folder) for task in self.tasks.values() for folder in task.shards.folders)
             raise OrderError(
                 f"{folders}: no document matches {wanted!r}; give an id (at least 8 hexadecimal digits), a source or "
                 "SOURCE:OFFSET, as --step shows them"
@@ -107,15 +109,17 @@ class RunOrder:
 
 def entries(shards: ShardSet, wanted: str) -> Iterator[tuple[int | None, str]]:
     """The documents that `wanted` names: number in these shards, or None, and place with what became of it."""
-    for unit, _, entry in find_entries(shards.folder, wanted):
+    found = ((corpus, *one) for corpus, folder in enumerate(shards.folders) for one in find_entries(folder, wanted))
+    for corpus, unit, _, entry in found:
         place = f"document {entry.id.hex() if entry.id else '(without an id)'}, {entry.source} at {entry.offset}"
         if entry.status != "train":
             became = "held out" if entry.status in SPLITS else f"not kept: {entry.status}"
             yield None, f"{place}: {became}"
             continue
-        number = shards.number_of(shards.first_of(f"train-{unit}.arrow") + (entry.row or 0))
-        of_all = f"of {shards.num_documents:,} in {shards.folder}"
-        yield number, f"{place}: {'outside the share' if number is None else f'row {number:,}'} {of_all}"
+        number = shards.number_of(shards.first_of(f"train-{unit}.arrow", corpus) + (entry.row or 0))
+        own = None if number is None else number - sum(shards.sizes[:corpus])
+        of_all = f"of {shards.sizes[corpus]:,} in {shards.folders[corpus]}"
+        yield number, f"{place}: {'outside the share' if own is None else f'row {own:,}'} {of_all}"
 
 
 def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
@@ -128,42 +132,51 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
         OrderError: no run, or shards that are missing.
     """
     config = _read_config(path, overrides)
-    places = {name: task.data for name, task in config.tasks().items()}
+    places = data_places(config)
+    remedy = {name: f"add {data_key(name)}={replacement(task)}" for name, task in config.tasks().items()}
     problems = [
-        f"{data_key(name)} = {place} is an address, which is not opened: declutr pull {place} FOLDER, then add "
-        f"{data_key(name)}=FOLDER"
-        for name, place in places.items()
+        f"{key} = {place} is an address, which is not opened: declutr pull {place} FOLDER, then {remedy[name]}"
+        for name, some in places.items()
+        for key, place in some.items()
         if is_remote(place)
     ]
     shards = dict[str, ShardSet]()
-    for name, place in places.items():
+    for name, task in config.tasks().items():
         try:
-            if not is_remote(place):
-                shards[name] = ShardSet(expand(place), "train", look=False, part=config.tasks()[name].part)
+            if not any(map(is_remote, task.places)):
+                shards[name] = training_set(task)
         except ShardError as error:
             problems.append(
-                f"{data_key(name)} = {place}: {error}; start in the folder in which the run was started, or add "
-                f"{data_key(name)}=FOLDER"
+                f"{data_key(name)} = {' and '.join(task.places)}: {error}; start in the folder in which the run was "
+                f"started, or {remedy[name]}"
             )
     if problems:
         raise OrderError("\n".join(problems))
     folder = path if path.is_dir() else expand(config.run)
     config = with_geometry(config, folder, {name: one.manifest for name, one in shards.items()})
-    tasks = {
-        name: TaskOrder(one, shards[name], Plan(one.seed, shards[name].num_documents, one.batch_documents))
-        for name, one in config.tasks().items()
-    }
+    tasks = {name: TaskOrder(one, shards[name], one.plan(shards[name].sizes)) for name, one in config.tasks().items()}
     wrong = [problem for one in tasks.values() if (problem := kind_problem(one.config, one.shards.manifest))]
     wrong += [
-        f"batch_documents = {one.config.batch_documents}: the training split of {data_key(name)} = {places[name]} has "
-        f"{one.shards.num_documents:,} documents, which is no run's data; add {data_key(name)}=FOLDER"
+        f"batch_documents = {one.config.batch_documents}: the training split of {key} = {place} has {size:,} "
+        f"documents, which is no run's data; {remedy[name]}"
         for name, one in tasks.items()
-        if one.config.batch_documents > one.shards.num_documents
+        for (key, place), size, most in zip(
+            places[name].items(), one.shards.sizes, one.plan.most_in_batch(), strict=True
+        )
+        if most > size
     ]
     if wrong:
         raise OrderError("\n".join(wrong))
     newest = read_last_step(folder / METRICS)
     return RunOrder(folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0)
+
+
+def replacement(task: TrainConfig) -> str:
+    """A value for `data` that names as many folders, with the weights of the run."""
+    if len(task.places) == 1:
+        return "FOLDER"
+    several = [f"{{path: FOLDER, weight: {share}}}" for share in task.plan([1] * len(task.places)).shares]
+    return f"'[{', '.join(several)}]'"
 
 
 def _read_config(path: Path, overrides: Sequence[str]) -> TrainConfig:

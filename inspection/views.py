@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from declutr.common.console.terminal import shorten
-from declutr.inspection.order import OrderError, RunOrder, entries
+from declutr.inspection.order import OrderError, RunOrder, TaskOrder, entries, replacement
 from declutr.inspection.step_reader import ReadRow, StepReader
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.data.patches import PatchBatch
@@ -37,9 +39,11 @@ def step_lines(
         shown = True
         reader, digest = StepReader(task, order.folder), 0
         head = f"Step {step:,} of {order.last_step:,}{f', task {name}' if name else ''}: objective "
-        within = f"epoch {epochs[0]}" if epochs[0] == epochs[-1] else f"epochs {epochs[0]} and {epochs[-1]}"
         noun = task.shards.manifest.noun
-        yield f"{head}{task.config.objective.kind}, {len(numbers)} {noun} of {within}, seed {task.config.seed}", True
+        within = f"{len(numbers)} {noun} of {_within(epochs)}"
+        if task.plan.sizes:
+            within += f" ({', '.join(_by_corpus(task, epochs, numbers))})"
+        yield f"{head}{task.config.objective.kind}, {within}, seed {task.config.seed}", True
         for row in reader.rows(step, wanted):
             digest = (digest + row.batch.spans.digest()) % DIGEST
             for line in row_lines(reader, row, most):
@@ -52,17 +56,32 @@ def step_lines(
         )
 
 
+def _within(epochs: NDArray[np.int64]) -> str:
+    """The epochs of some rows; a batch takes rows of at most two of each corpus."""
+    first, last = epochs.min(), epochs.max()
+    return f"epoch {first}" if first == last else f"epochs {first} {'and' if last == first + 1 else 'to'} {last}"
+
+
+def _by_corpus(task: TaskOrder, epochs: NDArray[np.int64], numbers: NDArray[np.int64]) -> Iterator[str]:
+    """The rows of each corpus in a batch."""
+    corpora = np.array([task.plan.place_of(number)[0] for number in numbers.tolist()])
+    for corpus, folder in enumerate(task.shards.folders):
+        if (mine := corpora == corpus).any():
+            yield f"{mine.sum()} of {_within(epochs[mine])} in {folder}"
+
+
 def _compared(order: RunOrder, task: str, step: int, digest: int) -> tuple[str, bool]:
     """Compare the digest of a task's batch with the one that the run logged."""
     logged = order.logged_digest(task, step)
+    folders, other = " and ".join(map(str, order.tasks[task].shards.folders)), replacement(order.tasks[task].config)
     if logged is None:
         newest = f"{order.taken:,}" if order.taken else "no step"
         return f"batch digest {digest}; not taken yet, the newest step in the metrics is {newest}", True
     if logged == digest:
         return f"batch digest {digest}, as the run logged it", True
     return (
-        f"batch digest {digest}; the run logged {logged}, so the shards in {order.tasks[task].shards.folder} or the "
-        f"settings are not those of the run: add {data_key(task)}=FOLDER with the shards that it read",
+        f"batch digest {digest}; the run logged {logged}, so the shards in {folders} or the "
+        f"settings are not those of the run: add {data_key(task)}={other} with the shards that it read",
         False,
     )
 
@@ -75,7 +94,9 @@ def row_lines(reader: StepReader, row: ReadRow, most: int | None = None) -> Iter
         row: the row.
         most: characters of a text to show; None: all.
     """
-    place = f"position {row.position}: row {row.number:,}, document {row.id}"
+    corpus, number = reader.task.plan.place_of(row.number)
+    of_corpus = f" of {reader.task.shards.folders[corpus]}" if reader.task.plan.sizes else ""
+    place = f"position {row.position}: row {number:,}{of_corpus}, document {row.id}"
     yield f"{place}, {row.source} at {row.offset}, epoch {row.epoch}"
     yield from _clips(row) if reader.tokenizer is None else _spans(reader, row, most)
     if row.roles and reader.tokenizer is not None:

@@ -274,7 +274,7 @@ def _needs(run: PlannedRun) -> str:
     config = run.config
     if config is None:
         return f"{run.cell.encoder.name}, scored as it is" if run.cell.encoder else ""
-    found = None if is_remote(config.data) else find_shards(config)
+    found = None if any(map(is_remote, config.places)) else find_shards(config)
     manifest = found and found.manifests.get("")
     rows = round(manifest.totals["kept_train"] * config.data_fraction) if manifest else None
     noun = manifest.noun if manifest else "rows"
@@ -285,6 +285,7 @@ def _needs(run: PlannedRun) -> str:
         return f"{config.steps:,} steps x {config.batch_documents} {noun} = {total:,}{passes}"
     epochs = config.epochs or 1.0
     if rows is None:
-        return f"{epochs:g} pass(es){share} over {config.data}, which is not prepared, {config.batch_documents} a step"
+        places = " and ".join(config.places)
+        return f"{epochs:g} pass(es){share} over {places}, which is not prepared, {config.batch_documents} a step"
     steps = max(1, -(-int(epochs * rows) // config.batch_documents))
     return f"{steps:,} steps x {config.batch_documents} {noun}: {epochs:g} pass(es) over {rows:,}{share}"

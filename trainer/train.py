@@ -152,7 +152,7 @@ def _began() -> float:
 def _resolve_early(config: TrainConfig, new_run: str | None) -> ResolvedRun | None:
     """The resolved run; None if places at addresses are to be fetched, or if `fork` refuses the new run."""
     started = config if new_run is None else config.model_copy(update={"run": new_run})
-    data = [one.data for one in started.tasks().values()]
+    data = [place for one in started.tasks().values() for place in one.places]
     if any(is_remote(place) for place in (started.run, started.validation.data, *data) if place):
         return None
     run = run_folder(started.run, started.cache)
@@ -203,14 +203,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)
         if arguments.print_config:
             shown = config
-            if not is_remote(config.data):
+            if not any(map(is_remote, config.places)):
                 shown = with_geometry(config, run_folder(config.run, config.cache), find_shards(config).manifests)
             sys.stdout.write(annotated_yaml(shown))
             if left := unknown(shown):
                 get_logger().warning(
                     "data = %s: its shards cannot be read now. A run takes %s from them; the values shown are "
                     "defaults, so remove them before you use this output as a config file",
-                    redact(config.data),
+                    redact(", ".join(config.places)),
                     ", ".join(left),
                 )
             return 0

@@ -19,16 +19,14 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from transformers.utils import logging as transformers_logging
 
-from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints.weights import step_parameters
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.chunks import fetched
-from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.sharding import full_tensor
 from declutr.trainer.setup.build import build_collator, build_encoder, load_tokenizer
-from declutr.trainer.setup.cache import data_folder
+from declutr.trainer.setup.cache import training_set
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.tasks import build_task, build_train_steps
 from declutr.trainer.step.microbatch import Microbatch
@@ -175,9 +173,7 @@ def _prepare(
     """The configuration's train steps, and this rank's share of the run's first batch."""
     transformers_logging.disable_progress_bar()  # one per case and process
     settings = config.tasks()
-    shards = {
-        name: ShardSet(data_folder(one.data, config.cache), "train", part=one.part) for name, one in settings.items()
-    }
+    shards = {name: training_set(one) for name, one in settings.items()}
     tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
     encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()
     exact = config.model_copy(update={"precision": "fp32"})
@@ -185,7 +181,8 @@ def _prepare(
     for name, one in settings.items():
         microbatch = Microbatch(case.microbatch_tokens)
         task = build_task(exact, name, encoder, shards[name].manifest, comm, microbatch)
-        plan = Plan(one.seed, shards[name].num_documents, size if not name else min(size, one.batch_documents))
+        batch = size if not name else min(size, one.batch_documents)
+        plan = dataclasses.replace(one.plan(shards[name].sizes), batch_documents=batch, canonical_documents=None)
         epochs, documents = plan.documents(0, 1, *plan.slice(comm.rank, comm.size))
         collator = build_collator(task.objective, encoder, vocabulary)
         rows = fetched(shards[name], documents, epochs, getattr(collator, "fetch", None))

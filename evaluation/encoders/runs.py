@@ -46,7 +46,7 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
     settings = path.parent.parent / "config.yaml"
     try:
         config = TrainConfig.model_validate(read_yaml_file(settings))
-        tokenizer = _tokenizer_of(path, config.data)
+        tokenizer = _tokenizer_of(path, config.places[0])
         plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
         update = plain | ({"pooling": pooling} if pooling else {})
         config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})

@@ -39,6 +39,7 @@ def _page(runs: Sequence[RunRecord]) -> str:
     parts = {
         "verdict": ("Verdict", sections.verdicts(runs)),
         "loss": ("Losses", sections.losses(runs)),
+        "corpora": ("Corpora", sections.corpora(runs, orders)),
         "optimizer": ("Learning rate and gradient", sections.optimizer(runs)),
         "speed": ("Speed", sections.speed(runs)),
         "scores": ("Held-out scores and spread", sections.scores(runs)),

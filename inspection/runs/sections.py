@@ -1,5 +1,6 @@
 """Sections of the page on runs. A section without contents is empty and left out."""
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -17,6 +18,7 @@ _OPTIMIZER = ("lr", "grad_norm")
 _SPEED = ("tokens_per_second", "documents_per_second", "padding_share", "data_wait_share", "mfu", "peak_memory_mib")
 _BATCH = ("batch_uniformity", "batch_participation_ratio")
 _NOT_SHOWN = {"kind", "step", "time", "seconds", "skipped", "num_selected", "num_tokens", "flops", "loss"}
+_CORPUS_ROWS = re.compile(r"(^|_)corpus_\d+_rows$")
 _MOST_CHARTS = 60  # names come from a file
 _NOTHING = Html("")
 MEANING = {
@@ -107,7 +109,27 @@ def curves(runs: Sequence[RunRecord], kind: str, names: Sequence[str], prefix: s
 def losses(runs: Sequence[RunRecord]) -> Html:
     """The loss and its terms, and other numbers that the line of a step has."""
     known = {*_OPTIMIZER, *_SPEED, *_BATCH, *_NOT_SHOWN}
-    return curves(runs, "step", ["loss", *(name for name in _names(runs, "step") if name not in known)], "loss")
+    others = [name for name in _names(runs, "step") if name not in known and not _CORPUS_ROWS.search(name)]
+    return curves(runs, "step", ["loss", *others], "loss")
+
+
+def corpora(runs: Sequence[RunRecord], orders: Mapping[str, RunOrder]) -> Html:
+    """Table of the rows that each of several corpora gave to the main task, against its weight."""
+    rows: list[list[object]] = []
+    for run in runs:
+        given = run.settings.get("data")
+        if not isinstance(given, list):
+            continue
+        read = [run.series("step", f"corpus_{number}_rows")[1].sum() for number in range(1, len(given) + 1)]
+        sizes = orders[run.name].tasks[""].shards.sizes if run.name in orders else [0] * len(given)
+        for one, mine, size in zip(given, read, sizes, strict=True):
+            path, weight = (one.get(key) if isinstance(one, dict) else None for key in ("path", "weight"))
+            share_of = f"{mine / sum(read):.2%}" if sum(read) else None
+            label = join(str(path), tag("span", run.name, class_="label note"))
+            rows.append([label, weight, f"{mine:,.0f}", share_of, f"{mine / size:,.2f}" if size else None])
+    if not rows:
+        return _NOTHING
+    return table("Rows of the main task", ["corpus, run", "weight", "rows read", "share", "passes"], rows)
 
 
 def optimizer(runs: Sequence[RunRecord]) -> Html:

@@ -1,7 +1,7 @@
 """Reading of memory-mapped shards: any documents in any order."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from declutr.common import seeding
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.content import ContentKind
 from declutr.pipeline.shards.integrity import ListedShard, ManifestIndex, load_index, memory_problem, schema_problem
+from declutr.pipeline.shards.joined import joined_manifest
 from declutr.pipeline.shards.ledger import LedgerFile
 from declutr.pipeline.shards.manifest import MANIFEST, Manifest, Shard, ShardError, load_manifest
 
@@ -23,7 +24,7 @@ __all__ = ["MANIFEST", "Manifest", "Shard", "ShardError", "ShardSet", "check_sha
 
 
 class ShardSet:
-    """The documents of one split, numbered over its shards in name order.
+    """The documents of one split, numbered over its shards in name order; several corpora one after the other.
 
     Shards are opened at first use; the most recently used ones stay mapped. A copy sent to another process opens them
     again there.
@@ -36,9 +37,10 @@ class ShardSet:
         most_open: shards that stay open.
         part: a share of the documents and the seed that chooses them by their ids; they are numbered in their order.
             A smaller share is part of a larger one. None: all.
+        others: folders of further corpora, whose rows are of the same kind.
 
     Raises:
-        ShardError: the manifest is missing, or it names a shard that is missing or of another size.
+        ShardError: a manifest is missing, or it names a shard that is missing or of another size.
     """
 
     def __init__(
@@ -48,22 +50,31 @@ class ShardSet:
         look: bool = True,
         most_open: int = MOST_OPEN,
         part: tuple[float, int] | None = None,
+        others: Sequence[Path] = (),
     ) -> None:
-        self.folder, self.part = folder, part
+        self.folder, self.folders, self.part = folder, (folder, *others), part
         self._most_open = most_open
-        self._index = load_index(folder)
-        listed = [shard for shard in self._index.shards if shard.split == split]
-        self._shards = sorted(listed, key=lambda shard: shard.name)
-        problems = [problem for shard in self._shards for problem in _size_problems(folder, shard)] if look else []
-        if problems:
+        indexes = [load_index(one) for one in self.folders]
+        self._index = indexes[0]
+        listed = [[shard for shard in index.shards if shard.split == split] for index in indexes]
+        self._shards = [shard for some in listed for shard in sorted(some, key=lambda shard: shard.name)]
+        self._firsts = np.cumsum([0, *map(len, listed)])  # first shard of each corpus, and their number
+        if look and (problems := [one for place in range(len(self._shards)) for one in self._size_problems(place)]):
             raise ShardError("\n".join(problems))
         self._starts = np.cumsum([0, *(shard.num_documents for shard in self._shards)])
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The whole manifest."""
-        return load_manifest(self.folder)
+        """The whole manifest; of several corpora the sums."""
+        return joined_manifest([load_manifest(folder) for folder in self.folders])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Documents of each corpus."""
+        bounds = self._starts[self._firsts]
+        bounds = bounds if self.part is None else np.searchsorted(self._chosen, bounds)
+        return tuple(np.diff(bounds).tolist())
 
     @property
     def num_documents(self) -> int:
@@ -86,16 +97,16 @@ class ShardSet:
         place = int(np.searchsorted(self._chosen, row))
         return place if place < len(self._chosen) and self._chosen[place] == row else None
 
-    def first_of(self, name: str) -> int:
-        """Number of the first document of a shard of the split.
+    def first_of(self, name: str, corpus: int = 0) -> int:
+        """Number of the first document of a shard of the split, of a corpus by its place.
 
         Raises:
             ShardError: the split has no such shard.
         """
-        for shard, start in zip(self._shards, self._starts.tolist(), strict=False):
-            if shard.name == name:
-                return int(start)
-        raise ShardError(f"{self.folder / MANIFEST} does not name {name}; prepare the folder again")
+        for place in range(self._firsts[corpus], self._firsts[corpus + 1]):
+            if self._shards[place].name == name:
+                return int(self._starts[place])
+        raise ShardError(f"{self.folders[corpus] / MANIFEST} does not name {name}; prepare the folder again")
 
     def take(self, rows: NDArray[np.int64]) -> pa.Table:
         """Documents by number, in the given order, as a table of one chunk with the columns of schema.py.
@@ -129,20 +140,25 @@ class ShardSet:
         table = gathered.take(pa.array(order)).combine_chunks()
         if found := self._index.problem(table.to_batches()[0]):
             at, problem = found
-            path = self.folder / self._shards[which[at]].name
+            path = self._folder_of(int(which[at])) / self._shards[which[at]].name
             raise ShardError(_unsound(path, rows[at] - self._starts[which[at]], problem))
         return table
 
     def _shard(self, number: int) -> "_OpenShard":
         if number not in self._open:
-            shard = self._shards[number]
-            if problems := _size_problems(self.folder, shard):
+            if problems := self._size_problems(number):
                 raise ShardError("\n".join(problems))
-            self._open[number] = _OpenShard(self.folder, shard, self._index.kind)
+            self._open[number] = _OpenShard(self._folder_of(number), self._shards[number], self._index.kind)
             if len(self._open) > self._most_open:
                 self._open.popitem(last=False)
         self._open.move_to_end(number)
         return self._open[number]
+
+    def _folder_of(self, number: int) -> Path:
+        return self.folders[int(np.searchsorted(self._firsts, number, side="right")) - 1]
+
+    def _size_problems(self, number: int) -> list[str]:
+        return _size_problems(self._folder_of(number), self._shards[number])
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": OrderedDict()}

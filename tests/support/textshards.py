@@ -9,8 +9,11 @@ from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
 from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
 
-def prepare_rows(folder, content, rows, **settings):
-    """A folder of shards of these records, made by `prepare`'s own functions; returns it and its manifest."""
+def prepare_rows(folder, content, rows, texts=None, **settings):
+    """A folder of shards of these records, made by `prepare`'s own functions; returns it and its manifest.
+
+    The tokenizer is trained on `texts`, if given, else on the records.
+    """
     folder.mkdir()
     (folder / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = PipelineConfig.model_validate(
@@ -24,7 +27,8 @@ def prepare_rows(folder, content, rows, **settings):
             **settings,
         }
     )
-    tokenizer = train_tokenizer((value for row in rows for value in row.values() if isinstance(value, str)), 400)
+    own = (value for row in rows for value in row.values() if isinstance(value, str))
+    tokenizer = train_tokenizer(own if texts is None else iter(texts), 400)
     tokenizer.save_pretrained(str(folder / "out" / "tokenizer"))
     info = describe_tokenizer(tokenizer, "train")
     (unit,), _ = plan_units(config.corpus, config.unit_mib, None, config.content)

@@ -65,7 +65,7 @@ def train_values(data, run, **changes):
     """The `train` section of a tiny run; sections in `changes` are merged, everything else is replaced."""
     values = {
         "run": str(run),
-        "data": str(data),
+        "data": data if isinstance(data, list) else str(data),
         "encoder": {"from_config": FROM_CONFIG, "dropout": 0.0},
         "spans": {"num_anchors": 2, "num_positives": 2, "min_tokens": 4, "max_tokens": 16},
         "optim": {"lr": 0.001},

@@ -43,6 +43,15 @@ def test_plan_order_looks_uniform():
 
 
 plans = st.builds(Plan, seed=seeds, num_documents=st.integers(1, 50), batch_documents=st.integers(1, 20))
+corpora = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=2, max_size=4)
+mixtures = st.builds(
+    lambda seed, batch, some: Plan(
+        seed, sum(size for size, _ in some), batch, None, *map(tuple, zip(*some, strict=True))
+    ),
+    seeds,
+    st.integers(1, 20),
+    corpora,
+)
 
 
 @given(plans, st.integers(1, 4))
@@ -54,7 +63,7 @@ def test_plan_reads_every_document_once_an_epoch(plan, num_epochs):
         assert sorted(documents[epochs == epoch].tolist()) == list(range(plan.num_documents))
 
 
-@given(plans, st.integers(1, 8), st.integers(0, 30), st.integers(1, 5))
+@given(plans | mixtures, st.integers(1, 8), st.integers(0, 30), st.integers(1, 5))
 def test_any_world_and_any_start_read_the_same_batches(plan, world_size, first_step, num_steps):
     """Ranks' parts, put together in rank order, are the batch; a run that starts late reads what it would have read."""
     whole = np.stack(plan.documents(0, first_step + num_steps)).reshape(2, -1, plan.batch_documents)
@@ -66,7 +75,7 @@ def test_any_world_and_any_start_read_the_same_batches(plan, world_size, first_s
     assert (np.concatenate(ranks, axis=2) == whole[:, first_step:]).all()
 
 
-@given(plans, st.integers(0, 30), st.integers(0, 10**6))
+@given(plans | mixtures, st.integers(0, 30), st.integers(0, 10**6))
 def test_the_steps_that_read_a_document_are_those_whose_batches_hold_it(plan, last_step, number):
     document = number % plan.num_documents
     epochs, documents = plan.documents(0, last_step)

@@ -187,7 +187,7 @@ def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
     folder = data_folder(config.data, config.cache)
     assert folder.parent == tmp_path / "cache"
     shards = ShardSet(folder, "train")
-    mine = rank_plan(Plan(0, shards.num_documents, 2), shards, 0, 1, 0, 3, address)
+    mine = rank_plan(Plan(0, shards.num_documents, 2), shards, 0, 1, 0, 3, (address,))
     rows = {"id": np.array([0])}
     shutil.rmtree(tmp_path / "cache")  # another host
     table = read_chunk(rows, mine, 0)

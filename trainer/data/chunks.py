@@ -19,7 +19,7 @@ Part = tuple[float, int]
 """A share of the documents, and the seed that chooses them."""
 Fetch = Callable[[pa.Table, NDArray[np.int64], ShardSet], pa.Table]
 """Changes rows of the shards, given the epoch of each and the shards; it must not import torch."""
-_shards: dict[tuple[str, Part | None], ShardSet] = {}  # opened once per process
+_shards: dict[tuple[tuple[str, ...], Part | None], ShardSet] = {}  # opened once per process
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,26 @@ class RankPlan:
 
     Attributes:
         plan: the run's plan.
-        folder: the shards, on the rank's host.
+        folders: the shards of each corpus, on the rank's host.
         start: first position of the global batch that the rank reads.
         end: position after its last.
         first_step: 0-based step with which the stream starts.
         last_step: step after the last.
         chunk_steps: number of steps that a chunk covers.
-        address: `data` of the run. If it is an address, the folder is a copy, which tasks on other hosts download too.
+        places: where `data` of the run names them. The folder of an address is a copy, which tasks on other hosts
+            download too.
         fetch: changes the rows in the task that reads them, given their epochs; None: they stay as they are.
         part: the part of the shards that the run reads; None: all.
     """
 
     plan: Plan
-    folder: str
+    folders: tuple[str, ...]
     start: int
     end: int
     first_step: int
     last_step: int
     chunk_steps: int
-    address: str = ""
+    places: tuple[str, ...] = ()
     fetch: Fetch | None = None
     part: Part | None = None
 
@@ -69,7 +70,7 @@ def rank_plan(
     world_size: int,
     first_step: int,
     last_step: int,
-    address: str = "",
+    places: tuple[str, ...] = (),
     fetch: Fetch | None = None,
 ) -> RankPlan:
     """The slice of `rank`, with chunks large enough for low overhead and small enough for memory."""
@@ -77,23 +78,24 @@ def rank_plan(
     mean_tokens = max(1, shards.manifest.totals["num_tokens"] // max(1, shards.manifest.totals["kept"]))
     documents = max(1, min(_CHUNK_DOCUMENTS, _CHUNK_TOKENS // mean_tokens))
     chunk_steps = max(1, documents // max(1, end - start))
-    return RankPlan(
-        plan, str(shards.folder), start, end, first_step, last_step, chunk_steps, address, fetch, shards.part
-    )
+    folders = tuple(map(str, shards.folders))
+    return RankPlan(plan, folders, start, end, first_step, last_step, chunk_steps, places, fetch, shards.part)
 
 
 def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> pa.Table:
     """Reads a chunk as a Ray Data task: from its number, counted from `first`, to its documents and epochs."""
-    opened = rank_plan.folder, rank_plan.part
+    opened = rank_plan.folders, rank_plan.part
     if opened not in _shards:
-        folder = Path(rank_plan.folder)
-        if not folder.exists():
+        folder, *others = folders = [Path(one) for one in rank_plan.folders]
+        for missing, place in zip(folders, rank_plan.places, strict=False):
+            if missing.exists():
+                continue
             from declutr.common.stores.address import is_remote  # slow to import, and most tasks do not need it
             from declutr.common.stores.folders import local_copy
 
-            if is_remote(rank_plan.address) and local_copy(rank_plan.address, folder.parent) != folder:
-                raise ShardError(f"{rank_plan.address} holds other shards than at the start of the run")
-        _shards[opened] = ShardSet(folder, "train", look=False, part=rank_plan.part)
+            if is_remote(place) and local_copy(place, missing.parent) != missing:
+                raise ShardError(f"{place} holds other shards than at the start of the run")
+        _shards[opened] = ShardSet(folder, "train", look=False, part=rank_plan.part, others=others)
     epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
     return fetched(_shards[opened], documents, epochs, rank_plan.fetch)
 

@@ -3,14 +3,19 @@
 Index i = step * batch_documents + position; its epoch is i // num_documents; its document is a keyed permutation of
 i mod num_documents. Every document occurs exactly once an epoch, and any step can be computed without the earlier ones.
 Ranks take consecutive slices of a batch's positions, so the global batch is the same for every world size.
+
+Several corpora take turns (trainer/data/mixture.py). Each has its own order and its own epochs: row k of a corpus is in
+its epoch k // documents. Their documents are numbered one after the other.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common import seeding
+from declutr.trainer.data.mixture import turns
 
 _ROUNDS = 8
 
@@ -61,15 +66,19 @@ class Plan:
 
     Attributes:
         seed: the run's seed.
-        num_documents: documents of the training split, the length of an epoch.
+        num_documents: documents of the training split, the length of an epoch; of several corpora their sum.
         batch_documents: documents of one optimizer step over all ranks.
         canonical_documents: documents of a canonical microbatch, of which ranks have whole ones; None: there are none.
+        sizes: documents of each of several corpora; empty: there is one.
+        shares: share of each in the rows that are read, as whole numbers without a common divisor.
     """
 
     seed: int
     num_documents: int
     batch_documents: int
     canonical_documents: int | None = None
+    sizes: tuple[int, ...] = ()
+    shares: tuple[int, ...] = (1,)
 
     def slice(self, rank: int, world_size: int) -> tuple[int, int]:
         """Positions [start, end) of a batch that a rank reads; sizes differ by at most one document or microbatch."""
@@ -83,17 +92,64 @@ class Plan:
         end = self.batch_documents if end is None else end
         steps = np.arange(first_step, last_step, dtype=np.int64)[:, None]
         index = (steps * self.batch_documents + np.arange(start, end, dtype=np.int64)).reshape(-1)
-        epochs = index // self.num_documents
-        return epochs, permute(self.seed, epochs, index % self.num_documents, self.num_documents)
+        corpora, places = turns(self.shares)
+        rounds, turn = index // len(corpora), index % len(corpora)
+        epochs, numbers = np.empty_like(index), np.empty_like(index)
+        for corpus, (seed, first, size, share) in enumerate(self._corpora()):
+            mine = corpora[turn] == corpus
+            row = rounds[mine] * share + places[turn[mine]]
+            epochs[mine] = row // size
+            numbers[mine] = first + permute(seed, row // size, row % size, size)
+        return epochs, numbers
 
     def reads_of(self, document: int, last_step: int) -> tuple[I64, I64, I64]:
         """Epochs, 1-based steps and positions in their batches at which the first `last_step` steps read a document."""
-        epochs = np.arange(-(-last_step * self.batch_documents // self.num_documents), dtype=np.int64)
-        items = np.full_like(epochs, document)
-        index = epochs * self.num_documents + permute(self.seed, epochs, items, self.num_documents, inverse=True)
+        corpus, number = self.place_of(document)
+        seed, _, size, share = self._corpora()[corpus]
+        epochs = np.arange(-(-self.rows_read(last_step)[corpus] // size), dtype=np.int64)
+        row = epochs * size + permute(seed, epochs, np.full_like(epochs, number), size, inverse=True)
+        period, own = sum(self.shares), np.flatnonzero(turns(self.shares)[0] == corpus)
+        index = row // share * period + own[row % share]
         read = index < last_step * self.batch_documents
         return epochs[read], index[read] // self.batch_documents + 1, index[read] % self.batch_documents
 
+    def rows_read(self, last_step: int) -> list[int]:
+        """Rows of each corpus that the first `last_step` steps read."""
+        corpora, _ = turns(self.shares)
+        rounds, rest = divmod(last_step * self.batch_documents, len(corpora))
+        begun = np.bincount(corpora[:rest], minlength=len(self.shares)).tolist()
+        return [rounds * share + more for share, more in zip(self.shares, begun, strict=True)]
+
+    def most_in_batch(self) -> list[int]:
+        """Most rows of each corpus that a batch can hold, or one more."""
+        size, period = self.batch_documents, sum(self.shares)
+        return [min(size, -(-size * share // period) + 1) for share in self.shares]
+
+    def place_of(self, document: int) -> tuple[int, int]:
+        """Corpus of a document, and its number there."""
+        starts = np.cumsum([0, *self.sizes[:-1]])
+        corpus = int(np.searchsorted(starts, document, side="right")) - 1
+        return corpus, document - int(starts[corpus])
+
     def steps_in(self, epochs: float) -> int:
-        """Optimizer steps that read `epochs` times the corpus; the last one may run into the next epoch."""
+        """Optimizer steps that read `epochs` times as many rows as there are; the last may run into the next epoch."""
         return max(1, -(-int(epochs * self.num_documents) // self.batch_documents))
+
+    def _corpora(self) -> list[tuple[int, int, int, int]]:
+        """Seed, first number, size and share of each corpus; the first has the seed of the run."""
+        found, first = list[tuple[int, int, int, int]](), 0
+        for corpus, (size, share) in enumerate(zip(self.sizes or (self.num_documents,), self.shares, strict=True)):
+            seed = seeding.torch_seed(self.seed, "corpus", corpus) if corpus else self.seed
+            found.append((seed, first, size, share))
+            first += size
+        return found
+
+
+def rows_by_corpus(plans: Mapping[str, Plan], step: int) -> dict[str, float | None]:
+    """Rows of each corpus in a 1-based step by the names of its metrics; nothing of a task with a single corpus."""
+    return {
+        f"{f'{task}_' if task else ''}corpus_{number}_rows": after - before
+        for task, plan in plans.items()
+        if plan.sizes
+        for number, (before, after) in enumerate(zip(plan.rows_read(step - 1), plan.rows_read(step), strict=True), 1)
+    }

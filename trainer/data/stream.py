@@ -140,7 +140,7 @@ def _read_by_tasks(rank_plan: RankPlan, first: int) -> Iterator[pa.Table]:
 
 
 def _no_documents(rank_plan: RankPlan) -> pa.Table:
-    shards = ShardSet(Path(rank_plan.folder), "train", part=rank_plan.part)
+    shards = ShardSet(Path(rank_plan.folders[0]), "train", part=rank_plan.part)
     return fetched(shards, np.empty(0, np.int64), np.empty(0, np.int64), rank_plan.fetch)
 
 

@@ -17,7 +17,7 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from declutr.trainer.checkpoints.state import data_hashes, joint_hash, read_origin
 from declutr.trainer.driver.device import DEVICE, device_problem, kept_device
 from declutr.trainer.driver.path_checks import place_problems
-from declutr.trainer.driver.resolved import Found, ResolvedRun, data_key, find_shards
+from declutr.trainer.driver.resolved import Found, ResolvedRun, data_places, find_shards
 from declutr.trainer.driver.shard_checks import (
     data_problems,
     judged_problems,
@@ -28,6 +28,7 @@ from declutr.trainer.driver.shard_checks import (
 )
 from declutr.trainer.setup.cache import run_folder
 from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.corpora import corpora_problems
 from declutr.trainer.setup.geometry import RESUME_SETTINGS, with_geometry
 
 
@@ -53,10 +54,11 @@ def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
             found.append(problem)
     found += [line for key, line in shards.unreadable.items() if not any(one.startswith(f"{key} = ") for one in found)]
     found += [
-        f"{data_key(name)} = {one.data}: {problem}"
-        for name, one in config.tasks().items()
+        f"{key} = {place}: {problem}"
+        for name, places in data_places(config).items()
         if name in shards.manifests
-        for problem in check_shards(shards.data[name])
+        for (key, place), folder in zip(places.items(), shards.data[name], strict=True)
+        for problem in check_shards(folder)
     ]
     if "" in shards.manifests:
         found += _manifest_problems(config, shards)
@@ -72,17 +74,18 @@ def _manifest_problems(config: TrainConfig, shards: Found) -> list[str]:
     main = manifests[""]
     if main.content.kind in MEDIA_KINDS:
         return [
-            f"data = {config.data}: holds {main.content.kind}; the main task reads texts, whose encoder is "
+            f"data = {config.places[0]}: holds {main.content.kind}; the main task reads texts, whose encoder is "
             "exported: name it in an auxiliary task (auxiliary_tasks.NAME.data)"
         ]
     for name, task in config.tasks().items():
         if name in manifests:
             prefix = f"auxiliary_tasks.{name}." if name else ""
-            found += [f"{prefix}{line}" for line in data_problems(task, manifests[name])]
+            found += corpora_problems(data_places(config)[name], shards.corpora[name])
+            found += [f"{prefix}{line}" for line in data_problems(task, shards.corpora[name])]
             found += [f"{prefix}{line}" for line in _misfits(config, name, manifests)] if name else []
     if kind_problem(config, main) is None:
-        found += validation_problems(config, main, shards.scored)
-    if problem := tokenizer_problem(config, main, shards.data[""]):
+        found += validation_problems(config, shards.corpora[""], shards.scored)
+    if problem := tokenizer_problem(config, main, shards.data[""][0]):
         found.append(problem)
     return found
 
@@ -107,11 +110,13 @@ def load_problems(run: ResolvedRun) -> list[str]:
         from declutr.trainer.driver.encoder_checks import task_problems
 
         found += task_problems(run)
-    if config.part is not None and run.plan.num_documents < config.batch_documents:
-        found.append(
-            f"data_fraction = {config.data_fraction}: leaves {run.plan.num_documents} training {run.manifest.noun}, "
-            f"fewer than batch_documents = {config.batch_documents}; increase it"
-        )
+    sizes = run.training_shards[""].sizes if config.part is not None else ()
+    found += [
+        f"data_fraction = {config.data_fraction}: leaves {size} training {run.manifest.noun} of {place}, fewer than "
+        f"the {most} that batch_documents = {config.batch_documents} may need; increase it"
+        for place, size, most in zip(config.places, sizes, run.plan.most_in_batch(), strict=False)
+        if size < most
+    ]
     remark = None if began_before else config.objective.remark_before(config.context(run.manifest.short_documents))
     if remark:
         get_logger().warning("%s", remark)
@@ -125,6 +130,7 @@ def load_problems(run: ResolvedRun) -> list[str]:
 def _misfits(config: TrainConfig, name: str, manifests: Mapping[str, Manifest]) -> list[str]:
     """Problems of a task whose texts do not fit its settings or the main task."""
     task, main, own = config.auxiliary_tasks[name], manifests[""], manifests[name]
+    places = config.of_task(name).places
     if own.content.kind in MEDIA_KINDS:
         return []
     found = []
@@ -132,7 +138,7 @@ def _misfits(config: TrainConfig, name: str, manifests: Mapping[str, Manifest]) 
         found.append(f"frontend: the shards hold {own.content.kind}, which have no patches; remove it")
     if main.tokenizer and own.tokenizer and main.tokenizer.fingerprint != own.tokenizer.fingerprint:
         found.append(
-            f"data = {task.data}: was prepared with another tokenizer than data = {config.data}; prepare it "
+            f"data = {places[0]}: was prepared with another tokenizer than data = {config.places[0]}; prepare it "
             "with that one"
         )
     return found
@@ -246,7 +252,7 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
 
 def _other_shards(config: TrainConfig, run: Path, now: dict[str, str]) -> list[str]:
     """Problems of a run that was trained on shards of other hashes; its next steps would read the wrong documents."""
-    places = {name: f"{data_key(name)} = {config.tasks()[name].data}" for name in now}
+    places = {name: " or ".join(f"{key} = {place}" for key, place in data_places(config)[name].items()) for name in now}
     for _, state in checkpoint.states_in(run / CHECKPOINTS):
         if state.data_hash != joint_hash(now):
             before = state.task_hashes

@@ -59,14 +59,14 @@ def _problems(run: ResolvedRun, config: TrainConfig, task: str) -> list[str]:
     encoder, info = config.encoder, manifest.tokenizer
     if info is None:  # images or audio, which kind_problem reports
         return []
-    folder = run.data[task] / TOKENIZER
+    folder = run.data[task][0] / TOKENIZER
     try:
         tokenizer = load_tokenizer(str(folder))
     except ConfigError:
-        return [f"data = {config.data}: {folder} holds no tokenizer that can be loaded; prepare the corpus again"]
+        return [f"data = {config.places[0]}: {folder} holds no tokenizer that can be loaded; prepare the corpus again"]
     found = []
     if fingerprint(tokenizer) != info.fingerprint:
-        found.append(f"data = {config.data}: the tokenizer in {folder} is not the one that made the shards")
+        found.append(f"data = {config.places[0]}: the tokenizer in {folder} is not the one that made the shards")
     try:
         if vocabulary_of(tokenizer).bos is None and encoder.pooling == "mean_without_cls":
             found.append(
@@ -217,7 +217,7 @@ def task_problems(run: ResolvedRun) -> list[str]:
 
 def _frontend_problems(run: ResolvedRun, name: str) -> list[str]:
     """Problems of the frontend: the ViT that it names, and an encoder whose layers cannot read patches."""
-    encoder = build_encoder(run.config, tokenizer_of_shards(run.data[""], run.manifest)[0])
+    encoder = build_encoder(run.config, tokenizer_of_shards(run.data[""][0], run.manifest)[0])
     try:
         frontend = build_frontend(run.config.of_task(name), encoder, run.manifests[name].content)
     except (UnfitEncoderError, OSError) as error:

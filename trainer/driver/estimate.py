@@ -19,8 +19,7 @@ from declutr.trainer.driver.shard_checks import validated_rows, validation_remar
 from declutr.trainer.driver.summary import read_seconds
 from declutr.trainer.metrics.interval import steps_between
 from declutr.trainer.metrics.metrics import read_metrics
-from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.coverage import Coverage, coverage
+from declutr.trainer.setup.coverage import Coverage, joint_coverage
 
 _LEAST_SECONDS = 60.0
 """Shortest run whose duration is compared; below it, the start of the workers dominates, which no step shows."""
@@ -66,6 +65,8 @@ class TrainEstimate(Strict):
     validation_seconds: float
     memory_mib: float
     """Most memory of a worker."""
+    corpora: list[str] = Field(default_factory=list)
+    """What is read of each of several corpora."""
     advice: list[str] = Field(default_factory=list)
     """Changes to consider, each with its reason."""
 
@@ -82,6 +83,7 @@ class TrainEstimate(Strict):
             f"planned from {self.measured_steps} measured step(s) on {self.device}:",
             f"  steps        {self.steps:,} of {self.batch_documents:,} {self.noun}: {self.passes:,.3g} pass(es) over "
             f"{self.documents:,}",
+            *(f"  corpus       {line}" for line in self.corpora),
             f"  time         {_duration(self.seconds)}, {self.step_seconds:,.2f} s a step (and up to a minute for Ray)",
             f"  read         {self.read_share:.0%} of the corpus' {self.num_tokens:,} tokens: a pass reads about "
             f"{self.pass_tokens:,.0f} of the {self.document_tokens:,.0f} tokens of a {noun}, in spans of "
@@ -126,14 +128,14 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
         NonFiniteLossError: the losses of the first steps are not finite.
     """
     refuse(load_problems(run))
-    config, manifest, shards = run.config, run.manifest, run.training_shards()
+    config, manifest, shards = run.config, run.manifest, run.training_shards
     main = shards[""]
     size = main.num_documents
     steps = config.total_steps(run.plan)
     passes = steps * config.batch_documents / size
     every_steps = steps_between(config.validation.every_steps, steps)
     scored = validated_rows(run) if every_steps else 0
-    read = _coverage(config, main, passes)
+    read = _coverage(run, main, passes)
     from declutr.trainer.driver.trial import try_steps  # loads torch
 
     trial = try_steps(config, run.folder, shards, steps, scored)
@@ -158,6 +160,7 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
         step_tokens=trial.step_tokens,
         validation_seconds=trial.validation_seconds,
         memory_mib=trial.memory_mib,
+        corpora=list(run.corpus_lines(steps, run.config.places)) if run.plan.sizes else [],
     )
     made = made.model_copy(update={"advice": _advice(run, made, main)})
     path = _path(run.folder)
@@ -171,7 +174,8 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
 def plan_hash(run: ResolvedRun) -> str:
     """Identity of a plan: all settings but places, and the data."""
     settings = run.config.model_dump(mode="json", exclude={"run", "data", "cache"})
-    return hash_json([settings, data_hashes(run.manifests)])
+    weights = [list(run.plan.shares)] if run.plan.sizes else []
+    return hash_json([settings, data_hashes(run.manifests), *weights])
 
 
 def find_estimate(run: ResolvedRun) -> TrainEstimate | None:
@@ -187,8 +191,9 @@ def _path(run: Path) -> Path:
     return run.with_name(f"{run.name}.estimate.json")
 
 
-def _coverage(config: TrainConfig, shards: ShardSet, passes: float) -> Coverage:
-    return coverage(config.objective, config.context(shards.manifest.short_documents), shards, passes)
+def _coverage(run: ResolvedRun, shards: ShardSet, passes: float) -> Coverage:
+    context = run.config.context(shards.manifest.short_documents)
+    return joint_coverage(run.config.objective, context, shards, run.plan, passes)
 
 
 def _advice(run: ResolvedRun, made: TrainEstimate, shards: ShardSet) -> list[str]:
@@ -196,7 +201,7 @@ def _advice(run: ResolvedRun, made: TrainEstimate, shards: ShardSet) -> list[str
     found = validation_remarks(run, made.steps)
     if made.read_share < _LITTLE:
         more = math.ceil(_MORE * made.passes)
-        share = _coverage(run.config, shards, more).share
+        share = _coverage(run, shards, more).share
         found.append(
             f"{1 - made.read_share:.0%} of the tokens are never read: epochs={more} reads {share:.0%} of them in "
             f"{_duration(made.seconds * more / made.passes)}"

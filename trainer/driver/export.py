@@ -47,7 +47,7 @@ def export(resolved: ResolvedRun) -> Path:
         return target
     for left in run.glob(f".{EXPORT}.*.tmp"):  # left by a killed export
         shutil.rmtree(left)
-    tokenizer, _ = load_tokenizer(resolved.data[""], resolved.manifest)
+    tokenizer, _ = load_tokenizer(resolved.data[""][0], resolved.manifest)
     encoder = build_encoder(config, tokenizer)
     load_parameters(path, encoder)
     with atomic_folder(target, replace=True) as aside:

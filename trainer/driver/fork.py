@@ -118,7 +118,7 @@ def _kept_tasks(config: TrainConfig, folder: Path, state: RunState) -> dict[str,
 def _misfits(run: ResolvedRun, path: Path) -> list[str]:
     """Parts of the checkpoint that the new configuration's encoder, objectives and frontends cannot take over."""
     config = run.config
-    tokenizer, _ = load_tokenizer(run.data[""], run.manifest)
+    tokenizer, _ = load_tokenizer(run.data[""][0], run.manifest)
     encoder = build_encoder(config, tokenizer)
     with safe_open(path / checkpoint.ENCODER, "pt") as stream:  # reads only the header
         stored = {name: stream.get_slice(name).get_shape() for name in stream.keys()}  # noqa: SIM118 - not a dict

@@ -157,6 +157,8 @@ def model_card(run: ResolvedRun, state: RunState, verdict: str, layers: bool) ->
     scratch = f"Shape: {without_paths(config.encoder.from_config)}. " if config.encoder.from_config else ""
     dropped = "".join(f"Trained but not part of this encoder: {part}.\n" for part in objective.dropped)
     sizes = _SIZES.format("/".join(map(str, objective.matryoshka.sizes))) if objective.matryoshka else ""
+    names = [place.rstrip("/").rpartition("/")[2] for place in config.places]  # a card has no paths
+    corpora = "".join(f"\n- {line}" for line in run.corpus_lines(state.step, names)) if run.plan.sizes else ""
     judged = {STSB: "STS-B", SICKR: "SICK-R"}
     sts = "".join(
         f" {score}: Spearman correlation on {source}'s development set, in percent."
@@ -178,7 +180,7 @@ Result on that other half: {verdict}.
 {scores}""",
         data=f"""{manifest.totals["kept_train"]} training {rows}, {manifest.totals["num_tokens"]} tokens; data hash
 `{state.data_hash}`, preparation config hash `{manifest.config_hash}`, tokenizer `{tokenizer.fingerprint}`,
-settings hash `{state.config_hash}`.""",
+settings hash `{state.config_hash}`.{corpora}""",
         settings=config.model_dump(mode="json"),
         pooling=config.encoder.pooling,
         layers=layers,

@@ -32,10 +32,11 @@ def place_problems(values: Mapping[str, Any]) -> list[str]:
         {f"auxiliary_tasks.{name}.": one for name, one in auxiliary.items()} if isinstance(auxiliary, Mapping) else {}
     )
     tasks = {prefix: one for prefix, one in tasks.items() if isinstance(one, Mapping)}
+    data = {"data": values.get("data"), **{f"{prefix}data": one.get("data") for prefix, one in tasks.items()}}
+    corpora = {setting: _paths(setting, value) for setting, value in data.items()}
     checks = (
         ("run", values.get("run"), _run_problem),
-        ("data", values.get("data"), _data_problem),
-        *((f"{prefix}data", one.get("data"), _data_problem) for prefix, one in tasks.items()),
+        *((key, value, _data_problem) for paths in corpora.values() for key, value in paths.items()),
         ("encoder.pretrained", pretrained, _model_problem),
     )
     found = []
@@ -47,7 +48,9 @@ def place_problems(values: Mapping[str, Any]) -> list[str]:
                 problem = str(error)
             found += [f"{key} = {value}: {problem}"] if problem else []
     found += _logger_problem(values.get("metrics"))
-    found += _same_problem(values.get("run"), values.get("data")) + _objective_problem(values.get("objective"))
+    found += [line for value in corpora["data"].values() for line in _same_problem(values.get("run"), value)]
+    found += [line for paths in corpora.values() for line in _twice(paths)]
+    found += _objective_problem(values.get("objective"))
     return found + [prefix + line for prefix, one in tasks.items() for line in _objective_problem(one.get("objective"))]
 
 
@@ -57,6 +60,32 @@ def _logger_problem(metrics: Any) -> list[str]:
     mode = wandb.get("mode") if isinstance(wandb, Mapping) else None
     problem = missing_package(mode) if mode in ("offline", "online") else None
     return [problem] if problem else []
+
+
+def _paths(setting: str, data: Any) -> dict[str, Any]:
+    """The places of a setting `data`, which may be invalid, by their keys."""
+    if not isinstance(data, list):
+        return {setting: data}
+    several = [one.get("path") if isinstance(one, Mapping) else None for one in data]
+    return {f"{setting}.{number}.path": path for number, path in enumerate(several)}
+
+
+def _twice(paths: Mapping[str, Any]) -> list[str]:
+    """A problem for each corpus that an earlier one names too."""
+    first, found = dict[Any, str](), []
+    for key, path in paths.items():
+        if not isinstance(path, str):
+            continue
+        try:
+            place = path if is_remote(path) else expand(path).resolve()
+        except PathError:  # reported already
+            continue
+        if place in first:
+            found.append(
+                f"{key} = {path}: is the same corpus as {first[place]}; name it once, with the sum of the weights"
+            )
+        first.setdefault(place, key)
+    return found
 
 
 def _objective_problem(objective: Any) -> list[str]:

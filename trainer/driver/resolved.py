@@ -1,11 +1,12 @@
 """A run whose places were looked up: what the driver knows of it from its configuration, its folder and its shards."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from declutr.common.stores.retry import RemoteError
+from declutr.pipeline.shards.joined import joined_manifest
 from declutr.pipeline.shards.manifest import Manifest, ShardError, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.plan import Plan
@@ -20,14 +21,14 @@ class ResolvedRun:
     Attributes:
         config: as the user gave it, with the spans' geometry of the shards.
         folder: of the run on this host.
-        data: folder of the shards of each task on this host; "" for the main one.
-        manifests: of these shards.
+        data: folders of the shards of each task on this host, one for each corpus; "" for the main one.
+        manifests: of these shards; of several corpora the joined one.
         scored: manifest of `validation.data`; None without.
     """
 
     config: TrainConfig
     folder: Path
-    data: Mapping[str, Path]
+    data: Mapping[str, tuple[Path, ...]]
     manifests: Mapping[str, Manifest]
     scored: Manifest | None = None
 
@@ -39,17 +40,25 @@ class ResolvedRun:
     @cached_property
     def plan(self) -> Plan:
         """The order of the main task's documents."""
-        config = self.config
-        if config.part is not None:
-            documents = ShardSet(self.data[""], "train", part=config.part).num_documents
-        else:
-            documents = sum(shard.num_documents for shard in self.manifest.of_split("train"))
-        return Plan(config.seed, documents, config.batch_documents)
+        return self.config.plan(self.training_shards[""].sizes)
 
+    @cached_property
     def training_shards(self) -> dict[str, ShardSet]:
         """The training split of each task."""
         tasks = self.config.tasks()
-        return {name: ShardSet(folder, "train", part=tasks[name].part) for name, folder in self.data.items()}
+        return {
+            name: ShardSet(folder, "train", look=False, part=tasks[name].part, others=others)
+            for name, (folder, *others) in self.data.items()
+        }
+
+    def corpus_lines(self, steps: int, names: Sequence[str]) -> Iterator[str]:
+        """Name, share, rows and passes of each corpus of the main task after a number of steps."""
+        plan = self.plan
+        rows = zip(names, plan.shares, plan.sizes, plan.rows_read(steps), strict=True)
+        for name, share, size, read in rows:
+            of_all = share / sum(plan.shares)
+            passes = f"{read / size:,.3g} pass(es) over its {size:,}"
+            yield f"{name}: {of_all:.1%} of the rows, {read:,} in {steps:,} steps, {passes}"
 
 
 @dataclass(frozen=True)
@@ -57,16 +66,21 @@ class Found:
     """The shards that a configuration names, as far as they can be read.
 
     Attributes:
-        data: folders by task.
-        manifests: by task.
+        data: folders of the corpora by task.
+        corpora: their manifests by task.
         scored: manifest of `validation.data`, if it is set and validations take place.
         unreadable: setting and reason of each that cannot be read.
     """
 
-    data: dict[str, Path]
-    manifests: dict[str, Manifest]
+    data: dict[str, tuple[Path, ...]]
+    corpora: dict[str, tuple[Manifest, ...]]
     scored: Manifest | None
     unreadable: dict[str, str]
+
+    @cached_property
+    def manifests(self) -> dict[str, Manifest]:
+        """The manifest of each task's shards; of several corpora the joined one."""
+        return {name: joined_manifest(some) for name, some in self.corpora.items()}
 
 
 def data_key(task: str) -> str:
@@ -74,9 +88,19 @@ def data_key(task: str) -> str:
     return f"auxiliary_tasks.{task}.data" if task else "data"
 
 
+def data_places(config: TrainConfig) -> dict[str, dict[str, str]]:
+    """Folders or addresses of each task's corpora by the settings that name them."""
+    found = dict[str, dict[str, str]]()
+    for name, task in config.tasks().items():
+        key, several = data_key(name), len(task.places) > 1
+        found[name] = {f"{key}.{n}.path" if several else key: place for n, place in enumerate(task.places)}
+    return found
+
+
 def find_shards(config: TrainConfig) -> Found:
     """Reads the manifests of all shards of a run; fetches those at addresses."""
-    places = {data_key(name): task.data for name, task in config.tasks().items()}
+    tasks = data_places(config)
+    places = {key: place for some in tasks.values() for key, place in some.items()}
     if config.validation.data is not None and config.validation.every_steps:
         places["validation.data"] = config.validation.data
     folders, manifests, unreadable = dict[str, Path](), dict[str, Manifest](), dict[str, str]()
@@ -86,10 +110,10 @@ def find_shards(config: TrainConfig) -> Found:
             folders[key], manifests[key] = folder, load_manifest(folder)
         except (ShardError, RemoteError, OSError) as error:
             unreadable[key] = f"{key} = {place}: {error}"
-    read = [name for name in config.tasks() if data_key(name) in manifests]
+    read = {name: some for name, some in tasks.items() if not some.keys() - manifests.keys()}
     return Found(
-        {name: folders[data_key(name)] for name in read},
-        {name: manifests[data_key(name)] for name in read},
+        {name: tuple(folders[key] for key in some) for name, some in read.items()},
+        {name: tuple(manifests[key] for key in some) for name, some in read.items()},
         manifests.get("validation.data"),
         unreadable,
     )

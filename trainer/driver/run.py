@@ -44,6 +44,7 @@ from declutr.trainer.metrics.progress import ProgressBar
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.setup.cache import run_folder
 from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.corpora import Corpus
 from declutr.trainer.setup.geometry import RESUME_SETTINGS
 
 if TYPE_CHECKING:
@@ -124,9 +125,10 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
     store = store_of(config.run, run)
     write_text(run / "config.yaml", config_yaml(config))
     write_json(run / RESUME_SETTINGS, config.resume_settings())
-    if is_remote(config.data) and not (run / TOKENIZER).is_dir():  # readers of the run open no address that it names
+    # readers of the run open no address that it names
+    if is_remote(config.places[0]) and not (run / TOKENIZER).is_dir():
         with atomic_folder(run / TOKENIZER) as aside:
-            shutil.copytree(resolved.data[""] / TOKENIZER, aside, dirs_exist_ok=True)
+            shutil.copytree(resolved.data[""][0] / TOKENIZER, aside, dirs_exist_ok=True)
     steps = config.total_steps(resolved.plan)
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
@@ -225,12 +227,14 @@ def _send_at_the_end(store: RunStore) -> None:
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """The configuration with absolute paths, because each worker has a different working directory."""
-    update: dict[str, Any] = {key: _absolute(getattr(config, key)) for key in ("run", "data")}
+    update: dict[str, Any] = {"run": _absolute(config.run), "data": _absolute_data(config.data)}
     update["encoder"] = _with_absolute_model(config.encoder)
     places = {key: _absolute(getattr(config.validation, key)) for key in ("data", "stsb", "sickr")}
     update["validation"] = config.validation.model_copy(update=places)
     update["auxiliary_tasks"] = {
-        name: task.model_copy(update={"data": _absolute(task.data), "frontend": _with_absolute_model(task.frontend)})
+        name: task.model_copy(
+            update={"data": _absolute_data(task.data), "frontend": _with_absolute_model(task.frontend)}
+        )
         for name, task in config.auxiliary_tasks.items()
     }
     return config.model_copy(update=update)
@@ -238,6 +242,12 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
 def _absolute(place: str | None) -> str | None:
     return place if place is None or is_remote(place) else str(expand(place).absolute())
+
+
+def _absolute_data(data: str | list[Corpus]) -> str | list[Corpus]:
+    if isinstance(data, str):
+        return str(_absolute(data))
+    return [one.model_copy(update={"path": _absolute(one.path)}) for one in data]
 
 
 def _with_absolute_model(settings: Model) -> Model:

@@ -1,10 +1,12 @@
 """Checks the settings of objective, tokenizer and held-out scores against the shards, before Ray starts."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.paths import expand
 from declutr.common.storage import read_json
+from declutr.pipeline.shards.joined import joined_manifest
 from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, data_hash
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.metrics.config import FOLLOWED, STSB
@@ -16,15 +18,15 @@ _MIN_VALIDATIONS = 5
 _FILE = "tokenizer.json"
 
 
-def validation_problems(config: TrainConfig, manifest: Manifest, scored: Manifest | None) -> list[str]:
+def validation_problems(config: TrainConfig, corpora: Sequence[Manifest], scored: Manifest | None) -> list[str]:
     """Reasons why the configured scores cannot be computed, one line each.
 
     Args:
         config: configuration of the run.
-        manifest: manifest of the run's shards.
+        corpora: manifests of the run's shards.
         scored: manifest of `validation.data`; None without, or if it cannot be read.
     """
-    validation = config.validation
+    validation, manifest = config.validation, joined_manifest(corpora)
     if not validation.every_steps or (validation.data is not None and scored is None):
         return []
     if scored is None:
@@ -40,7 +42,7 @@ def validation_problems(config: TrainConfig, manifest: Manifest, scored: Manifes
             f"needed; {few}"
         )
     if scored is not None:
-        found += _other_data_problems(config, manifest, scored)
+        found += _other_data_problems(config, corpora, scored)
     return found + _score_problems(config, scored or manifest)
 
 
@@ -102,7 +104,7 @@ def validated_rows(run: ResolvedRun) -> int:
     return min(available, run.config.validation.max_documents)
 
 
-def _other_data_problems(config: TrainConfig, manifest: Manifest, scored: Manifest) -> list[str]:
+def _other_data_problems(config: TrainConfig, corpora: Sequence[Manifest], scored: Manifest) -> list[str]:
     """Problems of `validation.data`."""
     named, found = f"validation.data = {config.validation.data}", []
     reads, kind = config.objective.reads, scored.content.kind
@@ -111,12 +113,12 @@ def _other_data_problems(config: TrainConfig, manifest: Manifest, scored: Manife
             f"{named}: holds {kind}, which objective {config.objective.kind} cannot score; name shards of "
             f"{' or '.join(reads)}, or remove the setting"
         )
-    if data_hash(scored) == data_hash(manifest):
+    if data_hash(scored) in map(data_hash, corpora):
         found.append(f"{named}: these are the rows that the run trains on; name other shards, or remove the setting")
-    made_by = [one.tokenizer and one.tokenizer.fingerprint for one in (scored, manifest)]
+    made_by = [one.tokenizer and one.tokenizer.fingerprint for one in (scored, corpora[0])]
     if made_by[0] != made_by[1]:
         found.append(
-            f"{named}: was prepared with another tokenizer than data = {config.data}; prepare it with that one"
+            f"{named}: was prepared with another tokenizer than data = {config.places[0]}; prepare it with that one"
         )
     return found
 
@@ -158,27 +160,33 @@ def kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
     *others, last = objective.reads
     kinds = f"{', '.join(others)} or {last}" if others else last
     return (
-        f"objective.kind = {objective.kind} reads {kinds}; data = {config.data} holds {kind}: prepare it with "
+        f"objective.kind = {objective.kind} reads {kinds}; data = {config.places[0]} holds {kind}: prepare it with "
         f"content.kind={objective.reads[0]}"
     )
 
 
-def data_problems(config: TrainConfig, manifest: Manifest) -> list[str]:
-    """Reasons why a task's objective cannot train on these shards, one line each, from their manifest alone.
+def data_problems(config: TrainConfig, corpora: Sequence[Manifest]) -> list[str]:
+    """Reasons why a task's objective cannot train on these shards, one line each, from their manifests alone.
 
     Args:
         config: configuration of the run, or that of a task.
-        manifest: of its shards.
+        corpora: manifests of its shards.
     """
-    if other_kind := kind_problem(config, manifest):
+    if other_kind := kind_problem(config, corpora[0]):
         return [other_kind]
-    found = config.objective.problems(config.context(manifest.short_documents), manifest)
-    if config.batch_documents > manifest.totals["kept_train"]:
-        found.append(
-            f"batch_documents = {config.batch_documents}: the shards hold only {manifest.totals['kept_train']} "
-            f"training {manifest.noun}, and a batch must not contrast one of them with itself"
-        )
-    return found
+    alike = [one for one in corpora if one.content.kind == corpora[0].content.kind]
+    found = [line for one in alike for line in config.objective.problems(config.context(one.short_documents), one)]
+    sizes = [one.totals["kept_train"] for one in corpora]
+    for place, manifest, size, most in zip(
+        config.places, corpora, sizes, config.plan(sizes).most_in_batch(), strict=True
+    ):
+        if most > size:
+            where = "the shards hold" if len(corpora) == 1 else f"a batch may need {most} rows of {place}, which holds"
+            found.append(
+                f"batch_documents = {config.batch_documents}: {where} only {size} training {manifest.noun}, and a "
+                "batch must not contrast one of them with itself"
+            )
+    return list(dict.fromkeys(found))
 
 
 def tokenizer_problem(config: TrainConfig, manifest: Manifest, data: Path) -> str | None:

@@ -15,7 +15,6 @@ from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.canonical import collate_canonical
 from declutr.trainer.data.chunks import fetched
-from declutr.trainer.data.plan import Plan
 from declutr.trainer.driver.device import kept_device
 from declutr.trainer.metrics.metrics import peak_memory_mib
 from declutr.trainer.parallel.communicator import Communicator
@@ -123,7 +122,7 @@ def _batch(
 ) -> RankBatch:
     """The share of the first worker of a step of a task."""
     one = config.tasks()[name]
-    plan = Plan(one.seed, shards.num_documents, one.batch_documents, one.canonical_documents)
+    plan = one.plan(shards.sizes)
     start, end = plan.slice(0, config.scaling.least_workers)
     epochs, documents = plan.documents(step, step + 1, start, end)
     rows = fetched(shards, documents, epochs, getattr(collator, "fetch", None)).combine_chunks()

@@ -6,6 +6,8 @@ from pathlib import Path
 from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote, short_name
 from declutr.common.stores.folders import local_copy
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.setup.config import TrainConfig
 
 
 def data_folder(data: str, cache: str) -> Path:
@@ -19,6 +21,20 @@ def data_folder(data: str, cache: str) -> Path:
         OSError: it cannot be fetched.
     """
     return _copy(data, cache) if is_remote(data) else expand(data)
+
+
+def training_set(config: TrainConfig) -> ShardSet:
+    """The training rows of a task, whose shards the driver has checked.
+
+    Args:
+        config: configuration of the task.
+
+    Raises:
+        OSError: shards cannot be fetched.
+        ShardError: they cannot be read.
+    """
+    folder, *others = (data_folder(place, config.cache) for place in config.places)
+    return ShardSet(folder, "train", look=False, part=config.part, others=others)
 
 
 @lru_cache

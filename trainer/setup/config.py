@@ -1,5 +1,6 @@
 """The configuration of a training run, composed of sections that are defined next to the code they configure."""
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
@@ -17,6 +18,7 @@ from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
 from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.setup.corpora import Data, places_of, shares_of
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.step.config import OptimConfig
 
@@ -35,8 +37,8 @@ _UNITS = 16  # canonical microbatches of a batch: enough for several workers, fe
 class AuxiliaryTaskConfig(Strict):
     """A task that trains the same encoder on other data, in every step of the run."""
 
-    data: str
-    """Folder of its prepared shards, or their address."""
+    data: Data
+    """Folder of its prepared shards, or their address; or several corpora, as `data` of the run."""
     objective: AnyObjectiveConfig = DEFAULT
     spans: SpanConfig = SpanConfig()
     batch_documents: int = Field(default=16, ge=1)
@@ -56,8 +58,9 @@ class TrainConfig(Strict):
     run: str
     """Folder of the run (checkpoints, metrics, export), or its address, such as s3://bucket/runs/mine, if the hosts
     share no folder. Repeat the command to resume the run."""
-    data: str
-    """Folder of prepared shards, or the address to which `declutr push` sent it. Each host downloads it once."""
+    data: Data
+    """Folder of prepared shards, or the address to which `declutr push` sent it. Each host downloads it once. Several
+    corpora: `[{path: FOLDER, weight: 2}, {path: FOLDER, weight: 1}]`, of which weights are the shares of rows."""
     cache: str = "~/.cache/declutr"
     """Folder on each host for local copies of data at addresses. It holds nothing permanent."""
     data_fraction: float = Field(default=1.0, gt=0, le=1)
@@ -87,7 +90,8 @@ class TrainConfig(Strict):
     steps: int | None = Field(default=None, ge=1)
     """Number of optimizer steps of the run; null: set by `epochs`."""
     epochs: float | None = Field(default=None, gt=0)
-    """Number of passes over the corpus, if `steps` is null. If both are null: 1 epoch."""
+    """Number of passes over the corpus, if `steps` is null. If both are null: 1 epoch. Of several corpora, a pass reads
+    as many rows as all have together, in the shares of their weights."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """fp32: all computation in float32. bf16: matrix products of the forward in bfloat16; parameters, pooling and
     losses stay in float32. auto: bf16 on GPUs that compute in it, else fp32."""
@@ -214,6 +218,17 @@ class TrainConfig(Strict):
         return RunContext(self.seed, self.spans, self.batch_documents, short_documents, self._frontend)
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """Folders or addresses of the main task's corpora."""
+        return places_of(self.data)
+
+    def plan(self, sizes: Sequence[int]) -> Plan:
+        """The order of the main task's rows; `sizes` has the training documents of each corpus."""
+        several = () if len(sizes) == 1 else tuple(sizes)
+        settings = (self.batch_documents, self.canonical_documents, several, shares_of(self.data))
+        return Plan(self.seed, sum(sizes), *settings)
+
+    @property
     def part(self) -> tuple[float, int] | None:
         """The part of the documents that the run reads; None for all."""
         return None if self.data_fraction == 1 else (self.data_fraction, self.seed)
@@ -228,7 +243,7 @@ class TrainConfig(Strict):
         Its seed is drawn from the run's, so that tasks with the same data differ.
         """
         task = self.auxiliary_tasks[name]
-        values = {
+        values: dict[str, object] = {
             "data": task.data,
             "data_fraction": 1.0,
             "objective": task.objective,
@@ -257,8 +272,11 @@ class TrainConfig(Strict):
         written = ("checkpoint", "metrics")
         free = (*places, *written, "scaling", "microbatch_tokens", "on_nonfinite_loss", "max_skipped_steps")
         found = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
-        for task in found["auxiliary_tasks"].values():
-            del task["data"]
+        for name, task in self.tasks().items():
+            values: dict[str, object] = found["auxiliary_tasks"][name] if name else found
+            values.pop("data", None)  # where it is decides nothing, and the shards have hashes
+            if len(task.places) > 1:
+                values["data_weights"] = list(shares_of(task.data))
         for section, key, default in _LATER:  # runs that started without these settings continue
             for tree in (found, *found["auxiliary_tasks"].values()):
                 values = tree.get(section, {}) if section else tree

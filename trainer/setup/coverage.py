@@ -7,7 +7,7 @@ import numpy as np
 
 from declutr.common import seeding
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.data.plan import permute
+from declutr.trainer.data.plan import Plan, permute
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
 
 _DRAWS = 20_000
@@ -41,17 +41,33 @@ class Coverage:
         return self.read_tokens / max(1, self.num_tokens)
 
 
-def coverage(objective: ObjectiveConfig, run: RunContext, shards: ShardSet, passes: float) -> Coverage:
+def joint_coverage(
+    objective: ObjectiveConfig, run: RunContext, shards: ShardSet, plan: Plan, passes: float
+) -> Coverage:
+    """The part of all corpora together that this many passes of a plan read, each by its share."""
+    if not plan.sizes:
+        return coverage(objective, run, shards, passes)
+    tokens = np.zeros(4)
+    for corpus, (size, share) in enumerate(zip(plan.sizes, plan.shares, strict=True)):
+        own = plan.num_documents * share / (sum(plan.shares) * size)  # passes over this corpus in one over all
+        whole, once = (coverage(objective, run, shards, own * each, corpus) for each in (passes, 1.0))
+        found = (whole.num_tokens, once.read_tokens, own * once.span_tokens, whole.read_tokens)
+        tokens += np.array(found) * size / whole.num_documents
+    return Coverage(plan.num_documents, *(int(one) for one in tokens))
+
+
+def coverage(objective: ObjectiveConfig, run: RunContext, shards: ShardSet, passes: float, corpus: int = 0) -> Coverage:
     """The part of the training split that this many passes read, exactly or from a sample of its documents.
 
-    The spans are those of the run; only the documents of an incomplete pass are others, as many as in the run.
+    The spans are those of the run; only the documents of an incomplete pass are others, as many as in the run. Of
+    several corpora, one is read.
     """
     passes = min(passes, _PASSES)
-    size = shards.num_documents
+    size, first = shards.sizes[corpus], sum(shards.sizes[:corpus])
     mean = shards.manifest.totals["num_tokens"] / max(1, shards.manifest.totals["kept"])
     most = max(32, min(int(_DRAWS / max(1.0, passes)), int(_TOKENS / max(1.0, mean))))
     places = np.arange(min(size, most))
-    rows = shards.take(permute(seeding.key_for(run.seed, "coverage"), np.zeros_like(places), places, size))
+    rows = shards.take(first + permute(seeding.key_for(run.seed, "coverage"), np.zeros_like(places), places, size))
     lengths = rows.column("num_tokens").to_numpy()
     starts = np.concatenate([[0], np.cumsum(lengths)])
     changes = np.zeros(starts[-1] + 1, np.int32)  # spans that start minus spans that end, by token

@@ -46,6 +46,7 @@ class TrainingLoop:
         stop: returns true if this worker has a notice to stop; called after every step.
         heartbeat: shows step and phase to the driver.
         stopwatch: measures the parts of the start.
+        corpus_rows: the rows of each corpus in a step by the names of their metrics; none of a single corpus.
     """
 
     config: TrainConfig
@@ -58,6 +59,7 @@ class TrainingLoop:
     stop: Callable[[], bool]
     heartbeat: Heartbeat
     stopwatch: Stopwatch
+    corpus_rows: Callable[[int], dict[str, float | None]] = lambda _: {}
 
     def train(self) -> int:
         """Trains to the last step, or to an earlier end; returns the last step taken.
@@ -234,7 +236,9 @@ class Recorder:
         if self.metrics:
             documents = self.loop.config.batch_documents
             speed = rates(measured, self.began, documents, self.batches.waited_seconds, self.peak)
-            self.loop.heartbeat.line = self.metrics.step(step, measured, speed, self.near_rows)
+            self.loop.heartbeat.line = self.metrics.step(
+                step, measured, speed | self.loop.corpus_rows(step), self.near_rows
+            )
         self.batches.waited_seconds = 0.0
         self.began = time.monotonic()
 

@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from declutr.pipeline.shards.shards import ShardError, ShardSet
+from declutr.pipeline.shards.shards import ShardError
 from declutr.trainer.checkpoints.saver import SaveError
 from declutr.trainer.checkpoints.state import data_hashes, joint_hash
 from declutr.trainer.checkpoints.store import fetch_run, store_of
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.chunks import rank_plan
-from declutr.trainer.data.plan import Plan
+from declutr.trainer.data.plan import rows_by_corpus
 from declutr.trainer.data.stream import Prefetcher, batches
 from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.objectives.base import ObjectiveError
 from declutr.trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
-from declutr.trainer.setup.cache import data_folder, run_folder
+from declutr.trainer.setup.cache import run_folder, training_set
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.tasks import autocast_type, build_task, build_train_steps
 from declutr.trainer.step.microbatch import Microbatch, MicrobatchError
@@ -62,11 +62,7 @@ def work(
     with heartbeat.doing("fetching"):
         run = run_folder(config.run, config.cache)
         settings = config.tasks()
-        folders = {name: data_folder(one.data, config.cache) for name, one in settings.items()}
-        # the driver has checked the shards
-        shards = {
-            name: ShardSet(folder, "train", look=False, part=settings[name].part) for name, folder in folders.items()
-        }
+        shards = {name: training_set(one) for name, one in settings.items()}
         hashes = data_hashes({name: one.manifest for name, one in shards.items()})
         if store := store_of(config.run, run):
             fetch_run(store, {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}, comm)
@@ -79,16 +75,13 @@ def work(
         ]
     except (ShardError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
-    plans = {
-        name: Plan(one.seed, shards[name].num_documents, one.batch_documents, one.canonical_documents)
-        for name, one in settings.items()
-    }
+    plans = {name: one.plan(shards[name].sizes) for name, one in settings.items()}
     train_steps = build_train_steps(config, tasks, config.total_steps(plans[""]))
     collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
 
     def read(name: str, done: int) -> Iterator[RankBatch]:
         fetch = getattr(collators[name], "fetch", None)
-        place = comm.rank, comm.size, done, train_steps[-1].total_steps, settings[name].data
+        place = comm.rank, comm.size, done, train_steps[-1].total_steps, settings[name].places
         mine = rank_plan(plans[name], shards[name], *place, fetch=fetch)
         return batches(mine, collators[name], device, tasks=reporter is not None)
 
@@ -113,6 +106,7 @@ def work(
             device,
             [(task, shards[task.name]) for task in tasks if task.name],
         ),
+        corpus_rows=lambda step: rows_by_corpus(plans, step),
         stop=lambda: notice() is not None,
         heartbeat=heartbeat,
         stopwatch=stopwatch,

@@ -1,0 +1,102 @@
+"""The setting `data`: one corpus, or several with their weights, and what those must have in common."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+
+from declutr.common.config import Strict
+from declutr.pipeline.shards.manifest import Manifest, data_hash
+from declutr.trainer.data.mixture import MOST_TURNS, whole_shares
+
+
+class Corpus(Strict):
+    """One of several corpora that a task reads in turn."""
+
+    path: str
+    """Folder of its prepared shards, or their address."""
+    weight: float = Field(gt=0)
+    """Its share of the rows that the task reads, relative to the other weights; its size does not matter."""
+
+
+def _checked(data: str | list[Corpus]) -> str | list[Corpus]:
+    """Refuses weights with too many digits; a single corpus needs no weight."""
+    if isinstance(data, str):
+        return data
+    if len(data) == 1:
+        return data[0].path
+    weights = [one.weight for one in data]
+    if (period := sum(whole_shares(weights))) > MOST_TURNS:
+        rounded = [max(1, round(1000 * weight / max(weights))) for weight in weights]
+        rows = f"{period:,}" if period < 10**12 else "10^12 or more"
+        raise ValueError(
+            f"the weights {', '.join(f'{weight:g}' for weight in weights)} are exact only after {rows} rows, at most "
+            f"{MOST_TURNS:,} are possible; give fewer digits, such as {', '.join(map(str, rounded))}"
+        )
+    return data
+
+
+def _no_section(value: Any) -> Any:
+    if isinstance(value, dict):
+        raise ValueError("must be a folder, an address, or a list of corpora: [{path: FOLDER, weight: 1}, ...]")  # noqa: TRY004
+    return value
+
+
+def _form(value: Any) -> str:
+    return "several" if isinstance(value, list) else "one"
+
+
+Data = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[Corpus], Field(min_length=1), Tag("several")],
+    Discriminator(_form),
+    AfterValidator(_checked),
+    BeforeValidator(_no_section),
+]
+
+
+def places_of(data: str | list[Corpus]) -> tuple[str, ...]:
+    """Folders or addresses of the corpora."""
+    return (data,) if isinstance(data, str) else tuple(one.path for one in data)
+
+
+def shares_of(data: str | list[Corpus]) -> tuple[int, ...]:
+    """Shares of the corpora as whole numbers."""
+    return (1,) if isinstance(data, str) else whole_shares([one.weight for one in data])
+
+
+def corpora_problems(places: Mapping[str, str], corpora: Sequence[Manifest]) -> list[str]:
+    """Reasons why several corpora cannot be read as one, one line for each that differs from the first.
+
+    Args:
+        places: their folders or addresses by the settings that name them.
+        corpora: their manifests.
+    """
+    named = [f"{key} = {place}" for key, place in places.items()]
+    wanted, found = _traits(corpora[0]), []
+    for number, manifest in enumerate(corpora[1:], 1):
+        traits = _traits(manifest)
+        other = [key for key in wanted if traits.get(key) != wanted[key]]
+        same = [
+            name for name, one in zip(named, corpora[:number], strict=False) if data_hash(one) == data_hash(manifest)
+        ]
+        if other:
+            told = "; ".join(f"{key} is {traits.get(key)}, not {wanted[key]}" for key in other)
+            found.append(f"{named[number]}: was prepared otherwise than {named[0]} ({told}); prepare both alike")
+        elif same:
+            found.append(f"{named[number]}: holds the same shards as {same[0]}; name each corpus once")
+    return found
+
+
+def _traits(manifest: Manifest) -> dict[str, object]:
+    """What corpora that are read as one have in common, by setting of `prepare`."""
+    kind = manifest.content.kind
+    found: dict[str, object] = {"content.kind": kind}
+    if manifest.tokenizer is not None:
+        found["tokenizer"] = manifest.tokenizer.fingerprint[:12]
+    if kind == "documents":
+        geometry = {f"geometry.{key}": value for key, value in manifest.geometry.model_dump().items()}
+        found |= {**geometry, "short_documents": manifest.short_documents}
+    if kind == "audio":
+        names = ("sample_rate", "num_mel_bins", "frame_ms", "hop_length_ms", "max_seconds")
+        found |= {f"content.{name}": getattr(manifest.content, name) for name in names}
+    return found
