@@ -157,7 +157,8 @@ def model_card(run: ResolvedRun, state: RunState, verdict: str, layers: bool) ->
     scratch = f"Shape: {without_paths(config.encoder.from_config)}. " if config.encoder.from_config else ""
     dropped = "".join(f"Trained but not part of this encoder: {part}.\n" for part in objective.dropped)
     sizes = _SIZES.format("/".join(map(str, objective.matryoshka.sizes))) if objective.matryoshka else ""
-    names = [place.rstrip("/").rpartition("/")[2] for place in config.places]  # a card has no paths
+    last = [place.rstrip("/").rpartition("/")[2] for place in config.places]  # a card has no paths
+    names = [f"corpus {number} ({name})" for number, name in enumerate(last, 1)]
     corpora = "".join(f"\n- {line}" for line in run.corpus_lines(state.step, names)) if run.plan.sizes else ""
     judged = {STSB: "STS-B", SICKR: "SICK-R"}
     sts = "".join(
