@@ -74,9 +74,9 @@ class SessionError(RuntimeError):
 
 
 class SessionConfig(Strict):
-    """The place where the work runs; it has no influence on results."""
+    """Where the work runs, without influence on results."""
 
     num_cpus: int | None = Field(default=None, ge=1)
-    """Logical CPUs of a local session; all CPUs of this machine if not set. Not used with a cluster."""
+    """Logical CPUs of a local session; null: all of this machine."""
     address: str | None = None
-    """Address of a running cluster (`auto`: the one that this host belongs to). RAY_ADDRESS has the same effect."""
+    """Address of a running cluster (`auto`: this host's). RAY_ADDRESS has the same effect."""

@@ -2,7 +2,7 @@
 
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -38,12 +38,21 @@ def _annotated(config: BaseModel) -> Iterator[str]:
 def settings_tables(model: type[BaseModel], name: str) -> Iterator[str]:
     """Yield the lines of a Markdown section `name` with one table for each section of a configuration."""
     yield from [f"## {name}", _summary(model), ""]
-    yield from _tables(model, "", PydanticUndefined, {})
+    yield from _tables(model, "", "", PydanticUndefined, {})
 
 
-def _tables(model: type[BaseModel], prefix: str, default: Any, shown: dict[type[BaseModel], str]) -> Iterator[str]:
-    """The table of a section, then the tables of the sections below it; `shown` has the places of those shown."""
+def _tables(model: type[BaseModel], prefix: str, owner: str, default: Any, shown: dict[Hashable, str]) -> Iterator[str]:
+    """The table of a section, then the tables of the sections below it.
+
+    Args:
+        model: the section.
+        prefix: its path, with a dot at the end.
+        owner: the kind to which it belongs, empty if there is none.
+        default: its value if it is not set.
+        shown: owners of the rows and sections that the page has; they are named instead of repeated.
+    """
     rows, below = [], []
+    again: dict[str, dict[str, None]] = {}
     for name, field in model.model_fields.items():
         if name == "kind" and _kind(model):
             continue  # the heading has it
@@ -52,21 +61,32 @@ def _tables(model: type[BaseModel], prefix: str, default: Any, shown: dict[type[
         kinds = [get_origin(kind) or kind for kind in kinds_of(field.annotation)]
         path = f"{prefix}{name}" + (".NAME" if kinds[0] is dict else ".N" if models and list in kinds else "")
         plain = str in kinds and kinds[0] is not dict  # a text does instead of the sections
-        below += [(one, path, given, _summary(one) if plain else field.description, len(models)) for one in models]
         if not models or given is None or plain:
-            rows.append(f"| `{prefix}{name}` | {_shown(given)} | {_cell(_meaning(field, ''))} |")
+            row = f"| `{prefix}{name}` | {_shown(given)} | {_cell(_meaning(field, ''))} |"
+            if row in shown:
+                again.setdefault(shown[row], {})[path] = None
+            else:
+                shown[row] = owner
+                rows.append(row)
+        for one in models:
+            place = path.rpartition(".NAME.")[2]
+            if (one, place) in shown:
+                again.setdefault(shown[one, place], {})[place] = None
+            else:
+                shown[one, place] = owner
+                own = plain or len(models) > 1 or not field.description
+                below.append((one, path, given, _summary(one) if own else field.description))
     if rows:
         yield from ["| setting | default | meaning |", "| --- | --- | --- |", *rows, ""]
-    for one, path, given, description, number in below:
+    for first, paths in again.items():
+        yield f"As {f'for kind `{first}`' if first else f'above, after `{prefix}`'}: `{'`, `'.join(paths)}`."
+    if again:
+        yield ""
+    for one, path, given, summary in below:
         kind = _kind(one)
-        heading = f"### `{path}`" + (f", kind `{kind}`" if kind else "")
-        if shown.setdefault(one, path) == path or ".NAME." not in path:
-            default_kind = " The default." if kind and isinstance(given, one) else ""
-            summary = (description if number == 1 else None) or _summary(one)
-            yield from [heading, f"{summary}{default_kind}", ""]
-            yield from _tables(one, f"{path}.", given, shown)
-        else:
-            yield from [heading, f"The same settings as `{shown[one]}`.", ""]
+        default_kind = " The default." if kind and isinstance(given, one) else ""
+        yield from [f"### `{path}`" + (f", kind `{kind}`" if kind else ""), f"{summary}{default_kind}", ""]
+        yield from _tables(one, f"{path}.", kind or owner, given, shown)
 
 
 def _summary(model: type[BaseModel]) -> str:

@@ -27,41 +27,40 @@ _NO_INFLUENCE: dict[str, Any] = {
 
 
 class PipelineConfig(Strict):
-    """The `prepare` section of a config file: from a corpus to shards."""
+    """From a corpus to shards."""
 
     output: str
-    """Folder of the shards, created if missing, or an address (`s3://...`, `gs://...`). All hosts of a cluster must see
-    the folder; an address needs no shared folder (docs/guides/cluster.md)."""
+    """Folder of the shards, created if missing, which all hosts must see, or an address (`s3://...`, `gs://...`)."""
     corpus: Annotated[FilesCorpus | HubCorpus | PythonDocs, Field(discriminator="kind")]
     content: AnyContent = DocumentsContent()
     tokenizer: TokenizerConfig | None = Field(default=None, validate_default=True)
-    """Tokenizer of the texts. Required, but not for images and audio."""
+    """Tokenizer of texts; images and audio need none."""
     geometry: Geometry = Geometry()
     short_documents: ShortDocuments = "drop"
-    """Treatment of documents under 2 * num_anchors * max_tokens tokens. drop: drop them, as in the paper.
-    fewer_anchors: take as many anchors as fit. shrink_spans: take all anchors, with spans of at most
-    1 / (2 * num_anchors) of the document, down to geometry.min_tokens."""
+    """Documents under 2 * num_anchors * max_tokens tokens. drop: drop them, as in the paper. fewer_anchors: take as
+    many anchors as fit. shrink_spans: take all anchors, with spans of at most 1 / (2 * num_anchors) of the document,
+    down to geometry.min_tokens."""
     filters: FiltersConfig = FiltersConfig()
-    """Cleaning, language, quality, evaluation sets."""
+    """Cleaning, language, quality, evaluation sets; docs/reference/filters.md has the reasons of drops."""
     duplicates: DuplicatesConfig = DuplicatesConfig()
     """Copies of documents to remove."""
     write_rejected: bool = False
-    """Also write every document that is not kept to `rejected/`, with the reason."""
+    """Also write documents that are not kept to `rejected/`, with the reason."""
     max_error_rate: float = Field(default=0.01, ge=0, le=1)
-    """Largest fraction of documents that may fail to be read; with more failures `prepare` ends with an error."""
+    """Largest fraction of documents that may fail to be read; above it `prepare` ends with an error."""
     validation_fraction: float = Field(default=0.01, ge=0, lt=1)
-    """Fraction of documents held out for validation, chosen by document id."""
+    """Fraction of documents held out for validation, chosen by id."""
     unit_mib: float | None = Field(default=None, gt=0)
-    """Text that one task reads, MiB; a killed run loses at most this much a worker. A .gz file is never cut.
-    null: 32, or more if the corpus would have over 65,536 units of 32 MiB, which are 2 TiB."""
+    """Text of one task, MiB; a killed run loses at most this much a worker. A .gz file is never cut. null: 32, or more
+    if there were over 65,536 units (2 TiB)."""
     record_batch_rows: int = Field(default=1000, ge=1)
-    """Rows of an Arrow record batch in a shard, which a reading task of the trainer loads at once."""
+    """Rows of an Arrow record batch, which a task of the trainer loads at once."""
     seed: int = Field(default=0, ge=0)
     """Seed of the held-out split."""
     cache: str = "~/.cache/declutr"
-    """Folder on each host for files on their way, if `output` is an address."""
+    """Folder on each host for files on their way to an address."""
     storage_retry_seconds: float = Field(default=600.0, ge=0)
-    """Time to retry a request while the store of `output` does not answer."""
+    """Time to retry a request while the store does not answer."""
     session: SessionConfig = SessionConfig()
 
     @field_validator("tokenizer")

@@ -15,14 +15,13 @@ class NearConfig(Strict):
     """
 
     similarity: float = Field(default=0.6, gt=0, le=1)
-    """Least similarity at which a document is a duplicate of an earlier one; estimated to about +-0.04 (one standard
-    deviation at 125 slots)."""
+    """Least similarity of duplicates; estimated to about +-0.04 (one standard deviation at 125 slots)."""
     ngram_words: int = Field(default=3, ge=1, le=32)
-    """Words of a shingle. Longer shingles separate documents of one kind better but break at every changed word."""
+    """Words of a shingle. Longer ones separate documents of one kind better but break at every changed word."""
     bands: int = Field(default=25, ge=1, le=1024)
-    """Groups of signature slots. Two documents are compared if all slots of at least one band are equal."""
+    """Groups of signature slots; documents that agree in all slots of one are compared."""
     rows: int = Field(default=5, ge=1, le=64)
-    """Slots of a band: more slots mean fewer needless comparisons and fewer pairs found."""
+    """Slots of a band: more mean fewer needless comparisons and fewer pairs found."""
 
     @property
     def num_slots(self) -> int:
@@ -34,7 +33,7 @@ class DuplicatesConfig(Strict):
     """Duplicates: the first document in the order of the corpus is kept, the others are dropped and counted."""
 
     exact: bool = True
-    """Drop documents whose text equals an earlier one's, whitespace aside (equal ids)."""
+    """Drop documents whose text equals an earlier one's, whitespace aside."""
     near: NearConfig | None = None
     """Drop near-duplicates; `near: {}` takes the defaults."""
 

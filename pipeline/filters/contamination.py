@@ -32,15 +32,15 @@ class Contamination(Strict):
     """Evaluation sets to search for, and the treatment of documents that hold text of them."""
 
     paths: list[str] = Field(min_length=1)
-    """Files and folders of evaluation sets: JSONL, JSON, CSV, TSV and plain text, also .gz, SentEval's own files."""
+    """Files and folders of evaluation sets."""
     ngram: int = Field(default=13, ge=2, le=64)
     """Words in a row that make a match."""
     min_example_words: int = Field(default=_SHORTEST_WHOLE, ge=1)
-    """Examples shorter than `ngram` are searched as a whole if they have at least this many words."""
+    """Examples shorter than `ngram` are searched as a whole from this many words on."""
     action: Literal["report", "drop"] = "report"
-    """report: keep the document and record the match in the ledger; drop: drop it, reason contaminated."""
+    """report: keep the document and record the match in the ledger. drop: drop it."""
     max_matches: int = Field(default=0, ge=0)
-    """Number of different n-grams of evaluation sets that a document may hold without being contaminated."""
+    """Different n-grams of evaluation sets that an uncontaminated document may hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,19 +24,19 @@ class FiltersConfig(Strict):
     """
 
     boilerplate: Boilerplate | None = None
-    """Remove lines of navigation, cookie notices and the like."""
+    """Remove lines of navigation, cookie notices and so on."""
     c4: C4Rules | None = None
-    """Lines and pages after C4."""
+    """Lines and pages, after C4."""
     gopher: GopherQuality | None = None
-    """Counts of words and lines after Gopher."""
+    """Counts of words and lines, after Gopher."""
     language: LanguageRule | None = None
-    """Identify each document's language; keep selected languages."""
+    """Identify languages; keep some."""
     repetition: GopherRepetition | None = None
-    """Repetition within a document after Gopher."""
+    """Repetition in a document, after Gopher."""
     contamination: Contamination | None = None
     """Look for texts of evaluation sets."""
     normalise_whitespace: bool = True
-    """Collapse whitespace to single spaces, after all rules that look at lines."""
+    """Collapse whitespace to single spaces, after rules on lines."""
 
 
 def problems(config: FiltersConfig) -> list[str]:

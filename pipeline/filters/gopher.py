@@ -25,24 +25,23 @@ class GopherQuality(Strict):
     """Thresholds on words and lines. A rule set to null is off; the defaults are the paper's."""
 
     min_words: int | None = Field(default=50, ge=0)
-    """Reason gopher_word_count."""
+    """Least number of words."""
     max_words: int | None = Field(default=100_000, ge=1)
-    """Reason gopher_word_count. Drops whole books: null for a corpus of long documents."""
+    """Largest number of words; drops whole books."""
     min_mean_word_characters: float | None = Field(default=3, ge=0)
-    """Reason gopher_word_length."""
+    """Least mean length of words."""
     max_mean_word_characters: float | None = Field(default=10, gt=0)
-    """Reason gopher_word_length."""
+    """Largest mean length of words."""
     max_symbols_per_word: float | None = Field(default=0.1, ge=0)
-    """Largest number of hash signs, or of ellipses, per word. Reason gopher_symbols."""
+    """Largest number of hash signs, or of ellipses, per word."""
     max_bullet_lines: float | None = Field(default=0.9, ge=0, le=1)
-    """Share of lines that start with a bullet. Reason gopher_bullets."""
+    """Share of lines that start with a bullet."""
     max_ellipsis_lines: float | None = Field(default=0.3, ge=0, le=1)
-    """Share of lines that end with an ellipsis. Reason gopher_ellipses."""
+    """Share of lines that end with an ellipsis."""
     min_words_with_letter: float | None = Field(default=0.8, ge=0, le=1)
-    """Share of words with a letter of any script. Reason gopher_letters."""
+    """Share of words with a letter of any script."""
     min_stop_words: int | None = Field(default=2, ge=0, le=len(STOP_WORDS))
-    """Least number of different words of: the, be, to, of, and, that, have, with. English only; null for other
-    languages. Reason gopher_stop_words."""
+    """Least number of different English stop words; null for other languages."""
 
 
 def quality_drop(text: str, words: WordHashes, lines: list[str], config: GopherQuality) -> Drop | None:
@@ -107,17 +106,17 @@ class GopherRepetition(Strict):
     """Largest shares of repetition in a document. A rule set to null is off; the defaults are those of table A1."""
 
     max_duplicate_lines: float | None = Field(default=0.30, ge=0, le=1)
-    """Share of lines that repeat an earlier line. Reason gopher_duplicate_lines."""
+    """Share of lines that repeat an earlier line."""
     max_duplicate_paragraphs: float | None = Field(default=0.30, ge=0, le=1)
-    """Share of paragraphs (separated by blank lines) that repeat an earlier one. Reason gopher_duplicate_paragraphs."""
+    """Share of paragraphs that repeat an earlier one."""
     max_duplicate_line_characters: float | None = Field(default=0.20, ge=0, le=1)
-    """Reason gopher_duplicate_line_characters."""
+    """Share of characters in such lines."""
     max_duplicate_paragraph_characters: float | None = Field(default=0.20, ge=0, le=1)
-    """Reason gopher_duplicate_paragraph_characters."""
+    """Share of characters in such paragraphs."""
     max_top_ngram: tuple[float, float, float] | None = (0.20, 0.18, 0.16)
-    """Share of characters in the most frequent 2-, 3- and 4-gram of words. Reasons gopher_top_2gram ..."""
+    """Share of characters in the most frequent 2-, 3- and 4-gram of words."""
     max_duplicate_ngram: tuple[float, float, float, float, float, float] | None = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
-    """Share of characters in 5-, 6-, ... 10-grams that occur twice or more. Reasons gopher_duplicate_5gram ..."""
+    """Share of characters in 5-, 6-, ... 10-grams that occur twice or more."""
 
 
 def repetition_drop(text: str, words: WordHashes, lines: list[str], config: GopherRepetition) -> Drop | None:

@@ -21,11 +21,9 @@ class LanguageRule(Strict):
     """Languages to keep. Every document's language is identified and recorded, even if all are kept."""
 
     keep: list[str] = Field(default=[])
-    """Codes of the model, mostly ISO 639-1: en de fr zh ... An empty list keeps every language. Reason
-    language_other."""
+    """Codes of the model, mostly ISO 639-1: en de fr zh ...; an empty list: all."""
     min_score: float = Field(default=0.0, ge=0, le=1)
-    """Least probability of the identified language, from 0 (any) to 1; 0.65 is usual for web pages (RefinedWeb,
-    FineWeb). Reason language_unsure."""
+    """Least probability of the identified language, from 0 (any) to 1."""
 
 
 def language_problems(config: LanguageRule) -> list[str]:

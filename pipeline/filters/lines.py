@@ -85,24 +85,23 @@ class C4Rules(Strict):
     """The rules of C4, each with a switch; the defaults are the paper's."""
 
     terminal_punctuation: bool = True
-    """Keep only lines that end in . ! ? or a quotation mark, and not in an ellipsis (as in the released code)."""
+    """Keep only lines that end in . ! ? or a quotation mark, not in an ellipsis."""
     min_line_words: int | None = Field(default=5, ge=1)
     """Keep only lines of at least this many words; null: all."""
     javascript: bool = True
-    """Remove lines with the word "javascript"."""
+    """Remove lines with "javascript"."""
     policies: bool = True
     """Remove lines about terms of use, privacy policies and cookies."""
     citations: bool = True
     """Remove the marks [1], [edit], [citation needed]."""
     lorem_ipsum: bool = True
-    """Drop documents with "lorem ipsum". Reason c4_lorem_ipsum."""
+    """Drop documents with "lorem ipsum"."""
     curly_bracket: bool = True
-    """Drop documents with a {. Reason c4_curly_bracket."""
+    """Drop documents with a {."""
     min_sentences: int | None = Field(default=3, ge=1)
-    """Drop documents of fewer sentences, counted by their ends . ! ? before whitespace; null: any. Reason
-    c4_sentences. A document of which every line was removed has the reason c4_no_lines."""
+    """Drop documents of fewer sentences, counted by . ! ? before whitespace; null: any."""
     bad_words: str | None = None
-    """Text file of words and phrases, one a line: documents that hold one are dropped. Reason c4_bad_words."""
+    """Text file of words and phrases, one a line; documents that hold one are dropped. null: none."""
 
 
 def c4_problems(config: C4Rules) -> list[str]:

@@ -116,39 +116,35 @@ class FilesCorpus(Strict):
 
     kind: Literal["files"]
     paths: list[str] = Field(min_length=1)
-    """Files, folders (searched recursively, hidden names left out) or globs: local, or s3:// gs:// hf:// and so on.
-    Other files in folders are counted by their suffix in the plan, the manifest and the report."""
+    """Files, folders (searched recursively, without hidden names) or globs: local, or s3:// gs:// hf:// and so on."""
     exclude: list[str] = Field(default_factory=list)
-    """Patterns of files to leave out of folders and globs, such as `drafts/*` or `*.rst`, matched with the path
-    relative to the folder; `*` also matches `/`. Their number is in the plan."""
+    """Patterns of files to leave out of folders and globs, such as `drafts/*`, for the path relative to the folder; `*`
+    also matches `/`."""
     format: Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"] = "auto"
-    """auto uses the content, then the name. text: one document a line; text_file: one document a file. A .txt is
-    read as text, but as text_file if it is the member of an archive, as in OpenWebText. A .md, a .rst and text in a
-    file without an ending are read as text_file, and a .json if its first line is an object with the key of the
-    text."""
+    """text: one document a line. text_file: one document a file. auto: by content, then name
+    (docs/reference/formats.md); a .txt in an archive is text_file (OpenWebText)."""
     text_field: TextField = "text"
-    """Key or column that holds the text in JSONL, Parquet, Arrow and CSV. Several, as in [title, body], are joined by
-    newlines; empty ones are left out."""
+    """Key or column of the text. Several, as in [title, body], are joined by newlines; empty ones are left out."""
     max_document_mib: float = MAX_DOCUMENT_MIB
-    """Longer documents are cut at whitespace into consecutive ones, so that no text in memory is larger, MiB."""
+    """Largest document, MiB; longer ones are cut at whitespace into consecutive ones."""
 
 
 class HubCorpus(Strict):
-    """A dataset of the Hugging Face Hub, read from its data files. Its scripts, if it has any, are never run."""
+    """A dataset of the Hugging Face Hub, read from its data files; its scripts are never run."""
 
     kind: Literal["hub"]
     name: str = Field(pattern=r"^[\w.-]+(/[\w.-]+)?$")
-    """Name as in the address of the dataset's page, for example `allenai/c4`."""
+    """Name in the dataset's address, such as `allenai/c4`."""
     config: str | None = None
-    """Configuration ("subset") of the dataset; null takes the default one."""
+    """Configuration ("subset") of the dataset; null: the default."""
     split: str = "train"
-    """Split of the dataset to read; validation_fraction is drawn from it."""
+    """Split to read; validation_fraction is drawn from it."""
     revision: str | None = None
-    """Branch, tag or commit; null takes the newest commit. A branch or tag is resolved to its commit before reading."""
+    """Branch, tag or commit, resolved before reading; null: the newest commit."""
     text_field: TextField = "text"
-    """Key or column that holds the text; several are joined, as of files."""
+    """Key or column of the text. Several, as in [title, body], are joined by newlines; empty ones are left out."""
     max_document_mib: float = MAX_DOCUMENT_MIB
-    """Longer documents are cut at whitespace into consecutive ones, so that no text in memory is larger, MiB."""
+    """Largest document, MiB; longer ones are cut at whitespace into consecutive ones."""
 
 
 @dataclass(frozen=True, slots=True)

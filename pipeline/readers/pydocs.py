@@ -30,7 +30,7 @@ _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class PythonDocs(Strict):
-    """Docstrings of the standard library and of the installed packages, and the topics of `help()`."""
+    """Docstrings of the standard library and installed packages, and `help()` topics."""
 
     kind: Literal["python_docs"]
 

@@ -48,42 +48,41 @@ class Layout:
 
 
 class DocumentsContent(Strict):
-    """Rows of the shards: long documents, each with windows for spans (geometry, short_documents)."""
+    """Long documents, each with windows for spans (geometry, short_documents)."""
 
     kind: Literal["documents"] = "documents"
 
 
 class SentencesContent(Strict):
-    """Rows of the shards: sentences, one a row."""
+    """Sentences, one a row."""
 
     kind: Literal["sentences"]
     split: bool = False
-    """Split documents into sentences. false: every text of the corpus is one row."""
+    """Split documents into sentences. false: every text is one row."""
     language: str = Field(default="en", pattern="^[a-z]{2,3}$")
-    """Language by whose rules and abbreviations documents are split, ISO 639. A language without rules in `sentencex`
-    is split by those of a related language or of English."""
+    """ISO 639 code of the language for splitting; without rules in `sentencex`, those of a related one or of
+    English."""
 
 
 class PairsContent(Strict):
-    """Rows of the shards: premises with labelled hypotheses, from JSONL, CSV, TSV or Parquet.
+    """Premises with labelled hypotheses, from JSONL, CSV, TSV or Parquet.
 
     The pairs of a file that have the same premise make one row. They are held in memory, so a file has at most 1 GiB.
     """
 
     kind: Literal["pairs"]
     premise: str = "premise"
-    """Key or column of the premise; `sentence1` in SNLI's and MNLI's own files."""
+    """Key or column of the premise. SNLI's and MNLI's own files: sentence1, sentence2, gold_label."""
     hypothesis: str = "hypothesis"
-    """Key or column of the hypothesis; `sentence2` in SNLI's and MNLI's own files."""
+    """Key or column of the hypothesis."""
     label: str = "label"
-    """Key or column of the label: entailment, neutral, contradiction, or 0, 1, 2. Pairs with "-" or -1 are dropped.
-    `gold_label` in SNLI's and MNLI's own files."""
+    """Key or column of the label: entailment, neutral, contradiction, or 0, 1, 2. Pairs with "-" or -1 are dropped."""
     required_labels: list[Label] = Field(default_factory=list)
-    """Drop premises without a hypothesis of every listed label. [entailment, contradiction] for supervised SimCSE."""
+    """Drop premises without a hypothesis of every listed label: [entailment, contradiction] for supervised SimCSE."""
 
 
 class TriplesContent(Strict):
-    """Rows of the shards: a sentence, an entailed and a contradicting one, from CSV, TSV, JSONL or Parquet."""
+    """A sentence, an entailed and a contradicting one a row, from CSV, TSV, JSONL or Parquet."""
 
     kind: Literal["triples"]
     premise: str = "sent0"
@@ -113,7 +112,7 @@ LabelRule = Annotated[str | None, AfterValidator(_expression)]
 
 
 class ImagesContent(Strict):
-    """Rows of the shards: images from files, tar archives or Parquet; upright, RGB, stored as PNG.
+    """Images from files, tar archives or Parquet; upright, RGB, stored as PNG.
 
     JPEG, PNG, WebP, GIF, BMP, TIFF and PPM are read. The first frame of an animation is taken. Transparent parts become
     white.
@@ -123,48 +122,48 @@ class ImagesContent(Strict):
     shortest_edge: int = Field(default=256, ge=8, le=2048)
     """Resize the shorter side to at most this many pixels; never upscale."""
     label: LabelRule = FOLDER
-    r"""Label of a file. folder: the name of its folder. parent_folder: the name of the folder above it, such as the
-    speaker in LibriSpeech. A regular expression with one group, such as `^(\d)_`, is searched in the path relative to
-    the corpus. null: no labels. A `.cls` member next to the image in a tar archive (WebDataset) and the label column in
-    Parquet come first. A file without a label is a failure."""
+    r"""Label of a file. folder: its folder's name. parent_folder: that of the folder above, such as LibriSpeech's
+    speaker. A regular expression with one group, such as `^(\d)_`, is searched in the path relative to the corpus.
+    null: no labels. A `.cls` member next to it in a tar archive (WebDataset) and the label column in Parquet come
+    first. A file without a label is a failure."""
     image: str = "image"
-    """Column of the images in Parquet: bytes, or a struct with `bytes` as in datasets of the Hub."""
+    """Parquet column of the images: bytes, or a struct with `bytes`."""
     label_column: str = "label"
-    """Column of the labels in Parquet; numbers become names if the file's metadata of the Hub name them."""
+    """Parquet column of the labels; numbers become names if the Hub's metadata in the file name them."""
     max_labels: int | None = Field(default=None, ge=1)
-    """Keep the rows of this many labels, those with the most rows before copies are removed (equal counts: the first
-    name in the order of the alphabet); drop the others. null: all labels. `--plan` does not know which they are."""
+    """Keep the rows of this many labels, those with the most rows before copies are removed (ties: alphabetically).
+    null: all. `--plan` does not know them."""
 
 
 class AudioContent(Strict):
-    """Rows of the shards: clips from files, tar archives or Parquet, as frames of log-mel energies.
+    """Clips from files, tar archives or Parquet, as frames of log-mel energies.
 
     WAV, FLAC and Ogg (Vorbis, Opus) are read. Channels are averaged, and the clip is resampled to `sample_rate`.
     """
 
     kind: Literal["audio"]
     sample_rate: int = Field(default=16_000, ge=1000, le=192_000)
-    """Samples per second of the clips from which frames are made."""
+    """Samples per second of the resampled clips."""
     num_mel_bins: int = Field(default=128, ge=1, le=512)
     """Mel bands of a frame."""
     frame_ms: float = Field(default=25.0, ge=1, le=1000)
     """Length of a frame, milliseconds."""
     hop_length_ms: float = Field(default=10.0, ge=1, le=1000)
-    """Distance between the starts of two frames, milliseconds."""
+    """Distance between two frames' starts, milliseconds."""
     max_seconds: float = Field(default=10.24, gt=0, le=600)
-    """Longest clip in seconds; longer ones are cut there and counted."""
+    """Longest clip, seconds; longer ones are cut and counted."""
     label: LabelRule = FOLDER
-    r"""Label of a file. folder: the name of its folder. parent_folder: the name of the folder above it, such as the
-    speaker in LibriSpeech. A regular expression with one group, such as `^(\d)_`, is searched in the path relative to
-    the corpus. null: no labels. A `.cls` member next to the clip in a tar archive (WebDataset) and the label column in
-    Parquet come first. A file without a label is a failure."""
+    r"""Label of a file. folder: its folder's name. parent_folder: that of the folder above, such as LibriSpeech's
+    speaker. A regular expression with one group, such as `^(\d)_`, is searched in the path relative to the corpus.
+    null: no labels. A `.cls` member next to it in a tar archive (WebDataset) and the label column in Parquet come
+    first. A file without a label is a failure."""
     audio: str = "audio"
-    """Column of the clips in Parquet: bytes, or a struct with `bytes` as in datasets of the Hub."""
+    """Parquet column of the clips: bytes, or a struct with `bytes`."""
     label_column: str = "label"
-    """Column of the labels in Parquet; numbers become names if the file's metadata of the Hub name them."""
+    """Parquet column of the labels; numbers become names if the Hub's metadata in the file name them."""
     max_labels: int | None = Field(default=None, ge=1)
-    """Keep the rows of this many labels, those with the most rows before copies are removed (equal counts: the first
-    name in the order of the alphabet); drop the others. null: all labels. `--plan` does not know which they are."""
+    """Keep the rows of this many labels, those with the most rows before copies are removed (ties: alphabetically).
+    null: all. `--plan` does not know them."""
 
 
 MediaContent = ImagesContent | AudioContent

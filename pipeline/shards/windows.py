@@ -14,14 +14,14 @@ TOO_SHORT = "too_short"
 
 
 class Geometry(Strict):
-    """Length and number of spans; they decide which documents are long enough and where windows start."""
+    """Length and number of spans, for choosing documents and starts of windows."""
 
     num_anchors: int = Field(default=2, ge=1)
     """Anchors a document must have room for."""
     max_tokens: int = Field(default=512, ge=2)
-    """Longest span (l_max in the paper), in tokens. Windows have this length."""
+    """Longest span (l_max in the paper) and length of windows, in tokens."""
     min_tokens: int = Field(default=32, ge=1)
-    """Shortest window of a short document, in tokens; used only if `short_documents` is shrink_spans."""
+    """Shortest window of a short document, in tokens; for `short_documents: shrink_spans`."""
 
     @property
     def min_document_tokens(self) -> int:

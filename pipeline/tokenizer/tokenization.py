@@ -28,13 +28,12 @@ class _AnyTokenizer(Strict):
     """Settings of every kind of tokenizer."""
 
     engine: EngineSetting = "auto"
-    """Library that turns text into ids. All give the same ids, so this has no influence on the shards. tiktoken
-    (byte-level BPE) and wordpiece (as in BERT) are several times faster. auto uses one of them if it gives the ids of
-    `tokenizers` on test texts (pipeline/tokenizer/engine.py)."""
+    """Library that turns text into ids, the same with all. tiktoken (byte-level BPE) and wordpiece (as in BERT) are
+    several times faster; auto uses one that gives the ids of `tokenizers` on test texts."""
 
 
 class PretrainedTokenizer(_AnyTokenizer):
-    """An existing tokenizer: a name on the Hugging Face hub or a folder."""
+    """An existing tokenizer."""
 
     kind: Literal["pretrained"]
     name: str

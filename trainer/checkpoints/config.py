@@ -7,22 +7,21 @@ from declutr.trainer.metrics.interval import Interval, steps_between
 
 
 class CheckpointConfig(Strict):
-    """When weights are saved and which checkpoints are kept; the last and the best by `validation.score` always are.
+    """Times of saves and checkpoints to keep; the last and the best by `validation.score` are always kept.
 
     A thread writes the files while training continues. It retries when the storage fails.
     """
 
     every_steps: Interval | None = 0.05
-    """Save every N steps. Below 1 it is a share of the run: 0.05 is every 20th part. null: by the clock alone."""
+    """Save every N steps. Below 1: a share of the run. null: by the clock alone."""
     every_seconds: float | None = Field(default=300.0, gt=0)
-    """Save when this much time has passed since the last save. A killed run loses at most this much work. null: by
-    steps alone."""
+    """Save when this much time has passed since the last save; a killed run loses no more. null: by steps alone."""
     keep_last: int = Field(default=2, ge=1)
-    """Number of newest checkpoints to keep. With 2, an older one remains if the newest is damaged."""
+    """Newest checkpoints to keep; with 2, an older one remains if the newest is damaged."""
     keep_every_steps: int | None = Field(default=None, ge=1)
-    """Save at all multiples of this step and keep these checkpoints permanently, to study how the encoder developed."""
+    """Save at all multiples of this step and keep these checkpoints permanently."""
     storage_retry_seconds: float = Field(default=600.0, ge=0)
-    """Time a storage may fail (full disk, missing file system) before the run ends with an error."""
+    """Time that a storage may fail (full disk, missing file system) before the run ends."""
 
     @model_validator(mode="after")
     def _some_time(self) -> "CheckpointConfig":

@@ -20,29 +20,25 @@ class ValidationConfig(Strict):
     """Validation on held-out documents during training."""
 
     every_steps: Interval = 0.05
-    """Validate every N steps, and before the first and after the last step. Below 1 it is a share of the run: 0.05 is
-    every 20th part. 0: never. With `export: best` all validated steps are saved."""
+    """Validate every N steps, before the first and after the last. Below 1: a share of the run. 0: never. With `export:
+    best` all validated steps are saved."""
     max_documents: int = Field(default=400, ge=2)
     """Largest number of held-out documents to score."""
     data: str | None = None
-    """Other prepared shards to score instead of the held-out split of `data`: all rows of their training split. Prepare
-    them with the same tokenizer and validation_fraction=0."""
+    """Other prepared shards whose training split is scored instead of the held-out split of `data`. Prepare them with
+    the same tokenizer and validation_fraction=0."""
     stsb: str | None = None
-    """Folder with STS-B's `sts-dev.csv`. Adds the score `stsb_spearman` (Spearman correlation of cosines and
-    judgements, in percent), which is then the default of `score`."""
+    """Folder with STS-B's `sts-dev.csv`. Adds the score `stsb_spearman`."""
     sickr: str | None = None
-    """Folder with SICK's `SICK_trial.txt`. Adds the score `sickr_spearman` in the same way; SCD's released code chooses
-    by it. It is the default of `score` if `stsb` is not set."""
+    """Folder with SICK's `SICK_trial.txt`. Adds the score `sickr_spearman`, by which SCD's released code chooses."""
     score: str = ""
-    """Score that decides which checkpoint is the best; empty: the first one of the objective. DeCLUTR has
-    distant_recall_at_1 and distant_mrr (a span must find the span of its document that is `spans.max_tokens` or more
-    away), recall_at_1 and mrr (the adjacent span). Objectives over pairs and triples have recall_at_1 and mrr (a
-    premise must find its entailed hypothesis). stsb_spearman, sickr_spearman: see
-    `stsb`, `sickr`. followed: the score of `declutr evaluate --follow RUN` alongside the training, for runs in folders.
-    A run that started when `recall_at_1` was the default keeps that score."""
+    """Score that decides which checkpoint is the best (docs/reference/scores.md); empty: that of `stsb` or `sickr` if
+    set, else the objective's first. DeCLUTR: distant_recall_at_1, distant_mrr, recall_at_1, mrr. Pairs and triples:
+    recall_at_1, mrr. followed: the score of `declutr evaluate --follow RUN` alongside the training, for runs in
+    folders."""
     patience: int | None = Field(default=None, gt=0)
-    """End the run when this many scores in a row do not exceed the best one, and export the best checkpoint; null:
-    never. With `followed` only scored checkpoints count. It may be changed between two starts of a run."""
+    """End the run when this many scores in a row do not exceed the best one; null: never. With `followed` only scored
+    checkpoints count. A repeated command may change it."""
 
     @property
     def pairs(self) -> dict[str, str]:
@@ -58,14 +54,14 @@ class WandbConfig(Strict):
     """
 
     mode: Literal["disabled", "offline", "online"] = "disabled"
-    """disabled: nothing is written or sent. offline: files in the folder `wandb` of the run, which `wandb sync` sends.
-    online: the metrics, all settings and the name of the host are sent to `base_url` during the training."""
+    """disabled: nothing is written or sent. offline: files in the run's folder `wandb`, for `wandb sync`. online: the
+    metrics, all settings and the name of the host are sent to `base_url` during the training."""
     base_url: str | None = None
     """Address of the server, such as https://api.wandb.ai; needed for `mode: online`. No other address is opened."""
     project: str = Field(default="declutr-ray", min_length=1)
     """Project of the run."""
     entity: str | None = None
-    """Team or user that owns the project; null: the default of the account."""
+    """Team or user that owns the project; null: the account's default."""
 
     @model_validator(mode="after")
     def _has_address(self) -> "WandbConfig":
@@ -79,6 +75,6 @@ class WandbConfig(Strict):
 
 
 class MetricsConfig(Strict):
-    """Loggers of the metrics; `metrics.jsonl` and TensorBoard's files are always written."""
+    """Loggers; `metrics.jsonl` and TensorBoard's files are always written."""
 
     wandb: WandbConfig = WandbConfig()

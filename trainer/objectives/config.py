@@ -52,8 +52,7 @@ class ObjectiveConfig(Strict):
     kind: str
     """Name of the objective."""
     matryoshka: MatryoshkaConfig | None = None
-    """Sizes of the embedding that are trained together, each with the whole loss but MLM; null: the whole embedding
-    alone."""
+    """Sizes of the embedding trained together, each with the whole loss but MLM; null: the whole alone."""
 
     implementation: ClassVar[str]
     """`package.module:Class` of its `Objective`, imported when the run is built."""

@@ -24,12 +24,12 @@ class MaskingConfig(Strict):
     """Selection and replacement of tokens for MLM."""
 
     mlm_probability: float = Field(default=0.15, ge=0, le=1)
-    """Probability that a token (never a special one) is selected and must be predicted."""
+    """Probability that a token (never a special one) is selected for prediction."""
     mask_replace_prob: float = Field(default=0.8, ge=0, le=1)
-    """Probability that a selected token is replaced by the mask token."""
+    """Probability that a selected token becomes the mask token."""
     random_replace_prob: float = Field(default=0.1, ge=0, le=1)
-    """Probability that a selected token is replaced by one drawn uniformly from the whole vocabulary. The other
-    selected tokens stay unchanged."""
+    """Probability that a selected token becomes one drawn uniformly from the whole vocabulary. The other selected
+    tokens stay."""
 
 
 def mask_tokens(

@@ -13,11 +13,10 @@ class MatryoshkaConfig(Strict):
     """Matryoshka (Kusupati et al. 2022): the first numbers of an embedding are trained as embeddings of their own."""
 
     sizes: list[Size]
-    """Sizes whose losses are added: the first 32, 64, ... numbers of the exported embedding; all: the whole embedding,
-    which must be one of them. Example: [32, 64, 128, all]."""
+    """Sizes whose losses are added, such as [32, 64, 128, all]: the first numbers of the exported embedding; all, which
+    must be one of them: the whole."""
     weights: list[float] | None = None
-    """Weight of the loss of each size, in the order of `sizes`; null: 1 each. The loss is their sum, so an MLM loss
-    next to it weighs less than without sizes, unless the weights add up to 1."""
+    """Weights of the sizes' losses; null: 1 each. An MLM loss next to their sum weighs less unless they add up to 1."""
 
     @field_validator("sizes", mode="before")
     @classmethod

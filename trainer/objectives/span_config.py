@@ -14,26 +14,25 @@ class SpanConfig(Strict):
     """Numbers, lengths and positions of the spans drawn from a document."""
 
     num_anchors: int = Field(default=2, ge=1, le=64)
-    """Number of anchors A per document and epoch; if not set, `geometry.num_anchors` of the shards."""
+    """Anchors A per document and epoch; if not set, `geometry.num_anchors` of the shards."""
     num_positives: int = Field(default=2, ge=1, le=64)
-    """Number of positives P per anchor."""
+    """Positives P per anchor."""
     min_tokens: int = Field(default=32, ge=1)
     """Shortest span, l_min, in tokens without specials; if not set, `geometry.min_tokens` of the shards, or
     `max_tokens` if that is smaller."""
     max_tokens: int = Field(default=512, ge=1)
-    """Longest span, l_max, in tokens without specials. At most `geometry.max_tokens` of the shards, which is the value
-    if this is not set."""
+    """Longest span, l_max, in tokens without specials; at most, and if not set, `geometry.max_tokens` of the shards."""
     anchor_beta: tuple[BetaShape, BetaShape] = (4, 2)
-    """Whole numbers a and b: the length of an anchor has the law Beta(a, b) between `min_tokens` and `max_tokens`, with
-    mean a / (a + b). [1, 1] is uniform."""
+    """Whole numbers a and b: an anchor's length follows Beta(a, b) between `min_tokens` and `max_tokens`, with mean a /
+    (a + b)."""
     positive_beta: tuple[BetaShape, BetaShape] = (2, 4)
     """As `anchor_beta`, of a positive's length."""
     strategy: Literal["all", "adjacent", "subsuming", "distant"] = "all"
-    """Position of positives: anywhere that overlaps or touches the anchor (all), next to it (adjacent), inside it
-    (subsuming), or anywhere in the document without overlapping it (distant)."""
+    """Position of positives. all: overlapping or touching the anchor. adjacent: next to it. subsuming: inside it.
+    distant: anywhere in the document without overlap."""
     min_distance_tokens: int = Field(default=0, ge=0)
-    """Least number of tokens between an anchor and its positives, with `strategy: distant`. In a document that is too
-    short for it, the positive is as far away as possible."""
+    """Least number of tokens between an anchor and its positives, with `strategy: distant`; in too short documents they
+    are as far away as possible."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "SpanConfig":

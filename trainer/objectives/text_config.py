@@ -19,7 +19,7 @@ class TextObjectiveConfig(ObjectiveConfig):
     )
 
     max_tokens: int = Field(default=32, ge=3)
-    """Largest number of tokens of a text, specials included; longer texts are cut at the end."""
+    """Longest text, in tokens with specials; longer ones are cut at the end."""
 
     @property
     def text_tokens(self) -> int:

@@ -38,15 +38,15 @@ class AuxiliaryTaskConfig(Strict):
     """A task that trains the same encoder on other data, in every step of the run."""
 
     data: Data
-    """Folder of its prepared shards, or their address; or several corpora, as `data` of the run."""
+    """Its prepared shards, as `data` of the run."""
     objective: AnyObjectiveConfig = DEFAULT
     spans: SpanConfig = SpanConfig()
     batch_documents: int = Field(default=16, ge=1)
-    """Number of its rows in one step over all workers."""
+    """Its rows in one step over all workers."""
     weight: float = Field(default=1.0, ge=0)
     """Factor of its loss. With `task_schedule: alternating`, AdamW cancels it except in clipping."""
     optim: OptimConfig | None = None
-    """Its own optimizer, with `task_schedule: alternating`; null: the same settings as the run's `optim`."""
+    """Its own optimizer, with `task_schedule: alternating`; null: one like the run's `optim`."""
     frontend: FrontendConfig = FrontendConfig()
 
 
@@ -56,16 +56,16 @@ class TrainConfig(Strict):
     alternatives: ClassVar = ("steps", "epochs")
 
     run: str
-    """Folder of the run (checkpoints, metrics, export), or its address, such as s3://bucket/runs/mine, if the hosts
-    share no folder. Repeat the command to resume the run."""
+    """Folder of the run (checkpoints, metrics, export), or an address, such as s3://bucket/runs/mine, if hosts share no
+    folder. Repeat the command to resume."""
     data: Data
-    """Folder of prepared shards, or the address to which `declutr push` sent it. Each host downloads it once. Several
-    corpora: `[{path: FOLDER, weight: 2}, {path: FOLDER, weight: 1}]`, of which weights are the shares of rows."""
+    """Folder of prepared shards, or the address to which `declutr push` sent it, which each host downloads once.
+    Several corpora: `[{path: FOLDER, weight: 2}, {path: FOLDER, weight: 1}]`."""
     cache: str = "~/.cache/declutr"
-    """Folder on each host for local copies of data at addresses. It holds nothing permanent."""
+    """Folder on each host for copies of data at addresses; nothing in it is permanent."""
     data_fraction: float = Field(default=1.0, gt=0, le=1)
-    """Share of the training documents of `data` that the run reads, chosen by `seed` and their ids. A smaller share is
-    part of a larger one; an epoch is one pass over the share."""
+    """Share of the training documents that the run reads, chosen by `seed` and their ids; an epoch is one pass over it.
+    A smaller share is part of a larger one."""
     encoder: EncoderConfig
     spans: SpanConfig = SpanConfig()
     objective: AnyObjectiveConfig = DEFAULT
@@ -77,34 +77,33 @@ class TrainConfig(Strict):
     auxiliary_tasks: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9]{0,31}$")], AuxiliaryTaskConfig] = Field(
         default_factory=dict
     )
-    """Auxiliary tasks by name, such as `image`: other data and objectives that train the same encoder. They take
-    turns in the order of their names."""
+    """Other data and objectives that train the same encoder, by name (such as `image`), in turns in the order of
+    names."""
     task_schedule: Literal["joint", "alternating"] = "joint"
-    """joint: one update for the sum of the losses with their weights. alternating: each auxiliary task updates the
-    encoder before the main one, with its own optimizer, as in VisualCSE and AudioCSE."""
+    """joint: one update for the weighted sum of the losses. alternating: each auxiliary task updates the encoder before
+    the main one, with its own optimizer."""
     batch_documents: int = Field(default=16, ge=1)
-    """Number of documents in one optimizer step over all workers. The contrastive loss compares all of them."""
+    """Documents in one optimizer step over all workers; the contrastive loss compares all of them."""
     microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Largest number of tokens in one forward; the gradient does not depend on it. null: a worker's whole share of the
-    batch. auto: as many as fit. When memory runs out, the number is halved and the step repeated."""
+    """Largest number of tokens in one forward, without influence on the gradient. null: a worker's share of the batch.
+    auto: as many as fit. When memory runs out, it is halved and the step repeated."""
     steps: int | None = Field(default=None, ge=1)
-    """Number of optimizer steps of the run; null: set by `epochs`."""
+    """Optimizer steps; null: set by `epochs`."""
     epochs: float | None = Field(default=None, gt=0)
-    """Number of passes over the corpus, if `steps` is null. If both are null: 1 epoch. Of several corpora, a pass reads
-    as many rows as all have together, in the shares of their weights."""
+    """Passes over the corpus, if `steps` is null; both null: 1. A pass over several corpora reads as many rows as all
+    have together."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """fp32: all computation in float32. bf16: matrix products of the forward in bfloat16; parameters, pooling and
-    losses stay in float32. auto: bf16 on GPUs that compute in it, else fp32."""
+    """fp32: float32. bf16: matrix products of the forward in bfloat16; parameters, pooling and losses in float32. auto:
+    bf16 on GPUs that compute in it, else fp32."""
     seed: int = Field(default=0, ge=0)
     """Seed of new weights, order of documents, spans, masks and dropout."""
     on_nonfinite_loss: Literal["stop", "skip"] = "stop"
-    """Reaction to a loss or gradient that is not finite. stop: end the run. skip: leave out that step's update and
-    continue with the next documents. A stopped run can be resumed with `skip`."""
+    """If a loss or gradient is not finite. stop: end the run. skip: leave out that update and continue with the next
+    documents; a stopped run can be resumed with it."""
     max_skipped_steps: int = Field(default=10, ge=1)
-    """Largest number of steps in a row that `skip` may leave out. One more ends the run, because unusual batches alone
-    do not cause that many."""
+    """Largest number of steps in a row that `skip` leaves out; one more ends the run."""
     export: Literal["last", "best"] = "last"
-    """Checkpoint that becomes the exported encoder: the last, or the best by `validation.score`."""
+    """Checkpoint to export. last: the last. best: the best by `validation.score`."""
 
     _frontend: FrontendConfig | None = PrivateAttr(default=None)  # of an auxiliary task
 

@@ -11,12 +11,12 @@ from declutr.trainer.data.mixture import MOST_TURNS, whole_shares
 
 
 class Corpus(Strict):
-    """One of several corpora that a task reads in turn."""
+    """One of several corpora."""
 
     path: str
-    """Folder of its prepared shards, or their address."""
+    """Folder or address of its prepared shards."""
     weight: float = Field(gt=0)
-    """Its share of the rows that the task reads, relative to the other weights; its size does not matter."""
+    """Its share of the rows, relative to the other weights."""
 
 
 def _checked(data: str | list[Corpus]) -> str | list[Corpus]:

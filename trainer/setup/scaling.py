@@ -9,54 +9,52 @@ from declutr.common.config import Strict
 
 
 class ScalingConfig(Strict):
-    """Workers, devices and handling of failures. These settings do not change the batches."""
+    """Workers, devices and failures, without influence on the batches."""
 
     num_workers: Annotated[int, Field(ge=0)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = 1
-    """Number of training processes, one for each GPU if GPUs are used. `[least, most]`: as many as fit on the cluster;
-    the number changes when nodes leave or join, while the command keeps running. 0: one worker in the process of the
-    command, without Ray; it starts at once, takes the same steps, and nothing restarts it after a failure."""
+    """Training processes, one a GPU if GPUs are used. `[least, most]`: as many as fit on the cluster, while nodes leave
+    and join. 0: one worker in the process of the command, without Ray: the same steps, started at once, and no restart
+    after a failure."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the workers. auto: GPUs if the cluster has one for every worker when the run first starts, else CPUs.
-    The run keeps its device (`device.json` in its folder) and waits for GPUs that are missing. Set cuda where the
-    cluster adds nodes with GPUs later."""
+    """auto: GPUs if the cluster has one for every worker when the run first starts, else CPUs. cpu: CPUs. cuda: GPUs,
+    also of nodes that come later. The run keeps its device (`device.json` in its folder) and waits for missing GPUs."""
     cpus_per_worker: int = Field(default=1, ge=1)
-    """CPUs that a worker reserves; without a GPU also its number of threads."""
+    """CPUs that a worker reserves; without a GPU also its threads."""
     address: str | None = None
-    """Address of a running Ray cluster; null: RAY_ADDRESS if it is set, else a session on this machine."""
+    """Address of a running Ray cluster; null: RAY_ADDRESS if set, else a session on this machine."""
     fsdp: bool = False
-    """Shard weights, gradients and optimizer state over the workers, and gather each layer when it is used (FSDP2).
-    For encoders that are too large for one device. Same gradient, more communication; see docs/decisions."""
+    """Shard weights, gradients and optimizer state over the workers and gather each layer when used (FSDP2), for
+    encoders too large for one device. Same gradient, more communication."""
     elastic_determinism: bool = False
-    """Train to the same bits with any number of workers. Batches are cut into canonical microbatches, workers get whole
-    ones, and gradients are added as 64-bit integers. It takes more time and memory, and twice the exchange."""
+    """Train to the same bits with any number of workers, which get whole canonical microbatches. More time and memory,
+    twice the exchange."""
     deterministic_chunk_documents: int | None = Field(default=None, ge=1)
-    """Documents of a canonical microbatch. More take less time, and the batch has fewer microbatches for the workers.
-    The bits depend on it. null: a sixteenth of `batch_documents`, rounded up."""
+    """Documents of a canonical microbatch; the bits depend on it. More take less time but leave fewer microbatches for
+    workers. null: a sixteenth of `batch_documents`, rounded up."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Data type in which gradients are summed over workers. bf16: all-reduce in bfloat16, with half the bytes; for slow
-    networks."""
+    """Sum of gradients over workers. fp32: in float32. bf16: in bfloat16, half the bytes, for slow networks."""
     elastic_resize_interval_seconds: float = Field(default=60.0, gt=0)
-    """Seconds between checks whether a group of `[least, most]` workers can grow. Growing restarts the group from the
-    last checkpoint and repeats the steps since."""
+    """Seconds between checks whether a group of `[least, most]` workers can grow. Growing repeats the steps since the
+    last checkpoint."""
     max_failures: int = Field(default=100, ge=0)
-    """Largest total number of restarts after failures. Nodes that are removed with notice do not count."""
+    """Largest number of restarts after failures. Nodes removed with notice do not count."""
     max_repeated_failures: int = Field(default=3, ge=1)
-    """End the run when the same failure occurs this many times in a row at the same step."""
+    """End the run when the same failure occurs this many times in a row at one step."""
     restart_backoff_seconds: float = Field(default=2.0, ge=0)
-    """Pause before the second restart after failures without progress. It doubles each time, up to a minute. The first
-    restart follows at once."""
+    """Pause before the second restart after failures without progress; doubled each time, up to a minute. The first
+    follows at once."""
     watchdog_timeout_seconds: float = Field(default=600.0, ge=1)
-    """Restart a group without progress for this long, and log the worker that holds it up. Must be longer than the
-    longest step, validation and save."""
+    """Restart a group without progress for this long, and log the worker that holds it up. Must exceed the longest
+    step, validation and save."""
     straggler_factor: float = Field(default=2.0, gt=1)
-    """Log a straggler: a worker whose own time for a step exceeds this factor times the others'."""
+    """Log a worker whose own time for a step exceeds this factor times the others'."""
     shutdown_grace_seconds: float = Field(default=25.0, gt=0)
-    """Time after SIGTERM or Ctrl-C for the workers to finish their step and save. Kubernetes kills after 30 s."""
+    """Time after SIGTERM or Ctrl-C for workers to finish their step and save. Kubernetes kills after 30 s."""
     spot_notices: Literal["aws", "gcp"] | None = None
-    """Cloud whose metadata server announces the end of a spot host. One worker of each host asks it every 5 seconds; a
-    notice drains the node, so that the workers save and the group starts on other nodes. null: it is not asked."""
+    """Cloud whose metadata server one worker of each host asks every 5 seconds for the end of a spot host; workers then
+    save, and the group starts on other nodes. null: not asked."""
     data_cpus: int = Field(default=2, ge=1)
-    """CPUs for the tasks that read shards, in a session on this machine."""
+    """CPUs for tasks that read shards, in a session on this machine."""
 
     @property
     def num_cpus(self) -> int:

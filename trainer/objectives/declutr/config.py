@@ -22,14 +22,14 @@ _EASY_SHARE = 0.1
 
 
 class NTXentConfig(Strict):
-    """NT-Xent (DeCLUTR eq. 1 divided by its 2M terms), computed in at least float32, exact at any temperature."""
+    """NT-Xent (DeCLUTR eq. 1 divided by its 2M terms), computed in at least float32."""
 
     kind: Literal["ntxent"] = "ntxent"
     temperature: float = Field(default=0.05, gt=0)
     """Divisor of the cosine similarities."""
     exclude_same_document: bool = False
-    """Leave the other spans of an anchor's own document out of its denominator, also those in the queue. With several
-    anchors a document, they are negatives otherwise, although they are about the same subject."""
+    """Leave the other spans of an anchor's own document, also those in the queue, out of its denominator. false: they
+    are negatives."""
 
 
 class MetricLearningConfig(Strict):
@@ -37,11 +37,11 @@ class MetricLearningConfig(Strict):
 
     kind: Literal["pytorch_metric_learning"]
     loss: str
-    """Class name in pytorch_metric_learning.losses, for example NTXentLoss or SupConLoss."""
+    """Class in pytorch_metric_learning.losses, such as NTXentLoss."""
     loss_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the loss, for example {temperature: 0.05}."""
+    """Arguments of the loss, such as {temperature: 0.05}."""
     miner: str | None = None
-    """Class name in pytorch_metric_learning.miners; null: no miner."""
+    """Class in pytorch_metric_learning.miners; null: none."""
     miner_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the miner."""
 
@@ -78,7 +78,7 @@ ContrastiveLossConfig = Annotated[
 
 
 class DeclutrConfig(ObjectiveConfig):
-    """The loss of DeCLUTR: contrastive + MLM (paper eq. 3), or only one of them (paper Figure 3)."""
+    """Contrastive loss + MLM (DeCLUTR eq. 3), or only one of them (Figure 3)."""
 
     implementation: ClassVar[str] = "declutr.trainer.objectives.declutr.objective:Declutr"
     metrics: ClassVar[tuple[str, ...]] = ("contrastive", "mlm")
@@ -94,12 +94,12 @@ class DeclutrConfig(ObjectiveConfig):
     masking: MaskingConfig = MaskingConfig()
     """Masking of anchors for MLM."""
     contrast_unmasked_anchors: bool = False
-    """Embed anchors again without masks for the contrastive loss. The released code contrasts masked anchors."""
+    """Embed anchors again without masks for the contrastive loss; the released code contrasts masked anchors."""
     queue_size: int = Field(default=0, ge=0)
-    """Number of embeddings of earlier steps to keep as extra negatives (the paper's memory bank); 0: none."""
+    """Embeddings of earlier steps as extra negatives (the paper's memory bank); 0: none."""
     reference_rank_scaling: Annotated[int, Field(ge=1)] | None = None
-    """Divide the gradient of the contrastive loss by this number, as the released configs do by the number of GPUs (4
-    in the paper); the loss that is logged is not divided. null: off."""
+    """Divide the gradient of the contrastive loss, not the logged loss, by this number, as released by the number of
+    GPUs (4 in the paper). null: off."""
 
     @model_validator(mode="after")
     def _queue_needs_ntxent(self) -> "DeclutrConfig":

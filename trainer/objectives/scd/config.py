@@ -12,7 +12,7 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ScdConfig(TextObjectiveConfig):
-    """SCD (Klein and Nabi 2022), as the released code computes it; defaults of its BERT run.
+    """SCD (Klein and Nabi 2022), as released; defaults of its BERT run.
 
     loss = alpha mean_i cos(z1_i, z2_i) / t + beta (sum_j (C_jj - 1)^2 + lambda sum_{j != k} C_jk^2), C the correlation
     of the projected views over the global batch.
@@ -26,20 +26,20 @@ class ScdConfig(TextObjectiveConfig):
     dropout_rates: tuple[Rate, Rate] = (0.05, 0.155)
     """Dropout rates of the two views' hidden states, instead of the encoder's."""
     attention_dropout_rates: tuple[Rate, Rate] | None = None
-    """Dropout rates of the two views' attention weights; null: the same as `dropout_rates`, as released."""
+    """Dropout rates of the two views' attention weights; null: `dropout_rates`, as released."""
     repulsion_weight: float = Field(default=1.0, ge=0)
-    """alpha (task_alpha of the released code): weight of the mean cosine of the two views, which becomes small."""
+    """alpha (task_alpha as released): weight of the mean cosine of the two views, to be minimised."""
     decorrelation_weight: float = Field(default=0.005225, ge=0)
-    """beta (task_beta of the released code): weight of the decorrelation."""
+    """beta (task_beta as released): weight of the decorrelation."""
     off_diagonal_weight: float = Field(default=0.012, ge=0)
-    """lambda: weight of the correlations between different dimensions, relative to those of a dimension with itself."""
+    """lambda: weight of correlations between different dimensions, relative to those of one with itself."""
     temperature: float = Field(default=0.05, gt=0)
     """Divisor of the mean cosine."""
     projector: list[Annotated[int, Field(ge=1)]] = Field(default=[4096, 4096, 4096], min_length=1)
-    """Widths of the projector's linear layers. It is not exported."""
+    """Widths of the projector's linear layers; not exported."""
     initializer_range: float | None = Field(default=None, gt=0)
-    """Standard deviation of the projector's initial weights, with biases of 0 (0.02 in the released code, which draws
-    them as BERT's); null: those of torch, uniform up to 1 / sqrt(inputs)."""
+    """Standard deviation of the projector's initial weights, with biases of 0 (0.02 as released); null: torch's,
+    uniform up to 1 / sqrt(inputs)."""
 
     @model_validator(mode="after")
     def _views_differ(self) -> "ScdConfig":

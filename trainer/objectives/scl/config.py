@@ -20,13 +20,13 @@ class SclConfig(TextObjectiveConfig):
 
     kind: Literal["scl"] = "scl"
     contrastive_weight: float = Field(default=0.3, ge=0, le=1)
-    """lambda: weight of the contrastive loss, whose complement weighs the cross entropy; 0: cross entropy alone."""
+    """lambda: weight of the contrastive loss; 0: cross entropy alone."""
     temperature: float = Field(default=1.0, gt=0)
     """Divisor of the dot products."""
     positives: Most = "all"
     """Largest number of positives of an anchor, its own hypothesis included; others are drawn."""
     negatives: Most = "all"
-    """Largest number of negatives of an anchor. The released code ignores this setting and takes all."""
+    """Largest number of negatives of an anchor; the released code always takes all."""
 
     @property
     def learns(self) -> str:

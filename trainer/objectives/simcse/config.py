@@ -31,15 +31,14 @@ class SimcseConfig(TextObjectiveConfig):
     hard_negative_weight: float = 0.0
     """Number added to the logit of a row's own contradiction; supervised only."""
     head: bool = True
-    """Train a linear layer with tanh behind the pooling. It is exported if `supervised`, else dropped, as released."""
+    """Train a linear layer with tanh behind the pooling; exported only if `supervised`."""
     equal_views: bool = False
-    """Drop the same features in both forwards, so that a sentence's views are equal; the paper's control of its dropout
-    ("fixed 0.1"). Unsupervised only."""
+    """Drop the same features in both forwards, so that a sentence's views are equal. Unsupervised only."""
     mlm_loss_weight: float = Field(default=0.0, ge=0)
-    """Weight of an MLM loss on masked copies of the texts (0.1 in the paper); 0: no such copies."""
+    """Weight of an MLM loss on masked copies of the texts (0.1 in the paper); 0: no copies."""
     mlm_copies: Literal["first", "all"] = "first"
-    """Texts of a row that are copied, masked and predicted. first: the sentence or premise. all: every view, each with
-    its own mask, as released, at the cost of as many more forwards."""
+    """Texts of a row to copy, mask and predict. first: the sentence or premise. all: every view with its own mask, as
+    released, at as many more forwards."""
     masking: MaskingConfig = MaskingConfig()
     """Masking of the copies."""
 

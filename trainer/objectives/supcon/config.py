@@ -16,8 +16,7 @@ class CropConfig(Strict):
     """Two views of an image: crops with changed colours. The defaults are those of VisualCSE, as in SimCLR."""
 
     min_scale: float = Field(default=0.2, gt=0, le=1)
-    """Smallest area of a crop as a fraction of the image's (`scale` in torchvision); the largest is 1. Crops have
-    sides of 3:4 to 4:3."""
+    """Smallest area of a crop as a fraction of the image's, up to 1. Sides are 3:4 to 4:3."""
     hflip: Fraction = 0.5
     """Probability of a horizontal flip."""
     color_jitter_prob: Fraction = 0.8
@@ -32,15 +31,15 @@ class MaskConfig(Strict):
     """SpecAugment (Park et al. 2019): one range of mel bands and one of frames is set to 0. 0: dropout alone."""
 
     freq_mask: int = Field(default=0, ge=0)
-    """Largest number of mel bands that are masked (48 in AudioCSE)."""
+    """Largest number of masked mel bands (48 in AudioCSE)."""
     time_mask: int = Field(default=0, ge=0)
-    """Largest number of frames that are masked (192 in AudioCSE); at most half of a clip."""
+    """Largest number of masked frames (192 in AudioCSE); at most half of a clip."""
     shared: bool = False
     """true: both views have the same masks and differ by dropout alone, as in AudioCSE. false: each has its own."""
 
 
 class SupconConfig(ObjectiveConfig):
-    """SupCon (Khosla et al. 2020) or SimCLR on images or sounds, for tasks of VisualCSE and AudioCSE."""
+    """SupCon (Khosla et al. 2020) or SimCLR on images or sounds (VisualCSE, AudioCSE)."""
 
     implementation: ClassVar[str] = "declutr.trainer.objectives.supcon.objective:Supcon"
     metrics: ClassVar[tuple[str, ...]] = ("supcon",)
@@ -49,23 +48,23 @@ class SupconConfig(ObjectiveConfig):
 
     kind: Literal["supcon"] = "supcon"
     labels: bool = True
-    """true: rows with the same label are positives (SupCon). false: only the two views of a row are (SimCLR)."""
+    """true: rows with the same label are positives (SupCon). false: only the two views of a row (SimCLR)."""
     temperature: float = Field(default=0.07, gt=0)
     """Divisor of the cosine similarities."""
     base_temperature: float = Field(default=0.07, gt=0)
-    """The loss is multiplied by temperature / base_temperature, as in the published SupCon."""
+    """The loss is multiplied by temperature / base_temperature, as published."""
     reference_supcon: bool = False
-    """Compute the loss of VisualCSE's scripts (`--new_supcon`), whose target is the rank of a row's label in the batch:
-    with 48 rows of 60 classes, it is a view of the same class in 4% of the rows. For reproductions alone."""
+    """The loss of VisualCSE's scripts (`--new_supcon`), whose target is the rank of a row's label: with 48 rows of 60
+    classes, a view of the same class in 4% of rows. For reproductions alone."""
     head: bool = True
-    """Train a linear layer with tanh behind the pooling. It is not exported."""
+    """Train a linear layer with tanh behind the pooling; not exported."""
     crops: CropConfig = CropConfig()
     """Views of images."""
     masks: MaskConfig = MaskConfig()
     """Views of sounds."""
     mixup: Fraction = 0.0
-    """Probability that a clip is mixed with another clip of the corpus, before it is masked (0.5 in AudioCSE). The
-    share of the clip follows Beta(10, 10), and the mixture has the label of the louder part. Sounds only."""
+    """Probability that a clip is mixed, before it is masked, with another of the corpus (0.5 in AudioCSE). Its share
+    follows Beta(10, 10); the label is the louder part's. Sounds only."""
 
     @model_validator(mode="after")
     def _scaled(self) -> "SupconConfig":
