@@ -279,6 +279,7 @@ def test_run_with_other_weights_or_corpora_is_refused(corpora, trained):
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.usefixtures("session")
 def test_resumed_run_with_more_workers_reads_the_same_rows(corpora, trained, tmp_path):
     """Two workers continue a run of this process; bits are those of the whole run."""
     again = tmp_path / "run"

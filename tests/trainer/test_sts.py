@@ -80,14 +80,14 @@ def test_all_rows_are_trained_on_if_stsb_validates(tmp_path):
     config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes, validation=settings)
     shards = ShardSet(tmp_path / "data", "train")
     assert shards.manifest.totals["kept_held_out"] == 0
-    assert validation_problems(config, shards.manifest, None) == []
+    assert validation_problems(config, [shards.manifest], None) == []
     tokenizer, _ = load_tokenizer(shards.folder)
     encoder = build_encoder(config, tokenizer)
     task = build_task(config, "", encoder, shards.manifest, Communicator(), Microbatch(None))
     assert build_validator(config, task, shards, tokenizer, torch.device("cpu")).scores(encoder).keys() == {STSB}
     for other in ({"every_steps": 2}, settings | {"score": "mrr"}):
         config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes, validation=other)
-        says(validation_problems(config, shards.manifest, None)[0], "0 held-out documents")
+        says(validation_problems(config, [shards.manifest], None)[0], "0 held-out documents")
 
 
 def write(folder, text):
