@@ -98,7 +98,7 @@ def _texts(paths: list[str]) -> list[str]:
         raise ExportError(error.errors()[0]["msg"]) from error
     units, problems = plan_units(corpus, 1)
     if problems:
-        raise ExportError("; ".join(problem.replace("corpus.paths", "--corpus") for problem in problems))
+        raise ExportError("; ".join(problem.removeprefix("corpus.paths: ") for problem in problems))
     found, characters = list[str](), 0
     for unit in units:
         for record in read_unit(unit, corpus):
