@@ -78,7 +78,7 @@ def type_in(command, folder):
 @pytest.mark.slow
 def test_the_commands_do_what_they_say(home, monkeypatch, capfd):
     monkeypatch.chdir(home)
-    assert {command[0] for command in COMMANDS} >= {"prepare", "train", "embed", "index", "explore", "evaluate"}
+    assert {command[0] for command in COMMANDS} >= {"prepare", "train", "embed", "explore", "export", "evaluate"}
     for command in COMMANDS:
         given = [*command, *SIZES.get(command[0], [])]
         given = [
