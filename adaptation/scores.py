@@ -169,7 +169,7 @@ def choose(order: Sequence[str], development: dict[str, Values], primary: str, s
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a candidate is better than the start on test rows.
+    """Comparison of a candidate with the start on test rows.
 
     Attributes:
         outcome: the verdict.

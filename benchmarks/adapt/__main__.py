@@ -129,7 +129,7 @@ def _start_values(start: Path, stsb: Path) -> F64:
 
 
 def _calibrations(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """How often the verdict says "better" of exchangeable encoders and of ones with a planted gain, by finished run."""
+    """Counts verdicts "better" of exchangeable encoders and of ones with a planted gain, by finished run."""
     for state in sorted(given.work.glob("*/state.json")):
         files = [state.parent / "scores" / name for name in ("development.json", "test.json")]
         if not all(file.is_file() for file in files):

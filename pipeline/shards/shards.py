@@ -64,6 +64,10 @@ class ShardSet:
         self._starts = np.cumsum([0, *(shard.num_documents for shard in self._shards)])
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
 
+    def held_out(self) -> "ShardSet":
+        """The held-out documents of the same corpora; files are looked at when they are read."""
+        return ShardSet(self.folder, "held-out", look=False, others=self.folders[1:])
+
     @cached_property
     def manifest(self) -> Manifest:
         """The whole manifest; of several corpora the sums."""

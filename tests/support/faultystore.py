@@ -1,12 +1,12 @@
 """A proxy in front of the S3 server that fails on demand: throttles, refuses, cuts answers short."""
 
 import http.client
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
 from s3server import s3_server
+from serving import serving
 
 _ERROR = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>{message}</Message></Error>'
 
@@ -62,16 +62,8 @@ def faulty_store():
         parts = urlsplit(address("x"))
         backend = parts.query.partition("http://")[2]
         faults = Faults()
-        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(backend, faults))
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-        try:
-            yield lambda name: f"s3://bucket/{name}?endpoint_override={endpoint}", faults
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        with serving(_handler(backend, faults)) as host:
+            yield lambda name: f"s3://bucket/{name}?endpoint_override=http://{host}", faults
 
 
 def _handler(backend, faults):

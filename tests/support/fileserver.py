@@ -1,9 +1,10 @@
 """A file server with ranges and entity tags, over real HTTP on this machine, that can break off."""
 
 import hashlib
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from serving import serving
 
 
 class Served:
@@ -60,13 +61,6 @@ def file_server(files):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    served.address = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with serving(Handler) as host:
+        served.address = f"http://{host}"
         yield served
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

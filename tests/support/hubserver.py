@@ -2,10 +2,11 @@
 
 import json
 import re
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from serving import serving
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 CONVERTED_SHA = "f" * 40
@@ -90,12 +91,5 @@ def hub_server(datasets):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Handler) as host:
+        yield f"http://{host}"

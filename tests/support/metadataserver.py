@@ -1,8 +1,9 @@
 """The metadata servers of AWS (IMDSv2) and GCP over real HTTP on this machine."""
 
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from serving import serving
 
 
 class Clouds:
@@ -68,12 +69,5 @@ def metadata_server():
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        clouds.host = f"127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
-            yield clouds
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Handler) as clouds.host:
+        yield clouds

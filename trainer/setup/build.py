@@ -146,7 +146,7 @@ def build_validator(
     if not validation.every_steps:
         return None
     if validation.data is None:
-        held_out = ShardSet(shards.folder, "held-out", look=False, others=shards.folders[1:])
+        held_out = shards.held_out()
     else:
         held_out = ShardSet(data_folder(validation.data, config.cache), "train", look=False)
     vocabulary = vocabulary_of(tokenizer)
@@ -158,7 +158,7 @@ def build_validator(
         pairs = read_judged(score, expand(folder), tokenizer, room + vocabulary.num_specials)
         found.append(StsValidator(pairs, objective.exported(), task.comm, device, objective.sizes))
     for other, trained in auxiliary:
-        rows = ShardSet(trained.folder, "held-out", look=False, others=trained.folders[1:])
+        rows = trained.held_out()
         if other.frontend is not None and rows.num_documents > 1:
             given = rows, other.frontend, validation.max_documents, task.comm, device
             if own := other.objective.clip_validator(*given):
