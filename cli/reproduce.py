@@ -36,7 +36,9 @@ def run(arguments: list[str]) -> int:
         plan = plan_item(name, item, given.scale, given.data, work, changes, given.seeds, given.start, given.only)
         if problem := folder_problem(work):
             return refused(f"--work {work}: {problem}")
-        refuse_held(work)
+        if not given.plan:
+            for folder in (work, plan.folder):
+                refuse_held(folder)
         print("\n".join(plan.lines()), flush=True)
     except (ReproduceError, RunLockedError, ShardError) as error:
         return refused(error)

@@ -34,7 +34,7 @@ def reproduce(
 
     Args:
         plan: the item.
-        work: folder of shards, start and results; one command at a time works in it.
+        work: folder of shards, start and results. One command at a time prepares them or works on an item.
         senteval: folder in SentEval's layout.
         allow_unchecked: score data other than the published ones.
         command: arguments of the command, for the results.
@@ -47,9 +47,9 @@ def reproduce(
         TrainingFailedError: the start cannot be trained.
         ConfigError: settings of a run do not fit its shards.
     """
-    work.mkdir(parents=True, exist_ok=True)
-    with RunLock(work, lambda: say(f"{work}: another command has taken over")):
-        scorer = Scorer(plan, senteval, allow_unchecked, say)
+    scorer = Scorer(plan, senteval, allow_unchecked, say)
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    with _alone(work, say):  # items share shards and start
         for name, shards in plan.shards.items():
             if not shards_ready(shards):
                 say(f"preparing shards {name}")
@@ -58,6 +58,7 @@ def reproduce(
                 _train_start(plan.start, say)
         if plan.start is not None:
             _train_start(plan.start, say)
+    with _alone(plan.folder, say):
         failed: list[str] = []
         for number, run in enumerate(plan.runs, 1):
             if plan.finished(run) is None:
@@ -74,6 +75,11 @@ def reproduce(
             f"{len(failed)} of {len(plan.runs)} runs failed, the others are scored: {'; '.join(failed)}"
         )
     return text
+
+
+def _alone(folder: Path, say: Callable[[str], None]) -> RunLock:
+    """Refuses another command in this folder."""
+    return RunLock(folder, lambda: say(f"{folder}: another command has taken over"))
 
 
 def _prepare(name: str, config: PipelineConfig, work: Path) -> None:

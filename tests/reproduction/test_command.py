@@ -15,7 +15,10 @@ from tinyruns import GEOMETRY
 from waiting import until
 
 from declutr.cli.reproduce import run
-from declutr.common.lock import RunLock
+from declutr.common.lock import RunLock, RunLockedError, refuse_held
+from declutr.reproduction.item import load_item
+from declutr.reproduction.plan import plan_item
+from declutr.reproduction.runner import reproduce
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +160,30 @@ def test_plan_names_cells_seeds_steps_and_documents_and_runs_nothing(item, tmp_p
     assert not (tmp_path / "work").exists()
 
 
-def test_second_command_in_a_folder_is_refused(item, tmp_path, capsys):
-    with RunLock(tmp_path, lambda: None):
-        assert run(arguments(item, tmp_path)) == 1
-    assert "another command works here" in capsys.readouterr().err
+@pytest.mark.parametrize("held", [".", "terms-tiny"])
+def test_second_command_is_refused_where_shards_are_prepared_or_on_the_same_item(item, tmp_path, capsys, held):
+    (tmp_path / "terms-tiny").mkdir()
+    with RunLock(tmp_path / held, lambda: None):
+        assert run(arguments(item, tmp_path, "--plan")) == 0
+        assert "another command works here" in refusal(capsys, *arguments(item, tmp_path))
+
+
+@pytest.mark.slow
+def test_runs_of_an_item_hold_its_folder_alone(item, finished, tmp_path):
+    """Another item may run beside it."""
+    work, data = shutil.copytree(finished.parent, tmp_path / "work"), item.parent / "data"
+    plan = plan_item("terms", load_item(str(item)), "tiny", data, work, {}, [7], None, ["mlm"])
+    held = []
+
+    def say(line):
+        if line.startswith("run 1 "):
+            refuse_held(work)
+            with pytest.raises(RunLockedError, match="another command works here"):
+                refuse_held(plan.folder)
+            held.append(line)
+
+    reproduce(plan, work, data / "senteval", True, ["terms"], say)
+    assert len(held) == 1
 
 
 def refusal(capsys, *given):
