@@ -26,7 +26,7 @@ class LabelComparison:
     Attributes:
         axis: the axis.
         label: the label.
-        base: the first label.
+        base: the label or start that it is compared with.
         seeds: number of seeds with all runs of both.
         difference: mean difference.
         spread: standard deviation of the S differences; None with one seed.
@@ -64,19 +64,24 @@ class LabelComparison:
 def compare_labels(
     cells: Sequence[Cell], numbers: Numbers, pairs: Sequence[tuple[str, str]] = ()
 ) -> list[LabelComparison]:
-    """Each label of each axis against the first label of its axis; those without a common seed are left out.
+    """Each label of each axis against the first label of its axis, and then against the start.
+
+    Those without a common seed are left out.
 
     Args:
-        cells: the cells.
+        cells: the cells, of which the first one may be the start, which has no labels.
         numbers: the column's numbers of finished runs.
         pairs: further labels to compare, the first one against the second.
     """
     made = []
-    for axis in cells[0].labels:
-        base, *others = dict.fromkeys(cell.labels[axis] for cell in cells)
-        sides = {label: [cell.name for cell in cells if cell.labels[axis] == label] for label in (base, *others)}
-        means = {label: _by_seed(names, numbers) for label, names in sides.items()}
-        for pair in [*((label, base) for label in others), *(pair for pair in pairs if sides.keys() >= {*pair})]:
+    starts = [cell.name for cell in cells if not cell.labels]
+    trained = cells[len(starts) :]
+    for axis in trained[0].labels if trained else ():
+        base, *others = dict.fromkeys(cell.labels[axis] for cell in trained)
+        sides = {label: [cell.name for cell in trained if cell.labels[axis] == label] for label in (base, *others)}
+        means = {label: _by_seed(names, numbers) for label, names in (sides | {one: [one] for one in starts}).items()}
+        wanted = [(label, base) for label in others] + [pair for pair in pairs if sides.keys() >= {*pair}]
+        for pair in wanted + [(label, start) for start in starts for label in sides]:
             seeds = sorted(means[pair[0]].keys() & means[pair[1]].keys())
             if seeds:
                 made.append(_compare(axis, *pair, *([means[one][seed] for seed in seeds] for one in pair)))

@@ -18,6 +18,9 @@ from declutr.evaluation.senteval.runner.plan import choose_tasks
 ITEMS = Path(__file__).resolve().parent.parent / "configs" / "reproduce"
 """Folder of the items."""
 ScaleName = Literal["paper", "tiny"]
+DATA, WORK, START = "DECLUTR_DATA", "DECLUTR_WORK", "DECLUTR_START"
+"""Variables that the files of items name: the folder with all input data, the working folder, and the encoder to start
+from."""
 Settings = dict[str, Any]
 """Values by dotted key."""
 
@@ -167,13 +170,16 @@ class Item(Strict):
         return self
 
     def cells(self, scale: ScaleName) -> list["Cell"]:
-        """The combinations of labels at a scale, in order."""
+        """The combinations of labels at a scale, in order, after the start of its runs."""
         own = self.scales[scale].axes
         axes = {
             axis: {label: labels.get(label, {}) | own[axis][label] for label in own[axis]} if axis in own else labels
             for axis, labels in self.axes.items()
         }
-        return cells_of(axes, self.encoders)
+        made = cells_of(axes, self.encoders)
+        if self.scales[scale].start and not self.encoders:
+            made.insert(0, Cell({}, {}, KnownEncoder(name=f"${START}")))
+        return made
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ class Cell:
     """One combination of labels: a run for each seed.
 
     Attributes:
-        labels: label by axis.
+        labels: label by axis; none of the encoder that the runs start from.
         settings: its changes of settings.
         encoder: encoder that is scored as it is, or None.
     """
@@ -192,8 +198,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The labels, joined."""
-        return ", ".join(self.labels.values())
+        """The labels, joined; "start" without any."""
+        return ", ".join(self.labels.values()) or "start"
 
 
 def cells_of(axes: Mapping[str, Mapping[str, Settings]], encoders: Mapping[str, KnownEncoder]) -> list[Cell]:

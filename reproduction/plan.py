@@ -16,6 +16,9 @@ from declutr.common.suggestions import suggest
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
 from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
 from declutr.reproduction.item import (
+    DATA,
+    START,
+    WORK,
     Cell,
     Column,
     Item,
@@ -30,9 +33,6 @@ from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.driver.resolved import find_shards
 from declutr.trainer.setup.config import TrainConfig
 
-DATA, WORK, START = "DECLUTR_DATA", "DECLUTR_WORK", "DECLUTR_START"
-"""Variables that the files of items name: the folder with all input data, the working folder, and the encoder to start
-from."""
 _OWN = ("run", "seed")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=+-]+")
 _HOUR = 3600.0
@@ -46,7 +46,7 @@ class PlannedRun:
 
     Attributes:
         cell: the cell.
-        seed: its seed.
+        seed: its seed; the first one of an encoder that is scored as it is.
         config: configuration of its training; None for an encoder that is scored as it is.
         folder: folder of its scores; the run is in `folder/run`.
     """
@@ -171,7 +171,7 @@ def plan_item(
         changes: further changes of settings, for all runs.
         seeds: seeds in place of the scale's.
         given_start: folder of an encoder to start from, in place of the start that the scale trains.
-        only: labels whose cells are run; none: all.
+        only: labels whose cells are run, or names of cells; none: all.
 
     Raises:
         ReproduceError: the item lacks the scale or takes no start, or settings of a run are wrong.
@@ -194,19 +194,20 @@ def plan_item(
     if settings.start is not None:
         start = _load(settings.start, "train", TrainConfig, "start", {"run": f"${WORK}/start"})
     cells = item.cells(scale)
-    labels = list(dict.fromkeys(label for cell in cells for label in cell.labels.values()))
+    labels = list(dict.fromkeys(label for cell in cells for label in (*cell.labels.values(), cell.name)))
     if unknown := [label for label in only if label not in labels]:
         raise ReproduceError(f"--only {unknown[0]}: no label of {name}{suggest(unknown[0], labels)}")
     runs: list[PlannedRun] = []
     seeds = seeds or settings.seeds
     for seed in seeds:
         for cell in cells:
-            if only and not {*only} & {*cell.labels.values()}:
+            if only and not {*only} & {cell.name, *cell.labels.values()}:
                 continue
+            if cell.encoder is not None and seed != seeds[0]:
+                continue  # scored once
             place = folder / f"{_UNSAFE.sub('-', cell.name)}-{seed}"
             config = None
             if cell.encoder is not None:
-                place = folder / f"{_UNSAFE.sub('-', cell.name)}-{seeds[0]}"  # scored once
                 cell = replace(cell, encoder=KnownEncoder.model_validate(_replaced(cell.encoder.model_dump())))
             else:
                 own_values = {"run": str(place / "run"), "seed": seed}
@@ -215,7 +216,7 @@ def plan_item(
                 config = _load(made, "train", TrainConfig, cell.name, own_values)
             runs.append(PlannedRun(cell, seed, config, place))
     for number, run in enumerate(runs):
-        if run.folder in [one.folder for one in runs[:number] if one.cell != run.cell or run.config]:
+        if run.folder in [one.folder for one in runs[:number]]:
             raise ReproduceError(f"{name}: two runs would have the folder {run.folder}; give each label and seed once")
     if given_start is not None:
         if start is None or any(run.config and run.config.encoder.pretrained != os.environ[START] for run in runs):

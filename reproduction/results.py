@@ -24,11 +24,13 @@ def write_results(plan: ItemPlan, marks: Sequence[str], command: Sequence[str]) 
     cells = list({run.cell.name: run.cell for run in plan.runs}.values())
     numbers: dict[str, dict[str, dict[int, float]]] = {name: {} for name in plan.columns}
     seconds: dict[str, dict[int, float]] = {}
+    seeds = sorted({run.seed for run in plan.runs})
     for run in plan.runs:
         if found := plan.finished(run):
             seconds.setdefault(run.cell.name, {})[run.seed] = found["seconds"]
             for name, value in found["scores"].items():
-                numbers[name].setdefault(run.cell.name, {})[run.seed] = value
+                scored = [run.seed] if run.config else seeds  # its numbers stand beside those of every seed
+                numbers[name].setdefault(run.cell.name, {}).update(dict.fromkeys(scored, value))
     trained, pairs = bool(plan.item.axes), plan.item.pairs
     compared = {name: compare_labels(cells, found, pairs) if trained else [] for name, found in numbers.items()}
     made = facts(["declutr reproduce", *command])

@@ -58,7 +58,7 @@ class Scorer:
         return [f"{one.task.label}: {one.standing}" for one in self._inspections if one.standing != "identical"]
 
     def score(self, run: PlannedRun) -> dict[str, float]:
-        """The numbers of a finished run, by column.
+        """The numbers of a finished run, by column; an encoder that is scored as it is has none of a validation.
 
         Raises:
             ReproduceError: a number is missing.
@@ -66,10 +66,10 @@ class Scorer:
         """
         chosen = {column.checkpoint for column in self._plan.columns.values() if column.tasks}
         found = {checkpoint: self._evaluate(run, checkpoint) for checkpoint in sorted(chosen)}
-        validated = first_and_last_scores(run.folder / "run")["last_scores"] if run.config else {}
         made: dict[str, float] = {}
         for name, column in self._plan.columns.items():
-            if column.validation:
+            if column.validation and run.config:
+                validated = first_and_last_scores(run.folder / "run")["last_scores"]
                 if column.validation not in validated:
                     known = ", ".join(validated) or "none"
                     raise ReproduceError(f"column {name}: the run has no score {column.validation}; it has {known}")
@@ -77,9 +77,9 @@ class Scorer:
             elif column.tasks:
                 made[name] = fmean(number_of(task, column, found[column.checkpoint]) for task in column.names)
         for name, column in self._plan.columns.items():
-            if column.mean_of:
+            if column.mean_of and made.keys() >= {*column.mean_of}:
                 made[name] = fmean(made[one] for one in column.mean_of)
-        return {name: made[name] for name in self._plan.columns}
+        return {name: made[name] for name in self._plan.columns if name in made}
 
     def _evaluate(self, run: PlannedRun, checkpoint: str) -> Evaluated:
         known = run.cell.encoder

@@ -118,7 +118,7 @@ def test_given_start_is_scored_beside_the_chosen_and_the_last_checkpoint(item, f
     values = yaml.safe_load(item.read_text())
     judged = {"tasks": ["STSBenchmark"], "number": "all"}
     values |= {"printed": {}, "columns": {"chosen": judged, "last": judged | {"checkpoint": "last"}}}
-    values |= {"encoders": {"start": {"name": "$DECLUTR_START"}}, "axes": {"terms": values["axes"]["terms"]}}
+    values["axes"] = {"terms": values["axes"]["terms"]}
     values["scales"]["tiny"]["settings"] = {"encoder": {"pretrained": "$DECLUTR_START"}, "optim.lr": 0.01}
     values["scales"]["tiny"]["start"] = {"config": values["scales"]["tiny"]["config"]}
     (tmp_path / "starts.yaml").write_text(yaml.safe_dump(values, sort_keys=False))

@@ -63,6 +63,18 @@ def test_few_or_equal_numbers_have_no_p(seeds):
     assert one.interval == (None if seeds == 1 else (0.0, 0.0))
 
 
+def test_every_label_of_every_axis_is_compared_with_the_start():
+    start = dict.fromkeys(range(5), 7.0)
+    found = compare_labels([Cell({}, {}), *AXES], numbers() | {"start": start})
+    assert [(one.axis, one.label, one.base) for one in found] == [
+        *[("terms", "mlm", "both"), ("terms", "both", "start"), ("terms", "mlm", "start")],
+        *[("share", "half", "all"), ("share", "all", "start"), ("share", "half", "start")],
+    ]
+    assert [one for one in found if one.base != "start"] == compare_labels(AXES, numbers())
+    gains = {one.label: one.difference for one in found if one.base == "start"}
+    assert gains["mlm"] - gains["both"] == pytest.approx(found[0].difference)
+
+
 def test_further_pairs_of_labels_are_compared():
     cells = [Cell({"method": name}, {}) for name in ("start", "one", "other")]
     given = {"start": {0: 1.0, 1: 1.0}, "one": {0: 3.0, 1: 4.0}, "other": {0: 2.5, 1: 3.0}}

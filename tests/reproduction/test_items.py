@@ -71,7 +71,7 @@ def test_figure_2_has_as_many_spans_with_one_anchor_as_with_two(tmp_path):
     for scale, name in (("tiny", "declutr-figure2"), ("paper", "declutr-figure2")):
         plan = plan_item(name, load_item(name), scale, tmp_path, tmp_path, {}, [0])
         one, two = (
-            next(run.config for run in plan.runs if run.cell.labels["anchors"] == label) for label in ("A=1", "A=2")
+            next(run.config for run in plan.runs if run.cell.labels.get("anchors") == label) for label in ("A=1", "A=2")
         )
         assert one.batch_documents == 2 * two.batch_documents
         assert one.spans.num_anchors * one.batch_documents == two.spans.num_anchors * two.batch_documents
