@@ -117,7 +117,7 @@ def _cell(found: Mapping[int, float], printed: float | None) -> str:
     """Mean and spread of our numbers, and the paper's."""
     values = list(found.values())
     ours = "-" if not values else f"{fmean(values):.2f}"
-    spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+    spread = f" ± {stdev(values):.2f}" if len({*values}) > 1 else ""
     return ours + spread + ("" if printed is None else f" ({printed:.2f})")
 
 
