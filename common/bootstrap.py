@@ -66,14 +66,15 @@ class Comparison:
         return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
 
     def sentence(self) -> str:
-        """The difference with its interval and the number of rows, such as `+0.0312 (95% interval +0.0101 to ...)`."""
+        """The difference with its interval, the number of rows and a judgement: better, worse, or not measurable."""
         if self.rows == 0:
             return "not comparable: no row has both values"
         if self.interval is None:
             return f"{self.difference:+.4f} ({self.rows} rows: no interval, which needs at least {MIN_ROWS})"
         low, high = self.interval
         told = f"{self.difference:+.4f} (95% interval {low:+.4f} to {high:+.4f}, {self.rows} rows)"
-        return told if self.measurable else f"{told}: no measurable difference"
+        judged = "no measurable difference" if not self.measurable else "better" if self.difference > 0 else "worse"
+        return f"{told}: {judged}"
 
 
 def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> Comparison:

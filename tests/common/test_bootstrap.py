@@ -59,7 +59,8 @@ def test_few_rows_have_no_interval(rows, some):
 
 
 def test_comparison_sentence_has_difference_interval_and_rows():
-    says(Comparison(0.25, 0.5, 150, (0.2, 0.3)).sentence(), "+0.2500", "95%", "+0.2000", "+0.3000", "150 rows")
+    says(Comparison(0.25, 0.5, 150, (0.2, 0.3)).sentence(), "+0.2500", "95%", "+0.2000", "+0.3000", "150 rows): better")
+    assert Comparison(0.5, 0.25, 150, (-0.3, -0.2)).sentence().endswith(": worse")
     says(Comparison(0.25, 0.25, 150, (-0.1, 0.1)).sentence(), "150 rows", "no measurable difference")
     assert Comparison(0.25, 0.25, 150, (0.0, 0.0)).sentence().endswith("measurable difference")
     with pytest.raises(ValueError, match="same rows"):

@@ -159,6 +159,14 @@ def test_alarms_of_a_resumed_run_are_not_given_again():
     assert [alarm.cause for alarm in second.add(line_of(41, data_wait_share=0.9, loss=100.0))] == ["loss_spike"]
 
 
+@pytest.mark.parametrize(("loss", "causes"), [(0.0159, []), (0.06, ["loss_spike"])])
+def test_a_rise_of_a_loss_near_0_is_no_spike(loss, causes):
+    """The losses of SimCSE's Table 3 at the tiny scale: 0.0006 for 30 steps, then 0.0159."""
+    watched = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
+    assert not any(watched.add(line_of(step, loss=6e-4 + 1e-5 * (step % 3))) for step in range(1, 31))
+    assert [alarm.cause for alarm in watched.add(line_of(31, loss=loss))] == causes
+
+
 def test_a_loss_that_rises_again_has_something_to_learn():
     watched = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
     losses = [0.1 if step % 10 == 9 else 0.0 for step in range(40)]

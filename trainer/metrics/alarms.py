@@ -15,7 +15,7 @@ _WINDOW = 10  # steps whose mean is compared, because a single batch may be odd
 _ONE_POINT = -0.1  # uniformity above which all embeddings are nearly equal
 _FEW_DIMENSIONS = 0.35  # share of the most dimensions that a run has used
 _LOSSES, _FEWEST_LOSSES = 30, 20
-_DEVIATIONS, _RISE = 8.0, 0.5  # of a spike: robust standard deviations, and share of the median
+_DEVIATIONS, _RISE, _LEAST_RISE = 8.0, 0.5, 0.05  # of a spike: robust deviations, share of the median, and itself
 _VANISHED = 1e-3
 _WAITING, _WAITED_STEPS, _FIRST_STEPS = 0.5, 20, 5
 _ALIKE, _MEASURED = 0.1, 3
@@ -181,7 +181,7 @@ class Alarms:
         if len(self._losses) >= _FEWEST_LOSSES:
             middle = median(self._losses)
             deviation = 1.4826 * median(abs(one - middle) for one in self._losses)
-            limit = middle + max(_DEVIATIONS * deviation, _RISE * abs(middle))
+            limit = middle + max(_DEVIATIONS * deviation, _RISE * abs(middle), _LEAST_RISE)
             if loss > limit:
                 yield Alarm(
                     "loss_spike",
