@@ -40,11 +40,14 @@ def test_numbers_of_steps_and_shares_are_told_apart():
     def read(value):
         return runs.least_config(validation={"every_steps": value}).validation.every_steps
 
-    assert [read(value) for value in (200, 200.0, 0.05, 0, 0.0, 1, "1e-3")] == [200, 200, 0.05, 0, 0, 1, 0.001]
+    assert [read(value) for value in (200, 200.0, 0.05, 0, 0.0, 1, "1", "1e-3")] == [200, 200, 0.05, 0, 0, 1, 1, 0.001]
     assert type(read(200.0)) is int, "the hash of the settings does not depend on how a number is written"
     for wrong in (-1, 1.5, "5%", float("nan"), float("inf"), True, None):
         with pytest.raises(ValueError, match=all_of("200", "share", "below 1")):
             read(wrong)
+    for ambiguous in (1.0, "1.0"):
+        with pytest.raises(ValueError, match=all_of("write 1 for every step", "share below 1")):
+            read(ambiguous)
     assert steps_between(200, 1000) == 200
     assert steps_between(0, 1000) == 0
     assert steps_between(1e-300, 1000) == 1

@@ -11,11 +11,15 @@ def _read(value: Any) -> Any:
     """A number of steps as an integer, a share as a float below 1.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or 1.0, which could be both.
     """
     if isinstance(value, str):  # YAML reads 1e-3 as a text
         with contextlib.suppress(ValueError):
-            value = float(value)
+            value = int(value) if value.isdigit() else float(value)
+    if isinstance(value, float) and value == 1:
+        raise ValueError(
+            "may mean every step or the whole run; write 1 for every step, or a share below 1, such as 0.5"
+        )
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
     if not number or (value > 1 and value != int(value)):
         raise ValueError(
