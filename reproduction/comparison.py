@@ -69,17 +69,17 @@ def compare_labels(
     Those without a common seed are left out.
 
     Args:
-        cells: the cells, of which the first one may be the start, which has no labels.
+        cells: the cells; the start has no labels.
         numbers: the column's numbers of finished runs.
         pairs: further labels to compare, the first one against the second.
     """
     made = []
-    starts = [cell.name for cell in cells if not cell.labels]
-    trained = cells[len(starts) :]
-    for axis in trained[0].labels if trained else ():
+    starts = {cell.name: [cell.name] for cell in cells if not cell.labels}
+    trained = [cell for cell in cells if cell.labels]
+    for axis in dict.fromkeys(axis for cell in trained for axis in cell.labels):
         base, *others = dict.fromkeys(cell.labels[axis] for cell in trained)
         sides = {label: [cell.name for cell in trained if cell.labels[axis] == label] for label in (base, *others)}
-        means = {label: _by_seed(names, numbers) for label, names in (sides | {one: [one] for one in starts}).items()}
+        means = {label: _by_seed(names, numbers) for label, names in (sides | starts).items()}
         wanted = [(label, base) for label in others] + [pair for pair in pairs if sides.keys() >= {*pair}]
         for pair in wanted + [(label, start) for start in starts for label in sides]:
             seeds = sorted(means[pair[0]].keys() & means[pair[1]].keys())

@@ -66,10 +66,10 @@ class Scorer:
         """
         chosen = {column.checkpoint for column in self._plan.columns.values() if column.tasks}
         found = {checkpoint: self._evaluate(run, checkpoint) for checkpoint in sorted(chosen)}
+        validated = first_and_last_scores(run.folder / "run")["last_scores"] if run.config else {}
         made: dict[str, float] = {}
         for name, column in self._plan.columns.items():
             if column.validation and run.config:
-                validated = first_and_last_scores(run.folder / "run")["last_scores"]
                 if column.validation not in validated:
                     known = ", ".join(validated) or "none"
                     raise ReproduceError(f"column {name}: the run has no score {column.validation}; it has {known}")
