@@ -64,23 +64,24 @@ class LabelComparison:
 def compare_labels(
     cells: Sequence[Cell], numbers: Numbers, pairs: Sequence[tuple[str, str]] = ()
 ) -> list[LabelComparison]:
-    """Each label of each axis against the first label of its axis, and then against the start.
+    """Each label of each axis against the first label of its axis, or the axis' pairs, and then against the start.
 
     Those without a common seed are left out.
 
     Args:
         cells: the cells; the start has no labels.
         numbers: the column's numbers of finished runs.
-        pairs: further labels to compare, the first one against the second.
+        pairs: labels to compare, the first one against the second, in place of an axis' others against its first.
     """
     made = []
     starts = {cell.name: [cell.name] for cell in cells if not cell.labels}
     trained = [cell for cell in cells if cell.labels]
     for axis in dict.fromkeys(axis for cell in trained for axis in cell.labels):
-        base, *others = dict.fromkeys(cell.labels[axis] for cell in trained)
-        sides = {label: [cell.name for cell in trained if cell.labels[axis] == label] for label in (base, *others)}
+        base, *others = labels = list(dict.fromkeys(cell.labels[axis] for cell in trained))
+        sides = {label: [cell.name for cell in trained if cell.labels[axis] == label] for label in labels}
         means = {label: _by_seed(names, numbers) for label, names in (sides | starts).items()}
-        wanted = [(label, base) for label in others] + [pair for pair in pairs if sides.keys() >= {*pair}]
+        own = [pair for pair in pairs if sides.keys() & {*pair}] or [(label, base) for label in others]
+        wanted = [pair for pair in own if sides.keys() >= {*pair}]
         for pair in wanted + [(label, start) for start in starts for label in sides]:
             seeds = sorted(means[pair[0]].keys() & means[pair[1]].keys())
             if seeds:

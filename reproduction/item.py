@@ -112,9 +112,10 @@ class Item(Strict):
     """Changes of settings by axis and label, of which `config` names another file. The runs are
     all combinations; the first label of an axis is the one to which the others are compared."""
     encoders: dict[str, KnownEncoder] = Field(default_factory=dict)
-    """Encoders by label that are scored without training, in place of axes, or as the first labels of a single one."""
+    """Encoders by label that are scored without training, in place of axes."""
     pairs: tuple[tuple[str, str], ...] = ()
-    """Further pairs of labels of one axis to compare, the first one against the second."""
+    """Pairs of labels of one axis to compare, the first one against the second, in place of each label with the
+    axis' first one."""
     columns: dict[str, Column] = Field(min_length=1)
     printed: dict[str, dict[str, float]] = Field(default_factory=dict)
     """The paper's numbers by run, its labels joined by ", ", and column."""
@@ -124,8 +125,8 @@ class Item(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Item":
-        if (not self.axes and not self.encoders) or (self.encoders and len(self.axes) > 1):
-            raise ValueError("give axes or encoders; encoders can be labels of one axis, not of several")
+        if bool(self.axes) == bool(self.encoders):
+            raise ValueError("give axes or encoders, and not both")
         problems = []
         for name, scale in self.scales.items():
             if bool(scale.config) != bool(self.axes):
@@ -149,7 +150,7 @@ class Item(Strict):
             for label in pair
             if label not in labels
         ]
-        known = {cell.name for cell in cells_of(self.axes, self.encoders)}
+        known = {cell.name for cell in _combined(self.axes)} | {*self.encoders}
         problems += [
             f"printed.{name}: no run of the item{suggest(name, list(known))}"
             for name in self.printed
@@ -170,16 +171,16 @@ class Item(Strict):
         return self
 
     def cells(self, scale: ScaleName) -> list["Cell"]:
-        """The combinations of labels at a scale, in order, after the start of its runs."""
+        """The encoders; or the start of a scale's runs, then the combinations of labels, the last axis fastest."""
+        if self.encoders:
+            return [Cell({"encoder": label}, {}, encoder) for label, encoder in self.encoders.items()]
         own = self.scales[scale].axes
         axes = {
             axis: {label: labels.get(label, {}) | own[axis][label] for label in own[axis]} if axis in own else labels
             for axis, labels in self.axes.items()
         }
-        made = cells_of(axes, self.encoders)
-        if self.scales[scale].start and not self.encoders:
-            made.insert(0, Cell({}, {}, KnownEncoder(name=f"${START}")))
-        return made
+        start = [Cell({}, {}, KnownEncoder(name=f"${START}"))] if self.scales[scale].start else []
+        return [*start, *_combined(axes)]
 
 
 @dataclass(frozen=True)
@@ -202,11 +203,9 @@ class Cell:
         return ", ".join(self.labels.values()) or "start"
 
 
-def cells_of(axes: Mapping[str, Mapping[str, Settings]], encoders: Mapping[str, KnownEncoder]) -> list[Cell]:
-    """The encoders, then the combinations of all labels, the last axis fastest."""
-    made = [Cell({next(iter(axes), "encoder"): label}, {}, encoder) for label, encoder in encoders.items()]
-    if not axes:
-        return made
+def _combined(axes: Mapping[str, Mapping[str, Settings]]) -> list[Cell]:
+    """The combinations of all labels, the last axis fastest."""
+    made = []
     for chosen in product(*(labels.items() for labels in axes.values())):
         settings: Settings = {}
         for _, changes in chosen:

@@ -103,9 +103,6 @@ class ItemPlan:
         """Hash of what decides the scores of a run."""
         made_by = run.config.hash() if run.config else run.cell.encoder and run.cell.encoder.model_dump(mode="json")
         columns = {name: column.model_dump(mode="json") for name, column in self.columns.items()}
-        for values in columns.values():
-            if values["checkpoint"] == "exported":  # came later; runs that were scored before are kept
-                del values["checkpoint"]
         return hash_json([made_by, columns, self.settings.preset])
 
     def finished(self, run: PlannedRun) -> dict[str, Any] | None:

@@ -203,7 +203,7 @@ def test_unknown_item_is_refused_with_the_nearest(capsys):
         ({"axes": {"temperature": {"0": {"objective.loss.temperature": 0}}}, "printed": {}}, ["temperature", "0"]),
         ({"axis": {}}, ["axis", "unknown key"]),
         ({"axes": {}, "printed": {}}, ["axes or encoders"]),
-        ({"encoders": {"start": {"name": "bert"}}}, ["labels of one axis", "not of several"]),
+        ({"encoders": {"start": {"name": "bert"}}}, ["axes or encoders, and not both"]),
         ({"pairs": [["both", "mml"]]}, ["pairs", "mml", "did you mean `mlm`"]),
         ({"printed": {"both, 10%": {"STS-B": 1.0}}}, ["both, 10%", "no run of the item"]),
         ({"columns": {"A": {"tasks": ["STS99"]}}, "printed": {}}, ["STS99"]),

@@ -75,13 +75,23 @@ def test_every_label_of_every_axis_is_compared_with_the_start():
     assert gains["mlm"] - gains["both"] == pytest.approx(found[0].difference)
 
 
-def test_further_pairs_of_labels_are_compared():
-    cells = [Cell({"method": name}, {}) for name in ("start", "one", "other")]
-    given = {"start": {0: 1.0, 1: 1.0}, "one": {0: 3.0, 1: 4.0}, "other": {0: 2.5, 1: 3.0}}
-    found = compare_labels(cells, given, [("one", "other"), ("one", "of another axis")])
+def test_pairs_of_an_axis_are_compared_in_place_of_its_first_label():
+    cells = [Cell({}, {}), *(Cell({"method": name}, {}) for name in ("first", "one", "other"))]
+    start, first = dict.fromkeys((0, 1), 1.0), {0: 2.0, 1: 1.0}
+    given = {"start": start, "first": first, "one": {0: 3.0, 1: 4.0}, "other": {0: 2.5, 1: 3.0}}
+    pairs = [("one", "other"), ("one", "of a cell that is not run")]
+    found = compare_labels(cells, given, pairs)
     assert [(one.label, one.base, one.difference) for one in found] == [
+        ("one", "other", 0.75),
+        ("first", "start", 0.5),
         ("one", "start", 2.5),
         ("other", "start", 1.75),
-        ("one", "other", 0.75),
     ]
-    assert [one.pairing is None for one in found] == [True, True, False], "the start has no spread to share"
+    assert [one.pairing is None for one in found] == [False, True, True, True], "the start has no spread to share"
+    of_other_axis = [("a", "b")]
+    assert [one.base for one in compare_labels(cells, given, of_other_axis)] == ["first", "first", *["start"] * 3]
+    part = [cell for cell in cells if cell.name != "other"]
+    assert [(one.label, one.base) for one in compare_labels(part, given, pairs)] == [
+        ("first", "start"),
+        ("one", "start"),
+    ]
