@@ -25,7 +25,7 @@ LEAST_STEPS = 20
 _STEP_COST = 3.75
 """Time of a step relative to the embedding of as many tokens: the backward, and the update."""
 _LOAD = 60.0
-"""Seconds that a start of the training takes besides its steps, with room for a slow machine."""
+"""Seconds that a start of the training takes beside its steps, with room for a slow machine."""
 
 
 def halfway(part: float) -> str:

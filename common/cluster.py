@@ -74,7 +74,7 @@ class SessionError(RuntimeError):
 
 
 class SessionConfig(Strict):
-    """Where the work runs, without influence on results."""
+    """The place where the work runs, without influence on results."""
 
     num_cpus: int | None = Field(default=None, ge=1)
     """Logical CPUs of a local session; null: all of this machine."""

@@ -140,7 +140,7 @@ def _keys(models: Sequence[type[BaseModel]]) -> Iterator[tuple[str, ...]]:
 
 
 def _is_named(annotation: Any) -> bool:
-    """Whether a field holds sections by name."""
+    """True if a field holds sections by name."""
     return get_origin(annotation) is dict
 
 

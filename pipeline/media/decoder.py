@@ -147,7 +147,7 @@ class Decoder:
             status, place = self._child.end(ending=True)
             self._child, last = None, before[place]
             left.remove(last)
-            # What a process decoded before must not decide, so the file comes first in a new one.
+            # Earlier files of a process must not decide, so the file comes first in a new one.
             if status == -signal.SIGPROF or (first and place == 0):
                 found[last] = self._verdict(status)
             else:

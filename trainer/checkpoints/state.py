@@ -53,7 +53,7 @@ class RunState(Strict):
     scores: dict[str, float]
     """Held-out scores of these weights; empty when they were not validated."""
     reported: Reported | None = None
-    """What the held-out rows that choose nothing say; None in runs without scores of rows."""
+    """Scores of the held-out rows that choose nothing; None in runs without scores of rows."""
     files: dict[str, str]
     """Checksum of each other file of the checkpoint (trainer/checkpoints/tensorfile.py)."""
     sizes: dict[str, int] = Field(default_factory=dict)

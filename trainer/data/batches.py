@@ -54,7 +54,7 @@ class SpanBatch(PackedBatch):
 
     @cached_property
     def chosen(self) -> list[int]:
-        """S + 1 numbers: how many tokens are selected before each span, and in all."""
+        """S + 1 numbers: the selected tokens before each span, and all."""
         bounds = np.concatenate([[0], self.lengths.numpy().cumsum()])
         found: list[int] = np.searchsorted(self.selected.cpu().numpy(), bounds).tolist()  # `selected` is ascending
         return found

@@ -1,4 +1,4 @@
-"""Which corpus each position of the training stream reads: whole shares, exact to less than one row after any number.
+"""The corpus that each position of the training stream reads: shares exact to less than one row at any position.
 
 The order of the corpora repeats after as many rows as the shares add up to. Within a period, row k of a corpus with the
 share w is due between the positions floor((k - 1) / w) and ceil(k / w), and of the rows that are due the one with the

@@ -1,4 +1,4 @@
-"""What batches of tokens and of patches have in common.
+"""The common part of batches of tokens and of patches.
 
 Legend: S spans, T tokens of all spans together.
 """

@@ -1,6 +1,6 @@
 """The device of a run, CPUs or GPUs: chosen once, recorded in the run's folder, and kept.
 
-GPUs come and go on a spot market. If every start chose again, a run would move to CPUs while its GPUs are away.
+A spot market takes GPUs and returns them. If every start chose again, a run would move to CPUs meanwhile.
 """
 
 from collections.abc import Mapping

@@ -66,7 +66,7 @@ class TrainEstimate(Strict):
     memory_mib: float
     """Most memory of a worker."""
     corpora: list[str] = Field(default_factory=list)
-    """What is read of each of several corpora."""
+    """Rows that are read of each of several corpora, in words."""
     advice: list[str] = Field(default_factory=list)
     """Changes to consider, each with its reason."""
 
@@ -197,7 +197,7 @@ def _coverage(run: ResolvedRun, shards: ShardSet, passes: float) -> Coverage:
 
 
 def _advice(run: ResolvedRun, made: TrainEstimate, shards: ShardSet) -> list[str]:
-    """What to change, and why."""
+    """Settings to change, and why."""
     found = validation_remarks(run, made.steps)
     if made.read_share < _LITTLE:
         more = math.ceil(_MORE * made.passes)

@@ -29,7 +29,7 @@ _BACKEND_SECONDS = 1800
 _POLL_SECONDS = 0.2  # by default Ray Train polls each worker only every 2 s, also for its end
 _POLLS = 1000.0  # of all workers, a second: more would keep the process that polls busy
 # Every step has tensors of other sizes, which fragment the heap of glibc to a multiple of what is in use
-# (docs/evidence/log.md). A host without this file of Ray's wheel, for example a Mac, goes on without it.
+# (docs/evidence/log.md). A host without this file of Ray's wheel, for example a Mac, works without it.
 _ALLOCATOR = Path(ray.__file__).parent / "core" / "libjemalloc.so"
 
 

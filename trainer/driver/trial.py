@@ -33,7 +33,7 @@ _SCORED = 64
 
 @dataclass(frozen=True)
 class Trial:
-    """What the steps showed.
+    """Figures of the steps.
 
     Attributes:
         device: cpu or cuda.

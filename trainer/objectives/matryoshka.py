@@ -10,7 +10,7 @@ Size = int | Literal["all"]
 
 
 class MatryoshkaConfig(Strict):
-    """Matryoshka (Kusupati et al. 2022): the first numbers of an embedding are trained as embeddings of their own."""
+    """Matryoshka (Kusupati et al. 2022): the first numbers of an embedding are trained as embeddings, too."""
 
     sizes: list[Size]
     """Sizes whose losses are added, such as [32, 64, 128, all]: the first numbers of the exported embedding; all, which

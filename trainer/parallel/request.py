@@ -1,4 +1,4 @@
-"""What workers request of each other once a step, without torch."""
+"""Requests of workers to each other once a step, without torch."""
 
 import enum
 from collections.abc import Callable

@@ -88,7 +88,7 @@ def corpora_problems(places: Mapping[str, str], corpora: Sequence[Manifest]) -> 
 
 
 def _traits(manifest: Manifest) -> dict[str, object]:
-    """What corpora that are read as one have in common, by setting of `prepare`."""
+    """Traits that corpora must share to be read as one, by setting of `prepare`."""
     kind = manifest.content.kind
     found: dict[str, object] = {"content.kind": kind}
     if manifest.tokenizer is not None:

@@ -132,7 +132,7 @@ class Checkpointing:
         self._validated = step
 
     def requests(self, step: int, scores: dict[str, float], stop: bool) -> Request:
-        """What this worker requests after a step; the arguments are those of `after_step`."""
+        """Requests of this worker after a step; the arguments are those of `after_step`."""
         request = self.early_stopping.request | (Request.STOP if stop else Request(0))
         rated = self._config.chooses and self._config.validation.score in scores
         if self.saver is not None:

@@ -132,7 +132,7 @@ class TrainingLoop:
         return done
 
     def requests(self, step: int) -> Request:
-        """What this worker requests after a step, as far as it is known while the step is computed."""
+        """Requests of this worker after a step, as far as they are known while the step is computed."""
         return self.checkpointing.requests(step, {}, self.stop())
 
     @property

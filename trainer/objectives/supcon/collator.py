@@ -73,7 +73,7 @@ class ClipCollator:
         return RankBatch(clips, len(rows), len(rows), {"label": torch.from_numpy(label_keys(rows))})
 
     def told(self, rows: pa.Table, epochs: NDArray[np.int64]) -> list[str]:
-        """What makes each clip of rows that `fetch` changed, in words: crops, or masks and mixtures of sounds."""
+        """Changes of each clip of rows that `fetch` made, in words: crops, or masks and mixtures of sounds."""
         if "frames" not in rows.column_names:
             return self.fetch.crops.told(rows, epochs)
         masks, found = self._masks(document_keys(rows), epochs.astype(np.uint64)), []

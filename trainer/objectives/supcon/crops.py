@@ -65,7 +65,7 @@ class Crops:
         return rows.drop_columns(["image"]).append_column(VIEWS, views)
 
     def told(self, rows: pa.Table, epochs: NDArray[np.int64]) -> list[str]:
-        """What makes each view of each row, in words: the crop and the changes of its colours."""
+        """Changes that make each view of each row, in words: the crop and those of its colours."""
         sizes = list(zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True))
         drawn, found = self._draws(rows, epochs), []
         for number, size in enumerate(sizes):
@@ -96,7 +96,7 @@ class Crops:
         return view.convert("L").convert("RGB") if gray else view
 
     def _changes(self, draws: NDArray[np.float64]) -> list[bool]:
-        """Whether a view is mirrored, gets other colours, and becomes grey."""
+        """True if a view is mirrored, if it gets other colours, and if it becomes grey."""
         config = self.config
         changed: list[bool] = (draws[:3] < (config.hflip, config.color_jitter_prob, config.grayscale_prob)).tolist()
         return changed
