@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from declutr.adaptation.config import BATCH_DOCUMENTS, PASSAGE_TOKENS, WINDOW_TOKENS, AdaptConfig, train_config
-from declutr.adaptation.measures import F64, Passages
+from declutr.adaptation.measures import Passages
 from declutr.adaptation.scores import DISTANT, Values
 from declutr.adaptation.whiten import WhitenConfig, whiten
 from declutr.adaptation.whitening import WithinSums, whitening
@@ -85,7 +85,9 @@ class CandidateBuilder:
             whiten(self._whitening(str(self.make(TRAINED, start, steps))), place, self.address)
         else:
             part = next(share for share in SHARES if halfway(share) == name)
-            trained = load_encoder(str(self.make(TRAINED, start, steps)))
+            trained = load_encoder(
+                str(self.make(TRAINED, start, steps)), trust_remote_code=self.config.trust_remote_code
+            )
             assert isinstance(trained, TransformerEncoder)
             with atomic_folder(place) as aside:
                 write_between(start, trained, part, aside)
@@ -155,5 +157,4 @@ def _of_documents(passages: Passages, documents: np.ndarray) -> Passages:
     """The passages of some documents, numbered from 0."""
     inside = np.isin(passages.owners, documents)
     owners = np.searchsorted(documents, passages.owners[inside])
-    nothing: F64 = np.empty(0)
-    return Passages([], [], owners, passages.starts[inside], [], nothing.astype(np.int64), len(documents))
+    return Passages([], [], owners, passages.starts[inside], [], np.empty(0, np.int64), len(documents))

@@ -25,12 +25,10 @@ class HeldOutDocument:
 
     Attributes:
         key: the key of its random draws.
-        source: the file it was read from.
         text: as read, with its line breaks.
     """
 
     key: int
-    source: str
     text: str
 
 
@@ -82,5 +80,5 @@ def _read(config: PipelineConfig, wanted: dict[bytes, int]) -> dict[bytes, HeldO
             if isinstance(record, Document) and not isinstance(record, Rejected):
                 identity = document_id(normalise(record.text).encode())
                 if identity in wanted:
-                    found.setdefault(identity, HeldOutDocument(int(wanted[identity]), record.source, record.text))
+                    found.setdefault(identity, HeldOutDocument(int(wanted[identity]), record.text))
     return found

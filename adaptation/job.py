@@ -46,6 +46,7 @@ from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.driver.model_card import CARD
+from declutr.trainer.metrics.sts import StsError, read_pairs
 
 ENCODER, REPORT = "encoder", "report.html"
 _START, _START_IDF = "start", "start + IDF cosine"
@@ -114,8 +115,12 @@ def _checked(config: AdaptConfig, output: Path) -> RetrievalTest | None:
             pairs = read_test(expand(config.pairs))
         except PairsError as error:
             problems.append(str(error))
-    if config.stsb is not None and not (expand(config.stsb) / STSB_TEST.name).is_file():
-        problems.append(f"--stsb {config.stsb}: holds no {STSB_TEST.name}")
+    if config.stsb is not None:
+        try:
+            if (count := len(read_pairs(expand(config.stsb), STSB_TEST))) < MIN_ROWS:
+                problems.append(f"--stsb {config.stsb}: {count} pairs; an interval needs {MIN_ROWS}")
+        except StsError as error:
+            problems.append(f"--stsb: {error}")
     if problems:
         raise AdaptError("\n".join(problems))
     return pairs
@@ -325,16 +330,16 @@ class _Adaptation:
 
     def _scored(self, test: TestSet, encoder: TransformerEncoder) -> Values:
         """Values of an encoder, kept in the folder so that a later start does not compute them again."""
+        pairs = test.pairs
         what = [
             encoder.fingerprint,
             hash_json(test.passages.texts),
-            hash_json(test.pairs.queries if test.pairs else []),
+            hash_json([pairs.queries, pairs.texts, pairs.relevant] if pairs else []),
         ]
         path = self.output / "scores" / f"{hash_json(what)[:32]}.json"
         if path.is_file():
             return {key: np.array(values, np.float64) for key, values in read_json(path).items()}
         found = test.encoder(encoder)
-        path.parent.mkdir(exist_ok=True)
         write_json(path, _plain(found))
         return found
 

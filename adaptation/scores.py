@@ -16,7 +16,7 @@ from declutr.adaptation.measures import F32, F64, FAR_TOKENS, Passages, share
 from declutr.common.bootstrap import MIN_ROWS, Comparison, Statistic, compare, mean, spearman
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
-from declutr.evaluation.retrieval.compare import score_encoder
+from declutr.evaluation.retrieval.compare import measures, score_encoder
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
 from declutr.evaluation.retrieval.similarity import general_sentences, stsb_values
@@ -111,8 +111,6 @@ class TestSet:
 
 def _first(test: RetrievalTest, scores: F32) -> F64:
     """`(Q,)` recall@1 of pairs."""
-    from declutr.evaluation.retrieval.compare import measures
-
     return measures(scores, test.relevant)[:, 0]
 
 

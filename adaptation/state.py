@@ -69,7 +69,6 @@ class State:
     def close(self) -> None:
         """Adds the time of this start."""
         self._write(seconds=self.seconds)
-        self._began = time.monotonic()
 
     def _write(self, **changes: object) -> None:
         self._record = self._record.model_copy(update=changes)

@@ -70,7 +70,6 @@ def publish(figures: dict[str, Any], path: Path | None) -> None:
     """Print the figures, and write them to a file if requested."""
     text = json.dumps(figures, indent=2) + "\n"
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
     print(text, end="", flush=True)
 

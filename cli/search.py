@@ -132,7 +132,8 @@ def run_search(arguments: list[str]) -> int:
         parser.error(f"--top {given.top}: must be at least 1")
     from declutr.evaluation.embedding.config import EmbedError
     from declutr.evaluation.embedding.index import SearchIndex
-    from declutr.evaluation.encoders.loading import EncoderError, encoder_of_index
+    from declutr.evaluation.encoders.loading import encoder_of_index
+    from declutr.evaluation.encoders.protocol import EncoderError
 
     try:
         index = SearchIndex(given.index)

@@ -14,7 +14,8 @@ from declutr.common.cluster import SessionConfig
 from declutr.common.lock import LOCK
 from declutr.common.scores import ScoreLine, append_score, read_scores, scoring
 from declutr.common.storage import hash_json
-from declutr.evaluation.encoders.loading import EncoderError, load_encoder
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.encoders.protocol import EncoderError
 from declutr.evaluation.retrieval.nanobeir import NDCG, NanoError, NanoTest, score_nanobeir
 from declutr.evaluation.senteval.data.taskdata import Inspection
 from declutr.evaluation.senteval.data.tasks import TASKS

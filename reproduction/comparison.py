@@ -21,7 +21,7 @@ Numbers = Mapping[str, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class LabelComparison:
-    """A label of an axis against the first one.
+    """A label of an axis against another one or the start.
 
     Attributes:
         axis: the axis.

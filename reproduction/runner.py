@@ -114,5 +114,4 @@ def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:
     began = time.monotonic()
     scores = scorer.score(run)
     seconds += time.monotonic() - began
-    run.folder.mkdir(parents=True, exist_ok=True)
     write_json(run.scores, {"identity": plan.identity(run), "scores": scores, "seconds": round(seconds, 1)})

@@ -78,11 +78,12 @@ def read_mutants(path: Path) -> list[Mutant]:
     return found
 
 
-_ROOT = Path(__file__).resolve().parents[2]
-_COPIED = (
-    *("common", "pipeline", "trainer", "evaluation", "adaptation", "doctor", "inspection", "cli"),
-    *("benchmarks", "tests"),
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = (
+    *("common", "pipeline", "trainer", "evaluation", "adaptation", "reproduction", "doctor", "inspection", "cli"),
+    *("benchmarks", "tests", "configs", "deploy", "docs"),
 )
+"""Folders that the tests of a mutant have."""
 _LIBRARIES = ("pytest", "torch", "transformers", "pyarrow.parquet", "pydantic", "ray.data", "ray.train")
 _FAST = "not ray and not dist and not slow and not gpu and not cluster"
 _OPTIONS = (
@@ -100,11 +101,11 @@ _RESULTS = {0: "survived", 1: "killed", 2: "killed"}  # by pytest's status; 2: a
 
 def copy_project(folder: Path) -> None:
     """Copies the project's code and tests."""
-    for name in (*_COPIED, "configs", "docs"):
-        shutil.copytree(_ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    shutil.copytree(_ROOT / "src", folder / "src", symlinks=True)
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copytree(ROOT / "src", folder / "src", symlinks=True)
     for name in ("pyproject.toml", "README.md", "Makefile", "CHANGELOG.md"):
-        shutil.copy(_ROOT / name, folder / name)
+        shutil.copy(ROOT / name, folder / name)
 
 
 def run_tests(folder: Path, tests: Iterable[str], seconds: float, writes: bool) -> int | None:

@@ -27,7 +27,6 @@ from benchmarks.scale.control import control_figures
 from benchmarks.scale.loss import loss_figures
 from benchmarks.scale.shards import make_shards
 from benchmarks.workload import models
-from declutr.common import seeding
 from declutr.common.session import start_ray
 from declutr.pipeline.job.units import MOST_UNITS
 from declutr.pipeline.readers.corpus import UNIT_MIB
@@ -35,7 +34,7 @@ from declutr.pipeline.shards.shards import MOST_OPEN, ShardSet, check_shards, lo
 from declutr.trainer.checkpoints.state import has_checksum
 from declutr.trainer.checkpoints.tensorfile import write_tensors
 from declutr.trainer.data.chunks import rank_plan
-from declutr.trainer.data.plan import I64, Plan
+from declutr.trainer.data.plan import Plan, permute
 
 _MIB = 2**20
 _PARTS = ("plan", "manifest", "loss", "checkpoint", "ray", "control")
@@ -51,24 +50,6 @@ def timed(work: Callable[[], Any], elapsed: bool = False) -> tuple[Any, float, f
     before, begun = process.memory_info().rss, clock()
     result = work()
     return result, clock() - begun, (process.memory_info().rss - before) / _MIB
-
-
-def inverse(seed: int, epochs: I64, images: I64, size: int) -> I64:
-    """Invert `declutr.trainer.data.plan.permute`: find the item of each image by running its network backwards."""
-    half = max(1, -(-(size - 1).bit_length() // 2))
-    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    values, result = images.astype(np.uint64), np.empty(len(images), np.int64)
-    pending, epoch = np.arange(len(images)), epochs.astype(np.uint64)
-    while len(pending):
-        left, right = values >> shift, values & mask
-        for turn in reversed(range(8)):
-            drawn = seeding.blocks(seed, "order", left, epoch, np.full_like(left, turn))[:, 0]
-            left, right = right ^ (drawn.astype(np.uint64) & mask), left
-        values = (left << shift) | right
-        inside = values < np.uint64(size)
-        result[pending[inside]] = values[inside].astype(np.int64)
-        pending, values, epoch = pending[~inside], values[~inside], epoch[~inside]
-    return result
 
 
 def plan_figures(given: argparse.Namespace) -> dict[str, Any]:
@@ -89,7 +70,8 @@ def plan_figures(given: argparse.Namespace) -> dict[str, Any]:
         index = first * given.batch + np.arange(number, dtype=np.int64)
         epochs = index // given.documents
         found = plan.documents(first, first + -(-number // given.batch))[1][:number]
-        if not np.array_equal(inverse(given.seed, epochs, found, given.documents), index % given.documents):
+        numbers = permute(given.seed, epochs, found, given.documents, inverse=True)
+        if not np.array_equal(numbers, index % given.documents):
             raise RuntimeError(f"step {first}: the permutation is not one-to-one")
     _, one, grown = timed(
         lambda: plan.documents(steps // 2, steps // 2 + 1, *plan.slice(given.ranks // 2, given.ranks))

@@ -1,1 +1,1 @@
-"""Embedding of text files, indexes of the embeddings, and export to ONNX."""
+"""Embedding of text files, and indexes of the embeddings."""

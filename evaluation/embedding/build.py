@@ -1,7 +1,7 @@
 """Building of an index from a file of `declutr embed`: written to a temporary folder, then renamed."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +67,7 @@ def build_index(
     is_int8 = config.shape.dtype == "int8"
     dtype = dtype or ("int8" if is_int8 else "float32")
     with atomic_folder(output) as aside:
-        if _write_texts(aside / TEXTS, config, source_field) != note.rows:
+        if _write_texts(aside / TEXTS, units, config, source_field) != note.rows:
             raise EmbedError(
                 f"{embeddings}: its inputs have another number of texts than it has embeddings; embed again"
             )
@@ -160,12 +160,12 @@ def _inside(rows: NDArray[np.int64], start: int, chunk: NDArray[np.float32]) -> 
     return places
 
 
-def _write_texts(path: Path, config: EmbedConfig, source_field: str | None) -> int:
+def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig, source_field: str | None) -> int:
     """Write texts, ids and sources in the order of the embeddings; return their number."""
     rows: list[dict[str, str | None]] = []
     total = 0
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-        for unit in plan(config):
+        for unit in units:
             records = keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config)
             for (record, key), source in zip(records, _sources(unit, config, source_field), strict=False):
                 if source and (source.source, source.offset) != (record.source, record.offset):

@@ -157,7 +157,7 @@ class SearchIndex:
         vector: NDArray[np.float32] = shaped(encoder.encode([query]), shape)[0].astype(np.float32)
         return vector
 
-    def hits(self, vector: NDArray[np.float32], top: int, query: str = "") -> list[Hit]:
+    def hits(self, vector: NDArray[np.float32], top: int, query: str) -> list[Hit]:
         """Texts best for a vector `(size,)` of length 1 and, in a hybrid index, for the words of a query; best first.
 
         Raises:

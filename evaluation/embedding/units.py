@@ -84,7 +84,6 @@ def identify(config: EmbedConfig, units: list[Unit], fingerprint: str) -> list[s
 MAX_TEXT_MIB = 512
 _WINDOW_TEXTS = 8192
 _WINDOW_CHARACTERS = 8_000_000
-_MAX_EXAMPLES = 3
 
 
 class EmbeddingSidecar(Strict):
@@ -100,7 +99,6 @@ class EmbeddingSidecar(Strict):
     """Size of the file of embeddings."""
     skipped: dict[str, int]
     """Records that could not be read, by reason."""
-    examples: list[str]
 
 
 def corpus_of(config: EmbedConfig, field: str | list[str]) -> FilesCorpus:
@@ -133,7 +131,6 @@ def embed_unit(
     """
     schema = part_schema(encoder.size, config)
     skipped: Counter[str] = Counter()
-    examples: list[str] = []
     read = written = seen_bytes = 0
     with atomic_file(folder / f"{unit.name}.arrow") as aside:
         reader = read_unit(unit, corpus_of(config, config.text_field))
@@ -149,11 +146,12 @@ def embed_unit(
                         texts.append(record.text.removesuffix("\r"))  # type: ignore[union-attr]
                         ids.append(key.text if isinstance(key, Document) else "")
                     else:
-                        words = f"{problem.source} at {problem.offset}: {problem.reason}: {problem.message}"
                         if not config.skip_bad:
-                            raise EmbedError(f"{words}. --skip-bad skips and counts records that cannot be read")
+                            raise EmbedError(
+                                f"{problem.source} at {problem.offset}: {problem.reason}: {problem.message}. "
+                                "--skip-bad skips and counts records that cannot be read"
+                            )
                         skipped[problem.reason] += 1
-                        examples += [words] if len(examples) < _MAX_EXAMPLES else []
                     read += 1
                 written += len(rows)
                 if rows:
@@ -177,7 +175,6 @@ def embed_unit(
         written=written,
         num_bytes=path.stat().st_size,
         skipped=dict(sorted(skipped.items())),
-        examples=examples,
     )
     write_text(folder / f"{unit.name}.json", sidecar.model_dump_json(indent=1) + "\n")
     return sidecar

@@ -36,9 +36,9 @@ class WeightChoice:
     development: int
     values: Mapping[str, F64]
 
-    def differences(self, measure: str = CHOOSING) -> dict[str, Comparison]:
+    def differences(self) -> dict[str, Comparison]:
         """The hybrid search compared with each part alone on the queries that did not choose."""
-        column = MEASURES.index(measure)
+        column = MEASURES.index(CHOOSING)
         parts = ((name, each) for name, each in self.values.items() if name != "hybrid")
         return {name: compare(each[:, column], self.values["hybrid"][:, column], SEED) for name, each in parts}
 

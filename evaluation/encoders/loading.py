@@ -23,12 +23,12 @@ from declutr.evaluation.encoders.pretrained import load_pretrained
 from declutr.evaluation.encoders.protocol import (
     AnyPrecision,
     EncoderChoice,
+    EncoderError,
     LongTexts,
     Pooling,
     SentenceEncoder,
     no_encoder,
 )
-from declutr.evaluation.encoders.protocol import EncoderError as EncoderError
 from declutr.evaluation.encoders.runs import load_run, start_of
 from declutr.evaluation.encoders.static import StaticEncoder, is_static
 from declutr.evaluation.encoders.transformer import TransformerEncoder

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from declutr.common.storage import hash_file, hash_json, read_json
-from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.evaluation.encoders.protocol import EncoderError, texts_of
 
 GRAPH = "model.onnx"
 SETTINGS = "declutr_onnx.json"
@@ -50,8 +50,8 @@ class OnnxEncoder:
         EncoderError: a file is missing or damaged, or onnxruntime is not installed.
     """
 
-    def __init__(self, folder: Path, name: str | None = None) -> None:
-        self.name = name or str(folder)
+    def __init__(self, folder: Path) -> None:
+        self.name = str(folder)
         try:
             settings = read_json(folder / SETTINGS)
             self.size, self.prompt = int(settings["size"]), str(settings["prompt"])
@@ -61,13 +61,14 @@ class OnnxEncoder:
             files = [hash_file(folder / file) for file in (GRAPH, "tokenizer.json")]
         except Exception as error:  # tokenizers raises Exception itself
             raise EncoderError(f"{folder}: is a damaged export to ONNX ({error!r}); export again") from error
-        if settings.get("tokenizer") not in (None, files[1]):
+        if settings.get("tokenizer") != files[1]:
             raise EncoderError(f"{folder}: tokenizer.json is not the one of its graph; export again")
         self.fingerprint = hash_json([*files, self.prompt])
         self._session = session_of(folder / GRAPH)
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)` in the order of the texts; 0 for a text without tokens."""
+        texts = texts_of(texts)
         rows = self._tokenizer.encode_batch_fast([self.prompt + text for text in texts])
         ids = [row.ids for row in rows]
         batches = batches_of([len(row) for row in ids])
@@ -98,10 +99,10 @@ def padded(rows: list[list[int]], pad: int) -> dict[str, NDArray[np.int64]]:
     return inputs
 
 
-def batches_of(lengths: Sequence[int], most: int = _BATCH_TOKENS) -> list[list[int]]:
+def batches_of(lengths: Sequence[int]) -> list[list[int]]:
     """Places of texts of similar length, without those of length 0.
 
-    A batch ends before it has more than `most` tokens, and at another length once it has half as many.
+    A batch ends before it has more than `_BATCH_TOKENS` tokens, and at another length once it has half as many.
     """
     batches: list[list[int]] = []
     for place in np.argsort(lengths, kind="stable").tolist():
@@ -109,8 +110,8 @@ def batches_of(lengths: Sequence[int], most: int = _BATCH_TOKENS) -> list[list[i
         if not length:
             continue
         last = batches[-1] if batches else []
-        full = length * (len(last) + 1) > most
-        if not last or full or (length != lengths[last[-1]] and 2 * length * len(last) >= most):
+        full = length * (len(last) + 1) > _BATCH_TOKENS
+        if not last or full or (length != lengths[last[-1]] and 2 * length * len(last) >= _BATCH_TOKENS):
             batches.append([])
         batches[-1].append(place)
     return batches

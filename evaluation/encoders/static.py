@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from declutr.common.storage import hash_file, hash_json, read_json
-from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.evaluation.encoders.protocol import EncoderError, texts_of
 
 MODULE = "StaticEmbedding"
 TABLE, WEIGHT = "model.safetensors", "embedding.weight"
@@ -67,6 +67,7 @@ class StaticEncoder:
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)` in the order of the texts."""
+        texts = texts_of(texts)
         chunks = [self._of(texts[start : start + _CHUNK_TEXTS]) for start in range(0, len(texts), _CHUNK_TEXTS)]
         return np.concatenate(chunks) if chunks else np.empty((0, self.size), np.float32)
 

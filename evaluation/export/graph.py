@@ -96,21 +96,23 @@ def _trace(graph: nn.Module, path: Path, device: torch.device, opset: int) -> No
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)  # the exporter warns about its internals, here and below
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            graph,
-            (torch.ones_like(mask), mask),
-            path,
-            input_names=["input_ids", "attention_mask"],
-            output_names=["sentence_embedding"],
-            dynamic_shapes=(shape, shape),
-            opset_version=opset,
-            dynamo=True,
-            external_data=False,
-            verbose=False,
-        )
-    logger.setLevel(level)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                graph,
+                (torch.ones_like(mask), mask),
+                path,
+                input_names=["input_ids", "attention_mask"],
+                output_names=["sentence_embedding"],
+                dynamic_shapes=(shape, shape),
+                opset_version=opset,
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+            )
+    finally:
+        logger.setLevel(level)
 
 
 def fuse(model: onnx.ModelProto, config: Any) -> onnx.ModelProto:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from declutr.evaluation.retrieval.pairs import RetrievalTest
 from declutr.evaluation.retrieval.similarity import stsb_values
 
 _ROUNDS = 5
-_TIMED_TEXTS = 512
 _ALONE = 32
 _SEED = 0
 TORCH = "torch"
@@ -45,7 +44,6 @@ def measure(
     after: SentenceEncoder,
     floats: Mapping[str, SentenceEncoder],
     yardstick: Yardstick,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
     """Figures of an export.
 
@@ -54,9 +52,8 @@ def measure(
         after: the export.
         floats: other forms in float32, by name; the fastest of them and `before` is what the export is compared with.
         yardstick: texts and data.
-        clock: seconds.
     """
-    texts = list(yardstick.texts)[:_TIMED_TEXTS]
+    texts = list(yardstick.texts)
     first, second = before.encode(texts), after.encode(texts)
     alone = np.concatenate([after.encode([text]) for text in texts[:_ALONE]])
     found: dict[str, Any] = {"texts": len(texts), "size_before": before.size, "size": after.size}
@@ -78,21 +75,19 @@ def measure(
             name: {"before": one.before, "after": one.after, "interval": one.interval}
             for name, one in differences(*rows).items()
         }
-    return found | _timed({TORCH: before, **floats}, after, texts, clock)
+    return found | _timed({TORCH: before, **floats}, after, texts)
 
 
-def _timed(
-    floats: Mapping[str, SentenceEncoder], after: SentenceEncoder, texts: list[str], clock: Callable[[], float]
-) -> dict[str, Any]:
+def _timed(floats: Mapping[str, SentenceEncoder], after: SentenceEncoder, texts: list[str]) -> dict[str, Any]:
     """Texts a second of every side, in turns, and the quotients of the fastest in float32 and the export."""
     sides = {**floats, "export": after}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(_ROUNDS + 1):  # the first round warms up
         for name in sorted(sides, reverse=bool(number % 2)):
-            begun = clock()
+            begun = time.perf_counter()
             sides[name].encode(texts)
             if number:
-                seconds[name].append(max(clock() - begun, 1e-9))
+                seconds[name].append(max(time.perf_counter() - begun, 1e-9))
     fastest = min(floats, key=lambda name: statistics.median(seconds[name]))
     ratios = [one / own for one, own in zip(seconds[fastest], seconds["export"], strict=True)]
     return {

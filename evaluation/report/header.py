@@ -170,7 +170,7 @@ def readiness(content: Content) -> str:
     if obstacles:
         return f"Worth training on? Not yet: {'; '.join(obstacles)}."
     about = ""
-    if read is not None and content.manifest.content.kind == "documents":
+    if read is not None:
         about = (
             f", of which three passes read {share(read.read_tokens, read.num_tokens)} of the tokens "
             f"({read.pass_tokens / read.num_documents:,.0f} of {read.num_tokens / read.num_documents:,.0f} tokens of a "

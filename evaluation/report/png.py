@@ -38,7 +38,6 @@ def save_histogram(chart: Histogram, path: Path) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(round(value))))
     axes.yaxis.grid(visible=True, color=_FAINT, linewidth=0.8)
     axes.set_xlabel(chart.axis)
-    axes.set_ylabel("documents")
     for number, mark in enumerate(sorted(chart.marks, key=lambda mark: -mark.value)):
         before = chart.place(mark.value) > 0.4
         axes.axvline(mark.value, 0, (1.15 - 0.08 * number) / 1.18, color=_INK, linewidth=1, linestyle=(0, (4, 3)))

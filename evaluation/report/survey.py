@@ -3,7 +3,6 @@
 Memory grows with the number of duplicates (16 bytes each) and, up to a limit, of sources.
 """
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +22,7 @@ _OCTAVES = 32
 NUM_BINS = 2 * _OCTAVES * BINS_PER_OCTAVE
 """Bins of a length histogram, half of them below the shortest document that is kept."""
 EXAMPLES_A_REASON = 3
-_KEPT_COPY = re.compile(r"^(?P<unit>\d+):(?P<ordinal>\d+) is kept")
+_KEPT_COPY = r"^(?P<unit>\d+):(?P<ordinal>\d+) is kept"
 _MATCH = r"(?s)^(?P<name>.+): (?P<words>.*) \((?P<number>\d+) in all\)$"
 """Form in which pipeline/filters/document_filter.py writes it."""
 _PLACE_SHIFT = 40
@@ -82,7 +81,7 @@ class Survey:
 
     @property
     def copies(self) -> tuple[I64, I64]:
-        """`(n,)` places of removed duplicates, and of the documents kept instead of them; see `place_of`."""
+        """`(n,)` places of removed duplicates, and of the documents kept instead of them; see `unit_and_ordinal`."""
         empty = [np.empty(0, np.int64)]
         return np.concatenate(self._copies or empty), np.concatenate(self._kept_places or empty)
 
@@ -171,7 +170,7 @@ class Survey:
 
     def _link(self, details: pa.Array, unit: int, ordinals: I64) -> None:
         """Records which document is kept instead of a removed duplicate."""
-        found = pc.extract_regex(details, _KEPT_COPY.pattern)
+        found = pc.extract_regex(details, _KEPT_COPY)
         valid = np.flatnonzero(found.is_valid().to_numpy(zero_copy_only=False))
         if len(valid):
             kept = found.take(pa.array(valid))

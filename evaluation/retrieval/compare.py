@@ -1,6 +1,6 @@
 """`declutr evaluate --pairs`: encoders and lexical baselines on a retrieval test, with intervals and differences."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -146,16 +146,16 @@ def write_comparison(
 
     Every further encoder is compared with the first of `encoders`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     rows = {row.name: row for row in scored}
     found = {name: differences(rows[encoders[0]], rows[name]) for name in encoders[1:]}
-    text = "\n".join(_table(test, scored, encoders, found))
+    facts = {name: row.facts() for name, row in rows.items()}
+    text = "\n".join(_table(test, facts, encoders, found))
     write_json(
         folder / "pairs.json",
         {
             "queries": len(test.queries),
             "texts": len(test.texts),
-            "scores": {row.name: row.facts() for row in scored},
+            "scores": facts,
             "differences": {
                 name: {
                     measure: {"value": one.difference, "interval": one.interval, "measurable": one.measurable}
@@ -178,7 +178,7 @@ def _by_chunks(test: RetrievalTest, scores: Callable[[Sequence[str]], F32]) -> F
 
 def _table(
     test: RetrievalTest,
-    scored: Sequence[RetrievalScores],
+    facts: Mapping[str, Mapping[str, Any]],
     encoders: Sequence[str],
     found: dict[str, dict[str, Comparison]],
 ) -> Iterator[str]:
@@ -187,12 +187,12 @@ def _table(
         yield f"fewer than {MIN_ROWS} queries: no intervals\n"
     yield f"| | {' | '.join(MEASURES)} |"
     yield f"| --- |{' ---: |' * len(MEASURES)}"
-    for row in scored:
+    for name, scores in facts.items():
         cells = []
-        for one in row.facts().values():
+        for one in scores.values():
             interval = one["interval"] and f" [{100 * one['interval'][0]:.1f}, {100 * one['interval'][1]:.1f}]"
             cells.append(f"{100 * one['value']:.1f}{interval or ''}")
-        yield f"| {row.name} | {' | '.join(cells)} |"
+        yield f"| {name} | {' | '.join(cells)} |"
     for name, each in found.items():
         yield f"\n{name} compared with {encoders[0]}:"
         for measure, one in each.items():

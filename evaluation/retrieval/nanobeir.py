@@ -192,7 +192,6 @@ def write_nanobeir(tests: Sequence[NanoTest], scored: dict[str, dict[str, F64]],
         scored: means of the measures by test, by encoder.
         folder: folder of the files.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     facts = {
         one.name: {"queries": len(one.test.queries), "texts": len(one.test.texts), "left_out": one.left_out}
         | {"hash": one.digest}

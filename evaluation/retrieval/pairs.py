@@ -150,6 +150,11 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if path.suffix in _CSV:
                 reader = csv.DictReader(stream, delimiter="\t" if path.suffix == ".tsv" else ",")
                 for row in reader:
+                    if any(row.pop(None, [])):  # cells beyond those of the first line
+                        raise PairsError(
+                            f"{path}, line {reader.line_num}: more cells than the first line has; put quotes around a "
+                            f"text that holds {reader.reader.dialect.delimiter!r}"
+                        )
                     yield reader.line_num, row
                 return
             for line, text in enumerate(stream, 1):

@@ -164,7 +164,7 @@ def _with_differences(block: Block, starts: Starts) -> Block:
     """
     if not block.percent or not block.columns:
         return block
-    wanted = ("mean",) if block.name != "averages" else _PREFERRED
+    wanted = _PREFERRED if block.name.startswith("averages") else ("mean",)
     of = next((name for name in wanted if name in block.columns), "")
     rows = {(row.label, row.source): row for row in block.rows}
     cells = []

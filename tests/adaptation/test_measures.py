@@ -84,9 +84,9 @@ def test_scores_that_tell_nothing_apart_find_nothing():
 def test_make_passages_takes_headings_out_and_leaves_common_ones_out(tokenizer):
     bodies = [text(300, 0), text(200, 1), "too short"]
     documents = [
-        HeldOutDocument(0, "a", f"A title of its own\n\n# Introduction here\n{bodies[0]}\n## Results of word1\n"),
-        HeldOutDocument(1, "b", f"# Introduction here\n{bodies[1]}"),
-        HeldOutDocument(2, "c", f"# Another one\n{bodies[2]}"),
+        HeldOutDocument(0, f"A title of its own\n\n# Introduction here\n{bodies[0]}\n## Results of word1\n"),
+        HeldOutDocument(1, f"# Introduction here\n{bodies[1]}"),
+        HeldOutDocument(2, f"# Another one\n{bodies[2]}"),
     ]
     made = make_passages(documents, tokenizer)
     assert made.num_documents == 2
@@ -102,6 +102,6 @@ def test_make_passages_takes_headings_out_and_leaves_common_ones_out(tokenizer):
 
 
 def test_make_passages_of_documents_without_headings_has_no_queries(tokenizer):
-    made = make_passages([HeldOutDocument(0, "a", text(300, 0))], tokenizer)
+    made = make_passages([HeldOutDocument(0, text(300, 0))], tokenizer)
     assert made.queries == []
     assert np.isnan(share(made.headings(np.zeros((0, len(made.texts))))))

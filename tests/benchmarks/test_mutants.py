@@ -1,0 +1,13 @@
+"""The list of planted bugs fits the code."""
+
+from benchmarks.mutants.__main__ import COPIED, ROOT, read_mutants
+
+
+def test_every_planted_bug_can_be_planted_and_tested_in_a_copy():
+    mutants = read_mutants(ROOT / "benchmarks" / "mutants" / "mutants.yaml")
+    assert len(mutants) > 400
+    for one in mutants:
+        assert one.planted(ROOT) != (ROOT / one.file).read_text()
+        for name in (one.file, *(test.split("::")[0] for test in one.tests)):
+            assert name.split("/")[0] in COPIED
+            assert (ROOT / name).exists(), name
