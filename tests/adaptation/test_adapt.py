@@ -84,6 +84,12 @@ def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):
     assert f"--output {output}: " in told
 
 
+def test_adapt_refuses_too_few_judged_pairs_before_any_work(encoder, tmp_path):
+    (tmp_path / "sts-test.csv").write_text("a\tb\tc\t1\t3.5\tone\tother\n" * 99)
+    with pytest.raises(AdaptError, match=all_of("--stsb", "99 pairs", "100")):
+        adapt(encoder, "-", tmp_path / "out", stsb=tmp_path)
+
+
 def test_adapt_of_an_encoder_for_short_texts_is_refused(encoder, tmp_path):
     short = tmp_path / "short"
     shutil.copytree(encoder, short)

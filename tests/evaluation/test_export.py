@@ -89,6 +89,8 @@ def test_table_has_the_numbers_of_sentence_transformers(tmp_path):
     theirs = SentenceTransformer(str(output), device="cpu").encode(texts)
     np.testing.assert_allclose(encoder.encode(texts), theirs, atol=1e-6, rtol=0)
     assert theirs.shape == (5, 8)
+    with pytest.raises(TypeError, match="a list of texts"):
+        encoder.encode("wordaa")
     assert json.loads((output / MEASUREMENT).read_text())["cosine"] is None
     first = (output / "model.safetensors").read_bytes()
     assert export(folder, tmp_path / "again", "static", *more) == 0

@@ -49,6 +49,12 @@ def test_read_test_of_a_poor_file_names_the_place(tmp_path, rows, told):
         read_test(jsonl(tmp_path / "pairs.jsonl", rows))
 
 
+def test_read_test_of_csv_refuses_a_text_that_a_comma_would_cut(tmp_path):
+    (tmp_path / "pairs.csv").write_text("query,text\na,b,\nwhat,it is this, and that\n")
+    with pytest.raises(PairsError, match=all_of("line 3", "quotes", "','")):
+        read_test(tmp_path / "pairs.csv")
+
+
 def test_read_test_names_pairs_without_a_document(tmp_path):
     pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": "a", "id": n} for n in range(8)])
     documents = jsonl(tmp_path / "documents.jsonl", [{"id": n, "text": f"text {n}"} for n in range(2)])
