@@ -23,7 +23,9 @@ def run(arguments: list[str]) -> int:
     except ConfigError as error:
         return refused(error)
     from declutr.cli.run_demo import demo
+    from declutr.common.storage import DamagedError
     from declutr.pipeline.shards.shards import ShardError
+    from declutr.trainer.checkpoints.checkpoint import CheckpointError
     from declutr.trainer.driver.failure import TrainingFailedError
     from declutr.trainer.driver.signals import RunStoppedError, say_stopped
 
@@ -31,7 +33,7 @@ def run(arguments: list[str]) -> int:
     try:
         for line in demo(given.config, given.overrides):
             print(line, flush=True)
-    except (ConfigError, ShardError, TrainingFailedError) as error:
+    except (ConfigError, CheckpointError, DamagedError, ShardError, TrainingFailedError) as error:
         return refused(error)
     except (KeyboardInterrupt, RunStoppedError) as reason:
         return say_stopped(reason)

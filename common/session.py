@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 
 from declutr.common.cluster import SessionError, cluster_problem, named_cluster
 from declutr.common.config import ConfigError
@@ -99,27 +100,28 @@ def _init(num_cpus: int | None, address: str | None, wait_seconds: float) -> Non
             raise ConfigError("ray", [f"{name} = {address}: {str(error).splitlines()[0]}"]) from error
     else:
         end_orphaned_agents()
-        folder = {"_temp_dir": short} if (short := _short_folder()) else {}
+        short = _short_folder()
+        folder = {"_temp_dir": short} if short else {}
         try:
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet, **folder)
         except Exception as error:
             if type(error) not in (Exception, RuntimeError):  # Ray raises these two if its processes do not start
                 raise
-            raise SessionError(_not_started(error)) from error
+            raise SessionError(_not_started(error, short)) from error
 
 
-def _not_started(error: Exception) -> str:
+def _not_started(error: Exception, short: str | None) -> str:
     """An error message for a local session that did not start, with the free disk and memory."""
-    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    folder = Path(short or Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray"))
     room = ", ".join(
         f"{place} {shutil.disk_usage(place).free // 2**20:,} MiB"
-        for place in (folder, "/dev/shm")
-        if os.path.isdir(place)  # noqa: PTH112
+        for place in (folder.parent, Path("/dev/shm"))
+        if place.is_dir()
     )
     return (
         f"Ray did not start on this machine: {str(error).splitlines()[0]} Free: {room}, memory "
         f"{psutil.virtual_memory().available // 2**20:,} MiB; load {os.getloadavg()[0]:.0f}. Free memory or disk "
-        f"space, or wait until the machine is less busy; then run the same command again. Ray's logs: {folder}/ray"
+        f"space, or wait until the machine is less busy; then run the same command again. Ray's logs: {folder}"
     )
 
 

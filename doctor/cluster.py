@@ -137,10 +137,11 @@ class Examiners:
                 sent = time.time()
                 answer = self._wait("clock", {node: self._actors[node].call.remote(time.time)})
                 if not answer:
+                    ray.kill(self._actors.pop(node))
                     break
                 back = time.time()
                 rounds.append(((back - sent) / 2, answer[node] - (sent + back) / 2))
-            if rounds:
+            if rounds and node in self._actors:
                 half, offset = min(rounds)
                 found[node] = (offset, half)
         return found

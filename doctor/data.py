@@ -28,10 +28,10 @@ class Seen:
 
 def look(folder: str) -> Seen:
     """Read the manifest and a few documents, spread over the shards, as the reading tasks of a run do."""
-    path = expand(folder)
     try:
         if is_remote(folder):
             return _look_from_afar(folder)
+        path = expand(folder)
         shards = ShardSet(path, "train", look=False)
         last = max(0, shards.num_documents - 1)
         shards.take(np.unique(np.linspace(0, last, _TRIED).astype(np.int64)))

@@ -65,8 +65,9 @@ def write(path: str, mark: str, node: str) -> Written:
         mark: name of the folder for the marks, one per check.
         node: name of this node.
     """
-    folder = path if is_remote(path) else str(expand(path))
+    folder = path
     try:
+        folder = path if is_remote(path) else str(expand(path))
         _write_mark(folder, mark, node)
         if is_remote(folder):
             return Written(folder)

@@ -39,8 +39,13 @@ def push_file(local: Path, url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> 
             files.put_file(str(local), place)
             return
         # `put_file` would also ask for the bucket and write a marker of the folder: three requests instead of one.
-        with local.open("rb") as source, files.open(place, "wb") as target:
-            shutil.copyfileobj(source, target, _CHUNK_BYTES)
+        try:
+            with local.open("rb") as source, files.open(place, "wb") as target:
+                shutil.copyfileobj(source, target, _CHUNK_BYTES)
+        except (KeyboardInterrupt, SystemExit):  # leaving the block has completed an object of what was sent so far
+            with contextlib.suppress(OSError):
+                files.rm_file(place)
+            raise
 
     _act(url, retries, send)
 

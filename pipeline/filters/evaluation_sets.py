@@ -4,14 +4,16 @@ import csv
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from declutr.common.paths import expand
+from declutr.common.paths import PathError, expand
 from declutr.common.storage import atomic_file, hash_file, hash_json
 from declutr.pipeline.filters.contamination import SCHEMA_VERSION, Contamination, check_of, keys_of, ngram_hashes
 from declutr.pipeline.filters.words import folded_words, hash_folded
@@ -26,7 +28,11 @@ def contamination_problems(config: Contamination) -> list[str]:
     """Finds problems of the settings and the files, one line each."""
     found = []
     for given in config.paths:
-        root = expand(given)
+        try:
+            root = expand(given)
+        except PathError as error:
+            found.append(f"filters.contamination.paths: {error}")
+            continue
         if not root.exists():
             found.append(f"filters.contamination.paths: {given!r} does not exist; looked at {root.absolute()}")
             continue
@@ -37,7 +43,7 @@ def contamination_problems(config: Contamination) -> list[str]:
             try:
                 if b"\0" in _head(path):
                     found.append(f"filters.contamination.paths: {path} is not text; give JSONL, CSV, TSV or plain text")
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, zlib.error) as error:
                 found.append(f"filters.contamination.paths: {path} cannot be read: {error}")
     return found
 
@@ -52,7 +58,8 @@ def build_index(config: Contamination, path: Path) -> None:
     """
     entries: dict[int, tuple[int, int, int]] = {}
     lengths: set[int] = set()
-    sets = sorted({name: file for root in config.paths for file, name in _files(expand(root))}.items())
+    found = dict.fromkeys((name, file) for root in config.paths for file, name in _files(expand(root)))
+    sets = sorted(found, key=itemgetter(0))
     shortest = min(config.min_example_words, config.ngram)
     for number, (_, file) in enumerate(sets):
         for text in _texts(file):
@@ -61,7 +68,7 @@ def build_index(config: Contamination, path: Path) -> None:
                 continue
             length = min(config.ngram, len(words))
             lengths.add(length)
-            hashes = hash_folded(" ".join(words))
+            hashes = hash_folded(text)
             heads = ngram_hashes(hashes, shortest)[: len(words) - length + 1]
             keys = keys_of(ngram_hashes(hashes, length), length)
             for place, (key, head) in enumerate(zip(keys.tolist(), heads.tolist(), strict=True)):
@@ -114,7 +121,12 @@ def _head(path: Path) -> bytes:
 
 def _texts(path: Path) -> Iterator[str]:
     """Every text in a file: string values of JSON, cells of CSV, parts of lines between tabs."""
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    raw = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            raw = gzip.decompress(raw)
+        except (EOFError, zlib.error) as error:
+            raise OSError(f"{path} cannot be read: {error}") from error
     try:
         content = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -126,7 +138,7 @@ def _texts(path: Path) -> Iterator[str]:
         for line in content.splitlines():
             yield from _json_texts(line)
     elif suffix == ".csv" and "\t" not in content[:_LONGEST_FIELD].partition("\n")[0]:
-        csv.field_size_limit(_LONGEST_FIELD)
+        csv.field_size_limit(max(_LONGEST_FIELD, len(content)))
         for row in csv.reader(content.splitlines(keepends=True)):
             yield from row
     else:  # STS Benchmark's .csv has tabs between its cells and unpaired quotes

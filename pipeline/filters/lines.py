@@ -20,7 +20,7 @@ from typing import Literal
 from pydantic import Field
 
 from declutr.common.config import Strict
-from declutr.common.paths import expand
+from declutr.common.paths import PathError, expand
 from declutr.pipeline.filters.gopher import Drop
 
 Kind = Literal["cookies", "legal", "navigation", "sharing", "counters"]
@@ -108,9 +108,12 @@ def c4_problems(config: C4Rules) -> list[str]:
     """Finds problems of the settings, one line each."""
     if config.bad_words is None:
         return []
-    path = expand(config.bad_words)
     try:
-        found = _bad_words(path)
+        path = expand(config.bad_words)
+    except PathError as error:
+        return [f"filters.c4.bad_words: {error}"]
+    try:
+        found = _bad_words(path, path.stat().st_mtime_ns)
     except OSError as error:
         return [f"filters.c4.bad_words = {config.bad_words!r}: {error.strerror}; looked at {path.absolute()}"]
     except UnicodeDecodeError as error:
@@ -129,8 +132,10 @@ def c4_page(text: str, config: C4Rules) -> Drop | None:
     lowered = text.lower()
     if config.lorem_ipsum and (place := lowered.find("lorem ipsum")) >= 0:
         return "c4_lorem_ipsum", f"at character {place}"
-    if config.bad_words and (word := _bad_words(expand(config.bad_words)).find(lowered)):
-        return "c4_bad_words", word
+    if config.bad_words:
+        path = expand(config.bad_words)
+        if word := _bad_words(path, path.stat().st_mtime_ns).find(lowered):
+            return "c4_bad_words", word
     return None
 
 
@@ -179,8 +184,11 @@ class _BadWords:
 
 
 @lru_cache(maxsize=4)
-def _bad_words(path: Path) -> _BadWords:
-    """Reads a list from its file; runs of letters and digits are words, all other entries are phrases."""
+def _bad_words(path: Path, modified_ns: int) -> _BadWords:  # noqa: ARG001
+    """Reads a list from its file, again if its time has changed.
+
+    Runs of letters and digits are words, all other entries are phrases.
+    """
     entries = sorted({" ".join(line.lower().split()) for line in path.read_text("utf-8").splitlines()} - {""})
     phrases = [rf"(?<!\w){re.escape(entry)}(?!\w)" for entry in entries if not _WORD.fullmatch(entry)]
     words = frozenset(entry for entry in entries if _WORD.fullmatch(entry))

@@ -59,8 +59,6 @@ class Estimate(Strict):
     shards: int
     """Largest number of shards: units times splits."""
     shard_bytes: int
-    cpu_seconds: float
-    """CPU time, in seconds."""
     num_cpus: int
     """CPUs for which `seconds` holds: session.num_cpus, or all CPUs of this machine."""
     plan_hash: str = ""
@@ -181,7 +179,6 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
         shards=len(units) * len(SPLITS),
         shard_bytes=round(found.num_tokens * (token_bytes + window_bytes) + found.kept * _ROW_BYTES)
         + round(found.num_texts * _TEXT_BYTES + found.media_bytes),
-        cpu_seconds=found.cpu_seconds,
         num_cpus=num_cpus,
         seconds=max(found.cpu_seconds / num_cpus, _longest_unit(units, strata)),
         not_kept=dict(Counter({**counts.dropped, **counts.failed}).most_common()),

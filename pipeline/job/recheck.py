@@ -29,14 +29,14 @@ def content_problems(folder: Path, config: PipelineConfig, units: Sequence[Unit]
     Args:
         folder: output folder whose plan matches the units.
         config: settings.
-        units: marked units.
+        units: the units, with the states of their files.
         verify: also read every byte of files whose time is the same.
     """
     if config.corpus.kind == "python_docs" and (folder / MANIFEST).exists():  # packages may change: output_problems
         return []
     try:
         plan = PreparePlan.model_validate_json((folder / PLAN).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValidationError):
+    except (FileNotFoundError, ValidationError):
         return []
     check = _InputCheck(folder, plan, verify)
     with ThreadPoolExecutor(_THREADS) as pool:

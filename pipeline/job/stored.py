@@ -12,7 +12,7 @@ from declutr.common.cluster import SessionConfig, started_cluster
 from declutr.common.config import ConfigError
 from declutr.common.console.logs import get_logger
 from declutr.common.lock import LOCK
-from declutr.common.paths import expand
+from declutr.common.paths import PathError, expand
 from declutr.common.storage import hash_file
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.copies import LISTING, PLAN, FileRecord, encoded, read_listing
@@ -232,9 +232,11 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
     if not is_remote(config.output):
         yield Output(config, expand(config.output).absolute())
         return
-    store = OutputStore(config.output, config.cache, config.storage_retry_seconds)
     try:
+        store = OutputStore(config.output, config.cache, config.storage_retry_seconds)
         store.cache_dir.mkdir(parents=True, exist_ok=True)
+    except PathError as error:
+        raise ConfigError("prepare", [f"cache: {error}"]) from error
     except OSError as error:
         problem = f"cache = {config.cache}: {error.strerror}; name a folder of this host that can be written"
         raise ConfigError("prepare", [problem]) from error

@@ -113,7 +113,9 @@ def _decide_texts(
     """Every text with its status, in order, and its tokens `(num_tokens,)` if it is kept, else None."""
     # Both may be links in a temporary folder, to files that are the same for every task of a host.
     encoder = _encoder(str((folder / TOKENIZER).resolve()), tokenizer.fingerprint, engine)
-    document_filter = _document_filter(config.filters.model_dump_json(), str((folder / INDEX).resolve()))
+    index = (folder / INDEX).resolve()
+    made_ns = index.stat().st_mtime_ns if index.exists() else 0
+    document_filter = _document_filter(config.filters.model_dump_json(), str(index), made_ns)
     documents = (_decide(record, document_filter, config) for record in records)
     for batch in batches(documents, lambda decision: len(decision.text), _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
         going = [decision for decision in batch if not decision.entry.status]
@@ -172,7 +174,6 @@ def _encoder(folder: str, fingerprint: str, engine: EngineName) -> BatchTokenize
 
 
 @lru_cache(maxsize=2)
-def _document_filter(config: str, index: str) -> DocumentFilter:
-    """One filter a process."""
-    path = Path(index)
-    return DocumentFilter(FiltersConfig.model_validate_json(config), path if path.exists() else None)
+def _document_filter(config: str, index: str, made_ns: int) -> DocumentFilter:
+    """One filter a process; the time distinguishes successive indexes in the same folder, and is 0 without one."""
+    return DocumentFilter(FiltersConfig.model_validate_json(config), Path(index) if made_ns else None)

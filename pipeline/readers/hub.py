@@ -27,7 +27,12 @@ def hub_inputs(corpus: HubCorpus) -> tuple[list[Input], list[str]]:
         with network_errors():
             commit, files, card = _listing(corpus.name, corpus.revision)
             chosen, problem = _choose(corpus, files, card)
-            if not chosen and not problem:
+            if not chosen and not problem and corpus.revision is not None:
+                problem = (
+                    f"corpus.revision = {corpus.revision!r}: {corpus.name} has no data files of the split "
+                    f"{corpus.split!r} there, and the Hub's Parquet copies are of its main branch; remove the revision"
+                )
+            elif not chosen and not problem:
                 commit, files, _ = _listing(corpus.name, _CONVERTED)
                 chosen, problem = _converted(corpus, files)
     except OSError as error:

@@ -53,8 +53,9 @@ def _modules(root: Path) -> Iterator[Path]:
         children[:] = sorted(child for child in children if not _SKIPPED_FOLDERS.fullmatch(child))
         for name in names:
             is_test = name.startswith("test_") or name.endswith("_test.py") or name == "conftest.py"
-            if name.endswith(".py") and not is_test:
-                yield Path(folder, name)
+            path = Path(folder, name)
+            if name.endswith(".py") and not is_test and path.is_file():  # not a link to nothing, as editors leave
+                yield path
 
 
 def _part(root: Path, prefix: str, path: Path) -> Part:

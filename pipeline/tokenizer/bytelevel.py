@@ -103,8 +103,8 @@ def byte_letters() -> list[str]:
 
 
 def _merges(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """Merges, first to last; older versions of `tokenizers` write a pair as "a b"."""
-    return [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
+    """Merges, first to last."""
+    return [tuple(merge) for merge in model["merges"]]
 
 
 def _is_single_spaced(text: str) -> bool:

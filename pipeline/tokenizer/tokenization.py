@@ -180,8 +180,8 @@ def fingerprint(tokenizer: Any) -> str:
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     model = backend["model"]
-    if "merges" in model:  # written as "a b" by older versions of `tokenizers`
-        model["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    if "merges" in model:
+        model["merges"] = [" ".join(merge) for merge in model["merges"]]
     identity = {key: backend[key] for key in ("normalizer", "pre_tokenizer", "added_tokens")}
     return hash_json(identity | {"model": model, "special_ids": special_ids(tokenizer)})
 

@@ -204,6 +204,8 @@ def test_small_shm_and_full_session_disk_are_found(small_disk, monkeypatch):
 def test_folder_missing_on_a_node_is_found(tmp_path):
     assert storage.standing(str(tmp_path / "a" / "b")) == str(tmp_path)
     assert "does not exist" in storage.write(str(tmp_path / "gone"), ".mark", "n1").error
+    assert "UNKNOWN_HERE" in storage.write("$UNKNOWN_HERE/run", ".mark", "n1").error
+    assert "UNKNOWN_HERE" in data.look("$UNKNOWN_HERE/data").error
 
 
 def test_slow_disk_and_torn_rename_are_found():

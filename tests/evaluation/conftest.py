@@ -43,7 +43,6 @@ def prepared(tmp_path_factory):
         "text_bytes": 30000,
         "shards": 4,
         "shard_bytes": 20000,
-        "cpu_seconds": 1.0,
         "num_cpus": 2,
         "seconds": 0.5,
     }

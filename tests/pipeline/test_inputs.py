@@ -144,6 +144,7 @@ def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_
         {"name": "owner/nothing"},
         {"name": "owner/plain", "revision": "v9"},
         {"name": "owner/plain", "text_field": "body"},
+        {"name": "owner/script", "revision": "main"},
     ]
     with hub_server(DATASETS) as address:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
@@ -157,7 +158,7 @@ def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_
     train = [f"owner/plain@{SHA[:12]}/data/train-0000{n}-of-00002.parquet" for n in (0, 1)]
     assert answers[0] == [[train[0], "a"], [train[0], "b"], [train[0], "c"], [train[1], "d"]]
     assert [[text for _, text in answer] for answer in answers[1:5]] == [["t"], ["english"], ["deutsch"], ["converted"]]
-    wrong = ["fr", "dev", "owner/nothing", "v9", "body"]
+    wrong = ["fr", "dev", "owner/nothing", "v9", "body", "corpus.revision"]
     for word, problems in zip(wrong, answers[5:], strict=True):
         assert isinstance(problems[0], str)
         assert word in " ".join(problems) or word == "v9"

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig, problems
@@ -59,6 +61,10 @@ def test_bad_words_are_whole_words_and_phrases_of_a_file(tmp_path):
     assert choose("A cod's bodkins", bad_words=str(path)).reason is None
     assert choose("So GADZOOKS!", bad_words=str(path)).detail == "gadzooks"
     assert choose("By OD'S \n bodkins!", bad_words=str(path)).reason == "c4_bad_words"
+    path.write_text("zounds\n")
+    os.utime(path, ns=(0, 1))
+    assert choose("So GADZOOKS!", bad_words=str(path)).reason is None, "the file has changed"
+    assert choose("Zounds!", bad_words=str(path)).reason == "c4_bad_words"
 
 
 def test_a_list_that_cannot_be_used_is_a_problem(tmp_path):
@@ -68,3 +74,5 @@ def test_a_list_that_cannot_be_used_is_a_problem(tmp_path):
         (problem,) = problems(FiltersConfig(c4=C4Rules(bad_words=str(tmp_path / name))))
         assert "filters.c4.bad_words" in problem
         assert said in problem
+    (problem,) = problems(FiltersConfig(c4=C4Rules(bad_words="$UNKNOWN_HERE/words")))
+    assert problem.startswith("filters.c4.bad_words: ")

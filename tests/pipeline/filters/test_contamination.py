@@ -1,5 +1,6 @@
 import gzip
 import json
+import random
 from pathlib import Path
 
 import pyarrow as pa
@@ -139,6 +140,25 @@ def test_the_index_is_the_same_bytes_again_and_another_version_is_refused(sets, 
         DocumentFilter(FiltersConfig(contamination=config))
 
 
+def test_sets_of_the_same_name_are_all_searched(tmp_path):
+    for folder, text in (("sick", LONG), ("sts", SHORT)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test.tsv").write_text(f"0\t{text}\n", encoding="utf-8")
+    config = Contamination(paths=[str(tmp_path / folder / "test.tsv") for folder in ("sts", "sick")])
+    build_index(config, tmp_path / "index")
+    index = ContaminationIndex(tmp_path / "index")
+    assert index.find(LONG) is not None
+    assert index.find(SHORT) is not None
+
+
+def test_a_cut_file_and_an_open_quote_are_no_tracebacks(tmp_path):
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(random.Random(0).randbytes(20_000).hex().encode())[:-100])
+    with pytest.raises(OSError, match=r"cut\.txt\.gz cannot be read"):
+        build_index(Contamination(paths=[str(tmp_path / "cut.txt.gz")]), tmp_path / "index")
+    (tmp_path / "open.csv").write_text('a,"' + "b" * (2**24 + 1))
+    build_index(Contamination(paths=[str(tmp_path / "open.csv")]), tmp_path / "index")
+
+
 def test_empty_sets_find_nothing(tmp_path):
     (tmp_path / "a.txt").write_text("")
     build_index(Contamination(paths=[str(tmp_path / "a.txt")]), tmp_path / "index")
@@ -149,9 +169,11 @@ def test_paths_that_cannot_be_read_are_all_problems(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "binary.bin").write_bytes(b"PK\0\0")
     (tmp_path / "broken.gz").write_bytes(b"no gzip")
-    given = [str(tmp_path / name) for name in ("none", "empty", "binary.bin", "broken.gz")]
-    found = problems(FiltersConfig(contamination=Contamination(paths=given)))
-    for problem, said in zip(found, ("does not exist", "holds no file", "is not text", "cannot be read"), strict=True):
+    (tmp_path / "altered.gz").write_bytes(gzip.compress(b"text")[:10] + b"\xff" * 20)
+    given = [str(tmp_path / name) for name in ("none", "empty", "binary.bin", "broken.gz", "altered.gz")]
+    found = problems(FiltersConfig(contamination=Contamination(paths=[*given, "$UNKNOWN_HERE/sets"])))
+    reasons = ("does not exist", "holds no file", "is not text", "cannot be read", "cannot be read", "UNKNOWN_HERE")
+    for problem, said in zip(found, reasons, strict=True):
         assert problem.startswith("filters.contamination.paths: ")
         assert said in problem
 
