@@ -46,6 +46,7 @@ def run_adapt(arguments: list[str]) -> int:
     from declutr.common.storage import DamagedError
     from declutr.evaluation.encoders.protocol import EncoderError
     from declutr.pipeline.shards.manifest import ShardError
+    from declutr.trainer.checkpoints.checkpoint import CheckpointError
     from declutr.trainer.driver.failure import TrainingFailedError
     from declutr.trainer.driver.signals import RunStoppedError, say_stopped
 
@@ -53,7 +54,7 @@ def run_adapt(arguments: list[str]) -> int:
         result = adapt(**named)
     except (
         *(AdaptError, ConfigError, WhiteningError, EncoderError, ShardError, SessionError),
-        *(DamagedError, RunLockedError, TrainingFailedError),
+        *(CheckpointError, DamagedError, RunLockedError, TrainingFailedError),
     ) as error:
         return refused(error)
     except (KeyboardInterrupt, RunStoppedError) as reason:

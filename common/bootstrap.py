@@ -103,22 +103,19 @@ def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> 
     return Comparison(statistic(before), statistic(after), len(before), interval)
 
 
-def paired_interval(
-    before: F64, after: F64, seed: int, resamples: int = _RESAMPLES, statistic: Statistic = mean
-) -> tuple[float, float]:
+def paired_interval(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> tuple[float, float]:
     """The 95% percentile interval of `statistic(after) - statistic(before)`; every row must have all values.
 
     Args:
         before: `(N,)` or `(N, K)` values of the first encoder.
         after: values of the second encoder for the same rows.
         seed: of the draws.
-        resamples: number of draws of N rows.
         statistic: the score of rows of values.
     """
     count = len(before)
     differences = []
-    for first in range(0, resamples, _DRAWS):
-        draws = np.arange(first, min(first + _DRAWS, resamples), dtype=np.uint64)
+    for first in range(0, _RESAMPLES, _DRAWS):
+        draws = np.arange(first, min(first + _DRAWS, _RESAMPLES), dtype=np.uint64)
         words = seeding.words(seed, "paired bootstrap", draws, np.zeros_like(draws), count)
         drawn = (seeding.unit(words) * count).astype(np.int64)
         differences += [statistic(after[rows]) - statistic(before[rows]) for rows in drawn]

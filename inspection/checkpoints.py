@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from declutr.common.config import first_problem
+from declutr.common.console.terminal import age
 from declutr.common.yamlfile import read_yaml_file
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
@@ -63,19 +64,28 @@ def rows(run: Path) -> list[CheckpointRow]:
     now = time.time()
     score = config.validation.score
     rate = rating(folder, score)
-    found = [_row(checkpoint.checkpoint_path(folder, step), step, now, score, rate) for step in steps]
+    rows = (_row(checkpoint.checkpoint_path(folder, step), step, now, score, rate) for step in steps)
+    found = [row for row in rows if row is not None]
     scores = {row.step: row.scores.get(score) for row in found if row.broken is None}
     why = kept(scores, config.checkpoint, being_scored(folder, score))
     return [replace(row, kept=why.get(row.step, [])) for row in found]
 
 
-def _row(path: Path, step: int, now: float, score: str, rate: Callable[[RunState], float | None]) -> CheckpointRow:
-    files = [file.stat() for file in path.iterdir() if file.is_file()]
+def _row(
+    path: Path, step: int, now: float, score: str, rate: Callable[[RunState], float | None]
+) -> CheckpointRow | None:
+    """The checkpoint's row; None if its run has deleted it meanwhile."""
+    try:
+        files = [file.stat() for file in path.iterdir() if file.is_file()]
+    except FileNotFoundError:
+        return None
     age = round(now - max(file.st_mtime for file in files), 1) if files else None
     row = CheckpointRow(step, None, age, sum(file.st_size for file in files), None, None, None, {}, [])
     try:
         state = checkpoint.read_state(path)
     except checkpoint.CheckpointError as error:
+        if not path.is_dir():
+            return None
         return replace(row, broken=str(error).removeprefix(f"{path}: ").splitlines()[0])
     value = rate(state)
     scores = state.scores | ({} if value is None else {score: value})
@@ -87,19 +97,12 @@ def table(found: list[CheckpointRow]) -> Iterator[str]:
     yield f"{'step':>8s} {'documents':>12s} {'age':>8s} {'MiB':>9s} {'workers':>8s}  {'kept':16s} state"
     for row in found:
         documents = "?" if row.documents is None else f"{row.documents:,}"
-        age = "?" if row.age_seconds is None else _age(row.age_seconds)
+        old = "?" if row.age_seconds is None else age(row.age_seconds)
         scores = "  ".join(f"{name} {value:.4f}" for name, value in row.scores.items())
         state = "verified" if row.broken is None else f"BROKEN: {row.broken}"
         why = ", ".join(row.kept) or "-"
         skipped = f"  {row.skipped} steps skipped" if row.skipped else ""
         yield (
-            f"{row.step:8d} {documents:>12s} {age:>8s} {row.size_bytes / 2**20:9.1f} "
+            f"{row.step:8d} {documents:>12s} {old:>8s} {row.size_bytes / 2**20:9.1f} "
             f"{'?' if row.world_size is None else row.world_size:>8}  {why:16s} {state}{skipped}  {scores}"
         ).rstrip()
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from declutr.common.config import ConfigError, first_problem, load_config
 from declutr.common.overrides import apply_overrides
-from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
 from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.pipeline.shards.ledger import find_entries
@@ -16,7 +15,7 @@ from declutr.trainer.data.plan import Plan
 from declutr.trainer.driver.resolved import data_key, data_places
 from declutr.trainer.driver.shard_checks import kind_problem
 from declutr.trainer.metrics.metrics import METRICS, find_step, read_last_step
-from declutr.trainer.setup.cache import training_set
+from declutr.trainer.setup.cache import run_folder, training_set
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import with_geometry
 
@@ -152,7 +151,7 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
             )
     if problems:
         raise OrderError("\n".join(problems))
-    folder = path if path.is_dir() else expand(config.run)
+    folder = path if path.is_dir() else run_folder(config.run, config.cache)
     config = with_geometry(config, folder, {name: one.manifest for name, one in shards.items()})
     tasks = {name: TaskOrder(one, shards[name], one.plan(shards[name].sizes)) for name, one in config.tasks().items()}
     wrong = [problem for one in tasks.values() if (problem := kind_problem(one.config, one.shards.manifest))]

@@ -36,6 +36,7 @@ from declutr.trainer.checkpoints.state import FORK
 from declutr.trainer.driver.checks import refuse, resolve
 from declutr.trainer.driver.path_checks import fork_problem, place_problems
 from declutr.trainer.driver.resolved import ResolvedRun, find_shards
+from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.setup.cache import run_folder
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import unknown, with_geometry
@@ -49,7 +50,7 @@ class _EarlyRay:
         self._thread: threading.Thread | None = None
         self._tried = threading.Event()
         session = "ray" in sys.modules and sys.modules["ray"].is_initialized()  # a session started by the caller
-        if not session and (is_remote(config.run) or not (expand(config.run) / "summary.json").is_file()):
+        if not session and (is_remote(config.run) or not (expand(config.run) / SUMMARY).is_file()):
             arguments = (config.scaling,)
             self._thread = threading.Thread(target=self._start, args=arguments, name="declutr-ray", daemon=True)
             get_logger().info("starting Ray while loading torch and transformers")
@@ -152,8 +153,7 @@ def _began() -> float:
 def _resolve_early(config: TrainConfig, new_run: str | None) -> ResolvedRun | None:
     """The resolved run; None if places at addresses are to be fetched, or if `fork` refuses the new run."""
     started = config if new_run is None else config.model_copy(update={"run": new_run})
-    data = [place for one in started.tasks().values() for place in one.places]
-    if any(is_remote(place) for place in (started.run, started.validation.data, *data) if place):
+    if any(map(is_remote, (started.run, *_data_places(started)))):
         return None
     run = run_folder(started.run, started.cache)
     if new_run is not None and run.exists() and not (run / FORK).is_file():
@@ -161,6 +161,12 @@ def _resolve_early(config: TrainConfig, new_run: str | None) -> ResolvedRun | No
     resolved = resolve(started)
     refuse_held(run)
     return resolved
+
+
+def _data_places(config: TrainConfig) -> list[str]:
+    """Folders and addresses of all shards that a run reads."""
+    validated = [config.validation.data] if config.validation.data else []
+    return validated + [place for one in config.tasks().values() for place in one.places]
 
 
 def _plan(run: ResolvedRun) -> str:
@@ -203,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)
         if arguments.print_config:
             shown = config
-            if not any(map(is_remote, config.places)):
+            if not any(map(is_remote, _data_places(config))):
                 shown = with_geometry(config, run_folder(config.run, config.cache), find_shards(config).manifests)
             sys.stdout.write(annotated_yaml(shown))
             if left := unknown(shown):

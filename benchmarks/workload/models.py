@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.language_model import build_model, load_hf_config
+from declutr.trainer.model.language_model import load_hf_config, load_model
 
 POSITIONS = 514  # RoBERTa's first two are never used
 
@@ -69,4 +69,4 @@ def padded_model(size: str, dropout: float, seed: int, attention_dropout: float 
 
 
 def _model(size: str, config: EncoderConfig, seed: int) -> PreTrainedModel:
-    return build_model(config, load_hf_config(config, int(SIZES[size]["vocab_size"]), dict(_IDS)), seed)
+    return load_model(config, load_hf_config(config, int(SIZES[size]["vocab_size"]), dict(_IDS)), seed)[0]

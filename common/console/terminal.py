@@ -32,6 +32,14 @@ def refused(reason: object) -> int:
     return 1
 
 
+def age(seconds: float) -> str:
+    """A time in its largest unit."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def excerpt(names: Sequence[str], most: int = 3) -> str:
     """Joins the first `most` names with commas and counts the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -54,7 +54,6 @@ class Chart:
         curves: those of all runs.
         path: join the points of a curve in their order and mark them, instead of averaging over steps.
         marks: places on the horizontal axis, such as those of alarms.
-        x_range: ends of the horizontal axis; None: those of the curves.
     """
 
     name: str
@@ -63,12 +62,11 @@ class Chart:
     curves: Sequence[Curve]
     path: bool = False
     marks: Sequence[float] = field(default_factory=tuple)
-    x_range: tuple[float, float] | None = None
 
     def draw(self) -> Html:
         """The chart as a figure, with a title and its figures for readers without sight."""
         shown = [curve for curve in self.curves if len(curve.x)]
-        x_low, x_high = self.x_range or _range([curve.x for curve in shown])
+        x_low, x_high = _range([curve.x for curve in shown])
         y_low, y_high = _range([curve.y for curve in shown])
         y_ticks, x_ticks = ticks(y_low, y_high), ticks(x_low, x_high)
         y_low, y_high = min(y_low, y_ticks[0]), max(y_high, y_ticks[-1])

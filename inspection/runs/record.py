@@ -125,14 +125,14 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
         RunError: a folder is not a run, is named twice, or has settings that cannot be read.
     """
     wrong = [f"{path}: is no run (it has no config.yaml)" for path in paths if not is_run(path)]
-    wrong += [f"{path}: is named twice" for path in {path for path in paths if paths.count(path) > 1}]
+    absolute = [path.resolve() for path in paths]
+    wrong += [f"{path}: is named twice" for path in sorted({one for one in absolute if absolute.count(one) > 1})]
     if wrong:
         raise RunError("\n".join(wrong))
-    absolute = [path.absolute() for path in paths]
     parts = 1  # of the path, as many as tell the runs apart
     while len({one.parts[-parts:] for one in absolute}) < len(absolute):
         parts += 1
-    return [_read(path, "/".join(path.absolute().parts[-parts:])) for path in paths]
+    return [_read(path, "/".join(one.parts[-parts:])) for path, one in zip(paths, absolute, strict=True)]
 
 
 def _read(folder: Path, name: str) -> RunRecord:

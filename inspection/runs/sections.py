@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from declutr.common.console.terminal import age
 from declutr.evaluation.report.markup import Html, details, join, share, table, tag
 from declutr.inspection.order import RunOrder
 from declutr.inspection.runs.line_chart import Chart, Curve, short
@@ -218,7 +219,7 @@ def _time_line(run: RunRecord, colour: int) -> Html:
         )
     for place in (0.0, 0.5, 1.0):
         side = {0.0: "start", 0.5: "middle", 1.0: "end"}[place]
-        parts.append(tag("text", _duration(place * length), x=f"{100 * place:g}%", y="54", class_=f"tick {side}"))
+        parts.append(tag("text", age(place * length), x=f"{100 * place:g}%", y="54", class_=f"tick {side}"))
     return tag("svg", *parts, role="img", aria_labelledby=f"time-{colour}-title", class_="timeline", height="60")
 
 
@@ -234,13 +235,6 @@ def _working(run: RunRecord) -> Iterator[tuple[float, float]]:
 
 def _told(event: Event) -> str:
     return f"{event.kind} after step {event.step:,}: {event.text}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def settings(runs: Sequence[RunRecord]) -> Html:

@@ -39,9 +39,9 @@ class Lengths:
 def span_lengths(task: TaskOrder) -> Iterator[Lengths]:
     """Lengths of the spans of the run's first documents; none of a task without spans.
 
-    An anchor has int(B (longest - shortest)) + shortest tokens, B of Beta(4, 2), and a positive the same with
-    Beta(2, 4). A document with short windows has a smaller `longest`. Positives are shortened further by `subsuming`
-    and `adjacent`, whose law is not computed.
+    An anchor has int(B (longest - shortest)) + shortest tokens, B of the Beta distribution `anchor_beta`, and a
+    positive the same with `positive_beta`. A document with short windows has a smaller `longest`. Positives are
+    shortened further by `subsuming` and `adjacent`, whose law is not computed.
     """
     config = task.config
     if "documents" not in config.objective.reads or task.shards.manifest.content.kind != "documents":
@@ -55,11 +55,11 @@ def span_lengths(task: TaskOrder) -> Iterator[Lengths]:
     rooms = windows[offsets[:-1] + 1] - windows[offsets[:-1]]
     longest = np.minimum(rooms, config.spans.max_tokens).astype(np.float64)
     shares = np.repeat(longest, spans.present.sum(axis=1))
-    kinds = [("anchors", spans.anchors[spans.present], 4, 2)]
+    kinds = [("anchors", spans.anchors[spans.present], config.spans.anchor_beta)]
     if config.spans.strategy in ("all", "distant"):
-        kinds.append(("positives", spans.positives[spans.present][:, 0], 2, 4))
-    for kind, bounds, a, b in kinds:
-        yield _compared(kind, np.diff(bounds)[:, 0], config.spans.min_tokens, shares, (a, b))
+        kinds.append(("positives", spans.positives[spans.present][:, 0], config.spans.positive_beta))
+    for kind, bounds, beta in kinds:
+        yield _compared(kind, np.diff(bounds)[:, 0], config.spans.min_tokens, shares, beta)
 
 
 def _compared(kind: str, lengths: np.ndarray, shortest: int, longest: F64, beta: tuple[int, int]) -> Lengths:

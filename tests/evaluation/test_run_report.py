@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import tinyruns as runs
@@ -147,7 +148,9 @@ def test_page_needs_no_shards_and_names_the_reason(two, tmp_path):
 
 def test_span_lengths_follow_their_law_unless_the_settings_differ(two):
     (task,) = read_order(two[0]).tasks.values()
-    for found in span_lengths(task):
+    spans = task.config.spans.model_copy(update={"anchor_beta": (1, 5), "positive_beta": (5, 1)})
+    other = replace(task, config=task.config.model_copy(update={"spans": spans}))
+    for found in (*span_lengths(task), *span_lengths(other)):
         assert found.distance < 1.63 / found.number**0.5, found.kind  # 1% of the distances are larger
         assert found.found.sum() == pytest.approx(1)
         assert found.law.sum() == pytest.approx(1, abs=1e-6)
@@ -159,6 +162,7 @@ def test_span_lengths_follow_their_law_unless_the_settings_differ(two):
     [
         (["a", "missing"], "missing: is no run"),
         (["a", "a"], "a: is named twice"),
+        (["a", "damaged/../a"], "a: is named twice"),
         (["a"] * 9, "9 runs: a page compares at most 8"),
         (["damaged"], "config.yaml"),
         (["broken"], "summary.json"),

@@ -10,7 +10,7 @@ from declutr.trainer.data.batches import RankBatch, SpanBatch, pad_rows
 from declutr.trainer.model.attention import PACKED
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.language_model import build_model, load_hf_config, mlm_head
+from declutr.trainer.model.language_model import load_hf_config, load_model, mlm_head
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.config import OptimConfig
@@ -48,7 +48,7 @@ class RecordersEncoder(Encoder):
 def train_step(case, arrays, comm, layout="packed", microbatch_tokens=None, terms="both"):
     given = {key: value for key, value in case["config"].items() if key != "transformers_version"}
     config = EncoderConfig(from_config=given, layout=layout)
-    model = build_model(config, load_hf_config(config, given["vocab_size"], {}), seed=0)
+    model = load_model(config, load_hf_config(config, given["vocab_size"], {}), seed=0)[0]
     weights = {key.removeprefix("init/"): torch.tensor(v) for key, v in arrays.items() if key.startswith("init/")}
     model.double().load_state_dict(weights)
     encoder = RecordersEncoder(config, model, seed=0)

@@ -27,6 +27,7 @@ from declutr.trainer.data.stream import batches
 from declutr.trainer.metrics.metrics import METRICS, find_step
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_collator, build_encoder, load_tokenizer
+from declutr.trainer.setup.cache import run_folder
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.tasks import build_task
 from declutr.trainer.step.microbatch import Microbatch
@@ -251,6 +252,11 @@ def test_why_of_a_file_shows_a_run_that_has_not_started(run, capsys, tmp_path):
     ]
     assert main(["why", str(file), "--step", "4", "seed=5"]) == 0
     assert capsys.readouterr().out != new
+    cache, address = tmp_path / "cache", "s3://bucket/run"
+    shutil.copytree(folder, run_folder(address, str(cache)))
+    values |= {"run": address, "cache": str(cache)}
+    assert main(["why", str(runs.write_config(tmp_path / "far.yaml", train=values)), "--step", "4"]) == 0
+    assert capsys.readouterr().out == started, "this host's copy of the run is read"
 
 
 def test_a_step_is_found_in_a_long_file_without_reading_it(tmp_path):

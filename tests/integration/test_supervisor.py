@@ -18,10 +18,10 @@ from declutr.common.lock import RunLock, RunLockedError
 from declutr.common.storage import hash_file, read_json, write_json
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, read_state, steps_in
 from declutr.trainer.checkpoints.tensorfile import write_tensors
-from declutr.trainer.driver.failure import FAILURES, TrainingFailedError
+from declutr.trainer.driver.failure import TrainingFailedError
 from declutr.trainer.driver.fork import FORK, fork
 from declutr.trainer.driver.run import run_training
-from declutr.trainer.driver.summary import ended_early
+from declutr.trainer.driver.summary import FAILURES, ended_early
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.train import main
 

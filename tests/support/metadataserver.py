@@ -14,6 +14,7 @@ class Clouds:
         preempted: body of GCP's answer.
         once: withdraw a notice after one host has read it.
         tokens: number of tokens given out; only the newest is valid.
+        token: body of the answer with a token, in place of a valid one.
         asked: paths that were asked for.
         host: address of the server.
         expire: refuse the next token with 401, as after its lifetime.
@@ -24,6 +25,7 @@ class Clouds:
         self.preempted = b"FALSE"
         self.once = False
         self.tokens = 0
+        self.token = None
         self.expire = False
         self.asked = []
         self.host = ""
@@ -47,7 +49,7 @@ def metadata_server():
             if self.path != "/latest/api/token" or not 1 <= lifetime <= 21600:
                 return self.answer(400)
             clouds.tokens += 1
-            return self.answer(200, f"token-{clouds.tokens}".encode())
+            return self.answer(200, clouds.token or f"token-{clouds.tokens}".encode())
 
         def do_GET(self):
             clouds.asked.append(self.path)

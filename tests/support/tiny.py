@@ -12,7 +12,7 @@ from declutr.trainer.data.batches import RankBatch, SpanBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.language_model import build_model, load_hf_config
+from declutr.trainer.model.language_model import load_hf_config, load_model
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.declutr.collator import SpanCollator
@@ -66,7 +66,7 @@ def tiny_encoder(
     """An encoder with weights large enough that every part of it matters. `settings` are EncoderConfig's."""
     scratch = {**FAMILIES[family], "initializer_range": 0.3, **settings.pop("from_config", {})}
     config = EncoderConfig(from_config=scratch, **{"dropout": 0.0, **settings})
-    model = build_model(config, load_hf_config(config, VOCAB_SIZE, _IDS), seed)
+    model = load_model(config, load_hf_config(config, VOCAB_SIZE, _IDS), seed)[0]
     encoder = Encoder(config, model, seed).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():  # biases start at 0 and norms at 1: move them, so that none is left out unnoticed

@@ -70,6 +70,16 @@ def test_a_run_on_gpus_does_not_continue_on_a_machine_without(tmp_path, monkeypa
     says(problem, "99 workers", "GPU")
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_run_without_ray_on_gpus_is_refused_on_a_machine_without(tmp_path, recorded):
+    if recorded:
+        choose(tmp_path, TWO_GPUS)
+    device = "auto" if recorded else "cuda"
+    config = runs.train_config("data", tmp_path, scaling={"num_workers": 0, "device": device})
+    (problem,) = ray_problems(config, tmp_path, own_session=True)
+    says(problem, f"scaling.device = {device}", "GPU", "this machine has 0")
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"device": "tpu"}', '{"dev'])
 def test_a_damaged_record_is_named_with_its_remedy(tmp_path, content):
     (tmp_path / DEVICE).write_text(content)

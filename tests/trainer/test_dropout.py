@@ -47,7 +47,7 @@ def test_an_element_is_dropped_by_the_plain_mix_of_its_word():
 
 def test_rates_of_which_some_are_zero_are_rates():
     for rates, expected in (([0.0, 0.3], True), ([0.0, 0.0], False)):
-        assert TokenRates.of(torch.tensor(rates, dtype=torch.float64), torch.tensor([1, 2]), CPU).any == expected
+        assert TokenRates.of(torch.tensor(rates, dtype=torch.float64), torch.tensor([1, 2])).any == expected
 
 
 def test_a_token_keeps_its_mask_in_any_company():

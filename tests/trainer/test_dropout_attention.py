@@ -50,7 +50,7 @@ def random_inputs(lengths, heads, head_size, mixed_rates):
     tensors = torch.randn(4, total, heads, head_size, generator=generator)
     keys = torch.randint(-(2**31), 2**31, (total,), generator=generator, dtype=torch.int32)
     rates = torch.linspace(0, 0.9, len(lengths), dtype=torch.float64)
-    rates = TokenRates.of(rates, torch.tensor(lengths), CPU) if mixed_rates else None
+    rates = TokenRates.of(rates, torch.tensor(lengths)) if mixed_rates else None
     return tensors, WeightDropout(torch.tensor(3), 0.3, keys, rates)
 
 

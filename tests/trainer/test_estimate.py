@@ -84,6 +84,16 @@ def test_a_plan_from_real_steps_and_its_score(data, tmp_path, capsys):
     assert find_estimate(runs.resolved(config)) is None, "a run ends also without it"
 
 
+def test_a_plan_counts_validations_on_judged_pairs_alone(data, tmp_path, capsys):
+    pairs = [f"main\tcaptions\t2012\t{number}\t{number % 6}\tone {number}\tother\n" for number in range(20)]
+    (tmp_path / "sts-dev.csv").write_text("".join(pairs))
+    config = config_of(data, tmp_path / "run", batch_documents=16, validation={"stsb": str(tmp_path), "every_steps": 2})
+    path = runs.write_config(tmp_path / "train.yaml", train=config.model_dump(mode="json"))
+    assert main([str(path), "--plan"]) == 0
+    assert "validations  3 on judged pairs" in capsys.readouterr().out
+    assert find_estimate(runs.resolved(config)).validation_seconds > 0
+
+
 def test_a_finished_run_scores_its_plan(tmp_path):
     made = TrainEstimate(
         **{"plan_hash": "", "noun": "documents", "steps": 3, "batch_documents": 2, "documents": 6, "passes": 1.0},

@@ -54,6 +54,14 @@ def test_a_whole_export_is_left_alone_with_what_others_put_there(made, run, log)
     assert log == []
 
 
+def test_an_export_that_a_kill_left_moved_aside_is_put_back(made, run):
+    before = contents(run / "export")
+    (run / "export").rename(run / ".export.before.tmp")
+    export(runs.resolved(made[0], run))
+    assert contents(run / "export") == before
+    assert not (run / ".export.before.tmp").exists()
+
+
 @pytest.mark.parametrize("others", [False, True])
 def test_the_export_of_another_checkpoint_with_the_same_step_gives_way(made, run, log, others):
     old = contents(run / "export")

@@ -12,7 +12,8 @@ from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 from tinyruns import ROOT
 
-from declutr.trainer.driver.failure import FAILURES, GroupFailure, blame_memory, describe, oom_kills
+from declutr.trainer.driver.failure import GroupFailure, blame_memory, describe, oom_kills
+from declutr.trainer.driver.summary import FAILURES
 
 LEFT = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:33291")
 DEAD = RayActorError(error_msg="ActorMetadata(\n hostname='spot-3',\n node_id='b1', pid=30750,\n) died unexpectedly")

@@ -8,7 +8,7 @@ from tiny import FAMILIES, HALF, documents, rank_batch, tiny_collator, tiny_enco
 
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.freezing import frozen_parameters
-from declutr.trainer.model.language_model import UnfitEncoderError, build_model, load_hf_config
+from declutr.trainer.model.language_model import UnfitEncoderError, load_hf_config, load_model
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.setup.tasks import freeze_unused
 
@@ -18,7 +18,7 @@ KINDS = {**families.PACKED, **families.PADDED}
 
 def model_of(kind):
     config = EncoderConfig(from_config={"model_type": kind, **KINDS[kind]})
-    return build_model(config, load_hf_config(config, 64, IDS), 0)
+    return load_model(config, load_hf_config(config, 64, IDS), 0)[0]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "albert"])

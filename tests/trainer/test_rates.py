@@ -87,7 +87,7 @@ def test_dropout_of_two_views_has_its_shares_and_is_independent():
     held = DropoutKeys()
     layer = KeyedDropout(0.0, 3, held, features).train()
     held.tokens = token_keys(keys, lengths)
-    held.hidden = TokenRates.of(torch.tensor(rates, dtype=torch.float64).repeat(32), lengths, torch.device("cpu"))
+    held.hidden = TokenRates.of(torch.tensor(rates, dtype=torch.float64).repeat(32), lengths)
     dropped = (layer(torch.ones(64 * length, features)) == 0).view(32, 2, length, features).numpy()
     first, second = dropped[:, 0].ravel(), dropped[:, 1].ravel()
     size = first.size
@@ -104,6 +104,6 @@ def test_kept_values_keep_their_mean_in_half_precision():
     held = DropoutKeys()
     layer = KeyedDropout(0.0, 0, held, 4).train()
     held.tokens, lengths = torch.arange(3, dtype=torch.int32), torch.tensor([3])
-    held.hidden = TokenRates.of(torch.tensor([0.15], dtype=torch.float64), lengths, torch.device("cpu"))
+    held.hidden = TokenRates.of(torch.tensor([0.15], dtype=torch.float64), lengths)
     kept = layer(torch.full((3, 4), 0.85, dtype=torch.bfloat16)).unique().tolist()
     assert kept[-1] == pytest.approx(float(torch.tensor(0.85, dtype=torch.bfloat16)) / 0.85, rel=2**-8)

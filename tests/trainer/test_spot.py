@@ -50,6 +50,13 @@ def test_gcp_says_true_or_false(clouds):
     assert notice.at == pytest.approx(time.time() + 30, abs=5)
 
 
+@pytest.mark.parametrize("body", [b"<html>\n<body>no\n</html>", b"\xff"])
+def test_a_token_that_is_none_is_an_error(clouds, body):
+    clouds.token = body
+    with pytest.raises(OSError, match="token"):
+        AwsMetadata().notice()
+
+
 @pytest.mark.parametrize("body", [b"", b"null", b"{}", b'{"action": "stop"}', b"\xff", b'{"action": 1, "time": "x"}'])
 def test_an_answer_that_is_none_is_an_error_and_no_notice(clouds, body):
     clouds.action = clouds.preempted = body

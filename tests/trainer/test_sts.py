@@ -149,13 +149,3 @@ def test_damaged_sick_is_named_before_a_run(tmp_path, rows, message):
     (problem,) = judged_problems(config)
     assert problem.startswith(f"validation.sickr = {tmp_path}")
     assert message in problem
-
-
-def test_settings_that_came_later_leave_the_identity_of_older_runs():
-    """A default is not among the resume settings, so that their hash is that of a run from before."""
-    settings = runs.least_config().resume_settings()
-    assert "data_fraction" not in settings
-    assert not {"anchor_beta", "positive_beta"} & set(settings["spans"])
-    assert "sickr" not in settings["validation"]
-    for change in ({"data_fraction": 0.5}, {"spans": {"anchor_beta": [1, 1]}}, {"validation": {"sickr": "f"}}):
-        assert runs.least_config(**change).hash() != runs.least_config().hash()

@@ -51,6 +51,25 @@ def collate_canonical(
     )
 
 
+def collated(
+    collator: Collator, rows: pa.Table, epochs: NDArray[np.int64], start: int, canonical_documents: int | None
+) -> RankBatch:
+    """The batch of a worker with its digest.
+
+    Args:
+        collator: packs rows.
+        rows: n rows of the shards.
+        epochs: `(n,)` epoch in which each is read.
+        start: place of the first row in the global batch.
+        canonical_documents: documents of a canonical microbatch; None: the batch is packed as one.
+    """
+    if canonical_documents is None:
+        batch = collator.collate(rows, epochs)
+    else:
+        batch = collate_canonical(collator, rows, epochs, start // canonical_documents, canonical_documents)
+    return replace(batch, digest=batch.spans.digest())
+
+
 def canonical_microbatches(batch: RankBatch) -> list[RankBatch]:
     """The microbatches of a worker's batch as separate batches, without facts; a batch without microbatches is one."""
     if not batch.canonical:

@@ -22,7 +22,7 @@ from ray.data import DataContext, ExecutionResources
 from declutr.common.console.logs import get_logger
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import Collator, RankBatch
-from declutr.trainer.data.canonical import collate_canonical
+from declutr.trainer.data.canonical import collated
 from declutr.trainer.data.chunks import RankPlan, fetched, read_chunk
 from declutr.trainer.data.near_rows import near_rows
 
@@ -148,13 +148,10 @@ def batches(rank_plan: RankPlan, collator: Collator, device: torch.device, tasks
     """The rank's batches, on its device, in step order; `tasks` as for `documents`."""
     for step, table in enumerate(documents(rank_plan, tasks), start=rank_plan.first_step):
         table = table.combine_chunks()
-        epochs, unit = table.column("epoch").to_numpy(), rank_plan.plan.canonical_documents
-        if unit is None:
-            batch = collator.collate(table, epochs)
-        else:
-            batch = collate_canonical(collator, table, epochs, rank_plan.start // unit, unit)
+        epochs = table.column("epoch").to_numpy()
+        batch = collated(collator, table, epochs, rank_plan.start, rank_plan.plan.canonical_documents)
         near = None if step % _COUNTED_STEPS or rank_plan.start else (near_rows(table), len(table))
-        yield replace(batch, digest=batch.spans.digest(), near_rows=near).to(device)
+        yield replace(batch, near_rows=near).to(device)
 
 
 @dataclass

@@ -25,16 +25,15 @@ class TokenRates:
     any: bool
 
     @staticmethod
-    def of(rates: Tensor, lengths: Tensor, device: torch.device) -> "TokenRates":
+    def of(rates: Tensor, lengths: Tensor) -> "TokenRates":
         """Rates `(T,)` of the spans' tokens.
 
         Args:
             rates: `(S,)` float64 probability of each span, 0 to 1 (exclusive); on the CPU.
             lengths: `(S,)` number of tokens of each span, on the CPU.
-            device: device of the result.
         """
         limits = ((rates * 2**32).long() - 2**31).to(torch.int32)
-        limits, factors = (torch.repeat_interleave(each, lengths).to(device) for each in (limits, 1 / (1 - rates)))
+        limits, factors = (torch.repeat_interleave(each, lengths) for each in (limits, 1 / (1 - rates)))
         return TokenRates(limits, factors, bool((rates > 0).any()))
 
     def rearranged(self, change: Callable[[Tensor], Tensor]) -> "TokenRates":
@@ -77,8 +76,8 @@ def token_keys(span_keys: Tensor, lengths: Tensor) -> Tensor:
         lengths: `(S,)` number of tokens of each span, on the CPU.
     """
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    place = (torch.arange(int(lengths.sum())) - starts).to(torch.int32).to(span_keys.device)
-    mixed = torch.repeat_interleave(span_keys, lengths.to(span_keys.device)) + place * signed(0x9E3779B9)
+    place = (torch.arange(int(lengths.sum())) - starts).to(torch.int32)
+    mixed = torch.repeat_interleave(span_keys, lengths) + place * signed(0x9E3779B9)
     mixed ^= mixed >> 16
     mixed *= 0x21F0AAAD
     mixed ^= mixed >> 15

@@ -54,7 +54,7 @@ class TokenTable:
         words = None if keys is None else token_keys(keys, lengths)
         if rates is None:
             return cls(lengths, bounds, owners, places, words)
-        hidden, attention = (_rates(each, lengths) for each in rates.T)
+        hidden, attention = (TokenRates.of(each, lengths) for each in rates.T)
         return cls(lengths, bounds, owners, places, words, hidden, attention)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
@@ -88,7 +88,3 @@ class TokenTable:
             part.hidden,
             part.attention,
         )
-
-
-def _rates(rates: Tensor, lengths: Tensor) -> TokenRates:
-    return TokenRates.of(rates, lengths, torch.device("cpu"))

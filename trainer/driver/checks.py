@@ -26,10 +26,12 @@ from declutr.trainer.driver.shard_checks import (
     tokenizer_problem,
     validation_problems,
 )
+from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.setup.cache import run_folder
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.corpora import corpora_problems
 from declutr.trainer.setup.geometry import RESUME_SETTINGS, with_geometry
+from declutr.trainer.setup.scaling import ScalingConfig
 
 
 def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
@@ -160,8 +162,10 @@ def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]
     A finished run needs no Ray, nor does one in this process. Without `own_session`, another session of this process
     may use any cluster.
     """
-    if (run / "summary.json").is_file() or config.scaling.local:
+    if (run / SUMMARY).is_file():
         return []
+    if config.scaling.local:
+        return _gpu_problems(config.scaling, run)
     from declutr.trainer.worker.ray_internals import unsupported_ray  # loads Ray
 
     if problem := unsupported_ray():
@@ -173,6 +177,11 @@ def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]
     if address:
         problem = cluster_problem(name.replace("address", "scaling.address"), address)
         return [] if problem is None else [problem]
+    return _gpu_problems(scaling, run)
+
+
+def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:
+    """Too few GPUs on this machine for a run that needs them."""
     try:
         device = kept_device(scaling, run)
     except DamagedError:  # `problems` reports it

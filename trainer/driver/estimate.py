@@ -78,7 +78,8 @@ class TrainEstimate(Strict):
     def lines(self) -> list[str]:
         """The estimate as text."""
         noun = self.noun.removesuffix("s")
-        scored = f"{self.validations:,} on {self.scored:,} held-out {self.noun}" if self.validations else "none"
+        rows = f"{self.scored:,} held-out {self.noun}" if self.scored else "judged pairs"
+        scored = f"{self.validations:,} on {rows}" if self.validations else "none"
         return [
             f"planned from {self.measured_steps} measured step(s) on {self.device}:",
             f"  steps        {self.steps:,} of {self.batch_documents:,} {self.noun}: {self.passes:,.3g} pass(es) over "
@@ -151,7 +152,7 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
         pass_tokens=read.pass_tokens / read.num_documents,
         span_tokens=read.span_tokens / read.num_documents,
         read_share=read.share,
-        validations=-(-steps // every_steps) if scored else 0,
+        validations=-(-steps // every_steps) if every_steps and (scored or config.validation.pairs) else 0,
         scored=scored,
         device=trial.device,
         workers=config.scaling.least_workers,

@@ -9,7 +9,16 @@ import numpy as np
 
 from declutr.common.bootstrap import compare
 from declutr.common.console.logs import get_logger
-from declutr.common.storage import DamagedError, atomic_folder, hash_file, hash_json, set_aside, write_json, write_text
+from declutr.common.storage import (
+    DamagedError,
+    atomic_folder,
+    hash_file,
+    hash_json,
+    put_back,
+    set_aside,
+    write_json,
+    write_text,
+)
 from declutr.trainer.checkpoints import checkpoint, ranking
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS, read_settings
@@ -43,6 +52,7 @@ def export(resolved: ResolvedRun) -> Path:
     if found is None:
         raise checkpoint.CheckpointError(f"{folder}: holds no whole checkpoint to export")
     path, state = found
+    put_back(target)
     if target.exists() and _is_of(target, state):
         return target
     for left in run.glob(f".{EXPORT}.*.tmp"):  # left by a killed export

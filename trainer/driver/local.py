@@ -51,12 +51,16 @@ class LocalRun:
             RunStoppedError: this process received a signal, or lost the run to another command.
         """
         device = torch.device(self._choose_device({"GPU": torch.cuda.device_count()}))
-        threads = torch.get_num_threads()
+        threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+        exact = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
         self._heartbeat.follow(device)
         try:
             outcome = work(self._config, device, self._heartbeat, self._stopwatch, lambda: self._signals.received)
-        finally:
+        finally:  # what follows in this process, such as an evaluation, computes as in a new one
             torch.set_num_threads(threads)
+            torch.set_float32_matmul_precision(precision)
+            torch.use_deterministic_algorithms(exact, warn_only=warns)
         if outcome is None:
             return self._steps
         if outcome.get("given_up"):

@@ -21,7 +21,6 @@ from declutr.common.stores.address import child
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.driver.device import Device
 from declutr.trainer.driver.failure import (
-    FAILURES,
     GroupFailure,
     TrainingFailedError,
     blame_memory,
@@ -31,6 +30,7 @@ from declutr.trainer.driver.failure import (
 )
 from declutr.trainer.driver.group import Fit, build_group, kill_worker
 from declutr.trainer.driver.signals import RunStoppedError, Signals
+from declutr.trainer.driver.summary import FAILURES
 from declutr.trainer.driver.watchdog import Hang, Waiting, Watchdog
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.setup.scaling import ScalingConfig

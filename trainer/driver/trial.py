@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from declutr.common.cluster import named_cluster
+from declutr.common.config import ConfigError
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import Collator, RankBatch
-from declutr.trainer.data.canonical import collate_canonical
+from declutr.trainer.data.canonical import collated
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.driver.device import kept_device
+from declutr.trainer.metrics.config import ValidationConfig
 from declutr.trainer.metrics.metrics import peak_memory_mib
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
@@ -106,6 +108,8 @@ def _device(config: TrainConfig, run: Path) -> torch.device:
     if kind == "auto":
         enough = torch.cuda.is_available() and torch.cuda.device_count() >= config.scaling.least_workers
         kind = "cuda" if enough else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train --plan", ["this run trains on GPUs, and torch finds none here; plan it where one is"])
     return torch.device(kind)
 
 
@@ -126,13 +130,7 @@ def _batch(
     start, end = plan.slice(0, config.scaling.least_workers)
     epochs, documents = plan.documents(step, step + 1, start, end)
     rows = fetched(shards, documents, epochs, getattr(collator, "fetch", None)).combine_chunks()
-    unit = plan.canonical_documents
-    batch = (
-        collator.collate(rows, epochs)
-        if unit is None
-        else collate_canonical(collator, rows, epochs, start // unit, unit)
-    )
-    return replace(batch, digest=batch.spans.digest()).to(device)
+    return collated(collator, rows, epochs, start, plan.canonical_documents).to(device)
 
 
 def _validation_seconds(
@@ -143,14 +141,20 @@ def _validation_seconds(
     device: torch.device,
     scored: int,
 ) -> float:
-    """Time of a validation of `scored` held-out rows, from one of at most 64."""
-    fewer = config.validation.model_copy(update={"max_documents": max(2, min(scored, _SCORED))})
-    few = config.model_copy(update={"validation": fewer})
+    """Time of a validation of `scored` held-out rows, from one of at most 64, and of all judged pairs."""
+    few = max(2, min(scored, _SCORED))
+    fewer = config.validation.model_copy(update={"max_documents": few})
     others = [(task, shards[task.name]) for one in scheduler.train_steps for task in one.tasks if task.name]
     main = scheduler.main.tasks[0]
-    validator = build_validator(few, main, shards[""], tokenizer, device, others) if scored else None
-    if validator is None:
-        return 0.0
-    began = time.perf_counter()
-    validator.scores(scheduler.main.encoder)
-    return (time.perf_counter() - began) * scored / min(scored, _SCORED)
+
+    def seconds(validation: ValidationConfig) -> float:
+        one = build_validator(
+            config.model_copy(update={"validation": validation}), main, shards[""], tokenizer, device, others
+        )
+        began = time.perf_counter()
+        if one is not None:
+            one.scores(scheduler.main.encoder)
+        return time.perf_counter() - began
+
+    rest = seconds(fewer.model_copy(update={"stsb": None, "sickr": None})) if scored > few else 0.0
+    return seconds(fewer) + rest * (scored / few - 1)

@@ -28,6 +28,7 @@ _BACK_OFF_SECONDS = 1.0
 _LAST_SECONDS = 10.0
 _SHOWN_LINES = 5
 _SCANNED_BYTES = 2**16
+_TAIL_BYTES = 8192  # of the newest lines
 
 
 def rates(
@@ -234,12 +235,12 @@ def _decoded(raw: bytes) -> dict[str, Any] | None:
     return line if whole and all(value is None or isinstance(value, int | float) for value in numbers) else None
 
 
-def read_last_step(path: Path, tail_bytes: int = 8192) -> dict[str, Any] | None:
+def read_last_step(path: Path) -> dict[str, Any] | None:
     """The newest step's line, read from the end of the file; None before the first."""
     if not path.is_file():
         return None
     with path.open("rb") as stream:
-        stream.seek(max(0, path.stat().st_size - tail_bytes))
+        stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = stream.read().split(b"\n")
     # the first piece may start inside a line; the last is empty or incomplete
     for raw in reversed(lines[1:-1] if len(lines) > 2 else lines[:-1]):

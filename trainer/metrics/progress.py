@@ -46,7 +46,7 @@ class ProgressBar(Watcher):
             self.bar.initial = line["step"]
             self.bar.unpause()
         self.bar.n = line["step"]
-        if line.get("skipped"):
+        if line.get("skipped") or line["loss"] is None:  # of the step, or of an auxiliary task's own update
             self.bar.set_postfix_str("loss not finite, skipped")
             return
         self.bar.set_postfix_str(

@@ -4,7 +4,6 @@ A config of a few hundred bytes can ask for any amount of memory and time, and a
 """
 
 import math
-import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
@@ -63,7 +62,7 @@ def check_folder(folder: Path) -> None:
             number += 1
             if number > MAX_FILES:
                 raise BoundsError(f"{folder} holds more than {MAX_FILES:,} files; a model has a few dozen")
-            if os.path.lexists(path) and path.exists() and not path.is_dir():
+            if path.exists() and not path.is_dir():
                 check_file(path)
 
 

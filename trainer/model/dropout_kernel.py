@@ -1,6 +1,6 @@
 """Triton kernels: attention within packed spans whose weights are dropped by token; no weight is ever stored.
 
-Forward and backward compute a block of scores at a time and its mask from the keys, as `drop_attention` does. With
+Forward and backward compute a block of scores at a time and its mask from the keys, as `WeightDropout.apply` does. With
 weights P = softmax(s Q K^T) of a span, factors F (0 where a weight is dropped, else 1 / (1 - p)), and O = (P F) V:
 
     dV = (P F)^T dO    dP = F (dO V^T)    dS = s P (dP - rowsum(dO O))    dQ = dS K    dK = dS^T Q

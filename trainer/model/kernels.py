@@ -1,6 +1,6 @@
 """torch's attention kernel for spans of different lengths: which devices and encoders it fits, and its call.
 
-It is part of torch.compile's graph. Only `fitting_kernel` imports this file, because few runs need it.
+It is part of torch.compile's graph. Only `fitting_kernels` imports this file, because few runs need it.
 """
 
 import importlib.util

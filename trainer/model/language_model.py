@@ -99,11 +99,6 @@ def _source(pretrained: str) -> Iterator[str]:
             yield pretrained
 
 
-def build_model(config: EncoderConfig, hf: Any, seed: int) -> "PreTrainedModel":
-    """Builds the masked language model in float32, with pretrained weights or weights drawn from the seed."""
-    return load_model(config, hf, seed)[0]
-
-
 def load_with_dropout_layers(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedModel", LoadReport]:
     """As `load_model`, with all dropout layers; a family may leave out those whose rate is 0."""
     zero = [name for name in _DROPOUTS if getattr(hf, name, None) == 0]

@@ -4,18 +4,19 @@ Every rank computes the same global loss from gathered embeddings, so a rank's g
 complete. Gradients of parameters are therefore SUMMED over ranks, never averaged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from declutr.trainer.parallel import doubling
-from declutr.trainer.parallel.request import Request as Request
+from declutr.trainer.parallel.request import Request
 
 _BUCKET_ELEMENTS = 32 * 1024 * 1024
+Kind = TypeVar("Kind", bound=Tensor)
 
 
 def is_part(tensor: Tensor) -> bool:
@@ -105,24 +106,30 @@ class Communicator:
         if self.size == 1:
             return
         own = [p.grad for p in parameters if p.grad is not None and not is_part(p)]
-        for bucket in _buckets(own):
+        for bucket in grouped(own, _BUCKET_ELEMENTS):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat)
             for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
 
 
-def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Groups consecutive tensors of one type up to a fixed size, so that few large messages are sent."""
-    buckets: list[list[Tensor]] = []
+def grouped(tensors: Iterable[Kind], limit: int, size: Callable[[Tensor], int] = Tensor.numel) -> list[list[Kind]]:
+    """Groups consecutive tensors of one type up to a size, so that few large messages are sent; a larger one is alone.
+
+    Args:
+        tensors: the tensors.
+        limit: largest sum of the sizes in a group.
+        size: size of a tensor.
+    """
+    groups: list[list[Kind]] = []
     filled = 0
     for tensor in tensors:
-        if not buckets or filled + tensor.numel() > _BUCKET_ELEMENTS or buckets[-1][0].dtype != tensor.dtype:
-            buckets.append([])
+        if not groups or filled + size(tensor) > limit or groups[-1][0].dtype != tensor.dtype:
+            groups.append([])
             filled = 0
-        buckets[-1].append(tensor)
-        filled += tensor.numel()
-    return buckets
+        groups[-1].append(tensor)
+        filled += size(tensor)
+    return groups
 
 
 class _GatherRows(torch.autograd.Function):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.communicator import Communicator, grouped
 
 _BITS = 44
 SCALE = 2.0**_BITS
@@ -50,7 +50,7 @@ class FixedPointReducer:
         device = self.parameters[0].device
         self._refused = torch.zeros((), dtype=torch.int64, device=device)
         self._buckets = []
-        for some in _grouped(self.parameters):
+        for some in grouped(self.parameters, _BUCKET):
             flat = torch.zeros(sum(parameter.numel() for parameter in some), dtype=torch.int64, device=device)
             self._buckets.append((flat, some))
             parts = flat.split([parameter.numel() for parameter in some])
@@ -102,16 +102,3 @@ class FixedPointReducer:
                 part.copy_(places)
                 part /= SCALE
         return gradient
-
-
-def _grouped(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Groups consecutive parameters into messages of at most `_BUCKET` integers; a larger parameter is alone."""
-    groups: list[list[nn.Parameter]] = []
-    filled = 0
-    for parameter in parameters:
-        if not groups or filled + parameter.numel() > _BUCKET:
-            groups.append([])
-            filled = 0
-        groups[-1].append(parameter)
-        filled += parameter.numel()
-    return groups

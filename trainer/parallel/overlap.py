@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.communicator import Communicator, grouped
 
 _BUCKET_BYTES = 32 * 2**20  # large enough for the network's full rate, small enough that the last one is soon sent
 
@@ -58,7 +58,8 @@ class BucketedReducer:
         self._armed = False
         self._next = 0
         self._bucket_of: dict[int, Bucket] = {}
-        for some in _grouped([p for p in reversed(parameters) if p.requires_grad], bucket_bytes):
+        own = [p for p in reversed(parameters) if p.requires_grad]
+        for some in grouped(own, bucket_bytes, lambda p: p.numel() * p.element_size()):
             bucket = Bucket(some[0].new_zeros(sum(p.numel() for p in some)), some)
             self.buckets.append(bucket)
             self._bucket_of.update({id(parameter): bucket for parameter in some})
@@ -113,17 +114,3 @@ class BucketedReducer:
         self.comm.wait([bucket.work for bucket in self.buckets if bucket.work is not None])
         for bucket in self.buckets:
             bucket.work = None
-
-
-def _grouped(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Groups consecutive parameters of together at most `limit` bytes."""
-    groups: list[list[nn.Parameter]] = []
-    filled = 0
-    for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        if not groups or filled + size > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(parameter)
-        filled += size
-    return groups

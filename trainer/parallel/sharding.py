@@ -5,7 +5,7 @@ the same parameters. Three rules ensure that for any share of the batch:
 
 - Every batch in a sharded encoder includes a blank span (`SpanBatch.with_blank`) whose gradient is exactly zero. So
   every layer and head takes part, even without documents or without a token to predict.
-- A worker with fewer microbatches than another runs empty ones (`TrainStep`, `Validator`).
+- A worker with fewer microbatches than another runs empty ones (`TrainTask`, `compute_together`).
 - Everything else works on whole tensors. A sharded run saves the same files as an unsharded one.
 """
 

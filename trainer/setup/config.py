@@ -22,15 +22,6 @@ from declutr.trainer.setup.corpora import Data, places_of, shares_of
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.step.config import OptimConfig
 
-_LATER = (
-    ("", "data_fraction", 1.0),
-    ("spans", "anchor_beta", [4, 2]),
-    ("spans", "positive_beta", [2, 4]),
-    ("validation", "sickr", None),
-    ("objective", "equal_views", False),
-    ("objective", "matryoshka", None),
-)
-"""Section, name and default of settings that came later; they are left out of the resume settings unless changed."""
 _UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient
 
 
@@ -276,11 +267,6 @@ class TrainConfig(Strict):
             values.pop("data", None)  # where it is decides nothing, and the shards have hashes
             if len(task.places) > 1:
                 values["data_weights"] = list(shares_of(task.data))
-        for section, key, default in _LATER:  # runs that started without these settings continue
-            for tree in (found, *found["auxiliary_tasks"].values()):
-                values = tree.get(section, {}) if section else tree
-                if key in values and values[key] == default:
-                    del values[key]
         return found
 
     def hash(self) -> str:

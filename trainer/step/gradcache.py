@@ -223,8 +223,8 @@ class GradCache:
     def _forward(self, piece: AnyBatch, number: int) -> tuple[Tensor, Tensor]:
         """Embeddings and MLM loss of a microbatch.
 
-        Dropout is keyed by token (trainer/model/dropout.py). Only the attention dropout of the padded layout
-        uses torch's generator. It is seeded with (seed, step, rank, microbatch), so that the second pass repeats the
+        Dropout is keyed by token (trainer/model/dropout.py). Only values that a family drops by functions of torch
+        use torch's generator. It is seeded with (seed, step, rank, microbatch), so that the second pass repeats the
         first.
         """
         device = piece.device

@@ -20,8 +20,8 @@ class DeviceEvent(Protocol):
 class HostEvent:
     """The processor works as it goes: it has reached each place at once."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._at = clock()
+    def __init__(self) -> None:
+        self._at = time.monotonic()
 
     def reached(self) -> bool:
         """As `DeviceEvent.reached`."""

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from declutr.trainer.parallel.communicator import Communicator, Request
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.request import Request
 from declutr.trainer.worker.device_events import DeviceEvent, HostEvent, events_of
 
 _KEPT_LINES = 10

@@ -160,7 +160,7 @@ class TrainingLoop:
         scores, name, rows = divide(found, self.config.seed, score)
         if metrics:
             metrics.scores(step, scores)
-            chosen = [score, REPORTED + score] if score in scores else scores
+            chosen = [each for each in (score, REPORTED + score) if each in scores] or scores
             told = ", ".join(f"{each} {scores[each]:.4f}" for each in chosen)
             get_logger().info("validated after step %d of %d: %s", step, self.train_step.total_steps, told)
         self.checkpointing.scored(step, scores, name, rows)

@@ -88,7 +88,11 @@ class AwsMetadata:
         """The answer about this host's end; None while there is none."""
         if not self._token:
             lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_SECONDS)}
-            self._token = _ask(Request(f"{self._root}/latest/api/token", headers=lifetime, method="PUT")).decode()
+            answer = _ask(Request(f"{self._root}/latest/api/token", headers=lifetime, method="PUT"))
+            token = answer.decode("ascii", "replace").strip()
+            if not (token.isascii() and token.isprintable()):  # a header cannot carry it
+                raise OSError("api/token: the answer is no token")
+            self._token = token
         place = f"{self._root}/latest/meta-data/spot/instance-action"
         try:
             return _ask(Request(place, headers={"X-aws-ec2-metadata-token": self._token}))
@@ -136,11 +140,10 @@ class SpotWatch(Watcher):
     Args:
         cloud: a key of CLOUDS.
         node: Ray's id of this host.
-        every_seconds: pause between two questions.
     """
 
-    def __init__(self, cloud: Literal["aws", "gcp"], node: str, every_seconds: float = _EVERY_SECONDS) -> None:
-        super().__init__(every_seconds, "declutr-spot", at_once=True)
+    def __init__(self, cloud: Literal["aws", "gcp"], node: str) -> None:
+        super().__init__(_EVERY_SECONDS, "declutr-spot", at_once=True)
         self._cloud, self._node, self._metadata = cloud, node, CLOUDS[cloud]()
         self._failures = 0
 

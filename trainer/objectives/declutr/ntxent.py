@@ -203,7 +203,7 @@ class MetricLearningLoss:
             )
 
     def __call__(self, embeddings: Tensor) -> Tensor:
-        """The loss of `(2M, D)` embeddings, where row i and row i + M row_shard a label."""
+        """The loss of `(2M, D)` embeddings, where row i and row i + M share a label."""
         labels = torch.arange(len(embeddings) // 2, device=embeddings.device).repeat(2)
         mined = self.miner(embeddings, labels) if self.miner is not None else None
         loss: Tensor = self.loss(embeddings, labels, mined)
