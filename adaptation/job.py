@@ -28,7 +28,7 @@ from declutr.adaptation.scores import (
     judge,
     moved,
 )
-from declutr.adaptation.state import AdaptError, State, opened
+from declutr.adaptation.state import STATE, AdaptError, State, opened
 from declutr.adaptation.whiten import WhitenConfig
 from declutr.common.bootstrap import MIN_ROWS, Comparison
 from declutr.common.config import validated
@@ -100,6 +100,9 @@ def adapt(
                 f"{config.encoder}: reads at most {start.max_tokens} tokens of a text, and passages have "
                 f"{WINDOW_TOKENS}; name an encoder that reads longer texts"
             )
+        if start.prompt:
+            raise AdaptError(f"{config.encoder}: puts {start.prompt!r} before every text, which passages do not have")
+        state.begin(start.fingerprint)
         return _Adaptation(config, output, address, state, start, pairs).run()
 
 
@@ -110,6 +113,8 @@ def _checked(config: AdaptConfig, output: Path) -> RetrievalTest | None:
         problems.append(problem)
     if problem := folder_problem(output):
         problems.append(f"--output {output}: {problem}")
+    if (output / ENCODER).exists() and not (output / STATE).is_file():
+        problems.append(f"--output {output}: its folder {ENCODER} is not of an adaptation; name another folder")
     if config.pairs is not None:
         try:
             pairs = read_test(expand(config.pairs))

@@ -23,6 +23,7 @@ class _Record(Strict):
     """The file."""
 
     config: AdaptConfig
+    start: str | None = None
     seconds: float = 0.0
     steps: int | None = None
     looks: list[str] = Field(default_factory=list)
@@ -60,6 +61,18 @@ class State:
     def decide_steps(self, steps: int) -> None:
         """Keeps the number of steps for later starts; 0 is decided again, because there may be more minutes then."""
         self._write(steps=steps or None)
+
+    def begin(self, start: str) -> None:
+        """Keeps the fingerprint of the start.
+
+        Raises:
+            AdaptError: an earlier start of the same adaptation had another one.
+        """
+        if self._record.start not in (None, start):
+            raise AdaptError(
+                f"--output {self.path.parent}: the encoder has changed since this adaptation began; name another folder"
+            )
+        self._write(start=start)
 
     def look(self, what: str) -> int:
         """Counts a look at the test documents, and returns the number of looks. The same look again counts once."""

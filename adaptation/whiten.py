@@ -122,6 +122,8 @@ def load(config: WhitenConfig) -> TransformerEncoder:
     encoder = load_encoder(config.encoder, trust_remote_code=config.trust_remote_code)
     if not isinstance(encoder, TransformerEncoder):
         raise WhiteningError(f"{config.encoder}: only a transformer can be whitened; word vectors have no layers")
+    if encoder.prompt:
+        raise WhiteningError(f"{config.encoder}: puts {encoder.prompt!r} before every text, which passages do not have")
     manifest = load_manifest(Path(config.shards))
     if manifest.content.kind != "documents":
         raise WhiteningError(f"{config.shards}: holds {manifest.content.kind}; the closed form needs documents")

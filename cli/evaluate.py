@@ -58,6 +58,8 @@ def run(arguments: list[str]) -> int:
     from declutr.evaluation.senteval.runner.plan import SETS, ScoringChoice, choose_tasks
 
     default = [*STS, *TRANSFER] if given.protocol == "simcse" else ["all"]
+    if given.cpus is not None and given.cpus < 1:
+        return refused(f"--cpus {given.cpus}: must be 1 or more")
     data = given.data or given.download
     try:
         nano, words = nanobeir.split_names(given.tasks.split(",") if given.tasks else default)

@@ -51,14 +51,16 @@ def evaluate_pairs(given: argparse.Namespace) -> int:
     from declutr.evaluation.retrieval.lexicon import Lexicon
 
     lexicon = Lexicon(test.texts)
-    scored, names = score_lexical(test, lexicon), list(dict.fromkeys(given.encoders))
-    for name in names:
+    scored, names = score_lexical(test, lexicon), list[str]()
+    for name in given.encoders:
         try:
             encoder = load(name, given)
-            sizes = sizes_of(encoder, given.sizes)
+            if encoder.name in names:
+                continue
+            scored += score_encoder(test, encoder, lexicon, sizes_of(encoder, given.sizes))
         except EncoderError as error:
-            return refused(f"not scored: {error}")
-        scored += score_encoder(test, encoder, lexicon, sizes)
+            return refused(f"{name} is not scored: {error}")
+        names.append(encoder.name)
     print(write_comparison(test, scored, names, given.output))
     print(f"\n{given.output / 'pairs.json'} has all numbers")
     return 0

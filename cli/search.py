@@ -29,6 +29,7 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--pairs", type=path_argument, help="choose the weight on pairs of query and text, or id")
     parser.add_argument("--model", help="with --pairs: the encoder, if it has moved since the embeddings were made")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
     given = parser.parse_args(arguments)
     if not given.embeddings.is_file():
         return refused(f"{given.embeddings}: no such file; name a file that `declutr embed` has written")
@@ -56,6 +57,7 @@ def run_index(arguments: list[str]) -> int:
             given.dtype,
             lexical,
             _chooser(given, choices) if given.pairs else weight,
+            given.open_addresses,
         )
     except (EmbedError, EncoderError, PairsError, OSError) as error:
         return refused(error)

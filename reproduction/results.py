@@ -13,20 +13,20 @@ from declutr.reproduction.provenance import facts
 RESULTS = "results"
 
 
-def write_results(plan: ItemPlan, marks: Sequence[str], command: Sequence[str]) -> str:
+def write_results(plan: ItemPlan, command: Sequence[str]) -> str:
     """Writes all files from the runs that have finished; returns the Markdown.
 
     Args:
         plan: the item.
-        marks: tasks whose data are not the published ones.
         command: arguments of the command.
     """
     cells = list({run.cell.name: run.cell for run in plan.runs}.values())
     numbers: dict[str, dict[str, dict[int, float]]] = {name: {} for name in plan.columns}
     seconds: dict[str, dict[int, float]] = {}
-    seeds = sorted({run.seed for run in plan.runs})
+    seeds, marks = sorted({run.seed for run in plan.runs}), set[str]()
     for run in plan.runs:
         if found := plan.finished(run):
+            marks |= {*found["marks"]}
             seconds.setdefault(run.cell.name, {})[run.seed] = found["seconds"]
             for name, value in found["scores"].items():
                 scored = [run.seed] if run.config else seeds  # its numbers stand beside those of every seed
@@ -35,7 +35,8 @@ def write_results(plan: ItemPlan, marks: Sequence[str], command: Sequence[str]) 
     compared = {name: compare_labels(cells, found, pairs) if trained else [] for name, found in numbers.items()}
     made = facts(["declutr reproduce", *command])
     finished = sum(map(len, seconds.values()))
-    text = "\n".join(_markdown(plan, [cell.name for cell in cells], numbers, compared, marks, made, finished)) + "\n"
+    names = [cell.name for cell in cells]
+    text = "\n".join(_markdown(plan, names, numbers, compared, sorted(marks), made, finished)) + "\n"
     write_json(
         plan.folder / f"{RESULTS}.json",
         {
@@ -48,13 +49,13 @@ def write_results(plan: ItemPlan, marks: Sequence[str], command: Sequence[str]) 
             "printed": plan.item.printed,
             "differences": {name: [one.to_json() for one in found] for name, found in compared.items()},
             "seconds": seconds,
-            "not_published_data": list(marks),
+            "not_published_data": sorted(marks),
             "settings": plan.settings.model_dump(mode="json"),
             **made,
         },
     )
     write_text(plan.folder / f"{RESULTS}.md", text)
-    _draw(plan, [cell.name for cell in cells], numbers)
+    _draw(plan, names, numbers)
     return text
 
 

@@ -61,15 +61,16 @@ def reproduce(
     with _alone(plan.folder, say):
         failed: list[str] = []
         for number, run in enumerate(plan.runs, 1):
-            if plan.finished(run) is None:
+            found = plan.finished(run)
+            if found is None or found["marks"] != scorer.marks:
                 say(f"run {number} of {len(plan.runs)}: {run.cell.name}, seed {run.seed}")
                 try:
                     _finish(plan, run, scorer)
                 except TrainingFailedError as error:  # such as a loss that is not finite: a result of this cell
                     failed.append(f"{run.cell.name}, seed {run.seed}: {str(error).splitlines()[0]}")
                     say(f"failed: {failed[-1]}")
-                write_results(plan, scorer.marks, command)
-        text = write_results(plan, scorer.marks, command)
+                write_results(plan, command)
+        text = write_results(plan, command)
     if failed:
         raise ReproduceError(
             f"{len(failed)} of {len(plan.runs)} runs failed, the others are scored: {'; '.join(failed)}"
@@ -114,4 +115,5 @@ def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:
     began = time.monotonic()
     scores = scorer.score(run)
     seconds += time.monotonic() - began
-    write_json(run.scores, {"identity": plan.identity(run), "scores": scores, "seconds": round(seconds, 1)})
+    facts = {"identity": plan.identity(run), "marks": scorer.marks, "seconds": round(seconds, 1)}
+    write_json(run.scores, facts | {"scores": scores})

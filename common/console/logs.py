@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 from tqdm import tqdm
@@ -96,16 +97,16 @@ _LINE = "{desc} {percentage:.0f}% ({n_fmt} of {total_fmt}), {elapsed} elapsed, {
 class Lines:
     """A file object that turns a bar into lines: its newest state once a minute, and its last state."""
 
-    def __init__(self) -> None:
-        self._wrote_at = time.monotonic()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._wrote_at = clock, clock()
         self._newest = self._wrote = ""
 
     def write(self, text: str) -> None:
         """Takes a state of the bar, which starts with a carriage return, or the newline at its end."""
         self._newest = text.strip() or self._newest
-        due = text == "\n" or time.monotonic() - self._wrote_at >= LINE_SECONDS
+        due = text == "\n" or self._clock() - self._wrote_at >= LINE_SECONDS
         if due and self._newest != self._wrote:
-            self._wrote_at, self._wrote = time.monotonic(), self._newest
+            self._wrote_at, self._wrote = self._clock(), self._newest
             sys.stderr.write(f"{time.strftime('%H:%M:%S')} {self._newest}\n")
             sys.stderr.flush()
 

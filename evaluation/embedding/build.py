@@ -40,6 +40,7 @@ def build_index(
     dtype: VectorType | None = None,
     lexical: LexicalKind | None = None,
     weight: float | Callable[[SearchIndex], WeightChoice] = DEFAULT_WEIGHT,
+    open_addresses: bool = False,
 ) -> IndexFacts:
     """Build an index from a file of `declutr embed` and the texts of its inputs.
 
@@ -51,6 +52,7 @@ def build_index(
         dtype: type of the stored vectors; None: int8 if the embeddings are, else float32.
         lexical: scores of words for a hybrid index; None: vectors alone.
         weight: of the words, or a function that chooses it with the index.
+        open_addresses: read inputs at addresses, which the file's note names.
 
     Raises:
         EmbedError: the note is missing, or the inputs have changed since.
@@ -58,6 +60,11 @@ def build_index(
     """
     note = read_note(embeddings)
     config = note.config.model_copy(update={"output": embeddings.absolute()})
+    if not open_addresses and (far := [path for path in config.inputs if "://" in path]):
+        raise EmbedError(
+            f"{embeddings}: its note names {far[0]}, which is not opened, because it may come from someone else; if "
+            "you trust it: --open-addresses"
+        )
     units = plan(config)
     if note.job != hash_json(identify(config, units, note.fingerprint)):
         raise EmbedError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")

@@ -143,7 +143,8 @@ class SearchIndex:
         Raises:
             EmbedError: another encoder made the index.
         """
-        if encoder.fingerprint != self.facts.fingerprint:
+        size = min(encoder.size, self.facts.shape.dimensions or encoder.size)
+        if encoder.fingerprint != self.facts.fingerprint or size != self.facts.size:
             raise EmbedError(
                 f"the index was made with {self.facts.choice.model} ({self.facts.fingerprint[:12]}); {encoder.name} "
                 f"({encoder.fingerprint[:12]}) gives different vectors; use the encoder of the index, or build it again"
@@ -154,7 +155,8 @@ class SearchIndex:
         shape = self.facts.shape.model_copy(update={"normalise": True})
         if shape.dtype == "int8":  # a query is not rounded
             shape = shape.model_copy(update={"dtype": "float32"})
-        vector: NDArray[np.float32] = shaped(encoder.encode([query]), shape)[0].astype(np.float32)
+        whole = query.encode("utf-8", "replace").decode()  # a terminal may give half a character
+        vector: NDArray[np.float32] = shaped(encoder.encode([whole]), shape)[0].astype(np.float32)
         return vector
 
     def hits(self, vector: NDArray[np.float32], top: int, query: str) -> list[Hit]:

@@ -86,6 +86,8 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
         get_logger().info("%s is already complete; nothing to embed", config.output)
         return done
     folder = config.output.absolute().with_name(f".{config.output.name}.parts")
+    if config.output.exists() and not note_path(config.output).exists() and not folder.is_dir():
+        raise EmbedError(f"--output {config.output}: exists and is not of `declutr embed`; name another file")
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder, config.output):
         return _embedded(config, units, identities, folder, encoder)

@@ -30,6 +30,9 @@ class Stored:
     text: str
 
 
+_MOST_ALLOCATED_BYTES = 2**24  # a mapped batch that is not compressed allocates nothing
+
+
 class StoredTexts:
     """Memory-mapped file of texts.
 
@@ -41,8 +44,12 @@ class StoredTexts:
         self._path, self._checked = path, dict[int, pa.RecordBatch]()
         try:
             self._file = pa.ipc.open_file(pa.memory_map(str(path)))
-            number = self._file.num_record_batches
-            sizes = [self._file.get_batch(batch).num_rows for batch in range(number)]
+            sizes, before = [], pa.total_allocated_bytes()
+            for number in range(self._file.num_record_batches):
+                batch = self._file.get_batch(number)
+                sizes.append(batch.num_rows)
+                if pa.total_allocated_bytes() > before + _MOST_ALLOCATED_BYTES:
+                    raise self._wrong("its batches are compressed")
         except (pa.ArrowException, OSError) as error:
             raise self._wrong(str(error)) from error
         if self._file.schema != SCHEMA or sum(sizes) != rows or any(size != CHUNK_ROWS for size in sizes[:-1]):

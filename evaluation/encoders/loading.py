@@ -35,6 +35,7 @@ from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.exported import EXPORT
+from declutr.trainer.model.bounds import BoundsError, check_folder, check_tokenizer
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import max_span_tokens
 
@@ -114,6 +115,12 @@ def load_encoder(
     if max_tokens is not None and max_tokens < least:
         raise EncoderError(f"max_tokens = {max_tokens}: {name} needs {least} for one token with its special tokens")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        there = torch.device(device).type != "cuda" or torch.cuda.is_available()
+    except RuntimeError:
+        there = False
+    if not there:
+        raise EncoderError(f"device = {device}: torch finds none on this machine; cpu always works")
     after = recipe.after.to(device).eval() if recipe else nn.Sequential()
     if precision == "auto":
         half = device != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -151,6 +158,11 @@ def _exported(
     given = {"--pooling": pooling, "--max-tokens": max_tokens, "--long-texts": long_texts}
     if fixed := [f"{name} {value}" for name, value in given.items() if value not in (None, "cut")]:
         raise EncoderError(f"{path}: {', '.join(fixed)} has no effect on an export; export again with other settings")
+    try:
+        check_folder(path)
+        check_tokenizer(path)
+    except (BoundsError, OSError, ValueError) as error:
+        raise EncoderError(f"{path} is not loaded: {error}") from error
     return kind(path)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from declutr.common.hub import hub_problem
 from declutr.common.storage import read_json
-from declutr.evaluation.encoders.protocol import EncoderError, Pooling, missing, near
+from declutr.evaluation.encoders.protocol import MOST_PROMPT, EncoderError, Pooling, missing, near
 from declutr.evaluation.encoders.weights import DAMAGE
 from declutr.trainer.model.behind import Normalize, load_dense, modules_of
 
@@ -27,7 +27,6 @@ _FLAGS = {
 }
 _MOST_MODULES = 32
 _MOST_TOKENS = 2**24
-_MOST_PROMPT = 16_384
 _OF_MODULES = ("1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
@@ -115,8 +114,8 @@ def _prompt(name: str, options: dict[str, Any]) -> str:
     prompt = prompts.get(chosen, "") if isinstance(chosen, str) and isinstance(prompts, dict) else ""
     if not (chosen is None or isinstance(chosen, str)) or not isinstance(prompts, dict) or not isinstance(prompt, str):
         raise EncoderError(f"{name}: config_sentence_transformers.json is damaged: its prompts must be texts by name")
-    if len(prompt) > _MOST_PROMPT:
-        raise EncoderError(f"{name}: its prompt has {len(prompt):,} characters; it may have {_MOST_PROMPT:,}")
+    if len(prompt) > MOST_PROMPT:
+        raise EncoderError(f"{name}: its prompt has {len(prompt):,} characters; it may have {MOST_PROMPT:,}")
     return prompt
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from declutr.common.storage import hash_file, hash_json, read_json
-from declutr.evaluation.encoders.protocol import EncoderError, texts_of
+from declutr.evaluation.encoders.protocol import MOST_PROMPT, EncoderError, texts_of
 
 GRAPH = "model.onnx"
 SETTINGS = "declutr_onnx.json"
@@ -61,6 +61,8 @@ class OnnxEncoder:
             files = [hash_file(folder / file) for file in (GRAPH, "tokenizer.json")]
         except Exception as error:  # tokenizers raises Exception itself
             raise EncoderError(f"{folder}: is a damaged export to ONNX ({error!r}); export again") from error
+        if len(self.prompt) > MOST_PROMPT:
+            raise EncoderError(f"{folder}: its prompt has {len(self.prompt):,} characters; it may have {MOST_PROMPT:,}")
         if settings.get("tokenizer") != files[1]:
             raise EncoderError(f"{folder}: tokenizer.json is not the one of its graph; export again")
         self.fingerprint = hash_json([*files, self.prompt])

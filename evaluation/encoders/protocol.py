@@ -38,6 +38,10 @@ class SentenceEncoder(Protocol):
         """Return embeddings `(len(texts), size)` in the order of the texts; TypeError for one text alone."""
 
 
+MOST_PROMPT = 16_384
+"""Most characters that may be put before every text."""
+
+
 def texts_of(texts: Sequence[str]) -> list[str]:
     """The texts of `encode` as a list.
 

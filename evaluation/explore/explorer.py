@@ -45,14 +45,18 @@ def fit_plane(vectors: NDArray[np.float32]) -> Plane:
     """Fit the plane of vectors `(n, size)`, n and size at least 1. Their order affects rounding only."""
     mean = vectors.mean(axis=0, dtype=np.float64)
     centred = vectors - mean
-    covariance = centred.T @ centred / len(centred)
-    size = len(covariance)
-    found, columns = eigh(covariance, subset_by_index=[max(0, size - 2), size - 1])
+    count, size = centred.shape
+    # The smaller of the two products has the same eigenvalues: the size comes from a file, and may be any.
+    product = (centred.T @ centred if size <= count else centred @ centred.T) / count
+    order = len(product)
+    found, columns = eigh(product, subset_by_index=[max(0, order - 2), order - 1])
+    if size > count:  # eigenvectors of the other product, of length 1
+        columns = centred.T @ columns / np.sqrt(np.maximum(found * count, np.finfo(np.float64).tiny))
     axes = np.zeros((size, 2))
     axes[:, : len(found)] = columns[:, ::-1]
     # The sign of an eigenvector is arbitrary: make the number of largest magnitude positive.
     axes *= np.where(np.take_along_axis(axes, np.abs(axes).argmax(axis=0)[None], axis=0) < 0, -1.0, 1.0)
-    total = float(np.trace(covariance))
+    total = float(np.trace(product))
     return Plane(mean, axes, min(1.0, max(0.0, float(found.sum()) / total)) if total else 1.0)
 
 

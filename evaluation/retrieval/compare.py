@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, paired_interval
 from declutr.common.storage import write_json, write_text
-from declutr.evaluation.encoders.protocol import SentenceEncoder, unit_rows
+from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder, unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.lexicon import NAMES, Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
@@ -45,7 +45,12 @@ def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) ->
     Args:
         scores: `(Q, G)`.
         relevant: numbers of the relevant texts of each query, at least one.
+
+    Raises:
+        EncoderError: a score is NaN, which no other score exceeds.
     """
+    if np.isnan(scores).any():
+        raise EncoderError("an embedding is not finite, so that texts have no order")
     rows = np.empty((len(relevant), len(MEASURES)))
     for row, (values, wanted) in enumerate(zip(scores, relevant, strict=True)):
         places = positions(values, wanted)

@@ -63,10 +63,10 @@ def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
         texts = list(dict.fromkeys(text for _, _, text in rows))
         number = {text: [place] for place, text in enumerate(texts)}
     else:
-        found = {
-            _text(documents, line, row, "id"): _text(documents, line, row, "text") for line, row in _rows(documents)
-        }
-        texts, number = list(found.values()), {name: [place] for place, name in enumerate(found)}
+        texts, number = list[str](), dict[str, list[int]]()
+        for line, row in _rows(documents):  # an id may have several texts, such as the passages of a document
+            number.setdefault(_text(documents, line, row, "id"), []).append(len(texts))
+            texts.append(_text(documents, line, row, "text"))
     queries, relevant = join_pairs(pairs, rows, number, str(documents))
     if len(texts) < 2:
         raise PairsError(f"--pairs {pairs}: there is one text to search; a retrieval test needs at least two")
@@ -136,6 +136,8 @@ def _text(path: Path, line: int, row: dict[str, Any], name: str) -> str:
         value = str(value)
     if not isinstance(value, str) or not value.strip():
         raise PairsError(f"{path}, line {line}: `{name}` must be a text, not {str(value)[:40]!r}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise PairsError(f"{path}, line {line}: `{name}` holds half of a character (a lone surrogate)")
     return value
 
 

@@ -84,6 +84,13 @@ def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):
     assert f"--output {output}: " in told
 
 
+def test_adapt_leaves_a_folder_alone_that_it_did_not_write(encoder, tmp_path):
+    shutil.copytree(encoder, tmp_path / "encoder")
+    with pytest.raises(AdaptError, match=all_of("--output", "encoder", "another folder")):
+        adapt(tmp_path / "encoder", "-", tmp_path)
+    assert (tmp_path / "encoder" / "config.json").is_file()
+
+
 def test_adapt_refuses_too_few_judged_pairs_before_any_work(encoder, tmp_path):
     (tmp_path / "sts-test.csv").write_text("a\tb\tc\t1\t3.5\tone\tother\n" * 99)
     with pytest.raises(AdaptError, match=all_of("--stsb", "99 pairs", "100")):

@@ -39,6 +39,14 @@ def test_decide_steps_of_no_time_is_decided_again(tmp_path):
         assert state.steps is None
 
 
+def test_begin_with_an_encoder_that_has_changed_is_refused(tmp_path):
+    for _ in range(2):
+        with opened(CONFIG, tmp_path) as state:
+            state.begin("first")
+    with opened(CONFIG, tmp_path) as state, pytest.raises(AdaptError, match=all_of("encoder has changed", "folder")):
+        state.begin("second")
+
+
 def test_opened_with_another_encoder_is_refused(tmp_path):
     with opened(CONFIG, tmp_path) as state:
         state.decide_steps(77)

@@ -310,6 +310,17 @@ def test_the_plane_is_that_of_the_largest_variance():
     assert fit_plane(np.ones((1, 3), np.float32)).place(np.ones((1, 3), np.float32)).tolist() == [[0.0, 0.0]]
 
 
+def test_plane_of_few_wide_vectors_is_the_same_and_small():
+    vectors = np.random.default_rng(0).standard_normal((9, 20)).astype(np.float32)
+    plane = fit_plane(vectors)
+    centred = vectors - vectors.mean(axis=0)
+    values = np.linalg.svd(centred, compute_uv=False) ** 2
+    assert plane.share == pytest.approx(values[:2].sum() / values.sum(), rel=1e-5)
+    np.testing.assert_allclose(plane.axes.T @ plane.axes, np.eye(2), atol=1e-5)
+    np.testing.assert_allclose((plane.place(vectors) ** 2).sum(axis=0), values[:2], rtol=1e-4)
+    assert fit_plane(np.ones((2, 200_000), np.float32)).share == 1
+
+
 def test_rows_are_drawn_by_the_seed_whatever_their_number():
     rows = sample_rows(10**12, 500)
     assert rows == sample_rows(10**12, 500) != sample_rows(10**12, 500, seed=1)

@@ -91,6 +91,12 @@ def test_table_has_the_numbers_of_sentence_transformers(tmp_path):
     assert theirs.shape == (5, 8)
     with pytest.raises(TypeError, match="a list of texts"):
         encoder.encode("wordaa")
+    growing = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+    tokenizer = json.loads((output / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [growing] * 3}
+    (output / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(EncoderError, match="more than 256 times as long"):
+        load_encoder(str(output))
     assert json.loads((output / MEASUREMENT).read_text())["cosine"] is None
     first = (output / "model.safetensors").read_bytes()
     assert export(folder, tmp_path / "again", "static", *more) == 0

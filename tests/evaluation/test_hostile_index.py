@@ -83,9 +83,9 @@ def test_altered_vectors_are_refused(index, damage, capsys):
     assert told.count("\n") == 1
 
 
-def ipc(schema, columns):
+def ipc(schema, columns, compression=None):
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as writer:
+    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
     return sink.getvalue().to_pybytes()
 
@@ -107,6 +107,7 @@ TEXTS = {
     "offsets back": lambda _: offsets(-(2**20)),
     "other columns": lambda _: ipc(pa.schema([("text", pa.int64())]), [pa.array(range(ROWS))]),
     "fewer rows": lambda _: ipc(SCHEMA, [pa.array(["x"])] * 3),
+    "compressed": lambda _: ipc(SCHEMA, [pa.array(["x" * 500_000] * ROWS)] * 3, "zstd"),
     "no text": lambda raw: raw.replace(b"word1 ", b"w\xff\xfe\xff1 "),
 }
 

@@ -90,6 +90,29 @@ def test_another_encoder_and_altered_files_are_refused(embedded, tmp_path, capsy
         SearchIndex(tmp_path / "index")
 
 
+def test_addresses_of_a_received_note_are_not_opened(embedded, tmp_path, capsys):
+    note = embedded.with_name(f"{embedded.name}.json")
+    values = json.loads(note.read_text())
+    values["config"]["inputs"] = ["s3://bucket/in.jsonl?endpoint_override=http://127.0.0.1:9"]
+    note.write_text(json.dumps(values))
+    assert main(["index", str(embedded), "--output", str(tmp_path / "index")]) == 1
+    says(capsys.readouterr().err, "s3://bucket", "--open-addresses")
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "new.npy"])
+def test_embed_overwrites_neither_input_nor_what_is_not_its_own(embedded, tmp_path, capsys, name):
+    (tmp_path / "mine.npy").write_bytes(b"mine")
+    given = ["embed", "hashed-words:8", str(tmp_path / "in.jsonl"), "--output"]
+    assert main([*given, str(tmp_path / "mine.npy")]) == 1
+    says(capsys.readouterr().err, "mine.npy", "not of `declutr embed`")
+    assert (tmp_path / "mine.npy").read_bytes() == b"mine"
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.parquet").write_bytes(embedded.read_bytes())
+    inside = tmp_path / "texts" / ("a.parquet" if name == "in.jsonl" else name)
+    assert main(["embed", "hashed-words:8", str(tmp_path / "texts"), "--output", str(inside)]) == 1
+    says(capsys.readouterr().err, "is in the input")
+
+
 def test_changed_inputs_are_not_indexed(embedded, tmp_path):
     with (tmp_path / "in.jsonl").open("a") as stream:
         stream.write('{"text": "more", "name": "n5"}\n')

@@ -195,8 +195,8 @@ def mean_recalls(held: Gallery, parameters: Sequence[Tensor], fold_images: int) 
 def recalls(images: Tensor, captions: Tensor) -> Recalls:
     """Recalls of one fold: unit vectors (I, size) and (5 I, size).
 
-    A rank is the number of candidates that score higher. The official code sorts, with arbitrary order among equal
-    scores.
+    A rank is the number of candidates that score higher, and half of those that score the same. The official code
+    sorts, with arbitrary order among equal scores.
     """
     owner = torch.arange(len(captions)) // CAPTIONS_PER_IMAGE
     text_ranks, image_ranks = [], []
@@ -204,10 +204,11 @@ def recalls(images: Tensor, captions: Tensor) -> Recalls:
         scores = part @ captions.mT
         own = owner == torch.arange(begin, begin + len(part))[:, None]
         best = scores.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
-        text_ranks.append((scores > best).sum(1))
+        text_ranks.append((scores > best).sum(1) + 0.5 * ((scores == best) & ~own).sum(1))
     for part, image in zip(captions.split(_SCORED_QUERIES), owner.split(_SCORED_QUERIES), strict=True):
         scores = part @ images.mT
-        image_ranks.append((scores > scores.gather(1, image[:, None])).sum(1))
+        mine = scores.gather(1, image[:, None])
+        image_ranks.append((scores > mine).sum(1) + 0.5 * ((scores == mine).sum(1) - 1))
     return Recalls(_summary(torch.cat(text_ranks)), _summary(torch.cat(image_ranks)))
 
 

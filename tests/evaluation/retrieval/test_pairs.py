@@ -42,6 +42,7 @@ def test_read_test_of_csv_with_documents_searches_all_of_them(tmp_path):
         ([], "no pairs"),
         ([["query", "text"]], ("line 1", "list", "object")),
         ([{"query": "a", "text": "b"}], "one text"),
+        ([{"query": "a", "text": "cat \ud83d"}], ("line 1", "`text`", "half of a character")),
     ],
 )
 def test_read_test_of_a_poor_file_names_the_place(tmp_path, rows, told):
@@ -67,6 +68,31 @@ def test_read_test_of_another_format_says_so(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(PairsError, match="UTF-8"):
         read_test(tmp_path / name)
+
+
+def test_read_test_keeps_every_text_of_an_id(tmp_path):
+    pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": "a", "id": 1}, {"query": "b", "id": 2}])
+    rows = [{"id": 1, "text": "cat"}, {"id": 2, "text": "fish"}, {"id": 1, "text": "bird"}]
+    test = read_test(pairs, jsonl(tmp_path / "documents.jsonl", rows))
+    assert (test.texts, test.relevant) == (["cat", "fish", "bird"], [[0, 2], [1]])
+
+
+def test_measures_of_embeddings_that_are_not_finite_are_refused(tmp_path, capsys):
+    vectors = "".join(f"{word} {value} 1.0\n" for word, value in (("cat", "nan"), ("dog", "0.5"), ("fish", "2.0")))
+    (tmp_path / "words.vec").write_text(f"3 2\n{vectors}")
+    rows = [{"query": "cat", "text": "cat fish"}, {"query": "dog", "text": "dog"}]
+    pairs = jsonl(tmp_path / "pairs.jsonl", rows)
+    assert run([str(tmp_path / "words.vec"), "--pairs", str(pairs), "--output", str(tmp_path / "scores")]) == 1
+    says(capsys.readouterr().err, "words.vec", "not finite")
+
+
+def test_evaluate_pairs_of_an_encoder_named_twice_scores_it_once(tmp_path):
+    rows = [{"query": f"w{number}", "text": f"w{number} x"} for number in range(3)]
+    pairs = jsonl(tmp_path / "pairs.jsonl", rows)
+    given = ["hashed-words:8", "hashed-words@0:8", "hashed-words:4", "--pairs", str(pairs)]
+    assert run([*given, "--output", str(tmp_path / "scores")]) == 0
+    written = json.loads((tmp_path / "scores" / "pairs.json").read_text())
+    assert list(written["differences"]) == ["hashed-words:4"]
 
 
 def test_differences_need_a_hundred_queries_for_an_interval():

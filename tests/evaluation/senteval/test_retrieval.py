@@ -112,3 +112,10 @@ def test_wrong_galleries_are_refused():
     one = made(2, 0)
     with pytest.raises(ValueError, match=all_of("10 training captions", "one batch")):
         retrieval(one, one, one)
+
+
+def test_equal_embeddings_find_nothing():
+    images = torch.nn.functional.normalize(torch.randn(1000, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
+    found = recalls(images, images[:1].expand(5000, -1))
+    assert max(found.to_text[:3]) <= 0.5
+    assert found.to_image[3] > 400
