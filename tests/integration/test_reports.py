@@ -36,7 +36,7 @@ def test_tune_sees_the_checkpoints_of_a_run(data, finished, tmp_path):
 
 @pytest.mark.usefixtures("session")
 def test_rays_own_trainer_starts_the_workers(tmp_path):
-    trainer = build_group(ScalingConfig(device="cpu"), "cpu", {}, tmp_path, "channel", {})
+    trainer = build_group(ScalingConfig(device="cpu"), "cpu", {}, "", tmp_path, "channel", {})
     assert type(trainer) is TorchTrainer
     assert isinstance(trainer.backend_config, TorchConfig)
     allocator = trainer.run_config.worker_runtime_env["env_vars"]["LD_PRELOAD"]

@@ -10,6 +10,7 @@ from prepared import Row, write_prepared
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
 from declutr.pipeline.shards.manifest import data_hash, load_manifest
+from declutr.trainer.checkpoints.state import joint_hash
 from declutr.trainer.checkpoints.weights import collect
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
@@ -49,7 +50,8 @@ def loop_of(config, run, train_step, data):
     scheduler = TaskScheduler([train_step])
     heartbeat = Heartbeat(train_step.comm.rank, train_step.comm.size)
     hashes = {"": data_hash(load_manifest(data))}
-    checkpointing = Checkpointing(config, run, hashes, scheduler, heartbeat)
+    identity = {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}
+    checkpointing = Checkpointing(config, run, identity, hashes, scheduler, heartbeat)
     return TrainingLoop(
         config,
         run,

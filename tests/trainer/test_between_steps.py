@@ -12,13 +12,14 @@ from messages import all_of, says
 
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.saver import SaveError
+from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import collect
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.metrics import MetricsWriter, read_metrics
 from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.model.load_report import LoadReport
 from declutr.trainer.objectives.row_score import RowScore, choosing_rows
-from declutr.trainer.parallel.communicator import Request
+from declutr.trainer.parallel.request import Request
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 
 
@@ -92,8 +93,9 @@ def on_ranks(comm, folder):
         if (saver := other.checkpointing.saver) is not None:
             saver.close()
             saver._failure = "the disk is full"
+        other.checkpointing.after_step(4, {}, stop=False, agreed=Request.SAVE)  # it failed after the agreement
         try:
-            other.checkpointing.after_step(4, {}, stop=False)
+            other.checkpointing.after_step(5, {}, stop=False)
         except SaveError as error:
             words = str(error)
     return (
@@ -106,6 +108,18 @@ def on_ranks(comm, folder):
         same(tensors(other), tensors(one)),
         words,
     )
+
+
+def test_checkpoints_of_a_run_whose_task_skipped_a_step_are_kept(tmp_path):
+    one = worker(tmp_path, checkpoint={"every_steps": 1})
+    with one.checkpointing.writing(nothing):
+        one.checkpointing.save(1, {})
+        one.checkpointing.saver.wait()
+    folder = tmp_path / "checkpoints"
+    _, state = checkpoint.find_latest(folder)
+    later = RunState(**state.model_dump() | {"step": 2, "files": {}, "tasks_skipped": {"image": (2, 1)}})
+    checkpoint.save(folder, later, collect(one.scheduler.train_steps))
+    assert checkpoint.find_latest(folder)[1].tasks_skipped == {"image": [2, 1]}
 
 
 @pytest.mark.dist

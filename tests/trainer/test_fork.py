@@ -1,12 +1,13 @@
 """Forks and changed shards of a run with an auxiliary task, found before any worker starts. No Ray."""
 
+import json
 import shutil
 
 import pytest
 from madeup import config_of, shards
 from mediafiles import png
 from mediashards import prepare_media
-from messages import says
+from messages import all_of, says
 
 from declutr.common.config import ConfigError
 from declutr.pipeline.shards.manifest import load_manifest
@@ -17,6 +18,7 @@ from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.fork import fork
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_encoder, load_tokenizer
+from declutr.trainer.setup.geometry import RESUME_SETTINGS
 from declutr.trainer.setup.tasks import build_task, build_train_steps
 from declutr.trainer.step.microbatch import Microbatch
 
@@ -85,3 +87,10 @@ def test_replaced_shards_are_named_by_their_task(made, tmp_path):
     pictures(root / "images", 50)
     (line,) = problems(config(root))
     says(line, "other shards", f"auxiliary_tasks.image.data = {root}/images/out")
+
+
+def test_a_fork_with_moments_of_the_other_kind_is_refused(made, tmp_path):
+    (made / "run" / RESUME_SETTINGS).write_text(json.dumps(config(made).resume_settings()))
+    other = config(made).model_copy(update={"optim": config(made).optim.model_copy(update={"bias_correction": False})})
+    with pytest.raises(ConfigError, match=all_of("optim.bias_correction = False", "had True")):
+        fork(other, str(tmp_path / "new"))

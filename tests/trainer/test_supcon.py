@@ -5,6 +5,7 @@ import torch
 from measures import deviation
 
 from declutr.trainer.objectives.declutr.ntxent import ntxent
+from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.loss import supcon
 
 
@@ -46,3 +47,10 @@ def test_order_of_the_batch_changes_nothing():
     assert supcon(embeddings[order], labels[order], 0.1).item() == pytest.approx(
         supcon(embeddings, labels, 0.1).item(), rel=1e-12
     )
+
+
+def test_reference_supcon_survives_a_round_of_its_settings():
+    config = SupconConfig(reference_supcon=True)
+    assert SupconConfig.model_validate(config.model_dump(mode="json")) == config
+    with pytest.raises(ValueError, match="base_temperature"):
+        SupconConfig(reference_supcon=True, base_temperature=0.5)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import xxhash
@@ -62,7 +63,7 @@ class RunState(Strict):
     """Number of steps so far that were skipped because their loss was not finite (`on_nonfinite_loss`)."""
     skipped_in_a_row: int = Field(default=0, ge=0)
     """Number of skipped steps directly before and at `step`."""
-    tasks_skipped: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    tasks_skipped: dict[str, Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(default_factory=dict)
     """The same two numbers of each auxiliary task with its own update, if it skipped steps."""
 
     @property

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from declutr.pipeline.shards.manifest import MANIFEST
 from declutr.pipeline.shards.shards import ShardError, ShardSet
 from declutr.trainer.data.plan import Plan
 
@@ -19,7 +20,7 @@ Part = tuple[float, int]
 """A share of the documents, and the seed that chooses them."""
 Fetch = Callable[[pa.Table, NDArray[np.int64], ShardSet], pa.Table]
 """Changes rows of the shards, given the epoch of each and the shards; it must not import torch."""
-_shards: dict[tuple[tuple[str, ...], Part | None], ShardSet] = {}  # opened once per process
+_shards: dict[tuple[tuple[str, ...], Part | None, tuple[int, ...]], ShardSet] = {}  # opened once per process
 
 
 @dataclass(frozen=True)
@@ -84,17 +85,19 @@ def rank_plan(
 
 def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> pa.Table:
     """Reads a chunk as a Ray Data task: from its number, counted from `first`, to its documents and epochs."""
-    opened = rank_plan.folders, rank_plan.part
-    if opened not in _shards:
-        folder, *others = folders = [Path(one) for one in rank_plan.folders]
-        for missing, place in zip(folders, rank_plan.places, strict=False):
-            if missing.exists():
-                continue
-            from declutr.common.stores.address import is_remote  # slow to import, and most tasks do not need it
-            from declutr.common.stores.folders import local_copy
+    folder, *others = folders = [Path(one) for one in rank_plan.folders]
+    for missing, place in zip(folders, rank_plan.places, strict=False):
+        if missing.exists():
+            continue
+        from declutr.common.stores.address import is_remote  # slow to import, and most tasks do not need it
+        from declutr.common.stores.folders import local_copy
 
-            if is_remote(place) and local_copy(place, missing.parent) != missing:
-                raise ShardError(f"{place} holds other shards than at the start of the run")
+        if is_remote(place) and local_copy(place, missing.parent) != missing:
+            raise ShardError(f"{place} holds other shards than at the start of the run")
+    lists = [one / MANIFEST for one in folders]  # a folder may be prepared again while this process lives
+    made = tuple(one.stat().st_mtime_ns if one.exists() else 0 for one in lists)
+    opened = rank_plan.folders, rank_plan.part, made
+    if opened not in _shards:
         _shards[opened] = ShardSet(folder, "train", look=False, part=rank_plan.part, others=others)
     epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
     return fetched(_shards[opened], documents, epochs, rank_plan.fetch)

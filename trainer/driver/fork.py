@@ -6,7 +6,9 @@ rate schedule), the metrics up to it, and the state of the objective. The old ru
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -65,7 +67,8 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
         raise ConfigError("train", [f"run = {old}: has no good checkpoint to fork from"])
     path, state = found
     steps = config.total_steps(resolved.plan)
-    wrong = _misfits(resolved, path)
+    before = read_resume_settings(old) or {}
+    wrong = [*_misfits(resolved, path), *_other_moments(config, before)]
     if state.step >= steps:
         wrong.append(
             f"--fork {new_run}: {old} is at step {state.step} already, the new run ends at {steps}; increase steps"
@@ -85,20 +88,31 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
                 "documents": state.step * config.batch_documents,
                 "files": files,
                 "tasks_skipped": {name: n for name, n in state.tasks_skipped.items() if name in config.auxiliary_tasks},
-                "scores": state.scores if state.data_hash == data else {},
-                "reported": None,  # a fork starts with these weights, and validates them
+                "scores": {},  # a fork starts with these weights, and validates them by its own settings
+                "reported": None,
                 "sizes": {name: (folder / name).stat().st_size for name in files},
             }
         )
         write_json(folder / "state.json", renewed.model_dump(mode="json"))
         lines = [line for line in read_metrics(old) if line["step"] <= state.step]
         write_text(aside / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
-        before = read_resume_settings(old) or {}
         write_json(aside / RESUME_SETTINGS, config.resume_settings())
         write_json(
             aside / FORK, {"from": str(old), "step": state.step, "changed": changes(before, config.resume_settings())}
         )
     return config
+
+
+def _other_moments(config: TrainConfig, before: Mapping[str, Any]) -> list[str]:
+    """Optimizers whose moments the fork cannot continue: with bias correction they count steps, without they do not."""
+    found = []
+    for name, task in config.tasks().items():
+        old = before.get("auxiliary_tasks", {}).get(name, {}) if name else before
+        was = (old.get("optim") or {}).get("bias_correction")
+        if was is not None and was != task.optim.bias_correction:
+            key = f"auxiliary_tasks.{name}.optim.bias_correction" if name else "optim.bias_correction"
+            found.append(f"{key} = {task.optim.bias_correction}: the run had {was}, and a fork keeps its moments")
+    return found
 
 
 def _kept_tasks(config: TrainConfig, folder: Path, state: RunState) -> dict[str, str]:

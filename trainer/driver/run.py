@@ -206,8 +206,9 @@ def _workers(
     if config.scaling.local:
         from declutr.trainer.driver.local import LocalRun  # loads torch, which a driver of a group does not need
 
-        return LocalRun(settings, steps, signals, marks, device)
-    return Supervisor(config.scaling, settings.model_dump(mode="json"), run, steps, signals, marks, device)
+        return LocalRun(settings, config.hash(), steps, signals, marks, device)
+    given = settings.model_dump(mode="json"), config.hash(), run
+    return Supervisor(config.scaling, *given, steps, signals, marks, device)
 
 
 def terms_of(config: TrainConfig) -> list[str]:

@@ -58,7 +58,7 @@ def peak_memory_mib() -> float:
     """Peak memory so far in MiB, of the GPU if one is used, else of this process."""
     import torch
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

@@ -14,7 +14,7 @@ from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.ranking import EarlyStopping
 from declutr.trainer.checkpoints.saver import SaveError, Saver
-from declutr.trainer.checkpoints.state import Reported, RunState, joint_hash, read_origin
+from declutr.trainer.checkpoints.state import Reported, RunState, read_origin
 from declutr.trainer.checkpoints.store import after_save
 from declutr.trainer.checkpoints.weights import collect, load
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
@@ -42,6 +42,7 @@ class Checkpointing:
         self,
         config: TrainConfig,
         run: Path,
+        identity: dict[str, str],
         hashes: dict[str, str],
         scheduler: TaskScheduler,
         heartbeat: Heartbeat,
@@ -57,7 +58,7 @@ class Checkpointing:
         self._heartbeat = heartbeat
         self._reporter = reporter
         self._metrics: dict[int, dict[str, Any]] = {}  # of steps whose checkpoint is not reported yet
-        self.identity = {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}
+        self.identity = identity
         self._task_hashes = hashes if config.auxiliary_tasks else {}
 
     def resume(self) -> int:
@@ -205,8 +206,11 @@ class Checkpointing:
 
     def save(self, step: int, scores: dict[str, float]) -> None:
         """Copies a checkpoint for the first worker's saver; every worker takes part."""
-        train_step, saver = self._train_step, self.saver
-        memory = saver.reuse_memory() if saver is not None else None
+        train_step, saver, memory = self._train_step, self.saver, None
+        try:
+            memory = saver.reuse_memory() if saver is not None else None
+        except Exception:  # noqa: BLE001 - raised after the next agreement; the other workers copy, and would wait
+            saver = None
         contents = collect(self._scheduler.train_steps, keep=saver is not None, memory=memory)
         if saver is not None:
             if self._reporter is not None:

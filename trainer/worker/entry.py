@@ -25,8 +25,9 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, and again after each failure.
 
     Args:
-        settings: `config` (the TrainConfig as JSON), `device` (of the run), `channel` (name of the control channel),
-            `marks` (the driver's part of the Stopwatch) and `checkpoints` (their folder as Ray Train knows it).
+        settings: `config` (the TrainConfig as JSON), `config_hash` (see `work`), `device` (of the run), `channel` (name
+            of the control channel), `marks` (the driver's part of the Stopwatch) and `checkpoints` (their folder as Ray
+            Train knows it).
 
     Returns:
         None after the last step. Otherwise `given_up` with the reason; or the saved `step` with `stopped`, the notice,
@@ -59,7 +60,15 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     limit_resources(streams, resources.get("CPU", 0) - settled, resources.get("object_store_memory", 0))
     channel, still_seconds = ControlChannel(settings["channel"]), config.scaling.watchdog_timeout_seconds / 2
     with Listener(channel, heartbeat, still_seconds) as listener, spot_watch:
-        return work(config, device, heartbeat, stopwatch, listener.notice, Reporter(settings["checkpoints"]))
+        return work(
+            config,
+            settings["config_hash"],
+            device,
+            heartbeat,
+            stopwatch,
+            listener.notice,
+            Reporter(settings["checkpoints"]),
+        )
 
 
 def _device(kind: Literal["cpu", "cuda"]) -> torch.device:

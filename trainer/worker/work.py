@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from declutr.common.console.logs import get_logger
 from declutr.pipeline.shards.shards import ShardError
 from declutr.trainer.checkpoints.saver import SaveError
 from declutr.trainer.checkpoints.state import data_hashes, joint_hash
@@ -32,6 +33,7 @@ from declutr.trainer.worker.stopwatch import Stopwatch
 
 def work(
     config: TrainConfig,
+    config_hash: str,
     device: torch.device,
     heartbeat: Heartbeat,
     stopwatch: Stopwatch,
@@ -42,6 +44,7 @@ def work(
 
     Args:
         config: of the run, with absolute paths.
+        config_hash: of the configuration as it was given, which no other place of its folders changes.
         device: of this worker.
         heartbeat: of this worker; it has its rank and the number of workers.
         stopwatch: of the start.
@@ -65,7 +68,8 @@ def work(
         shards = {name: training_set(one) for name, one in settings.items()}
         hashes = data_hashes({name: one.manifest for name, one in shards.items()})
         if store := store_of(config.run, run):
-            fetch_run(store, {"config_hash": config.hash(), "data_hash": joint_hash(hashes)}, comm)
+            fetch_run(store, {"config_hash": config_hash, "data_hash": joint_hash(hashes)}, comm)
+    problem = ""
     try:
         tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
         encoder = build_encoder(config, tokenizer).to(device).train()
@@ -74,7 +78,11 @@ def work(
             for name, one in shards.items()
         ]
     except (ShardError, UnfitEncoderError, ObjectiveError) as error:
-        return {"given_up": str(error)}
+        problem = str(error)
+    if comm.all_reduce_max(int(bool(problem))):  # a host may have other packages than the first one
+        if problem and comm.rank:
+            get_logger().error("%s", problem)
+        return {"given_up": problem or "another worker cannot build the encoder or the objective; see its message"}
     plans = {name: one.plan(shards[name].sizes) for name, one in settings.items()}
     train_steps = build_train_steps(config, tasks, config.total_steps(plans[""]))
     collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
@@ -90,7 +98,8 @@ def work(
         return Prefetcher(dict(zip(settings, one, strict=True)) for one in shares)
 
     scheduler = TaskScheduler(train_steps)
-    checkpointing = Checkpointing(config, run, hashes, scheduler, heartbeat, reporter)
+    identity = {"config_hash": config_hash, "data_hash": joint_hash(hashes)}
+    checkpointing = Checkpointing(config, run, identity, hashes, scheduler, heartbeat, reporter)
     loop = TrainingLoop(
         config,
         run,

@@ -68,7 +68,7 @@ class SupconConfig(ObjectiveConfig):
 
     @model_validator(mode="after")
     def _scaled(self) -> "SupconConfig":
-        if self.reference_supcon and "base_temperature" in self.model_fields_set:
+        if self.reference_supcon and self.base_temperature != type(self).model_fields["base_temperature"].default:
             raise ValueError("base_temperature has no effect with reference_supcon = true; remove it")
         return self
 
