@@ -1,13 +1,16 @@
 """A run in the process of the command takes the steps of a worker group, to the bit, and stops on a signal."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import tinyruns as runs
 
 from declutr.common.storage import hash_file
 from declutr.trainer.checkpoints.checkpoint import steps_in
+from declutr.trainer.driver.fork import fork
 from declutr.trainer.driver.run import run_training
+from declutr.trainer.metrics.metrics import read_metrics
 
 
 def test_local_run_has_the_steps_and_weights_of_a_group(data, finished, tmp_path):
@@ -34,3 +37,29 @@ def test_group_run_is_continued_without_ray(data, copied, finished):
 def test_settings_of_ray_are_refused(change):
     with pytest.raises(ValueError, match="num_workers = 0 trains without Ray"):
         runs.least_config(scaling={"num_workers": 0} | change)
+
+
+def test_fork_and_moved_run_with_relative_paths_continue_at_their_step(data, tmp_path, monkeypatch):
+    """Workers get absolute paths, and must recognise checkpoints all the same."""
+    (tmp_path / "here" / "sts").mkdir(parents=True)
+    pairs = (f"a\tb\tc\t{number}\t{number % 6}\tone {number}\tother {number}\n" for number in range(9))
+    (tmp_path / "here" / "sts" / "sts-dev.csv").write_text("".join(pairs))
+    monkeypatch.chdir(tmp_path / "here")
+    changes = {"validation": {"every_steps": 4, "stsb": "sts"}, "scaling": {"num_workers": 0}}
+    config = runs.finished_config(data, "run", **changes)
+    assert run_training(config)["steps"] == 8
+    times = _times("run")
+    assert run_training(fork(config.model_copy(update={"steps": 9}), "new"))["steps"] == 9
+    assert _times("new")[:8] == times
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").rename(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "there")
+    longer = config.model_copy(update={"run": "new", "steps": 9})
+    shutil.rmtree(sorted(Path("new/checkpoints").glob("step-*"))[-1])
+    Path("new/summary.json").unlink()
+    assert run_training(longer)["steps"] == 9
+    assert _times("new")[:8] == times
+
+
+def _times(run):
+    return [line["time"] for line in read_metrics(Path(run)) if line["kind"] == "step"]
