@@ -99,7 +99,9 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
     try:
         record = _Record.model_validate_json(path.read_bytes()) if path.is_file() else _Record(config=config)
     except ValidationError as error:
-        raise AdaptError(f"{path} is damaged: delete it, and the same command decides the training again") from error
+        raise AdaptError(
+            f"{path} is damaged: delete it and the folder encoder, and the same command decides the training again"
+        ) from error
     differing = [
         name
         for name in AdaptConfig.model_fields

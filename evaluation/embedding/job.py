@@ -66,6 +66,10 @@ def embed(
     if problem := missing(parts["choice"]["model"]):
         raise EncoderError(problem)
     config = located(validated("embed", EmbedConfig, parts | given))
+    for path in (Path(path).resolve() for path in config.inputs if "://" not in path):
+        output = config.output.resolve()  # Parquet in a folder of inputs would be read as texts
+        if output == path or (output.suffix == ".parquet" and output.is_relative_to(path)):
+            raise EmbedError(f"--output {config.output}: is in the input {path}; name a file elsewhere")
     try:
         return _embed(config, plan(config))
     except OSError as error:  # a full disk, or storage that is not reachable

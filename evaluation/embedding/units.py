@@ -54,12 +54,6 @@ def plan(config: EmbedConfig) -> list[Unit]:
         problems.append(
             "ids and skipped rows need an --output that ends in .parquet, because .npy has row numbers only"
         )
-    output = config.output.resolve()
-    problems += [
-        f"--output {config.output}: is in the input {path}; name a file elsewhere"
-        for path in config.inputs
-        if "://" not in path and output.is_relative_to(Path(path).resolve())
-    ]
     skipped = Skipped()
     corpus = corpus_of(config, config.text_field)
     _, units, found = fit_units(corpus, config.unit_mib, skipped, least_mib=1, most_units=_MAX_UNITS)

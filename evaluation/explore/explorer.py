@@ -31,7 +31,7 @@ class Plane:
     mean: NDArray[np.float64]
     """`(size,)`."""
     axes: NDArray[np.float64]
-    """`(size, 2)`, of length 1; the second is null if embeddings consist of one number."""
+    """`(size, 2)`, of length 1; the second is null if the embeddings lie on a line."""
     share: float
     """Share of the variance within the plane, in [0, 1]; 1 if there is no variance."""
 
@@ -39,6 +39,9 @@ class Plane:
         """Coordinates `(n, 2)` of vectors `(n, size)`."""
         placed: NDArray[np.float64] = (vectors - self.mean) @ self.axes
         return placed
+
+
+_LEAST_SHARE = 1e-12  # of the largest eigenvalue
 
 
 def fit_plane(vectors: NDArray[np.float32]) -> Plane:
@@ -51,7 +54,8 @@ def fit_plane(vectors: NDArray[np.float32]) -> Plane:
     order = len(product)
     found, columns = eigh(product, subset_by_index=[max(0, order - 2), order - 1])
     if size > count:  # eigenvectors of the other product, of length 1
-        columns = centred.T @ columns / np.sqrt(np.maximum(found * count, np.finfo(np.float64).tiny))
+        real = found > _LEAST_SHARE * found[-1]  # others are rounding
+        columns = np.where(real, centred.T @ columns / np.sqrt(np.where(real, found * count, 1.0)), 0.0)
     axes = np.zeros((size, 2))
     axes[:, : len(found)] = columns[:, ::-1]
     # The sign of an eigenvector is arbitrary: make the number of largest magnitude positive.

@@ -64,9 +64,12 @@ def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
         number = {text: [place] for place, text in enumerate(texts)}
     else:
         texts, number = list[str](), dict[str, list[int]]()
-        for line, row in _rows(documents):  # an id may have several texts, such as the passages of a document
-            number.setdefault(_text(documents, line, row, "id"), []).append(len(texts))
-            texts.append(_text(documents, line, row, "text"))
+        rows_of_documents = (
+            (_text(documents, line, row, "id"), _text(documents, line, row, "text")) for line, row in _rows(documents)
+        )
+        for name, text in dict.fromkeys(rows_of_documents):  # an id may have several texts, such as its passages
+            number.setdefault(name, []).append(len(texts))
+            texts.append(text)
     queries, relevant = join_pairs(pairs, rows, number, str(documents))
     if len(texts) < 2:
         raise PairsError(f"--pairs {pairs}: there is one text to search; a retrieval test needs at least two")
@@ -136,8 +139,10 @@ def _text(path: Path, line: int, row: dict[str, Any], name: str) -> str:
         value = str(value)
     if not isinstance(value, str) or not value.strip():
         raise PairsError(f"{path}, line {line}: `{name}` must be a text, not {str(value)[:40]!r}")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise PairsError(f"{path}, line {line}: `{name}` holds half of a character (a lone surrogate)")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise PairsError(f"{path}, line {line}: `{name}` holds half of a character (a lone surrogate)") from error
     return value
 
 
@@ -152,7 +157,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if path.suffix in _CSV:
                 reader = csv.DictReader(stream, delimiter="\t" if path.suffix == ".tsv" else ",")
                 for row in reader:
-                    if any(row.pop(None, [])):  # cells beyond those of the first line
+                    if any(cell.strip() for cell in row.pop(None, [])):  # cells beyond those of the first line
                         raise PairsError(
                             f"{path}, line {reader.line_num}: more cells than the first line has; put quotes around a "
                             f"text that holds {reader.reader.dialect.delimiter!r}"

@@ -319,6 +319,10 @@ def test_plane_of_few_wide_vectors_is_the_same_and_small():
     np.testing.assert_allclose(plane.axes.T @ plane.axes, np.eye(2), atol=1e-5)
     np.testing.assert_allclose((plane.place(vectors) ** 2).sum(axis=0), values[:2], rtol=1e-4)
     assert fit_plane(np.ones((2, 200_000), np.float32)).share == 1
+    for line in (vectors[:2], vectors[[0, 0, 0, 1, 0]]):
+        plane = fit_plane(line)
+        assert np.linalg.norm(plane.axes, axis=0).tolist() == pytest.approx([1, 0], abs=1e-4)
+        assert np.abs(plane.place(line)).max() < 10
 
 
 def test_rows_are_drawn_by_the_seed_whatever_their_number():

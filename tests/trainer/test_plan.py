@@ -1,12 +1,16 @@
 """The order of the stream."""
 
+import shutil
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prepared import Row, write_prepared
 
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.chunks import rank_plan, read_chunk
 from declutr.trainer.data.plan import Plan, permute
 
 seeds = st.integers(0, 2**31)
@@ -99,3 +103,16 @@ def test_plan_ranks_share_evenly(batch_documents, world_size):
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (2, 7), (0.5, 2), (0.01, 1)])
 def test_plan_of_epochs_has_their_steps(epochs, steps):
     assert Plan(seed=0, num_documents=10, batch_documents=3).steps_in(epochs) == steps
+
+
+def test_a_later_run_reads_shards_that_were_prepared_again_in_the_same_folder(tmp_path):
+    folder, read = tmp_path / "data", []
+    for word in ("first", "second"):
+        shutil.rmtree(folder, ignore_errors=True)
+        rows = [Row(" ".join(f"{word}{number}x{place % 7}" for place in range(60)), "train") for number in range(4)]
+        write_prepared(folder, [rows])
+        shards = ShardSet(folder, "train")
+        chunk = read_chunk({"id": np.zeros(1, np.int64)}, rank_plan(Plan(0, 4, 4), shards, 0, 1, 0, 1), 0)
+        assert sorted(chunk.column("id").to_pylist()) == sorted(shards.take(np.arange(4)).column("id").to_pylist())
+        read.append(set(chunk.column("id").to_pylist()))
+    assert not read[0] & read[1]

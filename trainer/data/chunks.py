@@ -39,6 +39,7 @@ class RankPlan:
             download too.
         fetch: changes the rows in the task that reads them, given their epochs; None: they stay as they are.
         part: the part of the shards that the run reads; None: all.
+        made_ns: times of the manifests at the start of the run; a later run may find other shards in the same folders.
     """
 
     plan: Plan
@@ -51,6 +52,7 @@ class RankPlan:
     places: tuple[str, ...] = ()
     fetch: Fetch | None = None
     part: Part | None = None
+    made_ns: tuple[int, ...] = ()
 
     @property
     def num_chunks(self) -> int:
@@ -80,24 +82,24 @@ def rank_plan(
     documents = max(1, min(_CHUNK_DOCUMENTS, _CHUNK_TOKENS // mean_tokens))
     chunk_steps = max(1, documents // max(1, end - start))
     folders = tuple(map(str, shards.folders))
-    return RankPlan(plan, folders, start, end, first_step, last_step, chunk_steps, places, fetch, shards.part)
+    made_ns = tuple((folder / MANIFEST).stat().st_mtime_ns for folder in shards.folders)
+    steps = first_step, last_step, chunk_steps
+    return RankPlan(plan, folders, start, end, *steps, places, fetch, shards.part, made_ns)
 
 
 def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> pa.Table:
     """Reads a chunk as a Ray Data task: from its number, counted from `first`, to its documents and epochs."""
-    folder, *others = folders = [Path(one) for one in rank_plan.folders]
-    for missing, place in zip(folders, rank_plan.places, strict=False):
-        if missing.exists():
-            continue
-        from declutr.common.stores.address import is_remote  # slow to import, and most tasks do not need it
-        from declutr.common.stores.folders import local_copy
-
-        if is_remote(place) and local_copy(place, missing.parent) != missing:
-            raise ShardError(f"{place} holds other shards than at the start of the run")
-    lists = [one / MANIFEST for one in folders]  # a folder may be prepared again while this process lives
-    made = tuple(one.stat().st_mtime_ns if one.exists() else 0 for one in lists)
-    opened = rank_plan.folders, rank_plan.part, made
+    opened = rank_plan.folders, rank_plan.part, rank_plan.made_ns
     if opened not in _shards:
+        folder, *others = folders = [Path(one) for one in rank_plan.folders]
+        for missing, place in zip(folders, rank_plan.places, strict=False):
+            if missing.exists():
+                continue
+            from declutr.common.stores.address import is_remote  # slow to import, and most tasks do not need it
+            from declutr.common.stores.folders import local_copy
+
+            if is_remote(place) and local_copy(place, missing.parent) != missing:
+                raise ShardError(f"{place} holds other shards than at the start of the run")
         _shards[opened] = ShardSet(folder, "train", look=False, part=rank_plan.part, others=others)
     epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
     return fetched(_shards[opened], documents, epochs, rank_plan.fetch)

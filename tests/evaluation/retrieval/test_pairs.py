@@ -72,7 +72,7 @@ def test_read_test_of_another_format_says_so(tmp_path, name, content):
 
 def test_read_test_keeps_every_text_of_an_id(tmp_path):
     pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": "a", "id": 1}, {"query": "b", "id": 2}])
-    rows = [{"id": 1, "text": "cat"}, {"id": 2, "text": "fish"}, {"id": 1, "text": "bird"}]
+    rows = [{"id": 1, "text": "cat"}, {"id": 2, "text": "fish"}, {"id": 1, "text": "bird"}, {"id": 1, "text": "cat"}]
     test = read_test(pairs, jsonl(tmp_path / "documents.jsonl", rows))
     assert (test.texts, test.relevant) == (["cat", "fish", "bird"], [[0, 2], [1]])
 
