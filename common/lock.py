@@ -207,8 +207,9 @@ def _began(pid: int) -> str | None:
 
 
 def _pid_namespace() -> str:
-    """The pid namespace of this process: two containers may share a host name but not their processes."""
+    """The boot and pid namespace of this process: others with this host name do not share its processes."""
     try:
-        return str(Path("/proc/self/ns/pid").readlink())
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""

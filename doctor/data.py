@@ -33,8 +33,8 @@ def look(folder: str) -> Seen:
             return _look_from_afar(folder)
         path = expand(folder)
         shards = ShardSet(path, "train", look=False)
-        last = max(0, shards.num_documents - 1)
-        shards.take(np.unique(np.linspace(0, last, _TRIED).astype(np.int64)))
+        if shards.num_documents:
+            shards.take(np.unique(np.linspace(0, shards.num_documents - 1, _TRIED).astype(np.int64)))
         return Seen(hash_file(path / MANIFEST)[:12], shards.num_documents)
     except (ValueError, OSError) as error:
         return Seen(error=str(error).splitlines()[0])

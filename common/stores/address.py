@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.fs
@@ -33,20 +32,21 @@ def filesystem(address: str) -> tuple[Any, str, str]:
     """
     if found := refusal(address):
         raise PermissionError(found)
-    parts = urlsplit(address)
-    if parts.scheme in _ARROW_PROTOCOLS:
-        bucket = parts.netloc.rpartition("@")[2]
-        return _arrow(parts.scheme, parts.netloc, parts.query), f"{bucket}{parts.path}", parts.query
+    scheme, _, rest = address.partition("://")
+    if scheme in _ARROW_PROTOCOLS:  # not `urlsplit`, for which a # in a name would end it
+        place, _, query = rest.partition("?")
+        netloc, slash, path = place.partition("/")
+        return _arrow(scheme, netloc, query), f"{netloc.rpartition('@')[2]}{slash}{path}", query
     files, path = url_to_fs(address)
     return files, path, ""
 
 
 def address_of(files: Any, name: str, given: str, query: str) -> str:
     """The address of a file of this file system, found under the address `given`."""
-    parts = urlsplit(given)
-    if parts.scheme in _ARROW_PROTOCOLS:
-        user = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else ""
-        return f"{parts.scheme}://{user}{name}{query and '?'}{query}"
+    scheme, _, rest = given.partition("://")
+    if scheme in _ARROW_PROTOCOLS:
+        user, at, _ = rest.partition("?")[0].partition("/")[0].rpartition("@")
+        return f"{scheme}://{user}{at}{name}{query and '?'}{query}"
     return str(files.unstrip_protocol(name))
 
 
@@ -59,7 +59,7 @@ def child(address: str, name: str) -> str:
 def short_name(url: str, *parts: bytes) -> str:
     """A folder name on this host for an address and, optionally, its content."""
     digest = hashlib.sha256(b"\0".join((url.encode(), *parts))).hexdigest()
-    return f"{posixpath.basename(urlsplit(url).path.rstrip('/'))}-{digest[:16]}"
+    return f"{posixpath.basename(url.partition('?')[0].rstrip('/'))}-{digest[:16]}"
 
 
 @lru_cache

@@ -151,7 +151,10 @@ class Output:
 
     def is_complete(self) -> bool:
         """Returns True if the output has a manifest and everything that it names."""
-        return (self.folder / MANIFEST).exists() and not check_shards(self.folder)
+        whole = (self.folder / MANIFEST).exists() and not check_shards(self.folder)
+        if whole:  # a stop may have left what `complete` removes
+            self.complete()
+        return whole
 
     @contextmanager
     def owned(self, lost: Callable[[], None]) -> Iterator[None]:

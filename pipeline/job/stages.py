@@ -123,10 +123,11 @@ def work_on(
 
     sent = b""
     try:
+        if store is not None or config.session.address is not None:  # tasks may run on other hosts
+            refuse_missing(unit)
         if store is None:
             sidecar = write(Path(folder))
         else:
-            refuse_missing(unit)
             needs = decoded(row["needs"], unit.name)
             with store.staging_dir(shared or {}, needs, Path(folder) / HEARTBEATS) as place:
                 sidecar = write(place)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from declutr.common import seeding
-from declutr.common.storage import write_text
+from declutr.common.storage import hash_file, write_text
 from declutr.pipeline.config import PipelineConfig, config_hash
 from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.job.units import Unit, hash_unit
@@ -21,8 +21,8 @@ from declutr.pipeline.media.media_rows import MediaRow, RejectedMedia
 from declutr.pipeline.readers.corpus import ReadFailure, Record, Rejected, document_id
 from declutr.pipeline.readers.input_state import InputState
 from declutr.pipeline.shards.content import LABELS, NO_LABEL, Layout
-from declutr.pipeline.shards.ledger import Entry, LedgerWriter, rejected_writer
-from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Sidecar, Split
+from declutr.pipeline.shards.ledger import Entry, LedgerFile, LedgerWriter, rejected_writer
+from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Counts, Shard, Sidecar, Split
 from declutr.pipeline.shards.media import Clip, Image, Media, joined_notes, notes_of
 from declutr.pipeline.shards.schema import media_schema, shard_schema
 from declutr.pipeline.shards.writer import ShardWriter
@@ -218,13 +218,22 @@ def load_sidecar(folder: Path, unit: str) -> Sidecar | None:
 
 
 def finished_sidecar(unit: Unit, folder: Path, config: PipelineConfig) -> Sidecar | None:
-    """The sidecar of a finished unit: same input, same settings, all files present in full size; else None."""
+    """The sidecar of a finished unit: same input, same settings, all files whole; else None.
+
+    Files that are newer than the sidecar are read; others are whole if they have their size.
+    """
     sidecar = matching_sidecar(unit, folder, config)
     if sidecar is None:
         return None
-    sizes = {shard.name: shard.num_bytes for shard in sidecar.shards} | {sidecar.ledger.name: sidecar.ledger.num_bytes}
-    whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
-    return sidecar if whole else None
+    written = sidecar_path(folder, unit.name).stat().st_mtime_ns
+    files: list[Shard | LedgerFile] = [*sidecar.shards, sidecar.ledger]
+    return sidecar if all(_is_whole(folder / file.name, file, written) for file in files) else None
+
+
+def _is_whole(path: Path, file: Shard | LedgerFile, written_ns: int) -> bool:
+    if not path.is_file() or (now := path.stat()).st_size != file.num_bytes:
+        return False
+    return now.st_mtime_ns <= written_ns or hash_file(path) == file.sha256
 
 
 def matching_sidecar(unit: Unit, folder: Path, config: PipelineConfig) -> Sidecar | None:

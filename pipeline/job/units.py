@@ -11,6 +11,7 @@ from declutr.pipeline.media.media_rows import blob_rules, media_rows
 from declutr.pipeline.readers.corpus import MIB, UNIT_MIB, FilesCorpus, HubCorpus, Part, Record
 from declutr.pipeline.readers.files import Rules, rules_of
 from declutr.pipeline.readers.input_state import FileState, InputState, digest_parts, input_state_of, read_file_states
+from declutr.pipeline.readers.inputs import StoreLostError
 from declutr.pipeline.readers.parts import Meter, read_part
 from declutr.pipeline.readers.planning import file_parts
 from declutr.pipeline.readers.pydocs import PythonDocs, python_parts, read_python
@@ -68,7 +69,10 @@ class UnitReader(Iterator[Record]):
         return self
 
     def __next__(self) -> Record:
-        return next(self._records)
+        try:
+            return next(self._records)
+        except StoreLostError as error:  # what it still has is not lost, so this is no failure to count
+            raise OSError(str(error)) from error
 
     @property
     def bytes_read(self) -> int:

@@ -56,11 +56,14 @@ def label_of(blob: Blob, rule: LabelRule) -> str:
     return label
 
 
+_MEMBER = re.compile(r"\.(?:tar|tgz|txz|gz|xz|zstd?|bz2)!", re.IGNORECASE)  # the names of others may have a "!", too
+
+
 def _from_path(source: str, rule: str) -> str | None:
     """The label in a path relative to the corpus."""
     if rule in (FOLDER, PARENT_FOLDER):
         # In an archive, the folders around the archive are not those of the member.
-        names, level = source.rpartition("!")[2].split("/"), 2 if rule == FOLDER else 3
+        names, level = _MEMBER.split(source)[-1].split("/"), 2 if rule == FOLDER else 3
         return names[-level] if len(names) >= level else None
     found = _compiled(rule).search(source)
     return found[1] if found else None

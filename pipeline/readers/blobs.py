@@ -175,7 +175,10 @@ def read_parquet_blobs(
                     for batch in table.iter_batches(1, [group], columns, use_threads=False):
                         for place in range(batch.num_rows):
                             label = batch.column(1)[place].as_py() if labelled else None
-                            yield _row(batch.column(0)[place].as_py(), label, names, source, row + place, max_bytes)
+                            record = _row(batch.column(0)[place].as_py(), label, names, source, row + place, max_bytes)
+                            if labelled and isinstance(record, Blob) and record.label is None:
+                                record = replace(record, label="")  # its path does not name its class
+                            yield record
                         row += batch.num_rows
                         rows.done += batch.num_rows
                     if row < end:

@@ -179,8 +179,9 @@ def missing(names: Names, found: Sequence[str], what: str = "column") -> str | N
     """A message on the first of these names that was not found, with the nearest of those that were; else None."""
     for name in names:
         if name not in found:
-            hint = separated(found) or suggest(name, found)
-            return f"no {what} {name!r}; found {shorten(', '.join(found), _SHOWN_CHARACTERS)}{hint}"
+            whole = [one.encode("utf-8", "backslashreplace").decode() for one in found]  # a surrogate cannot be written
+            hint = separated(whole) or suggest(name, whole)
+            return f"no {what} {name!r}; found {shorten(', '.join(whole), _SHOWN_CHARACTERS)}{hint}"
     return None
 
 

@@ -109,7 +109,8 @@ def is_json_lines(head: bytes, rules: Rules) -> bool:
     """Returns True if the first line is an object with a key that is read, as far as the head of the file shows it."""
     line, newline, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
     names = rules.keys.values() if rules.keys else rules.text_names
-    if not line.startswith(b"{") or not any(json.dumps(name).encode() in line for name in names):
+    written = [json.dumps(name, ensure_ascii=escaped) for name in names for escaped in (True, False)]
+    if not line.startswith(b"{") or not any(one.encode("utf-8", "replace") in line for one in written):
         return False
     try:
         return not newline or isinstance(json.loads(line), dict)

@@ -77,7 +77,11 @@ def _file_state(path: str) -> FileState | None:
         with network_errors():
             files, name, _ = filesystem(path)
             facts = files.info(name)
+    except FileNotFoundError:
+        return None
     except OSError:
+        if is_remote(path):  # the store does not answer, which says nothing about the file
+            raise
         return None
     tags = [str(facts[key]) for key in _TAGS if facts.get(key)]
     return FileState(modified=f"{facts.get('size')}/{tags[0] if tags else ''}", sample="")

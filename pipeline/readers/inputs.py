@@ -7,12 +7,15 @@ import io
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from declutr.common.credentials import redact
 from declutr.common.hub import hub_problem
 from declutr.common.paths import expand
 from declutr.common.stores.address import address_of, filesystem, is_remote, network_errors
+from declutr.common.stores.retry import explained
 from declutr.pipeline.readers.corpus import END, Input
 from declutr.pipeline.readers.names import is_hidden
 from declutr.pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped
@@ -152,17 +155,38 @@ def _find_remote(given: str) -> Iterator[Input]:
                 yield Input(address_of(files, name, given, query), relative, found[name]["size"] or 0, searched=True)
 
 
-def open_input(path: str) -> BinaryIO:
+class StoreLostError(Exception):
+    """A store that no longer answers or refuses. It is no OSError, which readers count as a failure of the file."""
+
+
+def open_input(path: str, count: bool = True) -> BinaryIO:
     """A file for reading, with `seek`.
+
+    Args:
+        path: path or address.
+        count: false raises `StoreLostError` for errors of a store, except that of a file that it does not have.
 
     Raises:
         OSError: the file is missing, or the storage does not answer or refuses.
     """
     if not is_remote(path):
         return cast(BinaryIO, open(path, "rb", buffering=0))  # noqa: PTH123
-    with network_errors():
+    with _store(path, count):
         files, name, _ = filesystem(path)
-        return cast(BinaryIO, _RemoteFile(files.open(name, "rb")))
+        return cast(BinaryIO, _RemoteFile(files.open(name, "rb"), path, count))
+
+
+@contextmanager
+def _store(path: str, count: bool) -> Iterator[None]:
+    try:
+        with network_errors():
+            yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if count:
+            raise
+        raise StoreLostError(f"{redact(path)}: {explained(error)}") from error
 
 
 def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> ByteStream:
@@ -192,8 +216,8 @@ def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> Byt
 class _RemoteFile(io.RawIOBase):
     """A remote file that raises OSError for all errors of the library behind it."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, file: Any, path: str, count: bool) -> None:
+        self._file, self._path, self._count = file, path, count
 
     def readable(self) -> bool:
         return True
@@ -202,11 +226,11 @@ class _RemoteFile(io.RawIOBase):
         return True
 
     def read(self, num_bytes: int = -1) -> bytes:
-        with network_errors():
+        with _store(self._path, self._count):
             return bytes(self._file.read(num_bytes))
 
     def seek(self, position: int, whence: int = 0) -> int:
-        with network_errors():
+        with _store(self._path, self._count):
             self._file.seek(position, whence)
             return int(self._file.tell())
 

@@ -29,7 +29,9 @@ TAR_SUFFIX = ".tar"
 
 def bare_suffix(name: str) -> str:
     """The suffix of the format: `.jsonl` of `a.jsonl.gz`, `.tar` of `a.tgz`."""
-    stem, suffix = _split(name.rpartition("/")[2].lower())
+    base = name.rpartition("/")[2].lower()
+    member = base.rpartition("!")[2]  # of an archive
+    stem, suffix = _split(base if member.startswith(".") else member)
     return suffix if suffix not in COMPRESSED_SUFFIXES else COMPRESSED_SUFFIXES[suffix] or _split(stem)[1]
 
 

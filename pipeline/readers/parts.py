@@ -38,7 +38,7 @@ def read_part(part: Part, rules: Rules, meter: Meter) -> Iterator[Record]:
         yield ReadFailure(reason="unreadable", source=part.source, offset=0, message=_why_lost(part.path))
         return
     try:
-        file = open_input(part.path)
+        file = open_input(part.path, count=False)
     except READ_ERRORS as error:
         yield unreadable(error, part.source, part.start)
         return

@@ -60,7 +60,9 @@ def file_parts(
         found, problems = hub_inputs(corpus)
     else:
         found, problems = _corpus_files(corpus, skipped, rules)
-    unique = {file.path: file for file in reversed(found)}
+    unique = dict[str, Input]()
+    for file in sorted(found, key=lambda file: file.source):  # of a file and links to it, the first name counts
+        unique.setdefault(file.path, file)
     sources = Counter(file.source for file in unique.values())
     files = [
         file if sources[file.source] == 1 else replace(file, source=file.path)

@@ -80,7 +80,7 @@ def read_python(part: Part) -> Iterator[Record]:
     elif part.format == "python":
         pieces = [_docstring(tree), *_described(tree, "")]
         if text := "\n\n".join(piece for piece in pieces if piece):
-            yield Document(text, part.source, 0)
+            yield Document(text.encode("utf-8", "replace").decode(), part.source, 0)
     else:
         tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
         texts = [value.value for table in tables for value in table.values if isinstance(value, ast.Constant)]

@@ -13,13 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from corpora import files, outcomes, read_all, tar
+from fsspec.implementations.memory import MemoryFileSystem
 from hubserver import SHA, hub_server
 from s3server import s3_server
 
+from declutr.common.stores.address import filesystem
 from declutr.common.stores.files import write_file
-from declutr.pipeline.job.units import hash_unit, plan_units
-from declutr.pipeline.readers.corpus import HubCorpus
+from declutr.pipeline.job.units import hash_unit, plan_units, read_unit
+from declutr.pipeline.media.media_rows import label_of
+from declutr.pipeline.readers.corpus import Blob, FilesCorpus, HubCorpus, ReadFailure
 from declutr.pipeline.readers.inputs import open_input, stream_of
+from declutr.pipeline.readers.names import bare_suffix
 from declutr.pipeline.readers.planning import file_parts
 from declutr.pipeline.readers.streams import CHUNK_BYTES
 
@@ -183,3 +187,70 @@ def test_a_remote_file_is_read_to_the_end_of_its_part_and_not_much_further():
         assert file.tell() == stop
         assert len(stream.read(200)) == 200
         assert file.tell() <= stop + CHUNK_BYTES
+
+
+class _Ending(MemoryFileSystem):
+    """A store that refuses to read objects named b, as after the end of credentials."""
+
+    protocol = "ending"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("ending://", "memory://"))
+
+    def _open(self, path, *given, **named):
+        file = super()._open(path, *given, **named)
+        if path.endswith("b.jsonl"):
+            file.read = _refuse
+        return file
+
+
+def _refuse(*_):
+    raise OSError("ExpiredToken")
+
+
+def test_a_store_that_ends_is_no_failure_of_its_files():
+    fsspec.register_implementation("ending", _Ending, clobber=True)
+    for name in "ab":
+        fsspec.filesystem("memory").pipe(f"/corpus/{name}.jsonl", b'{"text": "one"}\n' * 3)
+    corpus = FilesCorpus(kind="files", paths=["ending://corpus/a.jsonl"])
+    (unit,), _ = plan_units(corpus, None)
+    assert len(list(read_unit(unit, corpus))) == 3
+
+    def named(name):
+        parts = [part.model_copy(update={"path": part.path.replace("a.jsonl", name)}) for part in unit.parts]
+        return unit.model_copy(update={"parts": parts})
+
+    with pytest.raises(OSError, match="ExpiredToken"):
+        list(read_unit(named("b.jsonl"), corpus))
+    assert [type(one) for one in read_unit(named("c.jsonl"), corpus)] == [ReadFailure]
+
+
+def test_names_with_a_hash_are_their_own_objects():
+    _, place, query = filesystem("s3://bucket/C#/a.jsonl?endpoint_override=http://127.0.0.1:9")
+    assert (place, query) == ("bucket/C#/a.jsonl", "endpoint_override=http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("names", [("a.txt", "z.txt"), ("z.txt", "a.txt")])
+def test_of_a_file_and_a_link_the_first_name_counts(tmp_path, names):
+    first, second = names
+    (tmp_path / first).write_text("one line\n")
+    (tmp_path / second).symlink_to(tmp_path / first)
+    units, _ = plan_units(FilesCorpus(kind="files", paths=[str(tmp_path)]), None)
+    assert [part.source for unit in units for part in unit.parts] == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [("mail.tar!0001", ""), ("a.tar!b/c.jsonl.gz", ".jsonl"), ("wow!.txt", ".txt"), ("a.tgz!README", ""), ("x!", "")],
+)
+def test_suffix_of_a_member_is_its_own(name, suffix):
+    assert bare_suffix(name) == suffix
+
+
+@pytest.mark.parametrize(
+    ("source", "label"),
+    [("Godspeed You! Black Emperor/a.wav", "Godspeed You! Black Emperor"), ("x/pets.tar!dog/hey!.wav", "dog")],
+)
+def test_label_of_a_folder_may_hold_an_exclamation_mark(source, label):
+    assert label_of(Blob("", source, 0, b""), "folder") == label
