@@ -253,4 +253,4 @@ def test_suffix_of_a_member_is_its_own(name, suffix):
     [("Godspeed You! Black Emperor/a.wav", "Godspeed You! Black Emperor"), ("x/pets.tar!dog/hey!.wav", "dog")],
 )
 def test_label_of_a_folder_may_hold_an_exclamation_mark(source, label):
-    assert label_of(Blob("", source, 0, b""), "folder") == label
+    assert label_of(Blob("", source, 0, b"", None), "folder") == label
