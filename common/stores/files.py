@@ -173,22 +173,37 @@ def sizes(url: str, retries: RetryPolicy = DEFAULT_RETRIES) -> dict[str, int]:
     """Sizes in bytes of all files below a folder, by name from there; none if the folder does not exist."""
 
     def look(files: Any, place: str) -> dict[str, int]:
-        root, found, waiting = place.rstrip("/") + "/", dict[str, int](), [place]
-        while waiting:
-            folder = waiting.pop()
-            try:  # not `find`, which leaves out folders that could not be listed
-                inside = files.ls(folder, detail=True)
-            except FileNotFoundError:  # removed meanwhile
-                continue
-            for one in inside:
-                name = str(one["name"])
-                if one["type"] == "file":
-                    found[name.removeprefix(root)] = int(one["size"])
-                elif name.rstrip("/") != folder.rstrip("/"):
-                    waiting.append(name)
-        return found
+        root = place.rstrip("/") + "/"
+        return {name.removeprefix(root): int(one["size"]) for name, one in files_below(files, place).items()}
 
     return _ask(url, retries, look) or {}
+
+
+def files_below(files: Any, folder: str, levels: int | None = None) -> dict[str, dict[str, Any]]:
+    """Facts of all files below a folder by name; fsspec's `find` and `glob` leave out folders that cannot be listed.
+
+    Args:
+        files: the file system.
+        folder: path in it; none are found if it does not exist.
+        levels: levels of folders to look into, 1: the folder alone; None: all.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+    found, waiting = dict[str, dict[str, Any]](), [(folder, 1)]
+    while waiting:
+        here, level = waiting.pop()
+        try:
+            inside = files.ls(here, detail=True)
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        for one in inside:
+            name = str(one["name"])
+            if one["type"] == "file":
+                found[name] = one
+            elif name.rstrip("/") != here.rstrip("/") and level != levels:
+                waiting.append((name, level + 1))
+    return found
 
 
 def _act(url: str, retries: RetryPolicy, action: Callable[[Any, str], Answer]) -> Answer:

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from corpora import files, outcomes, read_all, tar
+from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.memory import MemoryFileSystem
 from hubserver import SHA, hub_server
 from s3server import s3_server
 
 from declutr.common.stores.address import filesystem
-from declutr.common.stores.files import write_file
+from declutr.common.stores.files import files_below, write_file
 from declutr.pipeline.job.units import hash_unit, plan_units, read_unit
 from declutr.pipeline.media.media_rows import label_of
+from declutr.pipeline.readers import inputs
 from declutr.pipeline.readers.corpus import Blob, FilesCorpus, HubCorpus, ReadFailure
 from declutr.pipeline.readers.inputs import open_input, stream_of
 from declutr.pipeline.readers.names import bare_suffix
@@ -254,3 +257,31 @@ def test_suffix_of_a_member_is_its_own(name, suffix):
 )
 def test_label_of_a_folder_may_hold_an_exclamation_mark(source, label):
     assert label_of(Blob("", source, 0, b"", None), "folder") == label
+
+
+@pytest.mark.parametrize(("place", "found"), [("", "abc"), ("/*/*.jsonl", "bc"), ("/**/*.jsonl", "abc"), ("/b/*", "b")])
+def test_a_folder_of_a_store_that_cannot_be_listed_is_a_problem(tmp_path, monkeypatch, place, found):
+    """Arrow's file system of this machine under an address of S3."""
+    files = ArrowFSWrapper(pa.fs.LocalFileSystem())
+    monkeypatch.setattr(inputs, "filesystem", lambda given: (files, given.partition("://")[2], ""))
+    for name in ("a.jsonl", "b/b.jsonl", "c/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "one"}')
+    asked = f"s3://{tmp_path}{place}"
+    assert [one.source[-7] for one in inputs._find_remote(asked)] == list(found)
+    if found != "b":
+        return
+    shutil.rmtree(tmp_path / "b")
+    assert list(inputs._find_remote(asked)) == []
+
+
+def test_a_folder_that_a_store_refuses_to_list_ends_the_search(tmp_path):
+    class Refusing(ArrowFSWrapper):
+        def ls(self, path, detail=False, **more):
+            if path.endswith("/b"):
+                raise PermissionError("SLOW_DOWN")
+            return super().ls(path, detail, **more)
+
+    (tmp_path / "b").mkdir()
+    with pytest.raises(PermissionError):
+        files_below(Refusing(pa.fs.LocalFileSystem()), str(tmp_path))
