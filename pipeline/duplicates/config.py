@@ -1,5 +1,7 @@
 """Settings of the search for duplicates."""
 
+import math
+
 from pydantic import Field
 
 from declutr.common.config import Strict
@@ -55,7 +57,7 @@ def problems(config: DuplicatesConfig) -> list[str]:
     if share >= _LEAST_CANDIDATE_SHARE:
         return []
     return [
-        f"near.bands = {near.bands}, near.rows = {near.rows}: only {share:.0%} of the pairs with similarity "
+        f"near.bands = {near.bands}, near.rows = {near.rows}: only {math.floor(1000 * share) / 10:g}% of the pairs with similarity "
         f"{wanted:g} would be compared, {_LEAST_CANDIDATE_SHARE:.0%} are needed for near.similarity = "
         f"{near.similarity:g}; take more bands, fewer rows or a higher similarity"
     ]

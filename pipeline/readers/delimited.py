@@ -54,7 +54,7 @@ def read_delimited(stream: ByteStream, source: str, names: Names, max_bytes: int
             yield _no_column(header, names, source, row)
         elif not fields:  # a blank line is an empty document, so that totals close
             yield from documents(b"", source, row, max_bytes)
-        elif len(fields) <= max(columns):
+        elif len(fields) <= max(columns) or any(field.strip() for field in fields[len(header) :]):  # a text may be cut
             yield short_row(fields, header, source, row)
         else:
             text = joined(fields[column].encode("utf-8", "surrogateescape") for column in columns)
@@ -109,7 +109,7 @@ def delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator[
 
 
 def short_row(fields: list[str], header: list[str], source: str, row: int) -> ReadFailure:
-    """The failure of a row without some of the columns."""
+    """The failure of a row without some of the columns, or with more."""
     message = f"the row has {len(fields)} of {len(header)} columns"
     return ReadFailure(reason="invalid_csv", source=source, offset=row, message=message)
 

@@ -285,3 +285,12 @@ def test_a_folder_that_a_store_refuses_to_list_ends_the_search(tmp_path):
     (tmp_path / "b").mkdir()
     with pytest.raises(PermissionError):
         files_below(Refusing(pa.fs.LocalFileSystem()), str(tmp_path))
+
+
+def test_a_text_that_a_comma_cuts_is_a_failure(tmp_path):
+    (tmp_path / "a.csv").write_text('text\n"Whole, in quotes"\nHello, world, this is cut\nwith a last comma,\n')
+    corpus = FilesCorpus(kind="files", paths=[str(tmp_path / "a.csv")])
+    (unit,), _ = plan_units(corpus, None)
+    first, second, third = read_unit(unit, corpus)
+    assert (first.text, third.text) == ("Whole, in quotes", "with a last comma")
+    assert second.message == "the row has 3 of 1 columns"
