@@ -114,9 +114,10 @@ def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: Pipelin
     by_reason = ", ".join(f"{number:,} {reason}" for reason, number in counts.failed.items())
     examples = [f"  {example}" for sidecar in sidecars for example in sidecar.failures][:_EXAMPLES]
     share = failed / counts.read
+    percent = math.ceil(10000 * share) / 100
     head = (
-        f"{failed:,} of {counts.read:,} {noun_of(config.content.kind)} failed ({by_reason}): {math.ceil(10000 * share) / 100:.2f}% is more than "
-        f"max_error_rate = {config.max_error_rate:g}. Repair the inputs and prepare into a new folder, or allow more "
+        f"{failed:,} of {counts.read:,} {noun_of(config.content.kind)} failed ({by_reason}): {percent:.2f}% is more "
+        f"than max_error_rate = {config.max_error_rate:g}. Repair the inputs and prepare into a new folder, or allow more "
         f"with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same command then finishes at once. Examples:"
     )
     return "\n".join([head, *examples])
