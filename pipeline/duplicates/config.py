@@ -58,6 +58,7 @@ def problems(config: DuplicatesConfig) -> list[str]:
         return []
     percent = math.floor(1000 * share) / 10
     return [
-        f"near.bands = {near.bands}, near.rows = {near.rows}: only {percent:g}% of the pairs with similarity {wanted:g} "
-        f"would be compared, {_LEAST_CANDIDATE_SHARE:.0%} are needed for near.similarity = {near.similarity:g}; take more bands, fewer rows or a higher similarity"
+        f"near.bands = {near.bands}, near.rows = {near.rows}: only {percent:g}% of the pairs with similarity "
+        f"{wanted:g} would be compared, {_LEAST_CANDIDATE_SHARE:.0%} are needed for near.similarity = "
+        f"{near.similarity:g}; take more bands, fewer rows or a higher similarity"
     ]

@@ -117,8 +117,8 @@ def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: Pipelin
     percent = math.ceil(10000 * share) / 100
     head = (
         f"{failed:,} of {counts.read:,} {noun_of(config.content.kind)} failed ({by_reason}): {percent:.2f}% is more "
-        f"than max_error_rate = {config.max_error_rate:g}. Repair the inputs and prepare into a new folder, or allow more "
-        f"with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same command then finishes at once. Examples:"
+        f"than max_error_rate = {config.max_error_rate:g}. Repair the inputs and prepare into a new folder, or allow "
+        f"more with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same command then finishes at once. Examples:"
     )
     return "\n".join([head, *examples])
 
