@@ -118,7 +118,7 @@ def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: Pipelin
     head = (
         f"{failed:,} of {counts.read:,} {noun_of(config.content.kind)} failed ({by_reason}): {percent:.2f}% is more "
         f"than max_error_rate = {config.max_error_rate:g}. Repair the inputs and prepare into a new folder, or allow "
-        f"more with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same command then finishes at once. Examples:"
+        f"more with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same command then ends at once. Examples:"
     )
     return "\n".join([head, *examples])
 
