@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class Mailbox:
 
     def _replace(self, name: str, text: str) -> None:
         """Writes a file that is never seen in part; it need not survive the host, so nothing is forced to disk."""
-        aside = self._folder / f".{name}.{self._rank}"
+        aside = self._folder / f".{name}.{self._rank}.{threading.get_ident()}"  # two threads may write at a time
         aside.write_text(text, encoding="utf-8")
         aside.replace(self._folder / name)
 
