@@ -67,8 +67,9 @@ def work(
         settings = config.tasks()
         shards = {name: training_set(one) for name, one in settings.items()}
         hashes = data_hashes({name: one.manifest for name, one in shards.items()})
+        identity = {"config_hash": config_hash, "data_hash": joint_hash(hashes)}
         if store := store_of(config.run, run):
-            fetch_run(store, {"config_hash": config_hash, "data_hash": joint_hash(hashes)}, comm)
+            fetch_run(store, identity, comm)
     problem = ""
     try:
         tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
@@ -98,7 +99,6 @@ def work(
         return Prefetcher(dict(zip(settings, one, strict=True)) for one in shares)
 
     scheduler = TaskScheduler(train_steps)
-    identity = {"config_hash": config_hash, "data_hash": joint_hash(hashes)}
     checkpointing = Checkpointing(config, run, identity, hashes, scheduler, heartbeat, reporter)
     loop = TrainingLoop(
         config,
