@@ -50,6 +50,7 @@ class Scorer:
             tasks=plan.tasks,
             protocols=tuple(sorted(protocols)) or ("senteval",),
             classifier=preset(),
+            geometry=False,
         )
 
     @property

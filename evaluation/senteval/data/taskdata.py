@@ -4,7 +4,7 @@ Legend: R rows of a split, I images, D features of an image.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -75,6 +75,11 @@ class TaskData:
     def num_rows(self) -> int:
         """Rows of all splits."""
         return sum(len(split) for split in self.splits.values())
+
+
+def without_train(data: TaskData) -> TaskData:
+    """The task without its training pairs, which a cosine does not need."""
+    return replace(data, splits={name: split for name, split in data.splits.items() if name != "train"})
 
 
 def sentences(data: TaskData) -> tuple[str, ...]:

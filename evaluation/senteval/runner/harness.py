@@ -181,10 +181,10 @@ def _score(
     say: Callable[[str], None],
 ) -> tuple[dict[tuple[str, Method], StoredUnit], tuple[str, ...]]:
     """Embed the sentences of the units still to do and score these units."""
-    rows = _rows(units)  # embeddings left by a killed call cover all units, the finished ones included
+    rows = sentence_rows(unit.data for unit in units)  # those left by a killed call: of finished units, too
     whole, size = (encoder.whole, encoder.size) if isinstance(encoder, CutEncoder) else (encoder, None)
     if not parts_folder(output / _CACHE, vectors_fingerprint(whole), list(rows)).is_dir():
-        rows = _rows(todo)
+        rows = sentence_rows(unit.data for unit in todo)
     vectors = embed_all(whole, list(rows), output / _CACHE, say)
     warnings = collapse_warnings(vectors.take(sample_rows(len(rows)))[:, :size])
     for warning in warnings:
@@ -203,10 +203,6 @@ def _score(
         outcome = f"no score: {stored.failed}" if stored.failed else f"{duration(stored.seconds)}"
         say(f"{encoder.name}: {len(found)}/{len(todo)} {unit.name} {outcome}{more}")
     return found, warnings
-
-
-def _rows(units: Sequence[ScoringUnit]) -> dict[str, int]:
-    return sentence_rows({unit.data.task.name: unit.data for unit in units}.values())
 
 
 def _report(encoder: str, protocol: Protocol, inspections: Sequence[Inspection], units: Units) -> Report:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from declutr.common.config import Strict
 from declutr.common.storage import hash_json, read_json
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data.taskdata import Inspection, TaskData
+from declutr.evaluation.senteval.data.taskdata import Inspection, TaskData, without_train
 from declutr.evaluation.senteval.data.tasks import (
     ALL_TASKS,
     DOWNSTREAM,
@@ -47,6 +47,8 @@ class ScoringChoice(Strict):
     """Protocols: the papers whose procedures are followed."""
     classifier: ClassifierConfig = ClassifierConfig()
     """Classifier settings."""
+    geometry: bool = True
+    """Compute alignment and uniformity, of all sentences of STS-B."""
 
 
 class StoredUnit(Strict):
@@ -103,11 +105,11 @@ def choose_tasks(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(task.name for task in ALL_TASKS if task.name in chosen)
 
 
-def methods(task_name: str, protocols: Sequence[Protocol]) -> tuple[Method, ...]:
-    """Methods that score a task for these protocols; STS-B also gets alignment and uniformity."""
+def methods(task_name: str, choice: ScoringChoice) -> tuple[Method, ...]:
+    """Methods that score a task; STS-B also gets alignment and uniformity if they are chosen."""
     task = find(task_name)
-    found = dict.fromkeys(method for protocol in protocols if (method := method_for(task, protocol)))
-    return (*found, "geometry") if found and task.name == "STSBenchmark" else tuple(found)
+    found = dict.fromkeys(method for protocol in choice.protocols if (method := method_for(task, protocol)))
+    return (*found, "geometry") if choice.geometry and found and task.name == "STSBenchmark" else tuple(found)
 
 
 def plan_units(
@@ -119,10 +121,11 @@ def plan_units(
         data = inspection.data
         if not inspection.usable or data is None:
             continue
-        for method in methods(inspection.task.name, choice.protocols):
+        for method in methods(inspection.task.name, choice):
             made_of: list[Any] = [_VERSIONS[method], fingerprint, inspection.task.name, method, dict(data.files)]
             made_of += [inspection.standing, choice.classifier.model_dump(mode="json")]
             end = "" if method == "procedure" else f".{method}"
             path = folder / f"{inspection.task.name}{end}.json"
-            units.append(ScoringUnit(data, method, hash_json(made_of), path, cost(data, method, choice.classifier)))
+            read = without_train(data) if method == "cosine" else data
+            units.append(ScoringUnit(read, method, hash_json(made_of), path, cost(read, method, choice.classifier)))
     return tuple(sorted(units, key=lambda unit: -unit.cost))

@@ -113,12 +113,12 @@ def aggregate(subsets: Mapping[str, tuple[Vector, Vector]]) -> StsScore:
 
 
 def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> StsScore:
-    """Scores of an STS task; the subsets of SICK-R, and of STS-B in any language, are its dev and its test split.
+    """Scores of an STS task; the subsets of SICK-R, and of STS-B in any language, are its splits.
 
     `rows` has the row of each sentence in the `(N, D)` embeddings.
     """
-    splits = {name: split for name, split in data.splits.items() if name != "train"}
-    return aggregate({name: (_pair_cosines(split, rows, embeddings), gold(split)) for name, split in splits.items()})
+    pairs = {name: (_pair_cosines(split, rows, embeddings), gold(split)) for name, split in data.splits.items()}
+    return aggregate(pairs)
 
 
 def _pair_cosines(split: Split, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> Vector:

@@ -55,10 +55,11 @@ def inspected(folder, *names):
     return [inspect(find(name), folder, allow_unchecked=True) for name in choose_tasks(names)]
 
 
-def scored(encoder, folder, output, *names, said=None, session=HERE, protocols=("senteval",), **settings):
-    choice = ScoringChoice(
-        tasks=choose_tasks(names), protocols=protocols, classifier=CONFIG.model_copy(update=settings)
-    )
+def scored(
+    encoder, folder, output, *names, said=None, session=HERE, protocols=("senteval",), geometry=True, **settings
+):
+    classifier = CONFIG.model_copy(update=settings)
+    choice = ScoringChoice(tasks=choose_tasks(names), protocols=protocols, classifier=classifier, geometry=geometry)
     say = said.append if said is not None else lambda _: None
     return evaluate(encoder, inspected(folder, *names), choice, output, session, say)
 
@@ -98,6 +99,23 @@ def test_other_settings_and_other_data_are_scored_anew(folder, tmp_path):
     other = Counting()
     scored(other, changed, tmp_path / "out", "SST2", seed=2)
     assert other.texts
+
+
+def test_scores_by_cosine_embed_no_training_sentence(folder, tmp_path):
+    encoder = Counting()
+    found = scored(encoder, folder, tmp_path, "STS-B", "SICK-R", protocols=("simcse",), geometry=False)
+    needed = [
+        text
+        for name in ("STS-B", "SICK-R")
+        for split in ("dev", "test")
+        for pairs in [inspect(find(name), folder, allow_unchecked=True).data.splits[split]]
+        for text in (*pairs.first, *pairs.second)
+    ]
+    assert set(encoder.texts) == set(needed)
+    assert not found.geometry
+    with_all = scored(Counting(), folder, tmp_path / "all", "STS-B", "SICK-R", protocols=("senteval", "simcse"))
+    assert with_all.geometry
+    assert found.reports["simcse"].results == with_all.reports["simcse"].results
 
 
 def test_a_damaged_result_is_scored_again(folder, tmp_path):

@@ -12,7 +12,7 @@ from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.loading import load
 from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences
 from declutr.evaluation.senteval.data.tasks import PROBING, STS, TASKS, TRANSFER, UnknownTaskError, find
-from declutr.evaluation.senteval.runner.plan import choose_tasks, methods
+from declutr.evaluation.senteval.runner.plan import ScoringChoice, choose_tasks, methods
 from declutr.evaluation.senteval.scores.scoring import cost, method_for, needs_fits, score
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,10 +76,11 @@ def test_equal_embeddings_are_warned_of(folder):
 
 
 def test_protocol_chooses_the_method():
-    assert methods("MR", ["senteval", "simcse"]) == ("procedure",)
-    assert methods("SICKRelatedness", ["senteval", "simcse"]) == ("procedure", "cosine")
-    assert methods("STSBenchmark", ["simcse"]) == ("cosine", "geometry")
-    assert methods("Tense", ["simcse"]) == ()
+    both, cosine = ScoringChoice(protocols=("senteval", "simcse")), ScoringChoice(protocols=("simcse",))
+    assert methods("MR", both) == ("procedure",)
+    assert methods("SICKRelatedness", both) == ("procedure", "cosine")
+    assert methods("STSBenchmark", cosine) == ("cosine", "geometry")
+    assert methods("Tense", cosine) == ()
     assert [task.name for task in TASKS if method_for(task, "simcse")] == list(choose_tasks(["sts", "transfer"]))
     assert not needs_fits(find("STSBenchmark"), "cosine")
     assert needs_fits(find("STSBenchmark"), "procedure")

@@ -9,7 +9,7 @@ from messages import all_of, says
 from sentevaldata import write_rest, write_sts
 
 from declutr.evaluation.senteval.data.loading import load
-from declutr.evaluation.senteval.data.taskdata import sentences
+from declutr.evaluation.senteval.data.taskdata import sentences, without_train
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.scores import similarity
 from declutr.evaluation.senteval.scores.similarity import (
@@ -95,7 +95,7 @@ def test_a_task_is_scored_on_its_subsets_and_sick_r_on_dev_and_test(tmp_path):
     split = data.splits["headlines"]
     pair = [cosines(vectors[[rows[a]]], vectors[[rows[b]]])[0] for a, b in zip(split.first, split.second, strict=True)]
     assert score.subsets["headlines"] == correlate(np.array(pair), split.labels)
-    benchmark = load(find("SICK-R"), tmp_path)
+    benchmark = without_train(load(find("SICK-R"), tmp_path))
     score = score_sts(benchmark, *embedded(benchmark))
     assert sorted(score.subsets) == ["dev", "test"]
     assert score.subsets["test"] == score_split(benchmark, "test")
