@@ -231,7 +231,8 @@ def describe(
             elif item["type"] == "literal_error":
                 message += suggest(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]))
             elif item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
-                message += "; put it into quotes within quotes, as in key='\"12\"'"
+                value = shown_value(item["input"])
+                message += f"""; write "{value}" with the quotes, on a command line '"{value}"'"""
             elif item["type"] in ("model_type", "dict_type"):
                 message = "must be a section with settings"
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):
