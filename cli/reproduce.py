@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from declutr.common.config import ConfigError, flat_keys
+from declutr.common.config import ConfigError
 from declutr.common.console.terminal import refused
 from declutr.common.lock import RunLockedError, refuse_held
 from declutr.common.overrides import apply_overrides
@@ -33,7 +35,9 @@ def run(arguments: list[str]) -> int:
         if given.start and not (given.start / "config.json").is_file():
             return refused(f"--start {given.start}: has no config.json; name the folder of an encoder of transformers")
         item = load_item(given.item)
-        plan = plan_item(name, item, given.scale, given.data, work, changes, given.seeds, given.start, given.only)
+        senteval = given.senteval or given.data / "senteval"
+        places = (given.data, senteval, work)
+        plan = plan_item(name, item, given.scale, *places, changes, given.seeds, given.start, given.only)
         if problem := folder_problem(work):
             return refused(f"--work {work}: {problem}")
         if not given.plan:
@@ -42,17 +46,18 @@ def run(arguments: list[str]) -> int:
         print("\n".join(plan.lines()), flush=True)
     except (ReproduceError, RunLockedError, ShardError) as error:
         return refused(error)
-    return 0 if given.plan else _reproduce(given, plan, work, arguments)
+    return 0 if given.plan else _reproduce(given, plan, work, senteval, arguments)
 
 
-def _changes(words: list[str]) -> tuple[dict[str, object], list[str]]:
-    """Changes of settings by dotted key, and what is wrong with them."""
-    tree: dict[str, object] = {}
+def _changes(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Values by the dotted keys of the words, and what is wrong with them."""
+    tree: dict[str, Any] = {}
     problems = apply_overrides(tree, words)
-    return flat_keys(tree), problems
+    keys = [] if problems else [word.partition("=")[0] for word in words]
+    return {key: reduce(getitem, key.split("."), tree) for key in keys}, problems
 
 
-def _reproduce(given: argparse.Namespace, plan: "ItemPlan", work: Path, arguments: list[str]) -> int:
+def _reproduce(given: argparse.Namespace, plan: "ItemPlan", work: Path, senteval: Path, arguments: list[str]) -> int:
     """Run what is left of the item."""
     from declutr.common.console.logs import setup_logging
     from declutr.common.storage import DamagedError
@@ -65,7 +70,6 @@ def _reproduce(given: argparse.Namespace, plan: "ItemPlan", work: Path, argument
     from declutr.trainer.driver.signals import RunStoppedError, say_stopped
 
     setup_logging("reproduce")
-    senteval = given.senteval or given.data / "senteval"
     try:
         print(f"\n{reproduce(plan, work, senteval, given.allow_unchecked, arguments, _say)}")
     except ConfigError as error:
@@ -77,7 +81,7 @@ def _reproduce(given: argparse.Namespace, plan: "ItemPlan", work: Path, argument
         return refused(error)
     except (KeyboardInterrupt, RunStoppedError) as reason:
         return say_stopped(reason)
-    print(f"{plan.folder / 'results.md'}; also results.json and results.png")
+    print(f"{plan.folder / plan.results}.md; also .json and .png")
     return 0
 
 

@@ -1,7 +1,8 @@
 """Paired comparison over seeds: runs that share a seed share documents, spans, masks and initial weights.
 
-The difference of two labels of an axis is taken seed by seed, as the mean over all combinations of the other axes. Its
-interval is Student's. Legend: S seeds.
+The difference of two labels of an axis is taken seed by seed, as the mean over the combinations of the other axes'
+labels that both have. With two axes it is also taken within each label of the other one. Its interval is Student's.
+Legend: S seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ class LabelComparison:
         axis: the axis.
         label: the label.
         base: the label or start that it is compared with.
+        within: label of the other axis; "" for the mean over all.
         seeds: number of seeds with all runs of both.
         difference: mean difference.
         spread: standard deviation of the S differences; None with one seed.
@@ -39,6 +41,7 @@ class LabelComparison:
     axis: str
     label: str
     base: str
+    within: str
     seeds: int
     difference: float
     spread: float | None = None
@@ -74,36 +77,55 @@ def compare_labels(
         pairs: labels to compare, the first one against the second, in place of an axis' others against its first.
     """
     made = []
-    starts = {cell.name: [cell.name] for cell in cells if not cell.labels}
+    starts = [cell.name for cell in cells if not cell.labels]
     trained = [cell for cell in cells if cell.labels]
-    for axis in dict.fromkeys(axis for cell in trained for axis in cell.labels):
+    axes = list(dict.fromkeys(axis for cell in trained for axis in cell.labels))
+    for axis in axes:
         base, *others = labels = list(dict.fromkeys(cell.labels[axis] for cell in trained))
-        sides = {label: [cell.name for cell in trained if cell.labels[axis] == label] for label in labels}
-        means = {label: _by_seed(names, numbers) for label, names in (sides | starts).items()}
-        own = [pair for pair in pairs if sides.keys() & {*pair}] or [(label, base) for label in others]
-        wanted = [pair for pair in own if sides.keys() >= {*pair}]
-        for pair in wanted + [(label, start) for start in starts for label in sides]:
-            seeds = sorted(means[pair[0]].keys() & means[pair[1]].keys())
-            if seeds:
-                made.append(_compare(axis, *pair, *([means[one][seed] for seed in seeds] for one in pair)))
+        own = [pair for pair in pairs if {*labels} & {*pair}] or [(label, base) for label in others]
+        wanted = [pair for pair in own if {*labels} >= {*pair}] + [
+            (label, start) for start in starts for label in labels
+        ]
+        (other,) = {*axes} - {axis} if len(axes) == 2 else ("",)
+        for within in ["", *dict.fromkeys(cell.labels[other] for cell in trained if other)]:
+            taken = [cell for cell in trained if within in ("", cell.labels.get(other))]
+            sides = {label: _by_rest(taken, axis, label) for label in labels}
+            for label, against in wanted:
+                ours, theirs = sides[label], sides.get(against)
+                shared = [rest for rest in ours if theirs is None or rest in theirs]
+                one = _by_seed([ours[rest] for rest in shared], numbers)
+                two = _by_seed([against] if theirs is None else [theirs[rest] for rest in shared], numbers)
+                if seeds := sorted(one.keys() & two.keys()):
+                    values = ([side[seed] for seed in seeds] for side in (one, two))
+                    made.append(_compare((axis, label, against, within), *values))
     return made
+
+
+def _by_rest(cells: Sequence[Cell], axis: str, label: str) -> dict[tuple[str, ...], str]:
+    """Names of the cells with a label, by their labels on the other axes."""
+    return {
+        tuple(one for name, one in cell.labels.items() if name != axis): cell.name
+        for cell in cells
+        if cell.labels[axis] == label
+    }
 
 
 def _by_seed(names: Sequence[str], numbers: Numbers) -> dict[int, float]:
     """Mean over these cells, by seed, of the seeds that have all."""
     found = [numbers.get(name, {}) for name in names]
-    return {seed: fmean(one[seed] for one in found) for seed in found[0] if all(seed in one for one in found)}
+    seeds = found[0] if found else {}
+    return {seed: fmean(one[seed] for one in found) for seed in seeds if all(seed in one for one in found)}
 
 
-def _compare(axis: str, label: str, base: str, ours: Sequence[float], theirs: Sequence[float]) -> LabelComparison:
+def _compare(sides: tuple[str, str, str, str], ours: Sequence[float], theirs: Sequence[float]) -> LabelComparison:
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
     mean, count = fmean(differences), len(differences)
     if count < 2:
-        return LabelComparison(axis, label, base, count, mean)
+        return LabelComparison(*sides, count, mean)
     spread, unpaired = stdev(differences), None
     if variance(ours) and variance(theirs):  # an encoder that is scored as it is has no spread to share
         unpaired = (variance(ours) + variance(theirs)) ** 0.5
     error = spread / count**0.5
     half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1)) * error
     p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else None
-    return LabelComparison(axis, label, base, count, mean, spread, unpaired, (mean - half, mean + half), p)
+    return LabelComparison(*sides, count, mean, spread, unpaired, (mean - half, mean + half), p)

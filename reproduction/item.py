@@ -18,9 +18,9 @@ from declutr.evaluation.senteval.runner.plan import choose_tasks
 ITEMS = Path(__file__).resolve().parent.parent / "configs" / "reproduce"
 """Folder of the items."""
 ScaleName = Literal["paper", "tiny"]
-DATA, WORK, START = "DECLUTR_DATA", "DECLUTR_WORK", "DECLUTR_START"
-"""Variables that the files of items name: the folder with all input data, the working folder, and the encoder to start
-from."""
+DATA, SENTEVAL, WORK, START = "DECLUTR_DATA", "DECLUTR_SENTEVAL", "DECLUTR_WORK", "DECLUTR_START"
+"""Variables that the files of items name: the folder with all input data, SentEval's data, the working folder, and the
+encoder to start from."""
 Settings = dict[str, Any]
 """Values by dotted key."""
 
@@ -143,12 +143,32 @@ class Item(Strict):
                 for other in one.mean_of
                 if other not in columns or columns[other].mean_of
             ]
-        labels = {label for axis in self.axes.values() for label in axis}
+        axes = {label: axis for axis, labels in self.axes.items() for label in labels}
+        problems += [f"axes.{axis}: has no label" for axis, labels in self.axes.items() if not labels]
         problems += [
-            f"pairs: {label} is no label of an axis{suggest(label, list(labels))}"
+            f"axes.{axis}.{label}: the axis {axes[label]} has this label, too"
+            for axis, labels in self.axes.items()
+            for label in labels
+            if axes[label] != axis
+        ]
+        problems += [
+            f"axes.{axis}.{label}.{key}: the axis {other} changes it, too"
+            for number, (axis, labels) in enumerate(self.axes.items())
+            for label, settings in labels.items()
+            for key in settings
+            for other in list(self.axes)[:number]
+            if any(key in one for one in self.axes[other].values())
+        ]
+        problems += [
+            f"pairs: {label} is no label of an axis{suggest(label, list(axes))}"
             for pair in self.pairs
             for label in pair
-            if label not in labels
+            if label not in axes
+        ]
+        problems += [
+            f"pairs: {one} and {other} are labels of two axes, {axes[one]} and {axes[other]}"
+            for one, other in self.pairs
+            if {one, other} <= axes.keys() and axes[one] != axes[other]
         ]
         known = {cell.name for cell in _combined(self.axes)} | {*self.encoders}
         problems += [

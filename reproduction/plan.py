@@ -10,13 +10,13 @@ from statistics import median
 from typing import Any, TypeVar
 
 from declutr.common.config import ConfigError, Strict, load_config
-from declutr.common.storage import hash_json, read_json
+from declutr.common.storage import hash_file, hash_json, read_json
 from declutr.common.stores.address import is_remote
 from declutr.common.suggestions import suggest
-from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
-from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
+from declutr.pipeline.config import PipelineConfig
 from declutr.reproduction.item import (
     DATA,
+    SENTEVAL,
     START,
     WORK,
     Cell,
@@ -29,6 +29,7 @@ from declutr.reproduction.item import (
     ScaleName,
     Settings,
 )
+from declutr.reproduction.readiness import data_identity, run_ready, shards_ready
 from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.driver.resolved import find_shards
 from declutr.trainer.setup.config import TrainConfig
@@ -73,6 +74,8 @@ class ItemPlan:
         folder: folder of the item's results.
         shards: configurations of the shards to prepare, by name.
         start: configuration of the run to start from, or None.
+        start_identity: hash of what decides the start; "" without one.
+        partial: True if `runs` are not all cells and seeds of the scale.
         runs: the runs, one seed after the other, so that every cell has one soon.
     """
 
@@ -82,6 +85,8 @@ class ItemPlan:
     folder: Path
     shards: dict[str, PipelineConfig]
     start: TrainConfig | None
+    start_identity: str
+    partial: bool
     runs: list[PlannedRun]
 
     @property
@@ -95,13 +100,21 @@ class ItemPlan:
         return self.settings.columns or self.item.columns
 
     @property
+    def results(self) -> str:
+        """Name of the files with the results, without its end. A part does not replace the results of the whole."""
+        return "results-part" if self.partial else "results"
+
+    @property
     def tasks(self) -> tuple[str, ...]:
         """All tasks that are scored."""
         return tuple(dict.fromkeys(task for column in self.columns.values() for task in column.names))
 
     def identity(self, run: PlannedRun) -> str:
         """Hash of what decides the scores of a run."""
-        made_by = run.config.hash() if run.config else run.cell.encoder and run.cell.encoder.model_dump(mode="json")
+        made_by: list[Any] = [run.cell.encoder and run.cell.encoder.model_dump(mode="json"), self.start_identity]
+        if run.config is not None:
+            chosen = run.config.checkpoint.model_dump(mode="json")  # what `export: best` may choose
+            made_by += [run.config.hash(), chosen, data_identity(run.config)]
         columns = {name: column.model_dump(mode="json") for name, column in self.columns.items()}
         return hash_json([made_by, columns, self.settings.preset])
 
@@ -116,7 +129,7 @@ class ItemPlan:
     def lines(self) -> list[str]:
         """The plan as text."""
         cells = [run for run in self.runs if run.seed == self.runs[0].seed]
-        done = [found for run in self.runs if (found := self.finished(run))]
+        done = {run.folder: found for run in self.runs if (found := self.finished(run))}
         seeds = sorted({run.seed for run in self.runs})
         lines = [
             f"{self.item.title} ({self.item.source}), scale {self.scale}",
@@ -129,16 +142,16 @@ class ItemPlan:
             for name, config in self.shards.items()
         ]
         if self.start is not None:
-            state = "ready" if start_ready(self.start) else f"to be trained in {self.start.steps} steps"
+            state = "ready" if run_ready(self.start) else f"to be trained in {self.start.steps} steps"
             lines.append(f"  start      {state}")
         width = max(len(run.cell.name) for run in cells)
         lines += [f"  {run.cell.name:<{width}}  {_needs(run)}" for run in cells]
-        return [*lines, f"  time       {self._time(done)}"]
+        seconds = [done[run.folder]["seconds"] for run in self.runs if run.config and run.folder in done]
+        return [*lines, f"  time       {self._time(len(self.runs) - len(done), seconds)}"]
 
-    def _time(self, done: Sequence[dict[str, Any]]) -> str:
-        left = len(self.runs) - len(done)
-        if done:
-            each, origin = median(one["seconds"] for one in done), f"median of {len(done)} finished run(s)"
+    def _time(self, left: int, seconds: Sequence[float]) -> str:
+        if seconds:
+            each, origin = median(seconds), f"median of {len(seconds)} trained run(s)"
         elif self.settings.hours is not None:
             each, origin = self.settings.hours * _HOUR, "expected"
         else:
@@ -151,6 +164,7 @@ def plan_item(
     item: Item,
     scale: ScaleName,
     data: Path,
+    senteval: Path,
     work: Path,
     changes: Settings,
     seeds: Sequence[int] | None,
@@ -164,6 +178,7 @@ def plan_item(
         item: the item.
         scale: one of its scales.
         data: folder with all input data.
+        senteval: folder in SentEval's layout.
         work: folder of shards, the start and all results.
         changes: further changes of settings, for all runs.
         seeds: seeds in place of the scale's.
@@ -171,7 +186,8 @@ def plan_item(
         only: labels whose cells are run, or names of cells; none: all.
 
     Raises:
-        ReproduceError: the item lacks the scale or takes no start, or settings of a run are wrong.
+        ReproduceError: the item lacks the scale or takes no start, settings of a run are wrong, or its folder has a run
+            of others.
     """
     if scale not in item.scales:
         raise ReproduceError(f"{name} has no scale {scale}; it has {', '.join(item.scales)}")
@@ -180,9 +196,10 @@ def plan_item(
         raise ReproduceError(f"{own[0]} is set by the command: --work and --seeds change it")
     if not item.axes and (changes or seeds):
         raise ReproduceError(f"{name} trains nothing: it takes neither settings nor --seeds")
-    os.environ[DATA], os.environ[WORK] = str(data.absolute()), str(work.absolute())
-    os.environ[START] = str((given_start or work / "start" / EXPORT).absolute())
-    folder = work.absolute() / f"{name}-{scale}"
+    work = work.resolve()
+    os.environ[DATA], os.environ[SENTEVAL], os.environ[WORK] = str(data.resolve()), str(senteval.resolve()), str(work)
+    os.environ[START] = str(given_start.resolve() if given_start else work / "start" / EXPORT)
+    folder = work / f"{name}-{scale}"
     shards = {
         key: _load(one, "prepare", PipelineConfig, f"shards {key}", {"output": f"${WORK}/shards/{key}"})
         for key, one in settings.shards.items()
@@ -191,15 +208,19 @@ def plan_item(
     if settings.start is not None:
         start = _load(settings.start, "train", TrainConfig, "start", {"run": f"${WORK}/start"})
     cells = item.cells(scale)
+    varied = dict.fromkeys(key for cell in cells for key in cell.settings)
+    if both := [(key, own) for key in changes for own in varied if _overlap(key, own)]:
+        raise ReproduceError(
+            f"{both[0][0]} cannot be changed for all runs, which differ in {both[0][1]}; change a copy of its file"
+        )
     labels = list(dict.fromkeys(label for cell in cells for label in (*cell.labels.values(), cell.name)))
     if unknown := [label for label in only if label not in labels]:
         raise ReproduceError(f"--only {unknown[0]}: no label of {name}{suggest(unknown[0], labels)}")
     runs: list[PlannedRun] = []
     seeds = seeds or settings.seeds
+    chosen = [cell for cell in cells if not only or {*only} & {cell.name, *cell.labels.values()}]
     for seed in seeds:
-        for cell in cells:
-            if only and not {*only} & {cell.name, *cell.labels.values()}:
-                continue
+        for cell in chosen:
             if cell.encoder is not None and seed != seeds[0]:
                 continue  # scored once
             place = folder / f"{_UNSAFE.sub('-', cell.name)}-{seed}"
@@ -215,35 +236,30 @@ def plan_item(
     for number, run in enumerate(runs):
         if run.folder in [one.folder for one in runs[:number]]:
             raise ReproduceError(f"{name}: two runs would have the folder {run.folder}; give each label and seed once")
+        if run.config is not None:
+            run_ready(run.config)
     if given_start is not None:
         if start is None or any(run.config and run.config.encoder.pretrained != os.environ[START] for run in runs):
             raise ReproduceError(f"{name} takes no --start: the encoder of its runs is not ${START}")
         start = None
+    start_identity = (
+        hash_json(start.resume_settings()) if start else _files_identity(given_start) if given_start else ""
+    )
     if given_start is not None or only:
         read = json.dumps([one.model_dump(mode="json") for one in (start, *(run.config for run in runs)) if one])
         shards = {key: one for key, one in shards.items() if f'"{one.output}"' in read}
-    return ItemPlan(name, item, scale, folder, shards, start, runs)
+    partial = len(chosen) < len(cells) or not {*settings.seeds} <= {*seeds}
+    return ItemPlan(name, item, scale, folder, shards, start, start_identity, partial, runs)
 
 
-def shards_ready(config: PipelineConfig) -> bool:
-    """True if the shards are complete.
-
-    Raises:
-        ReproduceError: they were prepared with other settings.
-        ShardError: their manifest is damaged.
-    """
-    if not (Path(config.output) / MANIFEST).is_file():
-        return False
-    manifest = load_manifest(Path(config.output))
-    if manifest.config_hash != config_hash(config):
-        others = ", ".join(differing_keys(config, manifest.config))
-        raise ReproduceError(f"{config.output}: was prepared with other settings ({others}); name another --work")
-    return True
+def _overlap(key: str, other: str) -> bool:
+    """True if one of two dotted keys is the other or inside it."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
-def start_ready(config: TrainConfig) -> bool:
-    """True if the run to start from has finished."""
-    return (Path(config.run) / "summary.json").is_file()
+def _files_identity(folder: Path) -> str:
+    """Hash of an encoder's files."""
+    return hash_json({path.name: hash_file(path) for path in sorted(folder.iterdir()) if path.is_file()})
 
 
 def _load(made: Prepared, section: str, model: type[Config], what: str, own: Settings) -> Config:
@@ -262,7 +278,7 @@ def _replaced(value: Any) -> Any:
     if isinstance(value, list):
         return [_replaced(one) for one in value]
     if isinstance(value, str):
-        for name in (DATA, WORK, START):
+        for name in (DATA, SENTEVAL, WORK, START):
             value = value.replace(f"${name}", os.environ[name])
     return value
 

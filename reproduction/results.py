@@ -10,23 +10,23 @@ from declutr.reproduction.comparison import LabelComparison, compare_labels
 from declutr.reproduction.plan import ItemPlan
 from declutr.reproduction.provenance import facts
 
-RESULTS = "results"
 
-
-def write_results(plan: ItemPlan, command: Sequence[str]) -> str:
+def write_results(plan: ItemPlan, command: Sequence[str], failed: Mapping[str, str]) -> str:
     """Writes all files from the runs that have finished; returns the Markdown.
 
     Args:
         plan: the item.
         command: arguments of the command.
+        failed: reason of each run of this call that failed, by its name.
     """
     cells = list({run.cell.name: run.cell for run in plan.runs}.values())
     numbers: dict[str, dict[str, dict[int, float]]] = {name: {} for name in plan.columns}
     seconds: dict[str, dict[int, float]] = {}
-    seeds, marks = sorted({run.seed for run in plan.runs}), set[str]()
+    seeds, marks, machines = sorted({run.seed for run in plan.runs}), set[str](), list[dict[str, Any]]()
     for run in plan.runs:
         if found := plan.finished(run):
             marks |= {*found["marks"]}
+            machines += [found["made"]] if found["made"] not in machines else []
             seconds.setdefault(run.cell.name, {})[run.seed] = found["seconds"]
             for name, value in found["scores"].items():
                 scored = [run.seed] if run.config else seeds  # its numbers stand beside those of every seed
@@ -34,52 +34,59 @@ def write_results(plan: ItemPlan, command: Sequence[str]) -> str:
     trained, pairs = bool(plan.item.axes), plan.item.pairs
     compared = {name: compare_labels(cells, found, pairs) if trained else [] for name, found in numbers.items()}
     made = facts(["declutr reproduce", *command])
-    finished = sum(map(len, seconds.values()))
     names = [cell.name for cell in cells]
-    text = "\n".join(_markdown(plan, names, numbers, compared, sorted(marks), made, finished)) + "\n"
+    many = {name: _seeds(plan, name) for name in names}
+    text = "\n".join(_markdown(plan, many, numbers, compared, sorted(marks), failed, made, machines)) + "\n"
     write_json(
-        plan.folder / f"{RESULTS}.json",
+        plan.folder / f"{plan.results}.json",
         {
             "item": plan.name,
             "scale": plan.scale,
             "source": plan.item.source,
-            "finished_runs": finished,
+            "finished_runs": sum(map(len, seconds.values())),
             "planned_runs": len(plan.runs),
             "numbers": numbers,
             "printed": plan.item.printed,
             "differences": {name: [one.to_json() for one in found] for name, found in compared.items()},
             "seconds": seconds,
+            "failed": dict(failed),
+            "made_by": machines,
             "not_published_data": sorted(marks),
             "settings": plan.settings.model_dump(mode="json"),
             **made,
         },
     )
-    write_text(plan.folder / f"{RESULTS}.md", text)
-    _draw(plan, names, numbers)
+    write_text(plan.folder / f"{plan.results}.md", text)
+    _draw(plan, many, numbers)
     return text
 
 
 def _markdown(
     plan: ItemPlan,
-    cells: Sequence[str],
+    cells: Mapping[str, int],
     numbers: Mapping[str, Mapping[str, Mapping[int, float]]],
     compared: Mapping[str, Sequence[LabelComparison]],
     marks: Sequence[str],
+    failed: Mapping[str, str],
     made: Mapping[str, Any],
-    finished: int,
+    machines: Sequence[Mapping[str, Any]],
 ) -> Iterator[str]:
     item, printed = plan.item, plan.item.printed
     yield f"# {item.title}"
     yield ""
     yield f"*Paper:* {item.source}. {item.says}"
     yield ""
-    yield f"Scale {plan.scale}: {finished} of {len(plan.runs)} runs. Mean ± standard deviation over seeds; the paper's"
-    yield "number in parentheses."
+    finished = sum(plan.finished(run) is not None for run in plan.runs)
+    part = ", a part of the item" if plan.partial else ""
+    yield f"Scale {plan.scale}: {finished} of {len(plan.runs)} runs{part}. Mean ± standard deviation over seeds; the"
+    yield "paper's number in parentheses; n: seeds, where runs are missing."
     yield ""
     yield f"| run | {' | '.join(plan.columns)} |"
     yield "| --- | " + " | ".join(["---:"] * len(plan.columns)) + " |"
-    for name in cells:
-        shown = (_cell(found.get(name, {}), printed.get(name, {}).get(column)) for column, found in numbers.items())
+    for name, many in cells.items():
+        shown = (
+            _cell(found.get(name, {}), printed.get(name, {}).get(column), many) for column, found in numbers.items()
+        )
         yield f"| {name} | {' | '.join(shown)} |"
     for column, differences in compared.items():
         if differences:
@@ -97,8 +104,18 @@ def _markdown(
         yield f"{item.note}\n"
     if marks:
         yield f"Data that differ from the published ones: {'; '.join(marks)}.\n"
-    gpu = made["hardware"]["gpu"] or f"{made['hardware']['cores']} cores of {made['hardware']['cpu']}"
-    yield f"*Hardware:* {gpu}. *Commit:* {made['commit']}. *Command:* `{made['command']}`"
+    if failed:
+        yield f"Failed: {'; '.join(f'{name}: {reason}' for name, reason in failed.items())}.\n"
+    hardware = [one["hardware"] for one in machines]
+    names = dict.fromkeys(one["gpu"] or f"{one['cores']} cores of {one['cpu']}" for one in hardware)
+    commits = dict.fromkeys(one["commit"] for one in machines)
+    yield f"*Hardware:* {', '.join(names)}. *Commit:* {', '.join(map(str, commits))}. *Command:* `{made['command']}`"
+
+
+def _seeds(plan: ItemPlan, cell: str) -> int:
+    """Planned seeds of a cell; one that is scored as it is stands beside all."""
+    same = [run for run in plan.runs if run.cell.name == cell]
+    return len(same) if same[0].config else len({run.seed for run in plan.runs})
 
 
 def _differences(column: str, found: Sequence[LabelComparison]) -> Iterator[str]:
@@ -110,29 +127,30 @@ def _differences(column: str, found: Sequence[LabelComparison]) -> Iterator[str]
         told = "" if one.measurable or one.interval is None else " (not measurable)"
         spread = "" if one.pairing is None else f"{one.spread:.2f} / {one.unpaired:.2f} = {one.pairing:.2f}"
         p = "" if one.p is None else f"{one.p:.3f}"
-        label = f"{one.axis}: {one.label} over {one.base}"
+        label = f"{one.axis}: {one.label} over {one.base}" + (f", {one.within}" if one.within else "")
         yield f"| {label} | {one.difference:+.2f}{told} | {interval} | {p} | {one.seeds} | {spread} |"
 
 
-def _cell(found: Mapping[int, float], printed: float | None) -> str:
-    """Mean and spread of our numbers, and the paper's."""
+def _cell(found: Mapping[int, float], printed: float | None, planned: int) -> str:
+    """Mean and spread of our numbers, their number if it is not the planned one, and the paper's number."""
     values = list(found.values())
     ours = "-" if not values else f"{fmean(values):.2f}"
     spread = f" ± {stdev(values):.2f}" if len({*values}) > 1 else ""
-    return ours + spread + ("" if printed is None else f" ({printed:.2f})")
+    fewer = f", n={len(values)}" if 0 < len(values) < planned else ""
+    return ours + spread + fewer + ("" if printed is None else f" ({printed:.2f})")
 
 
-def _draw(plan: ItemPlan, cells: Sequence[str], numbers: Mapping[str, Mapping[str, Mapping[int, float]]]) -> None:
+def _draw(plan: ItemPlan, cells: Mapping[str, int], numbers: Mapping[str, Mapping[str, Mapping[int, float]]]) -> None:
     """Draws a bar for each finished cell and column, next to the paper's."""
     bars = []
     for column, found in numbers.items():
-        for name in cells:
+        for name, many in cells.items():
             printed = plan.item.printed.get(name, {}).get(column)
             if values := list(found.get(name, {}).values()):
-                bars.append(Bar(f"{name}: {column}", max(0.0, fmean(values)), "kept", _cell(found[name], None)))
+                bars.append(Bar(f"{name}: {column}", max(0.0, fmean(values)), "kept", _cell(found[name], None, many)))
                 if printed is not None:
                     bars.append(Bar("paper", printed, "short", f"{printed:.2f}"))
     if bars:
         from declutr.evaluation.report.png import save_bars  # loads matplotlib
 
-        save_bars(Bars(RESULTS, plan.item.title, bars), plan.folder / f"{RESULTS}.png")
+        save_bars(Bars("results", plan.item.title, bars), plan.folder / f"{plan.results}.png")

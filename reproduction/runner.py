@@ -12,7 +12,9 @@ from declutr.common.lock import RunLock
 from declutr.common.storage import write_json, write_text
 from declutr.pipeline.config import PipelineConfig
 from declutr.reproduction.item import ReproduceError
-from declutr.reproduction.plan import ItemPlan, PlannedRun, shards_ready, start_ready
+from declutr.reproduction.plan import ItemPlan, PlannedRun
+from declutr.reproduction.provenance import facts
+from declutr.reproduction.readiness import run_ready, shards_ready
 from declutr.reproduction.results import write_results
 from declutr.reproduction.scoring import Scorer
 from declutr.trainer.driver.failure import TrainingFailedError
@@ -59,22 +61,21 @@ def reproduce(
         if plan.start is not None:
             _train_start(plan.start, say)
     with _alone(plan.folder, say):
-        failed: list[str] = []
+        failed = dict[str, str]()
         for number, run in enumerate(plan.runs, 1):
             found = plan.finished(run)
-            if found is None or found["marks"] != scorer.marks:
+            if found is None or found["data"] != scorer.data_identity:
                 say(f"run {number} of {len(plan.runs)}: {run.cell.name}, seed {run.seed}")
                 try:
                     _finish(plan, run, scorer)
                 except TrainingFailedError as error:  # such as a loss that is not finite: a result of this cell
-                    failed.append(f"{run.cell.name}, seed {run.seed}: {str(error).splitlines()[0]}")
-                    say(f"failed: {failed[-1]}")
-                write_results(plan, command)
-        text = write_results(plan, command)
+                    failed[f"{run.cell.name}, seed {run.seed}"] = reason = str(error).splitlines()[0]
+                    say(f"failed: {run.cell.name}, seed {run.seed}: {reason}")
+                write_results(plan, command, failed)
+        text = write_results(plan, command, failed)
     if failed:
-        raise ReproduceError(
-            f"{len(failed)} of {len(plan.runs)} runs failed, the others are scored: {'; '.join(failed)}"
-        )
+        told = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+        raise ReproduceError(f"{len(failed)} of {len(plan.runs)} runs failed, the others are scored: {told}")
     return text
 
 
@@ -104,7 +105,7 @@ def _prepare(name: str, config: PipelineConfig, work: Path) -> None:
 
 def _train_start(config: TrainConfig, say: Callable[[str], None]) -> None:
     """Trains the start unless it has finished."""
-    if not start_ready(config):
+    if not run_ready(config):
         say(f"training the start in {config.run}")
         run_training(config)
 
@@ -115,5 +116,11 @@ def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:
     began = time.monotonic()
     scores = scorer.score(run)
     seconds += time.monotonic() - began
-    facts = {"identity": plan.identity(run), "marks": scorer.marks, "seconds": round(seconds, 1)}
-    write_json(run.scores, facts | {"scores": scores})
+    known = {"identity": plan.identity(run), "data": scorer.data_identity, "marks": scorer.marks}
+    made = facts([])
+    made = {
+        "commit": made["commit"],
+        "versions": made["versions"],
+        "hardware": made["hardware"] | {"load_average": None},
+    }
+    write_json(run.scores, known | {"seconds": round(seconds, 1), "scores": scores, "made": made})

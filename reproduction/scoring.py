@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import fmean
 
 from declutr.common.cluster import SessionConfig
+from declutr.common.storage import hash_json
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
@@ -57,6 +58,11 @@ class Scorer:
     def marks(self) -> list[str]:
         """Tasks whose data are not the published ones, with their standing."""
         return [f"{one.task.label}: {one.standing}" for one in self._inspections if one.standing != "identical"]
+
+    @property
+    def data_identity(self) -> str:
+        """Hash of the tasks' files."""
+        return hash_json({one.task.name: [one.standing, dict(one.data.files)] for one in self._inspections if one.data})
 
     def score(self, run: PlannedRun) -> dict[str, float]:
         """The numbers of a finished run, by column; an encoder that is scored as it is has none of a validation.

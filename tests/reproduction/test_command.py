@@ -10,6 +10,7 @@ import sys
 import pytest
 import yaml
 from papers import arguments, write_item
+from prepared import Row, write_prepared
 from sentevalsets import write_sets
 from tinyruns import GEOMETRY
 from waiting import until
@@ -18,6 +19,7 @@ from declutr.cli.reproduce import run
 from declutr.common.lock import RunLock, RunLockedError, refuse_held
 from declutr.reproduction.item import load_item
 from declutr.reproduction.plan import plan_item
+from declutr.reproduction.results import write_results
 from declutr.reproduction.runner import reproduce
 
 
@@ -41,7 +43,7 @@ def test_results_have_all_runs_the_papers_number_and_paired_tests(finished):
     cells = found["numbers"]["STS-B"]
     assert set(cells) == {"both, 100%", "both, 50%", "mlm, 100%", "mlm, 50%"}
     assert all(set(seeds) == {"0", "1"} for seeds in cells.values())
-    by_axis = {(one["axis"], one["label"]): one for one in found["differences"]["STS-B"]}
+    by_axis = {(one["axis"], one["label"]): one for one in found["differences"]["STS-B"] if not one["within"]}
     assert set(by_axis) == {("terms", "mlm"), ("share", "50%")}
     means = [sum(cells[f"{terms}, {share}"]["0"] for share in ("100%", "50%")) / 2 for terms in ("mlm", "both")]
     second = [sum(cells[f"{terms}, {share}"]["1"] for share in ("100%", "50%")) / 2 for terms in ("mlm", "both")]
@@ -102,9 +104,8 @@ def test_killed_call_continues_to_the_same_numbers(item, finished, tmp_path):
     process.communicate()
     assert not (work / "terms-tiny/mlm-50--0/scores.json").exists()
     assert run(arguments(item, work, "--seeds", "0")) == 0
-    again, whole = (
-        json.loads((one / "results.json").read_text())["numbers"] for one in (work / "terms-tiny", finished)
-    )
+    files = (work / "terms-tiny/results-part.json", finished / "results.json")
+    again, whole = (json.loads(one.read_text())["numbers"] for one in files)
     assert {name: seeds["0"] for name, seeds in again["STS-B"].items()} == {
         name: seeds["0"] for name, seeds in whole["STS-B"].items()
     }
@@ -127,7 +128,7 @@ def test_given_start_is_scored_beside_the_chosen_and_the_last_checkpoint(item, f
         given = ["--start", str(start), "--only", "start", "--only", "mlm", "--allow-unchecked", f"export={export}"]
         assert run(arguments(tmp_path / "starts.yaml", tmp_path / export, *given)) == 0
         assert not (tmp_path / export / "start").exists()
-        results = json.loads((tmp_path / export / "starts-tiny/results.json").read_text())
+        results = json.loads((tmp_path / export / "starts-tiny/results-part.json").read_text())
         found[export] = results["numbers"]
         assert {(one["label"], one["base"]) for one in results["differences"]["last"]} == {("mlm", "start")}
     assert found["best"]["chosen"]["start"] == found["best"]["last"]["start"] == found["last"]["last"]["start"]
@@ -137,10 +138,72 @@ def test_given_start_is_scored_beside_the_chosen_and_the_last_checkpoint(item, f
     assert found["best"]["chosen"]["mlm"]["0"] != found["best"]["last"]["mlm"]["0"]
 
 
+@pytest.mark.slow
+def test_start_of_other_settings_is_refused(item, tmp_path, capsys):
+    values = yaml.safe_load(item.read_text()) | {"printed": {}}
+    scale = values["scales"]["tiny"]
+    scale |= {"settings": {"encoder": {"pretrained": "$DECLUTR_START"}}}
+    for steps in (2, 3):
+        scale["start"] = {"config": scale["config"], "settings": {"steps": steps}}
+        (tmp_path / f"{steps}.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    given = arguments(item, tmp_path / "work")[1:]
+    assert run([str(tmp_path / "2.yaml"), *given, "--only", "start"]) == 0
+    assert (tmp_path / "work/start/export/model.safetensors").is_file()
+    assert "start      ready" in planned(capsys, str(tmp_path / "2.yaml"), *given)
+    told = refusal(capsys, str(tmp_path / "3.yaml"), *given, "--plan")
+    assert "start: was trained with other settings (steps was 2, now 3); name another --work" in told
+
+
+def planned(capsys, *given):
+    assert run([*given, "--plan"]) == 0
+    return capsys.readouterr().out
+
+
 def test_start_is_refused_where_nothing_starts_from_it(item, finished, tmp_path, capsys):
     words = arguments(item, tmp_path / "work", "--plan")
     assert "--start" in refusal(capsys, *words, "--start", str(finished / "both-100--0/run/export"))
     assert "config.json" in refusal(capsys, *words, "--start", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_other_shards_or_settings_never_show_the_scores_of_earlier_ones(item, finished, tmp_path, capsys):
+    work = shutil.copytree(finished.parent, tmp_path / "work")
+    write_prepared(tmp_path / "other", [[Row(f"other words {n} " * 40) for n in range(96)]], geometry=GEOMETRY)
+    assert run(arguments(item, work, "--plan")) == 0
+    assert "8 finished" in capsys.readouterr().out
+    for word in (f"data={tmp_path / 'other'}", "checkpoint.every_steps=2"):
+        assert run(arguments(item, work, "--plan", word)) == 0
+        assert " 0 finished" in capsys.readouterr().out
+    assert run(arguments(item, work, f"data={tmp_path / 'other'}")) == 1
+    assert "was trained on other shards" in capsys.readouterr().err.splitlines()[-1]
+    told = refusal(capsys, *arguments(item, work, "--plan", "optim.lr=0.5"))
+    assert "both-100--0/run: was trained with other settings (optim.lr was" in told
+    assert "--work" in told
+
+
+@pytest.mark.slow
+def test_part_of_an_item_does_not_replace_the_results_of_all(item, finished, tmp_path):
+    work = shutil.copytree(finished.parent, tmp_path / "work")
+    whole = (work / "terms-tiny/results.json").read_bytes()
+    assert run(arguments(item, work, "--only", "mlm", "--seeds", "0")) == 0
+    assert (work / "terms-tiny/results.json").read_bytes() == whole
+    part = json.loads((work / "terms-tiny/results-part.json").read_text())
+    assert part["numbers"]["STS-B"].keys() == {"mlm, 100%", "mlm, 50%"}
+    (made,) = part["made_by"]
+    assert made["versions"]["torch"]
+    (work / "terms-tiny/mlm-50--1/scores.json").unlink()
+    (work / "terms-tiny/mlm-50--1/run/summary.json").unlink()
+    assert run(arguments(item, work, "--seeds", "0,1,2", "--only", "both")) == 0
+    plan = plan_item("terms", load_item(str(item)), "tiny", *places(item, work), {}, None)
+    text = write_results(plan, [], {"mlm, 50%, seed 1": "its loss is not finite"})
+    assert "7 of 8 runs." in text
+    assert "n=1" in next(line for line in text.splitlines() if line.startswith("| mlm, 50% |"))
+    assert "Failed: mlm, 50%, seed 1: its loss is not finite." in text
+
+
+def places(item, work):
+    data = item.parent / "data"
+    return data, data / "senteval", work
 
 
 def test_unknown_label_is_refused_with_the_nearest(item, tmp_path, capsys):
@@ -172,7 +235,7 @@ def test_second_command_is_refused_where_shards_are_prepared_or_on_the_same_item
 def test_runs_of_an_item_hold_its_folder_alone(item, finished, tmp_path):
     """Another item may run beside it."""
     work, data = shutil.copytree(finished.parent, tmp_path / "work"), item.parent / "data"
-    plan = plan_item("terms", load_item(str(item)), "tiny", data, work, {}, [7], None, ["mlm"])
+    plan = plan_item("terms", load_item(str(item)), "tiny", *places(item, work), {}, [7], None, ["mlm"])
     held = []
 
     def say(line):
@@ -205,6 +268,10 @@ def test_unknown_item_is_refused_with_the_nearest(capsys):
         ({"axes": {}, "printed": {}}, ["axes or encoders"]),
         ({"encoders": {"start": {"name": "bert"}}}, ["axes or encoders, and not both"]),
         ({"pairs": [["both", "mml"]]}, ["pairs", "mml", "did you mean `mlm`"]),
+        ({"pairs": [["both", "50%"]]}, ["pairs", "both and 50%", "two axes"]),
+        ({"axes": {"terms": {}}, "printed": {}}, ["axes.terms", "no label"]),
+        ({"axes": {"a": {"x": {}}, "b": {"x": {}}}, "printed": {}}, ["axes.a.x", "the axis b has this label"]),
+        ({"axes": {"a": {"x": {"steps": 3}}, "b": {"y": {"steps": 4}}}, "printed": {}}, ["axes.b.y.steps", "axis a"]),
         ({"printed": {"both, 10%": {"STS-B": 1.0}}}, ["both, 10%", "no run of the item"]),
         ({"columns": {"A": {"tasks": ["STS99"]}}, "printed": {}}, ["STS99"]),
         ({"columns": {"A": {"tasks": ["STS12"], "validation": "mrr"}}, "printed": {}}, ["one of tasks"]),
@@ -226,7 +293,12 @@ def test_wrong_item_is_refused_before_anything_starts(item, tmp_path, capsys, ch
 
 @pytest.mark.parametrize(
     ("word", "part"),
-    [("run=elsewhere", "--work"), ("seed=3", "--seeds"), ("stepps=3", "did you mean `steps`"), ("steps", "key=value")],
+    [
+        *[("run=elsewhere", "--work"), ("seed=3", "--seeds"), ("steps", "key=value")],
+        ("stepps=3", "did you mean `steps`"),
+        ("objective.terms=both", "objective.terms cannot be changed for all runs"),
+        ("objective={terms: both}", "which differ in objective.terms"),
+    ],
 )
 def test_wrong_setting_is_refused(item, tmp_path, capsys, word, part):
     assert part in refusal(capsys, *arguments(item, tmp_path / "work", word))
@@ -260,8 +332,9 @@ def test_failed_run_does_not_stop_the_others(item, tmp_path, capsys):
     given = [str(tmp_path / "rates.yaml"), *arguments(item, tmp_path / "work", "--seeds", "0")[1:]]
     assert run(given) == 1
     assert "1 of 2 runs failed, the others are scored: huge, seed 0" in capsys.readouterr().err
-    found = json.loads((tmp_path / "work/rates-tiny/results.json").read_text())
+    found = json.loads((tmp_path / "work/rates-tiny/results-part.json").read_text())
     assert set(found["numbers"]["STS-B"]) == {"small"}
+    assert list(found["failed"]) == ["huge, seed 0"]
 
 
 def test_file_in_place_of_the_working_folder_is_refused(item, tmp_path, capsys):
@@ -270,7 +343,10 @@ def test_file_in_place_of_the_working_folder_is_refused(item, tmp_path, capsys):
 
 
 def test_share_smaller_than_a_batch_is_refused_before_its_run(item, tmp_path, capsys):
-    assert run(arguments(item, tmp_path / "work", "data_fraction=0.01")) == 1
+    values = yaml.safe_load(item.read_text()) | {"printed": {}}
+    values["axes"] = {"terms": values["axes"]["terms"]}
+    (tmp_path / "terms.yaml").write_text(yaml.safe_dump(values))
+    assert run([str(tmp_path / "terms.yaml"), *arguments(item, tmp_path / "work", "data_fraction=0.01")[1:]]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert "data_fraction = 0.01: leaves" in last
     assert "batch_documents = 8" in last

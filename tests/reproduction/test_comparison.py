@@ -23,9 +23,13 @@ def numbers(seeds=5, effect=1.0):
     }
 
 
+def averaged(*given):
+    return [one for one in compare_labels(*given) if not one.within]
+
+
 def test_labels_are_compared_as_by_a_paired_t_test():
     given = numbers()
-    one, other = compare_labels(AXES, given)
+    one, other = averaged(AXES, given)
     assert (one.axis, one.label, one.base, one.seeds) == ("terms", "mlm", "both", 5)
     assert (other.axis, other.label, other.base) == ("share", "half", "all")
     means = {
@@ -50,9 +54,32 @@ def test_a_large_effect_is_measurable_and_none_is_not():
 def test_only_seeds_with_all_runs_count():
     given = numbers()
     del given["mlm, half"][3]
-    assert [one.seeds for one in compare_labels(AXES, given)] == [4, 4]
+    assert [one.seeds for one in averaged(AXES, given)] == [4, 4]
     given["both, all"] = {}
-    assert compare_labels(AXES, given) == []
+    assert averaged(AXES, given) == []
+
+
+def test_labels_of_two_axes_are_compared_within_each_label_of_the_other():
+    given = numbers()
+    found = {(one.label, one.within): one for one in compare_labels(AXES, given)}
+    assert len(found) == 6
+    for share in ("all", "half"):
+        one, other = (list(given[f"{terms}, {share}"].values()) for terms in ("mlm", "both"))
+        assert found["mlm", share].difference == pytest.approx(np.mean(one) - np.mean(other))
+        assert found["mlm", share].p == pytest.approx(stats.ttest_rel(one, other).pvalue)
+    three = [Cell(cell.labels | {"third": "x"}, {}) for cell in AXES]
+    assert all(not one.within for one in compare_labels(three, {f"{name}, x": one for name, one in given.items()}))
+
+
+def test_only_combinations_that_both_labels_have_are_compared():
+    """Else the other axes' effects would count as those of the label."""
+    given, part = numbers(), [cell for cell in AXES if cell.name != "both, half"]
+    one, other = averaged(part, given)
+    pairs = (given["mlm, all"].values(), given["both, all"].values())
+    assert one.difference == pytest.approx(np.mean([mlm - both for mlm, both in zip(*pairs, strict=True)]))
+    assert (one.label, other.label) == ("mlm", "half")
+    apart = [cell for cell in AXES if cell.name in ("both, all", "mlm, half")]
+    assert compare_labels(apart, given) == []
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
@@ -65,12 +92,12 @@ def test_few_or_equal_numbers_have_no_p(seeds):
 
 def test_every_label_of_every_axis_is_compared_with_the_start():
     start = dict.fromkeys(range(5), 7.0)
-    found = compare_labels([Cell({}, {}), *AXES], numbers() | {"start": start})
+    found = averaged([Cell({}, {}), *AXES], numbers() | {"start": start})
     assert [(one.axis, one.label, one.base) for one in found] == [
         *[("terms", "mlm", "both"), ("terms", "both", "start"), ("terms", "mlm", "start")],
         *[("share", "half", "all"), ("share", "all", "start"), ("share", "half", "start")],
     ]
-    assert [one for one in found if one.base != "start"] == compare_labels(AXES, numbers())
+    assert [one for one in found if one.base != "start"] == averaged(AXES, numbers())
     gains = {one.label: one.difference for one in found if one.base == "start"}
     assert gains["mlm"] - gains["both"] == pytest.approx(found[0].difference)
 

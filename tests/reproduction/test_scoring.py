@@ -1,6 +1,7 @@
 """Numbers of columns on SentEval's tasks: each way, encoders that are not trained, and data that are refused."""
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -53,6 +54,18 @@ def test_columns_are_the_numbers_of_the_evaluation(item, tmp_path):
     assert "STSBenchmark.json" not in units, "a regression that no column needs"
     assert found["numbers"]["mean"]["CLS"] != found["numbers"]["mean"]["mean"]
     assert any("STS12" in one for one in found["not_published_data"])
+
+
+def test_other_data_in_the_same_place_are_scored_anew(item, tmp_path):
+    shutil.copytree(item.parent, tmp_path / "item")
+    given = arguments(tmp_path / "item" / item.name, tmp_path, "--allow-unchecked")
+    results = tmp_path / "pooling-tiny/results.json"
+    assert run(given) == 0
+    before = json.loads(results.read_text())["numbers"]
+    write_sets(tmp_path / "item/data/senteval", seed=1)
+    assert run(given) == 0
+    now = json.loads(results.read_text())["numbers"]
+    assert [one for one in now if now[one] == before[one]] == []
 
 
 def test_data_other_than_the_published_ones_are_refused_before_the_work(item, tmp_path, capsys):
