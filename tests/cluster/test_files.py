@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import ray
 import yaml
 from ray.autoscaler._private.node_provider_availability_tracker import NodeAvailabilitySummary
 from ray.autoscaler._private.resource_demand_scheduler import _default_utilization_scorer, get_nodes_for
@@ -153,7 +154,25 @@ def test_kuberay_job_asks_for_what_it_needs_and_no_more():
         assert not [port for port in container.get("ports", []) if "hostPort" in port]
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-        assert "env" not in container
+    head, gpu, cpu = (pod["containers"][0].get("env", []) for pod in pods())
+    assert (head, gpu, cpu) == (
+        [{"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "60"}],  # Ray reads both (below), and nothing else is set
+        [{"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "50"}],
+        [],
+    )
+    for (variable,), pod in ((head, pods()[0]), (gpu, pods()[1])):
+        assert int(variable["value"]) < pod["terminationGracePeriodSeconds"]
+    (submitter,) = job["spec"]["submitterPodTemplate"]["spec"]["containers"]
+    scaler = cluster["autoscalerOptions"]
+    assert submitter["securityContext"] == scaler["securityContext"] == pods()[0]["containers"][0]["securityContext"]
+    assert job["spec"]["submitterPodTemplate"]["spec"]["securityContext"] == pods()[0]["securityContext"]
+
+
+def test_ray_knows_the_variables_of_the_pods():
+    sources = {"RAY_JOB_STOP_WAIT_TIME_S": "dashboard/modules/job/job_supervisor.py"}
+    sources |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "_private/ray_constants.py"}
+    for name, source in sources.items():
+        assert name in (Path(ray.__file__).parent / source).read_text()
 
 
 BYTES = {"Gi": 2**30, "Mi": 2**20}
