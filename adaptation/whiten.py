@@ -154,7 +154,8 @@ def within_sums(config: WhitenConfig, address: str | None = None) -> WithinSums:
     gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
     share: dict[str, Any] = {"num_gpus": 1, "concurrency": gpus} if gpus else {"num_cpus": 1, "concurrency": cpus}
     share["concurrency"] = max(1, min(share["concurrency"], len(starts)))
-    rows = ray.data.from_items([{"start": start} for start in starts], override_num_blocks=len(starts)).map(
+    blocks = [{"start": start, "end": min(start + _BLOCK_DOCUMENTS, num_documents)} for start in starts]
+    rows = ray.data.from_items(blocks, override_num_blocks=len(blocks)).map(
         SumsOfBlock, fn_constructor_kwargs={"config": config}, **share
     )
     found: dict[int, WithinSums] = {}
@@ -168,7 +169,7 @@ def within_sums(config: WhitenConfig, address: str | None = None) -> WithinSums:
 
 
 class SumsOfBlock:
-    """Ray worker with an encoder: from the first document of a block to the block's sums."""
+    """Ray worker with an encoder: from the numbers of a block's documents to the block's sums."""
 
     def __init__(self, config: WhitenConfig) -> None:
         self._config = config
@@ -176,9 +177,8 @@ class SumsOfBlock:
         self._shards = ShardSet(Path(config.shards), "train", look=False)
 
     def __call__(self, row: dict[str, int]) -> dict[str, Any]:
-        """Embed the passages of documents [start, start + block); return the fields of `WithinSums` and `start`."""
-        end = min(row["start"] + _BLOCK_DOCUMENTS, self._shards.num_documents)
-        documents = self._shards.take(np.arange(row["start"], end))
+        """Embed the passages of documents [start, end); return the fields of `WithinSums` and `start`."""
+        documents = self._shards.take(np.arange(row["start"], row["end"]))
         encoder, config = self._encoder, self._config
         vocabulary = vocabulary_of(encoder.tokenizer)
         room = min(config.passage_tokens, encoder.max_tokens - vocabulary.num_specials)

@@ -15,8 +15,10 @@ from transformers import AutoTokenizer
 from declutr.adaptation.whiten import WhitenConfig, load, passages, whiten, write_whitened
 from declutr.adaptation.whitening import WhiteningError, WithinSums, whitening
 from declutr.evaluation.encoders.loading import load_encoder
+from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, write_steps
+from declutr.trainer.model.language_model import vocabulary_of
 from declutr.trainer.setup.build import build_encoder
 
 TEXTS = ["some words", "others", "some words and others"]
@@ -124,11 +126,18 @@ def test_whitened_encoder_is_loaded_alike_by_everyone(start, tmp_path, center):
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("session")
-def test_whiten_embeds_every_training_document_once(start, tmp_path):
+def test_whiten_embeds_every_training_document_once(start, tmp_path, monkeypatch):
     folder, data = start
+    monkeypatch.setattr("declutr.adaptation.whiten._BLOCK_DOCUMENTS", 20)
     config = WhitenConfig(encoder=str(folder), shards=str(data), passages=2)
     sums = whiten(config, tmp_path / "white")
-    assert sums.spans == 2 * sums.documents
+    table = ShardSet(data, "train").take(np.arange(57))  # all of them, in one block
+    encoder = load(config)
+    vocabulary = vocabulary_of(encoder.tokenizer)
+    room = min(config.passage_tokens, encoder.max_tokens - vocabulary.num_specials)
+    rows, owners = passages(table, 2, room, vocabulary)
+    assert (sums.documents, sums.spans) == (57, 114)
+    assert np.abs(sums.scatter - WithinSums.of(encoder.embed_ids(rows), owners).scatter).max() < 1e-9
     assert (tmp_path / "white" / "whitening.json").is_file()
     with pytest.raises(FileExistsError, match="white exists already"):
         whiten(config, tmp_path / "white")

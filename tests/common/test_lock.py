@@ -75,6 +75,18 @@ def test_a_pid_that_is_used_again_is_not_the_holder(tmp_path):
     take(tmp_path)
 
 
+@pytest.mark.usefixtures("holder")
+def test_heartbeat_decides_where_processes_of_the_same_host_name_are_not_seen(tmp_path):
+    """Two containers may have one host name; the number of the other's process says nothing here."""
+    record = json.loads((tmp_path / LOCK).read_text()) | {"processes": "another", "pid": os.getpid()}
+    (tmp_path / LOCK).write_text(json.dumps(record))
+    with pytest.raises(RunLockedError, match="another command works here"):
+        take(tmp_path)
+    old = time.time() - 61
+    os.utime(tmp_path / LOCK, (old, old))
+    take(tmp_path)
+
+
 def test_heartbeat_on_other_host_decides_liveness(tmp_path, holder):
     record = json.loads((tmp_path / LOCK).read_text()) | {"host": "elsewhere"}
     (tmp_path / LOCK).write_text(json.dumps(record))

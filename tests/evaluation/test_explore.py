@@ -247,8 +247,10 @@ def test_explore_prints_its_address_and_ends_on_ctrl_c(index, capsys):
     def interrupt():
         end = time.monotonic() + 20
         while time.monotonic() < end:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            try:  # an answer, because the address is open before the encoder is loaded
+                with socket.create_connection(("127.0.0.1", port), timeout=20) as asking:
+                    asking.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                    assert asking.recv(5) == b"HTTP/"
             except OSError:
                 time.sleep(0.02)
             else:

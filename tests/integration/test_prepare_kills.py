@@ -20,8 +20,8 @@ from preparing import checksums
 from declutr.pipeline.shards.manifest import load_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = int(os.environ.get("DECLUTR_KILLS", "5"))
-DRIVER_KILLS = max(2, KILLS // 4)
+KILLS = int(os.environ.get("DECLUTR_KILLS", "3"))
+DRIVER_KILLS = max(1, KILLS // 4)
 WORKER_KILLS = KILLS - DRIVER_KILLS
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

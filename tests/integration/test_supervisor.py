@@ -79,6 +79,8 @@ def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, f
     old = checkpoint_path(finished / "run" / "checkpoints", 8)
     path = checkpoint_path(new / "checkpoints", 8)
     assert read_state(path).config_hash == changed.hash() != read_state(old).config_hash
+    assert read_state(old).scores
+    assert read_state(path).scores == {}, "its validations may differ"
     for name in ("encoder", "optimizer", "objective"):
         assert hash_file(path / f"{name}.safetensors") == hash_file(old / f"{name}.safetensors")
     record = read_json(new / FORK)

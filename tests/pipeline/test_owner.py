@@ -13,7 +13,7 @@ from declutr.pipeline.job.estimate import adopt_estimate, load_estimate
 from declutr.pipeline.job.output import hash_plan, plan_of, write_plan
 from declutr.pipeline.job.units import plan_units, with_file_states
 from declutr.pipeline.job.worker import write_unit
-from declutr.pipeline.prepare import main, plan_ahead, prepare
+from declutr.pipeline.prepare import main, plan_ahead, prepare, problems
 
 HOLD = "import sys; from pathlib import Path; from declutr.common.lock import RunLock\n"
 HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.stdin.read()"
@@ -83,8 +83,8 @@ def test_plan_makes_no_folder_and_its_estimate_reaches_the_output(tmp_path, make
     assert not list(tmp_path.glob("*.estimate.json"))
 
 
-@pytest.mark.parametrize("left", [0, 200, 20_000])
-def test_a_full_disk_is_words_and_the_same_command_continues(tmp_path, given, capsys, left):
+@pytest.mark.parametrize("left", [0, 5_000, 9_000, 20_000])
+def test_a_full_disk_is_words_and_the_same_command_continues(tmp_path, given, capsys, make_config, corpus, left):
     """Of the driver, before any task: the lock, the plan and the tokenizer are what is written first."""
     with small_volume(tmp_path / "volume", 1) as volume:
         output = f"output={volume.path / 'out'}"
@@ -95,6 +95,8 @@ def test_a_full_disk_is_words_and_the_same_command_continues(tmp_path, given, ca
         says(error, "same command")
         assert "Traceback" not in error
         assert not [path for path in volume.path.rglob("*") if path.name.endswith(".tmp")]
+        volume.drain()
+        assert problems(make_config(corpus, output=str(volume.path / "out"))) == []
 
 
 def test_plan_on_a_full_disk_is_words(tmp_path, given, capsys, monkeypatch):

@@ -1,10 +1,11 @@
 import json
+import os
 
 import numpy as np
 import pytest
 
 from declutr.pipeline.config import identity
-from declutr.pipeline.job.unit_writer import finished_sidecar
+from declutr.pipeline.job.unit_writer import finished_sidecar, sidecar_path
 from declutr.pipeline.job.units import plan_units
 from declutr.pipeline.job.worker import splits_of, write_unit
 from declutr.pipeline.readers.corpus import document_id
@@ -43,6 +44,14 @@ def test_a_unit_is_redone_when_its_shard_settings_or_input_are_not_the_same(corp
     (unit,), _ = plan_units(config.corpus, config.unit_mib)
     sidecar = write_unit(unit, folder, config, tokenizer)
     assert finished_sidecar(unit, folder, make_config(corpus, seed=1)) is None
+    damaged, whole = folder / sidecar.shards[0].name, (folder / sidecar.shards[0].name).read_bytes()
+    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    later = sidecar_path(folder, unit.name).stat().st_mtime_ns + 10**9
+    os.utime(damaged, ns=(later, later))
+    assert finished_sidecar(unit, folder, config) is None
+    damaged.write_bytes(whole)
+    os.utime(damaged, ns=(later, later))
+    assert finished_sidecar(unit, folder, config) == sidecar, "copied, for example"
     with corpus.open("ab") as stream:
         stream.write(b"\n{}")
     (longer,), _ = plan_units(config.corpus, config.unit_mib)

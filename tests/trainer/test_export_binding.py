@@ -55,6 +55,7 @@ def test_a_whole_export_is_left_alone_with_what_others_put_there(made, run, log)
 
 
 def test_an_export_that_a_kill_left_moved_aside_is_put_back(made, run):
+    (run / "export" / "notes.txt").write_text("theirs")
     before = contents(run / "export")
     (run / "export").rename(run / ".export.before.tmp")
     export(runs.resolved(made[0], run))

@@ -11,7 +11,7 @@ from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.listener import Listener
 from declutr.trainer.worker.mailbox import Mailbox
 
-SECONDS = 0.5
+SECONDS = 300.0
 
 
 def boxes(folder, *ranks):

@@ -81,7 +81,8 @@ def test_a_full_disk_is_waited_out(volume, opened, log):
 
 @pytest.mark.parametrize("fault", ["full", "read-only"])
 def test_patience_ends_with_one_reason(volume, opened, fault):
-    one = opened(volume.path / "run" / "checkpoints", storage_retry_seconds=0.7)
+    now = [0.0]
+    one = opened(volume.path / "run" / "checkpoints", clock=lambda: now[0], storage_retry_seconds=0.7)
     give(one, 1)
     one.wait()
     if fault == "full":
@@ -89,6 +90,8 @@ def test_patience_ends_with_one_reason(volume, opened, fault):
     else:
         volume.read_only(True)
     give(one, 2)
+    until(lambda: one._pausing, "a first failure")
+    now[0] = 1.0
     try:
         with pytest.raises(SaveError) as given_up:
             one.wait()

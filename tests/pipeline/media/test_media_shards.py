@@ -241,15 +241,15 @@ def table(path, images, labels, names=None, struct=True, rows=4, column="image")
 
 
 def test_parquet_with_class_names(tmp_path, make_media, prepare_media):
-    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "folder").mkdir(parents=True)  # which names the class of no row
     images = [png(n) for n in range(8)] + [None, b"broken", claimed_png(60_000, 60_000)]
     labels = [n % 3 - (n == 7) * 2 for n in range(11)]
-    table(tmp_path / "in" / "a.parquet", images, labels, ["cat", "dog", "bird"])
+    table(tmp_path / "in" / "folder" / "a.parquet", images, labels, ["cat", "dog", "bird"])
     manifest, ledger, out = prepare_media(make_media("images", tmp_path / "in", unit_mib=0.02))
     assert manifest.labels == {"cat": 3, "dog": 2, "bird": 2}
     assert manifest.failed == {"no_label": 1, "not_an_image": 1, "null": 1, "too_many_pixels": 1}
     assert sorted(offset for _, offset in ledger) == list(range(11))
-    row = taken(out)["a.parquet", 5]
+    row = taken(out)["folder/a.parquet", 5]
     assert row["label"] == "bird"
     assert (np.asarray(Image.open(io.BytesIO(row["image"]))) == np.asarray(picture(5))).all()
 
