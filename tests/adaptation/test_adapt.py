@@ -1,5 +1,6 @@
 """`declutr adapt` from documents to a verdict, with a tiny encoder."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,12 +10,27 @@ import pytest
 from messages import all_of, says
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
-from declutr.adaptation.candidates import ORDER, TRAINED, write_between
-from declutr.adaptation.config import AdaptConfig, train_config
-from declutr.adaptation.job import adapt
-from declutr.adaptation.state import AdaptError
+from declutr.adaptation import scores as adaptation_scores
+from declutr.adaptation.candidates import (
+    CLOSED,
+    ORDER,
+    TRAINED,
+    CandidateBuilder,
+    _of_documents,
+    cross_fitted,
+    write_between,
+)
+from declutr.adaptation.config import AdaptConfig, located, prepare_config, train_config
+from declutr.adaptation.documents import HeldOutDocument, _ids_and_keys, held_out_documents
+from declutr.adaptation.job import _Adaptation, adapt, load_transformer
+from declutr.adaptation.measures import make_passages
+from declutr.adaptation.state import AdaptError, opened
+from declutr.adaptation.whitening import WithinSums, whitening
 from declutr.cli.adapt import run_adapt as run
+from declutr.common.config import validated
+from declutr.common.paths import listed
 from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 
 WORDS = [f"word{number}" for number in range(300)]
@@ -60,6 +76,55 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     assert (again.sentence, again.looks) == (result.sentence, 1)
     with pytest.raises(AdaptError, match=all_of("seed", "another folder")):
         adapt(encoder, documents, output, steps=20, seed=1)
+    given = {"encoder": str(encoder), "corpus": listed(documents), "steps": 20}
+    config = located(validated("adapt", AdaptConfig, given))
+    test = judged_set(config, output)
+    for name in (CLOSED, TRAINED):
+        again = test.encoder(load_transformer(str(place_of(config, output, name))))["distant"]
+        assert np.nanmean(again) == pytest.approx(scores[name], abs=1e-6), name
+    keeps_the_encoder_that_is_better(config, output, result)
+
+
+def place_of(config, output, name):
+    return CandidateBuilder(config, output / "data", output / "candidates").place(name)
+
+
+def judged_set(config, output):
+    """The test documents: none of those that chose, and none that was trained on."""
+    splits = held_out_documents(prepare_config(config, output / "data"), output / "data", config.seed)
+    development, test = ({one.key for one in splits[name]} for name in ("development", "test"))
+    assert min(len(development), len(test)) >= 100
+    assert not development & test
+    assert development | test <= {*_ids_and_keys(output / "data", "held-out")[1].tolist()}
+    return adaptation_scores.TestSet(make_passages(splits["test"], AutoTokenizer.from_pretrained(config.encoder)), None)
+
+
+def keeps_the_encoder_that_is_better(config, output, result):
+    trained = load_transformer(str(place_of(config, output, TRAINED)))
+    with opened(config, output) as state:
+        job = _Adaptation(config, output, None, state, load_transformer(config.encoder), None)
+        for outcome in ("better", "worse"):
+            verdict = dataclasses.replace(result.verdict, outcome=outcome)
+            job._finish(verdict, TRAINED, trained, list(result.rows), 1, [])
+            if outcome == "better":
+                assert load_transformer(str(output / "encoder")).fingerprint == trained.fingerprint
+            else:
+                assert not (output / "encoder").exists()
+
+
+def test_closed_form_of_few_documents_never_saw_the_documents_it_is_scored_on(encoder, tmp_path):
+    lines = corpus(tmp_path / "documents.jsonl", 12).read_text().splitlines()
+    documents = [HeldOutDocument(number, json.loads(line)["text"]) for number, line in enumerate(lines)]
+    start = load_transformer(str(encoder))
+    found = make_passages(documents, start.tokenizer)
+    _, values = cross_fitted(found, start, 0.25, 0.1)
+    rows, fold_of = unit_rows(start.embed_ids(found.ids).astype(np.float64)), np.arange(12) % 5
+    for fold in range(5):
+        inside = fold_of[found.owners] == fold
+        others = WithinSums.of(rows[~inside], found.owners[~inside])
+        own = unit_rows(rows[inside] @ whitening(others, 0.25, 0.1))
+        expected = _of_documents(found, np.flatnonzero(fold_of == fold)).distant((own @ own.T).astype(np.float32))
+        np.testing.assert_array_equal(values["distant"][fold_of == fold], expected)
 
 
 @pytest.mark.ray
