@@ -213,7 +213,10 @@ def describe(
                     hint = ""
                 lines[f"{'.'.join(full)}: "] = [f"unknown key{hint}"]
             continue
-        if item["type"] == "missing":
+        if item["loc"][-1:] == ("[key]",):
+            above = ".".join(str(part) for part in item["loc"][:-2])
+            said, message = f"{above}: ", f"the key {shown_value(item['input'])} must be text; put it into quotes"
+        elif item["type"] == "missing":
             said, message = f"{key}: ", "missing, and it has no default"
         elif item["type"].startswith("union_tag"):
             kind = item["ctx"]["discriminator"].strip("'")

@@ -265,6 +265,7 @@ def test_unknown_item_is_refused_with_the_nearest(capsys):
         ({"axes": {"terms": {"both": {"objective.term": "both"}}}, "printed": {}}, ["objective.term", "unknown key"]),
         ({"axes": {"temperature": {"0": {"objective.loss.temperature": 0}}}, "printed": {}}, ["temperature", "0"]),
         ({"axis": {}}, ["axis", "unknown key"]),
+        ({"axes": {"rate": {0.001: {}}}, "printed": {}}, ["axes.rate: the key 0.001 must be text", "quotes"]),
         ({"axes": {}, "printed": {}}, ["axes or encoders"]),
         ({"encoders": {"start": {"name": "bert"}}}, ["axes or encoders, and not both"]),
         ({"pairs": [["both", "mml"]]}, ["pairs", "mml", "did you mean `mlm`"]),
