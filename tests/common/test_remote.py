@@ -1,6 +1,8 @@
 """Folders in object stores, on an S3 server of this machine and on a plain folder: whole or not there, and patient."""
 
 import json
+import os
+import signal
 import threading
 import time
 
@@ -41,6 +43,30 @@ def folder(tmp_path):
     (folder / "deep" / "b c.txt").write_text("b")
     (folder / "empty").write_bytes(b"")
     return folder
+
+
+def test_upload_that_is_interrupted_leaves_no_object(server, tmp_path):
+    """Its first part has been sent, and the object would look complete."""
+    address, slow = server("interrupted/a.bin"), tmp_path / "slow"
+    os.mkfifo(slow)
+
+    def feed():
+        with slow.open("wb") as stream:
+            stream.write(LARGE)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            released.wait(60)
+
+    released, feeder = threading.Event(), threading.Thread(target=feed)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    feeder.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            push_file(slow, address)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        released.set()
+        feeder.join()
+    assert read_file(address) is None
 
 
 def contents(folder):
