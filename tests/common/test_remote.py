@@ -53,8 +53,9 @@ def test_upload_that_is_interrupted_leaves_no_object(server, tmp_path):
     def feed():
         with slow.open("wb") as stream:
             stream.write(LARGE)
+            time.sleep(0.5)  # until it waits for more; one that comes earlier ends it when the file ends
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            released.wait(60)
+            released.wait(20)
 
     released, feeder = threading.Event(), threading.Thread(target=feed)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
