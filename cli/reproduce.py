@@ -7,7 +7,7 @@ from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from declutr.common.config import ConfigError
+from declutr.common.config import ConfigError, flat_keys
 from declutr.common.console.terminal import refused
 from declutr.common.lock import RunLockedError, refuse_held
 from declutr.common.overrides import apply_overrides
@@ -50,11 +50,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _changes(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Values by the dotted keys of the words, and what is wrong with them."""
+    """Changes of settings by dotted key, empty sections included, and what is wrong with them."""
     tree: dict[str, Any] = {}
     problems = apply_overrides(tree, words)
     keys = [] if problems else [word.partition("=")[0] for word in words]
-    return {key: reduce(getitem, key.split("."), tree) for key in keys}, problems
+    return flat_keys(tree) | {key: {} for key in keys if reduce(getitem, key.split("."), tree) == {}}, problems
 
 
 def _reproduce(given: argparse.Namespace, plan: "ItemPlan", work: Path, senteval: Path, arguments: list[str]) -> int:

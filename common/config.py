@@ -234,8 +234,7 @@ def describe(
             elif item["type"] == "literal_error":
                 message += suggest(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]))
             elif item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
-                value = shown_value(item["input"])
-                message += f"""; write "{value}" with the quotes, on a command line '"{value}"'"""
+                message += f"; put it into quotes, on a command line into two kinds: {key}='\"...\"'"
             elif item["type"] in ("model_type", "dict_type"):
                 message = "must be a section with settings"
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):

@@ -87,7 +87,8 @@ def compare_labels(
             (label, start) for start in starts for label in labels
         ]
         (other,) = {*axes} - {axis} if len(axes) == 2 else ("",)
-        for within in ["", *dict.fromkeys(cell.labels[other] for cell in trained if other)]:
+        insides = list(dict.fromkeys(cell.labels[other] for cell in trained if other))
+        for within in ["", *(insides if len(insides) > 1 else [])]:
             taken = [cell for cell in trained if within in ("", cell.labels.get(other))]
             sides = {label: _by_rest(taken, axis, label) for label in labels}
             for label, against in wanted:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,21 +144,8 @@ class Item(Strict):
                 if other not in columns or columns[other].mean_of
             ]
         axes = {label: axis for axis, labels in self.axes.items() for label in labels}
-        problems += [f"axes.{axis}: has no label" for axis, labels in self.axes.items() if not labels]
-        problems += [
-            f"axes.{axis}.{label}: the axis {axes[label]} has this label, too"
-            for axis, labels in self.axes.items()
-            for label in labels
-            if axes[label] != axis
-        ]
-        problems += [
-            f"axes.{axis}.{label}.{key}: the axis {other} changes it, too"
-            for number, (axis, labels) in enumerate(self.axes.items())
-            for label, settings in labels.items()
-            for key in settings
-            for other in list(self.axes)[:number]
-            if any(key in one for one in self.axes[other].values())
-        ]
+        for key in self.scales:
+            problems += [line for line in _axis_problems(self._axes(key)) if line not in problems]
         problems += [
             f"pairs: {label} is no label of an axis{suggest(label, list(axes))}"
             for pair in self.pairs
@@ -194,13 +181,16 @@ class Item(Strict):
         """The encoders; or the start of a scale's runs, then the combinations of labels, the last axis fastest."""
         if self.encoders:
             return [Cell({"encoder": label}, {}, encoder) for label, encoder in self.encoders.items()]
+        start = [Cell({}, {}, KnownEncoder(name=f"${START}"))] if self.scales[scale].start else []
+        return [*start, *_combined(self._axes(scale))]
+
+    def _axes(self, scale: ScaleName) -> dict[str, dict[str, Settings]]:
+        """The axes with the scale's changes."""
         own = self.scales[scale].axes
-        axes = {
+        return {
             axis: {label: labels.get(label, {}) | own[axis][label] for label in own[axis]} if axis in own else labels
             for axis, labels in self.axes.items()
         }
-        start = [Cell({}, {}, KnownEncoder(name=f"${START}"))] if self.scales[scale].start else []
-        return [*start, *_combined(axes)]
 
 
 @dataclass(frozen=True)
@@ -221,6 +211,29 @@ class Cell:
     def name(self) -> str:
         """The labels, joined; "start" without any."""
         return ", ".join(self.labels.values()) or "start"
+
+
+def overlap(key: str, other: str) -> bool:
+    """True if one of two dotted keys is the other or inside it."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def _axis_problems(axes: Mapping[str, Mapping[str, Settings]]) -> list[str]:
+    """Problems of axes without labels, or that share a label or a setting."""
+    problems = [f"axes.{axis}: has no label" for axis, labels in axes.items() if not labels]
+    for (axis, labels), (other, others) in combinations(axes.items(), 2):
+        problems += [
+            f"axes.{other}.{label}: the axis {axis} has this label, too" for label in others if label in labels
+        ]
+        keys = dict.fromkeys(key for settings in labels.values() for key in settings)
+        problems += [
+            f"axes.{other}.{label}.{key}: the axis {axis} changes {mine}"
+            for label, settings in others.items()
+            for key in settings
+            for mine in keys
+            if overlap(key, mine)
+        ]
+    return problems
 
 
 def _combined(axes: Mapping[str, Mapping[str, Settings]]) -> list[Cell]:

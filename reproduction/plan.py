@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from declutr.common.config import ConfigError, Strict, load_config
-from declutr.common.storage import hash_file, hash_json, read_json
+from declutr.common.storage import hash_json, read_json
 from declutr.common.stores.address import is_remote
 from declutr.common.suggestions import suggest
 from declutr.pipeline.config import PipelineConfig
@@ -28,8 +28,16 @@ from declutr.reproduction.item import (
     Scale,
     ScaleName,
     Settings,
+    overlap,
 )
-from declutr.reproduction.readiness import data_identity, run_ready, shards_ready
+from declutr.reproduction.readiness import (
+    data_identity,
+    files_identity,
+    made_from,
+    refuse_other,
+    run_ready,
+    shards_ready,
+)
 from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.driver.resolved import find_shards
 from declutr.trainer.setup.config import TrainConfig
@@ -74,7 +82,7 @@ class ItemPlan:
         folder: folder of the item's results.
         shards: configurations of the shards to prepare, by name.
         start: configuration of the run to start from, or None.
-        start_identity: hash of what decides the start; "" without one.
+        encoder: folder of the encoder that runs start from, which need not exist yet.
         partial: True if `runs` are not all cells and seeds of the scale.
         runs: the runs, one seed after the other, so that every cell has one soon.
     """
@@ -85,7 +93,7 @@ class ItemPlan:
     folder: Path
     shards: dict[str, PipelineConfig]
     start: TrainConfig | None
-    start_identity: str
+    encoder: Path
     partial: bool
     runs: list[PlannedRun]
 
@@ -110,21 +118,29 @@ class ItemPlan:
         return tuple(dict.fromkeys(task for column in self.columns.values() for task in column.names))
 
     def identity(self, run: PlannedRun) -> str:
-        """Hash of what decides the scores of a run."""
-        made_by: list[Any] = [run.cell.encoder and run.cell.encoder.model_dump(mode="json"), self.start_identity]
-        if run.config is not None:
-            chosen = run.config.checkpoint.model_dump(mode="json")  # what `export: best` may choose
-            made_by += [run.config.hash(), chosen, data_identity(run.config)]
+        """Hash of what decides the scores of a run, beside the data of its tasks."""
+        made_by: list[Any] = [run.cell.encoder and run.cell.encoder.model_dump(mode="json")]
+        if run.config is None:
+            made_by += [files_identity(self.encoder)]
+        else:
+            made_by += [run.config.hash(), made_from(run.config, self.encoder), data_identity(run.config)]
         columns = {name: column.model_dump(mode="json") for name, column in self.columns.items()}
         return hash_json([made_by, columns, self.settings.preset])
 
-    def finished(self, run: PlannedRun) -> dict[str, Any] | None:
-        """Scores and seconds of a finished run; None if it has none of these settings."""
+    def finished(self, run: PlannedRun, data: str | None = None) -> dict[str, Any] | None:
+        """Scores and seconds of a finished run; None if it has none of these settings, or of other data.
+
+        Args:
+            run: the run.
+            data: hash of the tasks' data; None: any.
+        """
         try:
             found: dict[str, Any] = read_json(run.scores)
         except (FileNotFoundError, ValueError):
             return None
-        return found if isinstance(found, dict) and found.get("identity") == self.identity(run) else None
+        if not isinstance(found, dict) or found.get("identity") != self.identity(run):
+            return None
+        return found if data in (None, found["data"]) else None
 
     def lines(self) -> list[str]:
         """The plan as text."""
@@ -146,12 +162,14 @@ class ItemPlan:
             lines.append(f"  start      {state}")
         width = max(len(run.cell.name) for run in cells)
         lines += [f"  {run.cell.name:<{width}}  {_needs(run)}" for run in cells]
-        seconds = [done[run.folder]["seconds"] for run in self.runs if run.config and run.folder in done]
+        trains = any(run.config for run in self.runs)
+        counted = [run for run in self.runs if run.folder in done and (run.config or not trains)]
+        seconds = [done[run.folder]["seconds"] for run in counted]
         return [*lines, f"  time       {self._time(len(self.runs) - len(done), seconds)}"]
 
     def _time(self, left: int, seconds: Sequence[float]) -> str:
         if seconds:
-            each, origin = median(seconds), f"median of {len(seconds)} trained run(s)"
+            each, origin = median(seconds), f"median of {len(seconds)} finished run(s)"
         elif self.settings.hours is not None:
             each, origin = self.settings.hours * _HOUR, "expected"
         else:
@@ -209,7 +227,7 @@ def plan_item(
         start = _load(settings.start, "train", TrainConfig, "start", {"run": f"${WORK}/start"})
     cells = item.cells(scale)
     varied = dict.fromkeys(key for cell in cells for key in cell.settings)
-    if both := [(key, own) for key in changes for own in varied if _overlap(key, own)]:
+    if both := [(key, own) for key in changes for own in varied if overlap(key, own)]:
         raise ReproduceError(
             f"{both[0][0]} cannot be changed for all runs, which differ in {both[0][1]}; change a copy of its file"
         )
@@ -238,28 +256,17 @@ def plan_item(
             raise ReproduceError(f"{name}: two runs would have the folder {run.folder}; give each label and seed once")
         if run.config is not None:
             run_ready(run.config)
+            if Path(os.environ[START]).is_dir():
+                refuse_other(run.folder, made_from(run.config, Path(os.environ[START])))
     if given_start is not None:
         if start is None or any(run.config and run.config.encoder.pretrained != os.environ[START] for run in runs):
             raise ReproduceError(f"{name} takes no --start: the encoder of its runs is not ${START}")
         start = None
-    start_identity = (
-        hash_json(start.resume_settings()) if start else _files_identity(given_start) if given_start else ""
-    )
     if given_start is not None or only:
         read = json.dumps([one.model_dump(mode="json") for one in (start, *(run.config for run in runs)) if one])
         shards = {key: one for key, one in shards.items() if f'"{one.output}"' in read}
     partial = len(chosen) < len(cells) or not {*settings.seeds} <= {*seeds}
-    return ItemPlan(name, item, scale, folder, shards, start, start_identity, partial, runs)
-
-
-def _overlap(key: str, other: str) -> bool:
-    """True if one of two dotted keys is the other or inside it."""
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
-
-
-def _files_identity(folder: Path) -> str:
-    """Hash of an encoder's files."""
-    return hash_json({path.name: hash_file(path) for path in sorted(folder.iterdir()) if path.is_file()})
+    return ItemPlan(name, item, scale, folder, shards, start, Path(os.environ[START]), partial, runs)
 
 
 def _load(made: Prepared, section: str, model: type[Config], what: str, own: Settings) -> Config:

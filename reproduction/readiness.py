@@ -1,7 +1,11 @@
-"""What a working folder already has: shards, the start and runs, refused if they are of other settings."""
+"""What a working folder already has: shards, the start and runs, refused if they were made from something else."""
 
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from declutr.common.storage import hash_file, hash_json, read_json
 from declutr.common.stores.address import is_remote
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
 from declutr.pipeline.shards.manifest import MANIFEST, data_hash, load_manifest
@@ -9,6 +13,9 @@ from declutr.reproduction.item import ReproduceError
 from declutr.trainer.driver.checks import changes, read_resume_settings
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import with_geometry
+
+MADE_FROM = "made_from.json"
+"""File of a run's folder with what `made_from` returned before it was trained."""
 
 
 def shards_ready(config: PipelineConfig) -> bool:
@@ -43,6 +50,58 @@ def run_ready(config: TrainConfig) -> bool:
                 f"{folder}: was trained with other settings ({told}); name another --work, or delete it"
             )
     return (folder / "summary.json").is_file()
+
+
+def made_from(config: TrainConfig, start: Path) -> dict[str, Any]:
+    """What decides a run beside its settings and shards: start, judged pairs, and what `export` may choose from.
+
+    Args:
+        config: of the run.
+        start: folder of the encoder to start from, which need not exist yet.
+    """
+    judged = [place for place in (config.validation.stsb, config.validation.sickr) if place]
+    best = config.export == "best"
+    return {
+        "start": files_identity(start),
+        "validation": [files_identity(Path(place)) for place in judged],
+        "checkpoint.every_steps": config.checkpoint.every_steps if best else None,
+        "validation.patience": config.validation.patience,
+    }
+
+
+def refuse_other(folder: Path, now: Mapping[str, Any]) -> None:
+    """Refuses the folder of a run that was made from something else.
+
+    Raises:
+        ReproduceError: it was.
+    """
+    if (path := folder / MADE_FROM).is_file():
+        before = read_json(path)
+        if changed := [key for key, value in now.items() if before.get(key) != value]:
+            raise ReproduceError(
+                f"{folder}: was trained with another {' and another '.join(changed)}; delete it, or name another --work"
+            )
+
+
+def files_identity(folder: Path) -> str:
+    """Hash of the names and bytes of all files of a folder; "" without one.
+
+    Raises:
+        ReproduceError: one cannot be read.
+    """
+    try:
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        times = [(path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        return _hashed(folder, tuple(files), tuple(times)) if files else ""
+    except OSError as error:
+        raise ReproduceError(f"{folder}: cannot be read ({error.strerror})") from error
+
+
+@cache
+def _hashed(folder: Path, files: tuple[Path, ...], times: tuple[tuple[int, int], ...]) -> str:
+    """Files with the same sizes and times are not read twice."""
+    del times
+    return hash_json({path.relative_to(folder).as_posix(): hash_file(path) for path in files})
 
 
 def data_identity(config: TrainConfig) -> dict[str, str]:

@@ -11,12 +11,13 @@ from declutr.reproduction.plan import ItemPlan
 from declutr.reproduction.provenance import facts
 
 
-def write_results(plan: ItemPlan, command: Sequence[str], failed: Mapping[str, str]) -> str:
+def write_results(plan: ItemPlan, command: Sequence[str], data: str, failed: Mapping[str, str]) -> str:
     """Writes all files from the runs that have finished; returns the Markdown.
 
     Args:
         plan: the item.
         command: arguments of the command.
+        data: hash of the tasks' data; scores of others are left out.
         failed: reason of each run of this call that failed, by its name.
     """
     cells = list({run.cell.name: run.cell for run in plan.runs}.values())
@@ -24,7 +25,7 @@ def write_results(plan: ItemPlan, command: Sequence[str], failed: Mapping[str, s
     seconds: dict[str, dict[int, float]] = {}
     seeds, marks, machines = sorted({run.seed for run in plan.runs}), set[str](), list[dict[str, Any]]()
     for run in plan.runs:
-        if found := plan.finished(run):
+        if found := plan.finished(run, data):
             marks |= {*found["marks"]}
             machines += [found["made"]] if found["made"] not in machines else []
             seconds.setdefault(run.cell.name, {})[run.seed] = found["seconds"]
@@ -36,14 +37,15 @@ def write_results(plan: ItemPlan, command: Sequence[str], failed: Mapping[str, s
     made = facts(["declutr reproduce", *command])
     names = [cell.name for cell in cells]
     many = {name: _seeds(plan, name) for name in names}
-    text = "\n".join(_markdown(plan, many, numbers, compared, sorted(marks), failed, made, machines)) + "\n"
+    finished = sum(map(len, seconds.values()))
+    text = "\n".join(_markdown(plan, many, numbers, compared, sorted(marks), failed, made, machines, finished)) + "\n"
     write_json(
         plan.folder / f"{plan.results}.json",
         {
             "item": plan.name,
             "scale": plan.scale,
             "source": plan.item.source,
-            "finished_runs": sum(map(len, seconds.values())),
+            "finished_runs": finished,
             "planned_runs": len(plan.runs),
             "numbers": numbers,
             "printed": plan.item.printed,
@@ -70,13 +72,13 @@ def _markdown(
     failed: Mapping[str, str],
     made: Mapping[str, Any],
     machines: Sequence[Mapping[str, Any]],
+    finished: int,
 ) -> Iterator[str]:
     item, printed = plan.item, plan.item.printed
     yield f"# {item.title}"
     yield ""
     yield f"*Paper:* {item.source}. {item.says}"
     yield ""
-    finished = sum(plan.finished(run) is not None for run in plan.runs)
     part = ", a part of the item" if plan.partial else ""
     yield f"Scale {plan.scale}: {finished} of {len(plan.runs)} runs{part}. Mean ± standard deviation over seeds; the"
     yield "paper's number in parentheses; n: seeds, where runs are missing."
@@ -92,7 +94,9 @@ def _markdown(
         if differences:
             yield ""
             yield from _differences(column, differences)
-    pairings = [one.pairing for found in compared.values() for one in found if one.pairing is not None]
+    pairings = [
+        one.pairing for found in compared.values() for one in found if one.pairing is not None and not one.within
+    ]
     if pairings:
         yield ""
         yield (
@@ -106,9 +110,9 @@ def _markdown(
         yield f"Data that differ from the published ones: {'; '.join(marks)}.\n"
     if failed:
         yield f"Failed: {'; '.join(f'{name}: {reason}' for name, reason in failed.items())}.\n"
-    hardware = [one["hardware"] for one in machines]
+    hardware = [one["hardware"] for one in machines or [made]]
     names = dict.fromkeys(one["gpu"] or f"{one['cores']} cores of {one['cpu']}" for one in hardware)
-    commits = dict.fromkeys(one["commit"] for one in machines)
+    commits = dict.fromkeys(one["commit"] for one in machines or [made])
     yield f"*Hardware:* {', '.join(names)}. *Commit:* {', '.join(map(str, commits))}. *Command:* `{made['command']}`"
 
 

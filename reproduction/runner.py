@@ -14,7 +14,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.reproduction.item import ReproduceError
 from declutr.reproduction.plan import ItemPlan, PlannedRun
 from declutr.reproduction.provenance import facts
-from declutr.reproduction.readiness import run_ready, shards_ready
+from declutr.reproduction.readiness import MADE_FROM, made_from, refuse_other, run_ready, shards_ready
 from declutr.reproduction.results import write_results
 from declutr.reproduction.scoring import Scorer
 from declutr.trainer.driver.failure import TrainingFailedError
@@ -61,18 +61,20 @@ def reproduce(
         if plan.start is not None:
             _train_start(plan.start, say)
     with _alone(plan.folder, say):
-        failed = dict[str, str]()
+        for run in plan.runs:
+            if run.config is not None:
+                refuse_other(run.folder, made_from(run.config, plan.encoder))
+        data, failed = scorer.data_identity, dict[str, str]()
         for number, run in enumerate(plan.runs, 1):
-            found = plan.finished(run)
-            if found is None or found["data"] != scorer.data_identity:
+            if plan.finished(run, data) is None:
                 say(f"run {number} of {len(plan.runs)}: {run.cell.name}, seed {run.seed}")
                 try:
                     _finish(plan, run, scorer)
                 except TrainingFailedError as error:  # such as a loss that is not finite: a result of this cell
                     failed[f"{run.cell.name}, seed {run.seed}"] = reason = str(error).splitlines()[0]
                     say(f"failed: {run.cell.name}, seed {run.seed}: {reason}")
-                write_results(plan, command, failed)
-        text = write_results(plan, command, failed)
+                write_results(plan, command, data, failed)
+        text = write_results(plan, command, data, failed)
     if failed:
         told = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
         raise ReproduceError(f"{len(failed)} of {len(plan.runs)} runs failed, the others are scored: {told}")
@@ -104,23 +106,24 @@ def _prepare(name: str, config: PipelineConfig, work: Path) -> None:
 
 
 def _train_start(config: TrainConfig, say: Callable[[str], None]) -> None:
-    """Trains the start unless it has finished."""
+    """Trains the start; one that has finished is checked."""
     if not run_ready(config):
         say(f"training the start in {config.run}")
-        run_training(config)
+    run_training(config)
 
 
 def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:
     """Trains a run to its end and scores it."""
-    seconds = 0.0 if run.config is None else run_training(run.config)["seconds"]
+    seconds = 0.0
+    if run.config is not None:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_json(run.folder / MADE_FROM, made_from(run.config, plan.encoder))
+        seconds = run_training(run.config)["seconds"]
     began = time.monotonic()
     scores = scorer.score(run)
     seconds += time.monotonic() - began
     known = {"identity": plan.identity(run), "data": scorer.data_identity, "marks": scorer.marks}
-    made = facts([])
-    made = {
-        "commit": made["commit"],
-        "versions": made["versions"],
-        "hardware": made["hardware"] | {"load_average": None},
-    }
+    told = facts([])
+    hardware = {key: value for key, value in told["hardware"].items() if key != "load_average"}
+    made = {"commit": told["commit"], "versions": told["versions"], "hardware": hardware}
     write_json(run.scores, known | {"seconds": round(seconds, 1), "scores": scores, "made": made})

@@ -180,7 +180,7 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
         ("low=010", ("low", "'010'", "YAML", "ambiguous")),
         ("inputs=[*.txt]", ("*", "quotes")),
         ("inputs=a.txt", "[a.txt]"),
-        ("name=12", "'\"12\"'"),
+        ("name=12", "name='\"...\"'"),
         ("name=", ("name = None", "empty")),
         ("animal={legs: 4}", ("animal.kind = None", "sheep, horse, pony")),
         ("animal.kind=hors", ("animal.kind = 'hors'", "sheep, horse, pony", "`horse`")),

@@ -112,7 +112,7 @@ def test_killed_call_continues_to_the_same_numbers(item, finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_given_start_is_scored_beside_the_chosen_and_the_last_checkpoint(item, finished, tmp_path):
+def test_given_start_is_scored_beside_the_chosen_and_the_last_checkpoint(item, finished, tmp_path, capsys):
     start = finished / "both-100--0" / "run" / "export"
     shutil.copytree(item.parent / "data", tmp_path / "data")
     write_sets(tmp_path / "data" / "senteval")
@@ -123,14 +123,18 @@ def test_given_start_is_scored_beside_the_chosen_and_the_last_checkpoint(item, f
     values["scales"]["tiny"]["settings"] = {"encoder": {"pretrained": "$DECLUTR_START"}, "optim.lr": 0.01}
     values["scales"]["tiny"]["start"] = {"config": values["scales"]["tiny"]["config"]}
     (tmp_path / "starts.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-    found = {}
+    found, given = {}, ["--start", str(start), "--only", "start", "--only", "mlm", "--allow-unchecked"]
+    chosen = [*given, "export=best", "--plan"]
     for export in ("best", "last"):
-        given = ["--start", str(start), "--only", "start", "--only", "mlm", "--allow-unchecked", f"export={export}"]
-        assert run(arguments(tmp_path / "starts.yaml", tmp_path / export, *given)) == 0
+        assert run(arguments(tmp_path / "starts.yaml", tmp_path / export, *given, f"export={export}")) == 0
         assert not (tmp_path / export / "start").exists()
         results = json.loads((tmp_path / export / "starts-tiny/results-part.json").read_text())
         found[export] = results["numbers"]
         assert {(one["label"], one["base"]) for one in results["differences"]["last"]} == {("mlm", "start")}
+    capsys.readouterr()
+    for word in ("checkpoint.every_steps=2", "validation.patience=7"):  # of these checkpoints one was chosen
+        told = refusal(capsys, *arguments(tmp_path / "starts.yaml", tmp_path / "best", *chosen, word))
+        assert f"mlm-0: was trained with another {word.partition('=')[0]}; delete it" in told
     assert found["best"]["chosen"]["start"] == found["best"]["last"]["start"] == found["last"]["last"]["start"]
     assert found["best"]["last"]["mlm"] == found["last"]["chosen"]["mlm"] == found["last"]["last"]["mlm"]
     exported = [tmp_path / one / "starts-tiny/mlm-0/run/summary.json" for one in ("best", "last")]
@@ -152,6 +156,11 @@ def test_start_of_other_settings_is_refused(item, tmp_path, capsys):
     assert "start      ready" in planned(capsys, str(tmp_path / "2.yaml"), *given)
     told = refusal(capsys, str(tmp_path / "3.yaml"), *given, "--plan")
     assert "start: was trained with other settings (steps was 2, now 3); name another --work" in told
+    assert run([str(tmp_path / "2.yaml"), *given, "--only", "mlm, 50%", "--seeds", "0"]) == 0
+    shutil.rmtree(tmp_path / "work/start")
+    shutil.copy(tmp_path / "3.yaml", tmp_path / "2.yaml")
+    assert run([str(tmp_path / "2.yaml"), *given, "--only", "mlm, 50%", "--seeds", "0"]) == 1
+    assert "mlm-50--0: was trained with another start; delete it" in capsys.readouterr().err.splitlines()[-1]
 
 
 def planned(capsys, *given):
@@ -171,9 +180,8 @@ def test_other_shards_or_settings_never_show_the_scores_of_earlier_ones(item, fi
     write_prepared(tmp_path / "other", [[Row(f"other words {n} " * 40) for n in range(96)]], geometry=GEOMETRY)
     assert run(arguments(item, work, "--plan")) == 0
     assert "8 finished" in capsys.readouterr().out
-    for word in (f"data={tmp_path / 'other'}", "checkpoint.every_steps=2"):
-        assert run(arguments(item, work, "--plan", word)) == 0
-        assert " 0 finished" in capsys.readouterr().out
+    assert " 0 finished" in planned(capsys, *arguments(item, work, f"data={tmp_path / 'other'}"))
+    assert "8 finished" in planned(capsys, *arguments(item, work, "checkpoint.every_steps=2"))
     assert run(arguments(item, work, f"data={tmp_path / 'other'}")) == 1
     assert "was trained on other shards" in capsys.readouterr().err.splitlines()[-1]
     told = refusal(capsys, *arguments(item, work, "--plan", "optim.lr=0.5"))
@@ -192,10 +200,9 @@ def test_part_of_an_item_does_not_replace_the_results_of_all(item, finished, tmp
     (made,) = part["made_by"]
     assert made["versions"]["torch"]
     (work / "terms-tiny/mlm-50--1/scores.json").unlink()
-    (work / "terms-tiny/mlm-50--1/run/summary.json").unlink()
-    assert run(arguments(item, work, "--seeds", "0,1,2", "--only", "both")) == 0
     plan = plan_item("terms", load_item(str(item)), "tiny", *places(item, work), {}, None)
-    text = write_results(plan, [], {"mlm, 50%, seed 1": "its loss is not finite"})
+    data = json.loads((work / "terms-tiny/mlm-50--0/scores.json").read_text())["data"]
+    text = write_results(plan, [], data, {"mlm, 50%, seed 1": "its loss is not finite"})
     assert "7 of 8 runs." in text
     assert "n=1" in next(line for line in text.splitlines() if line.startswith("| mlm, 50% |"))
     assert "Failed: mlm, 50%, seed 1: its loss is not finite." in text
@@ -271,8 +278,16 @@ def test_unknown_item_is_refused_with_the_nearest(capsys):
         ({"pairs": [["both", "mml"]]}, ["pairs", "mml", "did you mean `mlm`"]),
         ({"pairs": [["both", "50%"]]}, ["pairs", "both and 50%", "two axes"]),
         ({"axes": {"terms": {}}, "printed": {}}, ["axes.terms", "no label"]),
-        ({"axes": {"a": {"x": {}}, "b": {"x": {}}}, "printed": {}}, ["axes.a.x", "the axis b has this label"]),
+        ({"axes": {"a": {"x": {}}, "b": {"x": {}}}, "printed": {}}, ["axes.b.x", "the axis a has this label"]),
         ({"axes": {"a": {"x": {"steps": 3}}, "b": {"y": {"steps": 4}}}, "printed": {}}, ["axes.b.y.steps", "axis a"]),
+        (
+            {
+                "axes": {"a": {"x": {"steps": 3}}, "b": {"y": {}}},
+                "printed": {},
+                "scales": {"tiny": {"config": "c.yaml", "axes": {"b": {"z": {"steps": 4}}}}},
+            },
+            ["axes.b.z.steps", "axis a"],
+        ),
         ({"printed": {"both, 10%": {"STS-B": 1.0}}}, ["both, 10%", "no run of the item"]),
         ({"columns": {"A": {"tasks": ["STS99"]}}, "printed": {}}, ["STS99"]),
         ({"columns": {"A": {"tasks": ["STS12"], "validation": "mrr"}}, "printed": {}}, ["one of tasks"]),
