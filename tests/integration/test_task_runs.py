@@ -223,6 +223,7 @@ def test_problems_are_found_before_ray_starts(prepared, tmp_path, changes, messa
     assert sum(re.search(message, line) is not None for line in found) == 1, found
 
 
+@pytest.mark.usefixtures("session")  # else the session would end here, and start again for the next test
 def test_places_of_tasks_are_checked_first():
     auxiliary_tasks = {"image": {"data": "nowhere"}, "more": {"data": "d", "objective": {"kind": "nobodys"}}, "odd": 5}
     found = place_problems({"data": "missing", "auxiliary_tasks": auxiliary_tasks})
