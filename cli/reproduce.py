@@ -2,8 +2,6 @@
 
 import argparse
 import sys
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +48,10 @@ def run(arguments: list[str]) -> int:
 
 
 def _changes(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Changes of settings by dotted key, empty sections included, and what is wrong with them."""
+    """Changes of settings by dotted key, and what is wrong with them."""
     tree: dict[str, Any] = {}
     problems = apply_overrides(tree, words)
-    keys = [] if problems else [word.partition("=")[0] for word in words]
-    return flat_keys(tree) | {key: {} for key in keys if reduce(getitem, key.split("."), tree) == {}}, problems
+    return flat_keys(tree), problems
 
 
 def _reproduce(given: argparse.Namespace, plan: "ItemPlan", work: Path, senteval: Path, arguments: list[str]) -> int:

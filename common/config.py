@@ -264,8 +264,9 @@ def config_yaml(config: Strict) -> str:
 
 
 def flat_keys(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree of settings with its nested keys joined by dots."""
+    """A tree of settings with its nested keys joined by dots; an empty section is a value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        inside = isinstance(value, dict) and value
+        flat |= flat_keys(value, f"{prefix}{key}.") if inside else {f"{prefix}{key}": value}
     return flat

@@ -113,6 +113,34 @@ def test_without_a_word_on_its_configuration_the_checkpoints_are_asked(made, run
 
 
 @pytest.mark.parametrize(
+    ("section", "value", "told"),
+    [
+        ({"max_skipped": None}, None, "optim.max_skipped was None, now not set"),
+        ({"schedule_arguments": {}}, None, "optim.schedule_arguments was {}, now not set"),
+        ({"weight_decay": 0}, 0.0, "optim.weight_decay was 0, now 0.0"),
+    ],
+)
+def test_no_difference_of_the_settings_goes_unseen(made, run, section, value, told):
+    """As of another version, or of an objective that was edited: a worker would take no checkpoint, and begin again."""
+    config = made[0] if value is None else with_optim(made[0], weight_decay=value)
+    before = config.model_copy(update={"run": str(run)}).resume_settings()
+    (run / "resume_settings.json").write_text(json.dumps(before | {"optim": before["optim"] | section}))
+    with pytest.raises(ConfigError, match=all_of(told, "--fork")):
+        train(config, run)
+
+
+def with_optim(config, **changes):
+    return config.model_copy(update={"optim": config.optim.model_copy(update=changes)})
+
+
+def test_checkpoints_of_another_configuration_than_the_folder_names_are_refused(made, run):
+    state = json.loads((run / STATE).read_text())
+    (run / STATE).write_text(json.dumps(state | {"config_hash": "0" * 64}))
+    with pytest.raises(ConfigError, match=all_of(f"step-{STEPS:08d} is of another configuration")):
+        train(made[0], run)
+
+
+@pytest.mark.parametrize(
     "changed",
     [
         {"step": 0},

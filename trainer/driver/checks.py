@@ -8,7 +8,7 @@ from typing import Any
 from declutr.common.cluster import cluster_problem, named_cluster
 from declutr.common.config import ConfigError, flat_keys
 from declutr.common.console.logs import get_logger
-from declutr.common.storage import DamagedError, read_record
+from declutr.common.storage import DamagedError, hash_json, read_record
 from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.pipeline.shards.shards import check_shards
@@ -215,7 +215,7 @@ def _run_problems(config: TrainConfig, run: Path) -> list[str]:
         return found + _other_checkpoints(config, run)
     changed = changes(before, config.resume_settings())
     if not changed:
-        return found
+        return found + _other_checkpoints(config, run)
     return [
         *found,
         f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder, or "
@@ -239,24 +239,28 @@ def read_resume_settings(run: Path) -> dict[str, Any] | None:
 
 
 def _other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
-    """A problem if a checkpoint has another configuration, used when `resume_settings.json` cannot be read."""
+    """A problem if a checkpoint has another configuration; no worker would take it, and the run would begin again."""
     for step, state in checkpoint.states_in(run / CHECKPOINTS):
         if state.config_hash != config.hash():
             path = checkpoint.checkpoint_path(run / CHECKPOINTS, step)
             return [
                 f"run = {config.run}: {path.name} is of another configuration, and {RESUME_SETTINGS}, which lists the "
-                "settings, is missing or damaged; name another folder"
+                "settings, is missing, damaged or of another version; name another folder"
             ]
     return []
 
 
 def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
-    """Differences between two sets of resume settings, one line a key."""
+    """Differences between two sets of resume settings, one line a key: all that changes their hash."""
     old, new = flat_keys(before), flat_keys(now)
+
+    def told(tree: dict[str, object], key: str) -> str:
+        return repr(tree[key]) if key in tree else "not set"
+
     return [
-        f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+        f"{key} was {told(old, key)}, now {told(new, key)}"
         for key in sorted(set(old) | set(new))
-        if old.get(key) != new.get(key)
+        if key not in old or key not in new or hash_json(old[key]) != hash_json(new[key])
     ]
 
 
