@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from declutr.adaptation.config import PASSAGE_TOKENS, WINDOW_TOKENS
 from declutr.adaptation.documents import HeldOutDocument
+from declutr.common.words import num_words
 
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
@@ -142,9 +143,9 @@ def _headings(text: str) -> tuple[list[str], str]:
     for number, line in enumerate(lines):
         match = _HEADING.fullmatch(line)
         heading = match[1].strip() if match else line if number == 0 and len(lines) > 1 else None
-        if heading is None or len(heading.split()) > _MOST_WORDS:
+        if heading is None or num_words(heading) > _MOST_WORDS:
             kept.append(line)
-        elif len(heading.split()) > 1:
+        elif num_words(heading) > 1:
             found.append(heading)
     return found, "\n".join(kept)
 

@@ -148,6 +148,7 @@ def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
 def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
     """Score all encoders and write the tables; return whether every encoder was scored."""
     from declutr.common.cluster import SessionConfig
+    from declutr.common.lock import RunLock
     from declutr.evaluation.encoders.cut import sizes_of, with_cuts
     from declutr.evaluation.senteval.data.taskdata import sentence_rows
     from declutr.evaluation.senteval.runner.harness import evaluate
@@ -162,26 +163,29 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     if any(Path(name).is_file() for name in names):  # read only the needed words of a file of word vectors
         texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
         vocabulary = {word for text in texts for word in text.split()}
-    for name in names:
-        try:
-            encoder = load(name, given, vocabulary, tokenized=True)
-            if unused := getattr(encoder, "unused", ()):
-                say(f"{name}: its files also contain parts that embeddings do not use: {', '.join(unused)}")
-            of_sizes = [
-                evaluate(one, inspections, choice, given.output, session, say)
-                for one in with_cuts(encoder, sizes_of(encoder, given.sizes))
-            ]
-        except EncoderError as error:
-            failed.append(name)
-            sys.stderr.write(f"not scored: {error}\n")
-            continue
-        if given.pretrained:
-            of_sizes = [replace(found, pretrained=given.pretrained) for found in of_sizes]
-        evaluated += of_sizes
-        if not any(report.results for found in of_sizes for report in found.reports.values()):
-            failed.append(name)
-            sys.stderr.write(f"not scored: {name}: no task has a score; the table gives the reasons\n")
-        shown = write_tables(evaluated, given.output)  # after each encoder, so that a long call can be watched
+    given.output.mkdir(parents=True, exist_ok=True)
+    # another call would remove embeddings that this one reads, and replace its tables
+    with RunLock(given.output, lambda: say(f"{given.output}: another command has taken over")):
+        for name in names:
+            try:
+                encoder = load(name, given, vocabulary, tokenized=True)
+                if unused := getattr(encoder, "unused", ()):
+                    say(f"{name}: its files also contain parts that embeddings do not use: {', '.join(unused)}")
+                of_sizes = [
+                    evaluate(one, inspections, choice, given.output, session, say)
+                    for one in with_cuts(encoder, sizes_of(encoder, given.sizes))
+                ]
+            except EncoderError as error:
+                failed.append(name)
+                sys.stderr.write(f"not scored: {error}\n")
+                continue
+            if given.pretrained:
+                of_sizes = [replace(found, pretrained=given.pretrained) for found in of_sizes]
+            evaluated += of_sizes
+            if not any(report.results for found in of_sizes for report in found.reports.values()):
+                failed.append(name)
+                sys.stderr.write(f"not scored: {name}: no task has a score; the table gives the reasons\n")
+            shown = write_tables(evaluated, given.output)  # after each encoder, so that a long call can be watched
     if evaluated:
         print(
             f"\n{shown}\n{given.output / 'scores.html'} compares with published numbers; also: scores.md, scores.json"

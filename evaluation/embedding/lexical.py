@@ -14,8 +14,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
+from declutr.common.words import lexical_words
 from declutr.evaluation.embedding.config import EmbedError
-from declutr.evaluation.retrieval.lexicon import LexicalKind, Lexicon, lexical_words, query_weights
+from declutr.evaluation.retrieval.lexicon import LexicalKind, Lexicon, query_weights
 
 WORDS, POSTINGS = "words.arrow", "postings.arrow"
 _WORDS = pa.schema([("word", pa.large_string()), ("texts", pa.int64())])

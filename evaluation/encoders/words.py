@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.common.storage import hash_file, hash_json
+from declutr.common.words import has_other_words, lexical_words
 from declutr.evaluation.encoders.protocol import EncoderError, texts_of
 
 SUFFIXES = (".vec", ".txt", ".vec.gz", ".txt.gz")
@@ -27,18 +28,23 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
+def _hashed(text: str) -> list[str]:
+    return lexical_words(text) if has_other_words(text) else words_of(text.lower())
+
+
 class HashedWords:
     """Encoder that gives every word a random vector of signs, drawn from the seed and a hash of the word.
 
     v(w) = s / sqrt(size), s in {-1, 1}^size, of the word in lower case. Sums of signs are integers and therefore exact,
-    so embeddings are the same on every machine.
+    so embeddings are the same on every machine. Texts in scripts without spaces, or with vowel signs, have the words of
+    lexical search (`lexical_words`).
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
         self.size = size
         self.seed = seed
         self.name = f"hashed-words{f'@{seed}' if seed else ''}:{size}"
-        self.fingerprint = hash_json({"kind": "hashed-words", "version": 1, "size": size, "seed": seed})
+        self.fingerprint = hash_json({"kind": "hashed-words", "version": 2, "size": size, "seed": seed})
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embeddings `(len(texts), size)`."""
@@ -47,7 +53,7 @@ class HashedWords:
         for start in range(0, len(texts), _CHUNK_TEXTS):
             numbers: dict[str, int] = {}
             rows = [
-                [numbers.setdefault(word, len(numbers)) for word in words_of(text.lower())]
+                [numbers.setdefault(word, len(numbers)) for word in _hashed(text)]
                 for text in texts[start : start + _CHUNK_TEXTS]
             ]
             signs = self._signs(list(numbers))

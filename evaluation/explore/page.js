@@ -8,6 +8,7 @@ let weight = null; // of the words, in a hybrid index
 function make(name, kind, ...children) {
   const made = document.createElement(name);
   if (kind) made.className = kind;
+  if (kind === "text") made.dir = "auto"; // each text is laid out in the direction of its script
   made.append(...children);
   return made;
 }

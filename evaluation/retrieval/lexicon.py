@@ -1,54 +1,25 @@
-"""Words of texts, and lexical scores of queries: BM25 and the cosine of IDF vectors.
+"""Lexical scores of queries: BM25 and the cosine of IDF vectors.
 
 Legend: N texts (G of them to search), n(w) of them with word w, f(w, t) occurrences of w in t, |t| words of t.
 """
 
-import re
-import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
+from declutr.common.words import lexical_words
+
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 LexicalKind = Literal["idf", "bm25"]
 NAMES: dict[LexicalKind, str] = {"idf": "IDF cosine", "bm25": "BM25"}
 _K1, _B = 1.2, 0.75
-_MOST_CHARACTERS = 255
-_MARKS = "".join(sign for sign in map(chr, range(0x300, 0x20000)) if unicodedata.category(sign)[0] == "M")
-"""Vowel signs and accents that follow a letter, which `\\w` leaves out."""
-_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_UNSPACED += "\U00020000-\U0003ffff"
-"""Scripts written without spaces: Thai, Lao, Burmese, Khmer, Japanese, Chinese."""
-_LETTER = rf"[^\W{_UNSPACED}]"
-_WORD = re.compile(rf"[{_UNSPACED}]+|{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*")
-_PLAIN_WORD = re.compile(r"\w+")
-_SPECIAL = re.compile(rf"[{_UNSPACED}{_MARKS}]")
-_UNSPACED_START = re.compile(rf"[{_UNSPACED}]")
-
-
-def lexical_words(text: str) -> list[str]:
-    """Split into runs of letters, digits and underscores in lower case, each cut after 255 characters.
-
-    A run in a script that is written without spaces gives each character and each two neighbours.
-    """
-    if not _SPECIAL.search(text):  # four times as fast
-        return [run[:_MOST_CHARACTERS] for run in _PLAIN_WORD.findall(text.lower())]
-    found: list[str] = []
-    for run in _WORD.findall(text.lower()):
-        if _UNSPACED_START.match(run):
-            found += run
-            found += map("".join, pairwise(run))
-        else:
-            found.append(run[:_MOST_CHARACTERS])
-    return found
 
 
 def rarities(kind: LexicalKind, in_texts: F64, total: int) -> F64:

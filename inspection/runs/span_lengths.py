@@ -9,6 +9,7 @@ from scipy.special import betainc
 from declutr.inspection.order import TaskOrder
 from declutr.inspection.runs.record import F64
 from declutr.pipeline.shards.shards import ragged
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.spans import sample_spans
 
 _DOCUMENTS = 1024
@@ -44,8 +45,8 @@ def span_lengths(task: TaskOrder) -> Iterator[Lengths]:
     shortened further by `subsuming` and `adjacent`, whose law is not computed.
     """
     config = task.config
-    if "documents" not in config.objective.reads or task.shards.manifest.content.kind != "documents":
-        return
+    if not isinstance(config.objective, DeclutrConfig) or task.shards.manifest.content.kind != "documents":
+        return  # another objective may read documents by spans of its own
     steps = -(-min(_DOCUMENTS, task.shards.num_documents) // task.plan.batch_documents)
     epochs, rows = task.plan.documents(0, steps)
     table = task.shards.take(rows)

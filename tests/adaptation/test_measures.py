@@ -101,6 +101,14 @@ def test_make_passages_takes_headings_out_and_leaves_common_ones_out(tokenizer):
         assert passage.strip() in bodies[owner]
 
 
+def test_long_first_lines_without_spaces_stay_and_short_ones_are_headings(tokenizer):
+    long = "日本語の文章は空白で区切られない。" * 4
+    documents = [HeldOutDocument(0, f"{long}\n{text(300, 0)}"), HeldOutDocument(1, f"# 見出しの例\n{text(300, 1)}")]
+    made = make_passages(documents, tokenizer)
+    assert made.queries == ["見出しの例"]
+    assert long[:10] in made.texts[0]
+
+
 def test_make_passages_of_documents_without_headings_has_no_queries(tokenizer):
     made = make_passages([HeldOutDocument(0, text(300, 0))], tokenizer)
     assert made.queries == []

@@ -9,6 +9,7 @@ from messages import all_of, says
 
 from declutr.cli.main import main
 from declutr.common.storage import hash_file
+from declutr.common.words import lexical_words, num_words
 from declutr.evaluation.embedding.build import build_index
 from declutr.evaluation.embedding.config import EmbedError
 from declutr.evaluation.embedding.index import SearchIndex
@@ -16,7 +17,7 @@ from declutr.evaluation.embedding.lexical import POSTINGS, WORDS, StoredWords, w
 from declutr.evaluation.embedding.weight import VECTORS_ALONE, WORDS_ALONE, choose_weight
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.explore.explorer import ExploreError, Explorer
-from declutr.evaluation.retrieval.lexicon import Lexicon, lexical_words
+from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import PairsError, read_test
 
 ENCODER = "hashed-words:32"
@@ -178,6 +179,13 @@ def test_another_encoder_is_refused_by_a_hybrid_index(embedded, tmp_path, capsys
 )
 def test_lexical_words_of_scripts(text, words):
     assert lexical_words(text) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("Introduction", 1), ("A short title", 3), ("見出し", 2), ("a 東京", 2), ("हिन्दी में", 2)]
+)
+def test_words_of_a_title_are_counted_in_any_script(text, number):
+    assert num_words(text) == number
 
 
 def ipc(schema, *columns):

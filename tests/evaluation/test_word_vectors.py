@@ -7,7 +7,8 @@ import pytest
 from sentevaldata import COMPLETE
 
 from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.words import words_of
+from declutr.evaluation.encoders.protocol import unit_rows
+from declutr.evaluation.encoders.words import HashedWords, words_of
 from declutr.evaluation.senteval.data.loading import load
 from declutr.evaluation.senteval.data.taskdata import sentences
 from declutr.evaluation.senteval.data.tasks import find
@@ -47,6 +48,20 @@ def test_words_are_split_at_white_space_and_looked_up_as_they_stand(tmp_path, se
     plain = load_encoder(str(path))
     np.testing.assert_array_equal(plain.encode(["i ca n't"]), [[(1 + 9 + 9 + 5) / 4, (2 + 9 + 9 + 5) / 4]])
     assert found.fingerprint != plain.fingerprint
+
+
+def test_hashed_words_are_words_in_any_script():
+    """Sentences that share words are nearer than others, also without spaces or with signs that follow letters."""
+    encoder = HashedWords(4096)
+    for near, far in (
+        (("一个女人正在切洋葱。", "一个女人正在切土豆。"), "狗在公园里跑。"),
+        (("क्या हिन्दी", "हिन्दी में"), "नमस्ते दुनिया"),
+    ):
+        one, two, other = unit_rows(encoder.encode([*near, far]))
+        assert one @ two > one @ other + 0.2
+    same = HashedWords(64).encode(["Words, and signs!"])
+    assert words_of("Words, and signs!") == ["Words", ",", "and", "signs", "!"]
+    assert np.array_equal(same, HashedWords(64).encode(["words, and signs!"]))
 
 
 @pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")

@@ -68,9 +68,13 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_p
 
 
 def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, finished, copied, tmp_path):
-    changed = runs.finished_config(data, copied, optim={"lr": 0.0005}, steps=10, scaling={"num_workers": 0})
+    local = {"num_workers": 0}
+    changed = runs.finished_config(data, copied, optim={"lr": 0.0005}, steps=10, batch_documents=4, scaling=local)
     with pytest.raises(
-        ConfigError, match=all_of("optim.lr was 0.001", "now 0.0005", "steps was 8", "now 10", "--fork NEW_RUN")
+        ConfigError,
+        match=all_of(
+            "batch_documents was 8", "optim.lr was 0.001", "now 0.0005", "steps was 8", "now 10", "--fork NEW_RUN"
+        ),
     ):
         run_training(changed)
     new = tmp_path / "new"
@@ -84,13 +88,14 @@ def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, f
     for name in ("encoder", "optimizer", "objective"):
         assert hash_file(path / f"{name}.safetensors") == hash_file(old / f"{name}.safetensors")
     record = read_json(new / FORK)
-    rate, steps = record["changed"]
+    _, rate, steps = record["changed"]
     says(rate, "optim.lr", "was 0.001", "now 0.0005")
     says(steps, "steps", "was 8", "now 10")
     assert record["step"] == 8
     run_training(forked)
     after = runs.steps_of(new)
     assert list(after) == list(range(1, 11))
+    assert [read_state(checkpoint_path(new / "checkpoints", step)).documents for step in (8, 10)] == [64, 72]
     assert {step: after[step] for step in range(1, 9)} == runs.steps_of(finished / "run")
     assert fork(changed, str(new)) == forked  # the same command continues
     assert steps_in(copied / "checkpoints") == steps_in(finished / "run" / "checkpoints")

@@ -85,7 +85,6 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
                 "config_hash": config.hash(),
                 "data_hash": data,
                 "task_hashes": hashes if config.auxiliary_tasks else {},
-                "documents": state.step * config.batch_documents,
                 "files": files,
                 "tasks_skipped": {name: n for name, n in state.tasks_skipped.items() if name in config.auxiliary_tasks},
                 "scores": {},  # a fork starts with these weights, and validates them by its own settings

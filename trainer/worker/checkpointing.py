@@ -54,6 +54,7 @@ class Checkpointing:
         self.start: int | None = None
         self._reported: Reported | None = None
         self._validated = 0  # step of its rows
+        self._others_read = 0  # more rows than these steps have: a fork may have another batch than its origin
         self._config, self._run, self._scheduler, self._train_step = config, run, scheduler, scheduler.main
         self._heartbeat = heartbeat
         self._reporter = reporter
@@ -75,6 +76,7 @@ class Checkpointing:
             path = checkpoint.checkpoint_path(folder, done)
             state = checkpoint.read_state(path) if found is None else found[1]
             load(path, self._scheduler.train_steps)
+            self._others_read = state.documents - done * self._config.batch_documents
             counts = {"": (state.skipped, state.skipped_in_a_row), **state.tasks_skipped}
             for one in self._scheduler.train_steps:
                 one.nonfinite_losses.skipped, one.nonfinite_losses.in_a_row = counts.get(one.name, (0, 0))
@@ -224,7 +226,7 @@ class Checkpointing:
             state = RunState(
                 reported=reported,
                 step=step,
-                documents=step * self._config.batch_documents,
+                documents=step * self._config.batch_documents + self._others_read,
                 world_size=train_step.comm.size,
                 scores=scores,
                 files={},
