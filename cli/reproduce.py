@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from declutr.common.config import ConfigError, flat_keys
+from declutr.common.config import ConfigError
 from declutr.common.console.terminal import refused
 from declutr.common.lock import RunLockedError, refuse_held
 from declutr.common.overrides import apply_overrides
@@ -48,10 +50,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _changes(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Changes of settings by dotted key, and what is wrong with them."""
+    """Values by the keys of the words, and what is wrong with them."""
     tree: dict[str, Any] = {}
     problems = apply_overrides(tree, words)
-    return flat_keys(tree), problems
+    keys = [] if problems else [word.partition("=")[0] for word in words]
+    return {key: reduce(getitem, key.split("."), tree) for key in keys}, problems
 
 
 def _reproduce(given: argparse.Namespace, plan: "ItemPlan", work: Path, senteval: Path, arguments: list[str]) -> int:

@@ -213,7 +213,7 @@ def describe(
                     hint = ""
                 lines[f"{'.'.join(full)}: "] = [f"unknown key{hint}"]
             continue
-        if item["loc"][-1:] == ("[key]",):
+        if item["loc"][-1:] == ("[key]",) and not isinstance(item["input"], str):
             above = ".".join(str(part) for part in item["loc"][:-2])
             said, message = f"{above}: ", f"the key {shown_value(item['input'])} must be text; put it into quotes"
         elif item["type"] == "missing":
@@ -234,7 +234,8 @@ def describe(
             elif item["type"] == "literal_error":
                 message += suggest(str(item["input"]), re.findall("'(.+?)'", item["ctx"]["expected"]))
             elif item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
-                message += f"; put it into quotes, on a command line into two kinds: {key}='\"...\"'"
+                message += "; put it into quotes"
+                message += "" if path[-1].isdigit() else f", on a command line into two kinds: {key}='\"...\"'"
             elif item["type"] in ("model_type", "dict_type"):
                 message = "must be a section with settings"
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):

@@ -15,6 +15,7 @@ _WORD = re.compile(rf"[{_UNSPACED}]+|{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*")
 _PLAIN_WORD = re.compile(r"\w+")
 _SPECIAL = re.compile(rf"[{_UNSPACED}{_MARKS}]")
 _UNSPACED_START = re.compile(rf"[{_UNSPACED}]")
+_OTHER = re.compile(rf"[{_UNSPACED}]|\w(?![\ufe00-\ufe0f])[{_MARKS}]")  # those are signs of emoji
 
 
 def lexical_words(text: str) -> list[str]:
@@ -36,7 +37,7 @@ def lexical_words(text: str) -> list[str]:
 
 def has_other_words(text: str) -> bool:
     """True if the text has a script that is written without spaces, or signs that belong to letters."""
-    return _SPECIAL.search(text) is not None
+    return _OTHER.search(text) is not None
 
 
 def num_words(text: str) -> int:

@@ -37,6 +37,7 @@ from declutr.reproduction.readiness import (
     refuse_other,
     run_ready,
     shards_ready,
+    start_ready,
 )
 from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.driver.resolved import find_shards
@@ -119,10 +120,11 @@ class ItemPlan:
 
     def identity(self, run: PlannedRun) -> str:
         """Hash of what decides the scores of a run, beside the data of its tasks."""
-        made_by: list[Any] = [run.cell.encoder and run.cell.encoder.model_dump(mode="json")]
-        if run.config is None:
+        known = run.cell.encoder
+        made_by: list[Any] = [known and known.model_dump(mode="json")]
+        if known and known.name == str(self.encoder):
             made_by += [files_identity(self.encoder)]
-        else:
+        elif run.config is not None:
             made_by += [run.config.hash(), made_from(run.config, self.encoder), data_identity(run.config)]
         columns = {name: column.model_dump(mode="json") for name, column in self.columns.items()}
         return hash_json([made_by, columns, self.settings.preset])
@@ -158,7 +160,7 @@ class ItemPlan:
             for name, config in self.shards.items()
         ]
         if self.start is not None:
-            state = "ready" if run_ready(self.start) else f"to be trained in {self.start.steps} steps"
+            state = "ready" if start_ready(self.start) else f"to be trained in {self.start.steps} steps"
             lines.append(f"  start      {state}")
         width = max(len(run.cell.name) for run in cells)
         lines += [f"  {run.cell.name:<{width}}  {_needs(run)}" for run in cells]
@@ -247,7 +249,9 @@ def plan_item(
                 cell = replace(cell, encoder=KnownEncoder.model_validate(_replaced(cell.encoder.model_dump())))
             else:
                 own_values = {"run": str(place / "run"), "seed": seed}
-                values = settings.settings | cell.settings | changes
+                given = settings.settings | cell.settings
+                inside = tuple(f"{key}." for key in changes)  # a section that is given replaces what the item has of it
+                values = {key: value for key, value in given.items() if not key.startswith(inside)} | changes
                 made = Prepared(config=str(values.pop("config", settings.config)), settings=values)
                 config = _load(made, "train", TrainConfig, cell.name, own_values)
             runs.append(PlannedRun(cell, seed, config, place))

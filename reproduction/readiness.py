@@ -10,7 +10,11 @@ from declutr.common.stores.address import is_remote
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
 from declutr.pipeline.shards.manifest import MANIFEST, data_hash, load_manifest
 from declutr.reproduction.item import ReproduceError
-from declutr.trainer.driver.checks import changes, read_resume_settings
+from declutr.trainer.checkpoints.state import data_hashes
+from declutr.trainer.driver.checks import changes, other_shards, read_resume_settings
+from declutr.trainer.driver.resolved import find_shards
+from declutr.trainer.metrics.config import SICKR, STSB
+from declutr.trainer.metrics.sts import FILES
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import with_geometry
 
@@ -52,6 +56,18 @@ def run_ready(config: TrainConfig) -> bool:
     return (folder / "summary.json").is_file()
 
 
+def start_ready(config: TrainConfig) -> bool:
+    """True if the run to start from has finished.
+
+    Raises:
+        ReproduceError: its folder has a run of other settings or shards.
+    """
+    shards = find_shards(config).manifests
+    if shards and (found := other_shards(config, Path(config.run), data_hashes(shards))):
+        raise ReproduceError(f"{found[0]}, or name another --work")
+    return run_ready(config)
+
+
 def made_from(config: TrainConfig, start: Path) -> dict[str, Any]:
     """What decides a run beside its settings and shards: start, judged pairs, and what `export` may choose from.
 
@@ -59,11 +75,12 @@ def made_from(config: TrainConfig, start: Path) -> dict[str, Any]:
         config: of the run.
         start: folder of the encoder to start from, which need not exist yet.
     """
-    judged = [place for place in (config.validation.stsb, config.validation.sickr) if place]
+    judged = ((config.validation.stsb, STSB), (config.validation.sickr, SICKR))
+    own = config.encoder.pretrained == str(start)
     best = config.export == "best"
     return {
-        "start": files_identity(start),
-        "validation": [files_identity(Path(place)) for place in judged],
+        "start": files_identity(start) if own else "",
+        "validation": [files_identity(Path(place), FILES[name].name) for place, name in judged if place],
         "checkpoint.every_steps": config.checkpoint.every_steps if best else None,
         "validation.patience": config.validation.patience,
     }
@@ -83,14 +100,14 @@ def refuse_other(folder: Path, now: Mapping[str, Any]) -> None:
             )
 
 
-def files_identity(folder: Path) -> str:
-    """Hash of the names and bytes of all files of a folder; "" without one.
+def files_identity(folder: Path, pattern: str = "*") -> str:
+    """Hash of the names and bytes of a folder's files, without hidden ones; "" without any.
 
     Raises:
         ReproduceError: one cannot be read.
     """
     try:
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        files = [path for path in sorted(folder.rglob(pattern)) if path.is_file() and path.name[0] != "."]
         times = [(path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         return _hashed(folder, tuple(files), tuple(times)) if files else ""
     except OSError as error:

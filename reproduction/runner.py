@@ -14,7 +14,7 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.reproduction.item import ReproduceError
 from declutr.reproduction.plan import ItemPlan, PlannedRun
 from declutr.reproduction.provenance import facts
-from declutr.reproduction.readiness import MADE_FROM, made_from, refuse_other, run_ready, shards_ready
+from declutr.reproduction.readiness import MADE_FROM, made_from, refuse_other, shards_ready, start_ready
 from declutr.reproduction.results import write_results
 from declutr.reproduction.scoring import Scorer
 from declutr.trainer.driver.failure import TrainingFailedError
@@ -106,10 +106,10 @@ def _prepare(name: str, config: PipelineConfig, work: Path) -> None:
 
 
 def _train_start(config: TrainConfig, say: Callable[[str], None]) -> None:
-    """Trains the start; one that has finished is checked."""
-    if not run_ready(config):
+    """Trains the start unless it has finished."""
+    if not start_ready(config):
         say(f"training the start in {config.run}")
-    run_training(config)
+        run_training(config)
 
 
 def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:

@@ -9,6 +9,7 @@ from messages import says
 from sentevalsets import write_sets
 
 from declutr.cli.main import main
+from declutr.common.lock import RunLock
 from declutr.evaluation.encoders.cut import CutEncoder
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.senteval.checks.checking import inspect
@@ -49,6 +50,14 @@ def test_two_encoders_give_one_table(scored):
     assert tables["downstream"]["columns"] == ["SST2", "STS-B", "Δ mean"]  # of published rows
     assert all(cell["marked"] for row in own for cell in row["cells"][:-1])  # these are not the published data
     says((scored / "scores.md").read_text(), "not the published")
+
+
+def test_second_command_in_one_output_is_refused(folder, tmp_path, capsys):
+    """It would remove embeddings that the first one reads, and replace its tables."""
+    with RunLock(tmp_path, lambda: None):
+        assert evaluate(folder, tmp_path, "hashed-words:16") == 1
+    says(capsys.readouterr().err, str(tmp_path), "another command works here")
+    assert evaluate(folder, tmp_path, "hashed-words:16") == 0
 
 
 def test_sizes_are_rows_of_the_table_and_texts_are_embedded_once(folder, tmp_path, capsys):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from sentevaldata import COMPLETE
 
+from declutr.common.words import has_other_words
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.words import HashedWords, words_of
@@ -60,6 +61,7 @@ def test_hashed_words_are_words_in_any_script():
         one, two, other = unit_rows(encoder.encode([*near, far]))
         assert one @ two > one @ other + 0.2
     same = HashedWords(64).encode(["Words, and signs!"])
+    assert not has_other_words("good \u2764\ufe0f! 1\ufe0f\u20e3")
     assert words_of("Words, and signs!") == ["Words", ",", "and", "signs", "!"]
     assert np.array_equal(same, HashedWords(64).encode(["words, and signs!"]))
 

@@ -15,12 +15,13 @@ from sentevalsets import write_sets
 from tinyruns import GEOMETRY
 from waiting import until
 
-from declutr.cli.reproduce import run
+from declutr.cli.reproduce import _changes, run
 from declutr.common.lock import RunLock, RunLockedError, refuse_held
 from declutr.reproduction.item import load_item
 from declutr.reproduction.plan import plan_item
 from declutr.reproduction.results import write_results
 from declutr.reproduction.runner import reproduce
+from declutr.trainer.step.config import OptimConfig
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +212,26 @@ def test_part_of_an_item_does_not_replace_the_results_of_all(item, finished, tmp
 def places(item, work):
     data = item.parent / "data"
     return data, data / "senteval", work
+
+
+def test_start_of_another_item_decides_no_run_without_one(item, tmp_path):
+    """Items share a working folder; not all of them start from its start."""
+    plan = plan_item("terms", load_item(str(item)), "tiny", *places(item, tmp_path), {}, None)
+    before = [plan.identity(run) for run in plan.runs]
+    (tmp_path / "start/export").mkdir(parents=True)
+    (tmp_path / "start/export/config.json").write_text("{}")
+    assert [plan.identity(run) for run in plan.runs] == before
+
+
+def test_section_replaces_what_the_item_has_of_it(item, tmp_path):
+    values = yaml.safe_load(item.read_text())
+    values["scales"]["tiny"]["settings"] = {"optim.lr": 0.5, "optim.weight_decay": 0.3}
+    (tmp_path / "terms.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    changes, problems = _changes(["optim={lr: 0.25}", "auxiliary_tasks={}"])
+    assert (changes, problems) == ({"optim": {"lr": 0.25}, "auxiliary_tasks": {}}, [])
+    made = load_item(str(tmp_path / "terms.yaml"))
+    run, *_ = plan_item("terms", made, "tiny", *places(item, tmp_path), changes, None).runs
+    assert (run.config.optim.lr, run.config.optim.weight_decay) == (0.25, OptimConfig().weight_decay)
 
 
 def test_unknown_label_is_refused_with_the_nearest(item, tmp_path, capsys):

@@ -65,7 +65,7 @@ def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
     if "" in shards.manifests:
         found += _manifest_problems(config, shards)
         if not no_place and len(shards.manifests) == len(config.tasks()):
-            found += _other_shards(config, run, data_hashes(shards.manifests))
+            found += other_shards(config, run, data_hashes(shards.manifests))
     refuse([line for line in found if of_run or not line.startswith("run = ")])
     return ResolvedRun(config, run, shards.data, shards.manifests, shards.scored)
 
@@ -264,7 +264,7 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
     ]
 
 
-def _other_shards(config: TrainConfig, run: Path, now: dict[str, str]) -> list[str]:
+def other_shards(config: TrainConfig, run: Path, now: dict[str, str]) -> list[str]:
     """Problems of a run that was trained on shards of other hashes; its next steps would read the wrong documents."""
     places = {name: " or ".join(f"{key} = {place}" for key, place in data_places(config)[name].items()) for name in now}
     for _, state in checkpoint.states_in(run / CHECKPOINTS):
