@@ -1,4 +1,4 @@
-"""What a working folder already has: shards, the start and runs, refused if they were made from something else."""
+"""Shards, start and runs of a working folder, refused if they were made from something else."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -69,7 +69,7 @@ def start_ready(config: TrainConfig) -> bool:
 
 
 def made_from(config: TrainConfig, start: Path) -> dict[str, Any]:
-    """What decides a run beside its settings and shards: start, judged pairs, and what `export` may choose from.
+    """Start, judged pairs and checkpoints to choose from, which decide a run beside its settings and shards.
 
     Args:
         config: of the run.
