@@ -218,7 +218,8 @@ def plan_item(
         raise ReproduceError(f"{name} trains nothing: it takes neither settings nor --seeds")
     work = work.resolve()
     os.environ[DATA], os.environ[SENTEVAL], os.environ[WORK] = str(data.resolve()), str(senteval.resolve()), str(work)
-    os.environ[START] = str(given_start.resolve() if given_start else work / "start" / EXPORT)
+    encoder = given_start.resolve() if given_start else work / "start" / EXPORT
+    os.environ[START] = str(encoder)
     folder = work / f"{name}-{scale}"
     shards = {
         key: _load(one, "prepare", PipelineConfig, f"shards {key}", {"output": f"${WORK}/shards/{key}"})
@@ -260,8 +261,8 @@ def plan_item(
             raise ReproduceError(f"{name}: two runs would have the folder {run.folder}; give each label and seed once")
         if run.config is not None:
             run_ready(run.config)
-            if Path(os.environ[START]).is_dir():
-                refuse_other(run.folder, made_from(run.config, Path(os.environ[START])))
+            if encoder.is_dir():
+                refuse_other(run.folder, made_from(run.config, encoder))
     if given_start is not None:
         if start is None or any(run.config and run.config.encoder.pretrained != os.environ[START] for run in runs):
             raise ReproduceError(f"{name} takes no --start: the encoder of its runs is not ${START}")
@@ -270,7 +271,7 @@ def plan_item(
         read = json.dumps([one.model_dump(mode="json") for one in (start, *(run.config for run in runs)) if one])
         shards = {key: one for key, one in shards.items() if f'"{one.output}"' in read}
     partial = len(chosen) < len(cells) or not {*settings.seeds} <= {*seeds}
-    return ItemPlan(name, item, scale, folder, shards, start, Path(os.environ[START]), partial, runs)
+    return ItemPlan(name, item, scale, folder, shards, start, encoder, partial, runs)
 
 
 def _load(made: Prepared, section: str, model: type[Config], what: str, own: Settings) -> Config:

@@ -53,12 +53,15 @@ def test_upload_that_is_interrupted_leaves_no_object(server, tmp_path):
     def feed():
         with slow.open("wb") as stream:
             stream.write(LARGE)
-            time.sleep(0.5)  # until it waits for more; one that comes earlier ends it when the file ends
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            released.wait(20)
+            while not released.wait(0.05):  # one that comes before it waits for more would end it when the file ends
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def once(*_):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
     released, feeder = threading.Event(), threading.Thread(target=feed)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, once)
     feeder.start()
     try:
         with pytest.raises(KeyboardInterrupt):
