@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.common.storage import hash_file, hash_json
-from declutr.common.words import has_other_words, lexical_words
 from declutr.evaluation.encoders.protocol import EncoderError, texts_of
 
 SUFFIXES = (".vec", ".txt", ".vec.gz", ".txt.gz")
@@ -29,6 +28,8 @@ def words_of(text: str) -> list[str]:
 
 
 def _hashed(text: str) -> list[str]:
+    from declutr.common.words import has_other_words, lexical_words  # 30 ms, which no other encoder needs
+
     return lexical_words(text) if has_other_words(text) else words_of(text.lower())
 
 
