@@ -46,7 +46,7 @@ from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.driver.model_card import CARD
-from declutr.trainer.metrics.sts import StsError, read_pairs
+from declutr.trainer.metrics.judged_pairs import StsError, read_pairs
 
 ENCODER, REPORT = "encoder", "report.html"
 _START, _START_IDF = "start", "start + IDF cosine"

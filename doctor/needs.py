@@ -99,7 +99,8 @@ def _checkpoints(config: TrainConfig) -> int:
             load_manifest(data_folder(place, config.cache)).totals["kept_train"] if config.steps is None else 0
             for place in config.places
         ]
-        number += config.total_steps(config.plan(sizes)) // saving.keep_every_steps
+        plan = config.plan([round(config.data_fraction * size) for size in sizes])
+        number += config.total_steps(plan) // saving.keep_every_steps
     return number
 
 

@@ -11,10 +11,10 @@ from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
 from declutr.pipeline.shards.manifest import MANIFEST, data_hash, load_manifest
 from declutr.reproduction.item import ReproduceError
 from declutr.trainer.checkpoints.state import data_hashes
-from declutr.trainer.driver.checks import changes, other_shards, read_resume_settings
 from declutr.trainer.driver.resolved import find_shards
+from declutr.trainer.driver.run_checks import changes, other_shards, read_resume_settings
 from declutr.trainer.metrics.config import SICKR, STSB
-from declutr.trainer.metrics.sts import FILES
+from declutr.trainer.metrics.judged_pairs import FILES
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import with_geometry
 
@@ -47,7 +47,8 @@ def run_ready(config: TrainConfig) -> bool:
     folder = Path(config.run)
     before = read_resume_settings(folder)
     if before is not None:
-        now = with_geometry(config, folder, {}).resume_settings()  # a run keeps the geometry it started with
+        kept = with_geometry(config, folder, {})  # a run keeps the geometry it started with
+        now = kept.with_contents(find_shards(config).contents).resume_settings()
         if changed := changes(before, now):
             told = "; ".join(changed)
             raise ReproduceError(

@@ -60,7 +60,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
             problems.append(f"--corpus {' '.join(config.corpus)}: {error}")
     if config.stsb is not None:
         from declutr.evaluation.retrieval.similarity import STSB_TEST  # loads torch
-        from declutr.trainer.metrics.sts import StsError, read_pairs
+        from declutr.trainer.metrics.judged_pairs import StsError, read_pairs
 
         try:
             judged = [text for _, *both in read_pairs(config.stsb, STSB_TEST) for text in both]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from declutr.evaluation.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.trainer.metrics.config import STSB
-from declutr.trainer.metrics.sts import FILES, read_pairs
+from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
 
 STSB_TEST = replace(FILES[STSB], name="sts-test.csv")
 

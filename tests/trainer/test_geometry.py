@@ -55,9 +55,11 @@ def test_the_shards_give_what_the_user_does_not(data, tmp_path):
     assert with_geometry(explicit, run) is explicit
 
 
-def test_a_run_keeps_the_values_it_started_with(data, tmp_path):
+def test_a_run_with_a_checkpoint_keeps_the_values_it_started_with(data, tmp_path):
     started = config(data, {"num_anchors": 2, "min_tokens": 32, "max_tokens": 512})
     (tmp_path / RESUME_SETTINGS).write_text(json.dumps(started.resume_settings()))
+    assert geometry(with_geometry(config(data, None), tmp_path)) == prepared(data), "nothing was computed yet"
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     again = with_geometry(config(data, None), tmp_path)
     assert again.hash() == started.hash()
     (tmp_path / RESUME_SETTINGS).write_text("[]")

@@ -12,8 +12,8 @@ from prepared import Row, write_prepared
 
 from declutr.common.config import load_config
 from declutr.pipeline.shards.manifest import load_manifest
+from declutr.trainer.driver.remarks import validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.driver.shard_checks import validation_remarks
 from declutr.trainer.metrics.interval import steps_between
 from declutr.trainer.setup.config import TrainConfig
 

@@ -270,7 +270,7 @@ def test_plan_counts_the_passes_of_each_corpus(corpora, tmp_path, capsys):
 def test_run_with_other_weights_or_corpora_is_refused(corpora, trained):
     other = several(corpora["one"], corpora["two"], weights=[1, 1])
     config = local_values(corpora, trained)
-    says(problems(config.model_copy(update={"data": runs.least_config(data=other).data})), "data_weights", "[4, 1]")
+    says(problems(config.model_copy(update={"data": runs.least_config(data=other).data})), "data.weight", "[4, 1]")
     turned = several(corpora["two"], corpora["one"])
     says(
         problems(config.model_copy(update={"data": runs.least_config(data=turned).data})), "other shards", "data.0.path"

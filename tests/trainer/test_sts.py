@@ -11,9 +11,11 @@ from tiny import VOCAB_SIZE, tiny_encoder
 from torch import nn
 
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.driver.shard_checks import judged_problems, validation_problems
+from declutr.trainer.driver.resolved import find_shards
+from declutr.trainer.driver.shard_checks import validation_problems
 from declutr.trainer.metrics.config import SICKR, STSB
-from declutr.trainer.metrics.sts import FILES, StsError, StsPairs, StsValidator, read_pairs
+from declutr.trainer.metrics.judged_pairs import FILES, StsError, read_pairs
+from declutr.trainer.metrics.sts import StsPairs, StsValidator
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_encoder, build_validator, load_tokenizer
@@ -80,14 +82,14 @@ def test_all_rows_are_trained_on_if_stsb_validates(tmp_path):
     config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes, validation=settings)
     shards = ShardSet(tmp_path / "data", "train")
     assert shards.manifest.totals["kept_held_out"] == 0
-    assert validation_problems(config, [shards.manifest], None) == []
+    assert validation_problems(config, {"": [shards.manifest]}, None) == []
     tokenizer, _ = load_tokenizer(shards.folder)
     encoder = build_encoder(config, tokenizer)
     task = build_task(config, "", encoder, shards.manifest, Communicator(), Microbatch(None))
     assert build_validator(config, task, shards, tokenizer, torch.device("cpu")).scores(encoder).keys() == {STSB}
     for other in ({"every_steps": 2}, settings | {"score": "mrr"}):
         config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes, validation=other)
-        says(validation_problems(config, [shards.manifest], None)[0], "0 held-out documents")
+        says(validation_problems(config, {"": [shards.manifest]}, None)[0], "0 held-out documents")
 
 
 def write(folder, text):
@@ -138,7 +140,7 @@ def test_sick_is_read_without_its_header_and_is_the_default_score_without_stsb(t
     assert runs.least_config(validation=validation).validation.score == SICKR
     both = runs.least_config(validation=validation | {"stsb": str(folder)}).validation
     assert (both.score, list(both.pairs)) == (STSB, [STSB, SICKR])
-    assert judged_problems(runs.least_config(validation=validation)) == []
+    assert "validation.sickr" not in find_shards(runs.least_config(validation=validation)).unreadable
 
 
 @pytest.mark.parametrize(
@@ -146,6 +148,6 @@ def test_sick_is_read_without_its_header_and_is_the_default_score_without_stsb(t
 )
 def test_damaged_sick_is_named_before_a_run(tmp_path, rows, message):
     config = runs.least_config(validation={"every_steps": 2, "sickr": str(write_sick(tmp_path, rows))})
-    (problem,) = judged_problems(config)
+    problem = find_shards(config).unreadable["validation.sickr"]
     assert problem.startswith(f"validation.sickr = {tmp_path}")
     assert message in problem

@@ -3,34 +3,32 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from declutr.common.cluster import cluster_problem, named_cluster
-from declutr.common.config import ConfigError, flat_keys
+from declutr.common.config import ConfigError
 from declutr.common.console.logs import get_logger
-from declutr.common.storage import DamagedError, hash_json, read_record
+from declutr.common.storage import DamagedError
 from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.pipeline.shards.shards import check_shards
-from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
-from declutr.trainer.checkpoints.state import data_hashes, joint_hash, read_origin
+from declutr.trainer.checkpoints.state import data_hashes
 from declutr.trainer.driver.device import DEVICE, device_problem, kept_device
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.driver.resolved import Found, ResolvedRun, data_places, find_shards
+from declutr.trainer.driver.run_checks import other_shards, run_problems
 from declutr.trainer.driver.shard_checks import (
     data_problems,
-    judged_problems,
     kind_problem,
     objective_problems,
     tokenizer_problem,
     validation_problems,
 )
 from declutr.trainer.driver.summary import SUMMARY
-from declutr.trainer.setup.cache import run_folder
+from declutr.trainer.setup.cache import data_folder, run_folder
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.corpora import corpora_problems
-from declutr.trainer.setup.geometry import RESUME_SETTINGS, with_geometry
+from declutr.trainer.setup.geometry import with_geometry
 from declutr.trainer.setup.scaling import ScalingConfig
 
 
@@ -49,9 +47,9 @@ def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
     if no_place and of_run:
         raise ConfigError("train", found)
     run, shards = run_folder(config.run, config.cache), find_shards(config)
-    config = with_geometry(config, run, shards.manifests)
+    config = with_geometry(config, run, shards.manifests).with_contents(shards.contents)
     if not no_place:
-        found += _run_problems(config, run)
+        found += run_problems(config, run, shards)
         if problem := device_problem(config.scaling, run):
             found.append(problem)
     found += [line for key, line in shards.unreadable.items() if not any(one.startswith(f"{key} = ") for one in found)]
@@ -62,6 +60,8 @@ def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
         for (key, place), folder in zip(places.items(), shards.data[name], strict=True)
         for problem in check_shards(folder)
     ]
+    if shards.scored is not None and (place := config.validation.data):
+        found += [f"validation.data = {place}: {one}" for one in check_shards(data_folder(place, config.cache))]
     if "" in shards.manifests:
         found += _manifest_problems(config, shards)
         if not no_place and len(shards.manifests) == len(config.tasks()):
@@ -86,7 +86,7 @@ def _manifest_problems(config: TrainConfig, shards: Found) -> list[str]:
             found += [f"{prefix}{line}" for line in data_problems(task, shards.corpora[name])]
             found += [f"{prefix}{line}" for line in _misfits(config, name, manifests)] if name else []
     if kind_problem(config, main) is None:
-        found += validation_problems(config, shards.corpora[""], shards.scored)
+        found += validation_problems(config, shards.corpora, shards.scored)
     if problem := tokenizer_problem(config, main, shards.data[""][0]):
         found.append(problem)
     return found
@@ -107,7 +107,7 @@ def load_problems(run: ResolvedRun) -> list[str]:
     # The objective and the encoder of a run from scratch that has a checkpoint are not loaded for checks: with torch
     # and transformers that takes seconds of each start.
     from_scratch = began_before and config.encoder.pretrained is None and not config.auxiliary_tasks
-    found = judged_problems(config) + ([] if from_scratch else objective_problems(config))
+    found = [] if from_scratch else objective_problems(config)
     if config.auxiliary_tasks:
         from declutr.trainer.driver.encoder_checks import task_problems
 
@@ -201,78 +201,3 @@ def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:
         f"scaling.device = {scaling.device}: {kept}{least} workers need a GPU each, and this machine has {gpus} that "
         f"torch can use; {cpus}{others}"
     ]
-
-
-def _run_problems(config: TrainConfig, run: Path) -> list[str]:
-    """Problems of a folder that holds a run of another configuration, or a damaged `fork.json`."""
-    found = []
-    try:
-        read_origin(run)
-    except DamagedError as error:
-        found.append(f"run = {config.run}: {error}")
-    before = read_resume_settings(run)
-    if before is None:
-        return found + _other_checkpoints(config, run)
-    changed = changes(before, config.resume_settings())
-    if not changed:
-        return found + _other_checkpoints(config, run)
-    return [
-        *found,
-        f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder, or "
-        "start a new run with this run's weights: --fork NEW_RUN",
-    ]
-
-
-def read_resume_settings(run: Path) -> dict[str, Any] | None:
-    """Reads the settings that decide a run's result; None if the file is missing, or damaged, which is logged."""
-    path = run / RESUME_SETTINGS
-    if not path.is_file():
-        return None
-    try:
-        found = read_record(path, dict[str, Any])
-        if not isinstance(found.get("encoder"), dict):
-            raise DamagedError(f"{path} is damaged: it holds no configuration")
-    except DamagedError as error:
-        get_logger().warning("%s; reading the run's checkpoints instead", error)
-        return None
-    return found
-
-
-def _other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
-    """A problem if a checkpoint has another configuration; no worker would take it, and the run would begin again."""
-    for step, state in checkpoint.states_in(run / CHECKPOINTS):
-        if state.config_hash != config.hash():
-            path = checkpoint.checkpoint_path(run / CHECKPOINTS, step)
-            return [
-                f"run = {config.run}: {path.name} is of another configuration, and {RESUME_SETTINGS}, which lists the "
-                "settings, is missing, damaged or of another version; name another folder"
-            ]
-    return []
-
-
-def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
-    """Differences between two sets of resume settings, one line a key: all that changes their hash."""
-    old, new = flat_keys(before), flat_keys(now)
-
-    def told(tree: dict[str, object], key: str) -> str:
-        return repr(tree[key]) if key in tree else "not set"
-
-    return [
-        f"{key} was {told(old, key)}, now {told(new, key)}"
-        for key in sorted(set(old) | set(new))
-        if key not in old or key not in new or hash_json(old[key]) != hash_json(new[key])
-    ]
-
-
-def other_shards(config: TrainConfig, run: Path, now: dict[str, str]) -> list[str]:
-    """Problems of a run that was trained on shards of other hashes; its next steps would read the wrong documents."""
-    places = {name: " or ".join(f"{key} = {place}" for key, place in data_places(config)[name].items()) for name in now}
-    for _, state in checkpoint.states_in(run / CHECKPOINTS):
-        if state.data_hash != joint_hash(now):
-            before = state.task_hashes
-            changed = [places[name] for name in now if name in before and before[name] != now[name]] or places.values()
-            return [
-                f"run = {config.run}: was trained on other shards than {' or '.join(changed)} holds now; "
-                "name another folder for the run, or restore the shards"
-            ]
-    return []

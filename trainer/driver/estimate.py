@@ -14,8 +14,8 @@ from declutr.common.storage import hash_json, write_text
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints.state import data_hashes
 from declutr.trainer.driver.checks import load_problems, refuse
+from declutr.trainer.driver.remarks import corpora_remarks, validated_rows, validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.driver.shard_checks import validated_rows, validation_remarks
 from declutr.trainer.driver.summary import read_seconds
 from declutr.trainer.metrics.interval import steps_between
 from declutr.trainer.metrics.metrics import read_metrics
@@ -134,6 +134,7 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
     size = main.num_documents
     steps = config.total_steps(run.plan)
     passes = steps * config.batch_documents / size
+    tokens = sum(shard.num_tokens for shard in manifest.of_split("train"))
     every_steps = steps_between(config.validation.every_steps, steps)
     scored = validated_rows(run) if every_steps else 0
     read = _coverage(run, main, passes)
@@ -147,7 +148,7 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
         batch_documents=config.batch_documents,
         documents=size,
         passes=passes,
-        num_tokens=sum(shard.num_tokens for shard in manifest.of_split("train")),
+        num_tokens=round(tokens * size / manifest.totals["kept_train"]),
         document_tokens=read.num_tokens / read.num_documents,
         pass_tokens=read.pass_tokens / read.num_documents,
         span_tokens=read.span_tokens / read.num_documents,
@@ -199,7 +200,7 @@ def _coverage(run: ResolvedRun, shards: ShardSet, passes: float) -> Coverage:
 
 def _advice(run: ResolvedRun, made: TrainEstimate, shards: ShardSet) -> list[str]:
     """Settings to change, and why."""
-    found = validation_remarks(run, made.steps)
+    found = [*validation_remarks(run, made.steps), *corpora_remarks(run, made.steps)]
     if made.read_share < _LITTLE:
         more = math.ceil(_MORE * made.passes)
         share = _coverage(run, shards, more).share

@@ -21,8 +21,9 @@ from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.state import FORK, RunState, data_hashes, joint_hash, read_origin
 from declutr.trainer.checkpoints.weights import load_objective, load_task
-from declutr.trainer.driver.checks import changes, load_problems, read_resume_settings, refuse, resolve
+from declutr.trainer.driver.checks import load_problems, refuse, resolve
 from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.driver.run_checks import changes, read_resume_settings
 from declutr.trainer.metrics.metrics import METRICS, read_metrics
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_encoder, build_objective, load_tokenizer
@@ -30,6 +31,9 @@ from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import RESUME_SETTINGS
 from declutr.trainer.setup.tasks import build_task
 from declutr.trainer.step.microbatch import Microbatch
+
+_ORDER = ("seed", "batch_documents", "data.weight", "data_fraction")
+"""Settings that decide the order of documents."""
 
 
 def fork(config: TrainConfig, new_run: str) -> TrainConfig:
@@ -74,12 +78,17 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
             f"--fork {new_run}: {old} is at step {state.step} already, the new run ends at {steps}; increase steps"
         )
     refuse(wrong)
+    hashes = data_hashes(manifests)
+    data = joint_hash(hashes)
+    now = config.resume_settings()
+    if data != state.data_hash or any(before.get(key) != now.get(key) for key in _ORDER):
+        rows = zip(config.places, resolved.plan.rows_read(state.step), strict=True)
+        told = ", ".join(f"{place} from row {row + 1:,}" for place, row in rows)
+        get_logger().info("--fork: another order of documents; it reads %s, so rows may repeat or be left out", told)
     with atomic_folder(new) as aside:
         folder = checkpoint.checkpoint_path(aside / CHECKPOINTS, state.step)
         shutil.copytree(path, folder)
         files = _kept_tasks(config, folder, state)
-        hashes = data_hashes(manifests)
-        data = joint_hash(hashes)
         renewed = state.model_copy(
             update={
                 "config_hash": config.hash(),
@@ -95,10 +104,8 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
         write_json(folder / "state.json", renewed.model_dump(mode="json"))
         lines = [line for line in read_metrics(old) if line["step"] <= state.step]
         write_text(aside / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
-        write_json(aside / RESUME_SETTINGS, config.resume_settings())
-        write_json(
-            aside / FORK, {"from": str(old), "step": state.step, "changed": changes(before, config.resume_settings())}
-        )
+        write_json(aside / RESUME_SETTINGS, now)
+        write_json(aside / FORK, {"from": str(old), "step": state.step, "changed": changes(before, now)})
     return config
 
 

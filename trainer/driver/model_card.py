@@ -160,6 +160,7 @@ def model_card(run: ResolvedRun, state: RunState, verdict: str, layers: bool) ->
     last = [place.rstrip("/").rpartition("/")[2] for place in config.places]  # a card has no paths
     names = [f"corpus {number} ({name})" for number, name in enumerate(last, 1)]
     corpora = "".join(f"\n- {line}" for line in run.corpus_lines(state.step, names)) if run.plan.sizes else ""
+    part = "" if config.part is None else f"{run.training_shards[''].num_documents} of "
     judged = {STSB: "STS-B", SICKR: "SICK-R"}
     sts = "".join(
         f" {score}: Spearman correlation on {source}'s development set, in percent."
@@ -179,8 +180,8 @@ Result on that other half: {verdict}.
 | score | value |
 | --- | --- |
 {scores}""",
-        data=f"""{manifest.totals["kept_train"]} training {rows}, {manifest.totals["num_tokens"]} tokens; data hash
-`{state.data_hash}`, preparation config hash `{manifest.config_hash}`, tokenizer `{tokenizer.fingerprint}`,
+        data=f"""{part}{manifest.totals["kept_train"]} training {rows}, {manifest.totals["num_tokens"]} tokens; data
+hash `{state.data_hash}`, preparation config hash `{manifest.config_hash}`, tokenizer `{tokenizer.fingerprint}`,
 settings hash `{state.config_hash}`.{corpora}""",
         settings=config.model_dump(mode="json"),
         pooling=config.encoder.pooling,

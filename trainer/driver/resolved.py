@@ -5,11 +5,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from declutr.common.paths import PathError, expand
+from declutr.common.storage import hash_file
 from declutr.common.stores.retry import RemoteError
 from declutr.pipeline.shards.joined import joined_manifest
-from declutr.pipeline.shards.manifest import Manifest, ShardError, load_manifest
+from declutr.pipeline.shards.manifest import Manifest, ShardError, data_hash, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.checkpoints.state import read_origin
 from declutr.trainer.data.plan import Plan
+from declutr.trainer.metrics.judged_pairs import FILES, StsError, read_pairs
 from declutr.trainer.setup.cache import data_folder
 from declutr.trainer.setup.config import TrainConfig
 
@@ -52,13 +56,16 @@ class ResolvedRun:
         }
 
     def corpus_lines(self, steps: int, names: Sequence[str]) -> Iterator[str]:
-        """Name, share, rows and passes of each corpus of the main task after a number of steps."""
-        plan = self.plan
-        rows = zip(names, plan.shares, plan.sizes, plan.rows_read(steps), strict=True)
-        for name, share, size, read in rows:
-            of_all = share / sum(plan.shares)
+        """Name, share, rows and passes of each corpus of the main task up to a step; of a fork, since its origin."""
+        plan, origin = self.plan, read_origin(self.folder)
+        first = 0 if origin is None else origin.step
+        since = "" if origin is None else f" since the fork at step {first:,}"
+        before = plan.rows_read(first)
+        rows = zip(names, plan.shares, plan.sizes, before, plan.rows_read(steps), strict=True)
+        for name, share, size, earlier, now in rows:
+            of_all, read = share / sum(plan.shares), now - earlier
             passes = f"{read / size:,.3g} pass(es) over its {size:,}"
-            yield f"{name}: {of_all:.1%} of the rows, {read:,} in {steps:,} steps, {passes}"
+            yield f"{name}: {of_all:.1%} of the rows, {read:,} in {steps - first:,} steps{since}, {passes}"
 
 
 @dataclass(frozen=True)
@@ -69,12 +76,14 @@ class Found:
         data: folders of the corpora by task.
         corpora: their manifests by task.
         scored: manifest of `validation.data`, if it is set and validations take place.
+        contents: hash of what each setting of `validation` names, if validations take place.
         unreadable: setting and reason of each that cannot be read.
     """
 
     data: dict[str, tuple[Path, ...]]
     corpora: dict[str, tuple[Manifest, ...]]
     scored: Manifest | None
+    contents: dict[str, str]
     unreadable: dict[str, str]
 
     @cached_property
@@ -98,7 +107,7 @@ def data_places(config: TrainConfig) -> dict[str, dict[str, str]]:
 
 
 def find_shards(config: TrainConfig) -> Found:
-    """Reads the manifests of all shards of a run; fetches those at addresses."""
+    """Reads the manifests of all shards of a run, and its judged pairs; fetches shards at addresses."""
     tasks = data_places(config)
     places = {key: place for some in tasks.values() for key, place in some.items()}
     if config.validation.data is not None and config.validation.every_steps:
@@ -108,12 +117,21 @@ def find_shards(config: TrainConfig) -> Found:
         try:
             folder = data_folder(place, config.cache)
             folders[key], manifests[key] = folder, load_manifest(folder)
-        except (ShardError, RemoteError, OSError) as error:
+        except (ShardError, RemoteError, PathError, OSError) as error:
             unreadable[key] = f"{key} = {place}: {error}"
+    contents = {"data": data_hash(manifests["validation.data"])} if "validation.data" in manifests else {}
+    for score, place in config.validation.pairs.items():
+        name = score.partition("_")[0]
+        try:
+            read_pairs(folder := expand(place), FILES[score])
+            contents[name] = hash_file(folder / FILES[score].name)
+        except (StsError, PathError) as error:
+            unreadable[f"validation.{name}"] = f"validation.{name} = {place}: {error}"
     read = {name: some for name, some in tasks.items() if not some.keys() - manifests.keys()}
     return Found(
         {name: tuple(folders[key] for key in some) for name, some in read.items()},
         {name: tuple(manifests[key] for key in some) for name, some in read.items()},
         manifests.get("validation.data"),
+        contents,
         unreadable,
     )

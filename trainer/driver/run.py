@@ -26,8 +26,8 @@ from declutr.trainer.checkpoints.store import RunStore, store_of
 from declutr.trainer.driver.checks import load_problems, ray_problems, refuse, resolve
 from declutr.trainer.driver.device import DEVICE, choose_device
 from declutr.trainer.driver.estimate import find_estimate
+from declutr.trainer.driver.remarks import corpora_remarks, validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.driver.shard_checks import validation_remarks
 from declutr.trainer.driver.signals import Signals
 from declutr.trainer.driver.summary import (
     FAILURES,
@@ -126,8 +126,8 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
     write_text(run / "config.yaml", config_yaml(config))
     write_json(run / RESUME_SETTINGS, config.resume_settings())
     # readers of the run open no address that it names
-    if is_remote(config.places[0]) and not (run / TOKENIZER).is_dir():
-        with atomic_folder(run / TOKENIZER) as aside:
+    if is_remote(config.places[0]):
+        with atomic_folder(run / TOKENIZER, replace=True) as aside:
             shutil.copytree(resolved.data[""][0] / TOKENIZER, aside, dirs_exist_ok=True)
     steps = config.total_steps(resolved.plan)
     latest = checkpoint.find_latest(run / CHECKPOINTS)
@@ -150,8 +150,8 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
             store.send(*_FILES)
             if (run / TOKENIZER).is_dir():
                 store.send_folder(TOKENIZER)
-        warnings = [oversubscribed(config.scaling), *validation_remarks(resolved, steps)]
-        for sentence in filter(None, warnings):
+        remarks = [*validation_remarks(resolved, steps), *corpora_remarks(resolved, steps)]
+        for sentence in filter(None, [oversubscribed(config.scaling), *remarks]):
             get_logger().warning("%s", sentence)
         began = time.monotonic()
         workers = _workers(config, run, steps, signals, marks, store)

@@ -1,32 +1,31 @@
 """Checks the settings of objective, tokenizer and held-out scores against the shards, before Ray starts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.paths import expand
 from declutr.common.storage import read_json
 from declutr.pipeline.shards.joined import joined_manifest
 from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, data_hash
-from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.metrics.config import FOLLOWED, STSB
-from declutr.trainer.metrics.interval import steps_between
+from declutr.trainer.metrics.config import STSB
 from declutr.trainer.objectives.config import ObjectiveError
 from declutr.trainer.setup.config import TrainConfig
 
-_MIN_VALIDATIONS = 5
 _FILE = "tokenizer.json"
 
 
-def validation_problems(config: TrainConfig, corpora: Sequence[Manifest], scored: Manifest | None) -> list[str]:
+def validation_problems(
+    config: TrainConfig, corpora: Mapping[str, Sequence[Manifest]], scored: Manifest | None
+) -> list[str]:
     """Reasons why the configured scores cannot be computed, one line each.
 
     Args:
         config: configuration of the run.
-        corpora: manifests of the run's shards.
+        corpora: manifests of the shards of each task; "" is the main one.
         scored: manifest of `validation.data`; None without, or if it cannot be read.
     """
-    validation, manifest = config.validation, joined_manifest(corpora)
+    validation, manifest = config.validation, joined_manifest(corpora[""])
     if not validation.every_steps or (validation.data is not None and scored is None):
         return []
     if scored is None:
@@ -46,66 +45,9 @@ def validation_problems(config: TrainConfig, corpora: Sequence[Manifest], scored
     return found + _score_problems(config, scored or manifest)
 
 
-def judged_problems(config: TrainConfig) -> list[str]:
-    """Problems of the files of judged pairs, whose reader loads torch."""
-    folders = config.validation.pairs
-    if not folders or not config.validation.every_steps:
-        return []
-    from declutr.trainer.metrics.sts import FILES, StsError, read_pairs
-
-    found = []
-    for score, folder in folders.items():
-        try:
-            read_pairs(expand(folder), FILES[score])
-        except StsError as error:
-            found.append(f"validation.{score.partition('_')[0]} = {folder}: {error}")
-    return found
-
-
-def validation_remarks(run: ResolvedRun, total_steps: int) -> list[str]:
-    """Warnings about validations that are too few, or of too few rows, to tell an effect from chance.
-
-    Args:
-        run: without `validation_problems`.
-        total_steps: number of steps of the run.
-    """
-    validation, found = run.config.validation, []
-    every_steps = steps_between(validation.every_steps, total_steps)
-    if not every_steps or validation.score == FOLLOWED:
-        return []
-    number = -(-total_steps // every_steps)
-    if number < _MIN_VALIDATIONS:
-        steps = "increase epochs or lower batch_documents"
-        remedy = steps if total_steps < _MIN_VALIDATIONS else "set validation.every_steps=0.1"
-        found.append(
-            f"validation.every_steps = {validation.every_steps}: {number} validations in {total_steps} steps are too "
-            f"few to show whether the encoder still improves, which needs {_MIN_VALIDATIONS}; {remedy}"
-        )
-    if validation.score in validation.pairs:
-        return found
-    available = validated_rows(run)
-    remedy = "prepare with a larger validation_fraction, or more documents"
-    if available == validation.max_documents:
-        remedy = "increase validation.max_documents"
-    elif validation.data is not None:
-        remedy = "prepare more rows in validation.data"
-    if available < 2 * MIN_ROWS:
-        found.append(
-            f"{available} held-out {run.manifest.noun} are validated, and half of them report the result: an interval "
-            f"needs {2 * MIN_ROWS}; {remedy}"
-        )
-    return found
-
-
-def validated_rows(run: ResolvedRun) -> int:
-    """Number of rows of each validation."""
-    scored = run.scored
-    available = run.manifest.totals["kept_held_out"] if scored is None else scored.totals["kept_train"]
-    return min(available, run.config.validation.max_documents)
-
-
-def _other_data_problems(config: TrainConfig, corpora: Sequence[Manifest], scored: Manifest) -> list[str]:
+def _other_data_problems(config: TrainConfig, corpora: Mapping[str, Sequence[Manifest]], scored: Manifest) -> list[str]:
     """Problems of `validation.data`."""
+    main = corpora[""][0]
     named, found = f"validation.data = {config.validation.data}", []
     reads, kind = config.objective.reads, scored.content.kind
     if ("documents" in reads) != (kind == "documents"):  # a schema that the objective's validator cannot read
@@ -113,9 +55,18 @@ def _other_data_problems(config: TrainConfig, corpora: Sequence[Manifest], score
             f"{named}: holds {kind}, which objective {config.objective.kind} cannot score; name shards of "
             f"{' or '.join(reads)}, or remove the setting"
         )
-    if data_hash(scored) in map(data_hash, corpora):
+    elif kind == "documents" and main.short_documents != scored.short_documents:
+        found.append(
+            f"{named}: was prepared with short_documents = {scored.short_documents}, data = {config.places[0]} with "
+            f"{main.short_documents}; prepare both alike"
+        )
+    elif kind == "documents":  # a validation draws one anchor of each document
+        context = config.context(scored.short_documents)
+        context = replace(context, spans=context.spans.model_copy(update={"num_anchors": 1}))
+        found += [f"{named}: {line}" for line in config.objective.problems(context, scored)]
+    if any(data_hash(scored) == data_hash(one) for some in corpora.values() for one in some):
         found.append(f"{named}: these are the rows that the run trains on; name other shards, or remove the setting")
-    made_by = [one.tokenizer and one.tokenizer.fingerprint for one in (scored, corpora[0])]
+    made_by = [one.tokenizer and one.tokenizer.fingerprint for one in (scored, main)]
     if made_by[0] != made_by[1]:
         found.append(
             f"{named}: was prepared with another tokenizer than data = {config.places[0]}; prepare it with that one"

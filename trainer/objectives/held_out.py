@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.data.plan import permute
 from declutr.trainer.model.behind import Dense
@@ -18,10 +19,16 @@ _CHUNK = 256  # spans in one forward
 HELD_OUT_EPOCH = 2**32 - 1
 
 
-def held_out_rows(available: int, most: int, seed: int) -> NDArray[np.int64]:
-    """Numbers of at most `most` held-out rows, chosen by the run's seed, ascending."""
+def held_out_rows(held_out: ShardSet, most: int, seed: int) -> NDArray[np.int64]:
+    """Numbers of at most `most` held-out rows, chosen by the run's seed, ascending.
+
+    Of copies, which several corpora may hold, one row stays: no retrieval could tell them apart.
+    """
+    available = held_out.num_documents
     chosen = min(most, available)
-    return np.sort(permute(seed, np.full(chosen, HELD_OUT_EPOCH), np.arange(chosen), available))
+    rows = np.sort(permute(seed, np.full(chosen, HELD_OUT_EPOCH), np.arange(chosen), available))
+    _, firsts = np.unique(document_keys(held_out.take(rows)), return_index=True)
+    return rows[np.sort(firsts)]
 
 
 def embed_together(

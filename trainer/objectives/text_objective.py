@@ -33,6 +33,6 @@ class TextObjective(Objective[TextConfig]):
         device: torch.device,
     ) -> TextValidator:
         """Builds the validator of held-out texts: retrieval for pairs and triples, and the spread of embeddings."""
-        rows = held_out_rows(held_out.num_documents, max_documents, self.run.seed)
+        rows = held_out_rows(held_out, max_documents, self.run.seed)
         packer = self.packer(vocabulary, max_content)
         return TextValidator(packer, held_out, rows, self.exported(), comm, device, self.sizes)

@@ -1,6 +1,6 @@
 """The configuration of a training run, composed of sections that are defined next to the code they configure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
@@ -97,6 +97,7 @@ class TrainConfig(Strict):
     """Checkpoint to export. last: the last. best: the best by `validation.score`."""
 
     _frontend: FrontendConfig | None = PrivateAttr(default=None)  # of an auxiliary task
+    _contents: dict[str, str] = PrivateAttr(default_factory=dict)  # hash of what `validation` names, by setting
 
     @field_validator("validation")
     @classmethod
@@ -252,8 +253,16 @@ class TrainConfig(Strict):
         """The main task, named "", and the additional ones by name, so that their order in a file has no effect."""
         return {"": self, **{name: self.of_task(name) for name in sorted(self.auxiliary_tasks)}}
 
+    def with_contents(self, contents: Mapping[str, str]) -> "TrainConfig":
+        """A copy that knows the hash of what `validation.data`, `stsb` and `sickr` name, by setting."""
+        made = self.model_copy()
+        made._contents = dict(contents)
+        return made
+
     def resume_settings(self) -> dict[str, object]:
         """The settings that determine the result; a run is resumed only if they are unchanged.
+
+        What a validation reads is named by its content (`with_contents`), not by its place.
 
         `on_nonfinite_loss` is not among them: it has no effect before a bad loss, and after one only `skip` continues.
         Neither is `validation.patience`, which determines where a run ends, but not its steps.
@@ -266,7 +275,9 @@ class TrainConfig(Strict):
             values: dict[str, object] = found["auxiliary_tasks"][name] if name else found
             values.pop("data", None)  # where it is decides nothing, and the shards have hashes
             if len(task.places) > 1:
-                values["data_weights"] = list(shares_of(task.data))
+                values["data.weight"] = list(shares_of(task.data))
+        validation: dict[str, object] = found["validation"]
+        validation.update(self._contents)
         return found
 
     def hash(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from declutr.common.storage import read_json
 from declutr.pipeline.shards.manifest import Manifest
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from declutr.trainer.objectives.span_config import SpanConfig
 from declutr.trainer.setup.config import TrainConfig
 
@@ -19,7 +20,7 @@ _KEYS = ("num_anchors", "max_tokens", "min_tokens")
 def with_geometry(config: TrainConfig, run: Path, manifests: Mapping[str, Manifest]) -> TrainConfig:
     """The configuration with the shards' geometry for `spans` without `num_anchors`, `max_tokens` or `min_tokens`.
 
-    A run that has started keeps the values it started with. Without a manifest the defaults stay. `min_tokens` is at
+    A run with a checkpoint keeps the values it started with. Without a manifest the defaults stay. `min_tokens` is at
     most `max_tokens`.
 
     Args:
@@ -45,7 +46,8 @@ def _spans(config: TrainConfig, run: Path, section: tuple[str, ...], manifest: M
     missing = [key for key in _KEYS if key not in config.spans.model_fields_set]
     if not missing:
         return config.spans
-    values = _started_with(run, section) or _of_shards(config, manifest)
+    began = manifest is None or bool(steps_in(run / CHECKPOINTS))
+    values = (_started_with(run, section) if began else {}) or _of_shards(config, manifest)
     found = {key: values[key] for key in missing if key in values}
     if "min_tokens" in found:
         longest = found.get("max_tokens", config.spans.max_tokens)

@@ -14,13 +14,14 @@ import torch
 from declutr.common.console.logs import get_logger
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.alarms import Alarms
+from declutr.trainer.metrics.config import FOLLOWED
 from declutr.trainer.metrics.interval import steps_between
 from declutr.trainer.metrics.loggers import MetricsLogger
 from declutr.trainer.metrics.metrics import MetricsWriter, rates
 from declutr.trainer.metrics.wandb_logger import WandbLogger
 from declutr.trainer.model.flops import gpu_name, peak_flops
 from declutr.trainer.model.language_model import UnfitEncoderError
-from declutr.trainer.objectives.base import Validator
+from declutr.trainer.objectives.base import ObjectiveError, Validator
 from declutr.trainer.objectives.row_score import REPORTED, divide
 from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.setup.config import TrainConfig
@@ -145,6 +146,7 @@ class TrainingLoop:
 
         Raises:
             NonFiniteLossError: a loss, gradient or embedding is not finite; on every rank.
+            ObjectiveError: the score that chooses a checkpoint is missing; on every rank.
         """
         if self.validator is None:
             return {}
@@ -158,6 +160,11 @@ class TrainingLoop:
             )
         score = self.config.validation.score
         scores, name, rows = divide(found, self.config.seed, score)
+        if self.config.chooses and score != FOLLOWED and score not in scores:
+            raise ObjectiveError(
+                f"validation.score = {score}: the held-out rows have only {', '.join(scores)}, so no checkpoint could "
+                "be chosen by it; set another score or export=last, or prepare more rows"
+            )
         if metrics:
             metrics.scores(step, scores)
             chosen = [each for each in (score, REPORTED + score) if each in scores] or scores

@@ -126,7 +126,7 @@ class Declutr(Objective[DeclutrConfig]):
             seed=self.run.seed,
             short_documents=self.run.short_documents,
         )
-        rows = held_out_rows(held_out.num_documents, max_documents, self.run.seed)
+        rows = held_out_rows(held_out, max_documents, self.run.seed)
         return SpanValidator(collator, held_out, rows, comm, device, sizes=self.sizes)
 
     def state(self) -> dict[str, Tensor]:

@@ -110,6 +110,6 @@ def neighbour_validator(
     if content.kind == "audio" and not (labelled or masked):
         return None
     plain = config.model_copy(update={"mixup": 0.0, **({"masks": MaskConfig()} if labelled else {})})
-    rows = held_out_rows(held_out.num_documents, max_documents, seed)
+    rows = held_out_rows(held_out, max_documents, seed)
     collator = ClipCollator(plain, frontend.config, seed)
     return NeighbourValidator(collator, frontend, held_out, rows, labelled, comm, device)

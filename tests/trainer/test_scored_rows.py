@@ -1,0 +1,193 @@
+"""The rows that a validation scores: named by content, checked before the start, without copies."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import tinyruns as runs
+from messages import says
+from textruns import SCL, write_texts
+from textshards import prepare_rows
+
+from declutr.cli.main import main
+from declutr.pipeline.shards.shards import ShardSet, document_keys
+from declutr.trainer.driver.checks import problems, resolve
+from declutr.trainer.driver.failure import TrainingFailedError
+from declutr.trainer.driver.remarks import corpora_remarks
+from declutr.trainer.driver.run import run_training
+from declutr.trainer.objectives.held_out import held_out_rows
+
+LOCAL = {"num_workers": 0}
+
+
+def texts(seed, number):
+    rng = random.Random(seed)
+    return [" ".join(rng.choices("abcdefghij", k=rng.randint(90, 200))) for _ in range(number)]
+
+
+def shards(folder, seed=1, number=60, rows=None, **settings):
+    """Documents of the seed, with one tokenizer for all seeds."""
+    rows = [{"text": text} for text in texts(seed, number)] if rows is None else rows
+    settings = {"geometry": runs.GEOMETRY, "texts": texts(0, 50), "validation_fraction": 0.1} | settings
+    return prepare_rows(folder, "documents", rows, **settings)[0]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return shards(tmp_path_factory.mktemp("scored") / "data")
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """A run that validates on other shards and on judged pairs."""
+    top = tmp_path_factory.mktemp("finished")
+    write_texts(top)
+    other = shards(top / "other", seed=2, validation_fraction=0.0)
+    config = with_validation(data, top / "run", data=other, stsb=top)
+    run_training(config)
+    return config, top
+
+
+def with_validation(trained, run, **places):
+    validation = {"every_steps": 2} | {key: str(place) for key, place in places.items()}
+    return runs.train_config(trained, run, steps=2, scaling=LOCAL, validation=validation)
+
+
+@pytest.mark.slow
+def test_moved_rows_continue_a_run_and_other_rows_in_their_place_are_refused(data, finished, tmp_path):
+    config, top = finished
+    moved = shutil.copytree(top, tmp_path / "moved")
+    places = {"data": moved / "other" / "out", "stsb": moved}
+    assert problems(with_validation(data, top / "run", **places)) == []
+
+    pairs = (moved / "sts-dev.csv").read_text()
+    (moved / "sts-dev.csv").write_text(pairs.replace("\t4.", "\t3."))
+    says(problems(with_validation(data, top / "run", **places)), "validation.stsb was", "another configuration")
+    (moved / "sts-dev.csv").write_text("nothing")
+    (only,) = problems(with_validation(data, top / "run", **places))
+    says(only, "validation.stsb", "line 1")
+
+    places["stsb"] = top
+    shutil.rmtree(moved / "other")
+    shards(moved / "other", seed=3, validation_fraction=0.0)
+    says(problems(with_validation(data, top / "run", **places)), "validation.data was", "another configuration")
+    assert problems(config) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"geometry": {"num_anchors": 2, "max_tokens": 8}}, ("spans.max_tokens = 16", "at most 8")),
+        ({"short_documents": "shrink_spans"}, ("short_documents = shrink_spans", "with drop", "prepare both alike")),
+        ({"geometry": {"num_anchors": 1, "max_tokens": 16}}, ()),
+    ],
+)
+def test_other_shards_that_the_spans_do_not_fit_are_refused_by_name(data, tmp_path, settings, told):
+    other = shards(tmp_path / "other", seed=2, validation_fraction=0.0, **settings)
+    found = problems(with_validation(data, tmp_path / "run", data=other))
+    if told:
+        says(found, f"validation.data = {other}", *told)
+    else:
+        assert found == [], "a validation draws one anchor"
+
+
+def test_missing_shard_of_other_shards_is_named_before_the_start(data, tmp_path):
+    other = shards(tmp_path / "other", seed=2, validation_fraction=0.0)
+    shard = next(other.rglob("*.arrow"))
+    shard.unlink()
+    says(problems(with_validation(data, tmp_path / "run", data=other)), "validation.data", shard.name, "missing")
+
+
+def test_rows_that_an_auxiliary_task_trains_on_are_not_scored(data, tmp_path):
+    other = shards(tmp_path / "other", seed=2, validation_fraction=0.0)
+    config = with_validation(data, tmp_path / "run", data=other)
+    spans = config.spans.model_dump()
+    task = {"more": {"data": str(other), "batch_documents": 8, "spans": spans}}
+    both = type(config).model_validate(config.model_dump() | {"auxiliary_tasks": task})
+    says(problems(both), f"validation.data = {other}", "rows that the run trains on")
+
+
+@pytest.mark.parametrize("place", ["$UNSET_SHARDS/val", ""])
+def test_place_that_cannot_be_expanded_is_named_with_its_setting_and_all_others(data, tmp_path, place):
+    found = problems(with_validation(data, tmp_path / "run", data=place, stsb="$UNSET_PAIRS"))
+    says(found, f"validation.data = {place}: ")
+    says(found, "validation.stsb = $UNSET_PAIRS", "is not set")
+
+
+def test_run_without_a_checkpoint_takes_other_settings(data, tmp_path):
+    """Its loss was not finite in the first steps, and the message says to lower the rate."""
+    run = tmp_path / "run"
+    with pytest.raises(TrainingFailedError, match=r"optim\.lr"):
+        run_training(runs.train_config(data, run, optim={"lr": 1e30}, steps=4, scaling=LOCAL))
+    assert not list((run / "checkpoints").glob("step-*"))
+    summary = run_training(runs.train_config(data, run, optim={"lr": 1e-4}, steps=2, scaling=LOCAL))
+    assert summary["steps"] == 2
+
+
+def test_copies_in_several_corpora_are_scored_once(tmp_path):
+    same = [{"text": text} for text in texts(5, 40)]
+    more = [{"text": text} for text in texts(6, 20)]
+    places = [shards(tmp_path / name, rows=rows, validation_fraction=0.5) for name, rows in
+              (("one", same), ("two", same + more))]  # fmt: skip
+    held_out = ShardSet(places[0], "held-out", others=places[1:])
+    rows = held_out_rows(held_out, 1000, seed=3)
+    keys = document_keys(held_out.take(rows))
+    assert len(np.unique(keys)) == len(keys)
+    assert set(keys) == set(document_keys(held_out.take(np.arange(held_out.num_documents))))
+    assert len(rows) < held_out.num_documents
+
+
+def test_corpora_that_meet_themselves_or_hold_out_other_texts_are_named(tmp_path):
+    small = shards(tmp_path / "small", seed=7, number=30)
+    other = shards(tmp_path / "other", seed=8, number=200, validation_fraction=0.0)
+    corpora = [{"path": str(place), "weight": 1} for place in (small, other)]
+    run = resolve(runs.train_config(corpora, tmp_path / "run", steps=40, validation={"every_steps": 5}))
+    found = list(corpora_remarks(run, 40))
+    assert len(found) == 2
+    says(found[0], small, "training documents", "a batch reads 4", "lower batch_documents")
+    says(found[1], other, "validation_fraction = 0.0", f"{small} with 0.1")
+    assert len(list(corpora_remarks(run, 2))) == 1, "no corpus is read twice"
+
+
+@pytest.mark.slow
+def test_fork_and_share_count_the_rows_that_they_read(data, tmp_path, capsys):
+    """A fork adds a corpus: the card has the rows since then, not those of a run that had both from the start."""
+    old = tmp_path / "old"
+    kept = {"every_steps": 4}
+    run_training(runs.train_config(data, old, steps=4, scaling=LOCAL, checkpoint=kept))
+    more = shards(tmp_path / "more", seed=9, number=100)
+    corpora = [{"path": str(place), "weight": 1} for place in (data, more)]
+    values = runs.train_values(corpora, old, steps=6, scaling=LOCAL, checkpoint=kept)
+    config = runs.write_config(tmp_path / "train.yaml", train=values)
+    assert main(["train", str(config), "--fork", str(tmp_path / "new")]) == 0
+    says(capsys.readouterr().err, f"{data} from row 17", f"{more} from row 17")
+    card = (tmp_path / "new" / "export" / "README.md").read_text()
+    assert card.count("8 in 2 steps since the fork at step 4") == 2
+
+    part = tmp_path / "part"
+    share = runs.train_values(more, part, steps=2, scaling=LOCAL, data_fraction=0.5)
+    run_training(runs.train_config(more, part, steps=2, scaling=LOCAL, data_fraction=0.5))
+    total = ShardSet(more, "train").num_documents
+    read = ShardSet(more, "train", part=(0.5, 0)).num_documents
+    says((part / "export" / "README.md").read_text(), f"{read} of {total} training documents")
+    path = runs.write_config(tmp_path / "share.yaml", train=share | {"run": str(tmp_path / "planned")})
+    assert main(["train", str(path), "--plan"]) == 0
+    manifest = ShardSet(more, "train").manifest
+    tokens = sum(shard.num_tokens for shard in manifest.of_split("train"))
+    says(capsys.readouterr().out, f"{round(tokens * read / total):,} tokens")
+
+
+@pytest.mark.slow
+def test_score_that_the_rows_do_not_have_ends_the_run_at_its_first_validation(tmp_path):
+    write_texts(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["label"] != "entailment"]
+    made, _ = prepare_rows(tmp_path / "pairs", {"kind": "pairs"}, rows)
+    config = runs.train_config(made, tmp_path / "run", objective=SCL, scaling=LOCAL, export="best",
+                               validation={"every_steps": 2, "score": "recall_at_1"})  # fmt: skip
+    assert problems(config) == []
+    with pytest.raises(TrainingFailedError, match="recall_at_1"):
+        run_training(config)
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))

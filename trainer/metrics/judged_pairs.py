@@ -1,0 +1,75 @@
+"""Files of judged pairs, such as the development sets of STS-B and SICK-R, readable without torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from declutr.trainer.metrics.config import SICKR, STSB
+
+
+class StsError(ValueError):
+    """A file of judged pairs is missing or damaged."""
+
+
+@dataclass(frozen=True)
+class PairsFile:
+    """A file of judged pairs, one a line, in columns separated by tabs; some lines have notes behind them.
+
+    Attributes:
+        name: file name.
+        source: name of the data set.
+        score: column of the judgement, from 0.
+        first: column of the first text; the second text follows.
+        least: least judgement; the largest is 5.
+        headed: true if the first line has the names of the columns.
+    """
+
+    name: str
+    source: str
+    score: int
+    first: int
+    least: int
+    headed: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Least number of columns."""
+        return max(self.score, self.first + 1) + 1
+
+
+FILES = {
+    STSB: PairsFile("sts-dev.csv", "STS-B", score=4, first=5, least=0),
+    SICKR: PairsFile("SICK_trial.txt", "SICK", score=3, first=1, least=1, headed=True),
+}
+"""Development sets by the score that they add."""
+
+
+def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float, str, str]]:
+    """Judgement and texts of each pair of a file, by default STS-B's development set.
+
+    Raises:
+        StsError: the file is missing or damaged; the message names it and the line.
+    """
+    path, columns = folder / file.name, slice(file.first, file.first + 2)
+    try:
+        lines = path.read_bytes().decode("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StsError(f"{path}: {error}; name the folder of {file.source} with {file.name}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or (file.headed and number == 1):
+            continue
+        fields = line.rstrip("\r").split("\t")
+        try:
+            score = float(fields[file.score])
+            first, second = fields[columns]
+        except (ValueError, IndexError) as error:
+            raise StsError(
+                f"{path}, line {number}: expected at least {file.columns} columns separated by tabs, a score in column "
+                f"{file.score + 1}"
+            ) from error
+        if not file.least <= score <= 5 or not first.strip() or not second.strip():
+            raise StsError(f"{path}, line {number}: a score from {file.least} to 5 and two texts are needed")
+        found.append((score, first, second))
+    if len(found) < 2:
+        raise StsError(f"{path}: {len(found)} pairs, at least 2 are needed")
+    return found
