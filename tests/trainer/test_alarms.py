@@ -1,6 +1,7 @@
 """Alarms of planted failures, in the metrics of runs, in the log and on the page; and none of runs that learn."""
 
 import html
+import json
 import logging
 import random
 import re
@@ -12,16 +13,18 @@ import pyarrow as pa
 import pytest
 import tinyruns as runs
 import torch
+from loops import four_documents, worker
 from textshards import prepare_rows
 from tiny import documents
 
 from declutr.common.config import config_yaml
 from declutr.inspection.runs.page import write_run_report
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.checkpoints.state import FORK
 from declutr.trainer.data.near_rows import near_rows
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.alarms import Alarms
-from declutr.trainer.metrics.metrics import MetricsWriter, read_metrics
+from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics
 from declutr.trainer.objectives.measures import spread, uniformity
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_collator, build_encoder, load_tokenizer
@@ -157,6 +160,22 @@ def test_alarms_of_a_resumed_run_are_not_given_again():
     second.replay(lines)
     assert second.add(line_of(40, data_wait_share=0.9, loss=1.0)) == []
     assert [alarm.cause for alarm in second.add(line_of(41, data_wait_share=0.9, loss=100.0))] == ["loss_spike"]
+
+
+def test_alarms_of_a_fork_are_judged_by_its_own_lines(tmp_path):
+    """The origin collapsed, with losses of another temperature; the fork collapses again, at higher losses."""
+    four_documents(tmp_path / "data")
+    (tmp_path / FORK).write_text(json.dumps({"from": "/runs/first", "step": 40}))
+    before = [line_of(step, loss=0.1, batch_uniformity=-3.0) for step in range(1, 41)]
+    before.append({"kind": "alarm", "step": 40, "alarm": "collapse", "text": "collapsed"})
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in before))
+    for done, last in ((40, 60), (50, 75)):
+        with worker(tmp_path).recording(done) as metrics:
+            for step in range(done + 1, last + 1):
+                spread = {"batch_uniformity": -2.0 if step < 60 else -0.01, "loss": 4.0}
+                metrics._watched(line_of(step, **spread))
+    alarms = [(line["alarm"], line["step"]) for line in read_metrics(tmp_path) if line["kind"] == "alarm"]
+    assert alarms == [("collapse", 40), ("collapse", 69)]
 
 
 @pytest.mark.parametrize(("loss", "causes"), [(0.0159, []), (0.06, ["loss_spike"])])

@@ -96,7 +96,7 @@ class Alarms:
         self._alike: deque[float] = deque(maxlen=_MEASURED)
 
     def replay(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Adds the first and the newest lines of earlier starts of the run, whose alarms were given then."""
+        """Adds the first and the newest of the run's own lines before this start, whose alarms were given then."""
         for line in (*lines[:_REPLAYED], *lines[_REPLAYED:][-_REPLAYED:]):
             self.add(line)
         self._given = {line["alarm"] for line in lines if line["kind"] == "alarm"}

@@ -70,8 +70,9 @@ class MetricsWriter:
     Args:
         folder: folder of the run.
         after_step: last step of the checkpoint; lines of later steps are deleted, because they are repeated.
-        alarms: watch the lines, from the first that is kept, and are logged and written; None: nothing watches.
+        alarms: watch the run's own lines, from the first, and are logged and written; None: nothing watches.
         loggers: starts of loggers by their name, besides TensorBoard. Their failure does not end the run.
+        origin: step of the weights with which the run started: 0, or that of a fork.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class MetricsWriter:
         after_step: int,
         alarms: Alarms | None = None,
         loggers: Mapping[str, Callable[[], MetricsLogger]] | None = None,
+        origin: int = 0,
     ) -> None:
         lines, damaged = _read_lines(folder / METRICS)
         if damaged:
@@ -90,7 +92,7 @@ class MetricsWriter:
         write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
         self._alarms = alarms
         if alarms:
-            alarms.replay(kept)
+            alarms.replay(own_lines(kept, origin))
         self._lines = AppendLog(folder / METRICS)
         starts: dict[str, Callable[[], MetricsLogger]] = {"TensorBoard": partial(TensorBoardLogger, folder, after_step)}
         starts |= loggers or {}
@@ -191,6 +193,14 @@ class MetricsWriter:
                 if failing:
                     get_logger().info("metrics are written again; no line is missing")
                 failing = False
+
+
+def own_lines(lines: Sequence[dict[str, Any]], origin: int) -> list[dict[str, Any]]:
+    """Leaves out the lines that a fork has from the run of its origin; `origin` is 0 or the step of the fork.
+
+    The validation at the origin is the fork's own: it scores these weights by its own settings.
+    """
+    return [line for line in lines if line["step"] > origin or (line["kind"], line["step"]) == ("validation", origin)]
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from declutr.common.console.logs import get_logger
+from declutr.trainer.checkpoints.state import read_origin
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.interval import steps_between
@@ -102,7 +103,8 @@ class TrainingLoop:
             facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
             shown = config.model_dump(mode="json")
             loggers["Weights & Biases"] = partial(WandbLogger, config.metrics.wandb, self.run, facts, shown)
-        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers))
+        origin = read_origin(self.run)
+        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, origin.step if origin else 0))
 
     def take_steps(self, done: int, batches: Prefetcher, metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""
