@@ -12,7 +12,7 @@ from declutr.evaluation.report.markup import Html, details, join, share, table, 
 from declutr.inspection.order import RunOrder
 from declutr.inspection.runs.line_chart import Chart, Curve, short
 from declutr.inspection.runs.record import Event, RunRecord
-from declutr.inspection.runs.span_lengths import span_lengths
+from declutr.inspection.runs.span_lengths import Lengths
 from declutr.trainer.objectives.row_score import REPORTED
 
 _OPTIMIZER = ("lr", "grad_norm")
@@ -167,21 +167,20 @@ def _names(runs: Sequence[RunRecord], kind: str) -> list[str]:
     return [name for name in found if not name.endswith("_skipped")]
 
 
-def lengths(runs: Sequence[RunRecord], orders: Mapping[str, RunOrder]) -> Html:
-    """Span lengths of each run against their law."""
+def lengths(runs: Sequence[RunRecord], spans: Mapping[str, Sequence[tuple[str, Lengths]]]) -> Html:
+    """Span lengths of each run, with the name of their task, against their law."""
     charts = list[Html]()
     for colour, run in enumerate(runs):
-        for name, task in orders[run.name].tasks.items() if run.name in orders else ():
-            for found in span_lengths(task):
-                whose = f"{run.name}: " if len(runs) > 1 else ""
-                title = f"{whose}{name + ': ' if name else ''}share of the {found.kind} by tokens, dashed their law"
-                drawn = [
-                    Curve(f"{found.number:,} {found.kind}", colour, found.middle, found.found),
-                    Curve("law", colour, found.middle, found.law, law=True),
-                ]
-                note = f"largest distance of the distribution functions {found.distance:.4f}, {found.number:,} spans"
-                chart = Chart(f"lengths-{len(charts)}", title, "tokens", drawn).draw()
-                charts.append(tag("div", chart, tag("p", note, class_="note")))
+        for name, found in spans.get(run.name, ()):
+            whose = f"{run.name}: " if len(runs) > 1 else ""
+            title = f"{whose}{name + ': ' if name else ''}share of the {found.kind} by tokens, dashed their law"
+            drawn = [
+                Curve(f"{found.number:,} {found.kind}", colour, found.middle, found.found),
+                Curve("law", colour, found.middle, found.law, law=True),
+            ]
+            note = f"largest distance of the distribution functions {found.distance:.4f}, {found.number:,} spans"
+            chart = Chart(f"lengths-{len(charts)}", title, "tokens", drawn).draw()
+            charts.append(tag("div", chart, tag("p", note, class_="note")))
     return tag("div", *charts, class_="charts") if charts else _NOTHING
 
 
