@@ -14,6 +14,7 @@ import pytest
 import tinyruns as runs
 import torch
 from loops import four_documents, worker
+from messages import says
 from textshards import prepare_rows
 from tiny import documents
 
@@ -219,6 +220,26 @@ def test_uniformity_alarms_near_0_if_it_was_lower(values, alarmed):
     labelled = Alarms({"": objective_of(kind="simcse"), "image": objective_of(kind="supcon")}, SETTINGS)
     lines = [line_of(step, image_batch_participation_ratio=90.0 if step < 20 else 9.0) for step in range(60)]
     assert [alarm for line in lines for alarm in labelled.add(line)] == []
+
+
+def test_embeddings_that_nothing_trains_raise_no_alarm():
+    lines = [{"kind": "validation", "step": step, "uniformity": -2.0 + step, "effective_rank": 9.0} for step in (0, 2)]
+    for terms, causes in (("mlm", []), ("both", ["collapse"])):
+        watched = Alarms({"": objective_of(terms=terms)}, SETTINGS)
+        assert [alarm.cause for line in lines for alarm in watched.add(line)] == causes
+
+
+@pytest.mark.parametrize(
+    ("own", "lr"), [({"auxiliary_tasks.text.optim.lr": 0.25}, "auxiliary_tasks.text.optim.lr (now 0.25)"), ({}, "0.5")]
+)
+def test_a_remedy_for_an_auxiliary_task_names_its_own_settings(own, lr):
+    tasks = {"": objective_of(kind="simcse"), "text": objective_of(**SCD)}
+    watched = Alarms(tasks, SETTINGS | own)
+    spread = [-2.0] * 10 + [0.0] * 10
+    lines = [line_of(step, text_batch_uniformity=value) for step, value in enumerate(spread)]
+    (alarm,) = [alarm for line in lines for alarm in watched.add(line)]
+    settings = [f"auxiliary_tasks.text.objective.{key}" for key in ("repulsion_weight", "decorrelation_weight")]
+    says(alarm.text, "the task text", settings, lr)
 
 
 def test_near_rows_counts_rows_that_repeat_another():

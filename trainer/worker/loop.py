@@ -97,6 +97,9 @@ class TrainingLoop:
             "batch_documents": config.batch_documents,
             "scaling.data_cpus": config.scaling.data_cpus,
         }
+        for name, task in config.auxiliary_tasks.items():
+            if task.optim is not None:
+                settings[f"auxiliary_tasks.{name}.optim.lr"] = task.optim.lr
         alarms = Alarms({name: task.objective for name, task in config.tasks().items()}, settings)
         loggers = dict[str, Callable[[], MetricsLogger]]()
         if config.metrics.wandb.mode != "disabled":
