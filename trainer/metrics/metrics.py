@@ -73,6 +73,7 @@ class MetricsWriter:
         alarms: watch the run's own lines, from the first, and are logged and written; None: nothing watches.
         loggers: starts of loggers by their name, besides TensorBoard. Their failure does not end the run.
         origin: step of the weights with which the run started: 0, or that of a fork.
+        validates_again: true if the weights after `after_step` are scored again; their earlier validation is deleted.
     """
 
     def __init__(
@@ -82,13 +83,15 @@ class MetricsWriter:
         alarms: Alarms | None = None,
         loggers: Mapping[str, Callable[[], MetricsLogger]] | None = None,
         origin: int = 0,
+        validates_again: bool = False,
     ) -> None:
         lines, damaged = _read_lines(folder / METRICS)
         if damaged:
             kept_as = set_aside(folder / METRICS)
             message = "%s: removing damaged lines; the original file is kept as %s"
             get_logger().warning(message, _places(folder / METRICS, damaged), kept_as)
-        kept = [line for line in lines if line["step"] <= after_step]
+        last_scored = after_step - validates_again
+        kept = [line for line in lines if line["step"] <= (last_scored if line["kind"] == "validation" else after_step)]
         write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
         self._alarms = alarms
         if alarms:

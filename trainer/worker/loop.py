@@ -107,7 +107,9 @@ class TrainingLoop:
             shown = config.model_dump(mode="json")
             loggers["Weights & Biases"] = partial(WandbLogger, config.metrics.wandb, self.run, facts, shown)
         origin = read_origin(self.run)
-        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, origin.step if origin else 0))
+        first = origin.step if origin else 0
+        again = self.checkpointing.start is not None and self.validator is not None
+        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, first, again))
 
     def take_steps(self, done: int, batches: Prefetcher, metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""
