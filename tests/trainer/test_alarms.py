@@ -5,7 +5,6 @@ import json
 import logging
 import random
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 from loops import four_documents, worker
 from messages import says
 from textshards import prepare_rows
-from tiny import documents
 
 from declutr.common.config import config_yaml
 from declutr.inspection.runs.page import write_run_report
@@ -240,21 +238,6 @@ def test_a_remedy_for_an_auxiliary_task_names_its_own_settings(own, lr):
     (alarm,) = [alarm for line in lines for alarm in watched.add(line)]
     settings = [f"auxiliary_tasks.text.objective.{key}" for key in ("repulsion_weight", "decorrelation_weight")]
     says(alarm.text, "the task text", settings, lr)
-
-
-def test_near_rows_counts_rows_that_repeat_another():
-    table = documents([200, 300, 12, 5, 2], 10)
-    assert near_rows(table) == 0
-    twice = pa.concat_tables([table, table.slice(1, 3)]).combine_chunks()
-    assert near_rows(twice) == 3
-    tokens = table["tokens"].to_pylist()
-    tokens[1] = [*tokens[0][:150], *tokens[1][:10]]
-    near = table.set_column(table.column_names.index("tokens"), "tokens", pa.array(tokens, pa.list_(pa.uint16())))
-    assert near_rows(near) == 1
-    assert near_rows(table.drop_columns(["tokens"])) == 0
-    started = time.process_time()
-    assert near_rows(documents([500] * 256, 100)) == 0
-    assert time.process_time() - started < 5
 
 
 def test_spread_is_that_of_the_covariance():
