@@ -111,6 +111,8 @@ class RunOrder:
                     later = "" if step <= self.taken else ", not taken yet"
                     yield f"  epoch {epoch}: step {step}, position {position} of its batch{later}"
                 past = int((steps <= self.taken).sum())
+                if rate := getattr(task.config.objective, "mixup", 0):
+                    yield f"  not listed: steps that mix it into another clip (objective.mixup = {rate})"
                 since = f" after step {first:,}" if first else ""
                 yield f"  {past:,} of the {taken:,} steps taken{since} read it, {len(steps):,} of all {last_step:,}"
         if found and self.origin is not None:

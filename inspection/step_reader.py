@@ -109,7 +109,7 @@ class StepReader:
     def _roles(self, table: pa.Table, epochs: np.ndarray) -> list[str]:
         """Places of the spans of a document, or the masks of a clip."""
         if isinstance(self.collator, ClipCollator):
-            return self.collator.told(table, epochs)
+            return self.collator.told(table, epochs, self.task.shards)
         if not isinstance(self.collator, SpanCollator):
             return []
         spans = self.collator.sample(table, epochs)
