@@ -4,13 +4,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from declutr.common.config import ConfigError, first_problem, load_config
 from declutr.common.overrides import apply_overrides
+from declutr.common.paths import PathError
+from declutr.common.storage import DamagedError
 from declutr.common.stores.address import is_remote
 from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.pipeline.shards.ledger import find_entries
-from declutr.pipeline.shards.manifest import SPLITS, ShardError
+from declutr.pipeline.shards.manifest import SPLITS, Manifest, ShardError
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.checkpoints.state import Origin, read_origin
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.driver.resolved import data_key, data_places
 from declutr.trainer.driver.shard_checks import kind_problem
@@ -50,12 +55,14 @@ class RunOrder:
         tasks: the tasks by name, "" the main one; every step has a batch of each.
         last_step: last step of the whole run.
         taken: newest step in the run's metrics; 0 before the first.
+        origin: run and step at which a fork started; None of other runs.
     """
 
     folder: Path
     tasks: Mapping[str, TaskOrder]
     last_step: int
     taken: int
+    origin: Origin | None = None
 
     def check_step(self, step: int) -> None:
         """Check that the run has a step.
@@ -65,6 +72,11 @@ class RunOrder:
         """
         if not 1 <= step <= self.last_step:
             raise OrderError(f"--step {step}: the run has the steps 1 to {self.last_step:,}")
+        if self.origin is not None and step <= self.origin.step:
+            raise OrderError(
+                f"--step {step}: step {step} was taken by {self.origin.folder}, of which this run is a fork: "
+                f"declutr why {self.origin.folder} --step {step}"
+            )
 
     def logged_digest(self, task: str, step: int) -> int | None:
         """Digest of a task's batch in the run's metrics; None if the step is not there."""
@@ -78,7 +90,8 @@ class RunOrder:
         Raises:
             OrderError: no document has this name.
         """
-        found = False
+        found, first = False, 0 if self.origin is None else self.origin.step
+        taken, last_step = max(0, self.taken - first), self.last_step - first
         for name, task in self.tasks.items():
             for row, line in entries(task.shards, wanted):
                 found = True
@@ -92,12 +105,19 @@ class RunOrder:
                         f"--document {wanted}: {self.last_step:,} steps read it about {times:,} times, and at most "
                         f"{_MOST_READS:,} are listed; add steps=N with fewer"
                     )
-                epochs, steps, positions = task.plan.reads_of(row, self.last_step)
+                reads = np.stack(task.plan.reads_of(row, self.last_step))
+                epochs, steps, positions = reads[:, reads[1] > first]
                 for epoch, step, position in zip(epochs.tolist(), steps.tolist(), positions.tolist(), strict=True):
                     later = "" if step <= self.taken else ", not taken yet"
                     yield f"  epoch {epoch}: step {step}, position {position} of its batch{later}"
                 past = int((steps <= self.taken).sum())
-                yield f"  {past:,} of the {self.taken:,} steps taken read it, {len(steps):,} of all {self.last_step:,}"
+                if rate := getattr(task.config.objective, "mixup", 0):
+                    yield f"  not listed: steps that mix it into another clip (objective.mixup = {rate})"
+                since = f" after step {first:,}" if first else ""
+                yield f"  {past:,} of the {taken:,} steps taken{since} read it, {len(steps):,} of all {last_step:,}"
+        if found and self.origin is not None:
+            parent = self.origin.folder
+            yield f"steps 1 to {first:,} were taken by {parent}: declutr why {parent} --document {wanted}"
         if not found:
             folders = ", ".join(str(folder) for task in self.tasks.values() for folder in task.shards.folders)
             raise OrderError(
@@ -128,7 +148,7 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
 
     Raises:
         ConfigError: settings that cannot be used.
-        OrderError: no run, or shards that are missing.
+        OrderError: no run, or shards that are missing or do not fit it.
     """
     config = _read_config(path, overrides)
     places = data_places(config)
@@ -144,7 +164,7 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
         try:
             if not any(map(is_remote, task.places)):
                 shards[name] = training_set(task)
-        except ShardError as error:
+        except (ShardError, PathError, OSError) as error:
             problems.append(
                 f"{data_key(name)} = {' and '.join(task.places)}: {error}; start in the folder in which the run was "
                 f"started, or {remedy[name]}"
@@ -154,7 +174,11 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     folder = path if path.is_dir() else run_folder(config.run, config.cache)
     config = with_geometry(config, folder, {name: one.manifest for name, one in shards.items()})
     tasks = {name: TaskOrder(one, shards[name], one.plan(shards[name].sizes)) for name, one in config.tasks().items()}
-    wrong = [problem for one in tasks.values() if (problem := kind_problem(one.config, one.shards.manifest))]
+    wrong = [
+        f"{f'auxiliary_tasks.{name}.' if name else ''}{problem}; or {remedy[name]}"
+        for name, one in tasks.items()
+        for problem in _misfits(one.config, one.shards.manifest)
+    ]
     wrong += [
         f"batch_documents = {one.config.batch_documents}: the training split of {key} = {place} has {size:,} "
         f"documents, which is no run's data; {remedy[name]}"
@@ -167,7 +191,18 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     if wrong:
         raise OrderError("\n".join(wrong))
     newest = read_last_step(folder / METRICS)
-    return RunOrder(folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0)
+    try:
+        origin = read_origin(folder)
+    except DamagedError as error:
+        raise OrderError(str(error)) from error
+    return RunOrder(folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0, origin)
+
+
+def _misfits(task: TrainConfig, manifest: Manifest) -> list[str]:
+    """Reasons why a task cannot have read these shards."""
+    if other_kind := kind_problem(task, manifest):
+        return [other_kind]
+    return task.objective.problems(task.context(manifest.short_documents), manifest)
 
 
 def replacement(task: TrainConfig) -> str:

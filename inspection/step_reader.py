@@ -20,7 +20,7 @@ from declutr.trainer.data.chunks import fetched
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.language_model import load_hf_config, max_span_tokens
-from declutr.trainer.objectives.base import Objective, implementation_of
+from declutr.trainer.objectives.base import Objective, ObjectiveError, implementation_of
 from declutr.trainer.objectives.declutr.collator import SpanCollator
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 from declutr.trainer.setup.build import load_tokenizer
@@ -77,8 +77,13 @@ class StepReader:
         if self.tokenizer is not None and config.objective.text_tokens is None:
             room = _positions(config.encoder, self.tokenizer, run) - vocabulary.num_specials
         with torch.device("meta"):  # the collator needs no weights
-            context = config.context(shards.manifest.short_documents)
-            self.objective: Objective[Any] = implementation_of(config.objective)(config.objective, context, 1)
+            context, kind = config.context(shards.manifest.short_documents), implementation_of(config.objective)
+            try:
+                self.objective: Objective[Any] = kind(config.objective, context, 1)
+            except (Exception, SystemExit) as error:  # of any package
+                raise ObjectiveError(
+                    f"objective {config.objective.kind}: {kind.__name__}(...) raised {type(error).__name__}: {error}"
+                ) from error
         self.collator: Collator = self.objective.collator(vocabulary, room)
 
     def rows(self, step: int, only: Collection[int | None] | None = None) -> Iterator[ReadRow]:
@@ -104,7 +109,7 @@ class StepReader:
     def _roles(self, table: pa.Table, epochs: np.ndarray) -> list[str]:
         """Places of the spans of a document, or the masks of a clip."""
         if isinstance(self.collator, ClipCollator):
-            return self.collator.told(table, epochs)
+            return self.collator.told(table, epochs, self.task.shards)
         if not isinstance(self.collator, SpanCollator):
             return []
         spans = self.collator.sample(table, epochs)

@@ -74,6 +74,8 @@ def _compared(order: RunOrder, task: str, step: int, digest: int) -> tuple[str, 
     """Compare the digest of a task's batch with the one that the run logged."""
     logged = order.logged_digest(task, step)
     folders, other = " and ".join(map(str, order.tasks[task].shards.folders)), replacement(order.tasks[task].config)
+    if logged is None and step <= order.taken:
+        return f"batch digest {digest}; the step was taken, but the metrics have no whole line of it to compare", True
     if logged is None:
         newest = f"{order.taken:,}" if order.taken else "no step"
         return f"batch digest {digest}; not taken yet, the newest step in the metrics is {newest}", True

@@ -53,7 +53,7 @@ class Chart:
         axis: name of the horizontal axis.
         curves: those of all runs.
         path: join the points of a curve in their order and mark them, instead of averaging over steps.
-        marks: places on the horizontal axis, such as those of alarms.
+        marks: places on the horizontal axis and what they are, `alarm` or `origin`.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Chart:
     axis: str
     curves: Sequence[Curve]
     path: bool = False
-    marks: Sequence[float] = field(default_factory=tuple)
+    marks: Sequence[tuple[float, str]] = field(default_factory=tuple)
 
     def draw(self) -> Html:
         """The chart as a figure, with a title and its figures for readers without sight."""
@@ -91,8 +91,8 @@ class Chart:
             return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(across.tolist(), up.tolist(), strict=True))
 
         drawn = [
-            tag("line", x1=f"{x:.1f}", x2=f"{x:.1f}", y1="0", y2=f"{_BOX}", class_="alarm")
-            for x in (_BOX * (mark - x_low) / (x_high - x_low) for mark in self.marks)
+            tag("line", x1=f"{x:.1f}", x2=f"{x:.1f}", y1="0", y2=f"{_BOX}", class_=kind)
+            for x, kind in ((_BOX * (mark - x_low) / (x_high - x_low), kind) for mark, kind in self.marks)
             if 0 <= x <= _BOX
         ]
         for curve in shown:

@@ -10,6 +10,7 @@ from declutr.evaluation.report.page import REPORT, document, sectioned
 from declutr.inspection.order import OrderError, RunOrder, read_order
 from declutr.inspection.runs import sections
 from declutr.inspection.runs.record import RunError, RunRecord, read_runs
+from declutr.inspection.runs.span_lengths import Lengths, span_lengths
 from declutr.pipeline.shards.manifest import ShardError
 
 _MOST_RUNS = 8  # colours of the style sheet
@@ -30,12 +31,14 @@ def write_run_report(folders: Sequence[Path], output: Path | None = None) -> Pat
 
 
 def _page(runs: Sequence[RunRecord]) -> str:
-    orders, reasons = dict[str, RunOrder](), list[str]()
+    orders, spans, reasons = dict[str, RunOrder](), dict[str, list[tuple[str, Lengths]]](), list[str]()
     for run in runs:
         try:
-            orders[run.name] = read_order(run.folder)
-        except (OrderError, ConfigError, ShardError) as error:
-            reasons.append(f"{run.name}: {str(error).splitlines()[0]}")
+            order = orders[run.name] = read_order(run.folder)
+            spans[run.name] = [(name, found) for name, task in order.tasks.items() for found in span_lengths(task)]
+        except (OrderError, ConfigError, ShardError, OSError) as error:
+            missing = "its span lengths" if run.name in orders else "the length of the run and its span lengths"
+            reasons.append(f"Without {missing}: {run.name}: {str(error).splitlines()[0]}")
     parts = {
         "verdict": ("Verdict", sections.verdicts(runs)),
         "loss": ("Losses", sections.losses(runs)),
@@ -43,7 +46,7 @@ def _page(runs: Sequence[RunRecord]) -> str:
         "optimizer": ("Learning rate and gradient", sections.optimizer(runs)),
         "speed": ("Speed", sections.speed(runs)),
         "scores": ("Held-out scores and spread", sections.scores(runs)),
-        "lengths": ("Span lengths", sections.lengths(runs, orders)),
+        "lengths": ("Span lengths", sections.lengths(runs, spans)),
         "events": ("Time line", sections.events(runs)),
         "settings": ("Settings" if len(runs) == 1 else "Settings that differ", sections.settings(runs)),
     }
@@ -53,9 +56,6 @@ def _page(runs: Sequence[RunRecord]) -> str:
         tag("p", "Run report", class_="kind"),
         tag("h1", ", ".join(run.name for run in runs)),
         sections.glance(runs, orders),
-        *(
-            tag("p", f"Without the length of the run and its span lengths: {reason}", class_="note")
-            for reason in reasons
-        ),
+        *(tag("p", reason, class_="note") for reason in reasons),
     )
     return document(title, sectioned(header, parts, "the settings, metrics, summary and failures of these runs."))

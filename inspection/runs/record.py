@@ -1,9 +1,10 @@
 """A run as its files tell it, also while it still trains."""
 
 import re
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ from numpy.typing import NDArray
 from declutr.common.config import flat_keys
 from declutr.common.storage import DamagedError, read_record
 from declutr.common.yamlfile import YamlError, read_yaml_file
+from declutr.trainer.checkpoints.state import Origin, read_origin
 from declutr.trainer.driver.summary import FAILURES, MOMENT, SUMMARY
-from declutr.trainer.metrics.metrics import read_metrics
+from declutr.trainer.metrics.metrics import own_lines, read_metrics
 from declutr.trainer.metrics.tensorboard import TENSORBOARD
 
 F64 = NDArray[np.float64]
 
 _MOST, _LARGEST = 10**15, 1e300
 _LAST_MOMENT = 2**32  # seconds since 1970
-_FAILURE = re.compile(r"^=== (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \S+, after step (\d+): (.*)$", re.MULTILINE)
+_FAILURE = re.compile(
+    r"^=== (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:([+-]\d{4})|\S+), after step (\d+): (.*)$", re.MULTILINE
+)
 _START = re.compile(r"events\.out\.tfevents\.(\d+\.\d+)\.(.+)\.\d+")
 
 
@@ -77,7 +81,9 @@ class RunRecord:
         folder: folder of the run.
         name: a short name, different from those of the other runs of the page.
         settings: its settings by dotted key.
-        lines: its lines of metrics, in their order.
+        lines: its lines of metrics, in their order; those of a fork begin with its origin's.
+        own: the lines that the run wrote itself.
+        origin: run and step at which a fork started; None of other runs.
         summary: summary of a run that ended; None while it trains, and after a failure.
         events: starts, failures, alarms and the end, by time.
     """
@@ -86,6 +92,8 @@ class RunRecord:
     name: str
     settings: dict[str, Any]
     lines: Sequence[dict[str, Any]]
+    own: Sequence[dict[str, Any]]
+    origin: Origin | None
     summary: _Summary | None
     events: Sequence[Event]
 
@@ -106,10 +114,8 @@ class RunRecord:
 
     @property
     def span_seconds(self) -> tuple[float, float]:
-        """First and last moment that the files tell of, in seconds since 1970."""
-        moments = [
-            one for one in (*(event.time for event in self.events), *(line["time"] for line in self.lines)) if one
-        ]
+        """First and last moment of the run that the files tell of, in seconds since 1970."""
+        moments = [one for one in (*(event.time for event in self.events), *(line["time"] for line in self.own)) if one]
         return (min(moments), max(moments)) if moments else (0.0, 0.0)
 
 
@@ -149,10 +155,16 @@ def _read(folder: Path, name: str) -> RunRecord:
         summary = None
     except DamagedError as error:
         raise RunError(f"{error}; the run's `declutr train` command writes it again") from error
-    events = [*_starts(folder, lines), *_failures(folder), *_alarms(lines)]
+    try:
+        origin = read_origin(folder)
+    except DamagedError as error:
+        raise RunError(str(error)) from error
+    own = lines if origin is None else own_lines(lines, origin.step)
+    events = [*_starts(folder, own), *_failures(folder), *_alarms(own)]
     if summary is not None and lines:
         events.append(Event(lines[-1]["time"], "end", summary.steps, summary.why or summary.ended))
-    return RunRecord(folder, name, flat_keys(settings), lines, summary, sorted(events, key=lambda one: one.time))
+    events.sort(key=lambda one: one.time)
+    return RunRecord(folder, name, flat_keys(settings), lines, own, origin, summary, events)
 
 
 def _sound(line: dict[str, Any]) -> dict[str, Any]:
@@ -167,14 +179,23 @@ def _sound(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _starts(folder: Path, lines: Sequence[dict[str, Any]]) -> Iterator[Event]:
-    """Starts of the training loop, of which each has a file of events, also those whose lines a later one replaced."""
-    for path in sorted((folder / TENSORBOARD).glob("events.*")):
-        found = _START.fullmatch(path.name)
-        if found and (moment := float(found[1])) < _LAST_MOMENT:
-            line = next((line for line in lines if line["kind"] == "start" and line["time"] >= moment), None)
-            workers = f"{line['workers']:g} worker(s), " if line is not None and line.get("workers") else ""
-            done = max((one["step"] for one in lines if one["kind"] == "step" and one["time"] < moment), default=0)
-            yield Event(moment, "start", done, f"{workers}first worker on {found[2]}")
+    """Starts of the training loop: those with a file of events, whose lines a later one may have replaced, and others.
+
+    A line of a start is written after its first step, and a start that failed before has none.
+    """
+    found = [_START.fullmatch(path.name) for path in sorted((folder / TENSORBOARD).glob("events.*"))]
+    hosts = {float(one[1]): one[2] for one in found if one and float(one[1]) < _LAST_MOMENT}
+    logged = {line["time"]: line for line in lines if line["kind"] == "start" and line["time"]}
+    for moment, after in pairwise([*sorted(hosts), np.inf]):
+        line = logged.pop(next((one for one in sorted(logged) if moment <= one < after), None), {})
+        done = max((one["step"] for one in lines if one["kind"] == "step" and one["time"] < moment), default=0)
+        yield Event(moment, "start", done, f"{_workers(line)}first worker on {hosts[moment]}")
+    for moment, line in logged.items():
+        yield Event(moment, "start", line["step"] - 1, f"{_workers(line)}no file of TensorBoard")
+
+
+def _workers(line: Mapping[str, Any]) -> str:
+    return f"{line['workers']:g} worker(s), " if line.get("workers") else ""
 
 
 def _failures(folder: Path) -> Iterator[Event]:
@@ -182,9 +203,9 @@ def _failures(folder: Path) -> Iterator[Event]:
         text = (folder / FAILURES).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return
-    for moment, step, summary in _FAILURE.findall(text):
-        try:
-            when = time.mktime(time.strptime(moment, MOMENT))
+    for moment, offset, step, summary in _FAILURE.findall(text):
+        try:  # earlier versions wrote the name of the zone: read as local time
+            when = datetime.strptime(moment + offset, MOMENT + ("%z" if offset else "")).timestamp()
         except (ValueError, OverflowError):
             when = 0.0
         yield Event(when, "failure", int(step[-15:]), summary)

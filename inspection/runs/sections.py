@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from declutr.evaluation.report.markup import Html, details, join, share, table, 
 from declutr.inspection.order import RunOrder
 from declutr.inspection.runs.line_chart import Chart, Curve, short
 from declutr.inspection.runs.record import Event, RunRecord
-from declutr.inspection.runs.span_lengths import span_lengths
+from declutr.inspection.runs.span_lengths import Lengths
 from declutr.trainer.objectives.row_score import REPORTED
 
 _OPTIMIZER = ("lr", "grad_norm")
@@ -50,22 +51,34 @@ def _glance(run: RunRecord, order: RunOrder | None, named: bool) -> Html:
     if run.summary is not None:
         state = f"Ended after step {run.summary.steps:,}{of} ({run.summary.ended}): {run.summary.seconds:,.0f} s."
     else:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.span_seconds[1])) if run.lines else "never"
+        newest = max((line["time"] for line in run.lines), default=0.0)
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest)) if newest else "never"
         state = f"Not ended: step {run.last_step:,}{of} is the newest in the metrics, written {when}."
     verdict = "no verdict before the run ends" if run.summary is None else run.summary.verdict.sentence
     alarms = [tag("li", event.text, class_="alarm") for event in run.events if event.kind == "alarm"]
     failures = sum(event.kind == "failure" for event in run.events)
     starts = sum(event.kind == "start" for event in run.events)
-    skipped = sum(bool(line.get("skipped")) for line in run.of_kind("step"))
-    faults = f"{starts} start(s), {failures} failure(s), {skipped:,} step(s) without an update because of a bad loss."
+    skipped = Counter(name for line in run.own for name in line if _is_skip(name) and line[name])
+    others = "".join(f", {skipped[name]:,} of the task {name[:-8]}" for name in sorted(skipped) if name != "skipped")
+    faults = (
+        f"{starts} start(s), {failures} failure(s), {skipped['skipped']:,} step(s) without an update because of a bad "
+        f"loss{others}."
+    )
+    origin = run.origin
+    forked = "" if origin is None else f"Forked from {origin.folder} after its step {origin.step:,}. "
     return tag(
         "div",
         tag("h3", run.name) if named else _NOTHING,
         tag("p", tag("strong", "Better than its start? "), verdict),
         tag("ul", *alarms, class_="glance alarms") if alarms else tag("p", "No alarm."),
-        tag("p", state, " ", faults, class_="note"),
+        tag("p", forked, state, " ", faults, class_="note"),
         class_="run",
     )
+
+
+def _is_skip(name: str) -> bool:
+    """True of the metric that says that the main task, or another one, left an update out."""
+    return name == "skipped" or name.endswith("_skipped")
 
 
 def verdicts(runs: Sequence[RunRecord]) -> Html:
@@ -91,7 +104,7 @@ def curves(runs: Sequence[RunRecord], kind: str, names: Sequence[str], prefix: s
         found = [Curve(run.name, colour, *run.series(kind, name)) for colour, run in enumerate(runs)]
         if not any(len(curve.x) for curve in found):
             continue
-        marks = [event.step for run in runs for event in run.events if event.kind == "alarm"] if len(runs) == 1 else []
+        marks = _marks(runs[0]) if len(runs) == 1 else []
         charts.append(Chart(f"{prefix}-{len(charts)}", MEANING.get(name, name), "step", found, marks=marks).draw())
         for curve in (curve for curve in found if len(curve.y)):
             label = MEANING.get(name, name) if len(runs) == 1 else f"{MEANING.get(name, name)}: {curve.label}"
@@ -105,6 +118,12 @@ def curves(runs: Sequence[RunRecord], kind: str, names: Sequence[str], prefix: s
         tag("div", *charts, class_="charts"),
         details("Figures of these charts", table("Figures", heads, rows)),
     )
+
+
+def _marks(run: RunRecord) -> list[tuple[float, str]]:
+    """Steps of the alarms, and that at which a fork started."""
+    alarms = [(float(event.step), "alarm") for event in run.events if event.kind == "alarm"]
+    return alarms if run.origin is None else [*alarms, (float(run.origin.step), "origin")]
 
 
 def losses(runs: Sequence[RunRecord]) -> Html:
@@ -121,7 +140,8 @@ def corpora(runs: Sequence[RunRecord], orders: Mapping[str, RunOrder]) -> Html:
         given = run.settings.get("data")
         if not isinstance(given, list):
             continue
-        read = [run.series("step", f"corpus_{number}_rows")[1].sum() for number in range(1, len(given) + 1)]
+        names = [f"corpus_{number}_rows" for number in range(1, len(given) + 1)]
+        read = [sum(line.get(name) or 0 for line in run.own if line["kind"] == "step") for name in names]
         sizes = orders[run.name].tasks[""].shards.sizes if run.name in orders else [0] * len(given)
         for one, mine, size in zip(given, read, sizes, strict=True):
             path, weight = (one.get(key) if isinstance(one, dict) else None for key in ("path", "weight"))
@@ -164,24 +184,23 @@ def _names(runs: Sequence[RunRecord], kind: str) -> list[str]:
     for run in runs:
         for line in run.of_kind(kind)[:1] + run.of_kind(kind)[-1:]:
             found |= {name: None for name in line if name not in _NOT_SHOWN and not name.endswith("batch_digest")}
-    return [name for name in found if not name.endswith("_skipped")]
+    return [name for name in found if not _is_skip(name)]
 
 
-def lengths(runs: Sequence[RunRecord], orders: Mapping[str, RunOrder]) -> Html:
-    """Span lengths of each run against their law."""
+def lengths(runs: Sequence[RunRecord], spans: Mapping[str, Sequence[tuple[str, Lengths]]]) -> Html:
+    """Span lengths of each run, with the name of their task, against their law."""
     charts = list[Html]()
     for colour, run in enumerate(runs):
-        for name, task in orders[run.name].tasks.items() if run.name in orders else ():
-            for found in span_lengths(task):
-                whose = f"{run.name}: " if len(runs) > 1 else ""
-                title = f"{whose}{name + ': ' if name else ''}share of the {found.kind} by tokens, dashed their law"
-                drawn = [
-                    Curve(f"{found.number:,} {found.kind}", colour, found.middle, found.found),
-                    Curve("law", colour, found.middle, found.law, law=True),
-                ]
-                note = f"largest distance of the distribution functions {found.distance:.4f}, {found.number:,} spans"
-                chart = Chart(f"lengths-{len(charts)}", title, "tokens", drawn).draw()
-                charts.append(tag("div", chart, tag("p", note, class_="note")))
+        for name, found in spans.get(run.name, ()):
+            whose = f"{run.name}: " if len(runs) > 1 else ""
+            title = f"{whose}{name + ': ' if name else ''}share of the {found.kind} by tokens, dashed their law"
+            drawn = [
+                Curve(f"{found.number:,} {found.kind}", colour, found.middle, found.found),
+                Curve("law", colour, found.middle, found.law, law=True),
+            ]
+            note = f"largest distance of the distribution functions {found.distance:.4f}, {found.number:,} spans"
+            chart = Chart(f"lengths-{len(charts)}", title, "tokens", drawn).draw()
+            charts.append(tag("div", chart, tag("p", note, class_="note")))
     return tag("div", *charts, class_="charts") if charts else _NOTHING
 
 

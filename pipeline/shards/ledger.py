@@ -110,6 +110,7 @@ SCHEMA = pa.schema(
 )
 _BATCH_ROWS = 10_000
 _SHORTEST_PREFIX = 8
+_OFFSET_DIGITS = 18  # of an int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,7 @@ def find_entries(folder: Path, wanted: str) -> Iterator[tuple[str, int, Entry]]:
         ordinal = 0
         for batch in ledger_batches(path):
             found = pc.equal(batch.column("source"), wanted)
-            if source and offset.isdigit():
+            if source and offset.isdecimal() and len(offset) <= _OFFSET_DIGITS:
                 here = pc.and_(pc.equal(batch.column("source"), source), pc.equal(batch.column("offset"), int(offset)))
                 found = pc.or_(found, here)
             if prefix is not None:

@@ -134,13 +134,40 @@ def test_page_has_the_facts_of_the_files(two):
     assert re.findall(r">([^<]+)</td>", row) == [*map(short, figures), "699"]
 
 
-def test_page_needs_no_shards_and_names_the_reason(two, tmp_path):
+def no_file(shards):
+    next(shards.glob("train-*.arrow")).unlink()
+
+
+def no_arrow(shards):
+    next(shards.glob("train-*.arrow")).write_bytes(b"damaged")
+
+
+def shorter(shards):
+    manifest = json.loads((shards / "manifest.json").read_text())
+    manifest["geometry"] |= {"max_tokens": 8}
+    (shards / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("data", "damage", "told"),
+    [
+        ("gone", None, "data = gone"),
+        ("$NOWHERE_AT_ALL/shards", None, "data = $NOWHERE_AT_ALL/shards: "),
+        (None, no_file, "Without its span lengths: run: "),
+        (None, no_arrow, "Without its span lengths: run: "),
+        (None, shorter, "spans.max_tokens = 64: "),
+    ],
+)
+def test_page_needs_no_shards_and_names_the_reason(two, shards, tmp_path, data, damage, told):
     shutil.copytree(two[0], tmp_path / "run")
     config = (tmp_path / "run" / "config.yaml").read_text()
-    (tmp_path / "run" / "config.yaml").write_text(re.sub("^data: .*$", "data: gone", config, flags=re.MULTILINE))
+    if damage:
+        damage(shutil.copytree(shards, tmp_path / "shards"))
+    changed = re.sub("^data: .*$", f"data: {data or tmp_path / 'shards'}", config, flags=re.MULTILINE)
+    (tmp_path / "run" / "config.yaml").write_text(changed)
     assert main(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report" / "report.html").read_text()
-    assert "data = gone" in page
+    assert told in page
     assert "Span lengths" not in page
     assert "All settings" in page
     assert "optim.lr" in page

@@ -161,7 +161,7 @@ def test_why_shows_every_span_that_the_workers_read(shards, tmp_path, capsys, me
     assert ("to predict: " in shown) == (method in ("declutr", "declutr unmasked", "mlm", "simcse"))
     assert ("positive [" in shown) == method.startswith("declutr")
     assert "mel bands [" in shown
-    assert "mixed with another clip" in shown
+    assert re.search(r"\n  clip 0: .*; 0\.\d{3} of it mixed with 0\.\d{3} of [0-9a-f]{32}, .*\.wav at 0", shown)
     assert "pixels [" in shown
 
 
@@ -187,6 +187,7 @@ def test_document_lists_every_step_that_read_it(run, capsys):
         shown = capsys.readouterr().out
         assert re.findall(r"step (\d+), position", shown) == list(map(str, steps))
         assert f"{len(steps)} of the 9 steps taken read it, {len(steps)} of all 9" in shown
+        assert ("not listed: steps that mix it into another clip (objective.mixup = 0.5)" in shown) == (name == "audio")
         assert main(["why", str(folder), "--document", document.id, "--step", "7"]) == 0
         assert capsys.readouterr().out.count("position ") == 1
         unread = next((step for step in range(1, STEPS + 1) if step not in steps), None)

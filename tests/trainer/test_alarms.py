@@ -1,10 +1,10 @@
 """Alarms of planted failures, in the metrics of runs, in the log and on the page; and none of runs that learn."""
 
 import html
+import json
 import logging
 import random
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +12,18 @@ import pyarrow as pa
 import pytest
 import tinyruns as runs
 import torch
+from loops import four_documents, worker
+from messages import says
 from textshards import prepare_rows
-from tiny import documents
 
 from declutr.common.config import config_yaml
 from declutr.inspection.runs.page import write_run_report
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.checkpoints.state import FORK
 from declutr.trainer.data.near_rows import near_rows
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.alarms import Alarms
-from declutr.trainer.metrics.metrics import MetricsWriter, read_metrics
+from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics
 from declutr.trainer.objectives.measures import spread, uniformity
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_collator, build_encoder, load_tokenizer
@@ -159,6 +161,22 @@ def test_alarms_of_a_resumed_run_are_not_given_again():
     assert [alarm.cause for alarm in second.add(line_of(41, data_wait_share=0.9, loss=100.0))] == ["loss_spike"]
 
 
+def test_alarms_of_a_fork_are_judged_by_its_own_lines(tmp_path):
+    """The origin collapsed, with losses of another temperature; the fork collapses again, at higher losses."""
+    four_documents(tmp_path / "data")
+    (tmp_path / FORK).write_text(json.dumps({"from": "/runs/first", "step": 40}))
+    before = [line_of(step, loss=0.1, batch_uniformity=-3.0) for step in range(1, 41)]
+    before.append({"kind": "alarm", "step": 40, "alarm": "collapse", "text": "collapsed"})
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in before))
+    for done, last in ((40, 60), (50, 75)):
+        with worker(tmp_path).recording(done) as metrics:
+            for step in range(done + 1, last + 1):
+                spread = {"batch_uniformity": -2.0 if step < 60 else -0.01, "loss": 4.0}
+                metrics._watched(line_of(step, **spread))
+    alarms = [(line["alarm"], line["step"]) for line in read_metrics(tmp_path) if line["kind"] == "alarm"]
+    assert alarms == [("collapse", 40), ("collapse", 69)]
+
+
 @pytest.mark.parametrize(("loss", "causes"), [(0.0159, []), (0.06, ["loss_spike"])])
 def test_a_rise_of_a_loss_near_0_is_no_spike(loss, causes):
     """The losses of SimCSE's Table 3 at the tiny scale: 0.0006 for 30 steps, then 0.0159."""
@@ -202,19 +220,24 @@ def test_uniformity_alarms_near_0_if_it_was_lower(values, alarmed):
     assert [alarm for line in lines for alarm in labelled.add(line)] == []
 
 
-def test_near_rows_counts_rows_that_repeat_another():
-    table = documents([200, 300, 12, 5, 2], 10)
-    assert near_rows(table) == 0
-    twice = pa.concat_tables([table, table.slice(1, 3)]).combine_chunks()
-    assert near_rows(twice) == 3
-    tokens = table["tokens"].to_pylist()
-    tokens[1] = [*tokens[0][:150], *tokens[1][:10]]
-    near = table.set_column(table.column_names.index("tokens"), "tokens", pa.array(tokens, pa.list_(pa.uint16())))
-    assert near_rows(near) == 1
-    assert near_rows(table.drop_columns(["tokens"])) == 0
-    started = time.process_time()
-    assert near_rows(documents([500] * 256, 100)) == 0
-    assert time.process_time() - started < 5
+def test_embeddings_that_nothing_trains_raise_no_alarm():
+    lines = [{"kind": "validation", "step": step, "uniformity": -2.0 + step, "effective_rank": 9.0} for step in (0, 2)]
+    for terms, causes in (("mlm", []), ("both", ["collapse"])):
+        watched = Alarms({"": objective_of(terms=terms)}, SETTINGS)
+        assert [alarm.cause for line in lines for alarm in watched.add(line)] == causes
+
+
+@pytest.mark.parametrize(
+    ("own", "lr"), [({"auxiliary_tasks.text.optim.lr": 0.25}, "auxiliary_tasks.text.optim.lr (now 0.25)"), ({}, "0.5")]
+)
+def test_a_remedy_for_an_auxiliary_task_names_its_own_settings(own, lr):
+    tasks = {"": objective_of(kind="simcse"), "text": objective_of(**SCD)}
+    watched = Alarms(tasks, SETTINGS | own)
+    spread = [-2.0] * 10 + [0.0] * 10
+    lines = [line_of(step, text_batch_uniformity=value) for step, value in enumerate(spread)]
+    (alarm,) = [alarm for line in lines for alarm in watched.add(line)]
+    settings = [f"auxiliary_tasks.text.objective.{key}" for key in ("repulsion_weight", "decorrelation_weight")]
+    says(alarm.text, "the task text", settings, lr)
 
 
 def test_spread_is_that_of_the_covariance():

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from declutr.trainer.checkpoints.saver import SaveError
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import collect
 from declutr.trainer.data.stream import Prefetcher
-from declutr.trainer.metrics.metrics import MetricsWriter, read_metrics
+from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics
 from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.model.load_report import LoadReport
 from declutr.trainer.objectives.row_score import RowScore, choosing_rows
@@ -249,6 +250,24 @@ def validated(run):
     one = worker(run, checkpoint={"every_steps": 100}, validation={"score": "mrr"})
     one.validator = Numbers()
     return one, one.checkpointing.resume()
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_weights_of_the_start_that_are_validated_again_have_one_line(tmp_path, start):
+    """A run without a checkpoint, and a fork, which also has the lines of its origin."""
+    before = [{"kind": "validation", "step": step, "mrr": 0.5} for step in range(0, start + 1, 2)]
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in before))
+    for _ in range(2):
+        one, _ = validated(tmp_path)
+        one.checkpointing.start = start
+        with one.recording(start) as records:
+            one.validate(start, records)
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines] == [*range(0, start, 2), start]
+    assert lines[-1]["mrr"] != 0.5
+    one.validator = None
+    with one.recording(start):
+        assert read_metrics(tmp_path) == lines, "they are not validated again"
 
 
 def test_rows_of_the_start_go_with_every_checkpoint_also_after_a_resume(tmp_path, log):

@@ -111,6 +111,39 @@ def test_a_logger_that_fails_for_long_is_given_up():
     guarded.close()
 
 
+@pytest.mark.parametrize("place", ["start", "add", "flush", "close"])
+def test_any_error_of_a_logger_is_named_once_and_ends_nothing(tmp_path, caplog, place):
+    class Broken:
+        """A logger whose package fails in one of its calls."""
+
+        def __init__(self):
+            self.at("start")
+
+        def at(self, here):
+            if here == place:
+                raise ImportError("cannot import name 'runtime_version'")
+
+        def add(self, _line):
+            self.at("add")
+
+        def flush(self, _to_disk=False):
+            self.at("flush")
+
+        def close(self):
+            self.at("close")
+
+    with caplog.at_level(logging.INFO, "declutr"):
+        writer = MetricsWriter(tmp_path, 0, loggers={"Broken": Broken})
+        take(writer, range(1, 6))
+        writer.flush()
+        take(writer, [6])
+        writer.close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 7))
+    first, last = [record.getMessage() for record in caplog.records]
+    says(first, "Broken", "ImportError: cannot import name 'runtime_version'")
+    says(last, "Broken lacks", f"{0 if place == 'close' else 6} or more")
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

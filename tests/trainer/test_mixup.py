@@ -1,6 +1,7 @@
 """Mixup of sounds against plain writings, drawn by clip and epoch alone; masks that both views share."""
 
 import pickle
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -126,6 +127,31 @@ def test_mixed_clips_are_masked_afterwards():
         assert np.array_equal(view[view != 0], clip[view != 0])
         assert (view != 0).any()
     assert any((view == 0).any() for view in found)
+
+
+def test_the_partner_and_share_of_a_mixture_are_told(tmp_path):
+    """Those by which the plain writing mixes; a clip that is not mixed has none."""
+    content = {"kind": "audio", "label": r"^(\d)_", "num_mel_bins": MELS}
+    folder, _ = prepare_media(tmp_path, content, {f"{n % 3}_{n}.wav": sound(tone(0.2, number=n)) for n in range(12)})
+    shards, epochs = ShardSet(folder, "train"), np.zeros(6, np.int64)
+    collator = ClipCollator(SupconConfig(mixup=0.5), FrontendConfig(patch_size=(1, MELS)), 3)
+    rows = shards.take(np.arange(6))
+    every = {f"{one['id'].hex()}, {one['source']} at {one['offset']}": n for n, one in enumerate(rows_of(shards))}
+    mixed = collator.fetch(rows, epochs, shards)
+    told = collator.told(mixed, epochs, shards)[::2]  # of the first view
+    assert 0 < sum("mixed" in one for one in told) < 6
+    before, after = clips_of(rows), clips_of(mixed)
+    for number, one in enumerate(told):
+        found = re.search(r"^([\d.]+) of it mixed with ([\d.]+) of (.*? at \d+)", one)
+        assert (found is not None) == mixed["mixed"][number].as_py()
+        if found:
+            other = clips_of(shards.take(np.array([every[found[3]]])))[0]
+            expected = mixture(before[number], other, float(found[1]))
+            np.testing.assert_allclose(after[number], expected, atol=0.01)
+
+
+def rows_of(shards):
+    return shards.take(np.arange(shards.num_documents)).select(["id", "source", "offset"]).to_pylist()
 
 
 def test_clips_that_were_not_mixed_are_refused():

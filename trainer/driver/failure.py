@@ -47,7 +47,7 @@ class GroupFailure:
 
     def log(self, run: Path, step: int) -> None:
         """Appends Ray's messages to the run's `failures.log`, or logs them if that file cannot be written."""
-        moment = time.strftime(f"{MOMENT} %Z")
+        moment = time.strftime(f"{MOMENT} %z")  # a name of a zone tells no reader its offset
         try:
             with (run / FAILURES).open("a", encoding="utf-8") as stream:
                 stream.write(f"=== {moment}, after step {step}: {self.summary}\n{self.account.rstrip()}\n\n")

@@ -96,7 +96,7 @@ class Alarms:
         self._alike: deque[float] = deque(maxlen=_MEASURED)
 
     def replay(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Adds the first and the newest lines of earlier starts of the run, whose alarms were given then."""
+        """Adds the first and the newest of the run's own lines before this start, whose alarms were given then."""
         for line in (*lines[:_REPLAYED], *lines[_REPLAYED:][-_REPLAYED:]):
             self.add(line)
         self._given = {line["alarm"] for line in lines if line["kind"] == "alarm"}
@@ -108,7 +108,7 @@ class Alarms:
             self._first_step = step
             self._waits.clear()
         found = list[Alarm]()
-        if kind == "validation":
+        if kind == "validation" and self._objectives[""].embeds:
             found += self._collapse("held-out embeddings", "", line, "uniformity", "effective_rank", 1)
         if kind == "step":
             for name, objective in self._objectives.items():
@@ -148,9 +148,11 @@ class Alarms:
         """Embeddings near one point, or in few dimensions of those that they had."""
         own = self._spread.setdefault(evenness, _Spread(size))
         mean = own.add(line.get(evenness))
-        objective = self._objectives[task]
-        lr = self._now("optim.lr")
-        remedy = f"{objective.against_collapse}, or lower {lr}" if objective.against_collapse else f"Lower {lr}"
+        objective, section = self._objectives[task], f"auxiliary_tasks.{task}." if task else ""
+        against = objective.against_collapse.replace("objective.", f"{section}objective.")
+        own_lr = f"{section}optim.lr"
+        lr = self._now(own_lr if own_lr in self._settings else "optim.lr")  # without its own, the run's trains the task
+        remedy = f"{against}, or lower {lr}" if against else f"Lower {lr}"
         if mean is not None and mean > max(_ONE_POINT, own.lowest / 2):
             yield Alarm(
                 "collapse",

@@ -11,7 +11,7 @@ _MOST_KEPT = 10_000  # lines in memory for a logger that fails, about 10 MiB
 
 
 class MetricsLogger(Protocol):
-    """A logger of one start of a run. It may fail at any time, with an OSError."""
+    """A logger of one start of a run. It may fail at any time."""
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Takes a line of metrics; never waits."""
@@ -36,8 +36,11 @@ class GuardedLogger:
 
     Args:
         name: name of the program for messages.
-        start: starts the logger; may raise an OSError.
+        start: starts the logger; may fail.
     """
+
+    # Any error of a logger is caught here, and nowhere else: its packages are optional and not ours, and the loss of
+    # their view, said once in the log, is cheaper than the run. metrics.jsonl has every line.
 
     def __init__(self, name: str, start: Callable[[], MetricsLogger]) -> None:
         self._name = name
@@ -47,27 +50,33 @@ class GuardedLogger:
         self._logger: MetricsLogger | None = None
         try:
             self._logger = start()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001
             self._fail(error)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Takes a line of metrics; never waits."""
         self._added += 1
         if logger := self._logger:  # another thread may give it up
-            logger.add(line)
+            try:
+                logger.add(line)
+            except Exception as error:  # noqa: BLE001
+                self._fail(error)
+                self._logger = None  # it lacks this line, which a later flush would not tell
 
     def flush(self, to_disk: bool = False) -> None:
         """Passes on the lines that were added, if the logger works."""
         with self._flushing:
-            if self._logger is None:
+            logger, added = self._logger, self._added
+            if logger is None:
                 return
-            added = self._added
             try:
-                self._logger.flush(to_disk)
-            except OSError as error:
+                logger.flush(to_disk)
+            except Exception as error:  # noqa: BLE001
                 self._fail(error)
                 if added - self._passed > _MOST_KEPT:
                     self._logger = None
+                return
+            if self._logger is None:  # it failed to take a line meanwhile
                 return
             if self._failing:
                 get_logger().info("%s gets metrics again; no line is missing", self._name)
@@ -78,15 +87,16 @@ class GuardedLogger:
         if self._logger:
             try:
                 self._logger.close()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001
                 self._fail(error)
         if self._failing:
             missing = self._added - self._passed
             get_logger().warning("%s lacks the last lines of metrics (%d or more)", self._name, missing)
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: Exception) -> None:
         if not self._failing:
-            reason = error.strerror or error
+            text = f"{type(error).__name__}: {error}"
+            reason = error.strerror or error if isinstance(error, OSError) else text
             get_logger().warning("%s gets no metrics now (%s); metrics.jsonl has all of them", self._name, reason)
         self._failing = True
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from declutr.common.console.logs import get_logger
+from declutr.trainer.checkpoints.state import read_origin
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.config import FOLLOWED
@@ -97,13 +98,19 @@ class TrainingLoop:
             "batch_documents": config.batch_documents,
             "scaling.data_cpus": config.scaling.data_cpus,
         }
+        for name, task in config.auxiliary_tasks.items():
+            if task.optim is not None:
+                settings[f"auxiliary_tasks.{name}.optim.lr"] = task.optim.lr
         alarms = Alarms({name: task.objective for name, task in config.tasks().items()}, settings)
         loggers = dict[str, Callable[[], MetricsLogger]]()
         if config.metrics.wandb.mode != "disabled":
             facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
             shown = config.model_dump(mode="json")
             loggers["Weights & Biases"] = partial(WandbLogger, config.metrics.wandb, self.run, facts, shown)
-        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers))
+        origin = read_origin(self.run)
+        first = origin.step if origin else 0
+        again = self.checkpointing.start is not None and self.validator is not None
+        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, first, again))
 
     def take_steps(self, done: int, batches: Prefetcher, metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""

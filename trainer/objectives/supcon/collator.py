@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from declutr.common import seeding
-from declutr.pipeline.shards.shards import document_keys
+from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.packing import dropout_words
 from declutr.trainer.data.patches import PatchBatch
@@ -72,17 +72,27 @@ class ClipCollator:
         )
         return RankBatch(clips, len(rows), len(rows), {"label": torch.from_numpy(label_keys(rows))})
 
-    def told(self, rows: pa.Table, epochs: NDArray[np.int64]) -> list[str]:
+    def told(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> list[str]:
         """Changes of each clip of rows that `fetch` made, in words: crops, or masks and mixtures of sounds."""
         if "frames" not in rows.column_names:
             return self.fetch.crops.told(rows, epochs)
         masks, found = self._masks(document_keys(rows), epochs.astype(np.uint64)), []
-        mixed = rows.column(MIXED).to_pylist() if MIXED in rows.column_names else [False] * len(rows)
+        mixtures = self._mixtures(rows, epochs, shards)
         for row, clip in enumerate(clips_of(rows)):
             bands = [zip(("frames", "mel bands"), mask.bands(clip.shape, row), strict=True) for mask in masks]
             named = [[f"{name} [{band.start}, {band.stop}) masked" for name, band in one] for one in bands]
-            found += [", ".join(["mixed with another clip"] * mixed[row] + one) for one in named]
+            found += [", ".join([*mixtures.get(row, []), *one]) for one in named]
         return found
+
+    def _mixtures(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> dict[int, list[str]]:
+        """Share and partner of each mixed sound, in words, by its number."""
+        if (mixup := self.fetch.mixup) is None:
+            return {}
+        chosen, partners, shares = mixup.drawn(rows, epochs, shards.num_documents)
+        others = shards.take(partners).select(["id", "source", "offset"]).to_pylist()
+        told = (f"{one['id'].hex()}, {one['source']} at {one['offset']}" for one in others)
+        drawn = zip(chosen.tolist(), shares.tolist(), told, strict=True)
+        return {row: [f"{share:.3f} of it mixed with {1 - share:.3f} of {other}"] for row, share, other in drawn}
 
     def _masks(self, keys: seeding.U64, epochs: seeding.U64) -> list["Bands"]:
         """The masks of each view of n spectrograms."""

@@ -39,15 +39,12 @@ class Mixup:
             epochs: `(n,)` epoch in which each is read.
             shards: the training split.
         """
-        drawn = seeding.words(self.seed, "mixup", document_keys(rows), epochs.astype(np.uint64), 2 + _ORDER)
-        draws = seeding.unit(drawn)
-        chosen = np.flatnonzero(draws[:, 0] < self.rate)
-        others = shards.take((draws[chosen, 1] * shards.num_documents).astype(np.int64))
-        shares = np.sort(draws[chosen, 2:], axis=1)[:, _ORDER // 2]
+        chosen, partners, shares = self.drawn(rows, epochs, shards.num_documents)
+        others = shards.take(partners)
         labels, other_labels = rows.column("label").to_pylist(), others.column("label").to_pylist()
-        clips, partners = clips_of(rows), clips_of(others)
+        clips, other_clips = clips_of(rows), clips_of(others)
         for place, (row, share) in enumerate(zip(chosen.tolist(), shares.tolist(), strict=True)):
-            clips[row] = mixture(clips[row], partners[place], share)
+            clips[row] = mixture(clips[row], other_clips[place], share)
             labels[row] = labels[row] if share >= 0.5 else other_labels[place]
         mixed = np.zeros(len(rows), np.bool_)
         mixed[chosen] = True
@@ -57,6 +54,16 @@ class Mixup:
         for name, column in (("frames", frames), ("label", pa.array(labels, pa.string()))):
             rows = rows.set_column(rows.column_names.index(name), name, column)
         return rows.append_column(MIXED, pa.array(mixed))
+
+    def drawn(
+        self, rows: pa.Table, epochs: NDArray[np.int64], num_documents: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """Numbers of the mixed clips in `rows`, of their partners in the training split, and the share of each clip."""
+        words = seeding.words(self.seed, "mixup", document_keys(rows), epochs.astype(np.uint64), 2 + _ORDER)
+        draws = seeding.unit(words)
+        chosen = np.flatnonzero(draws[:, 0] < self.rate)
+        shares = np.sort(draws[chosen, 2:], axis=1)[:, _ORDER // 2]
+        return chosen, (draws[chosen, 1] * num_documents).astype(np.int64), shares
 
 
 def mixture(clip: NDArray[np.float32], other: NDArray[np.float32], share: float) -> NDArray[np.float32]:
