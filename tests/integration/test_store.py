@@ -18,7 +18,7 @@ from declutr.common.lock import LOCK
 from declutr.common.storage import hash_file
 from declutr.common.stores.address import child
 from declutr.common.stores.copies import pull_all
-from declutr.common.stores.files import names, read_file
+from declutr.common.stores.files import names, read_file, write_file
 from declutr.common.stores.folders import is_whole, push_folder
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, steps_in
@@ -98,6 +98,19 @@ def test_a_killed_run_goes_on_on_another_host_in_the_same_bits(data, bucket, tmp
     assert main(["checkpoints", bucket("runs/one")]) == 1
     says(capsys.readouterr().err, "declutr pull s3://")
     assert run_folder(second.run, second.cache).parent == tmp_path / "other"
+
+
+def test_a_run_without_a_checkpoint_takes_other_settings(bucket, tmp_path):
+    address = bucket("runs/begun")
+    begun = runs.train_config(bucket("data"), address, cache=str(tmp_path / "host"), optim={"lr": 0.1})
+    write_file(child(address, "resume_settings.json"), json.dumps(begun.resume_settings()).encode())
+    other = begun.model_copy(update={"optim": begun.optim.model_copy(update={"lr": 0.01})})
+    folder = run_folder(address, other.cache)
+    folder.mkdir(parents=True)
+    (folder / "resume_settings.json").write_text(json.dumps(begun.resume_settings()))
+    assert problems(other) == []
+    write_file(child(address, "checkpoints/step-00000025/state.json"), b"{}")
+    says(problems(other), "another configuration", "optim.lr")
 
 
 def test_a_run_that_ends_early_is_whole_in_the_store(bucket, tmp_path):

@@ -79,6 +79,18 @@ def test_a_full_disk_is_waited_out(volume, opened, log):
     says(log[-1], "step 3", "written")
 
 
+def test_remains_of_a_killed_writer_make_room_for_the_next_checkpoint(volume, opened):
+    """Nothing else would delete them: every save would fail, and so would those of the repeated command."""
+    one = opened(volume.path / "run" / "checkpoints", storage_retry_seconds=0.1)
+    left_behind = one.folder / ".step-00000005.77.tmp"
+    left_behind.mkdir(parents=True)
+    (left_behind / "encoder.safetensors").write_bytes(bytes(4 * MIB))
+    give(one, 1, mib=3)
+    one.wait()
+    assert checkpoint.steps_in(one.folder) == [1]
+    assert not left_behind.exists()
+
+
 @pytest.mark.parametrize("fault", ["full", "read-only"])
 def test_patience_ends_with_one_reason(volume, opened, fault):
     now = [0.0]

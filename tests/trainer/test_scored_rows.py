@@ -13,10 +13,14 @@ from textshards import prepare_rows
 
 from declutr.cli.main import main
 from declutr.pipeline.shards.shards import ShardSet, document_keys
+from declutr.trainer.checkpoints.checkpoint import CheckpointError, steps_in
 from declutr.trainer.driver.checks import problems, resolve
 from declutr.trainer.driver.failure import TrainingFailedError
+from declutr.trainer.driver.fork import fork
+from declutr.trainer.driver.local import LocalRun
 from declutr.trainer.driver.remarks import corpora_remarks
-from declutr.trainer.driver.run import run_training
+from declutr.trainer.driver.run import run_training, with_absolute_paths
+from declutr.trainer.driver.signals import Signals
 from declutr.trainer.objectives.held_out import held_out_rows
 
 LOCAL = {"num_workers": 0}
@@ -191,3 +195,43 @@ def test_score_that_the_rows_do_not_have_ends_the_run_at_its_first_validation(tm
     with pytest.raises(TrainingFailedError, match="recall_at_1"):
         run_training(config)
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["shards", "pairs"])
+def test_what_changes_while_a_run_is_up_ends_it_and_costs_no_checkpoint(data, tmp_path, what):
+    """As if a worker died, and the next one found something else: it would begin again at step 0."""
+    write_texts(tmp_path)
+    own = shutil.copytree(data, tmp_path / "data")
+    config = with_validation(own, tmp_path / "run", stsb=tmp_path)
+    run_training(config)
+    resolved = resolve(config)
+    if what == "shards":
+        shutil.rmtree(own)
+        shutil.copytree(shards(tmp_path / "new", seed=4), own)
+    else:
+        path = tmp_path / "sts-dev.csv"
+        path.write_text(path.read_text().replace("\t4.", "\t3."))
+    marks = {"command": 0.0}
+    local = LocalRun(with_absolute_paths(config), resolved.identity, 4, Signals(), marks, lambda _: "cpu")
+    with pytest.raises(TrainingFailedError, match=f"{own if what == 'shards' else 'validation.stsb'} on .* differ"):
+        local.run_to_end()
+    assert steps_in(tmp_path / "run" / "checkpoints") == [2]
+
+
+@pytest.mark.slow
+def test_finished_run_and_fork_without_their_checkpoints_do_not_begin_again(data, tmp_path):
+    run = tmp_path / "run"
+    config = runs.train_config(data, run, steps=2, scaling=LOCAL, checkpoint={"every_steps": 1})
+    run_training(config)
+    more = config.model_copy(update={"steps": 4})
+    forked = fork(more, str(tmp_path / "fork"))
+    shutil.rmtree(tmp_path / "fork" / "checkpoints")
+    with pytest.raises(CheckpointError, match="began at step 2"):
+        run_training(forked.model_copy(update={"run": str(tmp_path / "fork")}))
+    before = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run / "checkpoints")
+    for settings in (config, config.model_copy(update={"seed": 5})):
+        with pytest.raises(CheckpointError, match="has finished"):
+            run_training(settings)
+    assert (run / "metrics.jsonl").read_bytes() == before

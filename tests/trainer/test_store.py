@@ -81,6 +81,18 @@ def test_another_host_goes_on_where_the_first_one_was(tmp_path):
     assert local(one) == [2]
 
 
+def test_checkpoints_of_an_outage_that_are_kept_are_sent_with_the_next_one(tmp_path):
+    """A newer copy replaced them in the saver's memory while the store did not answer."""
+    one, other = host(tmp_path, "one"), host(tmp_path, "other")
+    save(one, 1, 0.1, keep_last=1)
+    for step, score in ((2, 0.2), (4, 0.9), (5, 0.3)):
+        make(one, step, score)
+    save(one, 6, 0.4, keep_last=1, keep_every_steps=2)
+    assert there(one) == [2, 4, 6]
+    other.fetch_best("mrr")
+    assert local(other) == [4]
+
+
 def test_a_stale_copy_gives_way(tmp_path):
     """The first host saved steps that never arrived; another took its place and took them again, otherwise."""
     one, other = host(tmp_path, "one"), host(tmp_path, "other")

@@ -36,7 +36,7 @@ def kept(
 
 
 def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> None:
-    """Deletes checkpoints that are not kept or are broken, and the remains of killed writers.
+    """Deletes checkpoints that are not kept or are broken.
 
     `newest` is the step of the newest checkpoint that this run has written. Later ones were skipped as broken when the
     run started. They do not count, because they would displace the newest whole one. They stay until the run reaches
@@ -45,7 +45,8 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
     Raises:
         OSError: the storage does not answer; the checkpoints to keep are unchanged.
     """
-    rate, scoring = rating(folder, score), being_scored(folder, score)
+    scoring = being_scored(folder, score)  # first: a follower writes the score, and then removes its mark
+    rate = rating(folder, score)
     scores: dict[int, float | None] = {}
     stay: set[int] = set()
     for step in checkpoint.steps_in(folder):
@@ -64,5 +65,13 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
     for step in checkpoint.steps_in(folder):
         if step not in stay:
             checkpoint.discard(checkpoint.checkpoint_path(folder, step))
-    for path in folder.glob(".step-*.tmp"):  # half-written by killed writers; no other writer runs now
+
+
+def sweep(folder: Path) -> None:
+    """Deletes what killed writers left half-written; no other writer runs now.
+
+    Raises:
+        OSError: the storage does not answer.
+    """
+    for path in folder.glob(".step-*.tmp"):
         shutil.rmtree(path)

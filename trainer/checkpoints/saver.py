@@ -180,6 +180,7 @@ class Saver:
     def _write(self, job: Job) -> None:
         if job is not self._made:  # otherwise only `after` failed
             self._before()
+            retention.sweep(self.folder)  # before the write, which may need their room
             checkpoint.save(self.folder, job.state, job.contents)
             self._made = job
             try:

@@ -103,7 +103,10 @@ class RunStore:
         )
 
     def save(self, config: CheckpointConfig, score: str, step: int) -> None:
-        """Sends the metrics and then a local checkpoint, and deletes checkpoints in the store that are not kept."""
+        """Sends the metrics and then a local checkpoint, and deletes checkpoints in the store that are not kept.
+
+        Earlier ones that are kept and were never sent, because the store did not answer then, are sent first.
+        """
         self.send(
             METRICS, *(f"{TENSORBOARD}/{path.name}" for path in sorted((self.folder / TENSORBOARD).glob("*"))[-1:])
         )
@@ -111,6 +114,10 @@ class RunStore:
         if is_whole(place, self._retries):  # skipped as broken at the start; the run has now reached its step again
             remove_folder(place, self._retries)
         self._states.pop(step, None)
+        for missed in self._missed(config, score, step):
+            push_folder(
+                checkpoint.checkpoint_path(self.folder / CHECKPOINTS, missed), self._place(missed), self._retries
+            )
         push_folder(checkpoint.checkpoint_path(self.folder / CHECKPOINTS, step), place, self._retries)
         try:
             self._prune(config, score, step)
@@ -138,6 +145,14 @@ class RunStore:
                 get_logger().warning("%s is missing or truncated: sending it again", place)
                 push_file(path, place, self._retries)
         return address
+
+    def _missed(self, config: CheckpointConfig, score: str, newest: int) -> list[int]:
+        """Steps before the newest whose checkpoint is kept, and is whole on this host and not in the store."""
+        sent = self._scores([step for step in self._steps() if step < newest], score)
+        rate = ranking.rating(self.folder / CHECKPOINTS, score)
+        here = dict(checkpoint.states_in(self.folder / CHECKPOINTS))
+        rated = {step: rate(state) for step, state in here.items() if step <= newest and step not in sent}
+        return [step for step in retention.kept(sent | rated, config) if step in rated and step != newest]
 
     def _prune(self, config: CheckpointConfig, score: str, newest: int) -> None:
         """Deletes checkpoints as `retention.prune` does; those without a file list are remains of killed writers."""

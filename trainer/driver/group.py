@@ -37,7 +37,7 @@ def build_group(
     scaling: ScalingConfig,
     device: Device,
     settings: dict[str, Any],
-    config_hash: str,
+    identity: dict[str, str],
     run: Path,
     channel: str,
     marks: dict[str, float],
@@ -48,7 +48,7 @@ def build_group(
         scaling: settings of the workers' number.
         device: of the run; GPUs that are missing are waited for.
         settings: the configuration as JSON, with absolute paths, for the workers.
-        config_hash: hash of the configuration as it was given.
+        identity: of the resolved run.
         run: folder of the run.
         channel: name of the control channel the workers write to.
         marks: end times of the parts of the start so far (trainer/worker/heartbeat.py, Stopwatch).
@@ -76,7 +76,7 @@ def build_group(
         _train_loop,
         train_loop_config={
             "config": settings,
-            "config_hash": config_hash,
+            "identity": identity,
             "device": device,
             "channel": channel,
             "marks": marks,

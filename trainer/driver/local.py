@@ -20,7 +20,7 @@ class LocalRun:
 
     Args:
         config: of the run, with absolute paths.
-        config_hash: hash of the configuration as it was given.
+        identity: of the resolved run.
         steps: last step of the run.
         signals: signals to this process.
         marks: end times of the parts of this command's start.
@@ -30,13 +30,13 @@ class LocalRun:
     def __init__(
         self,
         config: TrainConfig,
-        config_hash: str,
+        identity: dict[str, str],
         steps: int,
         signals: Signals,
         marks: dict[str, float],
         choose_device: Callable[[Mapping[str, float]], Device],
     ) -> None:
-        self._config, self._hash, self._steps, self._signals = config, config_hash, steps, signals
+        self._config, self._identity, self._steps, self._signals = config, identity, steps, signals
         self._stopwatch, self._choose_device = Stopwatch(marks), choose_device
         self._heartbeat = Heartbeat(0, 1)
 
@@ -59,7 +59,7 @@ class LocalRun:
         self._heartbeat.follow(device)
         try:
             outcome = work(
-                self._config, self._hash, device, self._heartbeat, self._stopwatch, lambda: self._signals.received
+                self._config, self._identity, device, self._heartbeat, self._stopwatch, lambda: self._signals.received
             )
         finally:  # what follows in this process, such as an evaluation, computes as in a new one
             torch.set_num_threads(threads)

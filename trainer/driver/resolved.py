@@ -5,17 +5,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from declutr.common.paths import PathError, expand
-from declutr.common.storage import hash_file
+from declutr.common.paths import PathError
 from declutr.common.stores.retry import RemoteError
 from declutr.pipeline.shards.joined import joined_manifest
-from declutr.pipeline.shards.manifest import Manifest, ShardError, data_hash, load_manifest
+from declutr.pipeline.shards.manifest import Manifest, ShardError, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.checkpoints.state import read_origin
+from declutr.trainer.checkpoints.state import data_hashes, joint_hash, read_origin
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.metrics.judged_pairs import FILES, StsError, read_pairs
 from declutr.trainer.setup.cache import data_folder
 from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.scored import scored_contents
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,12 @@ class ResolvedRun:
     def manifest(self) -> Manifest:
         """That of the main task."""
         return self.manifests[""]
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Hashes of the settings, of the shards, and of what each setting of `validation` names."""
+        data = joint_hash(data_hashes(self.manifests))
+        return {"config_hash": self.config.hash(), "data_hash": data, **self.config.contents}
 
     @cached_property
     def plan(self) -> Plan:
@@ -110,28 +115,19 @@ def find_shards(config: TrainConfig) -> Found:
     """Reads the manifests of all shards of a run, and its judged pairs; fetches shards at addresses."""
     tasks = data_places(config)
     places = {key: place for some in tasks.values() for key, place in some.items()}
-    if config.validation.data is not None and config.validation.every_steps:
-        places["validation.data"] = config.validation.data
-    folders, manifests, unreadable = dict[str, Path](), dict[str, Manifest](), dict[str, str]()
+    folders, manifests = dict[str, Path](), dict[str, Manifest]()
+    contents, unreadable, scored = scored_contents(config)
     for key, place in places.items():
         try:
             folder = data_folder(place, config.cache)
             folders[key], manifests[key] = folder, load_manifest(folder)
         except (ShardError, RemoteError, PathError, OSError) as error:
             unreadable[key] = f"{key} = {place}: {error}"
-    contents = {"data": data_hash(manifests["validation.data"])} if "validation.data" in manifests else {}
-    for score, place in config.validation.pairs.items():
-        name = score.partition("_")[0]
-        try:
-            read_pairs(folder := expand(place), FILES[score])
-            contents[name] = hash_file(folder / FILES[score].name)
-        except (StsError, PathError) as error:
-            unreadable[f"validation.{name}"] = f"validation.{name} = {place}: {error}"
     read = {name: some for name, some in tasks.items() if not some.keys() - manifests.keys()}
     return Found(
         {name: tuple(folders[key] for key in some) for name, some in read.items()},
         {name: tuple(manifests[key] for key in some) for name, some in read.items()},
-        manifests.get("validation.data"),
+        scored,
         contents,
         unreadable,
     )

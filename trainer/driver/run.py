@@ -5,7 +5,6 @@ import shutil
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from declutr.common.config import config_yaml
@@ -28,6 +27,7 @@ from declutr.trainer.driver.device import DEVICE, choose_device
 from declutr.trainer.driver.estimate import find_estimate
 from declutr.trainer.driver.remarks import corpora_remarks, validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.driver.run_checks import refuse_lost_steps
 from declutr.trainer.driver.signals import Signals
 from declutr.trainer.driver.summary import (
     FAILURES,
@@ -132,6 +132,7 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
     steps = config.total_steps(resolved.plan)
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
+    refuse_lost_steps(run, done)
     if latest is not None and done > steps:
         raise CheckpointError(f"{latest[0]}: step {done} is beyond the run's last step {steps}; delete this checkpoint")
     early = ended_early(run, config.validation.patience, done) if done < steps else None
@@ -154,7 +155,7 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
         for sentence in filter(None, [oversubscribed(config.scaling), *remarks]):
             get_logger().warning("%s", sentence)
         began = time.monotonic()
-        workers = _workers(config, run, steps, signals, marks, store)
+        workers = _workers(resolved, steps, signals, marks, store)
         try:
             rows = "docs" if resolved.manifest.noun == "documents" else "rows"
             with ProgressBar(lambda: workers.line, steps, terms_of(config), rows, done):
@@ -199,15 +200,16 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
 
 
 def _workers(
-    config: TrainConfig, run: Path, steps: int, signals: Signals, marks: dict[str, float], store: RunStore | None
+    resolved: ResolvedRun, steps: int, signals: Signals, marks: dict[str, float], store: RunStore | None
 ) -> "Supervisor | LocalRun":
     """The supervisor of the run's worker group; without Ray, the run in this process."""
+    config, run = resolved.config, resolved.folder
     settings, device = with_absolute_paths(config), partial(choose_device, config.scaling, run, store)
     if config.scaling.local:
         from declutr.trainer.driver.local import LocalRun  # loads torch, which a driver of a group does not need
 
-        return LocalRun(settings, config.hash(), steps, signals, marks, device)
-    given = settings.model_dump(mode="json"), config.hash(), run
+        return LocalRun(settings, resolved.identity, steps, signals, marks, device)
+    given = settings.model_dump(mode="json"), resolved.identity, run
     return Supervisor(config.scaling, *given, steps, signals, marks, device)
 
 

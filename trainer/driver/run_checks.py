@@ -6,11 +6,13 @@ from typing import Any
 from declutr.common.config import flat_keys
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import DamagedError, hash_json, read_record
-from declutr.common.stores.address import is_remote
+from declutr.common.stores.address import child, is_remote
+from declutr.common.stores.files import names
 from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_among, steps_in
 from declutr.trainer.checkpoints.state import joint_hash, read_origin
 from declutr.trainer.driver.resolved import Found, data_places
+from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import RESUME_SETTINGS
 
@@ -25,8 +27,7 @@ def run_problems(config: TrainConfig, run: Path, shards: Found) -> list[str]:
         read_origin(run)
     except DamagedError as error:
         found.append(f"run = {config.run}: {error}")
-    began = is_remote(config.run) or steps_in(run / CHECKPOINTS)  # a store may have checkpoints that do not verify
-    if not began or any(key.startswith("validation.") for key in shards.unreadable):
+    if not _has_checkpoints(config, run) or any(key.startswith("validation.") for key in shards.unreadable):
         return found
     before = read_resume_settings(run)
     if before is None:
@@ -39,6 +40,13 @@ def run_problems(config: TrainConfig, run: Path, shards: Found) -> list[str]:
         f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder, or "
         "start a new run with this run's weights: --fork NEW_RUN",
     ]
+
+
+def _has_checkpoints(config: TrainConfig, run: Path) -> bool:
+    """True if the run has a checkpoint, whole or not; of a run in a store, whose copy here may lack them, there."""
+    if not is_remote(config.run):
+        return bool(steps_in(run / CHECKPOINTS))
+    return bool(steps_among(names(child(config.run, CHECKPOINTS))))
 
 
 def read_resume_settings(run: Path) -> dict[str, Any] | None:
@@ -95,3 +103,26 @@ def other_shards(config: TrainConfig, run: Path, now: dict[str, str]) -> list[st
                 f"name another folder for the run, or restore the shards{order}"
             ]
     return []
+
+
+def refuse_lost_steps(run: Path, done: int) -> None:
+    """Refuses to take steps again from an earlier one than a finished run or a fork can have.
+
+    Args:
+        run: folder of the run.
+        done: step of its newest whole checkpoint; 0 without.
+
+    Raises:
+        CheckpointError: the checkpoints are gone or broken.
+    """
+    origin = read_origin(run)
+    if origin is not None and done < origin.step:
+        raise checkpoint.CheckpointError(
+            f"{run}: this fork began at step {origin.step}, and no whole checkpoint of that step or a later one is in "
+            f"{CHECKPOINTS}: fork again into another folder"
+        )
+    if done == 0 and (run / SUMMARY).is_file():
+        raise checkpoint.CheckpointError(
+            f"{run}: has finished ({SUMMARY}), and no whole checkpoint is in {CHECKPOINTS}: the run would begin again "
+            "and replace its results; name another folder, or delete this one"
+        )

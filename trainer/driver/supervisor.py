@@ -46,8 +46,8 @@ _LOST_SECONDS = 20.0  # Ray kills a process that has not reached its head for 60
 class Supervisor:
     """Runs the worker group from the run's latest checkpoint to its last step.
 
-    `settings` are the whole configuration as JSON, with absolute paths, for the workers; `config_hash` is that of the
-    configuration as it was given. `marks` are the end times of the parts of this command's start, for the Stopwatch.
+    `settings` are the whole configuration as JSON, with absolute paths, for the workers; `identity` is that of the
+    resolved run. `marks` are the end times of the parts of this command's start, for the Stopwatch.
     `choose_device` returns the run's device.
 
     Attributes:
@@ -58,7 +58,7 @@ class Supervisor:
         self,
         scaling: ScalingConfig,
         settings: dict[str, Any],
-        config_hash: str,
+        identity: dict[str, str],
         run: Path,
         steps: int,
         signals: Signals,
@@ -66,7 +66,7 @@ class Supervisor:
         choose_device: Callable[[Mapping[str, float]], Device],
     ) -> None:
         self.scaling, self.run, self.steps, self.signals = scaling, run, steps, signals
-        self._settings, self._hash, self._name = settings, config_hash, str(settings["run"])
+        self._settings, self._identity, self._name = settings, identity, str(settings["run"])
         self._checkpoints = child(self._name, CHECKPOINTS)
         self.restarts = 0
         self.line: dict[str, Any] | None = None
@@ -127,7 +127,9 @@ class Supervisor:
         self._waiting = Waiting(self.scaling, device, resources, time.monotonic())
         channel = ControlChannel(secrets.token_hex(8))
         fit = Fit(
-            build_group(self.scaling, device, self._settings, self._hash, self.run, channel.name, self._stopwatch.marks)
+            build_group(
+                self.scaling, device, self._settings, self._identity, self.run, channel.name, self._stopwatch.marks
+            )
         )
         reader = ChannelReader(channel)
         fit.start()

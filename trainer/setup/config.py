@@ -253,6 +253,11 @@ class TrainConfig(Strict):
         """The main task, named "", and the additional ones by name, so that their order in a file has no effect."""
         return {"": self, **{name: self.of_task(name) for name in sorted(self.auxiliary_tasks)}}
 
+    @property
+    def contents(self) -> dict[str, str]:
+        """Hash of what `validation.data`, `stsb` and `sickr` name, by setting, once the run is resolved."""
+        return {f"validation.{name}": digest for name, digest in self._contents.items()}
+
     def with_contents(self, contents: Mapping[str, str]) -> "TrainConfig":
         """A copy that knows the hash of what `validation.data`, `stsb` and `sickr` name, by setting."""
         made = self.model_copy()

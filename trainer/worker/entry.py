@@ -25,7 +25,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Trains on one worker of the group; Ray Train calls it on every worker, and again after each failure.
 
     Args:
-        settings: `config` (the TrainConfig as JSON), `config_hash` (see `work`), `device` (of the run), `channel` (name
+        settings: `config` (the TrainConfig as JSON), `identity` (see `work`), `device` (of the run), `channel` (name
             of the control channel), `marks` (the driver's part of the Stopwatch) and `checkpoints` (their folder as Ray
             Train knows it).
 
@@ -62,7 +62,7 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     with Listener(channel, heartbeat, still_seconds) as listener, spot_watch:
         return work(
             config,
-            settings["config_hash"],
+            settings["identity"],
             device,
             heartbeat,
             stopwatch,

@@ -1,6 +1,7 @@
 """A worker's run: builds its parts and starts the training loop. Ray calls it in a group, or the driver without Ray."""
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from declutr.trainer.objectives.base import ObjectiveError
 from declutr.trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
 from declutr.trainer.setup.cache import run_folder, training_set
 from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.setup.scored import scored_contents
 from declutr.trainer.setup.tasks import autocast_type, build_task, build_train_steps
 from declutr.trainer.step.microbatch import Microbatch, MicrobatchError
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
@@ -33,7 +35,7 @@ from declutr.trainer.worker.stopwatch import Stopwatch
 
 def work(
     config: TrainConfig,
-    config_hash: str,
+    identity: dict[str, str],
     device: torch.device,
     heartbeat: Heartbeat,
     stopwatch: Stopwatch,
@@ -44,7 +46,7 @@ def work(
 
     Args:
         config: of the run, with absolute paths.
-        config_hash: of the configuration as it was given, which no other place of its folders changes.
+        identity: of the run as the driver resolved it; every worker compares it with what it finds.
         device: of this worker.
         heartbeat: of this worker; it has its rank and the number of workers.
         stopwatch: of the start.
@@ -67,10 +69,21 @@ def work(
         settings = config.tasks()
         shards = {name: training_set(one) for name, one in settings.items()}
         hashes = data_hashes({name: one.manifest for name, one in shards.items()})
-        identity = {"config_hash": config_hash, "data_hash": joint_hash(hashes)}
+        contents, unreadable, _ = scored_contents(config)
+        if unreadable:
+            raise OSError("; ".join(unreadable.values()))  # may pass: the group is started again
+        here = {"data_hash": joint_hash(hashes), **config.with_contents(contents).contents}
+        others = [key for key, value in identity.items() if key != "config_hash" and here.get(key) != value]
+        problem = ""
+        if others:
+            names = [" and ".join(config.places) if key == "data_hash" else key for key in others]
+            told, host = " and ".join(names), socket.gethostname()
+            problem = f"{told} on {host} differ from what this command began with; restore them, or name another run"
+        if comm.all_reduce_max(int(bool(problem))):
+            return _given_up(problem, comm.rank)
+        identity = {key: identity[key] for key in ("config_hash", "data_hash")}
         if store := store_of(config.run, run):
             fetch_run(store, identity, comm)
-    problem = ""
     try:
         tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
         encoder = build_encoder(config, tokenizer).to(device).train()
@@ -81,9 +94,7 @@ def work(
     except (ShardError, UnfitEncoderError, ObjectiveError) as error:
         problem = str(error)
     if comm.all_reduce_max(int(bool(problem))):  # a host may have other packages than the first one
-        if problem and comm.rank:
-            get_logger().error("%s", problem)
-        return {"given_up": problem or "another worker cannot build the encoder or the objective; see its message"}
+        return _given_up(problem, comm.rank)
     plans = {name: one.plan(shards[name].sizes) for name, one in settings.items()}
     train_steps = build_train_steps(config, tasks, config.total_steps(plans[""]))
     collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
@@ -129,3 +140,10 @@ def work(
     if checkpointing.early:
         return {"early": True, "step": step}
     return {"stopped": notice() or "a notice to another worker", "step": step}
+
+
+def _given_up(problem: str, rank: int) -> dict[str, Any]:
+    """The end of a worker that cannot take part, or of one whose peer cannot."""
+    if problem and rank:
+        get_logger().error("%s", problem)  # Ray shows the end of the first worker
+    return {"given_up": problem or "another worker cannot take part; see its message"}
