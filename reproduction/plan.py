@@ -32,7 +32,7 @@ from declutr.reproduction.item import (
 )
 from declutr.reproduction.readiness import (
     data_identity,
-    files_identity,
+    encoder_identity,
     made_from,
     refuse_other,
     run_ready,
@@ -83,7 +83,6 @@ class ItemPlan:
         folder: folder of the item's results.
         shards: configurations of the shards to prepare, by name.
         start: configuration of the run to start from, or None.
-        encoder: folder of the encoder that runs start from, which need not exist yet.
         partial: True if `runs` are not all cells and seeds of the scale.
         runs: the runs, one seed after the other, so that every cell has one soon.
     """
@@ -94,7 +93,6 @@ class ItemPlan:
     folder: Path
     shards: dict[str, PipelineConfig]
     start: TrainConfig | None
-    encoder: Path
     partial: bool
     runs: list[PlannedRun]
 
@@ -121,11 +119,9 @@ class ItemPlan:
     def identity(self, run: PlannedRun) -> str:
         """Hash of what decides the scores of a run, beside the data of its tasks."""
         known = run.cell.encoder
-        made_by: list[Any] = [known and known.model_dump(mode="json")]
-        if known and known.name == str(self.encoder):
-            made_by += [files_identity(self.encoder)]
-        elif run.config is not None:
-            made_by += [run.config.hash(), made_from(run.config, self.encoder), data_identity(run.config)]
+        made_by: list[Any] = [known and [known.model_dump(mode="json"), encoder_identity(known.name)]]
+        if run.config is not None:
+            made_by += [run.config.hash(), made_from(run.config), data_identity(run.config)]
         columns = {name: column.model_dump(mode="json") for name, column in self.columns.items()}
         return hash_json([made_by, columns, self.settings.preset])
 
@@ -261,8 +257,7 @@ def plan_item(
             raise ReproduceError(f"{name}: two runs would have the folder {run.folder}; give each label and seed once")
         if run.config is not None:
             run_ready(run.config)
-            if encoder.is_dir():
-                refuse_other(run.folder, made_from(run.config, encoder))
+            refuse_other(run.folder, made_from(run.config))
     if given_start is not None:
         if start is None or any(run.config and run.config.encoder.pretrained != os.environ[START] for run in runs):
             raise ReproduceError(f"{name} takes no --start: the encoder of its runs is not ${START}")
@@ -271,7 +266,7 @@ def plan_item(
         read = json.dumps([one.model_dump(mode="json") for one in (start, *(run.config for run in runs)) if one])
         shards = {key: one for key, one in shards.items() if f'"{one.output}"' in read}
     partial = len(chosen) < len(cells) or not {*settings.seeds} <= {*seeds}
-    return ItemPlan(name, item, scale, folder, shards, start, encoder, partial, runs)
+    return ItemPlan(name, item, scale, folder, shards, start, partial, runs)
 
 
 def _load(made: Prepared, section: str, model: type[Config], what: str, own: Settings) -> Config:

@@ -63,7 +63,7 @@ def reproduce(
     with _alone(plan.folder, say):
         for run in plan.runs:
             if run.config is not None:
-                refuse_other(run.folder, made_from(run.config, plan.encoder))
+                refuse_other(run.folder, made_from(run.config))
         data, failed = scorer.data_identity, dict[str, str]()
         for number, run in enumerate(plan.runs, 1):
             if plan.finished(run, data) is None:
@@ -117,7 +117,7 @@ def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:
     seconds = 0.0
     if run.config is not None:
         run.folder.mkdir(parents=True, exist_ok=True)
-        write_json(run.folder / MADE_FROM, made_from(run.config, plan.encoder))
+        write_json(run.folder / MADE_FROM, made_from(run.config))
         seconds = run_training(run.config)["seconds"]
     began = time.monotonic()
     scores = scorer.score(run)
