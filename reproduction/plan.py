@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
-from declutr.common.config import ConfigError, Strict, load_config
 from declutr.common.storage import hash_json, read_json
 from declutr.common.stores.address import is_remote
 from declutr.common.suggestions import suggest
 from declutr.pipeline.config import PipelineConfig
+from declutr.reproduction.configs import load_made, replaced, run_config
 from declutr.reproduction.item import (
     DATA,
     SENTEVAL,
@@ -23,7 +23,6 @@ from declutr.reproduction.item import (
     Column,
     Item,
     KnownEncoder,
-    Prepared,
     ReproduceError,
     Scale,
     ScaleName,
@@ -46,8 +45,6 @@ from declutr.trainer.setup.config import TrainConfig
 _OWN = ("run", "seed")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=+-]+")
 _HOUR = 3600.0
-
-Config = TypeVar("Config", bound=Strict)
 
 
 @dataclass(frozen=True)
@@ -218,12 +215,12 @@ def plan_item(
     os.environ[START] = str(encoder)
     folder = work / f"{name}-{scale}"
     shards = {
-        key: _load(one, "prepare", PipelineConfig, f"shards {key}", {"output": f"${WORK}/shards/{key}"})
+        key: load_made(one, "prepare", PipelineConfig, f"shards {key}", {"output": f"${WORK}/shards/{key}"})
         for key, one in settings.shards.items()
     }
     start = None
     if settings.start is not None:
-        start = _load(settings.start, "train", TrainConfig, "start", {"run": f"${WORK}/start"})
+        start = load_made(settings.start, "train", TrainConfig, "start", {"run": f"${WORK}/start"})
     cells = item.cells(scale)
     varied = dict.fromkeys(key for cell in cells for key in cell.settings)
     if both := [(key, own) for key in changes for own in varied if overlap(key, own)]:
@@ -243,14 +240,10 @@ def plan_item(
             place = folder / f"{_UNSAFE.sub('-', cell.name)}-{seed}"
             config = None
             if cell.encoder is not None:
-                cell = replace(cell, encoder=KnownEncoder.model_validate(_replaced(cell.encoder.model_dump())))
+                cell = replace(cell, encoder=KnownEncoder.model_validate(replaced(cell.encoder.model_dump())))
             else:
                 own_values = {"run": str(place / "run"), "seed": seed}
-                given = settings.settings | cell.settings
-                inside = tuple(f"{key}." for key in changes)  # a section that is given replaces what the item has of it
-                values = {key: value for key, value in given.items() if not key.startswith(inside)} | changes
-                made = Prepared(config=str(values.pop("config", settings.config)), settings=values)
-                config = _load(made, "train", TrainConfig, cell.name, own_values)
+                config = run_config(settings, cell, changes, own_values)
             runs.append(PlannedRun(cell, seed, config, place))
     for number, run in enumerate(runs):
         if run.folder in [one.folder for one in runs[:number]]:
@@ -267,27 +260,6 @@ def plan_item(
         shards = {key: one for key, one in shards.items() if f'"{one.output}"' in read}
     partial = len(chosen) < len(cells) or not {*settings.seeds} <= {*seeds}
     return ItemPlan(name, item, scale, folder, shards, start, partial, runs)
-
-
-def _load(made: Prepared, section: str, model: type[Config], what: str, own: Settings) -> Config:
-    """A configuration with its changes, and the variables of this project in its values replaced."""
-    words = [f"{key}={json.dumps(value)}" for key, value in (made.settings | own).items()]
-    try:
-        config = load_config(made.config, section, model, words)
-    except ConfigError as error:
-        raise ReproduceError(f"{what}: {'; '.join(error.problems)} ({made.config})") from error
-    return model.model_validate(_replaced(config.model_dump(mode="json", exclude_unset=True)))
-
-
-def _replaced(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _replaced(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_replaced(one) for one in value]
-    if isinstance(value, str):
-        for name in (DATA, SENTEVAL, WORK, START):
-            value = value.replace(f"${name}", os.environ[name])
-    return value
 
 
 def _needs(run: PlannedRun) -> str:

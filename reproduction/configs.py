@@ -1,0 +1,56 @@
+"""Configurations of an item's runs, shards and start: read, and changed as the item and the command say."""
+
+import json
+import os
+from typing import Any, TypeVar
+
+from declutr.common.config import ConfigError, Strict, load_config
+from declutr.reproduction.item import DATA, SENTEVAL, START, WORK, Cell, Prepared, ReproduceError, Scale, Settings
+from declutr.trainer.setup.config import TrainConfig
+
+Config = TypeVar("Config", bound=Strict)
+
+
+def run_config(scale: Scale, cell: Cell, changes: Settings, own: Settings) -> TrainConfig:
+    """The configuration of a run.
+
+    Args:
+        scale: its scale.
+        cell: its cell.
+        changes: the command's changes for all runs.
+        own: its folder and seed.
+
+    Raises:
+        ReproduceError: a setting is wrong.
+    """
+    given = scale.settings | cell.settings
+    inside = tuple(f"{key}." for key in changes)  # a section that is given replaces what the item has of it
+    values = {key: value for key, value in given.items() if not key.startswith(inside)} | changes
+    made = Prepared(config=str(values.pop("config", scale.config)), settings=values)
+    return load_made(made, "train", TrainConfig, cell.name, own)
+
+
+def load_made(made: Prepared, section: str, model: type[Config], what: str, own: Settings) -> Config:
+    """A configuration with its changes, and the variables of this project in its values replaced.
+
+    Raises:
+        ReproduceError: a setting is wrong.
+    """
+    words = [f"{key}={json.dumps(value)}" for key, value in (made.settings | own).items()]
+    try:
+        config = load_config(made.config, section, model, words)
+    except ConfigError as error:
+        raise ReproduceError(f"{what}: {'; '.join(error.problems)} ({made.config})") from error
+    return model.model_validate(replaced(config.model_dump(mode="json", exclude_unset=True)))
+
+
+def replaced(value: Any) -> Any:
+    """Values with the variables of this project replaced."""
+    if isinstance(value, dict):
+        return {key: replaced(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [replaced(one) for one in value]
+    if isinstance(value, str):
+        for name in (DATA, SENTEVAL, WORK, START):
+            value = value.replace(f"${name}", os.environ[name])
+    return value
