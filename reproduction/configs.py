@@ -2,9 +2,12 @@
 
 import json
 import os
+from pathlib import Path
 from typing import Any, TypeVar
 
 from declutr.common.config import ConfigError, Strict, load_config
+from declutr.evaluation.encoders.modules import read_recipe
+from declutr.evaluation.encoders.protocol import EncoderError
 from declutr.reproduction.item import DATA, SENTEVAL, START, WORK, Cell, Prepared, ReproduceError, Scale, Settings
 from declutr.trainer.setup.config import TrainConfig
 
@@ -54,3 +57,16 @@ def replaced(value: Any) -> Any:
         for name in (DATA, SENTEVAL, WORK, START):
             value = value.replace(f"${name}", os.environ[name])
     return value
+
+
+def prompt_of(start: Path) -> str:
+    """The text that an encoder in a folder puts before each text; "" if none.
+
+    Raises:
+        ReproduceError: its files are damaged.
+    """
+    try:
+        recipe = read_recipe(str(start), "mean")  # the runs decide the pooling
+    except EncoderError as error:
+        raise ReproduceError(f"--start: {error}") from error
+    return recipe.prompt if recipe else ""

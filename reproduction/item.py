@@ -178,7 +178,10 @@ class Item(Strict):
         return self
 
     def cells(self, scale: ScaleName) -> list["Cell"]:
-        """The encoders; or the start of a scale's runs, then the combinations of labels, the last axis fastest."""
+        """The encoders; or the start of a scale's runs, then the combinations of labels, the last axis fastest.
+
+        The plan sets the pooling of the start.
+        """
         if self.encoders:
             return [Cell({"encoder": label}, {}, encoder) for label, encoder in self.encoders.items()]
         start = [Cell({}, {}, KnownEncoder(name=f"${START}"))] if self.scales[scale].start else []

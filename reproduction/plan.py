@@ -13,7 +13,7 @@ from declutr.common.storage import hash_json, read_json
 from declutr.common.stores.address import is_remote
 from declutr.common.suggestions import suggest
 from declutr.pipeline.config import PipelineConfig
-from declutr.reproduction.configs import load_made, replaced, run_config
+from declutr.reproduction.configs import load_made, prompt_of, replaced, run_config
 from declutr.reproduction.item import (
     DATA,
     SENTEVAL,
@@ -230,21 +230,27 @@ def plan_item(
     labels = list(dict.fromkeys(label for cell in cells for label in (*cell.labels.values(), cell.name)))
     if unknown := [label for label in only if label not in labels]:
         raise ReproduceError(f"--only {unknown[0]}: no label of {name}{suggest(unknown[0], labels)}")
-    runs: list[PlannedRun] = []
     seeds = seeds or settings.seeds
     chosen = [cell for cell in cells if not only or {*only} & {cell.name, *cell.labels.values()}]
+    configs = {
+        (cell.name, seed): run_config(settings, cell, changes, {"run": str(_place(folder, cell, seed)), "seed": seed})
+        for seed in seeds
+        for cell in cells
+        if cell.encoder is None
+    }
+    poolings = {config.encoder.pooling for config in configs.values()}
+    runs: list[PlannedRun] = []
     for seed in seeds:
         for cell in chosen:
-            if cell.encoder is not None and seed != seeds[0]:
-                continue  # scored once
-            place = folder / f"{_UNSAFE.sub('-', cell.name)}-{seed}"
-            config = None
+            config = configs.get((cell.name, seed))
             if cell.encoder is not None:
-                cell = replace(cell, encoder=KnownEncoder.model_validate(replaced(cell.encoder.model_dump())))
-            else:
-                own_values = {"run": str(place / "run"), "seed": seed}
-                config = run_config(settings, cell, changes, own_values)
-            runs.append(PlannedRun(cell, seed, config, place))
+                if seed != seeds[0]:
+                    continue  # scored once
+                values = replaced(cell.encoder.model_dump())
+                if len(poolings) == 1:  # else a comparison with the start would be one of poolings, too
+                    values["pooling"] = next(iter(poolings))
+                cell = replace(cell, encoder=KnownEncoder.model_validate(values))
+            runs.append(PlannedRun(cell, seed, config, _place(folder, cell, seed).parent))
     for number, run in enumerate(runs):
         if run.folder in [one.folder for one in runs[:number]]:
             raise ReproduceError(f"{name}: two runs would have the folder {run.folder}; give each label and seed once")
@@ -254,12 +260,22 @@ def plan_item(
     if given_start is not None:
         if start is None or any(run.config and run.config.encoder.pretrained != os.environ[START] for run in runs):
             raise ReproduceError(f"{name} takes no --start: the encoder of its runs is not ${START}")
+        if prompt := prompt_of(encoder):
+            raise ReproduceError(
+                f"--start {given_start}: puts {prompt!r} before each text, and its runs would not; name an encoder "
+                "without a default prompt"
+            )
         start = None
     if given_start is not None or only:
         read = json.dumps([one.model_dump(mode="json") for one in (start, *(run.config for run in runs)) if one])
         shards = {key: one for key, one in shards.items() if f'"{one.output}"' in read}
     partial = len(chosen) < len(cells) or not {*settings.seeds} <= {*seeds}
     return ItemPlan(name, item, scale, folder, shards, start, partial, runs)
+
+
+def _place(folder: Path, cell: Cell, seed: int) -> Path:
+    """Folder of a run."""
+    return folder / f"{_UNSAFE.sub('-', cell.name)}-{seed}" / "run"
 
 
 def _needs(run: PlannedRun) -> str:
