@@ -1,5 +1,6 @@
 """Runs an item: prepares shards, trains the start and every run, scores them, and writes the results after each."""
 
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from declutr.common.lock import RunLock
+from declutr.common.relay import CALLER
 from declutr.common.storage import write_json, write_text
 from declutr.pipeline.config import PipelineConfig
 from declutr.reproduction.item import ReproduceError
@@ -87,7 +89,7 @@ def _alone(folder: Path, say: Callable[[str], None]) -> RunLock:
 
 
 def _prepare(name: str, config: PipelineConfig, work: Path) -> None:
-    """Prepares shards in a separate process, whose Ray session ends with it.
+    """Prepares shards in a separate process, whose Ray session ends with it, and which is killed with this one.
 
     Raises:
         ReproduceError: the command failed.
@@ -97,7 +99,10 @@ def _prepare(name: str, config: PipelineConfig, work: Path) -> None:
     write_text(settings, yaml.safe_dump({"prepare": values}, sort_keys=False))
     with log.open("a") as output:
         done = subprocess.run(
-            [sys.executable, "-m", "declutr.cli.main", "prepare", str(settings)], stdout=output, stderr=output
+            [sys.executable, "-m", "declutr.cli.main", "prepare", str(settings)],
+            env=os.environ | {CALLER: str(os.getpid())},
+            stdout=output,
+            stderr=output,
         )
     if done.returncode:
         raise ReproduceError(
