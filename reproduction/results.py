@@ -128,7 +128,7 @@ def _differences(column: str, found: Sequence[LabelComparison]) -> Iterator[str]
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
     for one in found:
         interval = "" if one.interval is None else f"{one.interval[0]:+.2f} to {one.interval[1]:+.2f}"
-        told = "" if one.measurable or one.interval is None else " (not measurable)"
+        told = "" if one.measurable else " (one seed)" if one.seeds == 1 else " (not measurable)"
         spread = "" if one.pairing is None else f"{one.spread:.2f} / {one.unpaired:.2f} = {one.pairing:.2f}"
         p = "" if one.p is None else f"{one.p:.3f}"
         label = f"{one.axis}: {one.label} over {one.base}" + (f", {one.within}" if one.within else "")
