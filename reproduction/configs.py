@@ -2,14 +2,31 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from declutr.common.config import ConfigError, Strict, load_config
+from declutr.common.suggestions import suggest
 from declutr.evaluation.encoders.modules import read_recipe
 from declutr.evaluation.encoders.protocol import EncoderError
-from declutr.reproduction.item import DATA, SENTEVAL, START, WORK, Cell, Prepared, ReproduceError, Scale, Settings
+from declutr.reproduction.item import (
+    DATA,
+    SENTEVAL,
+    START,
+    WORK,
+    Cell,
+    Column,
+    Prepared,
+    ReproduceError,
+    Scale,
+    Settings,
+)
+from declutr.trainer.objectives.config import NN_ACCURACY
+from declutr.trainer.objectives.row_score import REPORTED
 from declutr.trainer.setup.config import TrainConfig
+
+_OTHER_SCORES = ("alignment", "uniformity", "effective_rank", "distant_share")
 
 Config = TypeVar("Config", bound=Strict)
 
@@ -57,6 +74,36 @@ def replaced(value: Any) -> Any:
         for name in (DATA, SENTEVAL, WORK, START):
             value = value.replace(f"${name}", os.environ[name])
     return value
+
+
+def refuse_unknown_scores(columns: Mapping[str, Column], config: TrainConfig, what: str) -> None:
+    """Refuses a column of a score that no validation of a run has.
+
+    Args:
+        columns: the columns.
+        config: configuration of the run.
+        what: its name.
+
+    Raises:
+        ReproduceError: naming the column.
+    """
+    validation, objective = config.validation, config.objective
+    of_rows = [*validation.pairs, *objective.scores]
+    cuts = [size for size in objective.matryoshka.sizes if size != "all"] if objective.matryoshka else []
+    whole = [*of_rows, *_OTHER_SCORES]
+    known = [*whole, *(f"{name}_{size}" for name in whole for size in cuts)]
+    known += [REPORTED + name for name in ([validation.score] if validation.score in known else known)]
+    known += [f"{name}_{NN_ACCURACY}" for name in config.auxiliary_tasks]
+    for name, column in columns.items():
+        if column.validation and not validation.every_steps:
+            raise ReproduceError(
+                f"column {name}: {what} has no scores, because validation.every_steps = 0; set it above 0"
+            )
+        if column.validation and column.validation not in known:
+            raise ReproduceError(
+                f"column {name}: {what} has no score {column.validation}{suggest(column.validation, known)}; it has "
+                f"{', '.join(known)}"
+            )
 
 
 def prompt_of(start: Path) -> str:

@@ -13,7 +13,7 @@ from declutr.common.storage import hash_json, read_json
 from declutr.common.stores.address import is_remote
 from declutr.common.suggestions import suggest
 from declutr.pipeline.config import PipelineConfig
-from declutr.reproduction.configs import load_made, prompt_of, replaced, run_config
+from declutr.reproduction.configs import load_made, prompt_of, refuse_unknown_scores, replaced, run_config
 from declutr.reproduction.item import (
     DATA,
     SENTEVAL,
@@ -255,6 +255,7 @@ def plan_item(
         if run.folder in [one.folder for one in runs[:number]]:
             raise ReproduceError(f"{name}: two runs would have the folder {run.folder}; give each label and seed once")
         if run.config is not None:
+            refuse_unknown_scores(settings.columns or item.columns, run.config, run.cell.name)
             run_ready(run.config)
             refuse_other(run.folder, made_from(run.config))
     if given_start is not None:
