@@ -45,7 +45,9 @@ def run_config(scale: Scale, cell: Cell, changes: Settings, own: Settings) -> Tr
     """
     given = scale.settings | cell.settings
     inside = tuple(f"{key}." for key in changes)  # a section that is given replaces what the item has of it
-    values = {key: value for key, value in given.items() if not key.startswith(inside)} | changes
+    others = {*TrainConfig.alternatives} if {*TrainConfig.alternatives} & {*changes} else set()
+    kept = {key: value for key, value in given.items() if key not in others and not key.startswith(inside)}
+    values = kept | changes
     made = Prepared(config=str(values.pop("config", scale.config)), settings=values)
     return load_made(made, "train", TrainConfig, cell.name, own)
 

@@ -223,7 +223,8 @@ def plan_item(
         start = load_made(settings.start, "train", TrainConfig, "start", {"run": f"${WORK}/start"})
     cells = item.cells(scale)
     varied = dict.fromkeys(key for cell in cells for key in cell.settings)
-    if both := [(key, own) for key in changes for own in varied if overlap(key, own)]:
+    one_of = {*TrainConfig.alternatives}
+    if both := [(key, own) for key in changes for own in varied if overlap(key, own) or {key, own} <= one_of]:
         raise ReproduceError(
             f"{both[0][0]} cannot be changed for all runs, which differ in {both[0][1]}; change a copy of its file"
         )

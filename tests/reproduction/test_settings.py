@@ -50,3 +50,22 @@ def refusal(capsys, item, *more):
 def test_column_of_a_score_that_no_run_has_is_refused_before_anything_starts(item, capsys, score, settings, parts):
     line = refusal(capsys, changed(item, settings, columns={"A": {"validation": score}}))
     assert (not line) if parts is None else [part for part in parts if part not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "told"),
+    [
+        ({"steps": None, "epochs": 1}, "steps=3", "3 steps x 8 documents"),
+        ({"steps": 5}, "epochs=2", "2 pass(es)"),
+        ({"steps": None, "epochs": 1}, "epochs=2", "2 pass(es)"),
+    ],
+)
+def test_steps_of_the_command_replace_epochs_of_the_item(item, capsys, own, given, told):
+    assert run(arguments(changed(item, own), item.parent / "work", "--plan", given)) == 0
+    assert told in capsys.readouterr().out
+
+
+def test_steps_are_refused_where_runs_differ_in_epochs(item, capsys):
+    axes = {"anchors": {"A=1": {"epochs": 2}, "A=2": {}}}
+    told = refusal(capsys, changed(item, {}, axes=axes), "steps=3")
+    assert "steps cannot be changed for all runs, which differ in epochs" in told
