@@ -58,7 +58,7 @@ def load_made(made: Prepared, section: str, model: type[Config], what: str, own:
     Raises:
         ReproduceError: a setting is wrong.
     """
-    words = [f"{key}={json.dumps(value)}" for key, value in (made.settings | own).items()]
+    words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in (made.settings | own).items()]
     try:
         config = load_config(made.config, section, model, words)
     except ConfigError as error:

@@ -270,7 +270,7 @@ def plan_item(
         start = None
     if given_start is not None or only:
         read = json.dumps([one.model_dump(mode="json") for one in (start, *(run.config for run in runs)) if one])
-        shards = {key: one for key, one in shards.items() if f'"{one.output}"' in read}
+        shards = {key: one for key, one in shards.items() if json.dumps(one.output) in read}
     partial = len(chosen) < len(cells) or not {*settings.seeds} <= {*seeds}
     return ItemPlan(name, item, scale, folder, shards, start, partial, runs)
 
