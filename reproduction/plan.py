@@ -12,6 +12,8 @@ from typing import Any
 from declutr.common.storage import hash_json, read_json
 from declutr.common.stores.address import is_remote
 from declutr.common.suggestions import suggest
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.runner.plan import VERSIONS
 from declutr.pipeline.config import PipelineConfig
 from declutr.reproduction.configs import load_made, prompt_of, refuse_unknown_scores, replaced, run_config
 from declutr.reproduction.item import (
@@ -104,6 +106,12 @@ class ItemPlan:
         return self.settings.columns or self.item.columns
 
     @property
+    def classifier(self) -> ClassifierConfig:
+        """Settings of the classifiers."""
+        official = self.settings.preset == "official"
+        return ClassifierConfig.official() if official else ClassifierConfig.prototyping()
+
+    @property
     def results(self) -> str:
         """Name of the files with the results, without its end. A part does not replace the results of the whole."""
         return "results-part" if self.partial else "results"
@@ -120,7 +128,7 @@ class ItemPlan:
         if run.config is not None:
             made_by += [run.config.hash(), made_from(run.config), data_identity(run.config)]
         columns = {name: column.model_dump(mode="json") for name, column in self.columns.items()}
-        return hash_json([made_by, columns, self.settings.preset])
+        return hash_json([made_by, columns, self.classifier.model_dump(mode="json"), dict(VERSIONS)])
 
     def finished(self, run: PlannedRun, data: str | None = None) -> dict[str, Any] | None:
         """Scores and seconds of a finished run; None if it has none of these settings, or of other data.

@@ -8,7 +8,6 @@ from declutr.common.cluster import SessionConfig
 from declutr.common.storage import hash_json
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.senteval.checks.checking import inspect
-from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, find
 from declutr.evaluation.senteval.runner.harness import Evaluated, evaluate
 from declutr.evaluation.senteval.runner.plan import ScoringChoice
@@ -46,11 +45,10 @@ class Scorer:
         protocols = {
             _protocol(task, column) for column in plan.columns.values() for task in column.names if not _by_subset(task)
         }
-        preset = ClassifierConfig.official if plan.settings.preset == "official" else ClassifierConfig.prototyping
         self._choice = ScoringChoice(
             tasks=plan.tasks,
             protocols=tuple(sorted(protocols)) or ("senteval",),
-            classifier=preset(),
+            classifier=plan.classifier,
             geometry=False,
         )
 

@@ -10,6 +10,8 @@ from papers import write_item
 from prepared import Row, write_prepared
 from tinyruns import GEOMETRY
 
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.runner.plan import VERSIONS
 from declutr.reproduction.item import ReproduceError, load_item
 from declutr.reproduction.plan import plan_item
 from declutr.reproduction.readiness import MADE_FROM, made_from, refuse_other
@@ -91,7 +93,7 @@ IMAGES = {"data": "shards", "objective": {"kind": "supcon"}, "frontend": {"pretr
         ({"encoder": {"pretrained": "~/encoder"}}, "encoder/model.safetensors"),
         ({"auxiliary_tasks": {"image": IMAGES}}, "encoder/model.safetensors"),
         ({"validation.stsb": "~/data"}, "data/sts-dev.csv"),
-        ({"validation.stsb": None, "validation.sickr": "${PLACE}/data"}, "data/SICK_trial.txt"),
+        ({"validation.sickr": "${PLACE}/data"}, "data/SICK_trial.txt"),
     ],
 )
 def test_run_of_other_encoders_or_judged_pairs_has_other_scores_and_is_refused(home, settings, changed):
@@ -123,3 +125,13 @@ def test_what_is_not_there_now_refuses_no_run(home):
     refuse_other(home / "run", {"start": ""})
     with pytest.raises(ReproduceError, match="was trained with another start"):
         refuse_other(home / "run", {"start": "def"})
+
+
+def test_other_methods_and_classifiers_give_other_scores(home, monkeypatch):
+    found = [trained(home, {})]
+    monkeypatch.setitem(VERSIONS, "cosine", VERSIONS["cosine"] + 1)
+    found.append(trained(home, {}))
+    scale = {"config": str(home / "train.yaml"), "settings": {}, "preset": "prototyping"}
+    made = plan(home, {"scales": {"tiny": scale}})
+    assert len({*found, made.identity(made.runs[0])}) == 3
+    assert made.classifier == ClassifierConfig.prototyping()
