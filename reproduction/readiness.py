@@ -24,6 +24,8 @@ from declutr.trainer.setup.geometry import with_geometry
 
 MADE_FROM = "made_from.json"
 """File of a run's folder with what `made_from` returned before it was trained."""
+TRAINED_BY = "trained_by.json"
+"""File of a run's folder with the commits, versions and hardware by which it was trained."""
 _UNTRAINED = re.compile(r"untrained(@\d+)?:")
 
 
