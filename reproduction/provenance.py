@@ -59,12 +59,16 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
+    """Commit of this code; None if it is no checkout, also if it is installed inside another repository."""
+
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True, timeout=30
         ).stdout.strip()
 
     try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != _ROOT:
+            return None
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
