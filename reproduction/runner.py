@@ -137,8 +137,9 @@ def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:
     began = time.monotonic()
     scores, warnings = scorer.score(run)
     seconds += time.monotonic() - began
-    known = {"identity": plan.identity(run), "data": scorer.data_identity, "marks": scorer.marks, "warnings": warnings}
-    known |= {"seconds": round(seconds, 1), "scores": scores, "made": lasting_facts(), "trained": trained}
+    known: dict[str, Any] = {"identity": plan.identity(run), "data": scorer.data_identity, "marks": scorer.marks}
+    known |= {"scores": scores, "warnings": warnings, "seconds": round(seconds, 1)}
+    known |= {"made": lasting_facts(), "trained": trained}
     write_json(run.scores, known)
 
 
