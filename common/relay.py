@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from declutr.common.watcher import Watcher
 
+CALLER = "DECLUTR_CALLER"
+"""Variable with the process id of a command that starts another one, which is to be killed with it."""
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 1.0
@@ -43,8 +45,9 @@ def relay() -> None:
     """Returns in a child process with a new session; this process forwards signals to it and never returns.
 
     The exit status is that of the child, also death by a signal. The child is killed if this process is killed, so
-    no run continues unseen. A signal that is ignored, as SIGHUP under `nohup`, stays ignored; SIGTERM and SIGINT never
-    are. Call it in the main thread, before another thread has started.
+    no run continues unseen, and this process if its parent is killed and the variable `CALLER` names it. A signal that
+    is ignored, as SIGHUP under `nohup`, stays ignored; SIGTERM and SIGINT never are. Call it in the main thread, before
+    another thread has started.
     """
     global _parent
     taken: set[int] = {
@@ -54,9 +57,11 @@ def relay() -> None:
     }
     taken.add(signal.SIGCHLD)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, taken)  # a signal waits until both processes can take it
-    parent = os.getpid()
+    parent, caller = os.getpid(), os.environ.pop(CALLER, None)
     child = os.fork()
     if child:
+        if caller:
+            end_with(int(caller))
         _forward(child, taken)
     _parent = parent
     os.setsid()

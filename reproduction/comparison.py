@@ -15,6 +15,7 @@ from scipy import stats
 from declutr.reproduction.item import Cell
 
 _CONFIDENCE = 0.95
+_ROUNDING = 1e-9  # of numbers in percent, as a share of their difference if it is above 1
 
 Numbers = Mapping[str, Mapping[int, float]]
 """A column's numbers by cell and seed."""
@@ -34,8 +35,8 @@ class LabelComparison:
         spread: standard deviation of the S differences; None with one seed.
         unpaired: standard deviation that the difference would have if its two runs shared nothing; None if one side
             does not vary.
-        interval: 95% interval of the mean difference; None with one seed.
-        p: probability of such a difference if there is none (two-sided paired t-test); None if nothing varies.
+        interval: 95% interval of the mean difference; None with one seed, or if nothing varies but by rounding.
+        p: probability of such a difference if there is none (two-sided paired t-test); None where the interval is.
     """
 
     axis: str
@@ -126,7 +127,9 @@ def _compare(sides: tuple[str, str, str, str], ours: Sequence[float], theirs: Se
     spread, unpaired = stdev(differences), None
     if variance(ours) and variance(theirs):  # an encoder that is scored as it is has no spread to share
         unpaired = (variance(ours) + variance(theirs)) ** 0.5
+    if spread <= _ROUNDING * max(1.0, abs(mean)):
+        return LabelComparison(*sides, count, mean, spread, unpaired)
     error = spread / count**0.5
     half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1)) * error
-    p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else None
+    p = float(2 * stats.t.sf(abs(mean) / error, count - 1))
     return LabelComparison(*sides, count, mean, spread, unpaired, (mean - half, mean + half), p)

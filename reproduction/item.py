@@ -39,7 +39,8 @@ class Column(Strict):
     their mean weighted by pairs. all: as SimCSE prints it, by cosine over all pairs, MRPC by accuracy. dev, all_dev: as
     mean and all, on development data; STS12-16, which have none, on test."""
     validation: str | None = None
-    """Score of the run's last validation, in place of tasks."""
+    """Score of the run's last validation, in place of tasks. A score of rows is that of the half that chooses
+    checkpoints; `reported_NAME` is that of the other half, of the score by which the run chooses."""
     mean_of: tuple[str, ...] = ()
     """Other columns, in place of tasks."""
     checkpoint: Literal["exported", "last"] = "exported"
@@ -178,7 +179,10 @@ class Item(Strict):
         return self
 
     def cells(self, scale: ScaleName) -> list["Cell"]:
-        """The encoders; or the start of a scale's runs, then the combinations of labels, the last axis fastest."""
+        """The encoders; or the start of a scale's runs, then the combinations of labels, the last axis fastest.
+
+        The plan sets the pooling of the start.
+        """
         if self.encoders:
             return [Cell({"encoder": label}, {}, encoder) for label, encoder in self.encoders.items()]
         start = [Cell({}, {}, KnownEncoder(name=f"${START}"))] if self.scales[scale].start else []

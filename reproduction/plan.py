@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
-from declutr.common.config import ConfigError, Strict, load_config
 from declutr.common.storage import hash_json, read_json
 from declutr.common.stores.address import is_remote
 from declutr.common.suggestions import suggest
+from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.runner.plan import VERSIONS
 from declutr.pipeline.config import PipelineConfig
+from declutr.reproduction.configs import load_made, prompt_of, refuse_unknown_scores, replaced, run_config
 from declutr.reproduction.item import (
     DATA,
     SENTEVAL,
@@ -23,7 +25,6 @@ from declutr.reproduction.item import (
     Column,
     Item,
     KnownEncoder,
-    Prepared,
     ReproduceError,
     Scale,
     ScaleName,
@@ -32,7 +33,7 @@ from declutr.reproduction.item import (
 )
 from declutr.reproduction.readiness import (
     data_identity,
-    files_identity,
+    encoder_identity,
     made_from,
     refuse_other,
     run_ready,
@@ -46,8 +47,6 @@ from declutr.trainer.setup.config import TrainConfig
 _OWN = ("run", "seed")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=+-]+")
 _HOUR = 3600.0
-
-Config = TypeVar("Config", bound=Strict)
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ class ItemPlan:
         folder: folder of the item's results.
         shards: configurations of the shards to prepare, by name.
         start: configuration of the run to start from, or None.
-        encoder: folder of the encoder that runs start from, which need not exist yet.
         partial: True if `runs` are not all cells and seeds of the scale.
         runs: the runs, one seed after the other, so that every cell has one soon.
     """
@@ -94,7 +92,6 @@ class ItemPlan:
     folder: Path
     shards: dict[str, PipelineConfig]
     start: TrainConfig | None
-    encoder: Path
     partial: bool
     runs: list[PlannedRun]
 
@@ -109,6 +106,12 @@ class ItemPlan:
         return self.settings.columns or self.item.columns
 
     @property
+    def classifier(self) -> ClassifierConfig:
+        """Settings of the classifiers."""
+        official = self.settings.preset == "official"
+        return ClassifierConfig.official() if official else ClassifierConfig.prototyping()
+
+    @property
     def results(self) -> str:
         """Name of the files with the results, without its end. A part does not replace the results of the whole."""
         return "results-part" if self.partial else "results"
@@ -121,13 +124,11 @@ class ItemPlan:
     def identity(self, run: PlannedRun) -> str:
         """Hash of what decides the scores of a run, beside the data of its tasks."""
         known = run.cell.encoder
-        made_by: list[Any] = [known and known.model_dump(mode="json")]
-        if known and known.name == str(self.encoder):
-            made_by += [files_identity(self.encoder)]
-        elif run.config is not None:
-            made_by += [run.config.hash(), made_from(run.config, self.encoder), data_identity(run.config)]
+        made_by: list[Any] = [known and [known.model_dump(mode="json"), encoder_identity(known.name)]]
+        if run.config is not None:
+            made_by += [run.config.hash(), made_from(run.config), data_identity(run.config)]
         columns = {name: column.model_dump(mode="json") for name, column in self.columns.items()}
-        return hash_json([made_by, columns, self.settings.preset])
+        return hash_json([made_by, columns, self.classifier.model_dump(mode="json"), dict(VERSIONS)])
 
     def finished(self, run: PlannedRun, data: str | None = None) -> dict[str, Any] | None:
         """Scores and seconds of a finished run; None if it has none of these settings, or of other data.
@@ -222,77 +223,69 @@ def plan_item(
     os.environ[START] = str(encoder)
     folder = work / f"{name}-{scale}"
     shards = {
-        key: _load(one, "prepare", PipelineConfig, f"shards {key}", {"output": f"${WORK}/shards/{key}"})
+        key: load_made(one, "prepare", PipelineConfig, f"shards {key}", {"output": f"${WORK}/shards/{key}"})
         for key, one in settings.shards.items()
     }
     start = None
     if settings.start is not None:
-        start = _load(settings.start, "train", TrainConfig, "start", {"run": f"${WORK}/start"})
+        start = load_made(settings.start, "train", TrainConfig, "start", {"run": f"${WORK}/start"})
     cells = item.cells(scale)
     varied = dict.fromkeys(key for cell in cells for key in cell.settings)
-    if both := [(key, own) for key in changes for own in varied if overlap(key, own)]:
+    one_of = {*TrainConfig.alternatives}
+    if both := [(key, own) for key in changes for own in varied if overlap(key, own) or {key, own} <= one_of]:
         raise ReproduceError(
             f"{both[0][0]} cannot be changed for all runs, which differ in {both[0][1]}; change a copy of its file"
         )
     labels = list(dict.fromkeys(label for cell in cells for label in (*cell.labels.values(), cell.name)))
     if unknown := [label for label in only if label not in labels]:
         raise ReproduceError(f"--only {unknown[0]}: no label of {name}{suggest(unknown[0], labels)}")
-    runs: list[PlannedRun] = []
     seeds = seeds or settings.seeds
     chosen = [cell for cell in cells if not only or {*only} & {cell.name, *cell.labels.values()}]
+    configs = {
+        (cell.name, seed): run_config(settings, cell, changes, {"run": str(_place(folder, cell, seed)), "seed": seed})
+        for seed in seeds
+        for cell in cells
+        if cell.encoder is None
+    }
+    poolings = {config.encoder.pooling for config in configs.values()}
+    runs: list[PlannedRun] = []
     for seed in seeds:
         for cell in chosen:
-            if cell.encoder is not None and seed != seeds[0]:
-                continue  # scored once
-            place = folder / f"{_UNSAFE.sub('-', cell.name)}-{seed}"
-            config = None
+            config = configs.get((cell.name, seed))
             if cell.encoder is not None:
-                cell = replace(cell, encoder=KnownEncoder.model_validate(_replaced(cell.encoder.model_dump())))
-            else:
-                own_values = {"run": str(place / "run"), "seed": seed}
-                given = settings.settings | cell.settings
-                inside = tuple(f"{key}." for key in changes)  # a section that is given replaces what the item has of it
-                values = {key: value for key, value in given.items() if not key.startswith(inside)} | changes
-                made = Prepared(config=str(values.pop("config", settings.config)), settings=values)
-                config = _load(made, "train", TrainConfig, cell.name, own_values)
-            runs.append(PlannedRun(cell, seed, config, place))
+                if seed != seeds[0]:
+                    continue  # scored once
+                values = replaced(cell.encoder.model_dump())
+                if len(poolings) == 1:  # else a comparison with the start would be one of poolings, too
+                    values["pooling"] = next(iter(poolings))
+                cell = replace(cell, encoder=KnownEncoder.model_validate(values))
+            runs.append(PlannedRun(cell, seed, config, _place(folder, cell, seed).parent))
     for number, run in enumerate(runs):
         if run.folder in [one.folder for one in runs[:number]]:
             raise ReproduceError(f"{name}: two runs would have the folder {run.folder}; give each label and seed once")
         if run.config is not None:
+            refuse_unknown_scores(settings.columns or item.columns, run.config, run.cell.name)
             run_ready(run.config)
-            if encoder.is_dir():
-                refuse_other(run.folder, made_from(run.config, encoder))
+            refuse_other(run.folder, made_from(run.config))
     if given_start is not None:
         if start is None or any(run.config and run.config.encoder.pretrained != os.environ[START] for run in runs):
             raise ReproduceError(f"{name} takes no --start: the encoder of its runs is not ${START}")
+        if prompt := prompt_of(encoder):
+            raise ReproduceError(
+                f"--start {given_start}: puts {prompt!r} before each text, and its runs would not; name an encoder "
+                "without a default prompt"
+            )
         start = None
     if given_start is not None or only:
         read = json.dumps([one.model_dump(mode="json") for one in (start, *(run.config for run in runs)) if one])
-        shards = {key: one for key, one in shards.items() if f'"{one.output}"' in read}
+        shards = {key: one for key, one in shards.items() if json.dumps(one.output) in read}
     partial = len(chosen) < len(cells) or not {*settings.seeds} <= {*seeds}
-    return ItemPlan(name, item, scale, folder, shards, start, encoder, partial, runs)
+    return ItemPlan(name, item, scale, folder, shards, start, partial, runs)
 
 
-def _load(made: Prepared, section: str, model: type[Config], what: str, own: Settings) -> Config:
-    """A configuration with its changes, and the variables of this project in its values replaced."""
-    words = [f"{key}={json.dumps(value)}" for key, value in (made.settings | own).items()]
-    try:
-        config = load_config(made.config, section, model, words)
-    except ConfigError as error:
-        raise ReproduceError(f"{what}: {'; '.join(error.problems)} ({made.config})") from error
-    return model.model_validate(_replaced(config.model_dump(mode="json", exclude_unset=True)))
-
-
-def _replaced(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _replaced(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_replaced(one) for one in value]
-    if isinstance(value, str):
-        for name in (DATA, SENTEVAL, WORK, START):
-            value = value.replace(f"${name}", os.environ[name])
-    return value
+def _place(folder: Path, cell: Cell, seed: int) -> Path:
+    """Folder of a run."""
+    return folder / f"{_UNSAFE.sub('-', cell.name)}-{seed}" / "run"
 
 
 def _needs(run: PlannedRun) -> str:

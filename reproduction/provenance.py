@@ -3,7 +3,7 @@
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,21 @@ def facts(command: Sequence[str], commit: str | None = None) -> dict[str, Any]:
     }
 
 
+def lasting_facts() -> dict[str, Any]:
+    """Those of this process that are the same for all runs of a machine: without its command and load."""
+    told = facts([])
+    hardware = {key: value for key, value in told["hardware"].items() if key != "load_average"}
+    return {"commit": told["commit"], "versions": told["versions"], "hardware": hardware}
+
+
+def origins(found: Sequence[Mapping[str, Any]]) -> str:
+    """Hardware and commits of several `facts` as Markdown, each once."""
+    hardware = [one["hardware"] for one in found]
+    names = dict.fromkeys(one["gpu"] or f"{one['cores']} cores of {one['cpu']}" for one in hardware)
+    commits = dict.fromkeys(one["commit"] or "unknown" for one in found)
+    return f"*Hardware:* {', '.join(names)}. *Commit:* {', '.join(commits)}."
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -44,12 +59,16 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
+    """Commit of this code; None if it is no checkout, also if it is installed inside another repository."""
+
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True, timeout=30
         ).stdout.strip()
 
     try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != _ROOT:
+            return None
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,15 +1,19 @@
 """Shards, start and runs of a working folder, refused if they were made from something else."""
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from declutr.common.paths import expand
 from declutr.common.storage import hash_file, hash_json, read_json
 from declutr.common.stores.address import is_remote
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
 from declutr.pipeline.shards.manifest import MANIFEST, data_hash, load_manifest
 from declutr.reproduction.item import ReproduceError
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
+from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.checkpoints.state import data_hashes
 from declutr.trainer.driver.resolved import find_shards
 from declutr.trainer.driver.run_checks import changes, other_shards, read_resume_settings
@@ -20,6 +24,9 @@ from declutr.trainer.setup.geometry import with_geometry
 
 MADE_FROM = "made_from.json"
 """File of a run's folder with what `made_from` returned before it was trained."""
+TRAINED_BY = "trained_by.json"
+"""File of a run's folder with the commits, versions and hardware by which it was trained."""
+_UNTRAINED = re.compile(r"untrained(@\d+)?:")
 
 
 def shards_ready(config: PipelineConfig) -> bool:
@@ -69,46 +76,60 @@ def start_ready(config: TrainConfig) -> bool:
     return run_ready(config)
 
 
-def made_from(config: TrainConfig, start: Path) -> dict[str, Any]:
-    """Start, judged pairs and checkpoints to choose from, which decide a run beside its settings and shards.
-
-    Args:
-        config: of the run.
-        start: folder of the encoder to start from, which need not exist yet.
-    """
-    judged = ((config.validation.stsb, STSB), (config.validation.sickr, SICKR))
-    own = config.encoder.pretrained == str(start)
-    best = config.export == "best"
+def made_from(config: TrainConfig) -> dict[str, Any]:
+    """Encoders, judged pairs and checkpoints to choose from, which decide a run beside its settings and shards."""
+    validation, best = config.validation, config.export == "best"
+    judged = ((validation.stsb, STSB), (validation.sickr, SICKR))
+    frontends = {name: task.frontend.pretrained for name, task in config.auxiliary_tasks.items()}
     return {
-        "start": files_identity(start) if own else "",
-        "validation": [files_identity(Path(place), FILES[name].name) for place, name in judged if place],
+        "start": encoder_identity(config.encoder.pretrained) if config.encoder.pretrained else "",
+        "frontend.pretrained": {name: encoder_identity(one) for name, one in frontends.items() if one} or None,
+        "validation": [files_identity(expand(place), FILES[name].name) for place, name in judged if place],
+        "validation.data": _shards_identity(validation.data) if validation.data and validation.every_steps else None,
         "checkpoint.every_steps": config.checkpoint.every_steps if best else None,
-        "validation.patience": config.validation.patience,
+        "validation.patience": validation.patience,
     }
 
 
 def refuse_other(folder: Path, now: Mapping[str, Any]) -> None:
-    """Refuses the folder of a run that was made from something else.
+    """Refuses the folder of a run that was made from something else; what is not there now ("") is not compared.
 
     Raises:
         ReproduceError: it was.
     """
     if (path := folder / MADE_FROM).is_file():
         before = read_json(path)
-        if changed := [key for key, value in now.items() if before.get(key) != value]:
+        if changed := [key for key, value in now.items() if value not in ("", before.get(key))]:
             raise ReproduceError(
                 f"{folder}: was trained with another {' and another '.join(changed)}; delete it, or name another --work"
             )
 
 
+def encoder_identity(name: str) -> str:
+    """Hash of an encoder's files; "" if they are not on this machine, such as those of a name at the hub.
+
+    Of a run it is that of the export, or else of the newest checkpoint, as `load_encoder` takes them.
+
+    Raises:
+        ReproduceError: a file cannot be read.
+    """
+    place = expand(_UNTRAINED.sub("", name, count=1))
+    if (place / EXPORT).is_dir():
+        place = place / EXPORT
+    elif (place / CHECKPOINTS).is_dir() and (steps := steps_in(place / CHECKPOINTS)):
+        place = checkpoint_path(place / CHECKPOINTS, steps[-1])
+    return files_identity(place)
+
+
 def files_identity(folder: Path, pattern: str = "*") -> str:
-    """Hash of the names and bytes of a folder's files, without hidden ones; "" without any.
+    """Hash of the names and bytes of a file or of a folder's files, without hidden ones; "" without any.
 
     Raises:
         ReproduceError: one cannot be read.
     """
     try:
-        files = [path for path in sorted(folder.rglob(pattern)) if path.is_file() and path.name[0] != "."]
+        found = [folder] if folder.is_file() else sorted(folder.rglob(pattern))
+        files = [path for path in found if path.is_file() and path.name[0] != "."]
         times = [(path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         return _hashed(folder, tuple(files), tuple(times)) if files else ""
     except OSError as error:
@@ -123,11 +144,12 @@ def _hashed(folder: Path, files: tuple[Path, ...], times: tuple[tuple[int, int],
 
 
 def data_identity(config: TrainConfig) -> dict[str, str]:
-    """Hash of the shards of each place that a run reads; "" for those that are not on this machine."""
-    return {
-        place: ""
-        if is_remote(place) or not (Path(place) / MANIFEST).is_file()
-        else data_hash(load_manifest(Path(place)))
-        for task in config.tasks().values()
-        for place in task.places
-    }
+    """Hash of the shards of each place that a run reads."""
+    return {place: _shards_identity(place) for task in config.tasks().values() for place in task.places}
+
+
+def _shards_identity(place: str) -> str:
+    """Hash of shards; "" for those that are not on this machine."""
+    if is_remote(place) or not (expand(place) / MANIFEST).is_file():
+        return ""
+    return data_hash(load_manifest(expand(place)))

@@ -8,7 +8,7 @@ from declutr.common.storage import write_json, write_text
 from declutr.evaluation.report.charts import Bar, Bars
 from declutr.reproduction.comparison import LabelComparison, compare_labels
 from declutr.reproduction.plan import ItemPlan
-from declutr.reproduction.provenance import facts
+from declutr.reproduction.provenance import facts, origins
 
 
 def write_results(plan: ItemPlan, command: Sequence[str], data: str, failed: Mapping[str, str]) -> str:
@@ -23,11 +23,16 @@ def write_results(plan: ItemPlan, command: Sequence[str], data: str, failed: Map
     cells = list({run.cell.name: run.cell for run in plan.runs}.values())
     numbers: dict[str, dict[str, dict[int, float]]] = {name: {} for name in plan.columns}
     seconds: dict[str, dict[int, float]] = {}
-    seeds, marks, machines = sorted({run.seed for run in plan.runs}), set[str](), list[dict[str, Any]]()
+    warnings: dict[str, dict[int, list[str]]] = {}
+    seeds, marks = sorted({run.seed for run in plan.runs}), set[str]()
+    trained_by, scored_by = list[dict[str, Any]](), list[dict[str, Any]]()
     for run in plan.runs:
         if found := plan.finished(run, data):
             marks |= {*found["marks"]}
-            machines += [found["made"]] if found["made"] not in machines else []
+            trained_by += [one for one in found["trained"] if one not in trained_by]
+            scored_by += [found["made"]] if found["made"] not in scored_by else []
+            if found["warnings"]:
+                warnings.setdefault(run.cell.name, {})[run.seed] = found["warnings"]
             seconds.setdefault(run.cell.name, {})[run.seed] = found["seconds"]
             for name, value in found["scores"].items():
                 scored = [run.seed] if run.config else seeds  # its numbers stand beside those of every seed
@@ -38,7 +43,12 @@ def write_results(plan: ItemPlan, command: Sequence[str], data: str, failed: Map
     names = [cell.name for cell in cells]
     many = {name: _seeds(plan, name) for name in names}
     finished = sum(map(len, seconds.values()))
-    text = "\n".join(_markdown(plan, many, numbers, compared, sorted(marks), failed, made, machines, finished)) + "\n"
+    trained_with, scored_with = (origins(one or scored_by or [made]) for one in (trained_by, scored_by))
+    differing = trained_with != scored_with
+    origin = f"Trained by: {trained_with} Scored by: {scored_with}" if differing else scored_with
+    lines = _markdown(plan, many, numbers, compared, finished)
+    notes = _notes(plan, sorted(marks), warnings, failed)
+    text = "\n".join([*lines, *notes, f"{origin} *Command:* `{made['command']}`"]) + "\n"
     write_json(
         plan.folder / f"{plan.results}.json",
         {
@@ -52,7 +62,9 @@ def write_results(plan: ItemPlan, command: Sequence[str], data: str, failed: Map
             "differences": {name: [one.to_json() for one in found] for name, found in compared.items()},
             "seconds": seconds,
             "failed": dict(failed),
-            "made_by": machines,
+            "warnings": warnings,
+            "trained_by": trained_by,
+            "scored_by": scored_by,
             "not_published_data": sorted(marks),
             "settings": plan.settings.model_dump(mode="json"),
             **made,
@@ -68,10 +80,6 @@ def _markdown(
     cells: Mapping[str, int],
     numbers: Mapping[str, Mapping[str, Mapping[int, float]]],
     compared: Mapping[str, Sequence[LabelComparison]],
-    marks: Sequence[str],
-    failed: Mapping[str, str],
-    made: Mapping[str, Any],
-    machines: Sequence[Mapping[str, Any]],
     finished: int,
 ) -> Iterator[str]:
     item, printed = plan.item, plan.item.printed
@@ -104,16 +112,27 @@ def _markdown(
             f"{fmean(pairings):.2f} of that of runs that share nothing (mean of {len(pairings)} comparisons)."
         )
     yield ""
-    if item.note:
-        yield f"{item.note}\n"
+
+
+def _notes(
+    plan: ItemPlan,
+    marks: Sequence[str],
+    warnings: Mapping[str, Mapping[int, Sequence[str]]],
+    failed: Mapping[str, str],
+) -> Iterator[str]:
+    """What a reader of the tables must know."""
+    if plan.item.note:
+        yield f"{plan.item.note}\n"
+    if warnings:
+        yield "Warnings of the scoring:\n"
+        yield from (
+            f"- {name}, seed {seed}: {'; '.join(one)}" for name, by in warnings.items() for seed, one in by.items()
+        )
+        yield ""
     if marks:
         yield f"Data that differ from the published ones: {'; '.join(marks)}.\n"
     if failed:
         yield f"Failed: {'; '.join(f'{name}: {reason}' for name, reason in failed.items())}.\n"
-    hardware = [one["hardware"] for one in machines or [made]]
-    names = dict.fromkeys(one["gpu"] or f"{one['cores']} cores of {one['cpu']}" for one in hardware)
-    commits = dict.fromkeys(one["commit"] for one in machines or [made])
-    yield f"*Hardware:* {', '.join(names)}. *Commit:* {', '.join(map(str, commits))}. *Command:* `{made['command']}`"
 
 
 def _seeds(plan: ItemPlan, cell: str) -> int:
@@ -128,7 +147,7 @@ def _differences(column: str, found: Sequence[LabelComparison]) -> Iterator[str]
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
     for one in found:
         interval = "" if one.interval is None else f"{one.interval[0]:+.2f} to {one.interval[1]:+.2f}"
-        told = "" if one.measurable or one.interval is None else " (not measurable)"
+        told = "" if one.measurable else " (one seed)" if one.seeds == 1 else " (not measurable)"
         spread = "" if one.pairing is None else f"{one.spread:.2f} / {one.unpaired:.2f} = {one.pairing:.2f}"
         p = "" if one.p is None else f"{one.p:.3f}"
         label = f"{one.axis}: {one.label} over {one.base}" + (f", {one.within}" if one.within else "")

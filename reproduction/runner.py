@@ -1,20 +1,31 @@
 """Runs an item: prepares shards, trains the start and every run, scores them, and writes the results after each."""
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from declutr.common.lock import RunLock
-from declutr.common.storage import write_json, write_text
+from declutr.common.relay import CALLER
+from declutr.common.storage import read_json, write_json, write_text
 from declutr.pipeline.config import PipelineConfig
 from declutr.reproduction.item import ReproduceError
 from declutr.reproduction.plan import ItemPlan, PlannedRun
-from declutr.reproduction.provenance import facts
-from declutr.reproduction.readiness import MADE_FROM, made_from, refuse_other, shards_ready, start_ready
+from declutr.reproduction.provenance import lasting_facts
+from declutr.reproduction.readiness import (
+    MADE_FROM,
+    TRAINED_BY,
+    made_from,
+    refuse_other,
+    run_ready,
+    shards_ready,
+    start_ready,
+)
 from declutr.reproduction.results import write_results
 from declutr.reproduction.scoring import Scorer
 from declutr.trainer.driver.failure import TrainingFailedError
@@ -63,7 +74,7 @@ def reproduce(
     with _alone(plan.folder, say):
         for run in plan.runs:
             if run.config is not None:
-                refuse_other(run.folder, made_from(run.config, plan.encoder))
+                refuse_other(run.folder, made_from(run.config))
         data, failed = scorer.data_identity, dict[str, str]()
         for number, run in enumerate(plan.runs, 1):
             if plan.finished(run, data) is None:
@@ -87,7 +98,7 @@ def _alone(folder: Path, say: Callable[[str], None]) -> RunLock:
 
 
 def _prepare(name: str, config: PipelineConfig, work: Path) -> None:
-    """Prepares shards in a separate process, whose Ray session ends with it.
+    """Prepares shards in a separate process, whose Ray session ends with it, and which is killed with this one.
 
     Raises:
         ReproduceError: the command failed.
@@ -97,7 +108,10 @@ def _prepare(name: str, config: PipelineConfig, work: Path) -> None:
     write_text(settings, yaml.safe_dump({"prepare": values}, sort_keys=False))
     with log.open("a") as output:
         done = subprocess.run(
-            [sys.executable, "-m", "declutr.cli.main", "prepare", str(settings)], stdout=output, stderr=output
+            [sys.executable, "-m", "declutr.cli.main", "prepare", str(settings)],
+            env=os.environ | {CALLER: str(os.getpid())},
+            stdout=output,
+            stderr=output,
         )
     if done.returncode:
         raise ReproduceError(
@@ -114,16 +128,25 @@ def _train_start(config: TrainConfig, say: Callable[[str], None]) -> None:
 
 def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:
     """Trains a run to its end and scores it."""
-    seconds = 0.0
+    seconds, trained = 0.0, list[dict[str, Any]]()
     if run.config is not None:
         run.folder.mkdir(parents=True, exist_ok=True)
-        write_json(run.folder / MADE_FROM, made_from(run.config, plan.encoder))
+        write_json(run.folder / MADE_FROM, made_from(run.config))
+        trained = _trained_by(run.folder / TRAINED_BY, run_ready(run.config))
         seconds = run_training(run.config)["seconds"]
     began = time.monotonic()
-    scores = scorer.score(run)
+    scores, warnings = scorer.score(run)
     seconds += time.monotonic() - began
-    known = {"identity": plan.identity(run), "data": scorer.data_identity, "marks": scorer.marks}
-    told = facts([])
-    hardware = {key: value for key, value in told["hardware"].items() if key != "load_average"}
-    made = {"commit": told["commit"], "versions": told["versions"], "hardware": hardware}
-    write_json(run.scores, known | {"seconds": round(seconds, 1), "scores": scores, "made": made})
+    known: dict[str, Any] = {"identity": plan.identity(run), "data": scorer.data_identity, "marks": scorer.marks}
+    known |= {"scores": scores, "warnings": warnings, "seconds": round(seconds, 1)}
+    known |= {"made": lasting_facts(), "trained": trained}
+    write_json(run.scores, known)
+
+
+def _trained_by(path: Path, finished: bool) -> list[dict[str, Any]]:
+    """Facts of all processes that trained a run, kept in a file; this one is the last unless the run has finished."""
+    found: list[dict[str, Any]] = read_json(path) if path.is_file() else []
+    if not finished and (now := lasting_facts()) not in found:
+        found.append(now)
+        write_json(path, found)
+    return found

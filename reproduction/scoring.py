@@ -8,7 +8,6 @@ from declutr.common.cluster import SessionConfig
 from declutr.common.storage import hash_json
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.senteval.checks.checking import inspect
-from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, find
 from declutr.evaluation.senteval.runner.harness import Evaluated, evaluate
 from declutr.evaluation.senteval.runner.plan import ScoringChoice
@@ -46,11 +45,10 @@ class Scorer:
         protocols = {
             _protocol(task, column) for column in plan.columns.values() for task in column.names if not _by_subset(task)
         }
-        preset = ClassifierConfig.official if plan.settings.preset == "official" else ClassifierConfig.prototyping
         self._choice = ScoringChoice(
             tasks=plan.tasks,
             protocols=tuple(sorted(protocols)) or ("senteval",),
-            classifier=preset(),
+            classifier=plan.classifier,
             geometry=False,
         )
 
@@ -64,8 +62,10 @@ class Scorer:
         """Hash of the tasks' files."""
         return hash_json({one.task.name: [one.standing, dict(one.data.files)] for one in self._inspections if one.data})
 
-    def score(self, run: PlannedRun) -> dict[str, float]:
-        """The numbers of a finished run, by column; an encoder that is scored as it is has none of a validation.
+    def score(self, run: PlannedRun) -> tuple[dict[str, float], list[str]]:
+        """The numbers of a finished run by column, and the warnings of their scoring.
+
+        An encoder that is scored as it is has no number of a validation.
 
         Raises:
             ReproduceError: a number is missing.
@@ -86,7 +86,15 @@ class Scorer:
         for name, column in self._plan.columns.items():
             if column.mean_of and made.keys() >= {*column.mean_of}:
                 made[name] = fmean(made[one] for one in column.mean_of)
-        return {name: made[name] for name in self._plan.columns if name in made}
+        warnings = dict.fromkeys(line for one in found.values() for line in self._warnings(one))
+        return {name: made[name] for name in self._plan.columns if name in made}, list(warnings)
+
+    def _warnings(self, found: Evaluated) -> list[str]:
+        """Warnings about an encoder and its scores, without those about the data, which are the same for all."""
+        data = {str(finding) for one in self._inspections for finding in one.findings}
+        results = [one for report in found.reports.values() for one in report.results.values()]
+        told = [f"{find(one.task).label}: {line}" for one in results for line in one.warnings if line not in data]
+        return [*found.warnings, *told]
 
     def _evaluate(self, run: PlannedRun, checkpoint: str) -> Evaluated:
         known = run.cell.encoder

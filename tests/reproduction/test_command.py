@@ -198,7 +198,7 @@ def test_part_of_an_item_does_not_replace_the_results_of_all(item, finished, tmp
     assert (work / "terms-tiny/results.json").read_bytes() == whole
     part = json.loads((work / "terms-tiny/results-part.json").read_text())
     assert part["numbers"]["STS-B"].keys() == {"mlm, 100%", "mlm, 50%"}
-    (made,) = part["made_by"]
+    (made,) = part["trained_by"]
     assert made["versions"]["torch"]
     (work / "terms-tiny/mlm-50--1/scores.json").unlink()
     plan = plan_item("terms", load_item(str(item)), "tiny", *places(item, work), {}, None)

@@ -6,6 +6,7 @@ from scipy import stats
 
 from declutr.reproduction.comparison import compare_labels
 from declutr.reproduction.item import Cell
+from declutr.reproduction.results import _differences
 
 AXES = [Cell({"terms": terms, "share": share}, {}) for terms in ("both", "mlm") for share in ("all", "half")]
 
@@ -82,12 +83,19 @@ def test_only_combinations_that_both_labels_have_are_compared():
     assert compare_labels(apart, given) == []
 
 
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_few_or_equal_numbers_have_no_p(seeds):
-    equal = {cell.name: dict.fromkeys(range(seeds), 1.0) for cell in AXES}
+@pytest.mark.parametrize("effect", [0.0, 0.1, 40.1])
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+def test_few_numbers_or_equal_differences_have_neither_interval_nor_p(seeds, effect):
+    """Differences that are equal but for rounding, such as 0.3 - 0.2 and 0.2 - 0.1, vary by nothing."""
+    equal = {
+        cell.name: {seed: 0.1 * seed + effect * (cell.labels["terms"] == "mlm") for seed in range(seeds)}
+        for cell in AXES
+    }
     one = compare_labels(AXES, equal)[0]
-    assert (one.difference, one.p, one.measurable, one.pairing) == (0.0, None, False, None)
-    assert one.interval == (None if seeds == 1 else (0.0, 0.0))
+    assert one.difference == pytest.approx(effect)
+    assert (one.p, one.interval, one.measurable) == (None, None, False)
+    (line,) = [line for line in _differences("STS-B", [one]) if "mlm over both |" in line]
+    assert ("(one seed)" if seeds == 1 else "(not measurable)") in line
 
 
 def test_every_label_of_every_axis_is_compared_with_the_start():

@@ -68,9 +68,16 @@ def test_given_start_replaces_the_start_and_its_shards(tmp_path):
     assert own.shards.keys() - given.shards.keys() == {"tiny-documents"}
     names = {run.config.encoder.pretrained if run.config else run.cell.encoder.name for run in given.runs}
     assert names == {str(start)}
-    one = plan_item("siblings", item, "tiny", *places(tmp_path), {}, [0], start, ["start", "SCL"])
+
+
+@pytest.mark.parametrize("name", ["work", 'Größe "1" 😀'])
+def test_part_of_an_item_needs_its_own_shards_alone(tmp_path, name):
+    item, start, folder = load_item("siblings"), tmp_path / "start", tmp_path / name
+    start.mkdir()
+    one = plan_item("siblings", item, "tiny", *places(folder), {}, [0], start, ["start", "SCL"])
     assert [run.cell.name for run in one.runs] == ["start", "SCL"]
     assert set(one.shards) == {"siblings-pairs"}
+    assert one.runs[1].config.run == str(folder / "work/siblings-tiny/SCL-0/run")
 
 
 def test_figure_2_has_as_many_spans_with_one_anchor_as_with_two(tmp_path):

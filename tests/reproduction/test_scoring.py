@@ -4,9 +4,11 @@ import json
 import shutil
 
 import pytest
+import torch
 import yaml
 from folders import encoder_folder
 from papers import arguments
+from safetensors.torch import load_file, save_file
 from sentevalsets import write_sets
 
 from declutr.cli.reproduce import run
@@ -66,6 +68,27 @@ def test_other_data_in_the_same_place_are_scored_anew(item, tmp_path):
     assert run(given) == 0
     now = json.loads(results.read_text())["numbers"]
     assert [one for one in now if now[one] == before[one]] == []
+
+
+def test_warnings_of_a_scoring_are_told_with_the_results(item, tmp_path):
+    values = yaml.safe_load(item.read_text())
+    folder = shutil.copytree(values["encoders"]["CLS"]["name"], tmp_path / "collapsed")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: torch.zeros_like(one) for name, one in weights.items()}, folder / "model.safetensors")
+    values["encoders"] |= {"none": {"name": str(folder)}}
+    shutil.copytree(item.parent / "data", tmp_path / "data")
+    (tmp_path / "pooling.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    for _ in range(2):  # the second time from files
+        assert run(arguments(tmp_path / "pooling.yaml", tmp_path / "work", "--allow-unchecked")) == 0
+        found = json.loads((tmp_path / "work/pooling-tiny/results.json").read_text())["warnings"]
+        assert found.keys() == {"none"}
+        assert any(line.endswith("sampled embeddings are zero") for line in found["none"]["0"])
+        assert any(line.startswith("STS12: no correlation in") for line in found["none"]["0"])
+        assert not any("published" in line for line in found["none"]["0"])
+        text = (tmp_path / "work/pooling-tiny/results.md").read_text()
+        assert "Warnings of the scoring:\n\n- none, seed 0: " in text
+        for path in (tmp_path / "work/pooling-tiny").glob("*/scores.json"):
+            path.unlink()
 
 
 def test_data_other_than_the_published_ones_are_refused_before_the_work(item, tmp_path, capsys):

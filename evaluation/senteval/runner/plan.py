@@ -24,7 +24,7 @@ from declutr.evaluation.senteval.data.tasks import (
 from declutr.evaluation.senteval.scores.results import Protocol
 from declutr.evaluation.senteval.scores.scoring import Method, cost, method_for
 
-_VERSIONS: Mapping[Method, int] = {"procedure": 1, "cosine": 2, "geometry": 1}
+VERSIONS: Mapping[Method, int] = {"procedure": 1, "cosine": 2, "geometry": 1}
 """Version of each scoring method; a new version invalidates stored scores."""
 
 SETS: Mapping[str, tuple[str, ...]] = {
@@ -122,7 +122,7 @@ def plan_units(
         if not inspection.usable or data is None:
             continue
         for method in methods(inspection.task.name, choice):
-            made_of: list[Any] = [_VERSIONS[method], fingerprint, inspection.task.name, method, dict(data.files)]
+            made_of: list[Any] = [VERSIONS[method], fingerprint, inspection.task.name, method, dict(data.files)]
             made_of += [inspection.standing, choice.classifier.model_dump(mode="json")]
             end = "" if method == "procedure" else f".{method}"
             path = folder / f"{inspection.task.name}{end}.json"
