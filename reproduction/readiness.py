@@ -21,6 +21,7 @@ from declutr.trainer.metrics.config import SICKR, STSB
 from declutr.trainer.metrics.judged_pairs import FILES
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import with_geometry
+from declutr.trainer.setup.scored import scored_contents
 
 MADE_FROM = "made_from.json"
 """File of a run's folder with what `made_from` returned before it was trained."""
@@ -54,9 +55,10 @@ def run_ready(config: TrainConfig) -> bool:
     folder = Path(config.run)
     before = read_resume_settings(folder)
     if before is not None:
+        contents, missing, _ = scored_contents(config)  # those that are not there now are not compared
         kept = with_geometry(config, folder, {})  # a run keeps the geometry it started with
-        now = kept.with_contents(find_shards(config).contents).resume_settings()
-        if changed := changes(before, now):
+        changed = changes(before, kept.with_contents(contents).resume_settings())
+        if changed := [one for one in changed if not any(one.startswith(f"{key} was ") for key in missing)]:
             told = "; ".join(changed)
             raise ReproduceError(
                 f"{folder}: was trained with other settings ({told}); name another --work, or delete it"
