@@ -202,7 +202,6 @@ def test_score_that_the_rows_do_not_have_ends_the_run_at_its_first_validation(tm
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["shards", "pairs"])
 def test_what_changes_while_a_run_is_up_ends_it_and_costs_no_checkpoint(data, tmp_path, what):
     """As if a worker died, and the next one found something else: it would begin again at step 0."""
@@ -224,7 +223,6 @@ def test_what_changes_while_a_run_is_up_ends_it_and_costs_no_checkpoint(data, tm
     assert steps_in(tmp_path / "run" / "checkpoints") == [2]
 
 
-@pytest.mark.slow
 def test_finished_run_and_fork_without_their_checkpoints_do_not_begin_again(data, tmp_path):
     run = tmp_path / "run"
     config = runs.train_config(data, run, steps=2, scaling=LOCAL, checkpoint={"every_steps": 1})
