@@ -164,16 +164,20 @@ def test_corpora_that_meet_themselves_or_hold_out_other_texts_are_named(tmp_path
 def test_fork_and_share_count_the_rows_that_they_read(data, tmp_path, capsys):
     """A fork adds a corpus: the card has the rows since then, not those of a run that had both from the start."""
     old = tmp_path / "old"
-    kept = {"every_steps": 4}
-    run_training(runs.train_config(data, old, steps=4, scaling=LOCAL, checkpoint=kept))
+    kept, validation = {"every_steps": 4}, {"every_steps": 2}
+    changes = {"scaling": LOCAL, "checkpoint": kept, "validation": validation}
+    run_training(runs.train_config(data, old, steps=4, **changes))
     more = shards(tmp_path / "more", seed=9, number=100)
     corpora = [{"path": str(place), "weight": 1} for place in (data, more)]
-    values = runs.train_values(corpora, old, steps=6, scaling=LOCAL, checkpoint=kept)
+    values = runs.train_values(corpora, old, steps=6, **changes)
     config = runs.write_config(tmp_path / "train.yaml", train=values)
     assert main(["train", str(config), "--fork", str(tmp_path / "new")]) == 0
     says(capsys.readouterr().err, f"{data} from row 17", f"{more} from row 17")
     card = (tmp_path / "new" / "export" / "README.md").read_text()
     assert card.count("8 in 2 steps since the fork at step 4") == 2
+    summary = json.loads((tmp_path / "new" / "summary.json").read_text())
+    own = runs.steps_of(tmp_path / "new", "validation")
+    assert summary["first_scores"] == {name: own[4].get(name) for name in summary["first_scores"]} != own[0]
 
     part = tmp_path / "part"
     share = runs.train_values(more, part, steps=2, scaling=LOCAL, data_fraction=0.5)
