@@ -242,3 +242,15 @@ def test_finished_run_and_fork_without_their_checkpoints_do_not_begin_again(data
         with pytest.raises(CheckpointError, match="has finished"):
             run_training(settings)
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_export_outlives_its_checkpoint(data, tmp_path, log):
+    """The best checkpoint breaks after the end of the run; the second best does not replace its encoder."""
+    best = {"validation": {"every_steps": 1}, "export": "best", "checkpoint": {"every_steps": 1, "keep_last": 4}}
+    config = runs.train_config(data, tmp_path / "run", steps=4, scaling=LOCAL, **best)
+    step = run_training(config)["exported_step"]
+    weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
+    assert run_training(config)["exported_step"] == step
+    assert (tmp_path / "run" / "export" / "model.safetensors").read_bytes() == weights
+    assert any(f"step {step}, which is gone" in line for line in log)

@@ -1,5 +1,6 @@
 """A trained encoder as a folder that transformers and sentence-transformers load."""
 
+import math
 import shutil
 from inspect import signature
 from pathlib import Path
@@ -53,7 +54,7 @@ def export(resolved: ResolvedRun) -> Path:
         raise checkpoint.CheckpointError(f"{folder}: holds no whole checkpoint to export")
     path, state = found
     put_back(target)
-    if target.exists() and _is_of(target, state):
+    if target.exists() and (_is_of(target, state)):
         return target
     for left in run.glob(f".{EXPORT}.*.tmp"):  # left by a killed export
         shutil.rmtree(left)
@@ -104,6 +105,18 @@ def _is_of(target: Path, state: RunState) -> bool:
     if settings.checkpoint != _identity(state):
         get_logger().info("%s was made from another checkpoint: exporting again", target)
         return False
+    return True
+
+
+def _is_better(target: Path, config: TrainConfig, run: Path, state: RunState) -> bool:
+    """True if the folder has the best weights, whose checkpoint broke after the end of the run."""
+    if config.export != "best" or not target.exists():
+        return False
+    step = read_settings(target).step
+    scores = ranking.history(run, config.validation.score, max(step, state.step))
+    if not scores.get(step, -math.inf) > scores.get(state.step, math.inf):
+        return False
+    get_logger().warning("keeping %s: no checkpoint is as good as that of step %d, which is gone", target, step)
     return True
 
 
