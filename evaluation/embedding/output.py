@@ -168,6 +168,7 @@ def assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig
             with pq.ParquetWriter(aside, schema) as writer:
                 for batch in _batches(folder, sidecars):
                     writer.write_table(pa.Table.from_batches([batch]))
+        note_path(config.output).unlink(missing_ok=True)  # that of an earlier job would vouch for this output
     return rows
 
 

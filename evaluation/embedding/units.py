@@ -19,9 +19,9 @@ from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from declutr.evaluation.encoders.protocol import SentenceEncoder
 from declutr.pipeline.job.units import (
     Unit,
+    check_unchanged,
     fit_units,
     hash_unit,
-    input_state_read,
     plan_units,
     read_unit,
     with_file_states,
@@ -166,7 +166,8 @@ def embed_unit(
                     now = reader.bytes_read
                     told(len(texts), now - seen_bytes)
                     seen_bytes = now
-    input_state_read(unit)
+        check_unchanged(unit)
+        (folder / f"{unit.name}.json").unlink(missing_ok=True)  # that of an earlier job would vouch for this part
     path = folder / f"{unit.name}.arrow"
     sidecar = EmbeddingSidecar(
         unit=unit.name,
