@@ -66,7 +66,8 @@ def build_index(
             "you trust it: --open-addresses"
         )
     units = plan(config)
-    if note.job != hash_json(identify(config, units, note.fingerprint)):
+    precision = note.precision or config.choice.precision
+    if note.job != hash_json(identify(config, units, note.fingerprint, precision)):
         raise EmbedError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
         raise EmbedError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))

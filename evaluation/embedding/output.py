@@ -15,6 +15,7 @@ from declutr.common.config import Strict, first_problem
 from declutr.common.storage import atomic_file
 from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from declutr.evaluation.embedding.units import EmbeddingSidecar, part_schema, shaped
+from declutr.evaluation.encoders.protocol import Precision
 
 CHUNK_ROWS = 4096
 SCHEMA = pa.schema([("text", pa.string()), ("id", pa.string()), ("source", pa.string())])
@@ -118,6 +119,8 @@ class Note(Strict):
     config: EmbedConfig
     fingerprint: str
     """Fingerprint of the encoder and its treatment of long texts."""
+    precision: Precision | None = None
+    """Precision of the computation; None in a note of an earlier version."""
     size: int
     """Numbers in an embedding of the file."""
     rows: int
