@@ -4,6 +4,8 @@ Until the output is complete, a hidden folder next to it holds a part and a side
 """
 
 import fcntl
+import fnmatch
+import glob
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -73,9 +75,8 @@ def embed(
     if problem := missing(parts["choice"]["model"]):
         raise EncoderError(problem)
     config = located(validated("embed", EmbedConfig, parts | given))
-    for path in (Path(path).resolve() for path in config.inputs if "://" not in path):
-        output = config.output.resolve()  # Parquet in a folder of inputs would be read as texts
-        if output == path or (output.suffix == ".parquet" and output.is_relative_to(path)):
+    for path in (path for path in config.inputs if "://" not in path):
+        if _would_read(path, config):
             raise EmbedError(f"--output {config.output}: is in the input {path}; name a file elsewhere")
     try:
         return _embed(config, plan(config))
@@ -83,6 +84,30 @@ def embed(
         raise EmbedError(
             f"{config.output}: {error}. Finished units are kept; run the same command to continue"
         ) from error
+
+
+def _would_read(path: str, config: EmbedConfig) -> bool:
+    """True if a later command would read the output, or its note, as texts of this local input."""
+    output, given = config.output.resolve(), Path(path)
+    if output == given.resolve():
+        return True
+    if output.suffix != ".parquet" and config.format == "auto":
+        return False
+    if given.exists() or not glob.has_magic(path):
+        return output.is_relative_to(given.resolve())
+    num_plain = next(number for number, part in enumerate(given.parts) if glob.has_magic(part))
+    plain = Path(*given.parts[:num_plain]).resolve()
+    places = [place.relative_to(plain).parts for place in (output, note_path(output)) if place.is_relative_to(plain)]
+    return any(_matches(place, given.parts[num_plain:]) for place in places)
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """True if the components of a path match those of a pattern, in which `**` stands for any number of them."""
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        return any(_matches(names[number:], pattern[1:]) for number in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
 def _embed(config: EmbedConfig, units: list[Unit]) -> Note:

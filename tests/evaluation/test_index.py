@@ -112,6 +112,39 @@ def test_embed_overwrites_neither_input_nor_what_is_not_its_own(embedded, tmp_pa
         says(capsys.readouterr().err, "is in the input")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "output", "more", "status"),
+    [
+        ("*.*", "new.parquet", [], 1),
+        ("**/*.parquet", "new.parquet", [], 1),
+        ("**/*.parquet", "deep/er/new.parquet", [], 1),
+        ("../link/*.parquet", "new.parquet", [], 1),
+        ("*.json*", "new.npy", ["--format", "jsonl"], 1),
+        ("", "new.npy", ["--format", "jsonl"], 1),
+        ("*.jsonl", "new.parquet", [], 0),
+        ("*.*", "new.npy", [], 0),
+        ("*.*", "deep/new.parquet", [], 0),
+        ("a[[]1].*", "a[1].parquet", [], 1),
+        ("a[1].jsonl", "a1.parquet", [], 0),
+    ],
+)
+def test_output_that_a_later_command_would_read_as_an_input_is_refused(tmp_path, capsys, pattern, output, more, status):
+    """Otherwise `index` would find other inputs than those embedded."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    for name in ("a[1].jsonl", "b.jsonl"):
+        (folder / name).write_text('{"text": "a cat"}\n')
+    target = folder / output
+    given = ["embed", "hashed-words:8", str(folder / pattern), "--output", str(target), *more]
+    assert main(given) == status
+    if status:
+        says(capsys.readouterr().err, "--output", output, "is in the input")
+        assert not target.exists()
+    else:
+        assert build_index(target, tmp_path / "index").rows == (2 if pattern[0] == "*" else 1)
+
+
 def test_changed_inputs_are_not_indexed(embedded, tmp_path):
     with (tmp_path / "in.jsonl").open("a") as stream:
         stream.write('{"text": "more", "name": "n5"}\n')
