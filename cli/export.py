@@ -55,7 +55,10 @@ def run(arguments: list[str]) -> int:
     told = [f"{found['bytes']:,} bytes", f"{found['texts_per_second']['export']:,} texts a second"]
     told.append(f"{found['speedup']:.2f} times as fast as {found['compared_with']} in float32")
     if found["cosine"] is not None:
-        told.append(f"cosine {found['cosine']:.4f}")
+        same = found.get("texts_of_ranges")
+        told.append(
+            f"cosine {found['cosine']:.4f}" + (f" ({same} of {found['texts']} texts set its ranges)" if same else "")
+        )
     if "stsb_after" in found:
         told.append(f"STS-B {found['stsb_before']:.2f} before, {found['stsb_after']:.2f} after")
     for name, one in list(found.get("pairs", {}).items())[:1]:

@@ -27,7 +27,7 @@ class ExportConfig(Strict):
     """Maximum tokens of one input of a graph; the encoder's own limit if not set."""
     corpus: list[str] = Field(default_factory=list)
     """Files, folders and globs of your texts. A table has their words; the ranges of integers cover them; without
-    `stsb` and `pairs`, encoder and export are compared on them."""
+    `stsb` and `pairs`, encoder and export are compared on them, integers on every second."""
     vocabulary_size: int = Field(default=30_000, ge=100, le=1_000_000)
     """Most tokens of a table."""
     dimensions: int = Field(default=256, ge=2)

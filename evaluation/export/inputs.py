@@ -24,7 +24,8 @@ class Inputs:
 
     Attributes:
         corpus: the user's texts.
-        measured: texts on which encoder and export are compared; empty: general sentences.
+        measured: texts of STS-B or of the test, on which encoder and export are compared; empty: those of the corpus,
+            or general sentences.
         test: the user's retrieval test.
     """
 
@@ -73,7 +74,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
             problems.append(str(error))
     if problems:
         raise ExportError("\n".join(problems))
-    return Inputs(corpus, judged or ([*test.queries, *test.texts] if test else corpus), test)
+    return Inputs(corpus, judged or ([*test.queries, *test.texts] if test else []), test)
 
 
 def _lacking() -> str | None:

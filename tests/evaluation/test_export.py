@@ -76,6 +76,23 @@ def test_integers_are_near_whatever_is_beside_a_text(tmp_path):
 
 
 @pytest.mark.slow
+def test_integers_are_measured_on_texts_of_the_corpus_that_set_no_range(tmp_path, capsys):
+    """Without a corpus the general sentences do both, which is said."""
+    folder = encoder_folder(tmp_path / "encoder", "bert", "mean")
+    texts = [f"text {number} of the corpus" for number in range(30)]
+    (tmp_path / "corpus.txt").write_text("\n".join([*texts, texts[0], texts[0]]))
+    assert export(folder, tmp_path / "half", "onnx-int8", "--corpus", tmp_path / "corpus.txt") == 0
+    half = json.loads((tmp_path / "half" / MEASUREMENT).read_text())
+    assert (half["texts"], half["texts_of_ranges"]) == (15, 0)
+    assert "ranges" not in capsys.readouterr().out
+    assert export(folder, tmp_path / "same", "onnx-int8") == 0
+    same = json.loads((tmp_path / "same" / MEASUREMENT).read_text())
+    assert same["texts"] == same["texts_of_ranges"] == 60
+    says(capsys.readouterr().out, "60 of 60 texts", "ranges")
+    says((tmp_path / "same" / "README.md").read_text().splitlines(), "60 texts", "60 of them", "ranges")
+
+
+@pytest.mark.slow
 def test_table_has_the_numbers_of_sentence_transformers(tmp_path):
     from sentence_transformers import SentenceTransformer
 
