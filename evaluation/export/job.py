@@ -55,6 +55,8 @@ def export(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) -> dict[
         figures |= {"prompt": getattr(encoder, "prompt", "")}
         figures |= {"bytes_before": _weight_bytes(encoder)}
         figures |= {"bytes": (aside / (TABLE if config.to == "static" else GRAPH)).stat().st_size}
+        if inputs.told is not None:
+            figures |= {"corpus": inputs.told}
         if config.to == "onnx-int8":
             figures |= {"texts_of_ranges": len(set(texts).intersection(measured))}
         yardstick = Yardstick(measured, config.stsb, inputs.test)

@@ -183,3 +183,22 @@ def test_settings_that_an_export_has_fixed_are_refused(tmp_path, option):
     (tmp_path / "declutr_onnx.json").write_text("{}")
     with pytest.raises(EncoderError, match="export again"):
         load_encoder(str(tmp_path), **{option: 8 if option == "max_tokens" else "cls"})
+
+
+@pytest.mark.slow
+def test_export_counts_the_records_of_the_corpus_that_cannot_be_read(tmp_path, capsys):
+    words = [f"word{chr(97 + one)}{chr(97 + two)}" for one in range(26) for two in range(8)]
+    lines = [json.dumps({"body": " ".join(words[one : one + 20])}) for one in range(180)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join([lines[0], "no json", '{"body": 3}', *lines[1:]]))
+    more = ["--corpus", tmp_path / "corpus.jsonl", "--vocabulary-size", 150, "--dimensions", 8]
+    folder, output = encoder_folder(tmp_path / "encoder"), tmp_path / "static"
+    assert export(folder, output, "static", *more) == 1
+    says(capsys.readouterr().err, "--corpus", "--text-field", "body")
+    assert export(folder, output, "static", *more, "--text-field", "body") == 0
+    says(capsys.readouterr().out.splitlines(), "skipped", "1 invalid_json")
+    told = json.loads((output / MEASUREMENT).read_text())["corpus"]
+    assert told == {"read": 180, "skipped": {"invalid_json": 1, "no_text_field": 1}, "cut": False}
+    (tmp_path / "bad.jsonl").write_text('{"body": 3}\n{"body": 4}\n')
+    bad = ["--corpus", tmp_path / "bad.jsonl", "--text-field", "body"]
+    assert export(folder, tmp_path / "out", "static", *bad) == 1
+    says(capsys.readouterr().err, "--corpus", "no text", "2 records", "bad.jsonl")
