@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from declutr.common.storage import atomic_folder, write_json, write_text
+from declutr.common.storage import atomic_folder, read_json, write_json, write_text
 from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.onnx import GRAPH, padded
+from declutr.evaluation.encoders.onnx import GRAPH, SETTINGS, padded
 from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder, unit_rows
 from declutr.evaluation.encoders.static import TABLE
 from declutr.evaluation.encoders.transformer import TransformerEncoder
@@ -100,6 +100,7 @@ def _write_onnx(
     from declutr.evaluation.export.quantization import quantize
 
     quantize(folder / GRAPH, (padded([row], 0) for row in encoder.windows(texts)[0] if row))
+    write_json(folder / SETTINGS, read_json(folder / SETTINGS) | {"form": config.to})
     return {"onnx": graph}
 
 
