@@ -29,6 +29,9 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--corpus", nargs="+", help="your texts: words of a table, ranges of integers; files, folders, globs"
     )
+    parser.add_argument(
+        "--text-field", action="append", help="field or column with the text (text); several are joined"
+    )
     parser.add_argument("--stsb", type=path_argument, help="folder with sts-test.csv: scores before and after")
     parser.add_argument("--pairs", type=path_argument, help="queries with their texts: scores before and after")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an input of a graph (encoder's limit)")
@@ -36,6 +39,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--dimensions", type=int, help="most numbers of an embedding of a table (256)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    if len(names := given.get("text_field", [])) == 1:
+        given["text_field"] = names[0]
     try:
         from declutr.evaluation.export.inputs import read_inputs
 
@@ -55,10 +60,18 @@ def run(arguments: list[str]) -> int:
     told = [f"{found['bytes']:,} bytes", f"{found['texts_per_second']['export']:,} texts a second"]
     told.append(f"{found['speedup']:.2f} times as fast as {found['compared_with']} in float32")
     if found["cosine"] is not None:
-        told.append(f"cosine {found['cosine']:.4f}")
+        same = found.get("texts_of_ranges")
+        told.append(
+            f"cosine {found['cosine']:.4f}" + (f" ({same} of {found['texts']} texts set its ranges)" if same else "")
+        )
     if "stsb_after" in found:
         told.append(f"STS-B {found['stsb_before']:.2f} before, {found['stsb_after']:.2f} after")
     for name, one in list(found.get("pairs", {}).items())[:1]:
         told.append(f"{name} {100 * one['before']:.1f} before, {100 * one['after']:.1f} after")
     print(f"{config.output}: {', '.join(told)}")
+    corpus = found.get("corpus", {"skipped": {}, "cut": False})
+    for reason, number in corpus["skipped"].items():
+        print(f"skipped: {number:,} {reason}")
+    if corpus["cut"]:
+        print(f"corpus: cut after {corpus['read']:,} texts, which hardly changes ranges and frequent words")
     return 0

@@ -151,7 +151,7 @@ def run_search(arguments: list[str]) -> int:
         for hit in hits:
             text = " ".join(hit.text.split())
             parts = "" if hit.lexical is None else f" = {hit.cosine:.3f} + {index.weight:g} x {hit.lexical:.3f}"
-            print(f"{hit.score:6.3f}{parts}  {hit.id or hit.row}  {shorten(text, _SHOWN_CHARACTERS)}")
+            print(f"{hit.score:6.3f}{parts}  {hit.id or hit.record}  {shorten(text, _SHOWN_CHARACTERS)}")
     return 0
 
 

@@ -9,14 +9,15 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
 from declutr.common.hub import client_error, hub_problem
 from declutr.common.paths import expand, folder_problem
-from declutr.common.storage import DamagedError, atomic_folder, hash_file, read_json, write_text
+from declutr.common.storage import DamagedError, atomic_folder, hash_file, write_text
 from declutr.common.yamlfile import YamlError, read_yaml
+from declutr.evaluation.export.config import ExportError
+from declutr.evaluation.export.published import published_graph
 from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS, read_settings
 from declutr.trainer.driver.model_card import CARD, PLACE
 
@@ -26,24 +27,10 @@ _ALLOWED = re.compile(
     r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(txt|json)|merges\.txt"
 )
 _NEEDED = ("config.json", "modules.json", "tokenizer.json")
-_ONNX = ("model.onnx", "tokenizer.json", "declutr_onnx.json")
 _TEXTS = (".json", ".md", ".txt")
 _LICENCE = re.compile(r"^license:.*$", re.MULTILINE)
 _OTHER = "other"
 """The word of the hub for a licence that SPDX does not list."""
-_USE_ONNX = """
-With onnxruntime, from `onnx/`:
-
-    import numpy as np
-    import onnxruntime
-    from tokenizers import Tokenizer
-    rows = Tokenizer.from_file("onnx/tokenizer.json").encode_batch(["A sentence."])
-    given = {"input_ids": [row.ids for row in rows], "attention_mask": [row.attention_mask for row in rows]}
-    given = {name: np.array(value, np.int64) for name, value in given.items()}
-    embeddings = onnxruntime.InferenceSession("onnx/model.onnx").run(["sentence_embedding"], given)[0]
-
-## Scores
-"""
 
 
 class PublishError(ValueError):
@@ -99,9 +86,12 @@ def publication(model: str, licence: str | None) -> Publication:
         problems.append("model.safetensors: is missing; weights are published as safetensors alone")
     card, wrong = _card(folder, licence)
     problems += wrong
-    if (onnx := _onnx(folder)) is not None:
-        files |= {f"onnx/{name}": onnx / name for name in _ONNX if (onnx / name).is_file()}
-        card = card.replace("\n## Scores\n", _USE_ONNX, 1)
+    try:
+        graph, use = published_graph(folder)
+    except ExportError as error:
+        raise PublishError(str(error)) from error
+    files |= graph
+    card = card.replace("\n## Scores\n", f"{use}\n## Scores\n", 1)
     links = [name for name, path in files.items() if path.is_symlink()]
     problems += [f"{name}: is a link; copy the file" for name in links]
     if not problems:
@@ -160,24 +150,6 @@ def _card(folder: Path, licence: str | None) -> tuple[str, list[str]]:
             f"license = {given}: is no SPDX identifier (such as apache-2.0, mit, cc-by-4.0) and not `{_OTHER}`"
         ]
     return text.replace(head, _LICENCE.sub(f"license: {name}", head, count=1), 1), []
-
-
-def _onnx(folder: Path) -> Path | None:
-    """The ONNX export in or next to the folder, if it is one of this encoder.
-
-    Raises:
-        PublishError: it is of another encoder.
-    """
-    place = next((one for one in (folder / "onnx", folder.parent / "onnx") if (one / "model.onnx").is_file()), None)
-    if place is None:
-        return None
-    from declutr.evaluation.encoders.loading import load_encoder  # loads torch
-
-    settings: dict[str, Any] = read_json(place / _ONNX[-1]) if (place / _ONNX[-1]).is_file() else {}
-    encoder = load_encoder(folder, device="cpu", max_tokens=settings.get("max_tokens"))
-    if settings.get("fingerprint") != encoder.fingerprint:
-        raise PublishError(f"{place}: was exported from another encoder than {folder}; export it again, or remove it")
-    return place
 
 
 def _altered(folder: Path) -> Iterator[str]:

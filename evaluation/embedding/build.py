@@ -66,7 +66,8 @@ def build_index(
             "you trust it: --open-addresses"
         )
     units = plan(config)
-    if note.job != hash_json(identify(config, units, note.fingerprint)):
+    precision = note.precision or config.choice.precision
+    if note.job != hash_json(identify(config, units, note.fingerprint, precision)):
         raise EmbedError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
         raise EmbedError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
@@ -169,17 +170,19 @@ def _inside(rows: NDArray[np.int64], start: int, chunk: NDArray[np.float32]) -> 
 
 def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig, source_field: str | None) -> int:
     """Write texts, ids and sources in the order of the embeddings; return their number."""
-    rows: list[dict[str, str | None]] = []
-    total = 0
+    rows: list[dict[str, int | str | None]] = []
+    total, number = 0, itertools.count()
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
         for unit in units:
             records = keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config)
             for (record, key), source in zip(records, _sources(unit, config, source_field), strict=False):
+                record_number = next(number)
                 if source and (source.source, source.offset) != (record.source, record.offset):
                     raise EmbedError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
                 if isinstance(record, Document) and (key is None or isinstance(key, Document)):
                     text, origin = record.text.removesuffix("\r"), source.text if source else record.source
-                    rows.append({"text": text, "id": key.text if key else None, "source": origin})
+                    named = {"id": key.text if key else None, "source": origin}
+                    rows.append({"record": record_number, "text": text, **named})
                     total += 1
                     if len(rows) == CHUNK_ROWS:
                         writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))

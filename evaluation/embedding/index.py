@@ -57,7 +57,7 @@ class Hybrid(Strict):
 class IndexFacts(Strict):
     """Facts about an index, stored in it."""
 
-    version: Literal[3] = 3
+    version: Literal[4] = 4
     kind: Kind
     rows: int
     choice: EncoderChoice

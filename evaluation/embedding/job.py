@@ -4,9 +4,11 @@ Until the output is complete, a hidden folder next to it holds a part and a side
 """
 
 import fcntl
+import fnmatch
+import glob
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -20,7 +22,14 @@ from declutr.common.suggestions import suggest
 from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from declutr.evaluation.embedding.output import Note, assemble, note_path, read_note
 from declutr.evaluation.embedding.units import EmbeddingSidecar, embed_unit, finished, identify, located, plan
-from declutr.evaluation.encoders.protocol import EncoderChoice, EncoderError, SentenceEncoder, missing
+from declutr.evaluation.embedding.workers import embed_on_ray
+from declutr.evaluation.encoders.protocol import (
+    EncoderChoice,
+    EncoderError,
+    SentenceEncoder,
+    missing,
+    precision_of,
+)
 from declutr.pipeline.job.units import Unit
 
 SMALL_MIB = 16
@@ -66,9 +75,8 @@ def embed(
     if problem := missing(parts["choice"]["model"]):
         raise EncoderError(problem)
     config = located(validated("embed", EmbedConfig, parts | given))
-    for path in (Path(path).resolve() for path in config.inputs if "://" not in path):
-        output = config.output.resolve()  # Parquet in a folder of inputs would be read as texts
-        if output == path or (output.suffix == ".parquet" and output.is_relative_to(path)):
+    for path in (path for path in config.inputs if "://" not in path):
+        if _would_read(path, config):
             raise EmbedError(f"--output {config.output}: is in the input {path}; name a file elsewhere")
     try:
         return _embed(config, plan(config))
@@ -78,6 +86,30 @@ def embed(
         ) from error
 
 
+def _would_read(path: str, config: EmbedConfig) -> bool:
+    """True if a later command would read the output, or its note, as texts of this local input."""
+    output, given = config.output.resolve(), Path(path)
+    if output == given.resolve():
+        return True
+    if output.suffix != ".parquet" and config.format == "auto":
+        return False
+    if given.exists() or not glob.has_magic(path):
+        return output.is_relative_to(given.resolve())
+    num_plain = next(number for number, part in enumerate(given.parts) if glob.has_magic(part))
+    plain = Path(*given.parts[:num_plain]).resolve()
+    places = [place.relative_to(plain).parts for place in (output, note_path(output)) if place.is_relative_to(plain)]
+    return any(_matches(place, given.parts[num_plain:]) for place in places)
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """True if the components of a path match those of a pattern, in which `**` stands for any number of them."""
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        return any(_matches(names[number:], pattern[1:]) for number in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
+
+
 def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     """Load the encoder, and embed what is not done."""
     from declutr.evaluation.encoders.loading import encoder_of  # loads torch, which no problem of the inputs waits for
@@ -85,7 +117,7 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")
-    identities = identify(config, units, encoder.fingerprint)
+    identities = identify(config, units, encoder.fingerprint, precision_of(encoder))
     if done := _done(config.output, hash_json(identities)):
         get_logger().info("%s is already complete; nothing to embed", config.output)
         return done
@@ -125,6 +157,7 @@ def _embedded(
     note = Note(
         config=config,
         fingerprint=encoder.fingerprint,
+        precision=precision_of(encoder),
         size=config.shape.dimensions or encoder.size,
         rows=num_rows,
         skipped={
@@ -183,79 +216,6 @@ def _run(
         if here:
             made = [embed_unit(unit, folder, config, identity, encoder, told) for unit, identity in todo]
         else:
-            made = list(embed_on_ray(config, todo, folder, told))
+            made = list(embed_on_ray(config, todo, folder, encoder, told))
         sidecars |= {sidecar.unit: sidecar for sidecar in made}
     return [sidecars[unit.name] for unit in units]
-
-
-_CPUS_PER_WORKER = 4
-_RESTARTS = 10
-"""Maximum restarts of a worker that dies; an input that crashes a library would otherwise restart it for ever."""
-
-
-def embed_on_ray(
-    config: EmbedConfig, todo: Sequence[tuple[Unit, str]], folder: Path, told: Callable[[int, int], None]
-) -> Iterator[EmbeddingSidecar]:
-    """Embed units on Ray, on all GPUs or else all CPUs; yield their sidecars as they finish.
-
-    `told` is called with the numbers of newly embedded texts and newly read input bytes.
-
-    Raises:
-        EmbedError: no session can be started, a unit cannot be embedded, or workers keep dying.
-    """
-    if not todo:
-        return
-    from declutr.common.cluster import SessionError
-    from declutr.common.session import start_ray
-
-    try:
-        start_ray()
-    except SessionError as error:
-        raise EmbedError(str(error)) from error
-    import ray  # after the session, which keeps it quiet
-    from ray.exceptions import RayActorError, WorkerCrashedError
-
-    resources = ray.cluster_resources()
-    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-    workers = min(config.workers or gpus or max(1, cpus // _CPUS_PER_WORKER), gpus or cpus)
-    share: dict[str, int] = {"num_gpus": 1} if gpus else {"num_cpus": max(1, min(_CPUS_PER_WORKER, cpus // workers))}
-    items = [{"unit": unit.model_dump_json(), "identity": identity} for unit, identity in todo]
-    sizes = {unit.name: unit.num_bytes for unit, _ in todo}
-    rows = ray.data.from_items(items, override_num_blocks=len(items)).map(
-        UnitEmbedder,
-        fn_constructor_kwargs={"config": config, "folder": str(folder)},
-        concurrency=min(workers, len(items)),
-        max_restarts=_RESTARTS,
-        max_task_retries=_RESTARTS,
-        **share,
-    )
-    try:
-        for row in rows.iter_rows():
-            if row["problem"]:
-                raise EmbedError(f"{row['problem']}. Finished units are kept; run the same command to continue")
-            sidecar = EmbeddingSidecar.model_validate_json(row["sidecar"])
-            told(sidecar.written, sizes[sidecar.unit])
-            yield sidecar
-    except (RayActorError, WorkerCrashedError) as error:
-        raise EmbedError(
-            f"workers keep dying ({error}). Finished units are kept; run the same command to continue"
-        ) from error
-
-
-class UnitEmbedder:
-    """Ray worker with an encoder that embeds one unit after the other."""
-
-    def __init__(self, config: EmbedConfig, folder: str) -> None:
-        from declutr.evaluation.encoders.loading import encoder_of
-
-        self._config, self._folder = config, Path(folder)
-        self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
-
-    def __call__(self, row: dict[str, str]) -> dict[str, str]:
-        """Embed `{"unit": JSON, "identity": hash}`; return `{"sidecar": JSON, "problem": words}`."""
-        unit = Unit.model_validate_json(row["unit"])
-        try:
-            sidecar = embed_unit(unit, self._folder, self._config, row["identity"], self._encoder)
-        except (OSError, EmbedError) as error:  # if raised here, users would see a traceback of Ray
-            return {"sidecar": "", "problem": str(error)}
-        return {"sidecar": sidecar.model_dump_json(), "problem": ""}

@@ -15,16 +15,27 @@ from declutr.common.config import Strict, first_problem
 from declutr.common.storage import atomic_file
 from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
 from declutr.evaluation.embedding.units import EmbeddingSidecar, part_schema, shaped
+from declutr.evaluation.encoders.protocol import Precision
 
 CHUNK_ROWS = 4096
-SCHEMA = pa.schema([("text", pa.string()), ("id", pa.string()), ("source", pa.string())])
+SCHEMA = pa.schema([("record", pa.int64()), ("text", pa.large_string()), ("id", pa.string()), ("source", pa.string())])
+"""Columns of the texts of an index. The texts of a batch may have more than 2 GiB, the limit of `string`."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One text of an index: row, id if any, origin, text."""
+    """One text of an index.
+
+    Attributes:
+        row: in the index.
+        record: number of the record in the inputs, those that were skipped included.
+        id: if the embeddings have ids.
+        source: origin.
+        text: the whole text.
+    """
 
     row: int
+    record: int
     id: str | None
     source: str
     text: str
@@ -53,7 +64,7 @@ class StoredTexts:
         except (pa.ArrowException, OSError) as error:
             raise self._wrong(str(error)) from error
         if self._file.schema != SCHEMA or sum(sizes) != rows or any(size != CHUNK_ROWS for size in sizes[:-1]):
-            raise self._wrong(f"not {rows:,} rows of text, id and source")
+            raise self._wrong(f"not {rows:,} rows of record, text, id and source")
 
     def at(self, row: int) -> Stored:
         """Text of a row.
@@ -63,7 +74,7 @@ class StoredTexts:
         """
         batch, place = divmod(row, CHUNK_ROWS)
         found: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
-        return Stored(row, found["id"], found["source"] or "", found["text"] or "")
+        return Stored(row, found["record"] or 0, found["id"], found["source"] or "", found["text"] or "")
 
     def __iter__(self) -> Iterator[str]:
         """Texts without ids and sources, in the order of the rows."""
@@ -118,6 +129,8 @@ class Note(Strict):
     config: EmbedConfig
     fingerprint: str
     """Fingerprint of the encoder and its treatment of long texts."""
+    precision: Precision | None = None
+    """Precision of the computation; None in a note of an earlier version."""
     size: int
     """Numbers in an embedding of the file."""
     rows: int
@@ -168,6 +181,7 @@ def assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig
             with pq.ParquetWriter(aside, schema) as writer:
                 for batch in _batches(folder, sidecars):
                     writer.write_table(pa.Table.from_batches([batch]))
+        note_path(config.output).unlink(missing_ok=True)  # that of an earlier job would vouch for this output
     return rows
 
 

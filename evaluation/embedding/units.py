@@ -16,12 +16,12 @@ from declutr.common.console.logs import get_logger
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
-from declutr.evaluation.encoders.protocol import SentenceEncoder
+from declutr.evaluation.encoders.protocol import AnyPrecision, SentenceEncoder
 from declutr.pipeline.job.units import (
     Unit,
+    check_unchanged,
     fit_units,
     hash_unit,
-    input_state_read,
     plan_units,
     read_unit,
     with_file_states,
@@ -71,10 +71,10 @@ def plan(config: EmbedConfig) -> list[Unit]:
     return with_file_states(units)
 
 
-def identify(config: EmbedConfig, units: list[Unit], fingerprint: str) -> list[str]:
-    """SHA-256 for each unit of its input, the encoder and the settings that decide its embeddings."""
+def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision: AnyPrecision) -> list[str]:
+    """SHA-256 for each unit of its input, the encoder with its precision, and the settings for its embeddings."""
     settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
-    settings |= {"precision": config.choice.precision, "fingerprint": fingerprint, "suffix": config.output.suffix}
+    settings |= {"precision": precision, "fingerprint": fingerprint, "suffix": config.output.suffix}
     return [
         hash_json([settings, hash_unit(unit), unit.input_state.model_dump() if unit.input_state else None])
         for unit in units
@@ -166,7 +166,8 @@ def embed_unit(
                     now = reader.bytes_read
                     told(len(texts), now - seen_bytes)
                     seen_bytes = now
-    input_state_read(unit)
+        check_unchanged(unit)
+        (folder / f"{unit.name}.json").unlink(missing_ok=True)  # that of an earlier job would vouch for this part
     path = folder / f"{unit.name}.arrow"
     sidecar = EmbeddingSidecar(
         unit=unit.name,

@@ -4,6 +4,7 @@ Modules that cannot be computed exactly here are refused by name.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,6 +12,7 @@ from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
+from declutr.common.console.logs import get_logger
 from declutr.common.hub import hub_problem
 from declutr.common.storage import read_json
 from declutr.evaluation.encoders.protocol import MOST_PROMPT, EncoderError, Pooling, missing, near
@@ -25,6 +27,9 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+_ROLES = ("query", "document", "passage", "corpus")
+"""Names of prompts that sentence-transformers puts before queries or documents alone."""
+_SHOWN_CHARACTERS = 40
 _MOST_MODULES = 32
 _MOST_TOKENS = 2**24
 _OF_MODULES = ("1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
@@ -116,7 +121,20 @@ def _prompt(name: str, options: dict[str, Any]) -> str:
         raise EncoderError(f"{name}: config_sentence_transformers.json is damaged: its prompts must be texts by name")
     if len(prompt) > MOST_PROMPT:
         raise EncoderError(f"{name}: its prompt has {len(prompt):,} characters; it may have {MOST_PROMPT:,}")
+    others = {role: other for role in _ROLES if isinstance(other := prompts.get(role), str) and other != prompt}
+    if left := ", ".join(f"{role} = {other[:_SHOWN_CHARACTERS]!r}" for role, other in others.items() if other):
+        _warn_of_prompts(name, prompt[:_SHOWN_CHARACTERS], left)
     return prompt
+
+
+@cache
+def _warn_of_prompts(name: str, prompt: str, left: str) -> None:
+    """Warn once that queries and documents are embedded alike."""
+    get_logger().warning(
+        f"{name}: its prompts {left} are not applied; before every text goes {f'{prompt!r}' if prompt else 'none'}. "
+        "Search may find less than with encode_query and encode_document of sentence-transformers; "
+        "default_prompt_name in config_sentence_transformers.json chooses one prompt for all texts"
+    )
 
 
 def _max_tokens(name: str, length: Any) -> int | None:

@@ -14,6 +14,8 @@ from declutr.common.paths import expand
 from declutr.common.storage import hash_json
 from declutr.common.suggestions import suggest
 
+Precision = Literal["fp32", "bf16"]
+
 
 class EncoderError(ValueError):
     """A folder, file or name that cannot be loaded as an encoder."""
@@ -65,9 +67,15 @@ def unit_rows(rows: NDArray[Any]) -> NDArray[Any]:
 
 def vectors_fingerprint(encoder: SentenceEncoder) -> str:
     """SHA-256 of everything that decides the embeddings, the precision included; equal ones mean equal vectors."""
-    if getattr(encoder, "precision", "fp32") == "fp32":
+    if precision_of(encoder) == "fp32":
         return encoder.fingerprint
     return hash_json([encoder.fingerprint, "bf16"])
+
+
+def precision_of(encoder: SentenceEncoder) -> Precision:
+    """Precision of the encoder's matrix products."""
+    precision: Precision = getattr(encoder, "precision", "fp32")
+    return precision
 
 
 def missing(name: str) -> str | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +20,12 @@ from tokenizers import Encoding, Tokenizer
 from torch import nn
 
 from declutr.common.storage import hash_json, read_json, write_json
-from declutr.evaluation.encoders.protocol import LongTexts, texts_of
+from declutr.evaluation.encoders.protocol import LongTexts, Precision, texts_of
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, Step, steps_of, write_steps
 from declutr.trainer.model.encoder import Encoder
 
-Precision = Literal["fp32", "bf16"]
 _CPU_BATCH_TOKENS = 2048  # keeps the activations of a batch in the processor's cache
 _GPU_BATCH_TOKENS = 65536
 

@@ -163,6 +163,7 @@ class Explorer:
         return [
             {
                 "row": text.row,
+                "record": text.record,
                 "id": None if text.id is None else visible(text.id[:_NAME_CHARACTERS]),
                 "source": visible(text.source[:_NAME_CHARACTERS]),
                 "text": visible(text.text[:num_characters]) + ("…" if len(text.text) > num_characters else ""),

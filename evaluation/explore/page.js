@@ -26,9 +26,9 @@ function shape(group) {
   return svg;
 }
 
-/** Describe the origin of a text: its group's shape, its source, its id or else its row. */
+/** Describe the origin of a text: its group's shape, its source, its id or else its record. */
 function origin(text) {
-  return [shape(text.group), make("span", "source", `${text.source} · ${text.id ?? text.row}`)];
+  return [shape(text.group), make("span", "source", `${text.source} · ${text.id ?? text.record}`)];
 }
 
 const map = new TextMap(element("map"), element("tip"), point => {

@@ -53,7 +53,7 @@ def card(config: ExportConfig, figures: dict[str, Any]) -> str:
 {rows}
 
 {figures["speedup"]:.2f} times as fast ({low:.2f} to {high:.2f}) as {figures["compared_with"]} in float32, on
-{figures["texts"]} texts, in turns within one process, tokenization included.
+{figures["texts"]} texts{_ranges(figures)}, in turns within one process, tokenization included.
 *Hardware:* {hardware["cpu"]}, {hardware["threads"]} threads, load {hardware["load_average"]}.
 `measurement.json` has all figures, versions and the command.
 """
@@ -61,6 +61,11 @@ def card(config: ExportConfig, figures: dict[str, Any]) -> str:
 
 def _prompt(prompt: str) -> str:
     return f"\nPut this prompt before every text: {prompt!r}." if prompt else ""
+
+
+def _ranges(figures: dict[str, Any]) -> str:
+    same = figures.get("texts_of_ranges")
+    return f" ({same} of them set the ranges of the integers, which flatters the cosine)" if same else ""
 
 
 def _rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from declutr.common.config import Strict
+from declutr.pipeline.readers.corpus import TextField
 
 Target = Literal["onnx", "onnx-int8", "static"]
 
@@ -27,7 +28,9 @@ class ExportConfig(Strict):
     """Maximum tokens of one input of a graph; the encoder's own limit if not set."""
     corpus: list[str] = Field(default_factory=list)
     """Files, folders and globs of your texts. A table has their words; the ranges of integers cover them; without
-    `stsb` and `pairs`, encoder and export are compared on them."""
+    `stsb` and `pairs`, encoder and export are compared on them, integers on every second."""
+    text_field: TextField = "text"
+    """Key or column of the text in `corpus`, or several, as `prepare` takes them."""
     vocabulary_size: int = Field(default=30_000, ge=100, le=1_000_000)
     """Most tokens of a table."""
     dimensions: int = Field(default=256, ge=2)

@@ -74,6 +74,7 @@ def write_graph(encoder: TransformerEncoder, folder: Path, opset: int) -> None:
     tokenizer.enable_padding(pad_id=special.pad_token_id or 0, pad_token=special.pad_token or "[PAD]")
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {
+        "form": "onnx",
         "size": encoder.size,
         "max_tokens": encoder.max_tokens,
         "pooling": before.pooling,

@@ -1,8 +1,10 @@
 """Data of an export, read and checked before an encoder is loaded."""
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -11,9 +13,10 @@ from declutr.evaluation.encoders.protocol import missing
 from declutr.evaluation.export.config import ExportConfig, ExportError
 from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test
 from declutr.pipeline.job.units import plan_units, read_unit
-from declutr.pipeline.readers.corpus import Document, FilesCorpus
+from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure
 
 _LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
+_FIELD = ". --text-field names the key or column of the text"
 _CORPUS_CHARACTERS = 100_000_000
 """Most characters of a corpus that are read; more would hardly change the frequent words."""
 
@@ -24,13 +27,17 @@ class Inputs:
 
     Attributes:
         corpus: the user's texts.
-        measured: texts on which encoder and export are compared; empty: general sentences.
+        measured: texts of STS-B or of the test, on which encoder and export are compared; empty: those of the corpus,
+            or general sentences.
         test: the user's retrieval test.
+        told: number of texts of the corpus that were read, of records that could not be by reason, and whether the
+            corpus was cut; None without a corpus.
     """
 
     corpus: list[str]
     measured: list[str]
     test: RetrievalTest | None
+    told: dict[str, Any] | None
 
 
 def read_inputs(config: ExportConfig) -> Inputs:
@@ -41,6 +48,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
     """
     problems: list[str] = []
     corpus: list[str] = []
+    told: dict[str, Any] | None = None
     judged: list[str] = []
     test = None
     if problem := missing(config.model):
@@ -55,7 +63,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
         problems.append(f"--to {config.to} needs {lacking}: pip install {' '.join(_LIBRARIES)}")
     if config.corpus:
         try:
-            corpus = _texts(config.corpus)
+            corpus, told = _texts(config)
         except (ExportError, OSError) as error:
             problems.append(f"--corpus {' '.join(config.corpus)}: {error}")
     if config.stsb is not None:
@@ -73,7 +81,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
             problems.append(str(error))
     if problems:
         raise ExportError("\n".join(problems))
-    return Inputs(corpus, judged or ([*test.queries, *test.texts] if test else corpus), test)
+    return Inputs(corpus, judged or ([*test.queries, *test.texts] if test else []), test, told)
 
 
 def _lacking() -> str | None:
@@ -86,27 +94,36 @@ def _lacking() -> str | None:
     return None
 
 
-def _texts(paths: list[str]) -> list[str]:
-    """Texts of files, folders and globs.
+def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
+    """Texts of files, folders and globs, and `Inputs.told`.
 
     Raises:
         ExportError: nothing can be read.
     """
+    settings = {"kind": "files", "paths": config.corpus, "text_field": config.text_field}
     try:
-        corpus = FilesCorpus.model_validate({"kind": "files", "paths": paths})
+        corpus = FilesCorpus.model_validate(settings)
     except ValidationError as error:
         raise ExportError(error.errors()[0]["msg"]) from error
     units, problems = plan_units(corpus, 1)
     if problems:
-        raise ExportError("; ".join(problem.removeprefix("corpus.paths: ") for problem in problems))
+        told = "; ".join(problem.removeprefix("corpus.paths: ") for problem in problems)
+        raise ExportError(told.replace("corpus.text_field", "--text-field"))
     found, characters = list[str](), 0
+    failures: Counter[str] = Counter()
+    first: ReadFailure | None = None
+    cut = False
     for unit in units:
+        if cut := characters >= _CORPUS_CHARACTERS:
+            break
         for record in read_unit(unit, corpus):
             if isinstance(record, Document):
                 found.append(record.text)
                 characters += len(record.text)
-        if characters >= _CORPUS_CHARACTERS:
-            break
+            else:
+                failures[record.reason] += 1
+                first = first or record
     if not found:
-        raise ExportError("holds no text")
-    return found
+        why = f"; {failures.total():,} records cannot be read, the first: {first}" if first else ""
+        raise ExportError(f"holds no text{why}{_FIELD if failures['no_text_field'] else ''}")
+    return found, {"read": len(found), "skipped": dict(sorted(failures.items())), "cut": cut}

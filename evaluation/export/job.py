@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from declutr.common.storage import atomic_folder, write_json, write_text
+from declutr.common.storage import atomic_folder, read_json, write_json, write_text
 from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.onnx import GRAPH, padded
+from declutr.evaluation.encoders.onnx import GRAPH, SETTINGS, padded
 from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder, unit_rows
 from declutr.evaluation.encoders.static import TABLE
 from declutr.evaluation.encoders.transformer import TransformerEncoder
@@ -42,18 +42,24 @@ def export(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) -> dict[
         config.model, device="cpu", max_tokens=config.max_tokens, trust_remote_code=config.trust_remote_code
     )
     sentences, floats = general_sentences(), dict[str, SentenceEncoder]()
+    own, measured = _texts_of(config, inputs)
+    texts = [*sentences, *(" ".join(sentences[start::2]) for start in (0, 1)), *own]
+    measured = measured or sentences
     with atomic_folder(config.output) as aside:
         if config.to == "static":
             write_static(encoder, inputs.corpus, aside, config.vocabulary_size, config.dimensions)
         else:
-            texts = [*sentences, *(" ".join(sentences[start::2]) for start in (0, 1)), *_spread(inputs.corpus)]
             floats = _write_onnx(config, encoder, texts, aside)
         after = load_encoder(str(aside), device="cpu")
         figures: dict[str, Any] = {"name": config.to, "model": config.model, "fingerprint": encoder.fingerprint}
         figures |= {"prompt": getattr(encoder, "prompt", "")}
         figures |= {"bytes_before": _weight_bytes(encoder)}
         figures |= {"bytes": (aside / (TABLE if config.to == "static" else GRAPH)).stat().st_size}
-        yardstick = Yardstick(_spread(inputs.measured or sentences), config.stsb, inputs.test)
+        if inputs.told is not None:
+            figures |= {"corpus": inputs.told}
+        if config.to == "onnx-int8":
+            figures |= {"texts_of_ranges": len(set(texts).intersection(measured))}
+        yardstick = Yardstick(measured, config.stsb, inputs.test)
         figures |= measure(encoder, after, floats, yardstick) | facts
         write_json(aside / MEASUREMENT, figures)
         write_text(aside / "README.md", card(config, figures))
@@ -94,6 +100,7 @@ def _write_onnx(
     from declutr.evaluation.export.quantization import quantize
 
     quantize(folder / GRAPH, (padded([row], 0) for row in encoder.windows(texts)[0] if row))
+    write_json(folder / SETTINGS, read_json(folder / SETTINGS) | {"form": config.to})
     return {"onnx": graph}
 
 
@@ -103,6 +110,18 @@ def _weight_bytes(encoder: SentenceEncoder) -> int | None:
         return None
     modules: tuple[torch.nn.Module, ...] = (encoder.encoder.model.base_model, encoder.after)
     return sum(4 * one.numel() for module in modules for one in module.parameters())
+
+
+def _texts_of(config: ExportConfig, inputs: Inputs) -> tuple[list[str], list[str]]:
+    """The user's texts that set the ranges of integers, and the texts that are measured.
+
+    Integers are nearer to the encoder on the texts that set their ranges, so a corpus is divided.
+    """
+    if inputs.measured or config.to != "onnx-int8":
+        return _spread(inputs.corpus), _spread(inputs.measured or inputs.corpus)
+    ranges = _spread(inputs.corpus[::2])
+    known = set(ranges)
+    return ranges, _spread([text for text in inputs.corpus[1::2] if text not in known])
 
 
 def _spread(texts: Sequence[str]) -> list[str]:

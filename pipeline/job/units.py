@@ -160,11 +160,20 @@ def input_state_read(unit: Unit) -> InputState | None:
     if not unit.file_states:
         return None
     digest = digest_parts(unit.parts)
+    check_unchanged(unit)
+    return input_state_of(unit.parts, unit.file_states, digest)
+
+
+def check_unchanged(unit: Unit) -> None:
+    """Check that the files of a unit are as when it was planned by `with_file_states`.
+
+    Raises:
+        OSError: a file was changed after planning. (A missing file is already counted as a failure.)
+    """
     now = read_file_states(unit.parts)
     for part in unit.parts:
         if now[part.path] is not None and now[part.path] != unit.file_states[part.path]:
             raise OSError(f"{part.source} was changed while the corpus was being read; do not modify inputs meanwhile")
-    return input_state_of(unit.parts, unit.file_states, digest)
 
 
 def read_unit(unit: Unit, corpus: Corpus, content: AnyContent = DOCUMENTS) -> UnitReader:

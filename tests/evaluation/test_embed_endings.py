@@ -2,9 +2,13 @@
 
 import fcntl
 import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+import tinyruns as runs
 from messages import says
 from volumes import small_volume
 
@@ -82,3 +86,39 @@ def test_inputs_replaced_between_kill_and_restart_are_read_anew(begun, texts):
     assert main(command) == 0
     assert main([*command[:4], str(output.with_name("new.npy"))]) == 0
     assert np.array_equal(np.load(output), np.load(output.with_name("new.npy")))
+
+
+KILLED_BEFORE = """
+import os, sys
+from declutr.cli.main import main
+
+def kill(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith(sys.argv[1]):
+        os.kill(os.getpid(), 9)
+
+sys.addaudithook(kill)
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("renamed", ["/00000.json", "/out.npy.json"])
+def test_embed_killed_before_its_note_leaves_no_vectors_to_the_note_of_another_encoder(texts, tmp_path, renamed):
+    """`out.npy` and the part of a unit take their names before the file that says whose they are."""
+    given = [str(texts), "--output", str(tmp_path / "out.npy")]
+    other = ["embed", "hashed-words@1:256", *given]
+    assert main(["embed", MODEL, str(texts), "--output", str(tmp_path / "whole.npy")]) == 0
+    before = ["embed", MODEL, *given]
+
+    def killed(name, command):
+        place = os.environ | {"PYTHONPATH": str(runs.ROOT / "src")}
+        done = subprocess.run([sys.executable, "-c", KILLED_BEFORE, name, *command], env=place, check=False)
+        assert done.returncode == -signal.SIGKILL
+
+    if renamed == "/00000.json":
+        killed("/out.npy", before)  # its units are finished
+    else:
+        assert main(before) == 0
+    killed(renamed, other)
+    assert main(before) == 0
+    assert (tmp_path / "out.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()

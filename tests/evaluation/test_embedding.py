@@ -18,7 +18,14 @@ from messages import all_of, says
 from sentence_transformers import SentenceTransformer
 
 from declutr.cli.main import main
+from declutr.common.storage import hash_json
+from declutr.evaluation.embedding.build import build_index
+from declutr.evaluation.embedding.config import EmbedConfig
 from declutr.evaluation.embedding.output import EmbedError, read_note
+from declutr.evaluation.embedding.units import identify, plan
+from declutr.evaluation.embedding.workers import UnitEmbedder
+from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.encoders.protocol import vectors_fingerprint
 
 LINES = [text.replace("\n", " ") for text in TEXTS]
 
@@ -194,3 +201,42 @@ def test_baselines_need_no_model(tmp_path):
     found = np.load(tmp_path / "out.npy")
     assert found.shape == (2, 16)
     np.testing.assert_array_equal(found[0], found[1])
+
+
+def test_embed_job_by_auto_on_a_cpu_is_that_of_fp32_and_not_of_bf16(model, tmp_path):
+    """The word `auto` means bf16 on a GPU, whose parts must not be joined with these."""
+    write_inputs(tmp_path)
+    output = tmp_path / "out.npy"
+    jobs = []
+    for precision in ("auto", "fp32", "bf16"):
+        assert embed(model, tmp_path / "in.txt", output, "--precision", precision) == 0
+        jobs.append((read_note(output).job, read_note(output).precision, output.stat().st_ino))
+        build_index(output, tmp_path / precision)
+    assert jobs[0] == jobs[1]
+    assert jobs[0][1] == "fp32"
+    assert jobs[2][1] == "bf16"
+    assert jobs[2][0] != jobs[0][0]
+
+
+def test_index_of_a_note_without_the_precision_is_built(model, tmp_path):
+    """An older note identifies its job by the word of the setting."""
+    write_inputs(tmp_path)
+    output = tmp_path / "out.npy"
+    assert embed(model, tmp_path / "in.txt", output) == 0
+    note = read_note(output)
+    job = hash_json(identify(note.config, plan(note.config), note.fingerprint, "auto"))
+    old = note.model_copy(update={"job": job, "precision": None})
+    (tmp_path / "out.npy.json").write_text(old.model_dump_json(exclude={"precision"}))
+    assert build_index(output, tmp_path / "index").rows == len(LINES)
+
+
+def test_worker_of_embed_with_another_encoder_than_the_command_has_is_refused(model, tmp_path):
+    """The name of a run means its newest checkpoint, which may appear between the two."""
+    write_inputs(tmp_path)
+    config = EmbedConfig(choice={"model": model}, inputs=[str(tmp_path / "in.txt")], output=tmp_path / "out.npy")
+    row = {"unit": plan(config)[0].model_dump_json(), "identity": "x"}
+    vectors = [vectors_fingerprint(load_encoder(model, precision=precision)) for precision in ("fp32", "bf16")]
+    found = [UnitEmbedder(config, str(tmp_path), vectors=each)(row) for each in vectors]
+    assert found[0]["sidecar"]
+    assert not found[1]["sidecar"]
+    says(found[1]["problem"], model, "another encoder", "checkpoint", "--precision")

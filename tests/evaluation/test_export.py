@@ -76,6 +76,23 @@ def test_integers_are_near_whatever_is_beside_a_text(tmp_path):
 
 
 @pytest.mark.slow
+def test_integers_are_measured_on_texts_of_the_corpus_that_set_no_range(tmp_path, capsys):
+    """Without a corpus the general sentences do both, which is said."""
+    folder = encoder_folder(tmp_path / "encoder", "bert", "mean")
+    texts = [f"text {number} of the corpus" for number in range(30)]
+    (tmp_path / "corpus.txt").write_text("\n".join([*texts, texts[0], texts[0]]))
+    assert export(folder, tmp_path / "half", "onnx-int8", "--corpus", tmp_path / "corpus.txt") == 0
+    half = json.loads((tmp_path / "half" / MEASUREMENT).read_text())
+    assert (half["texts"], half["texts_of_ranges"]) == (15, 0)
+    assert "ranges" not in capsys.readouterr().out
+    assert export(folder, tmp_path / "same", "onnx-int8") == 0
+    same = json.loads((tmp_path / "same" / MEASUREMENT).read_text())
+    assert same["texts"] == same["texts_of_ranges"] == 60
+    says(capsys.readouterr().out, "60 of 60 texts", "ranges")
+    says((tmp_path / "same" / "README.md").read_text().splitlines(), "60 texts", "60 of them", "ranges")
+
+
+@pytest.mark.slow
 def test_table_has_the_numbers_of_sentence_transformers(tmp_path):
     from sentence_transformers import SentenceTransformer
 
@@ -166,3 +183,22 @@ def test_settings_that_an_export_has_fixed_are_refused(tmp_path, option):
     (tmp_path / "declutr_onnx.json").write_text("{}")
     with pytest.raises(EncoderError, match="export again"):
         load_encoder(str(tmp_path), **{option: 8 if option == "max_tokens" else "cls"})
+
+
+@pytest.mark.slow
+def test_export_counts_the_records_of_the_corpus_that_cannot_be_read(tmp_path, capsys):
+    words = [f"word{chr(97 + one)}{chr(97 + two)}" for one in range(26) for two in range(8)]
+    lines = [json.dumps({"body": " ".join(words[one : one + 20])}) for one in range(180)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join([lines[0], "no json", '{"body": 3}', *lines[1:]]))
+    more = ["--corpus", tmp_path / "corpus.jsonl", "--vocabulary-size", 150, "--dimensions", 8]
+    folder, output = encoder_folder(tmp_path / "encoder"), tmp_path / "static"
+    assert export(folder, output, "static", *more) == 1
+    says(capsys.readouterr().err, "--corpus", "--text-field", "body")
+    assert export(folder, output, "static", *more, "--text-field", "body") == 0
+    says(capsys.readouterr().out.splitlines(), "skipped", "1 invalid_json")
+    told = json.loads((output / MEASUREMENT).read_text())["corpus"]
+    assert told == {"read": 180, "skipped": {"invalid_json": 1, "no_text_field": 1}, "cut": False}
+    (tmp_path / "bad.jsonl").write_text('{"body": 3}\n{"body": 4}\n')
+    bad = ["--corpus", tmp_path / "bad.jsonl", "--text-field", "body"]
+    assert export(folder, tmp_path / "out", "static", *bad) == 1
+    says(capsys.readouterr().err, "--corpus", "no text", "2 records", "bad.jsonl")

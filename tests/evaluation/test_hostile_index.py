@@ -90,24 +90,28 @@ def ipc(schema, columns, compression=None):
     return sink.getvalue().to_pybytes()
 
 
+def columns(texts):
+    return [pa.array([0] * len(texts)), pa.array(texts, pa.large_string()), pa.array(texts), pa.array(texts)]
+
+
 def offsets(last):
     """A file whose last offsets lead where there is no text."""
-    text = pa.array([*[""] * (ROWS - 1), "8 bytes."])
     start = np.zeros(ROWS, np.int32).tobytes()
-    raw = ipc(SCHEMA, [text] * 3)
-    assert raw.count(start + b"\x08\0\0\0") == 3
-    return raw.replace(start + b"\x08\0\0\0", start + np.int32(last).tobytes())
+    raw = ipc(SCHEMA, columns([*[""] * (ROWS - 1), "8 bytes."]))
+    wide, narrow = start * 2 + b"\x08" + bytes(7), start + b"\x08" + bytes(3)
+    assert (raw.count(wide), raw.count(narrow)) == (1, 3)
+    return raw.replace(wide, start * 2 + np.int64(last).tobytes()).replace(narrow, start + np.int32(last).tobytes())
 
 
-SCHEMA = pa.schema([("text", pa.string()), ("id", pa.string()), ("source", pa.string())])
+SCHEMA = pa.schema([("record", pa.int64()), ("text", pa.large_string()), ("id", pa.string()), ("source", pa.string())])
 TEXTS = {
     "cut off": lambda raw: raw[:-40],
     "empty": lambda _: b"",
     "offsets beyond": lambda _: offsets(2**31 - 1),
     "offsets back": lambda _: offsets(-(2**20)),
     "other columns": lambda _: ipc(pa.schema([("text", pa.int64())]), [pa.array(range(ROWS))]),
-    "fewer rows": lambda _: ipc(SCHEMA, [pa.array(["x"])] * 3),
-    "compressed": lambda _: ipc(SCHEMA, [pa.array(["x" * 500_000] * ROWS)] * 3, "zstd"),
+    "fewer rows": lambda _: ipc(SCHEMA, columns(["x"])),
+    "compressed": lambda _: ipc(SCHEMA, columns(["x" * 500_000] * ROWS), "zstd"),
     "no text": lambda raw: raw.replace(b"word1 ", b"w\xff\xfe\xff1 "),
 }
 

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from messages import all_of, says
 
@@ -11,6 +12,7 @@ from declutr.evaluation.embedding.build import build_index
 from declutr.evaluation.embedding.config import EmbedError
 from declutr.evaluation.embedding.index import INDEX, SearchIndex
 from declutr.evaluation.encoders.loading import load_encoder
+from declutr.evaluation.explore.explorer import Explorer
 
 ANIMALS = ["the cat sat on the mat", "a dog barked", "the mat was red", "nobody knows the trouble", "cat cat mat"]
 
@@ -76,6 +78,26 @@ def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, suffix
     assert [text.source for text in SearchIndex(tmp_path / "files").texts([0, 4])] == ["a.jsonl", "b.jsonl"]
 
 
+def test_text_without_an_id_is_shown_with_the_number_of_its_record(tmp_path, capsys):
+    """Also behind records that were skipped, in every unit of the inputs."""
+    (tmp_path / "in").mkdir()
+    for name in ("a", "b"):
+        lines = ["no json", *(json.dumps({"text": f"{name} {text}"}) for text in ANIMALS[:2])]
+        (tmp_path / f"in/{name}.jsonl").write_text("\n".join(lines) + "\n")
+    output = tmp_path / "out.parquet"
+    given = ["embed", "hashed-words:64", str(tmp_path / "in"), "--output", str(output), "--skip-bad"]
+    assert main([*given, "--unit-mib", "0.0001"]) == 0
+    records = pq.read_table(output).column("row").to_pylist()
+    assert records == [1, 2, 4, 5]
+    build_index(output, tmp_path / "index")
+    assert [text.record for text in SearchIndex(tmp_path / "index").texts(range(4))] == records
+    capsys.readouterr()
+    assert main(["search", str(tmp_path / "index"), "b the cat sat on the mat", "--top", "1"]) == 0
+    assert capsys.readouterr().out.split()[1] == "4"
+    encoder = load_encoder("hashed-words:64")
+    assert Explorer(SearchIndex(tmp_path / "index"), encoder, 1).neighbours(3)["text"]["record"] == 5
+
+
 def test_another_encoder_and_altered_files_are_refused(embedded, tmp_path, capsys):
     build_index(embedded, tmp_path / "index")
     assert main(["search", str(tmp_path / "index"), "cat", "--model", "hashed-words@1:256"]) == 1
@@ -110,6 +132,39 @@ def test_embed_overwrites_neither_input_nor_what_is_not_its_own(embedded, tmp_pa
     for inside in ("texts/a.parquet", "texts/new.parquet", "in.jsonl"):
         assert main([*given[:2], str(tmp_path / inside.partition("/")[0]), "--output", str(tmp_path / inside)]) == 1
         says(capsys.readouterr().err, "is in the input")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "output", "more", "status"),
+    [
+        ("*.*", "new.parquet", [], 1),
+        ("**/*.parquet", "new.parquet", [], 1),
+        ("**/*.parquet", "deep/er/new.parquet", [], 1),
+        ("../link/*.parquet", "new.parquet", [], 1),
+        ("*.json*", "new.npy", ["--format", "jsonl"], 1),
+        ("", "new.npy", ["--format", "jsonl"], 1),
+        ("*.jsonl", "new.parquet", [], 0),
+        ("*.*", "new.npy", [], 0),
+        ("*.*", "deep/new.parquet", [], 0),
+        ("a[[]1].*", "a[1].parquet", [], 1),
+        ("a[1].jsonl", "a1.parquet", [], 0),
+    ],
+)
+def test_output_that_a_later_command_would_read_as_an_input_is_refused(tmp_path, capsys, pattern, output, more, status):
+    """Otherwise `index` would find other inputs than those embedded."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    for name in ("a[1].jsonl", "b.jsonl"):
+        (folder / name).write_text('{"text": "a cat"}\n')
+    target = folder / output
+    given = ["embed", "hashed-words:8", str(folder / pattern), "--output", str(target), *more]
+    assert main(given) == status
+    if status:
+        says(capsys.readouterr().err, "--output", output, "is in the input")
+        assert not target.exists()
+    else:
+        assert build_index(target, tmp_path / "index").rows == (2 if pattern[0] == "*" else 1)
 
 
 def test_changed_inputs_are_not_indexed(embedded, tmp_path):

@@ -150,12 +150,43 @@ def test_an_onnx_export_next_to_it_is_published_and_one_of_another_encoder_is_re
     exec(code, names := {})
     expected = load_encoder(encoder / "encoder", device="cpu").encode(["A sentence."])
     np.testing.assert_allclose(names["embeddings"], expected, atol=1e-4)
+    assert "integers" not in text
+    assert "prompt" not in text
     (tmp_path / "other").mkdir()
     other = encoder_folder(tmp_path / "other" / "encoder", pooling="cls")
     (other / "README.md").write_text((encoder / "encoder" / "README.md").read_text())
     (encoder / "onnx").rename(tmp_path / "other" / "onnx")
     assert main(["publish", str(other), str(tmp_path / "two"), "--license", "mit"]) == 1
     says(capsys.readouterr().err, tmp_path / "other" / "onnx", "another encoder", "export it again")
+
+
+@pytest.mark.slow
+def test_a_graph_in_integers_is_published_with_its_form_its_scores_and_its_prompt(encoder, tmp_path):
+    """The scores of the card are those of the encoder in float32."""
+    pytest.importorskip("onnxscript", reason="pip install -e '.[onnx]'")
+    options = {"prompts": {"document": "text: "}, "default_prompt_name": "document"}
+    (encoder / "encoder" / "config_sentence_transformers.json").write_text(json.dumps(options))
+    rows = (f"a\tb\tc\td\t{number % 6}\ttext {number}\tword text {number % 5}\n" for number in range(12))
+    (tmp_path / "sts-test.csv").write_text("".join(rows))
+    exporting = ["export", str(encoder / "encoder"), "--to", "onnx-int8", "--output", str(encoder / "onnx")]
+    assert main([*exporting, "--stsb", str(tmp_path)]) == 0
+    assert main(["publish", str(encoder), str(tmp_path / "out"), "--license", "mit"]) == 0
+    figures = json.loads((encoder / "onnx" / "measurement.json").read_text())
+    text = (tmp_path / "out" / "README.md").read_text()
+    lines, scores = text.splitlines(), text.index("\n## Scores\n")
+    says(lines, "8-bit integers", "scores below", "float32")
+    says(lines, "cosine", f"{figures['cosine']:.4f}", f"{figures['cosine_least']:.4f}")
+    says(lines, "STS-B", f"{figures['stsb_before']:.2f}", f"{figures['stsb_after']:.2f}")
+    says(lines, "prompt", repr("text: "))
+    assert text.index("onnxruntime") < text.index("8-bit integers") < scores
+    assert json.loads((tmp_path / "out/onnx/declutr_onnx.json").read_text())["form"] == "onnx-int8"
+    settings = json.loads((encoder / "onnx" / "declutr_onnx.json").read_text())
+    del settings["form"]  # an earlier export; its measurement names the form
+    (encoder / "onnx" / "declutr_onnx.json").write_text(json.dumps(settings))
+    assert main(["publish", str(encoder), str(tmp_path / "again"), "--license", "mit"]) == 0
+    assert (tmp_path / "again" / "README.md").read_text() == text
+    (encoder / "onnx" / "measurement.json").unlink()
+    assert main(["publish", str(encoder), str(tmp_path / "none"), "--license", "mit"]) == 1
 
 
 def publish(arguments, folder, **environment):
