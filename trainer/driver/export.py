@@ -1,6 +1,5 @@
 """A trained encoder as a folder that transformers and sentence-transformers load."""
 
-import math
 import shutil
 from inspect import signature
 from pathlib import Path
@@ -54,8 +53,10 @@ def export(resolved: ResolvedRun) -> Path:
         raise checkpoint.CheckpointError(f"{folder}: holds no whole checkpoint to export")
     path, state = found
     put_back(target)
-    if target.exists() and (_is_of(target, state)):
+    if target.exists() and (_is_of(target, state) or _is_better(target, config, run, state)):
         return target
+    if target.exists():
+        get_logger().info("%s was made from another checkpoint: exporting again", target)
     for left in run.glob(f".{EXPORT}.*.tmp"):  # left by a killed export
         shutil.rmtree(left)
     tokenizer, _ = load_tokenizer(resolved.data[""][0], resolved.manifest)
@@ -102,10 +103,7 @@ def _is_of(target: Path, state: RunState) -> bool:
         told = [f"{name} is altered or truncated" for name in altered] + [f"{name} is missing" for name in missing]
         _keep(target, ", ".join(told))
         return False
-    if settings.checkpoint != _identity(state):
-        get_logger().info("%s was made from another checkpoint: exporting again", target)
-        return False
-    return True
+    return settings.checkpoint == _identity(state)
 
 
 def _is_better(target: Path, config: TrainConfig, run: Path, state: RunState) -> bool:
@@ -113,8 +111,9 @@ def _is_better(target: Path, config: TrainConfig, run: Path, state: RunState) ->
     if config.export != "best" or not target.exists():
         return False
     step = read_settings(target).step
-    scores = ranking.history(run, config.validation.score, max(step, state.step))
-    if not scores.get(step, -math.inf) > scores.get(state.step, math.inf):
+    known = ranking.history(run, config.validation.score, max(step, state.step))
+    both = {one: known[one] for one in (step, state.step) if one in known}
+    if len(both) < 2 or ranking.from_best(both)[0] != step:
         return False
     get_logger().warning("keeping %s: no checkpoint is as good as that of step %d, which is gone", target, step)
     return True
