@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.adaptation.measures import F32, F64, FAR_TOKENS, Passages, share
-from declutr.common.bootstrap import MIN_ROWS, Comparison, Statistic, compare, mean, spearman
+from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statistic, compare, mean, spearman
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import measures, score_encoder
@@ -147,7 +147,7 @@ _POINT = 0.01
 
 
 def choose(order: Sequence[str], development: dict[str, Values], primary: str, seed: int) -> str:
-    """The cheapest candidate that no dearer one exceeds on development rows with an interval above 0.
+    """The cheapest candidate that no dearer one measurably exceeds on development rows.
 
     Args:
         order: candidates from the cheapest to the dearest.
@@ -160,7 +160,7 @@ def choose(order: Sequence[str], development: dict[str, Values], primary: str, s
             compare(development[name][primary], development[other][primary], seed, STATISTICS[primary])
             for other in order[place + 1 :]
         ]
-        if not any(one.interval is not None and one.interval[0] > 0 for one in found):
+        if not any(one.measurable and one.difference > 0 for one in found):
             return name
     raise ValueError("there is no candidate")
 
@@ -199,7 +199,9 @@ class Verdict:
             f"{self.outcome}: {100 * one.before:.1f} before, {100 * one.after:.1f} after, difference "
             f"{100 * one.difference:+.1f} points (95% interval {low:+.1f} to {high:+.1f}, {one.rows:,} test {rows})"
         )
-        if self.outcome == "no measurable difference":
+        if one.few_changed:
+            told += f"; {one.changed} {rows} differ, and a difference needs {MIN_CHANGED}"
+        elif self.outcome == "no measurable difference":
             told += f"; a difference of one point would need about {self.rows_needed:,} test {rows}"
         return told
 
@@ -209,5 +211,6 @@ def judge(before: Values, after: Values, primary: str, seed: int) -> Verdict:
     one = compare(before[primary], after[primary], seed, STATISTICS[primary])
     if one.interval is None:
         return Verdict("too few documents to tell", one)
-    low, high = one.interval
-    return Verdict("better" if low > 0 else "worse" if high < 0 else "no measurable difference", one)
+    if not one.measurable:
+        return Verdict("no measurable difference", one)
+    return Verdict("better" if one.difference > 0 else "worse", one)
