@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from messages import all_of, says
+from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
 from declutr.adaptation import scores as adaptation_scores
@@ -19,6 +20,7 @@ from declutr.adaptation.candidates import (
     _of_documents,
     cross_fitted,
     write_between,
+    write_trained,
 )
 from declutr.adaptation.config import AdaptConfig, located, prepare_config, train_config
 from declutr.adaptation.documents import HeldOutDocument, _ids_and_keys, held_out_documents
@@ -31,7 +33,9 @@ from declutr.common.config import validated
 from declutr.common.paths import listed
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.encoders.protocol import unit_rows
+from declutr.evaluation.encoders.transformer import write_transformer
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
+from declutr.trainer.model.behind import Normalize
 
 WORDS = [f"word{number}" for number in range(300)]
 
@@ -56,12 +60,35 @@ def encoder(tmp_path_factory):
     return folder
 
 
+def limited(encoder, folder):
+    """The encoder with a longest input below that of its positions, a prompt by name, and a normalisation at its end."""
+    folder.mkdir()
+    start = dataclasses.replace(load_transformer(str(encoder)), max_tokens=80, prompts={"query": "search: "})
+    write_transformer(start, [Normalize()], folder)
+    return folder
+
+
+def reads_as_the_start(folder):
+    found = load_transformer(str(folder))
+    assert (found.max_tokens, found.prompts) == (80, {"query": "search: "})
+    for loaded in (found, SentenceTransformer(str(folder), device="cpu")):
+        assert np.linalg.norm(loaded.encode(["word1 word2", "word3"]), axis=1) == pytest.approx(1, abs=1e-5)
+
+
+def test_write_trained_keeps_what_a_training_leaves_out_of_the_start(encoder, tmp_path):
+    start = load_transformer(str(limited(encoder, tmp_path / "start")))
+    (tmp_path / "trained").mkdir()
+    write_trained(start, load_transformer(str(encoder)), tmp_path / "trained")
+    reads_as_the_start(tmp_path / "trained")
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     documents = corpus(tmp_path / "documents.jsonl", 700)
     output = tmp_path / "adapted"
+    encoder = limited(encoder, tmp_path / "start")
     result = adapt(encoder, documents, output, steps=20)
     written = json.loads((output / "result.json").read_text())
     assert [row["name"] for row in written["rows"]] == ["start", "BM25", "IDF cosine", "start + IDF cosine", *ORDER]
@@ -82,6 +109,8 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     for name in (CLOSED, TRAINED):
         again = test.encoder(load_transformer(str(place_of(config, output, name))))["distant"]
         assert np.nanmean(again) == pytest.approx(scores[name], abs=1e-6), name
+    for name in ORDER:
+        reads_as_the_start(place_of(config, output, name))
     keeps_the_encoder_that_is_better(config, output, result)
 
 
