@@ -45,6 +45,7 @@ from declutr.evaluation.retrieval.similarity import STSB_TEST
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.driver.model_card import CARD
 from declutr.trainer.metrics.judged_pairs import StsError, read_pairs
 
@@ -102,6 +103,12 @@ def adapt(
             )
         if start.prompt:
             raise AdaptError(f"{config.encoder}: puts {start.prompt!r} before every text, which passages do not have")
+        if fingerprint(start.tokenizer) != fingerprint(load_tokenizer(config.encoder, config.trust_remote_code)):
+            raise AdaptError(
+                f"{config.encoder}: do_lower_case in its sentence_bert_config.json changes texts before its tokenizer, "
+                "which alone prepares documents; set it to false there, and put a normalizer of type Lowercase into "
+                "its tokenizer.json"
+            )
         state.begin(start.fingerprint)
         return _Adaptation(config, output, address, state, start, pairs).run()
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from messages import all_of, says
 from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
 from declutr.adaptation import scores as adaptation_scores
@@ -34,7 +35,7 @@ from declutr.common.paths import listed
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import write_transformer
-from declutr.pipeline.tokenizer.tokenization import train_tokenizer
+from declutr.pipeline.tokenizer.tokenization import fingerprint, train_tokenizer
 from declutr.trainer.model.behind import Normalize
 
 WORDS = [f"word{number}" for number in range(300)]
@@ -61,7 +62,7 @@ def encoder(tmp_path_factory):
 
 
 def limited(encoder, folder):
-    """The encoder with a longest input below that of its positions, a prompt by name, and a normalisation at its end."""
+    """The encoder with an own limit of its input, a prompt by name, and a normalisation at its end."""
     folder.mkdir()
     start = dataclasses.replace(load_transformer(str(encoder)), max_tokens=80, prompts={"query": "search: "})
     write_transformer(start, [Normalize()], folder)
@@ -197,6 +198,41 @@ def test_adapt_of_an_encoder_for_short_texts_is_refused(encoder, tmp_path):
     BertForMaskedLM(BertConfig.from_pretrained(encoder, max_position_embeddings=40)).save_pretrained(short)
     with pytest.raises(AdaptError, match=all_of("40 tokens", "64")):
         adapt(short, "-", tmp_path / "out")
+
+
+def lower_casing(encoder, folder, normalizer):
+    """The encoder as a folder of sentence-transformers that lower-cases texts, its tokenizer with a normaliser."""
+    limited(encoder, folder)
+    limits = json.loads((folder / "sentence_bert_config.json").read_text())
+    (folder / "sentence_bert_config.json").write_text(json.dumps(limits | {"do_lower_case": True}))
+    engine = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    engine.normalizer = normalizer
+    engine.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        normalizers.Lowercase(),
+        normalizers.BertNormalizer(lowercase=True),
+        normalizers.Sequence([normalizers.Lowercase(), normalizers.NFC()]),
+    ],
+)
+def test_encoder_that_lower_cases_twice_has_the_tokenizer_of_its_file(encoder, tmp_path, normalizer):
+    folder = lower_casing(encoder, tmp_path / "start", normalizer)
+    found = load_transformer(str(folder))
+    assert fingerprint(found.tokenizer) == fingerprint(AutoTokenizer.from_pretrained(folder))
+    assert np.array_equal(*found.encode(["WORD1 Word2", "word1 word2"]))
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.NFC(), normalizers.BertNormalizer(lowercase=False)])
+def test_adapt_of_an_encoder_that_alone_lower_cases_is_refused_before_any_work(encoder, tmp_path, normalizer):
+    folder = lower_casing(encoder, tmp_path / "start", normalizer)
+    assert np.array_equal(*load_transformer(str(folder)).encode(["WORD1 Word2", "word1 word2"]))
+    with pytest.raises(AdaptError, match=all_of("do_lower_case", "Lowercase", "tokenizer.json")):
+        adapt(folder, "-", tmp_path / "out")
+    assert not (tmp_path / "out" / "data").exists()
 
 
 @pytest.mark.parametrize(("option", "told"), [("--minutes", "minutes = 0.0: "), ("--seed", "seed = -1: ")])
