@@ -38,12 +38,13 @@ class Row:
 
     @staticmethod
     def of(name: str, kind: Kind, start: Values, values: Values, seed: int) -> "Row":
-        """The row of these values, compared with the start's."""
-        scores = {
-            measure: float(STATISTICS[measure](each[~np.isnan(each).reshape(len(each), -1).any(axis=1)]))
-            for measure, each in values.items()
+        """The row of these values, compared with the start's; a measure without a value is left out."""
+        present = {
+            measure: each[~np.isnan(each).any(axis=tuple(range(1, each.ndim)))] for measure, each in values.items()
         }
-        return Row(name, kind, scores, {} if kind == "start" else compared(start, values, seed))
+        scores = {measure: float(STATISTICS[measure](each)) for measure, each in present.items() if len(each)}
+        told = {measure: one for measure, one in compared(start, values, seed).items() if one.rows}
+        return Row(name, kind, scores, {} if kind == "start" else told)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncode
 
 def _facts(one: Comparison) -> dict[str, Any]:
     low, high = one.interval or (None, None)
-    return {"value": one.difference, "low": low, "high": high, "rows": one.rows}
+    return {"value": one.difference if one.rows else None, "low": low, "high": high, "rows": one.rows}
 
 
 _ROW, _LEFT, _WIDTH = 26, 34, 62

@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.adaptation.measures import F32, F64, FAR_TOKENS, Passages, share
+from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS
+from declutr.adaptation.measures import F32, F64, Passages, share
 from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statistic, compare, mean, spearman
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
@@ -44,6 +45,11 @@ class TestSet:
     passages: Passages
     pairs: RetrievalTest | None = None
     _embedded: dict[str, tuple[F32, F32]] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the primary measure: queries with pairs, else documents with distant passages."""
+        return len(self.pairs.queries) if self.pairs else int(self.passages.scorable.sum())
 
     @cached_property
     def lexicon(self) -> Lexicon:
@@ -193,7 +199,8 @@ class Verdict:
         """
         one = self.comparison
         if one.interval is None:
-            return f"{self.outcome}: {one.rows} test {rows}, an interval needs at least {MIN_ROWS}"
+            long = f" of {LONG_TOKENS} tokens or more" if rows == "documents" else ""
+            return f"{self.outcome}: {one.rows} test {rows}{long}, an interval needs at least {MIN_ROWS}"
         low, high = (100 * end for end in one.interval)
         told = (
             f"{self.outcome}: {100 * one.before:.1f} before, {100 * one.after:.1f} after, difference "

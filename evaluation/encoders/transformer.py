@@ -157,6 +157,8 @@ class TransformerEncoder:
 
     def embed_ids(self, rows: list[list[int]], batch_tokens: int | None = None) -> NDArray[np.float32]:
         """Embeddings `(len(rows), size)` of rows of token ids, special ones included; 0 for a row without tokens."""
+        if not rows:
+            return np.empty((0, self.size), np.float32)
         if not all(rows):
             embeddings = np.zeros((len(rows), self.size), np.float32)
             filled = [place for place, row in enumerate(rows) if row]

@@ -24,7 +24,7 @@ from declutr.adaptation.candidates import (
     write_trained,
 )
 from declutr.adaptation.config import AdaptConfig, located, prepare_config, train_config
-from declutr.adaptation.documents import HeldOutDocument, _ids_and_keys, held_out_documents
+from declutr.adaptation.documents import HeldOutDocument, _most, _rows, held_out_documents
 from declutr.adaptation.job import _Adaptation, adapt, load_transformer
 from declutr.adaptation.measures import make_passages
 from declutr.adaptation.state import AdaptError, opened
@@ -35,6 +35,8 @@ from declutr.common.paths import listed
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import write_transformer
+from declutr.evaluation.retrieval.pairs import read_test
+from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.tokenizer.tokenization import fingerprint, train_tokenizer
 from declutr.trainer.model.behind import Normalize
 
@@ -125,7 +127,7 @@ def judged_set(config, output):
     development, test = ({one.key for one in splits[name]} for name in ("development", "test"))
     assert min(len(development), len(test)) >= 100
     assert not development & test
-    assert development | test <= {*_ids_and_keys(output / "data", "held-out")[1].tolist()}
+    assert development | test <= {*_rows(output / "data", "held-out")[1].tolist()}
     return adaptation_scores.TestSet(make_passages(splits["test"], AutoTokenizer.from_pretrained(config.encoder)), None)
 
 
@@ -165,6 +167,75 @@ def test_adapt_of_few_documents_tells_nothing(encoder, tmp_path):
     assert result.verdict.outcome == "too few documents to tell"
     assert result.verdict.comparison.rows == 30
     assert not (tmp_path / "adapted" / "encoder").exists()
+
+
+def strict(path):
+    """JSON as the standard has it, without NaN."""
+
+    def refuse(word):
+        raise AssertionError(f"{path} holds {word}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("session")
+def test_adapt_of_many_documents_without_distant_passages_says_so_before_it_trains(encoder, tmp_path):
+    documents = corpus(tmp_path / "documents.jsonl", 700, words=75)
+    result = adapt(encoder, documents, tmp_path / "adapted", steps=20)
+    says(result.sentence, "too few documents to tell", "0 test documents of 256 tokens or more")
+    assert load_manifest(tmp_path / "adapted" / "data").totals["kept"] == 700
+    assert not (tmp_path / "adapted" / "candidates").exists()
+    assert strict(tmp_path / "adapted" / "result.json")["primary_difference"]["value"] is None
+
+
+def asked(path, count):
+    """Pairs whose texts are no documents of the corpus."""
+    rng = np.random.default_rng(1)
+    texts = [" ".join(rng.choice(WORDS, 12)) for _ in range(count)]
+    rows = [{"query": " ".join(text.split()[:3]), "text": text} for text in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize(
+    ("documents", "queries"),
+    [
+        pytest.param(20, 240, id="too few to train, and no passages"),
+        pytest.param(150, 200, id="too few queries to choose"),
+    ],
+)
+def test_adapt_with_pairs_and_nothing_to_choose_tries_the_closed_form_alone(encoder, tmp_path, documents, queries):
+    pairs = asked(tmp_path / "pairs.jsonl", queries)
+    halves = [len(read_test(pairs).half(which, 0).queries) for which in ("development", "test")]
+    assert halves[1] >= 100
+    assert (halves[0] >= 100) == (documents < 64)
+    texts = corpus(tmp_path / "documents.jsonl", documents)
+    if documents < 64:
+        texts.write_text(texts.read_text().replace(" word1", r"\n# word1"))  # headings are taken out of passages
+    result = adapt(encoder, texts, tmp_path / "adapted", pairs=str(pairs), steps=20)
+    assert [row.name for row in result.rows if row.kind == "candidate"] == [CLOSED]
+    assert result.verdict.comparison.rows == halves[1]
+    assert "pairs" in strict(tmp_path / "adapted" / "result.json")["rows"][0]["scores"]
+
+
+def test_adapt_refuses_too_few_queries_before_any_work(encoder, tmp_path):
+    pairs = asked(tmp_path / "pairs.jsonl", 150)
+    with pytest.raises(AdaptError, match=all_of("--pairs", "its queries are left", "100", "240")):
+        adapt(encoder, "-", tmp_path / "out", pairs=str(pairs))
+    assert not (tmp_path / "out" / "data").exists()
+
+
+def test_most_documents_are_the_first_by_key_if_all_are_long_and_long_ones_first():
+    keys = np.random.default_rng(0).permutation(1000).astype(np.uint64)
+    assert keys[_most(keys, np.full(1000, 256), 500)].tolist() == list(range(500))
+    tokens = np.where(keys % 4 == 0, 300, 255).astype(np.int64)
+    assert keys[_most(keys, tokens, 200)].tolist() == list(range(0, 800, 4))
+    some = keys[_most(keys, tokens, 260)].tolist()
+    assert some == sorted({*range(0, 1000, 4), 1, 2, 3, 5, 6, 7, 9, 10, 11, 13})
+    assert keys[_most(keys, tokens, 2000)].tolist() == list(range(1000))
 
 
 def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):
