@@ -14,7 +14,7 @@ import numpy as np
 from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, wanted
 from declutr.adaptation.config import BATCH_DOCUMENTS, LONG_TOKENS, WINDOW_TOKENS, AdaptConfig, located, prepare_config
 from declutr.adaptation.documents import all_documents, held_out_documents
-from declutr.adaptation.measures import Passages, make_passages
+from declutr.adaptation.measures import F64, Passages, make_passages
 from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, page, write_result
 from declutr.adaptation.scores import (
     DISTANT,
@@ -127,7 +127,7 @@ def _checked(config: AdaptConfig, output: Path) -> RetrievalTest | None:
     if config.pairs is not None:
         try:
             pairs = read_test(expand(config.pairs))
-            if (reporting := len(pairs.half("test", config.seed).queries)) < MIN_ROWS:
+            if (reporting := len(pairs.places("test", config.seed))) < MIN_ROWS:
                 problems.append(
                     f"--pairs {config.pairs}: {reporting} of its queries are left for the test, which needs at least "
                     f"{MIN_ROWS}; give {_QUERIES} queries or more, or none to use passages of the documents"
@@ -185,10 +185,13 @@ class _Adaptation:
         prepared = prepare_config(self.config, self.output / "data", self.address)
         prepare(prepared)
         documents = held_out_documents(prepared, self.output / "data", self.config.seed)
+        recalls: dict[str, list[F64]] = {}
         sets = {
             split: TestSet(
                 make_passages(each, self.start.tokenizer),
-                self.pairs.half(split, self.config.seed) if self.pairs else None,
+                self.pairs,
+                self.pairs.places(split, self.config.seed) if self.pairs else np.empty(0, np.int64),
+                recalls,
             )
             for split, each in documents.items()
         }
@@ -255,7 +258,7 @@ class _Adaptation:
     def _judged(self, test: TestSet, made: Sequence[str], chosen: str) -> Result:
         """The verdict on the chosen candidate, with every row of the table on test documents."""
         self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
-        looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps")
+        looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
         encoders = {
             name: load_transformer(str(self.builder.place(name)), self.config.trust_remote_code) for name in made
         }
@@ -286,7 +289,7 @@ class _Adaptation:
         start, values = cross_fitted(passages, self.start, config.power, config.shrinkage)
         seed = self.config.seed
         rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]
-        looks = self.state.look(CLOSED)
+        looks = self.state.look(f"{CLOSED}, test {TestSet(passages).digest[:16]}")
         self.builder.make(CLOSED, self.start, 0)
         encoder = load_transformer(str(self.builder.place(CLOSED)), self.config.trust_remote_code)
         verdict = judge(start, values, DISTANT, seed)
@@ -353,13 +356,7 @@ class _Adaptation:
 
     def _scored(self, test: TestSet, encoder: TransformerEncoder) -> Values:
         """Values of an encoder, kept in the folder so that a later start does not compute them again."""
-        pairs = test.pairs
-        what = [
-            encoder.fingerprint,
-            hash_json(test.passages.texts),
-            hash_json([pairs.queries, pairs.texts, pairs.relevant] if pairs else []),
-        ]
-        path = self.output / "scores" / f"{hash_json(what)[:32]}.json"
+        path = self.output / "scores" / f"{hash_json([encoder.fingerprint, test.digest])[:32]}.json"
         if path.is_file():
             return {key: np.array(values, np.float64) for key, values in read_json(path).items()}
         found = test.encoder(encoder)

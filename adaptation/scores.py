@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS
 from declutr.adaptation.measures import F32, F64, Passages, share
 from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statistic, compare, mean, spearman
+from declutr.common.storage import hash_json
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
-from declutr.evaluation.retrieval.compare import measures, score_encoder
+from declutr.evaluation.retrieval.compare import score_encoder, score_lexical
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
 from declutr.evaluation.retrieval.similarity import general_sentences, stsb_values
@@ -39,17 +40,29 @@ class TestSet:
 
     Attributes:
         passages: of its documents.
-        pairs: the user's pairs of this split, if there are any.
+        pairs: all of the user's pairs, if there are any.
+        mine: numbers of the queries of this split.
+        recalls: `(Q,)` recall@1 of all queries, alone and with the IDF cosine, by encoder. Both splits share it,
+            because their queries search the same texts.
     """
 
     passages: Passages
     pairs: RetrievalTest | None = None
+    mine: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    recalls: dict[str, list[F64]] = field(default_factory=dict)
     _embedded: dict[str, tuple[F32, F32]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         """Rows of the primary measure: queries with pairs, else documents with distant passages."""
-        return len(self.pairs.queries) if self.pairs else int(self.passages.scorable.sum())
+        return len(self.mine) if self.pairs else int(self.passages.scorable.sum())
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the passages, and of the queries of this split with their texts."""
+        pairs, mine = self.pairs, self.mine.tolist()
+        asked = pairs and [[pairs.queries[place], pairs.relevant[place]] for place in mine]
+        return hash_json([self.passages.texts, asked, pairs and pairs.texts])
 
     @cached_property
     def lexicon(self) -> Lexicon:
@@ -71,16 +84,14 @@ class TestSet:
         bm25 = self._values(*self._lexical(self.lexicon.bm25))
         idf = self._values(*self.idf)
         if self.pairs is not None:
-            for found, scores in ((bm25, self.pairs_lexicon.bm25), (idf, self.pairs_lexicon.idf_cosine)):
-                found[PAIRS] = _first(self.pairs, scores(self.pairs.queries))
+            bm25[PAIRS], idf[PAIRS] = self._recalls(None)
         return {"BM25": bm25, "IDF cosine": idf}
 
     def encoder(self, encoder: TransformerEncoder, with_idf: bool = False) -> Values:
         """Values of an encoder, with the IDF cosines added to its own on request."""
         found = self._values(*self._cosines(encoder, with_idf))
         if self.pairs is not None:
-            row = score_encoder(self.pairs, encoder, self.pairs_lexicon)[int(with_idf)]
-            found[PAIRS] = row.values[:, 0]
+            found[PAIRS] = self._recalls(encoder)[int(with_idf)]
         return found
 
     def nearest(self, encoder: TransformerEncoder) -> NDArray[np.int64]:
@@ -105,6 +116,16 @@ class TestSet:
             self._embedded[encoder.fingerprint] = rows, unit_rows(encoder.encode(self.passages.queries))
         return self._embedded[encoder.fingerprint]
 
+    def _recalls(self, encoder: TransformerEncoder | None) -> list[F64]:
+        """recall@1 of the split's queries: alone and with the IDF cosine; without an encoder of BM25 and the cosine."""
+        assert self.pairs is not None
+        key = encoder.fingerprint if encoder else "lexical"
+        if key not in self.recalls:
+            words = self.pairs_lexicon
+            rows = score_encoder(self.pairs, encoder, words) if encoder else score_lexical(self.pairs, words)
+            self.recalls[key] = [row.values[:, 0] for row in rows]
+        return [values[self.mine] for values in self.recalls[key]]
+
     def _values(self, passages: F32, headings: F32) -> Values:
         found = {DISTANT: self.passages.distant(passages)}
         if self.passages.queries:
@@ -113,11 +134,6 @@ class TestSet:
 
     def _lexical(self, scores: Callable[[Sequence[str]], F32]) -> tuple[F32, F32]:
         return scores(self.passages.texts), scores(self.passages.queries)
-
-
-def _first(test: RetrievalTest, scores: F32) -> F64:
-    """`(Q,)` recall@1 of pairs."""
-    return measures(scores, test.relevant)[:, 0]
 
 
 def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.common.console.terminal import excerpt, shorten
@@ -40,13 +41,18 @@ class RetrievalTest:
     relevant: list[list[int]]
 
     def half(self, which: Half, seed: int) -> "RetrievalTest":
-        """The queries that choose (development), or those that report (test), by a draw for each query."""
-        keys = np.array([int(hash_json(query)[:16], 16) for query in self.queries], np.uint64)
-        drawn = seeding.unit(seeding.words(seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
-        mine = np.flatnonzero((drawn < 0.5) == (which == "development")).tolist()
+        """The queries that choose (development), or those that report (test)."""
+        mine = self.places(which, seed).tolist()
         return RetrievalTest(
             [self.queries[place] for place in mine], self.texts, [self.relevant[place] for place in mine]
         )
+
+    def places(self, which: Half, seed: int) -> NDArray[np.int64]:
+        """Numbers of the queries of a half, by a draw for each query."""
+        keys = np.array([int(hash_json(query)[:16], 16) for query in self.queries], np.uint64)
+        drawn = seeding.unit(seeding.words(seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
+        found: NDArray[np.int64] = np.flatnonzero((drawn < 0.5) == (which == "development"))
+        return found
 
 
 def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:

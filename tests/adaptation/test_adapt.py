@@ -34,7 +34,9 @@ from declutr.common.config import validated
 from declutr.common.paths import listed
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.encoders.protocol import unit_rows
-from declutr.evaluation.encoders.transformer import write_transformer
+from declutr.evaluation.encoders.transformer import TransformerEncoder, write_transformer
+from declutr.evaluation.retrieval.compare import score_encoder, score_lexical
+from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import read_test
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.tokenizer.tokenization import fingerprint, train_tokenizer
@@ -219,6 +221,39 @@ def test_adapt_with_pairs_and_nothing_to_choose_tries_the_closed_form_alone(enco
     assert [row.name for row in result.rows if row.kind == "candidate"] == [CLOSED]
     assert result.verdict.comparison.rows == halves[1]
     assert "pairs" in strict(tmp_path / "adapted" / "result.json")["rows"][0]["scores"]
+    assert adapt(encoder, texts, tmp_path / "adapted", pairs=str(pairs), steps=20).looks == 1
+    pairs.write_text(pairs.read_text().replace("word7", "word8"))
+    edited = adapt(encoder, texts, tmp_path / "adapted", pairs=str(pairs), steps=20)
+    assert edited.looks == 2, "the test is another one in the same folder"
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(TransformerEncoder):
+    """Remembers how many texts were cut into windows."""
+
+    asked: list = dataclasses.field(default_factory=list)
+
+    def windows(self, texts):
+        self.asked.append(len(texts))
+        return super().windows(texts)
+
+
+def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path):
+    start = load_transformer(str(encoder))
+    counting = Counting(**{field.name: getattr(start, field.name) for field in dataclasses.fields(start)})
+    pairs = read_test(asked(tmp_path / "pairs.jsonl", 120))
+    none, recalls = make_passages([], start.tokenizer), {}
+    for split in ("development", "test"):
+        half = pairs.half(split, 0)
+        test = adaptation_scores.TestSet(none, pairs, pairs.places(split, 0), recalls)
+        lexicon = Lexicon(half.texts)
+        alone, with_idf = (row.values[:, 0] for row in score_encoder(half, start, lexicon))
+        bm25, idf = (row.values[:, 0] for row in score_lexical(half, lexicon))
+        assert test.num_rows == len(half.queries)
+        assert np.array_equal(test.encoder(counting)["pairs"], alone)
+        assert np.array_equal(test.encoder(counting, with_idf=True)["pairs"], with_idf)
+        assert [found["pairs"].tolist() for found in test.lexical().values()] == [bm25.tolist(), idf.tolist()]
+    assert counting.asked == [len(pairs.texts)]
 
 
 def test_adapt_refuses_too_few_queries_before_any_work(encoder, tmp_path):
