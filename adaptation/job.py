@@ -65,7 +65,7 @@ def adapt(
     address: str | None = None,
     **settings: Any,
 ) -> Result:
-    """Adapts an encoder to documents and judges the result on documents that neither trained nor chose it.
+    """Adapts an encoder to documents and judges the result on documents, or queries, that neither trained nor chose it.
 
     Writes `result.json` and `report.html` to `output`, and `encoder/` if the verdict is "better". The same call
     continues an adaptation that was stopped.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from declutr.adaptation.config import HELD_OUT, AdaptConfig
-from declutr.adaptation.scores import MEANING, STATISTICS, Values, Verdict, compared
+from declutr.adaptation.scores import MEANING, PAIRS, STATISTICS, Values, Verdict, compared
 from declutr.common.bootstrap import Comparison
 from declutr.common.storage import write_json
 from declutr.evaluation.encoders.transformer import TransformerEncoder
@@ -136,8 +136,7 @@ def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncode
         title=f"{called(config.encoder)} adapted to documents",
         base=config.encoder,
         method=f"Adapted without labels (DeCLUTR on Ray, `declutr adapt`): {result.chosen}. Pooling: {pooling}.\n",
-        scores=f"{result.sentence}.{looks}\n\n{rows}\n\nPercent, on documents from which it did not learn.\n"
-        f"{meanings}\n\n{result.general}",
+        scores=f"{result.sentence}.{looks}\n\n{rows}\n\nPercent, {_held_out(result)}.\n{meanings}\n\n{result.general}",
         data=f"{result.facts['documents']:,.0f} documents, of which {1 - HELD_OUT:.0%} were trained on; "
         f"{result.facts['steps']:,.0f} steps.",
         settings=config.model_dump(mode="json"),
@@ -145,6 +144,16 @@ def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncode
         layers=layers,
         tags=("declutr",),
     ).text()
+
+
+def _held_out(result: Result) -> str:
+    """Says which rows were scored: those that neither trained nor chose."""
+    if result.primary != PAIRS:
+        return "on documents from which it did not learn"
+    return (
+        "pairs on queries that neither trained nor chose it, though their texts may be among its documents, and all "
+        "else on documents from which it did not learn"
+    )
 
 
 def _facts(one: Comparison) -> dict[str, Any]:
@@ -163,7 +172,7 @@ def page(result: Result) -> str:
     if result.looks > 1:
         parts.append(tag("p", _looks(result.looks)))
     if result.rows:
-        parts += [tag("h2", "Test documents"), _table(result.rows, measures)]
+        parts += [tag("h2", "Test"), tag("p", f"Scored {_held_out(result)}."), _table(result.rows, measures)]
         for measure in measures:
             parts += [tag("h3", f"Difference to the start: {MEANING[measure]}"), _picture(result.rows, measure)]
     if result.examples:

@@ -221,6 +221,7 @@ def test_adapt_with_pairs_and_nothing_to_choose_tries_the_closed_form_alone(enco
     assert [row.name for row in result.rows if row.kind == "candidate"] == [CLOSED]
     assert result.verdict.comparison.rows == halves[1]
     assert "pairs" in strict(tmp_path / "adapted" / "result.json")["rows"][0]["scores"]
+    says((tmp_path / "adapted" / "report.html").read_text(), "queries that neither trained nor chose it")
     assert adapt(encoder, texts, tmp_path / "adapted", pairs=str(pairs), steps=20).looks == 1
     pairs.write_text(pairs.read_text().replace("word7", "word8"))
     edited = adapt(encoder, texts, tmp_path / "adapted", pairs=str(pairs), steps=20)
