@@ -1,6 +1,6 @@
 """The candidates of an adaptation, from the cheapest to the dearest, each a folder that can be loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,8 @@ from declutr.common.storage import atomic_folder
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder, write_transformer
+from declutr.trainer.checkpoints.exported import EXPORT
+from declutr.trainer.model.behind import Normalize
 from declutr.trainer.train import train
 
 CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"
@@ -55,8 +57,6 @@ class CandidateBuilder:
 
     def place(self, name: str) -> Path:
         """Folder of a candidate."""
-        if name == TRAINED:
-            return self.folder / "run" / "export"
         return self.folder / name.replace(",", "").replace("%", "").replace(" ", "-")
 
     def steps_within(self, seconds: float, tokens_per_second: float, num_documents: int) -> int:
@@ -77,21 +77,26 @@ class CandidateBuilder:
         if place.is_dir():
             return place
         if name == TRAINED:
-            pooling = start.encoder.config.pooling
-            train(train_config(self.config, self.data, self.folder / "run", steps, pooling, self.address))
+            run, pooling = self.folder / "run", start.encoder.config.pooling
+            if not (run / EXPORT).is_dir():
+                train(train_config(self.config, self.data, run, steps, pooling, self.address))
+            with atomic_folder(place) as aside:
+                write_trained(start, self._loaded(run / EXPORT), aside)
         elif name == CLOSED:
             whiten(self._whitening(self.config.encoder), place, self.address)
         elif name == BOTH:
             whiten(self._whitening(str(self.make(TRAINED, start, steps))), place, self.address)
         else:
             part = next(share for share in SHARES if halfway(share) == name)
-            trained = load_encoder(
-                str(self.make(TRAINED, start, steps)), trust_remote_code=self.config.trust_remote_code
-            )
-            assert isinstance(trained, TransformerEncoder)
+            trained = self._loaded(self.make(TRAINED, start, steps))
             with atomic_folder(place) as aside:
                 write_between(start, trained, part, aside)
         return place
+
+    def _loaded(self, folder: Path) -> TransformerEncoder:
+        found = load_encoder(str(folder), trust_remote_code=self.config.trust_remote_code)
+        assert isinstance(found, TransformerEncoder)
+        return found
 
     def _whitening(self, encoder: str) -> WhitenConfig:
         return WhitenConfig(
@@ -100,6 +105,15 @@ class CandidateBuilder:
             passage_tokens=PASSAGE_TOKENS,
             trust_remote_code=self.config.trust_remote_code,
         )
+
+
+def write_trained(start: TransformerEncoder, trained: TransformerEncoder, folder: Path) -> None:
+    """Writes the trained encoder with the start's longest input, prompts and final normalisation.
+
+    An export of a training has the longest input that its positions allow, and no normalisation at the end.
+    """
+    ends = [Normalize()] if len(start.after) and isinstance(start.after[-1], Normalize) else []
+    write_transformer(replace(trained, max_tokens=start.max_tokens, prompts=start.prompts), ends, folder)
 
 
 def write_between(start: TransformerEncoder, trained: TransformerEncoder, part: float, folder: Path) -> None:

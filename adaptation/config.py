@@ -14,6 +14,10 @@ from declutr.trainer.setup.config import TrainConfig
 PASSAGE_TOKENS = 62
 """Tokens of a passage without special ones."""
 WINDOW_TOKENS = 64
+FAR_TOKENS = PASSAGE_TOKENS + 96
+"""Tokens between the starts of two passages of which one must find the other."""
+LONG_TOKENS = (1 - (-FAR_TOKENS // WINDOW_TOKENS)) * WINDOW_TOKENS
+"""Tokens of the shortest document with two such passages: 256, because passages start with windows."""
 HELD_OUT = 0.4
 """Share of the documents that is not trained on: half of it chooses, the other half reports."""
 BATCH_DOCUMENTS = 64

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from declutr.adaptation.config import LONG_TOKENS
 from declutr.common import seeding
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.filters.document_filter import normalise
@@ -16,7 +17,9 @@ from declutr.pipeline.shards.shards import ShardSet, document_keys
 
 Split = Literal["development", "test"]
 MOST_DOCUMENTS = 500
-"""Documents of a split that are scored, chosen by key; more would hardly narrow the intervals."""
+"""Documents of a split that are scored: long ones by key, then others; more would hardly narrow the intervals."""
+_MOST_OF_FEW = 5 * MOST_DOCUMENTS
+"""The same for a corpus that is scored in five folds."""
 
 
 @dataclass(frozen=True)
@@ -42,31 +45,40 @@ def held_out_documents(config: PipelineConfig, data: Path, seed: int) -> dict[Sp
         data: the prepared corpus.
         seed: of the split.
     """
-    ids, keys = _ids_and_keys(data, "held-out")
+    ids, keys, tokens = _rows(data, "held-out")
     drawn = seeding.unit(seeding.words(seed, "adaptation split", keys, np.zeros_like(keys), 1))[:, 0]
     places: dict[Split, NDArray[np.int64]] = {
         "development": np.flatnonzero(drawn < 0.5),
         "test": np.flatnonzero(drawn >= 0.5),
     }
-    chosen = {split: mine[np.argsort(keys[mine])][:MOST_DOCUMENTS].tolist() for split, mine in places.items()}
+    chosen = {split: mine[_most(keys[mine], tokens[mine], MOST_DOCUMENTS)].tolist() for split, mine in places.items()}
     texts = _read(config, {ids[place]: int(keys[place]) for mine in chosen.values() for place in mine})
     return {split: [texts[ids[place]] for place in mine if ids[place] in texts] for split, mine in chosen.items()}
 
 
 def all_documents(config: PipelineConfig, data: Path) -> list[HeldOutDocument]:
-    """All documents of a small corpus, in the order of their keys."""
-    wanted: dict[bytes, int] = {}
-    for split in ("train", "held-out"):
-        wanted |= dict(zip(*_ids_and_keys(data, split), strict=True))
+    """All documents of a corpus with few long ones, by their keys; of more than 2,500 the long ones and some others."""
+    parts = [_rows(data, split) for split in ("train", "held-out")]
+    ids = [identity for part in parts for identity in part[0]]
+    keys, tokens = (np.concatenate([part[place] for part in parts]) for place in (1, 2))
+    wanted = {ids[place]: int(keys[place]) for place in _most(keys, tokens, _MOST_OF_FEW).tolist()}
     return sorted(_read(config, wanted).values(), key=lambda one: one.key)
 
 
-def _ids_and_keys(data: Path, split: str) -> tuple[list[bytes], NDArray[np.uint64]]:
+def _most(keys: NDArray[np.uint64], tokens: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Places of at most `most` documents in the order of their keys; long ones have precedence."""
+    first = np.lexsort((keys, tokens < LONG_TOKENS))[:most]
+    ordered: NDArray[np.int64] = first[np.argsort(keys[first])]
+    return ordered
+
+
+def _rows(data: Path, split: str) -> tuple[list[bytes], NDArray[np.uint64], NDArray[np.int64]]:
+    """Ids, keys and numbers of tokens of all documents of a part of the shards."""
     shards = ShardSet(data, split)
     if not shards.num_documents:
-        return [], np.empty(0, np.uint64)
+        return [], np.empty(0, np.uint64), np.empty(0, np.int64)
     rows = shards.take(np.arange(shards.num_documents))
-    return [each.as_py() for each in rows.column("id")], document_keys(rows)
+    return [each.as_py() for each in rows.column("id")], document_keys(rows), rows.column("num_tokens").to_numpy()
 
 
 def _read(config: PipelineConfig, wanted: dict[bytes, int]) -> dict[bytes, HeldOutDocument]:

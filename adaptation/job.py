@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, wanted
-from declutr.adaptation.config import WINDOW_TOKENS, AdaptConfig, located, prepare_config
+from declutr.adaptation.config import BATCH_DOCUMENTS, LONG_TOKENS, WINDOW_TOKENS, AdaptConfig, located, prepare_config
 from declutr.adaptation.documents import all_documents, held_out_documents
-from declutr.adaptation.measures import Passages, make_passages
+from declutr.adaptation.measures import F64, Passages, make_passages
 from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, page, write_result
 from declutr.adaptation.scores import (
     DISTANT,
@@ -45,12 +45,15 @@ from declutr.evaluation.retrieval.similarity import STSB_TEST
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.driver.model_card import CARD
 from declutr.trainer.metrics.judged_pairs import StsError, read_pairs
 
 ENCODER, REPORT = "encoder", "report.html"
 _START, _START_IDF = "start", "start + IDF cosine"
 _TIMED_PASSAGES = 512
+_QUERIES = 240
+"""Queries of which both halves have 100 in 99% of the draws."""
 _EXAMPLES, _SHOWN_CHARACTERS = 3, 300
 
 
@@ -62,7 +65,7 @@ def adapt(
     address: str | None = None,
     **settings: Any,
 ) -> Result:
-    """Adapts an encoder to documents and judges the result on documents that neither trained nor chose it.
+    """Adapts an encoder to documents and judges the result on documents, or queries, that neither trained nor chose it.
 
     Writes `result.json` and `report.html` to `output`, and `encoder/` if the verdict is "better". The same call
     continues an adaptation that was stopped.
@@ -102,6 +105,12 @@ def adapt(
             )
         if start.prompt:
             raise AdaptError(f"{config.encoder}: puts {start.prompt!r} before every text, which passages do not have")
+        if fingerprint(start.tokenizer) != fingerprint(load_tokenizer(config.encoder, config.trust_remote_code)):
+            raise AdaptError(
+                f"{config.encoder}: do_lower_case in its sentence_bert_config.json changes texts before its tokenizer, "
+                "which alone prepares documents; set it to false there, and put a normalizer of type Lowercase into "
+                "its tokenizer.json"
+            )
         state.begin(start.fingerprint)
         return _Adaptation(config, output, address, state, start, pairs).run()
 
@@ -118,6 +127,11 @@ def _checked(config: AdaptConfig, output: Path) -> RetrievalTest | None:
     if config.pairs is not None:
         try:
             pairs = read_test(expand(config.pairs))
+            if (reporting := len(pairs.places("test", config.seed))) < MIN_ROWS:
+                problems.append(
+                    f"--pairs {config.pairs}: {reporting} of its queries are left for the test, which needs at least "
+                    f"{MIN_ROWS}; give {_QUERIES} queries or more, or none to use passages of the documents"
+                )
         except PairsError as error:
             problems.append(str(error))
     if config.stsb is not None:
@@ -171,21 +185,18 @@ class _Adaptation:
         prepared = prepare_config(self.config, self.output / "data", self.address)
         prepare(prepared)
         documents = held_out_documents(prepared, self.output / "data", self.config.seed)
+        recalls: dict[str, list[F64]] = {}
         sets = {
             split: TestSet(
                 make_passages(each, self.start.tokenizer),
-                self.pairs.half(split, self.config.seed) if self.pairs else None,
+                self.pairs,
+                self.pairs.places(split, self.config.seed) if self.pairs else np.empty(0, np.int64),
+                recalls,
             )
             for split, each in documents.items()
         }
         test = sets["test"]
-        reporting = len(test.pairs.queries) if test.pairs else test.passages.num_documents
-        if reporting < MIN_ROWS:
-            if self.pairs is not None:
-                raise AdaptError(
-                    f"--pairs {self.config.pairs}: {reporting} of its queries are left for the test, which needs at "
-                    f"least {MIN_ROWS}; give about {2 * MIN_ROWS} queries, or none to use passages of the documents"
-                )
+        if test.num_rows < MIN_ROWS:
             return self._few(make_passages(all_documents(prepared, self.output / "data"), self.start.tokenizer))
         development = self._development(sets["development"])
         made = [name for name in ORDER if name in development]
@@ -218,7 +229,16 @@ class _Adaptation:
         return {**test.lexical(), _START_IDF: test.encoder(self.start, with_idf=True)}
 
     def _steps(self, test: TestSet) -> int:
-        """Steps of the training for which there is time, decided once."""
+        """Steps of the training for which there is time, decided once; 0 if nothing could choose or be trained."""
+        documents = ShardSet(self.builder.data, "train").num_documents
+        few = None
+        if test.num_rows < MIN_ROWS:
+            few = f"{test.num_rows} development {self.rows}, and a choice by an interval needs {MIN_ROWS}"
+        elif documents < BATCH_DOCUMENTS:
+            few = f"{documents} training documents, and a step takes {BATCH_DOCUMENTS}"
+        if few:
+            get_logger().warning("there are %s: only the closed form is tried", few)
+            return 0
         if decided := self.config.steps or self.state.steps:
             self.state.decide_steps(decided)
             return decided
@@ -226,8 +246,7 @@ class _Adaptation:
         began = time.monotonic()
         self.start.embed_ids(some)
         rate = sum(map(len, some)) / max(1e-3, time.monotonic() - began)
-        trained_on = ShardSet(self.builder.data, "train").num_documents
-        steps = self.builder.steps_within(self.state.seconds_left, rate, trained_on)
+        steps = self.builder.steps_within(self.state.seconds_left, rate, documents)
         self.state.decide_steps(steps)
         if not steps:
             get_logger().warning(
@@ -239,7 +258,7 @@ class _Adaptation:
     def _judged(self, test: TestSet, made: Sequence[str], chosen: str) -> Result:
         """The verdict on the chosen candidate, with every row of the table on test documents."""
         self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
-        looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps")
+        looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
         encoders = {
             name: load_transformer(str(self.builder.place(name)), self.config.trust_remote_code) for name in made
         }
@@ -256,19 +275,21 @@ class _Adaptation:
 
     def _few(self, passages: Passages) -> Result:
         """The closed form by cross-fitting, for a corpus with fewer than 100 test documents."""
+        scorable = int(passages.scorable.sum())
         get_logger().warning(
-            "%d documents with two passages or more: too few for a test of their own, so the closed form is scored by "
-            "five fits, each on four fifths of them",
-            passages.num_documents,
+            "%d documents of %d tokens or more, without headings: too few for a test of their own, so the closed form "
+            "is scored by five fits, each on four fifths of the documents",
+            scorable,
+            LONG_TOKENS,
         )
         config = WhitenConfig(encoder=self.config.encoder, shards=str(self.output / "data"))
-        if passages.num_documents < 10:
+        if scorable < 10:
             nothing = {DISTANT: np.empty(0)}
             return self._finish(judge(nothing, nothing, DISTANT, 0), CLOSED, None, [], 1, [])
         start, values = cross_fitted(passages, self.start, config.power, config.shrinkage)
         seed = self.config.seed
         rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]
-        looks = self.state.look(CLOSED)
+        looks = self.state.look(f"{CLOSED}, test {TestSet(passages).digest[:16]}")
         self.builder.make(CLOSED, self.start, 0)
         encoder = load_transformer(str(self.builder.place(CLOSED)), self.config.trust_remote_code)
         verdict = judge(start, values, DISTANT, seed)
@@ -335,13 +356,7 @@ class _Adaptation:
 
     def _scored(self, test: TestSet, encoder: TransformerEncoder) -> Values:
         """Values of an encoder, kept in the folder so that a later start does not compute them again."""
-        pairs = test.pairs
-        what = [
-            encoder.fingerprint,
-            hash_json(test.passages.texts),
-            hash_json([pairs.queries, pairs.texts, pairs.relevant] if pairs else []),
-        ]
-        path = self.output / "scores" / f"{hash_json(what)[:32]}.json"
+        path = self.output / "scores" / f"{hash_json([encoder.fingerprint, test.digest])[:32]}.json"
         if path.is_file():
             return {key: np.array(values, np.float64) for key, values in read_json(path).items()}
         found = test.encoder(encoder)
@@ -364,6 +379,8 @@ def _plain(values: Values) -> dict[str, list[float | None]]:
 def _examples(test: TestSet, before: TransformerEncoder, after: TransformerEncoder) -> list[SearchExample]:
     """Passages that find their document only after the adaptation, and passages that found it only before."""
     passages = test.passages
+    if not passages.num_documents:
+        return []
     first, second = test.nearest(before), test.nearest(after)
     right = [passages.owners[found] == passages.owners for found in (first, second)]
     chosen = [*np.flatnonzero(~right[0] & right[1])[:_EXAMPLES], *np.flatnonzero(right[0] & ~right[1])[:_EXAMPLES]]

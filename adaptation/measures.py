@@ -15,15 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from declutr.adaptation.config import PASSAGE_TOKENS, WINDOW_TOKENS
+from declutr.adaptation.config import FAR_TOKENS, PASSAGE_TOKENS, WINDOW_TOKENS
 from declutr.adaptation.documents import HeldOutDocument
 from declutr.common.words import num_words
 
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
 _PASSAGES = 8
-FAR_TOKENS = PASSAGE_TOKENS + 96
-"""Tokens between the starts of two passages of which one must find the other."""
 _HEADING = re.compile(r"#{1,6}\s+(.+)")
 _MOST_WORDS, _MOST_HEADINGS = 20, 8
 
@@ -49,6 +47,14 @@ class Passages:
     queries: list[str]
     targets: NDArray[np.int64]
     num_documents: int
+
+    @cached_property
+    def scorable(self) -> NDArray[np.bool_]:
+        """`(n,)` true for a document with two passages at least 96 tokens apart, which alone `distant` scores."""
+        ends = np.cumsum(np.bincount(self.owners, minlength=self.num_documents))
+        firsts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
+        far: NDArray[np.bool_] = self.starts[ends - 1] - self.starts[firsts] >= FAR_TOKENS
+        return far
 
     @cached_property
     def galleries(self) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from declutr.adaptation.config import HELD_OUT, AdaptConfig
-from declutr.adaptation.scores import MEANING, STATISTICS, Values, Verdict, compared
+from declutr.adaptation.scores import MEANING, PAIRS, STATISTICS, Values, Verdict, compared
 from declutr.common.bootstrap import Comparison
 from declutr.common.storage import write_json
 from declutr.evaluation.encoders.transformer import TransformerEncoder
@@ -38,12 +38,13 @@ class Row:
 
     @staticmethod
     def of(name: str, kind: Kind, start: Values, values: Values, seed: int) -> "Row":
-        """The row of these values, compared with the start's."""
-        scores = {
-            measure: float(STATISTICS[measure](each[~np.isnan(each).reshape(len(each), -1).any(axis=1)]))
-            for measure, each in values.items()
+        """The row of these values, compared with the start's; a measure without a value is left out."""
+        present = {
+            measure: each[~np.isnan(each).any(axis=tuple(range(1, each.ndim)))] for measure, each in values.items()
         }
-        return Row(name, kind, scores, {} if kind == "start" else compared(start, values, seed))
+        scores = {measure: float(STATISTICS[measure](each)) for measure, each in present.items() if len(each)}
+        told = {measure: one for measure, one in compared(start, values, seed).items() if one.rows}
+        return Row(name, kind, scores, {} if kind == "start" else told)
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,7 @@ def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncode
         title=f"{called(config.encoder)} adapted to documents",
         base=config.encoder,
         method=f"Adapted without labels (DeCLUTR on Ray, `declutr adapt`): {result.chosen}. Pooling: {pooling}.\n",
-        scores=f"{result.sentence}.{looks}\n\n{rows}\n\nPercent, on documents from which it did not learn.\n"
-        f"{meanings}\n\n{result.general}",
+        scores=f"{result.sentence}.{looks}\n\n{rows}\n\nPercent, {_held_out(result)}.\n{meanings}\n\n{result.general}",
         data=f"{result.facts['documents']:,.0f} documents, of which {1 - HELD_OUT:.0%} were trained on; "
         f"{result.facts['steps']:,.0f} steps.",
         settings=config.model_dump(mode="json"),
@@ -146,9 +146,19 @@ def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncode
     ).text()
 
 
+def _held_out(result: Result) -> str:
+    """Says which rows were scored: those that neither trained nor chose."""
+    if result.primary != PAIRS:
+        return "on documents from which it did not learn"
+    return (
+        "pairs on queries that neither trained nor chose it, though their texts may be among its documents, and all "
+        "else on documents from which it did not learn"
+    )
+
+
 def _facts(one: Comparison) -> dict[str, Any]:
     low, high = one.interval or (None, None)
-    return {"value": one.difference, "low": low, "high": high, "rows": one.rows}
+    return {"value": one.difference if one.rows else None, "low": low, "high": high, "rows": one.rows}
 
 
 _ROW, _LEFT, _WIDTH = 26, 34, 62
@@ -162,7 +172,7 @@ def page(result: Result) -> str:
     if result.looks > 1:
         parts.append(tag("p", _looks(result.looks)))
     if result.rows:
-        parts += [tag("h2", "Test documents"), _table(result.rows, measures)]
+        parts += [tag("h2", "Test"), tag("p", f"Scored {_held_out(result)}."), _table(result.rows, measures)]
         for measure in measures:
             parts += [tag("h3", f"Difference to the start: {MEANING[measure]}"), _picture(result.rows, measure)]
     if result.examples:

@@ -12,11 +12,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.adaptation.measures import F32, F64, FAR_TOKENS, Passages, share
-from declutr.common.bootstrap import MIN_ROWS, Comparison, Statistic, compare, mean, spearman
+from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS
+from declutr.adaptation.measures import F32, F64, Passages, share
+from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statistic, compare, mean, spearman
+from declutr.common.storage import hash_json
 from declutr.evaluation.encoders.protocol import unit_rows
 from declutr.evaluation.encoders.transformer import TransformerEncoder
-from declutr.evaluation.retrieval.compare import measures, score_encoder
+from declutr.evaluation.retrieval.compare import score_encoder, score_lexical
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
 from declutr.evaluation.retrieval.similarity import general_sentences, stsb_values
@@ -38,12 +40,29 @@ class TestSet:
 
     Attributes:
         passages: of its documents.
-        pairs: the user's pairs of this split, if there are any.
+        pairs: all of the user's pairs, if there are any.
+        mine: numbers of the queries of this split.
+        recalls: `(Q,)` recall@1 of all queries, alone and with the IDF cosine, by encoder. Both splits share it,
+            because their queries search the same texts.
     """
 
     passages: Passages
     pairs: RetrievalTest | None = None
+    mine: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    recalls: dict[str, list[F64]] = field(default_factory=dict)
     _embedded: dict[str, tuple[F32, F32]] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the primary measure: queries with pairs, else documents with distant passages."""
+        return len(self.mine) if self.pairs else int(self.passages.scorable.sum())
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the passages, and of the queries of this split with their texts."""
+        pairs, mine = self.pairs, self.mine.tolist()
+        asked = pairs and [[pairs.queries[place], pairs.relevant[place]] for place in mine]
+        return hash_json([self.passages.texts, asked, pairs and pairs.texts])
 
     @cached_property
     def lexicon(self) -> Lexicon:
@@ -65,16 +84,14 @@ class TestSet:
         bm25 = self._values(*self._lexical(self.lexicon.bm25))
         idf = self._values(*self.idf)
         if self.pairs is not None:
-            for found, scores in ((bm25, self.pairs_lexicon.bm25), (idf, self.pairs_lexicon.idf_cosine)):
-                found[PAIRS] = _first(self.pairs, scores(self.pairs.queries))
+            bm25[PAIRS], idf[PAIRS] = self._recalls(None)
         return {"BM25": bm25, "IDF cosine": idf}
 
     def encoder(self, encoder: TransformerEncoder, with_idf: bool = False) -> Values:
         """Values of an encoder, with the IDF cosines added to its own on request."""
         found = self._values(*self._cosines(encoder, with_idf))
         if self.pairs is not None:
-            row = score_encoder(self.pairs, encoder, self.pairs_lexicon)[int(with_idf)]
-            found[PAIRS] = row.values[:, 0]
+            found[PAIRS] = self._recalls(encoder)[int(with_idf)]
         return found
 
     def nearest(self, encoder: TransformerEncoder) -> NDArray[np.int64]:
@@ -99,6 +116,16 @@ class TestSet:
             self._embedded[encoder.fingerprint] = rows, unit_rows(encoder.encode(self.passages.queries))
         return self._embedded[encoder.fingerprint]
 
+    def _recalls(self, encoder: TransformerEncoder | None) -> list[F64]:
+        """recall@1 of the split's queries: alone and with the IDF cosine; without an encoder of BM25 and the cosine."""
+        assert self.pairs is not None
+        key = encoder.fingerprint if encoder else "lexical"
+        if key not in self.recalls:
+            words = self.pairs_lexicon
+            rows = score_encoder(self.pairs, encoder, words) if encoder else score_lexical(self.pairs, words)
+            self.recalls[key] = [row.values[:, 0] for row in rows]
+        return [values[self.mine] for values in self.recalls[key]]
+
     def _values(self, passages: F32, headings: F32) -> Values:
         found = {DISTANT: self.passages.distant(passages)}
         if self.passages.queries:
@@ -107,11 +134,6 @@ class TestSet:
 
     def _lexical(self, scores: Callable[[Sequence[str]], F32]) -> tuple[F32, F32]:
         return scores(self.passages.texts), scores(self.passages.queries)
-
-
-def _first(test: RetrievalTest, scores: F32) -> F64:
-    """`(Q,)` recall@1 of pairs."""
-    return measures(scores, test.relevant)[:, 0]
 
 
 def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
@@ -147,7 +169,7 @@ _POINT = 0.01
 
 
 def choose(order: Sequence[str], development: dict[str, Values], primary: str, seed: int) -> str:
-    """The cheapest candidate that no dearer one exceeds on development rows with an interval above 0.
+    """The cheapest candidate that no dearer one measurably exceeds on development rows.
 
     Args:
         order: candidates from the cheapest to the dearest.
@@ -160,7 +182,7 @@ def choose(order: Sequence[str], development: dict[str, Values], primary: str, s
             compare(development[name][primary], development[other][primary], seed, STATISTICS[primary])
             for other in order[place + 1 :]
         ]
-        if not any(one.interval is not None and one.interval[0] > 0 for one in found):
+        if not any(one.measurable and one.difference > 0 for one in found):
             return name
     raise ValueError("there is no candidate")
 
@@ -193,13 +215,16 @@ class Verdict:
         """
         one = self.comparison
         if one.interval is None:
-            return f"{self.outcome}: {one.rows} test {rows}, an interval needs at least {MIN_ROWS}"
+            long = f" of {LONG_TOKENS} tokens or more" if rows == "documents" else ""
+            return f"{self.outcome}: {one.rows} test {rows}{long}, an interval needs at least {MIN_ROWS}"
         low, high = (100 * end for end in one.interval)
         told = (
             f"{self.outcome}: {100 * one.before:.1f} before, {100 * one.after:.1f} after, difference "
             f"{100 * one.difference:+.1f} points (95% interval {low:+.1f} to {high:+.1f}, {one.rows:,} test {rows})"
         )
-        if self.outcome == "no measurable difference":
+        if one.few_changed:
+            told += f"; {one.changed} {rows} differ, and a difference needs {MIN_CHANGED}"
+        elif self.outcome == "no measurable difference":
             told += f"; a difference of one point would need about {self.rows_needed:,} test {rows}"
         return told
 
@@ -209,5 +234,6 @@ def judge(before: Values, after: Values, primary: str, seed: int) -> Verdict:
     one = compare(before[primary], after[primary], seed, STATISTICS[primary])
     if one.interval is None:
         return Verdict("too few documents to tell", one)
-    low, high = one.interval
-    return Verdict("better" if low > 0 else "worse" if high < 0 else "no measurable difference", one)
+    if not one.measurable:
+        return Verdict("no measurable difference", one)
+    return Verdict("better" if one.difference > 0 else "worse", one)

@@ -100,7 +100,7 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
         record = _Record.model_validate_json(path.read_bytes()) if path.is_file() else _Record(config=config)
     except ValidationError as error:
         raise AdaptError(
-            f"{path} is damaged: delete it and the folder encoder, and the same command decides the training again"
+            f"{path} is damaged: delete it and the folders candidates and encoder, and the same command begins again"
         ) from error
     differing = [
         name

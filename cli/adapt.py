@@ -14,7 +14,7 @@ def run_adapt(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="declutr adapt",
         description="Fit an encoder to your documents without labels, and say whether it is better on documents that "
-        "it has not seen. Repeat the command to continue after a stop.",
+        "it has not seen (with --pairs, on such queries). Repeat the command to continue after a stop.",
     )
     parser.add_argument("encoder", metavar="ENCODER", help="folder or name of the encoder to start from")
     parser.add_argument("corpus", nargs="+", metavar="CORPUS", help="files, folders or globs of documents")

@@ -18,6 +18,9 @@ Statistic = Callable[[F64], float]
 
 MIN_ROWS = 100
 """With fewer rows there is no interval: its ends would depend on a few rows."""
+MIN_CHANGED = 6
+"""With fewer rows that differ, a mean is not measurably higher. If chance gives each difference its sign, n of one sign
+have the probability 2 * 0.5^n, and 6 are the first below 5% (0.03); the bootstrap excludes 0 from 4 on (0.13)."""
 _CONFIDENCE = 0.95
 _RESAMPLES = 2000
 _DRAWS = 50  # made at once
@@ -54,6 +57,8 @@ class Comparison:
     """Number of rows with both values."""
     interval: tuple[float, float] | None
     """95% interval of the difference; None with fewer than `MIN_ROWS` rows."""
+    changed: int | None = None
+    """Number of rows whose two values differ, if the score is their mean."""
 
     @property
     def difference(self) -> float:
@@ -62,8 +67,13 @@ class Comparison:
 
     @property
     def measurable(self) -> bool:
-        """True if the interval does not contain 0."""
-        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+        """True if the interval does not contain 0, and enough rows differ."""
+        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1] and not self.few_changed
+
+    @property
+    def few_changed(self) -> bool:
+        """True if the score is a mean and fewer than `MIN_CHANGED` rows differ."""
+        return self.changed is not None and self.changed < MIN_CHANGED
 
     def sentence(self) -> str:
         """The difference with its interval, the number of rows and a judgement: better, worse, or not measurable."""
@@ -74,13 +84,15 @@ class Comparison:
         low, high = self.interval
         told = f"{self.difference:+.4f} (95% interval {low:+.4f} to {high:+.4f}, {self.rows} rows)"
         judged = "no measurable difference" if not self.measurable else "better" if self.difference > 0 else "worse"
-        return f"{told}: {judged}"
+        few = f", {self.changed} rows differ and it needs {MIN_CHANGED}" if self.few_changed else ""
+        return f"{told}: {judged}{few}"
 
 
 def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> Comparison:
     """Compares two encoders by their values on the same rows.
 
-    A row with a value that is missing (NaN) on either side is left out on both.
+    A row with a value that is missing (NaN) on either side is left out on both. A difference of means is not measurable
+    if fewer than `MIN_CHANGED` rows differ, whatever the interval.
 
     Args:
         before: `(N,)` or `(N, K)` values of the first encoder.
@@ -100,7 +112,8 @@ def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> 
     if not len(before):
         return Comparison(np.nan, np.nan, 0, None)
     interval = paired_interval(before, after, seed, statistic=statistic) if len(before) >= MIN_ROWS else None
-    return Comparison(statistic(before), statistic(after), len(before), interval)
+    changed = int((before != after).sum()) if statistic is mean else None
+    return Comparison(statistic(before), statistic(after), len(before), interval, changed)
 
 
 def paired_interval(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> tuple[float, float]:

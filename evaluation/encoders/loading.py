@@ -136,6 +136,7 @@ def load_encoder(
         long_texts=long_texts,
         after=after,
         prompt=recipe.prompt if recipe else "",
+        prompts=recipe.prompts if recipe else {},
         embedding_size=recipe.size if recipe else None,
         unused=unused,
         precision=precision,

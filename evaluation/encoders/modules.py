@@ -3,7 +3,7 @@
 Modules that cannot be computed exactly here are refused by name.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -49,6 +49,8 @@ class Recipe:
     """Length to which texts are cut; None: the transformer's limit."""
     lower_case: bool
     prompt: str
+    prompts: dict[str, str] = field(default_factory=dict)
+    """All prompts by name, of which none but the default one is put before texts here."""
 
     @property
     def input_size(self) -> int | None:
@@ -110,6 +112,7 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
         max_tokens=_max_tokens(name, settings.get("max_seq_length")),
         lower_case=bool(settings.get("do_lower_case")),
         prompt=prompt,
+        prompts={key: text for key, text in (options.get("prompts") or {}).items() if isinstance(text, str)},
     )
 
 

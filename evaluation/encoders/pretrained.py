@@ -98,8 +98,12 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
 
 
 def _lower_case(tokenizer: Any) -> None:
-    """Make the tokenizer lower-case texts before anything else; idempotent."""
+    """Make the tokenizer lower-case texts before anything else; one that does so by itself stays as it is."""
     engine = tokenizer.backend_tokenizer
+    own = json.loads(engine.to_str())["normalizer"] or {}
+    first_own = own["normalizers"][0] if own.get("type") == "Sequence" and own["normalizers"] else own
+    if first_own.get("type") == "Lowercase" or first_own.get("lowercase"):  # the latter is BERT's
+        return
     first = normalizers.Lowercase()
     engine.normalizer = normalizers.Sequence([first, engine.normalizer]) if engine.normalizer else first
 

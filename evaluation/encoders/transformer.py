@@ -60,6 +60,8 @@ class TransformerEncoder:
     texts are tokenized first."""
     pretrained: str = ""
     """Name of the encoder from which it was trained, if its settings name one."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    """All prompts of its folder by name, which are written again and not used otherwise."""
 
     @property
     def size(self) -> int:
@@ -154,6 +156,8 @@ class TransformerEncoder:
 
     def embed_ids(self, rows: list[list[int]], batch_tokens: int | None = None) -> NDArray[np.float32]:
         """Embeddings `(len(rows), size)` of rows of token ids, special ones included; 0 for a row without tokens."""
+        if not rows:
+            return np.empty((0, self.size), np.float32)
         if not all(rows):
             embeddings = np.zeros((len(rows), self.size), np.float32)
             filled = [place for place, row in enumerate(rows) if row]
@@ -222,8 +226,10 @@ def write_transformer(encoder: TransformerEncoder, more: Sequence[Step], folder:
         write_json(folder / "config.json", settings)
     limits = read_json(folder / "sentence_bert_config.json")
     write_json(folder / "sentence_bert_config.json", limits | {"max_seq_length": encoder.max_tokens})
-    if encoder.prompt:
-        options = read_json(folder / "config_sentence_transformers.json")
-        named = {"prompts": {"default": encoder.prompt}, "default_prompt_name": "default"}
-        write_json(folder / "config_sentence_transformers.json", options | named)
+    if encoder.prompts or encoder.prompt:
+        options = read_json(folder / "config_sentence_transformers.json") | {"prompts": encoder.prompts}
+        if encoder.prompt:
+            options["prompts"] = {**encoder.prompts, "default": encoder.prompt}
+            options["default_prompt_name"] = "default"
+        write_json(folder / "config_sentence_transformers.json", options)
     write_steps(folder, [*steps_of(encoder.after), *more])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.common.console.terminal import excerpt, shorten
@@ -40,20 +41,25 @@ class RetrievalTest:
     relevant: list[list[int]]
 
     def half(self, which: Half, seed: int) -> "RetrievalTest":
-        """The queries that choose (development), or those that report (test), by a draw for each query."""
-        keys = np.array([int(hash_json(query)[:16], 16) for query in self.queries], np.uint64)
-        drawn = seeding.unit(seeding.words(seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
-        mine = np.flatnonzero((drawn < 0.5) == (which == "development")).tolist()
+        """The queries that choose (development), or those that report (test)."""
+        mine = self.places(which, seed).tolist()
         return RetrievalTest(
             [self.queries[place] for place in mine], self.texts, [self.relevant[place] for place in mine]
         )
+
+    def places(self, which: Half, seed: int) -> NDArray[np.int64]:
+        """Numbers of the queries of a half, by a draw for each query."""
+        keys = np.array([int(hash_json(query)[:16], 16) for query in self.queries], np.uint64)
+        drawn = seeding.unit(seeding.words(seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
+        found: NDArray[np.int64] = np.flatnonzero((drawn < 0.5) == (which == "development"))
+        return found
 
 
 def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
     """Read pairs of `query` and `text`, or of `query` and `id` with the documents that have these ids.
 
     JSON Lines or CSV (.csv, .tsv) with a header. A query that occurs several times has several relevant texts. All
-    documents are searched, also those that no pair names.
+    documents are searched, also those that no pair names; documents with the same text are one.
 
     Raises:
         PairsError: a file is missing, too large or damaged, lacks a column, or a pair names no document.
@@ -63,13 +69,13 @@ def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
         texts = list(dict.fromkeys(text for _, _, text in rows))
         number = {text: [place] for place, text in enumerate(texts)}
     else:
-        texts, number = list[str](), dict[str, list[int]]()
+        found, number = dict[str, int](), dict[str, list[int]]()  # equal texts are one, or they would tie
         rows_of_documents = (
             (_text(documents, line, row, "id"), _text(documents, line, row, "text")) for line, row in _rows(documents)
         )
         for name, text in dict.fromkeys(rows_of_documents):  # an id may have several texts, such as its passages
-            number.setdefault(name, []).append(len(texts))
-            texts.append(text)
+            number.setdefault(name, []).append(found.setdefault(text, len(found)))
+        texts = list(found)
     queries, relevant = join_pairs(pairs, rows, number, str(documents))
     if len(texts) < 2:
         raise PairsError(f"--pairs {pairs}: there is one text to search; a retrieval test needs at least two")
@@ -155,6 +161,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as stream:
             if path.suffix in _CSV:
+                csv.field_size_limit(MOST_BYTES)  # 131,072 characters by itself; readers of corpora set their own
                 reader = csv.DictReader(stream, delimiter="\t" if path.suffix == ".tsv" else ",")
                 for row in reader:
                     if any(cell.strip() for cell in row.pop(None, [])):  # cells beyond those of the first line

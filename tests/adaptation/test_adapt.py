@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from messages import all_of, says
+from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
 from declutr.adaptation import scores as adaptation_scores
@@ -19,9 +21,10 @@ from declutr.adaptation.candidates import (
     _of_documents,
     cross_fitted,
     write_between,
+    write_trained,
 )
 from declutr.adaptation.config import AdaptConfig, located, prepare_config, train_config
-from declutr.adaptation.documents import HeldOutDocument, _ids_and_keys, held_out_documents
+from declutr.adaptation.documents import HeldOutDocument, _most, _rows, held_out_documents
 from declutr.adaptation.job import _Adaptation, adapt, load_transformer
 from declutr.adaptation.measures import make_passages
 from declutr.adaptation.state import AdaptError, opened
@@ -31,7 +34,13 @@ from declutr.common.config import validated
 from declutr.common.paths import listed
 from declutr.evaluation.encoders.loading import load_encoder
 from declutr.evaluation.encoders.protocol import unit_rows
-from declutr.pipeline.tokenizer.tokenization import train_tokenizer
+from declutr.evaluation.encoders.transformer import TransformerEncoder, write_transformer
+from declutr.evaluation.retrieval.compare import score_encoder, score_lexical
+from declutr.evaluation.retrieval.lexicon import Lexicon
+from declutr.evaluation.retrieval.pairs import read_test
+from declutr.pipeline.shards.manifest import load_manifest
+from declutr.pipeline.tokenizer.tokenization import fingerprint, train_tokenizer
+from declutr.trainer.model.behind import Normalize
 
 WORDS = [f"word{number}" for number in range(300)]
 
@@ -56,12 +65,35 @@ def encoder(tmp_path_factory):
     return folder
 
 
+def limited(encoder, folder):
+    """The encoder with an own limit of its input, a prompt by name, and a normalisation at its end."""
+    folder.mkdir()
+    start = dataclasses.replace(load_transformer(str(encoder)), max_tokens=80, prompts={"query": "search: "})
+    write_transformer(start, [Normalize()], folder)
+    return folder
+
+
+def reads_as_the_start(folder):
+    found = load_transformer(str(folder))
+    assert (found.max_tokens, found.prompts) == (80, {"query": "search: "})
+    for loaded in (found, SentenceTransformer(str(folder), device="cpu")):
+        assert np.linalg.norm(loaded.encode(["word1 word2", "word3"]), axis=1) == pytest.approx(1, abs=1e-5)
+
+
+def test_write_trained_keeps_what_a_training_leaves_out_of_the_start(encoder, tmp_path):
+    start = load_transformer(str(limited(encoder, tmp_path / "start")))
+    (tmp_path / "trained").mkdir()
+    write_trained(start, load_transformer(str(encoder)), tmp_path / "trained")
+    reads_as_the_start(tmp_path / "trained")
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     documents = corpus(tmp_path / "documents.jsonl", 700)
     output = tmp_path / "adapted"
+    encoder = limited(encoder, tmp_path / "start")
     result = adapt(encoder, documents, output, steps=20)
     written = json.loads((output / "result.json").read_text())
     assert [row["name"] for row in written["rows"]] == ["start", "BM25", "IDF cosine", "start + IDF cosine", *ORDER]
@@ -82,6 +114,8 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     for name in (CLOSED, TRAINED):
         again = test.encoder(load_transformer(str(place_of(config, output, name))))["distant"]
         assert np.nanmean(again) == pytest.approx(scores[name], abs=1e-6), name
+    for name in ORDER:
+        reads_as_the_start(place_of(config, output, name))
     keeps_the_encoder_that_is_better(config, output, result)
 
 
@@ -95,7 +129,7 @@ def judged_set(config, output):
     development, test = ({one.key for one in splits[name]} for name in ("development", "test"))
     assert min(len(development), len(test)) >= 100
     assert not development & test
-    assert development | test <= {*_ids_and_keys(output / "data", "held-out")[1].tolist()}
+    assert development | test <= {*_rows(output / "data", "held-out")[1].tolist()}
     return adaptation_scores.TestSet(make_passages(splits["test"], AutoTokenizer.from_pretrained(config.encoder)), None)
 
 
@@ -137,6 +171,109 @@ def test_adapt_of_few_documents_tells_nothing(encoder, tmp_path):
     assert not (tmp_path / "adapted" / "encoder").exists()
 
 
+def strict(path):
+    """JSON as the standard has it, without NaN."""
+
+    def refuse(word):
+        raise AssertionError(f"{path} holds {word}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("session")
+def test_adapt_of_many_documents_without_distant_passages_says_so_before_it_trains(encoder, tmp_path):
+    documents = corpus(tmp_path / "documents.jsonl", 700, words=75)
+    result = adapt(encoder, documents, tmp_path / "adapted", steps=20)
+    says(result.sentence, "too few documents to tell", "0 test documents of 256 tokens or more")
+    assert load_manifest(tmp_path / "adapted" / "data").totals["kept"] == 700
+    assert not (tmp_path / "adapted" / "candidates").exists()
+    assert strict(tmp_path / "adapted" / "result.json")["primary_difference"]["value"] is None
+
+
+def asked(path, count):
+    """Pairs whose texts are no documents of the corpus."""
+    rng = np.random.default_rng(1)
+    texts = [" ".join(rng.choice(WORDS, 12)) for _ in range(count)]
+    rows = [{"query": " ".join(text.split()[:3]), "text": text} for text in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize(
+    ("documents", "queries"),
+    [
+        pytest.param(20, 240, id="too few to train, and no passages"),
+        pytest.param(150, 200, id="too few queries to choose"),
+    ],
+)
+def test_adapt_with_pairs_and_nothing_to_choose_tries_the_closed_form_alone(encoder, tmp_path, documents, queries):
+    pairs = asked(tmp_path / "pairs.jsonl", queries)
+    halves = [len(read_test(pairs).half(which, 0).queries) for which in ("development", "test")]
+    assert halves[1] >= 100
+    assert (halves[0] >= 100) == (documents < 64)
+    texts = corpus(tmp_path / "documents.jsonl", documents)
+    if documents < 64:
+        texts.write_text(texts.read_text().replace(" word1", r"\n# word1"))  # headings are taken out of passages
+    result = adapt(encoder, texts, tmp_path / "adapted", pairs=str(pairs), steps=20)
+    assert [row.name for row in result.rows if row.kind == "candidate"] == [CLOSED]
+    assert result.verdict.comparison.rows == halves[1]
+    assert "pairs" in strict(tmp_path / "adapted" / "result.json")["rows"][0]["scores"]
+    says((tmp_path / "adapted" / "report.html").read_text(), "queries that neither trained nor chose it")
+    assert adapt(encoder, texts, tmp_path / "adapted", pairs=str(pairs), steps=20).looks == 1
+    pairs.write_text(pairs.read_text().replace("word7", "word8"))
+    edited = adapt(encoder, texts, tmp_path / "adapted", pairs=str(pairs), steps=20)
+    assert edited.looks == 2, "the test is another one in the same folder"
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(TransformerEncoder):
+    """Remembers how many texts were cut into windows."""
+
+    asked: list = dataclasses.field(default_factory=list)
+
+    def windows(self, texts):
+        self.asked.append(len(texts))
+        return super().windows(texts)
+
+
+def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path):
+    start = load_transformer(str(encoder))
+    counting = Counting(**{field.name: getattr(start, field.name) for field in dataclasses.fields(start)})
+    pairs = read_test(asked(tmp_path / "pairs.jsonl", 120))
+    none, recalls = make_passages([], start.tokenizer), {}
+    for split in ("development", "test"):
+        half = pairs.half(split, 0)
+        test = adaptation_scores.TestSet(none, pairs, pairs.places(split, 0), recalls)
+        lexicon = Lexicon(half.texts)
+        alone, with_idf = (row.values[:, 0] for row in score_encoder(half, start, lexicon))
+        bm25, idf = (row.values[:, 0] for row in score_lexical(half, lexicon))
+        assert test.num_rows == len(half.queries)
+        assert np.array_equal(test.encoder(counting)["pairs"], alone)
+        assert np.array_equal(test.encoder(counting, with_idf=True)["pairs"], with_idf)
+        assert [found["pairs"].tolist() for found in test.lexical().values()] == [bm25.tolist(), idf.tolist()]
+    assert counting.asked == [len(pairs.texts)]
+
+
+def test_adapt_refuses_too_few_queries_before_any_work(encoder, tmp_path):
+    pairs = asked(tmp_path / "pairs.jsonl", 150)
+    with pytest.raises(AdaptError, match=all_of("--pairs", "its queries are left", "100", "240")):
+        adapt(encoder, "-", tmp_path / "out", pairs=str(pairs))
+    assert not (tmp_path / "out" / "data").exists()
+
+
+def test_most_documents_are_the_first_by_key_if_all_are_long_and_long_ones_first():
+    keys = np.random.default_rng(0).permutation(1000).astype(np.uint64)
+    assert keys[_most(keys, np.full(1000, 256), 500)].tolist() == list(range(500))
+    tokens = np.where(keys % 4 == 0, 300, 255).astype(np.int64)
+    assert keys[_most(keys, tokens, 200)].tolist() == list(range(0, 800, 4))
+    some = keys[_most(keys, tokens, 260)].tolist()
+    assert some == sorted({*range(0, 1000, 4), 1, 2, 3, 5, 6, 7, 9, 10, 11, 13})
+    assert keys[_most(keys, tokens, 2000)].tolist() == list(range(1000))
+
+
 def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):
     (tmp_path / "pairs.csv").write_text("question,answer\na,b\n")
     output = tmp_path / "pairs.csv" / "out"
@@ -168,6 +305,41 @@ def test_adapt_of_an_encoder_for_short_texts_is_refused(encoder, tmp_path):
     BertForMaskedLM(BertConfig.from_pretrained(encoder, max_position_embeddings=40)).save_pretrained(short)
     with pytest.raises(AdaptError, match=all_of("40 tokens", "64")):
         adapt(short, "-", tmp_path / "out")
+
+
+def lower_casing(encoder, folder, normalizer):
+    """The encoder as a folder of sentence-transformers that lower-cases texts, its tokenizer with a normaliser."""
+    limited(encoder, folder)
+    limits = json.loads((folder / "sentence_bert_config.json").read_text())
+    (folder / "sentence_bert_config.json").write_text(json.dumps(limits | {"do_lower_case": True}))
+    engine = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    engine.normalizer = normalizer
+    engine.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        normalizers.Lowercase(),
+        normalizers.BertNormalizer(lowercase=True),
+        normalizers.Sequence([normalizers.Lowercase(), normalizers.NFC()]),
+    ],
+)
+def test_encoder_that_lower_cases_twice_has_the_tokenizer_of_its_file(encoder, tmp_path, normalizer):
+    folder = lower_casing(encoder, tmp_path / "start", normalizer)
+    found = load_transformer(str(folder))
+    assert fingerprint(found.tokenizer) == fingerprint(AutoTokenizer.from_pretrained(folder))
+    assert np.array_equal(*found.encode(["WORD1 Word2", "word1 word2"]))
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.NFC(), normalizers.BertNormalizer(lowercase=False)])
+def test_adapt_of_an_encoder_that_alone_lower_cases_is_refused_before_any_work(encoder, tmp_path, normalizer):
+    folder = lower_casing(encoder, tmp_path / "start", normalizer)
+    assert np.array_equal(*load_transformer(str(folder)).encode(["WORD1 Word2", "word1 word2"]))
+    with pytest.raises(AdaptError, match=all_of("do_lower_case", "Lowercase", "tokenizer.json")):
+        adapt(folder, "-", tmp_path / "out")
+    assert not (tmp_path / "out" / "data").exists()
 
 
 @pytest.mark.parametrize(("option", "told"), [("--minutes", "minutes = 0.0: "), ("--seed", "seed = -1: ")])

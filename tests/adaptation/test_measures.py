@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from declutr.adaptation.config import LONG_TOKENS
 from declutr.adaptation.documents import HeldOutDocument
 from declutr.adaptation.measures import Passages, make_passages, share
 from declutr.adaptation.scores import HEADINGS, compared
@@ -51,6 +52,24 @@ def test_distant_equals_a_plain_writing():
     assert np.array_equal(found, expected, equal_nan=True)
     assert np.isnan(found).tolist() == [False, False, True, False, False, True]
     assert 0 < np.nanmean(found) < 1
+    assert passages.scorable.tolist() == (~np.isnan(found)).tolist()
+
+
+@pytest.mark.parametrize(("windows", "scorable"), [(2, False), (3, False), (4, True), (9, True)])
+def test_make_passages_of_fewer_than_256_tokens_has_no_distant_pair(tokenizer, windows, scorable):
+    engine = tokenizer.backend_tokenizer
+    encoded = engine.encode(text(1500, 0), add_special_tokens=False)
+    body = text(1500, 0)[: encoded.offsets[64 * windows - 1][1]]
+    made = make_passages([HeldOutDocument(0, body)], tokenizer)
+    assert made.scorable.tolist() == [scorable]
+    assert (windows * 64 >= LONG_TOKENS) is scorable
+    scores = np.eye(len(made.texts), dtype=np.float32)
+    assert np.isnan(made.distant(scores)[0]) == (not scorable)
+
+
+def test_passages_of_no_document_have_no_value(tokenizer):
+    none = make_passages([], tokenizer)
+    assert (none.scorable.tolist(), none.distant(np.zeros((0, 0))).tolist()) == ([], [])
 
 
 def test_headings_equal_a_plain_writing():

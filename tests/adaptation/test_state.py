@@ -59,5 +59,5 @@ def test_opened_with_another_encoder_is_refused(tmp_path):
 
 def test_opened_with_a_damaged_file_is_refused(tmp_path):
     (tmp_path / STATE).write_text("{")
-    with pytest.raises(AdaptError, match=all_of("damaged", "delete")), opened(CONFIG, tmp_path):
+    with pytest.raises(AdaptError, match=all_of("damaged", "delete", "candidates")), opened(CONFIG, tmp_path):
         pass

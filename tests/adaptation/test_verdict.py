@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from messages import says
 
-from declutr.adaptation.scores import DISTANT, choose, judge
+from declutr.adaptation.scores import DISTANT, PAIRS, choose, judge
 
 NAMES = [f"candidate {number}" for number in range(6)]
 DOCUMENTS = 250
@@ -86,3 +86,14 @@ def test_judge_of_fewer_than_a_hundred_documents_tells_nothing():
     assert verdict.outcome == "too few documents to tell"
     assert verdict.rows_needed is None
     says(verdict.sentence("documents"), "99 test documents", "100")
+
+
+def test_judge_and_choose_of_five_queries_that_changed_find_no_difference():
+    start = np.zeros(200)
+    after = start.copy()
+    after[:5] = 1
+    verdict = judge({PAIRS: start}, {PAIRS: after}, PAIRS, 0)
+    assert verdict.outcome == "no measurable difference"
+    says(verdict.sentence("queries"), "5 queries differ", "needs 6")
+    assert "would need" not in verdict.sentence("queries")
+    assert choose(["a", "b"], {"a": {PAIRS: start}, "b": {PAIRS: after}}, PAIRS, 0) == "a"

@@ -58,6 +58,19 @@ def test_few_rows_have_no_interval(rows, some):
     assert ("at least 100" in found.sentence()) is not some
 
 
+@pytest.mark.parametrize(("changed", "measurable"), [(5, False), (6, True)])
+def test_compare_of_fewer_than_six_rows_that_differ_is_not_measurable(changed, measurable):
+    """The interval excludes 0 with both; of five differences chance gives all the same sign with 2 * 0.5^5 = 6%."""
+    before = np.zeros(200)
+    after = before.copy()
+    after[:changed] = 1
+    found = compare(before, after, 0)
+    assert found.interval[0] > 0
+    assert found.measurable is measurable
+    told = "better" if measurable else "no measurable difference, 5 rows differ and it needs 6"
+    assert found.sentence().endswith(f": {told}")
+
+
 def test_comparison_sentence_has_difference_interval_and_rows():
     says(Comparison(0.25, 0.5, 150, (0.2, 0.3)).sentence(), "+0.2500", "95%", "+0.2000", "+0.3000", "150 rows): better")
     assert Comparison(0.5, 0.25, 150, (-0.3, -0.2)).sentence().endswith(": worse")

@@ -1,5 +1,6 @@
 """`evaluate --pairs`: files of pairs, and the table of encoders and baselines."""
 
+import csv
 import json
 
 import numpy as np
@@ -75,6 +76,23 @@ def test_read_test_keeps_every_text_of_an_id(tmp_path):
     rows = [{"id": 1, "text": "cat"}, {"id": 2, "text": "fish"}, {"id": 1, "text": "bird"}, {"id": 1, "text": "cat"}]
     test = read_test(pairs, jsonl(tmp_path / "documents.jsonl", rows))
     assert (test.texts, test.relevant) == (["cat", "fish", "bird"], [[0, 2], [1]])
+
+
+def test_read_test_of_ids_with_the_same_text_searches_it_once(tmp_path):
+    """Two of the same text would tie: no query of them could find its own first."""
+    pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": "a", "id": 1}, {"query": "b", "id": 2}, {"query": "c", "id": 3}])
+    rows = [{"id": 1, "text": "cat"}, {"id": 2, "text": "fish"}, {"id": 3, "text": "cat"}]
+    test = read_test(pairs, jsonl(tmp_path / "documents.jsonl", rows))
+    assert (test.texts, test.relevant) == (["cat", "fish"], [[0], [1], [0]])
+
+
+def test_read_test_of_csv_takes_texts_beyond_the_limit_of_the_csv_module(tmp_path):
+    (tmp_path / "pairs.csv").write_text(f"query,text\na,{'x' * 200_000}\nb,y\n")
+    limit = csv.field_size_limit(131_072)
+    try:
+        assert [len(text) for text in read_test(tmp_path / "pairs.csv").texts] == [200_000, 1]
+    finally:
+        csv.field_size_limit(limit)
 
 
 def test_measures_of_embeddings_that_are_not_finite_are_refused(tmp_path, capsys):
