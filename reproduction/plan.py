@@ -241,10 +241,11 @@ def plan_item(
         raise ReproduceError(f"--only {unknown[0]}: no label of {name}{suggest(unknown[0], labels)}")
     seeds = seeds or settings.seeds
     chosen = [cell for cell in cells if not only or {*only} & {cell.name, *cell.labels.values()}]
+    with_start = any(cell.encoder for cell in chosen)  # whose pooling is that of all runs
     configs = {
         (cell.name, seed): run_config(settings, cell, changes, {"run": str(_place(folder, cell, seed)), "seed": seed})
         for seed in seeds
-        for cell in cells
+        for cell in (cells if with_start else chosen)
         if cell.encoder is None
     }
     poolings = {config.encoder.pooling for config in configs.values()}

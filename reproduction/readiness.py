@@ -17,7 +17,7 @@ from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.checkpoints.state import data_hashes
 from declutr.trainer.driver.resolved import find_shards
 from declutr.trainer.driver.run_checks import changes, other_shards, read_resume_settings
-from declutr.trainer.metrics.config import SICKR, STSB
+from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.metrics.judged_pairs import FILES
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import with_geometry
@@ -54,7 +54,7 @@ def run_ready(config: TrainConfig) -> bool:
     """
     folder = Path(config.run)
     before = read_resume_settings(folder)
-    if before is not None:
+    if before is not None and (steps_in(folder / CHECKPOINTS) or (folder / SUMMARY).is_file()):
         contents, missing, _ = scored_contents(config)  # those that are not there now are not compared
         kept = with_geometry(config, folder, {})  # a run keeps the geometry it started with
         changed = changes(before, kept.with_contents(contents).resume_settings())
@@ -63,7 +63,7 @@ def run_ready(config: TrainConfig) -> bool:
             raise ReproduceError(
                 f"{folder}: was trained with other settings ({told}); name another --work, or delete it"
             )
-    return (folder / "summary.json").is_file()
+    return (folder / SUMMARY).is_file()
 
 
 def start_ready(config: TrainConfig) -> bool:
@@ -81,12 +81,14 @@ def start_ready(config: TrainConfig) -> bool:
 def made_from(config: TrainConfig) -> dict[str, Any]:
     """Encoders, judged pairs and checkpoints to choose from, which decide a run beside its settings and shards."""
     validation, best = config.validation, config.export == "best"
-    judged = ((validation.stsb, STSB), (validation.sickr, SICKR))
     frontends = {name: task.frontend.pretrained for name, task in config.auxiliary_tasks.items()}
     return {
         "start": encoder_identity(config.encoder.pretrained) if config.encoder.pretrained else "",
-        "frontend.pretrained": {name: encoder_identity(one) for name, one in frontends.items() if one} or None,
-        "validation": [files_identity(expand(place), FILES[name].name) for place, name in judged if place],
+        **{f"frontend of {name}": encoder_identity(one) for name, one in frontends.items() if one},
+        **{
+            f"validation.{score.partition('_')[0]}": files_identity(expand(place), FILES[score].name)
+            for score, place in validation.pairs.items()
+        },
         "validation.data": _shards_identity(validation.data) if validation.data and validation.every_steps else None,
         "checkpoint.every_steps": config.checkpoint.every_steps if best else None,
         "validation.patience": validation.patience,
@@ -101,7 +103,7 @@ def refuse_other(folder: Path, now: Mapping[str, Any]) -> None:
     """
     if (path := folder / MADE_FROM).is_file():
         before = read_json(path)
-        if changed := [key for key, value in now.items() if value not in ("", before.get(key))]:
+        if changed := [key for key, value in now.items() if key in before and value not in ("", before[key])]:
             raise ReproduceError(
                 f"{folder}: was trained with another {' and another '.join(changed)}; delete it, or name another --work"
             )

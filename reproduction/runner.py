@@ -28,6 +28,7 @@ from declutr.reproduction.readiness import (
 )
 from declutr.reproduction.results import write_results
 from declutr.reproduction.scoring import Scorer
+from declutr.trainer.checkpoints.checkpoint import CheckpointError
 from declutr.trainer.driver.failure import TrainingFailedError
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.setup.config import TrainConfig
@@ -81,7 +82,10 @@ def reproduce(
                 say(f"run {number} of {len(plan.runs)}: {run.cell.name}, seed {run.seed}")
                 try:
                     _finish(plan, run, scorer)
-                except TrainingFailedError as error:  # such as a loss that is not finite: a result of this cell
+                except (
+                    TrainingFailedError,
+                    CheckpointError,
+                ) as error:  # such as a loss that is not finite: a result of this cell
                     failed[f"{run.cell.name}, seed {run.seed}"] = reason = str(error).splitlines()[0]
                     say(f"failed: {run.cell.name}, seed {run.seed}: {reason}")
                 write_results(plan, command, data, failed)

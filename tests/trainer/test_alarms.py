@@ -161,6 +161,18 @@ def test_alarms_of_a_resumed_run_are_not_given_again():
     assert [alarm.cause for alarm in second.add(line_of(41, data_wait_share=0.9, loss=100.0))] == ["loss_spike"]
 
 
+@pytest.mark.parametrize(("after_step", "alarmed"), [(0, 0), (10, 1)])
+def test_an_alarm_of_the_start_is_given_once(tmp_path, after_step, alarmed):
+    """A start that is validated again gives it again; a later one does not."""
+    lines = [{"kind": "validation", "step": 0, "uniformity": -0.05}]
+    lines += [{"kind": "alarm", "step": 0, "alarm": "collapse", "text": "collapsed"}, line_of(10, loss=1.0)]
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    alarms = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
+    MetricsWriter(tmp_path, after_step, alarms, validates_again=after_step == 0).close()
+    assert len([line for line in read_metrics(tmp_path) if line["kind"] == "alarm"]) == alarmed
+    assert bool(alarms._given) == bool(alarmed)
+
+
 def test_alarms_of_a_fork_are_judged_by_its_own_lines(tmp_path):
     """The origin collapsed, with losses of another temperature; the fork collapses again, at higher losses."""
     four_documents(tmp_path / "data")

@@ -236,12 +236,13 @@ def test_finished_run_and_fork_without_their_checkpoints_do_not_begin_again(data
     shutil.rmtree(tmp_path / "fork" / "checkpoints")
     with pytest.raises(CheckpointError, match="began at step 2"):
         run_training(forked.model_copy(update={"run": str(tmp_path / "fork")}))
-    before = (run / "metrics.jsonl").read_bytes()
+    kept = ("metrics.jsonl", "config.yaml", "resume_settings.json")
+    before = [(run / name).read_bytes() for name in kept]
     shutil.rmtree(run / "checkpoints")
     for settings in (config, config.model_copy(update={"seed": 5})):
         with pytest.raises(CheckpointError, match="has finished"):
             run_training(settings)
-    assert (run / "metrics.jsonl").read_bytes() == before
+    assert [(run / name).read_bytes() for name in kept] == before
 
 
 def test_export_outlives_its_checkpoint(data, tmp_path, log):

@@ -180,7 +180,10 @@ class Saver:
     def _write(self, job: Job) -> None:
         if job is not self._made:  # otherwise only `after` failed
             self._before()
-            retention.sweep(self.folder)  # before the write, which may need their room
+            try:
+                retention.sweep(self.folder)  # before the write, which may need their room
+            except OSError as error:
+                get_logger().warning("remains of a killed writer in %s stay (%s)", self.folder, error.strerror)
             checkpoint.save(self.folder, job.state, job.contents)
             self._made = job
             try:

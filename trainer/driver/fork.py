@@ -81,7 +81,9 @@ def fork(config: TrainConfig, new_run: str) -> TrainConfig:
     hashes = data_hashes(manifests)
     data = joint_hash(hashes)
     now = config.resume_settings()
-    if data != state.data_hash or any(before.get(key) != now.get(key) for key in _ORDER):
+    if hashes[""] != state.task_hashes.get("", state.data_hash) or any(
+        before.get(key) != now.get(key) for key in _ORDER
+    ):
         rows = zip(config.places, resolved.plan.rows_read(state.step), strict=True)
         told = ", ".join(f"{place} from row {row + 1:,}" for place, row in rows)
         get_logger().info("--fork: another order of documents; it reads %s, so rows may repeat or be left out", told)

@@ -27,7 +27,7 @@ from declutr.trainer.driver.device import DEVICE, choose_device
 from declutr.trainer.driver.estimate import find_estimate
 from declutr.trainer.driver.remarks import corpora_remarks, validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.driver.run_checks import refuse_lost_steps
+from declutr.trainer.driver.run_checks import other_checkpoints, refuse_lost_steps
 from declutr.trainer.driver.signals import Signals
 from declutr.trainer.driver.summary import (
     FAILURES,
@@ -96,6 +96,7 @@ def run_training(
         stack.enter_context(signals)
         if not is_remote(config.run):
             _lock_and_fetch(config, signals, stack)
+            refuse(other_checkpoints(resolved.config, resolved.folder))  # of a command that has ended since the checks
         return _train(resolved, signals, marks)
 
 
@@ -123,6 +124,9 @@ def _lock_and_fetch(config: TrainConfig, signals: Signals, stack: contextlib.Exi
 def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> dict[str, Any]:
     config, run = resolved.config, resolved.folder
     store = store_of(config.run, run)
+    latest = checkpoint.find_latest(run / CHECKPOINTS)
+    done = 0 if latest is None else latest[1].step
+    refuse_lost_steps(run, done)
     write_text(run / "config.yaml", config_yaml(config))
     write_json(run / RESUME_SETTINGS, config.resume_settings())
     # readers of the run open no address that it names
@@ -130,9 +134,6 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
         with atomic_folder(run / TOKENIZER, replace=True) as aside:
             shutil.copytree(resolved.data[""][0] / TOKENIZER, aside, dirs_exist_ok=True)
     steps = config.total_steps(resolved.plan)
-    latest = checkpoint.find_latest(run / CHECKPOINTS)
-    done = 0 if latest is None else latest[1].step
-    refuse_lost_steps(run, done)
     if latest is not None and done > steps:
         raise CheckpointError(f"{latest[0]}: step {done} is beyond the run's last step {steps}; delete this checkpoint")
     early = ended_early(run, config.validation.patience, done) if done < steps else None

@@ -31,10 +31,10 @@ def run_problems(config: TrainConfig, run: Path, shards: Found) -> list[str]:
         return found
     before = read_resume_settings(run)
     if before is None:
-        return found + _other_checkpoints(config, run)
+        return found + other_checkpoints(config, run)
     changed = changes(before, config.resume_settings())
     if not changed:
-        return found + _other_checkpoints(config, run)
+        return found + other_checkpoints(config, run)
     return [
         *found,
         f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder, or "
@@ -64,7 +64,7 @@ def read_resume_settings(run: Path) -> dict[str, Any] | None:
     return found
 
 
-def _other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
+def other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
     """A problem if a checkpoint has another configuration; no worker would take it, and the run would begin again."""
     for step, state in checkpoint.states_in(run / CHECKPOINTS):
         if state.config_hash != config.hash():

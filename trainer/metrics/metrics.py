@@ -29,6 +29,7 @@ _LAST_SECONDS = 10.0
 _SHOWN_LINES = 5
 _SCANNED_BYTES = 2**16
 _TAIL_BYTES = 8192  # of the newest lines
+_OF_SCORES = ("validation", "alarm")  # kinds of lines of the weights with which a start begins
 
 
 def rates(
@@ -91,7 +92,7 @@ class MetricsWriter:
             message = "%s: removing damaged lines; the original file is kept as %s"
             get_logger().warning(message, _places(folder / METRICS, damaged), kept_as)
         last_scored = after_step - validates_again
-        kept = [line for line in lines if line["step"] <= (last_scored if line["kind"] == "validation" else after_step)]
+        kept = [line for line in lines if line["step"] <= (last_scored if line["kind"] in _OF_SCORES else after_step)]
         write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
         self._alarms = alarms
         if alarms:
@@ -203,6 +204,8 @@ def own_lines(lines: Sequence[dict[str, Any]], origin: int) -> list[dict[str, An
 
     The validation at the origin is the fork's own: it scores these weights by its own settings.
     """
+    if not origin:
+        return list(lines)
     return [line for line in lines if line["step"] > origin or (line["kind"], line["step"]) == ("validation", origin)]
 
 

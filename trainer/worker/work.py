@@ -71,13 +71,13 @@ def work(
         hashes = data_hashes({name: one.manifest for name, one in shards.items()})
         contents, unreadable, _ = scored_contents(config)
         if unreadable:
-            raise OSError("; ".join(unreadable.values()))  # may pass: the group is started again
+            raise OSError("; ".join(unreadable.values()))  # of a storage it may pass: a group is started again
         here = {"data_hash": joint_hash(hashes), **config.with_contents(contents).contents}
         others = [key for key, value in identity.items() if key != "config_hash" and here.get(key) != value]
         problem = ""
         if others:
-            names = [" and ".join(config.places) if key == "data_hash" else key for key in others]
-            told, host = " and ".join(names), socket.gethostname()
+            places = " or ".join(place for one in settings.values() for place in one.places)
+            told, host = " and ".join(places if key == "data_hash" else key for key in others), socket.gethostname()
             problem = f"{told} on {host} differ from what this command began with; restore them, or name another run"
         if comm.all_reduce_max(int(bool(problem))):
             return _given_up(problem, comm.rank)
