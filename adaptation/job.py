@@ -1,5 +1,6 @@
 """`declutr adapt`: documents in, a better encoder out, or the reason why not; the same command continues."""
 
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -284,8 +285,8 @@ class _Adaptation:
         )
         config = WhitenConfig(encoder=self.config.encoder, shards=str(self.output / "data"))
         if scorable < 10:
-            nothing = {DISTANT: np.empty(0)}
-            return self._finish(judge(nothing, nothing, DISTANT, 0), CLOSED, None, [], 1, [])
+            nothing = Comparison(math.nan, math.nan, scorable, None)
+            return self._finish(Verdict("too few documents to tell", nothing), CLOSED, None, [], 1, [])
         start, values = cross_fitted(passages, self.start, config.power, config.shrinkage)
         seed = self.config.seed
         rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]

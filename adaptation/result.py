@@ -1,5 +1,6 @@
 """The result of an adaptation: every row of the table, the verdict, what was lost; its JSON file and its page."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,7 +159,7 @@ def _held_out(result: Result) -> str:
 
 def _facts(one: Comparison) -> dict[str, Any]:
     low, high = one.interval or (None, None)
-    return {"value": one.difference if one.rows else None, "low": low, "high": high, "rows": one.rows}
+    return {"value": None if math.isnan(one.difference) else one.difference, "low": low, "high": high, "rows": one.rows}
 
 
 _ROW, _LEFT, _WIDTH = 26, 34, 62
@@ -184,8 +185,8 @@ def page(result: Result) -> str:
 
 def _looks(looks: int) -> str:
     return (
-        f"This is look {looks} at the same test documents. Each look is another chance to be lucky, so the interval is "
-        "too narrow; new documents give a fresh test."
+        f"This is look {looks} at a test in this folder; an edited test counts as another look. Each is another chance "
+        "to be lucky, so the interval is too narrow; new documents in another folder give a fresh test."
     )
 
 

@@ -223,8 +223,8 @@ class Verdict:
             f"{100 * one.difference:+.1f} points (95% interval {low:+.1f} to {high:+.1f}, {one.rows:,} test {rows})"
         )
         if one.few_changed:
-            told += f"; {one.changed} {rows} differ, and a difference needs {MIN_CHANGED}"
-        elif self.outcome == "no measurable difference":
+            told += f"; {rows} that differ: {one.changed}, and a difference needs {MIN_CHANGED}"
+        if low <= 0 <= high:
             told += f"; a difference of one point would need about {self.rows_needed:,} test {rows}"
         return told
 

@@ -66,7 +66,7 @@ def run_adapt(arguments: list[str]) -> int:
     if result.general:
         print(result.general)
     if result.looks > 1:
-        print(f"This is look {result.looks} at the same test documents: its interval is too narrow")
+        print(f"This is look {result.looks} at a test in this folder: its interval is too narrow")
     print(
         f"{named['output'] / REPORT}"
         + (f"; the encoder is {result.encoder}" if result.encoder else "; no encoder was written")

@@ -147,7 +147,8 @@ class SearchIndex:
         if encoder.fingerprint != self.facts.fingerprint or size != self.facts.size:
             raise EmbedError(
                 f"the index was made with {self.facts.choice.model} ({self.facts.fingerprint[:12]}); {encoder.name} "
-                f"({encoder.fingerprint[:12]}) gives different vectors; use the encoder of the index, or build it again"
+                f"({encoder.fingerprint[:12]}) gives different vectors; use the encoder of the index, or embed the "
+                "texts again and build it from them"
             )
 
     def embed(self, encoder: SentenceEncoder, query: str) -> NDArray[np.float32]:

@@ -74,7 +74,7 @@ class StoredTexts:
         """
         batch, place = divmod(row, CHUNK_ROWS)
         found: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
-        return Stored(row, found["record"] or 0, found["id"], found["source"] or "", found["text"] or "")
+        return Stored(row, found["record"], found["id"], found["source"] or "", found["text"] or "")
 
     def __iter__(self) -> Iterator[str]:
         """Texts without ids and sources, in the order of the rows."""

@@ -57,7 +57,7 @@ def embed_on_ray(
     try:
         for row in rows.iter_rows():
             if row["problem"]:
-                raise EmbedError(f"{row['problem']}. Finished units are kept; run the same command to continue")
+                raise EmbedError(row["problem"])
             sidecar = EmbeddingSidecar.model_validate_json(row["sidecar"])
             told(sidecar.written, sizes[sidecar.unit])
             yield sidecar
@@ -93,5 +93,5 @@ class UnitEmbedder:
         try:
             sidecar = embed_unit(unit, self._folder, self._config, row["identity"], self._encoder)
         except (OSError, EmbedError) as error:  # if raised here, users would see a traceback of Ray
-            return {"sidecar": "", "problem": str(error)}
+            return {"sidecar": "", "problem": f"{error}. Finished units are kept; run the same command to continue"}
         return {"sidecar": sidecar.model_dump_json(), "problem": ""}

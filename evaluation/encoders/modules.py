@@ -126,15 +126,15 @@ def _prompt(name: str, options: dict[str, Any]) -> str:
         raise EncoderError(f"{name}: its prompt has {len(prompt):,} characters; it may have {MOST_PROMPT:,}")
     others = {role: other for role in _ROLES if isinstance(other := prompts.get(role), str) and other != prompt}
     if left := ", ".join(f"{role} = {other[:_SHOWN_CHARACTERS]!r}" for role, other in others.items() if other):
-        _warn_of_prompts(name, prompt[:_SHOWN_CHARACTERS], left)
+        _warn_of_prompts(prompt[:_SHOWN_CHARACTERS], left)
     return prompt
 
 
-@cache
-def _warn_of_prompts(name: str, prompt: str, left: str) -> None:
+@cache  # candidates of an adaptation have the prompts of their start
+def _warn_of_prompts(prompt: str, left: str) -> None:
     """Warn once that queries and documents are embedded alike."""
     get_logger().warning(
-        f"{name}: its prompts {left} are not applied; before every text goes {f'{prompt!r}' if prompt else 'none'}. "
+        f"prompts {left} are not applied; before every text goes {repr(prompt) if prompt else 'none'}. "
         "Search may find less than with encode_query and encode_document of sentence-transformers; "
         "default_prompt_name in config_sentence_transformers.json chooses one prompt for all texts"
     )

@@ -94,6 +94,6 @@ def test_judge_and_choose_of_five_queries_that_changed_find_no_difference():
     after[:5] = 1
     verdict = judge({PAIRS: start}, {PAIRS: after}, PAIRS, 0)
     assert verdict.outcome == "no measurable difference"
-    says(verdict.sentence("queries"), "5 queries differ", "needs 6")
+    says(verdict.sentence("queries"), "queries that differ: 5", "needs 6")
     assert "would need" not in verdict.sentence("queries")
     assert choose(["a", "b"], {"a": {PAIRS: start}, "b": {PAIRS: after}}, PAIRS, 0) == "a"

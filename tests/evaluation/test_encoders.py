@@ -81,7 +81,7 @@ def test_prompts_for_queries_or_documents_alone_are_named_once_because_none_is_a
     lines = [line for line in capsys.readouterr().err.splitlines() if "not applied" in line]
     assert len(lines) == bool(told)
     if told:
-        says(lines, *told, path, "default_prompt_name")
+        says(lines, *told, "default_prompt_name")
 
 
 def test_encoder_applies_prompt_and_lower_case(tmp_path):
