@@ -97,7 +97,7 @@ def files_of(checkpoint):
 
 def all_tasks(prepared, run, task_schedule, **settings):
     """The values of a run of SCD, SCL and both media, with a checkpoint every 4 of 12 steps."""
-    settings |= {"steps": 12, "checkpoint": {"every_steps": 4}}
+    settings |= {"steps": 12, "checkpoint": {"every_steps": 4, "keep_last": 3}}
     found = values_of(prepared, run, SCD, task_schedule, **settings)
     found["auxiliary_tasks"]["pairs"] = {"data": str(prepared / "pairs"), "objective": SCL, "batch_documents": 5}
     return found

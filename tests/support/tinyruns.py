@@ -160,6 +160,7 @@ def cut(run, to, last):
     for step in steps_in(to / "checkpoints"):
         if step > last:
             shutil.rmtree(to / "checkpoints" / f"step-{step:08d}")
+    assert steps_in(to / "checkpoints")[-1:] == [last], "it would begin again"
     return to
 
 
