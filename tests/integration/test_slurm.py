@@ -128,7 +128,8 @@ def test_job_saves_before_its_time_ends_and_continues_to_the_same_bits(slurm, da
     until(lambda: reached(first, stopped, STOPPED_AT, 0), f"step {STOPPED_AT}", 150)
     slurm.signal_shell(first, signal.SIGUSR1)
     assert first.wait(60) == 0, slurm.log(0)
-    assert len(slurm.folders()) == 2, "those of the second task"
+    # The second may have ended by now: which of the two gets the cores first is chance.
+    assert not [folder for folder in slurm.folders() if folder.endswith(f"-{JOB}")], "those of the first task"
     assert slurm.requeued.read_text() == f"{JOB}\n"
     assert "after SIGTERM; the same command continues" in slurm.log(0)
     steps = runs.steps_of(stopped)
