@@ -3,8 +3,8 @@
     make gpu
     python -m benchmarks.gpu --json OUT [--model roberta-base] [--documents 16] [--only step]
 
-1. `kernel`, `dropout`: embeddings and gradients of the attention kernel against those of groups, in bfloat16; the
-   second with dropped attention weights.
+1. `kernel`, `dropout`: embeddings and gradients of the attention kernel in bfloat16 against those of groups in float32;
+   the second with dropped attention weights. Beside them, how far groups in bfloat16 are off.
 2. `compiled`: the same for the compiled encoder against the one that is not, with dropout: equal masks on both sides.
 3. `syncs`: steps in which any wait for the GPU is an error.
 4. `time`: seconds, tokens/s and MFU of a step, and a table and a trace of its kernels.
@@ -32,9 +32,10 @@ from declutr.trainer.model.kernel_choice import Kernels
 from declutr.trainer.model.language_model import drops_attention
 
 _DEVICE = torch.device("cuda", 0)  # as tensors name it: encoders keep their kernels by device
-# bfloat16 has 8 bits: rounding in another order moves an embedding by up to a few parts in a hundred of the largest.
-_TOLERANCE = 0.05
-_LARGER = 5
+# bfloat16 has 8 bits. Counted on a CPU with 12 layers of the larger weights: 0.018 and 0.038 from float32; without any
+# dropped weight, 0.09 and 0.14 from attention that drops them.
+_TOLERANCES = {"embeddings": 0.04, "gradients": 0.08}
+_LARGER = 3
 """Factor of new weights, beside whose residual stream attention would hardly show."""
 _WARM_UP, _TIMED, _PROFILED = 5, 20, 3
 _CHECKS = ("kernel", "dropout", "compiled", "syncs", "time")
@@ -61,10 +62,10 @@ def kernel_against_groups(workload: packed.Workload, documents: int) -> dict[str
     encoder._kernels[_DEVICE, drops] = Kernels(_counted(found.attend, calls), dropping)
     with_kernel, used = _values(encoder, workload, documents), len(calls)
     encoder._kernels[_DEVICE, drops] = None
-    with_groups = _values(encoder, workload, documents)
+    groups, exact = _values(encoder, workload, documents), _values(encoder, workload, documents, half=False)
     if not used or len(calls) > used:
         return {"passed": False, "why": f"the kernel was called {used} times, and {len(calls) - used} times by groups"}
-    return _compared(with_kernel, with_groups)
+    return {**_compared(with_kernel, exact), "groups": _compared(groups, exact)}
 
 
 def _counted(attend: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
@@ -139,11 +140,11 @@ def _encoder(workload: packed.Workload, compiled: bool) -> Encoder:
     return models.encoder(size, dropout, seed, workload.attention_dropout, compiled=compiled).to(_DEVICE)
 
 
-def _values(encoder: Encoder, workload: packed.Workload, documents: int) -> list[torch.Tensor]:
+def _values(encoder: Encoder, workload: packed.Workload, documents: int, half: bool = True) -> list[torch.Tensor]:
     """Embeddings of a batch, and the gradient of their sum with that of the MLM loss."""
     batch = workload.batch(0, documents).tokens
     encoder.zero_grad(set_to_none=True)
-    with torch.autocast(_DEVICE.type, dtype=torch.bfloat16):
+    with torch.autocast(_DEVICE.type, dtype=torch.bfloat16, enabled=half):
         embeddings, mlm = encoder(batch)
     (embeddings.square().sum() + mlm).backward()
     gradients = [parameter.grad.float() for parameter in encoder.parameters() if parameter.grad is not None]
@@ -151,10 +152,9 @@ def _values(encoder: Encoder, workload: packed.Workload, documents: int) -> list
 
 
 def _compared(found: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[str, Any]:
-    names = ("embeddings", "gradients")
-    pairs = zip(names, found, expected, strict=True)
+    pairs = zip(_TOLERANCES, found, expected, strict=True)
     differences = {name: float((one - other).norm() / other.norm()) for name, one, other in pairs}
-    return {"passed": max(differences.values()) <= _TOLERANCE, **differences}
+    return {"passed": all(differences[name] <= most for name, most in _TOLERANCES.items()), **differences}
 
 
 def _benchmark(name: str, folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from messages import says
 
 from declutr.trainer.driver.watchdog import Watchdog
-from declutr.trainer.worker.device_events import CudaEvent, HostEvent, events_of
+from declutr.trainer.step.device_events import CudaEvent, HostEvent, events_of
 from declutr.trainer.worker.heartbeat import Heartbeat
 
 SIZE = 3

@@ -33,18 +33,17 @@ _OF_SCORES = ("validation", "alarm")  # kinds of lines of the weights with which
 
 
 def rates(
-    measured: "StepMetrics", began: float, documents: int, waited_seconds: float, peak_flops: float | None
+    measured: "StepMetrics", seconds: float, documents: int, waited_seconds: float, peak_flops: float | None
 ) -> dict[str, float | None]:
     """Tokens and documents a second, the data-wait share of the time, utilisation and peak memory of a step.
 
     Args:
         measured: metrics of the step.
-        began: monotonic start time of the step, in seconds.
+        seconds: time of the step.
         documents: number of documents of the step over all workers.
         waited_seconds: time this worker waited for data.
         peak_flops: peak FLOPs per second of all workers' devices together; None if unknown.
     """
-    seconds = max(time.monotonic() - began, 1e-9)
     return {
         "seconds": seconds,
         "tokens_per_second": measured.num_tokens / seconds,

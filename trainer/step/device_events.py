@@ -13,6 +13,9 @@ class DeviceEvent(Protocol):
     def reached(self) -> bool:
         """True if the device has done all work before this place; does not wait for it."""
 
+    def wait(self) -> None:
+        """Waits until the device has reached this place."""
+
     def seconds_since(self, earlier: Self) -> float:
         """Seconds between two places that the device has reached."""
 
@@ -26,6 +29,9 @@ class HostEvent:
     def reached(self) -> bool:
         """As `DeviceEvent.reached`."""
         return True
+
+    def wait(self) -> None:
+        """As `DeviceEvent.wait`."""
 
     def seconds_since(self, earlier: Self) -> float:
         """As `DeviceEvent.seconds_since`."""
@@ -42,6 +48,10 @@ class CudaEvent:
     def reached(self) -> bool:
         """As `DeviceEvent.reached`."""
         return bool(self._event.query())
+
+    def wait(self) -> None:
+        """As `DeviceEvent.wait`."""
+        self._event.synchronize()
 
     def seconds_since(self, earlier: Self) -> float:
         """As `DeviceEvent.seconds_since`."""
