@@ -8,7 +8,8 @@
 2. `compiled`: the same for the compiled encoder against the one that is not, with dropout: equal masks on both sides.
 3. `syncs`: steps in which any wait for the GPU is an error.
 4. `time`: seconds, tokens/s and MFU of a step, and a table and a trace of its kernels.
-5. `step`, `batch`, `sharding`, `embed`: the benchmarks of these names, each with a file of figures next to OUT.
+5. `repeat`, `step`, `batch`, `sharding`, `embed`: the benchmarks of these names, each with a file of figures next to
+   OUT; `repeat` tells whether equal steps have equal bits, with `scaling.deterministic` and without.
 
 The command ends with 1 if a check fails; the figures are written in any case.
 """
@@ -30,6 +31,7 @@ from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
 from declutr.trainer.model.kernel_choice import Kernels
 from declutr.trainer.model.language_model import drops_attention
+from declutr.trainer.step.determinism import repeat_bits
 
 _DEVICE = torch.device("cuda", 0)  # as tensors name it: encoders keep their kernels by device
 # bfloat16 has 8 bits. Counted on a CPU with 12 layers of the larger weights: 0.018 and 0.038 from float32; without any
@@ -40,6 +42,7 @@ _LARGER = 3
 _WARM_UP, _TIMED, _PROFILED = 5, 20, 3
 _CHECKS = ("kernel", "dropout", "compiled", "syncs", "time")
 _BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options
+    "repeat": ("gpu.repeat",),
     "step": ("step", "--device", "cuda", "--model", "roberta-base", "--documents", "16", "--compile"),
     "batch": ("step.batch", "--device", "cuda"),
     "sharding": ("step.sharding",),
@@ -179,6 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
             "install a build of torch for CUDA: make setup TORCH=torch. Without a GPU, "
             "`python -m benchmarks.gpu.budget` counts what a step asks of one"
         )
+    repeat_bits()  # as the trainer does
     folder = given.json.with_suffix("") if given.json else Path("runs/gpu")
     parts = {name: part for name, part in _parts(given, folder).items() if not given.only or name in given.only}
     found: dict[str, Any] = {}

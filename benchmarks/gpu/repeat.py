@@ -1,47 +1,40 @@
-"""Whether steps on a GPU repeat their bits, and what deterministic algorithms of torch cost.
+"""Whether equal steps on a GPU have equal bits, with `scaling.deterministic` and without, and what that costs.
 
-    python -m benchmarks.gpu.repeat --json OUT [--model roberta-base] [--documents 16] [--steps 10]
+    python -m benchmarks.gpu.repeat --json OUT [--model roberta-base] [--documents 16] [--steps 30]
 
-A run that continues after a kill has the bits of a quiet one only if equal steps have equal results. Each mode
-takes the same steps several times from the same weights; a hash of the parameters tells whether they agree. Modes take
-turns, so that other programs affect all of them.
-
-| mode | `torch.use_deterministic_algorithms` |
-| --- | --- |
-| `free` | off |
-| `strict` | on: an operation without a deterministic algorithm is an error |
-| `filled` | as `strict`, with torch's default of filling new memory |
+A run that continues after a kill has the bits of a quiet one only if equal steps have equal results. Each mode takes
+the same steps several times from the same weights; a hash of the parameters tells whether they agree. Every time is a
+process of its own, and the modes take turns.
 """
-
-import os
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; mode `strict` refuses without
 
 import argparse
 import hashlib
+import multiprocessing
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
-from torch.utils import deterministic
 
 from benchmarks import record
 from benchmarks.workload import models, packed
-from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.step.determinism import repeat_bits
 
-_MODES = {"free": (False, False), "strict": (True, False), "filled": (True, True)}
-_ROUNDS = 3
-_DROPOUTS = {"hidden": 0.0, "hidden_and_attention": 0.1}
+_WARM_UP = 10
+_RATES = {"kernel": 0.0, "dropout": 0.1}
 """Dropout of attention weights: torch's kernel, or the one of this project."""
 
 
-def run(workload: packed.Workload, batches: list[RankBatch], compiled: bool) -> tuple[str, list[float]]:
-    """Take one step a batch from the weights of the seed; the hash of all parameters, and seconds of each step."""
-    size, dropout, seed = workload.size, workload.dropout, workload.seed
-    encoder = models.encoder(size, dropout, seed, workload.attention_dropout, compiled=compiled).to(workload.device)
+def steps(options: argparse.Namespace, rate: float, deterministic: bool) -> tuple[str, float]:
+    """Take steps from the weights of the seed in this process; the hash of all parameters, and a step's seconds."""
+    if deterministic:
+        repeat_bits()
+    workload = packed.Workload.of(options, "cuda", "bf16", dropout=0.1, attention_dropout=rate)
+    encoder = models.encoder(workload.size, workload.dropout, workload.seed, rate, compiled=True).to(workload.device)
     train_step = workload.train_step(encoder, late=True)
+    batches = [workload.batch(step * options.documents, options.documents) for step in range(options.steps)]
     seconds = []
     for step, batch in enumerate(batches, start=1):
         torch.cuda.synchronize()
@@ -52,38 +45,23 @@ def run(workload: packed.Workload, batches: list[RankBatch], compiled: bool) -> 
     found = hashlib.sha256()
     for parameter in encoder.parameters():
         found.update(parameter.detach().cpu().numpy().tobytes())
-    return found.hexdigest()[:16], seconds
+    return found.hexdigest()[:16], statistics.median(seconds[_WARM_UP:])
 
 
-def measure(workload: packed.Workload, options: argparse.Namespace) -> dict[str, Any]:
-    """Take the steps of all modes in turns."""
-    batches = [workload.batch(step * options.documents, options.documents) for step in range(options.steps)]
-    hashes: dict[str, list[str]] = {mode: [] for mode in _MODES}
-    seconds: dict[str, list[float]] = {mode: [] for mode in _MODES}
-    refused: dict[str, str] = {}
-    for number in range(_ROUNDS):
-        for mode, (enabled, fills) in _MODES.items():
-            if mode in refused:
-                continue
-            torch.use_deterministic_algorithms(enabled)
-            deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-            try:
-                found, times = run(workload, batches, options.compile)
-            except RuntimeError as error:
-                refused[mode] = str(error).partition("\n")[0]
-                continue
-            finally:
-                torch.use_deterministic_algorithms(False)
-            hashes[mode].append(found)
-            if number:  # the first round compiles
-                seconds[mode] += times[2:]
-    medians = {mode: round(statistics.median(times), 5) for mode, times in seconds.items() if times}
+def measure(options: argparse.Namespace, rate: float) -> dict[str, Any]:
+    """Take the steps of both modes in turns."""
+    modes = {"free": False, "deterministic": True}
+    found: dict[str, list[tuple[str, float]]] = {mode: [] for mode in modes}
+    context = multiprocessing.get_context("spawn")
+    for _ in range(options.rounds):
+        for mode, deterministic in modes.items():
+            with ProcessPoolExecutor(1, context) as pool:
+                found[mode].append(pool.submit(steps, options, rate, deterministic).result())
+    seconds = {mode: [one for _, one in rounds] for mode, rounds in found.items()}
     return {
-        "repeats": {mode: len(set(found)) == 1 for mode, found in hashes.items() if found},
-        "hashes": hashes,
-        "refused": refused,
-        "seconds": medians,
-        "ratio_to_free": {mode: round(median / medians["free"], 4) for mode, median in medians.items()},
+        "repeats": {mode: len({digest for digest, _ in rounds}) == 1 for mode, rounds in found.items()},
+        "seconds": {mode: [round(one, 5) for one in each] for mode, each in seconds.items()},
+        **record.ratios(seconds["deterministic"], seconds["free"]),
     }
 
 
@@ -93,17 +71,19 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--model", choices=models.SIZES, default="roberta-base")
     options.add_argument("--documents", type=int, default=16)
     options.add_argument("--spans", type=int, nargs=2, metavar=("MIN", "MAX"), default=[32, 512])
-    options.add_argument("--steps", type=int, default=10)
-    options.add_argument("--no-compile", dest="compile", action="store_false")
+    options.add_argument("--steps", type=int, default=30)
+    options.add_argument("--rounds", type=int, default=3)
     given = options.parse_args(arguments)
     if not torch.cuda.is_available():
         sys.exit(f"no GPU: torch {torch.__version__} finds no CUDA device")
     figures: dict[str, Any] = {"benchmark": "gpu.repeat", "model": given.model, "documents": given.documents}
-    for name, rate in _DROPOUTS.items():
-        record.progress(f"dropout of {name} ...")
-        figures[name] = measure(packed.Workload.of(given, "cuda", "bf16", dropout=0.1, attention_dropout=rate), given)
-        record.progress(f"{figures[name]}")
+    for name, rate in _RATES.items():
+        record.progress(f"{name} ...")
+        figures[name] = measure(given, rate)
+        record.progress(f"{name}: {figures[name]}")
     record.publish({**figures, **record.facts("gpu.repeat", given.commit)}, given.json)
+    if failed := [name for name in _RATES if not figures[name]["repeats"]["deterministic"]]:
+        sys.exit(f"equal steps have other bits: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

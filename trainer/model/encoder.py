@@ -126,7 +126,9 @@ class Encoder(nn.Module):
             rows = self._run(batch.device, padded)
             return rows.flatten(0, 1)[places]
         positions = position_ids(batch, self.padding_index)
-        kinds = {"token_type_ids": torch.zeros_like(positions)} if self._has_token_types() else {}
+        # One kind for all tokens: on a GPU the gradient of T lookups of one row is added token by token.
+        kind = torch.zeros_like(positions[:, :1] if positions.is_cuda else positions)
+        kinds = {"token_type_ids": kind} if self._has_token_types() else {}
         self._set_keys(table, lambda each: each[None])
         drops = self.training and (table.attention is not None or drops_attention(self.model.config))
         kernels = self.kernels(positions.device, drops)

@@ -25,6 +25,9 @@ class ScalingConfig(Strict):
     fsdp: bool = False
     """Shard weights, gradients and optimizer state over the workers and gather each layer when used (FSDP2), for
     encoders too large for one device. Same gradient, more communication."""
+    deterministic: bool = True
+    """On a GPU, use algorithms that repeat their bits, so that a run which continues after a kill has the bits of a
+    quiet one. false: steps take less time. CPUs always repeat them."""
     elastic_determinism: bool = False
     """Train to the same bits with any number of workers, which get whole canonical microbatches. More time and memory,
     twice the exchange."""
@@ -90,6 +93,8 @@ class ScalingConfig(Strict):
                 f"deterministic_chunk_documents = {self.deterministic_chunk_documents} has no effect without "
                 "elastic_determinism = true; remove it"
             )
+        if self.elastic_determinism and not self.deterministic:
+            raise ValueError("elastic_determinism = true needs deterministic = true; set one of them")
         for name, value in (("elastic_determinism", self.elastic_determinism), ("fsdp", self.fsdp)):
             if value and self.reduce_dtype == "bf16":
                 raise ValueError(f"reduce_dtype = bf16 has no effect with {name} = true; set it to fp32")

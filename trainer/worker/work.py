@@ -1,6 +1,5 @@
 """A worker's run: builds its parts and starts the training loop. Ray calls it in a group, or the driver without Ray."""
 
-import os
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from declutr.trainer.setup.cache import run_folder, training_set
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.scored import scored_contents
 from declutr.trainer.setup.tasks import autocast_type, build_task, build_train_steps
+from declutr.trainer.step.determinism import REFUSAL, repeat_bits
 from declutr.trainer.step.microbatch import Microbatch, MicrobatchError
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.worker.checkpointing import Checkpointing
@@ -61,9 +61,8 @@ def work(
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     if device.type == "cpu":
         torch.set_num_threads(config.scaling.cpus_per_worker)
-    elif config.scaling.elastic_determinism:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    elif config.scaling.deterministic:
+        repeat_bits()
     with heartbeat.doing("fetching"):
         run = run_folder(config.run, config.cache)
         settings = config.tasks()
@@ -135,6 +134,11 @@ def work(
         step = loop.train()
     except (NonFiniteLossError, MicrobatchError, SaveError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
+    except RuntimeError as error:
+        if REFUSAL not in str(error):
+            raise
+        told = str(error).partition(",")[0]
+        return {"given_up": f"{told}; set scaling.deterministic=false, which continues this run without repeating bits"}
     if step == scheduler.main.total_steps:
         return None
     if checkpointing.early:
