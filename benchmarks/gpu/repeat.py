@@ -1,10 +1,10 @@
-"""Whether equal steps on a GPU have equal bits, with `scaling.deterministic` and without, and what that costs.
+"""Tells whether equal steps on a GPU have equal bits, with `scaling.deterministic` and without, and the cost.
 
     python -m benchmarks.gpu.repeat --json OUT [--model roberta-base] [--documents 16] [--steps 30]
 
 A run that continues after a kill has the bits of a quiet one only if equal steps have equal results. Each mode takes
-the same steps several times from the same weights; a hash of the parameters tells whether they agree. Every time is a
-process of its own, and the modes take turns.
+the same steps several times from the same weights; a hash of the parameters tells whether they agree. Each run of steps
+has its own process, and the modes take turns.
 """
 
 import argparse

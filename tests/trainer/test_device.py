@@ -2,13 +2,18 @@
 
 import pytest
 import tinyruns as runs
+import torch
+from madeup import config_of, shards
 from messages import says
 
 from declutr.common.storage import DamagedError, read_json
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
 from declutr.trainer.driver.checks import ray_problems
 from declutr.trainer.driver.device import DEVICE, choose_device, device_problem, kept_device, recorded_device
+from declutr.trainer.driver.failure import TrainingFailedError
+from declutr.trainer.driver.run import run_training
 from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.step.step import TrainStep
 
 TWO_GPUS = {"CPU": 8.0, "GPU": 2.0}
 NO_GPU = {"CPU": 8.0}
@@ -88,3 +93,22 @@ def test_a_damaged_record_is_named_with_its_remedy(tmp_path, content):
     assert 'write {"device": "cuda"}' in problem
     with pytest.raises(DamagedError):
         choose(tmp_path, TWO_GPUS)
+
+
+def test_an_operation_that_cannot_repeat_its_bits_ends_the_run_with_the_setting(tmp_path, monkeypatch):
+    """It refuses on a CPU as others do on a GPU, where a worker asks for algorithms that repeat their bits."""
+
+    def refused(*_):
+        torch.use_deterministic_algorithms(True)
+        torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
+
+    monkeypatch.setattr(TrainStep, "gradients", refused)
+    config = config_of(shards(tmp_path / "data"), tmp_path / "run", scaling={"num_workers": 0})
+    with pytest.raises(TrainingFailedError, match=r"^put_ does not have .* scaling\.deterministic=false"):
+        run_training(config)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_bits_for_any_number_of_workers_need_those_of_one():
+    with pytest.raises(ValueError, match=r"elastic_determinism.* needs deterministic"):
+        ScalingConfig(elastic_determinism=True, deterministic=False)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import tinyruns as runs
@@ -12,7 +13,9 @@ from messages import says
 
 from declutr.trainer.driver.watchdog import Watchdog
 from declutr.trainer.step.device_events import CudaEvent, HostEvent, events_of
+from declutr.trainer.step.step_metrics import StepMetrics
 from declutr.trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.worker.loop import Recorder
 
 SIZE = 3
 
@@ -115,6 +118,42 @@ def test_every_exchange_is_counted_once_and_forgotten():
         raise OSError("gone")
     assert heartbeat.snapshot()["entered"] == 1
     assert not heartbeat._exchanges
+
+
+@pytest.mark.parametrize(("queued", "computed"), [(0.05, 0.004), (0.004, 0.05)])
+def test_time_of_a_step_is_that_of_the_device(queued, computed):
+    """Whether the process or its GPU is slower: a step before a validation once had 0.0002 s, and the next one two."""
+    clock, found = [0.0], []
+    device = Device(clock)
+
+    class Pending:
+        def __init__(self, step):
+            clock[0] += queued  # the GPU computes what it has while the process queues more
+            device.end = max(device.end, clock[0]) + computed
+            self.step, self.copied = step, device.event()
+
+        def read(self):
+            clock[0] = max(clock[0], self.copied.at)
+            return StepMetrics({}, {}, 1.0, 1.0, 1, 100, 0.0, 1.0, 0)
+
+    def event():
+        device.end = max(device.end, clock[0])
+        return device.event()
+
+    config = SimpleNamespace(batch_documents=1)
+    loop = SimpleNamespace(device=torch.device("cuda"), config=config, heartbeat=SimpleNamespace(line=None))
+    loop.corpus_rows = loop.log_first_step = lambda *_: {}
+    metrics = SimpleNamespace(step=lambda *given: found.append(given[2]["seconds"]))
+    recorder = Recorder(loop, 1, SimpleNamespace(waited_seconds=0.0), metrics, None, event)
+    for step in range(1, 13):
+        taken = [Pending(step)]
+        recorder.settle()
+        recorder.pending = taken
+        if step % 4 == 0:
+            recorder.settle()
+            clock[0] += 7.0  # a validation
+        recorder.proceed()
+    assert found == pytest.approx([max(queued, computed)] * 12, abs=0.005)
 
 
 def test_events_of_a_device_are_its_own_kind():

@@ -11,8 +11,8 @@ REFUSAL = "does not have a deterministic implementation"
 def repeat_bits() -> None:
     """Lets equal steps of this process have equal bits on a GPU, before it uses one.
 
-    Without it, sums of flash attention's gradient and of the gradient of word embeddings have the order in which a GPU
-    gets to them.
+    Without it, sums in the gradients of flash attention and of word embeddings have the order in which a GPU gets to
+    them.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True)

@@ -26,7 +26,7 @@ from declutr.trainer.objectives.base import ObjectiveError, Validator
 from declutr.trainer.objectives.row_score import REPORTED, divide
 from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.step.device_events import DeviceEvent, HostEvent, events_of
+from declutr.trainer.step.device_events import DeviceEvent, events_of
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.step.step import PendingStep, TrainStep
 from declutr.trainer.step.step_metrics import StepMetrics
@@ -117,7 +117,7 @@ class TrainingLoop:
         """Takes the steps after `done`; returns the last one taken."""
         train_step, heartbeat = self.train_step, self.heartbeat
         every = steps_between(self.config.validation.every_steps, train_step.total_steps)
-        recorder = Recorder(self, done + 1, batches, metrics, self.peak_flops(), events_of(self.device)())
+        recorder = Recorder(self, done + 1, batches, metrics, self.peak_flops(), events_of(self.device))
         self.stopwatch.mark("model")
         heartbeat.set_phase("data")
         for step, batch in enumerate(batches, start=done + 1):
@@ -222,7 +222,7 @@ class Recorder:
         batches: the prefetcher.
         metrics: metrics of the run; None on other workers than the first.
         peak: FLOPs per second of all devices together; None if unknown.
-        began: where the time of the next record starts.
+        event: marks the present end of the device's queue.
         pending: updates of the step whose metrics are not read yet; empty if there is none.
         near_rows: near-duplicates among this worker's rows of that step, and all its rows; None: not counted.
     """
@@ -232,9 +232,13 @@ class Recorder:
     batches: Prefetcher
     metrics: MetricsWriter | None
     peak: float | None
-    began: DeviceEvent
+    event: Callable[[], DeviceEvent]
     pending: list[PendingStep] = field(default_factory=list)
     near_rows: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Starts the time of the first record."""
+        self._began = self.event()
 
     def settle(self) -> None:
         """Records the pending step, if there is one.
@@ -245,22 +249,22 @@ class Recorder:
         if not self.pending:
             return
         step, measured = self.pending[0].step, read(self.pending)
-        # The processor may be a step ahead of a GPU, or behind it: a step's time is that of the device.
-        ended = self.pending[-1].copied if self.loop.device.type == "cuda" else HostEvent()
+        # A GPU may have done the next step too when its process reads this one: its own clock tells them apart.
+        ended = self.pending[-1].copied if self.loop.device.type == "cuda" else self.event()
         self.pending = []
         if step == self.first:
             self.loop.log_first_step(step, measured, self.metrics)
         if self.metrics:
             documents = self.loop.config.batch_documents
-            seconds = max(ended.seconds_since(self.began), 1e-9)
+            seconds = max(ended.seconds_since(self._began), 1e-9)
             speed = rates(measured, seconds, documents, self.batches.waited_seconds, self.peak)
             self.loop.heartbeat.line = self.metrics.step(
                 step, measured, speed | self.loop.corpus_rows(step), self.near_rows
             )
         self.batches.waited_seconds = 0.0
-        self.began = ended
+        self._began = ended
 
     def proceed(self) -> None:
         """Leaves validation and saving out of the time of the next step."""
         if not self.pending:
-            self.began = events_of(self.loop.device)()
+            self._began = self.event()
