@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.workload import models, packed
-from declutr.trainer.step.determinism import repeat_bits
+from declutr.trainer.setup.torch_settings import repeat_bits
 
 _WARM_UP = 10
 _RATES = {"kernel": 0.0, "dropout": 0.1}

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import memory
 from benchmarks.evaluate import embed
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import repeat
 from benchmarks.prepare import __main__ as prepare
 from benchmarks.scale import __main__ as scale
 from benchmarks.scale import shards
@@ -265,6 +266,8 @@ def test_gpu_kernel_check_fails_if_the_kernel_is_wrong_or_not_called(monkeypatch
 def test_a_machine_without_a_gpu_is_told_what_to_do(capsys):
     with pytest.raises(SystemExit, match=all_of("GPU", "torch", "benchmarks.gpu.budget")):
         gpu.main([])
+    with pytest.raises(SystemExit, match="no GPU"):
+        repeat.main([])
     with pytest.raises(SystemExit):
         gpu.main(["--only", "nothing"])
     says(capsys.readouterr().err, "kernel", "dropout")

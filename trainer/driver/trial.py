@@ -23,6 +23,7 @@ from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.tasks import build_task, build_train_steps
+from declutr.trainer.setup.torch_settings import set_up_torch
 from declutr.trainer.step.microbatch import Microbatch
 from declutr.trainer.worker.scheduler import TaskScheduler
 
@@ -69,8 +70,7 @@ def try_steps(config: TrainConfig, run: Path, shards: dict[str, ShardSet], total
     """
     transformers_logging.disable_progress_bar()
     device = _device(config, run)
-    if device.type == "cpu":
-        torch.set_num_threads(config.scaling.cpus_per_worker)
+    set_up_torch(config, device)
     tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
     encoder = build_encoder(config, tokenizer).to(device).train()
     comm = Communicator(deterministic=config.scaling.elastic_determinism)

@@ -21,8 +21,8 @@ from declutr.trainer.setup.build import build_collator, build_encoder, build_val
 from declutr.trainer.setup.cache import run_folder, training_set
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.scored import scored_contents
-from declutr.trainer.setup.tasks import autocast_type, build_task, build_train_steps
-from declutr.trainer.step.determinism import REFUSAL, repeat_bits
+from declutr.trainer.setup.tasks import build_task, build_train_steps
+from declutr.trainer.setup.torch_settings import REFUSAL, set_up_torch
 from declutr.trainer.step.microbatch import Microbatch, MicrobatchError
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.worker.checkpointing import Checkpointing
@@ -57,12 +57,7 @@ def work(
         As `trainer/worker/entry.py`.
     """
     comm = CountedCommunicator(heartbeat.rank, heartbeat.size, config.scaling.elastic_determinism, heartbeat)
-    if device.type == "cuda" and autocast_type(config.precision, device) is not None:
-        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
-    if device.type == "cpu":
-        torch.set_num_threads(config.scaling.cpus_per_worker)
-    elif config.scaling.deterministic:
-        repeat_bits()
+    set_up_torch(config, device)
     with heartbeat.doing("fetching"):
         run = run_folder(config.run, config.cache)
         settings = config.tasks()
