@@ -178,6 +178,7 @@ def _plan(run: ResolvedRun) -> str:
     from declutr.pipeline.shards.shards import ShardError
     from declutr.trainer.driver.estimate import plan_ahead
     from declutr.trainer.model.language_model import UnfitEncoderError
+    from declutr.trainer.setup.torch_settings import refusal
     from declutr.trainer.step.microbatch import MicrobatchError
     from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 
@@ -185,6 +186,11 @@ def _plan(run: ResolvedRun) -> str:
         return "\n".join(plan_ahead(run).lines()) + "\n"
     except (ShardError, UnfitEncoderError, NonFiniteLossError, MicrobatchError, OSError) as error:
         raise ConfigError("train --plan", [str(error)]) from error
+    except RuntimeError as error:
+        told = refusal(error)
+        if told is None:
+            raise
+        raise ConfigError("train --plan", [told]) from error
 
 
 def _storage_error(error: OSError, run: str) -> str:

@@ -9,7 +9,8 @@
 3. `syncs`: steps in which any wait for the GPU is an error.
 4. `time`: seconds, tokens/s and MFU of a step, and a table and a trace of its kernels.
 5. `repeat`, `step`, `batch`, `sharding`, `embed`: the benchmarks of these names, each with a file of figures next to
-   OUT; `repeat` tells whether equal steps have equal bits, with `scaling.deterministic` and without.
+   OUT; `repeat` tells whether equal steps have equal bits, with `scaling.deterministic` and without. The others are
+   measured without it, the parts above with it.
 
 The command ends with 1 if a check fails; the figures are written in any case.
 """

@@ -10,6 +10,7 @@ has its own process, and the modes take turns.
 import argparse
 import hashlib
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -31,6 +32,8 @@ def steps(options: argparse.Namespace, rate: float, deterministic: bool) -> tupl
     """Take steps from the weights of the seed in this process; the hash of all parameters, and a step's seconds."""
     if deterministic:
         repeat_bits()
+    else:
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG")  # set by the package; for an ordinary process of torch
     workload = packed.Workload.of(options, "cuda", "bf16", dropout=0.1, attention_dropout=rate)
     encoder = models.encoder(workload.size, workload.dropout, workload.seed, rate, compiled=True).to(workload.device)
     train_step = workload.train_step(encoder, late=True)
@@ -74,6 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--steps", type=int, default=30)
     options.add_argument("--rounds", type=int, default=3)
     given = options.parse_args(arguments)
+    if given.steps <= _WARM_UP:
+        options.error(f"--steps {given.steps}: the first {_WARM_UP} steps are not timed, so there must be more")
     if not torch.cuda.is_available():
         sys.exit(f"no GPU: torch {torch.__version__} finds no CUDA device")
     figures: dict[str, Any] = {"benchmark": "gpu.repeat", "model": given.model, "documents": given.documents}

@@ -3,6 +3,7 @@
 The functions are those that the commands call. Each is imported at its first use, with the libraries that it needs.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,9 @@ _PLACES = {
     "WhiteningError": "declutr.adaptation.whitening:WhiteningError",
 }
 __all__ = list(_PLACES)
+
+# cuBLAS reads it at a process's first product on a GPU, which may come before a training; see `repeat_bits`.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def __getattr__(name: str) -> Any:

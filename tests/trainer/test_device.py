@@ -1,5 +1,9 @@
 """The device of a run: chosen once, kept, and changed by nothing but a new run."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import tinyruns as runs
 import torch
@@ -13,10 +17,12 @@ from declutr.trainer.driver.device import DEVICE, choose_device, device_problem,
 from declutr.trainer.driver.failure import TrainingFailedError
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.setup.torch_settings import refusal, set_up_torch
 from declutr.trainer.step.step import TrainStep
 
 TWO_GPUS = {"CPU": 8.0, "GPU": 2.0}
 NO_GPU = {"CPU": 8.0}
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def choose(run, resources, **scaling):
@@ -107,6 +113,46 @@ def test_an_operation_that_cannot_repeat_its_bits_ends_the_run_with_the_setting(
     with pytest.raises(TrainingFailedError, match=r"^put_ does not have .* scaling\.deterministic=false"):
         run_training(config)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.fixture
+def torch_as_before(monkeypatch):
+    """Settings of torch and the variable of cuBLAS, restored at the end."""
+    monkeypatch.setenv(CUBLAS, ":4096:8")
+    precision = torch.get_float32_matmul_precision()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision(precision)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.usefixtures("torch_as_before")
+def test_a_process_on_a_gpu_repeats_its_bits(tmp_path, monkeypatch, log, deterministic):
+    monkeypatch.setenv(CUBLAS, ":4096:2:16:8")
+    config = runs.train_config("data", tmp_path, precision="bf16", scaling={"deterministic": deterministic})
+    set_up_torch(config, torch.device("cuda"))
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.get_float32_matmul_precision() == "high"
+    assert os.environ[CUBLAS] == (":4096:8" if deterministic else ":4096:2:16:8")
+    assert [CUBLAS in line for line in log] == [True] * deterministic
+    set_up_torch(config, torch.device("cuda"))
+    assert len(log) == deterministic
+
+
+def test_a_gpu_that_was_used_before_without_cublas_variable_is_told_apart():
+    told = refusal(RuntimeError(
+        "Deterministic behavior was enabled with `torch.use_deterministic_algorithms(True)`, but this operation is not "
+        "deterministic because it uses CuBLAS and you have CUDA >= 10.2."
+    ))  # fmt: skip
+    says(told, f"{CUBLAS}=:4096:8", "start anew", "scaling.deterministic=false")
+    assert refusal(RuntimeError("CUDA error: out of memory")) is None
+    code = "import os, declutr; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
+    environment = {key: value for key, value in os.environ.items() if key != CUBLAS}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == ":4096:8\n"
 
 
 def test_bits_for_any_number_of_workers_need_those_of_one():

@@ -12,8 +12,8 @@ import torch
 from messages import says
 
 from declutr.trainer.driver.watchdog import Watchdog
-from declutr.trainer.step.device_events import CudaEvent, HostEvent, events_of
 from declutr.trainer.step.step_metrics import StepMetrics
+from declutr.trainer.worker.device_events import CudaEvent, HostEvent, events_of
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.loop import Recorder
 
@@ -39,6 +39,9 @@ class Place:
 
     def reached(self):
         return self.clock[0] >= self.at
+
+    def wait(self):
+        self.clock[0] = max(self.clock[0], self.at)
 
     def seconds_since(self, earlier):
         return self.at - earlier.at
@@ -120,10 +123,11 @@ def test_every_exchange_is_counted_once_and_forgotten():
     assert not heartbeat._exchanges
 
 
-@pytest.mark.parametrize(("queued", "computed"), [(0.05, 0.004), (0.004, 0.05)])
-def test_time_of_a_step_is_that_of_the_device(queued, computed):
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(("queued", "computed"), [(0.05, 0.004), (0.004, 0.04)])
+def test_time_of_a_step_is_that_of_the_device(queued, computed, late):
     """Whether the process or its GPU is slower: a step before a validation once had 0.0002 s, and the next one two."""
-    clock, found = [0.0], []
+    clock, found, update = [0.0], [], 0.01
     device = Device(clock)
 
     class Pending:
@@ -131,9 +135,10 @@ def test_time_of_a_step_is_that_of_the_device(queued, computed):
             clock[0] += queued  # the GPU computes what it has while the process queues more
             device.end = max(device.end, clock[0]) + computed
             self.step, self.copied = step, device.event()
+            device.work(update)
 
         def read(self):
-            clock[0] = max(clock[0], self.copied.at)
+            self.copied.wait()
             return StepMetrics({}, {}, 1.0, 1.0, 1, 100, 0.0, 1.0, 0)
 
     def event():
@@ -141,19 +146,21 @@ def test_time_of_a_step_is_that_of_the_device(queued, computed):
         return device.event()
 
     config = SimpleNamespace(batch_documents=1)
-    loop = SimpleNamespace(device=torch.device("cuda"), config=config, heartbeat=SimpleNamespace(line=None))
+    loop = SimpleNamespace(config=config, heartbeat=SimpleNamespace(line=None))
     loop.corpus_rows = loop.log_first_step = lambda *_: {}
     metrics = SimpleNamespace(step=lambda *given: found.append(given[2]["seconds"]))
     recorder = Recorder(loop, 1, SimpleNamespace(waited_seconds=0.0), metrics, None, event)
     for step in range(1, 13):
-        taken = [Pending(step)]
+        taken, ended = [Pending(step)], event()
         recorder.settle()
-        recorder.pending = taken
-        if step % 4 == 0:
+        recorder.hold(taken, ended, None)
+        if step % 4 == 0 or not late:
             recorder.settle()
             clock[0] += 7.0  # a validation
         recorder.proceed()
-    assert found == pytest.approx([max(queued, computed)] * 12, abs=0.005)
+    whole = computed + update
+    assert found == pytest.approx([max(queued, whole) if late else queued + whole] * 12, abs=0.02)
+    assert max(found[1:3] + found[5:7]) - min(found[1:3] + found[5:7]) < 1e-9
 
 
 def test_events_of_a_device_are_its_own_kind():

@@ -48,7 +48,7 @@ def rates(
         "seconds": seconds,
         "tokens_per_second": measured.num_tokens / seconds,
         "documents_per_second": documents / seconds,
-        "data_wait_share": min(1.0, waited_seconds / seconds),  # the wait before a step counts with the one before
+        "data_wait_share": min(1.0, waited_seconds / seconds),  # a GPU may compute the step before in this time
         "mfu": None if peak_flops is None else measured.flops / seconds / peak_flops,
         "peak_memory_mib": peak_memory_mib(),
     }

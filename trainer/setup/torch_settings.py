@@ -4,11 +4,12 @@ import os
 
 import torch
 
+from declutr.common.console.logs import get_logger
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.tasks import autocast_type
 
-REFUSAL = "does not have a deterministic implementation"
-"""A part of torch's message about an operation that cannot repeat its bits."""
+_CUBLAS, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+"""Variable of cuBLAS, and its values with which products repeat their bits."""
 
 
 def set_up_torch(config: TrainConfig, device: torch.device) -> None:
@@ -28,6 +29,21 @@ def repeat_bits() -> None:
     Without it, sums in the gradients of flash attention and of word embeddings have the order in which a GPU gets to
     them.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    given = os.environ.get(_CUBLAS)
+    if given not in _WORKSPACES:
+        if given is not None:
+            get_logger().warning("%s = %s does not repeat bits; %s is used", _CUBLAS, given, _WORKSPACES[0])
+        os.environ[_CUBLAS] = _WORKSPACES[0]  # read at the first product
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it only finds mistakes
+
+
+def refusal(error: RuntimeError) -> str | None:
+    """A sentence about an operation that cannot repeat its bits; None: the error is another one."""
+    message, remedy = str(error), "set scaling.deterministic=false (and elastic_determinism, if it is true)"
+    if "does not have a deterministic implementation" in message:
+        return f"{message.partition(',')[0]}; {remedy}, which continues the run without repeating bits"
+    if "deterministic" in message and "uses CuBLAS" in message:
+        set_it = f"set {_CUBLAS}={_WORKSPACES[0]} and start anew"
+        return f"this process used its GPU before without the variable of cuBLAS: {set_it}, or {remedy}"
+    return None

@@ -18,7 +18,6 @@ from declutr.trainer.parallel.fixedpoint import FixedPointReducer
 from declutr.trainer.parallel.overlap import BucketedReducer
 from declutr.trainer.parallel.request import Agreement
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.device_events import events_of
 from declutr.trainer.step.gradcache import Gradients
 from declutr.trainer.step.nonfinite_losses import NonFiniteLosses
 from declutr.trainer.step.optim import clip_gradients, learning_rate
@@ -173,7 +172,6 @@ class PendingStep:
         found: results of each task.
         values: `(n,)` float64: the gradient's norm, `TrainTask.totals` of each task, and the spread of each task that
             has one. The copy from a GPU starts at once, and nothing waits for it.
-        copied: the end of that copy.
     """
 
     train_step: TrainStep
@@ -183,12 +181,14 @@ class PendingStep:
 
     def __post_init__(self) -> None:
         """Starts the copy."""
+        self._copied: torch.cuda.Event | None = None
         self._counted = False
-        values = self.values
-        if values.is_cuda:
+        if self.values.is_cuda:
+            values = self.values
             self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self.values.copy_(values, non_blocking=True)
-        self.copied = events_of(values.device)()
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     @property
     def rate(self) -> float:
@@ -198,7 +198,8 @@ class PendingStep:
     @cached_property
     def metrics(self) -> StepMetrics:
         """The metrics over all ranks, also of an update that was left out; waits until the numbers have arrived."""
-        self.copied.wait()
+        if self._copied is not None:
+            self._copied.synchronize()
         tasks = self.train_step.tasks
         sizes = [1, *(NUM_COUNTS + len(one.terms) for one in self.found)]
         spread = [task for task, one in zip(tasks, self.found, strict=True) if one.spread is not None]

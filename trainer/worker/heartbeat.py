@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.request import Request
-from declutr.trainer.step.device_events import DeviceEvent, HostEvent, events_of
+from declutr.trainer.worker.device_events import DeviceEvent, HostEvent, events_of
 
 _KEPT_LINES = 10
 _SMOOTHING = 0.1  # weight of the newest step in the running mean of a worker's own time

@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,11 +26,11 @@ from declutr.trainer.objectives.base import ObjectiveError, Validator
 from declutr.trainer.objectives.row_score import REPORTED, divide
 from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.step.device_events import DeviceEvent, events_of
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.step.step import PendingStep, TrainStep
 from declutr.trainer.step.step_metrics import StepMetrics
 from declutr.trainer.worker.checkpointing import Checkpointing
+from declutr.trainer.worker.device_events import DeviceEvent, events_of
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.scheduler import TaskScheduler, read
 from declutr.trainer.worker.stopwatch import Stopwatch
@@ -126,9 +126,9 @@ class TrainingLoop:
             if step == done + 1:
                 self.stopwatch.mark("batch")
             agreement = Agreement(partial(self.requests, step))
-            taken = self.scheduler.begin(batch, step, agreement)
+            taken, ended = self.scheduler.begin(batch, step, agreement), recorder.event()
             recorder.settle()  # the step before, which the device finishes while it has this one to compute
-            recorder.pending, recorder.near_rows = taken, batch[""].near_rows
+            recorder.hold(taken, ended, batch[""].near_rows)
             due = step == train_step.total_steps or (every and step % every == 0)
             if due or step == done + 1 or not self.scheduler.late:
                 recorder.settle()
@@ -223,8 +223,6 @@ class Recorder:
         metrics: metrics of the run; None on other workers than the first.
         peak: FLOPs per second of all devices together; None if unknown.
         event: marks the present end of the device's queue.
-        pending: updates of the step whose metrics are not read yet; empty if there is none.
-        near_rows: near-duplicates among this worker's rows of that step, and all its rows; None: not counted.
     """
 
     loop: TrainingLoop
@@ -233,12 +231,22 @@ class Recorder:
     metrics: MetricsWriter | None
     peak: float | None
     event: Callable[[], DeviceEvent]
-    pending: list[PendingStep] = field(default_factory=list)
-    near_rows: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """Starts the time of the first record."""
+        self._pending: list[PendingStep] = []
         self._began = self.event()
+
+    def hold(self, taken: list[PendingStep], ended: DeviceEvent, near_rows: tuple[int, int] | None) -> None:
+        """Keeps a step until its metrics are read.
+
+        Args:
+            taken: its updates.
+            ended: their end on the device.
+            near_rows: near-duplicates among this worker's rows, and all its rows; None: not counted.
+        """
+        self._pending, self._ended, self._near_rows = taken, ended, near_rows
+        self._waited_seconds, self.batches.waited_seconds = self.batches.waited_seconds, 0.0
 
     def settle(self) -> None:
         """Records the pending step, if there is one.
@@ -246,25 +254,24 @@ class Recorder:
         Raises:
             NonFiniteLossError: its loss is not finite and may not be skipped.
         """
-        if not self.pending:
+        if not self._pending:
             return
-        step, measured = self.pending[0].step, read(self.pending)
-        # A GPU may have done the next step too when its process reads this one: its own clock tells them apart.
-        ended = self.pending[-1].copied if self.loop.device.type == "cuda" else self.event()
-        self.pending = []
+        step, measured = self._pending[0].step, read(self._pending)
+        self._pending = []
+        self._ended.wait()
+        # A GPU may have done the next step too by now: its own clock tells them apart.
+        seconds = max(self._ended.seconds_since(self._began), 1e-9)
         if step == self.first:
             self.loop.log_first_step(step, measured, self.metrics)
         if self.metrics:
             documents = self.loop.config.batch_documents
-            seconds = max(ended.seconds_since(self._began), 1e-9)
-            speed = rates(measured, seconds, documents, self.batches.waited_seconds, self.peak)
+            speed = rates(measured, seconds, documents, self._waited_seconds, self.peak)
             self.loop.heartbeat.line = self.metrics.step(
-                step, measured, speed | self.loop.corpus_rows(step), self.near_rows
+                step, measured, speed | self.loop.corpus_rows(step), self._near_rows
             )
-        self.batches.waited_seconds = 0.0
-        self._began = ended
+        self._began = self._ended
 
     def proceed(self) -> None:
         """Leaves validation and saving out of the time of the next step."""
-        if not self.pending:
+        if not self._pending:
             self._began = self.event()

@@ -22,7 +22,7 @@ from declutr.trainer.setup.cache import run_folder, training_set
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.scored import scored_contents
 from declutr.trainer.setup.tasks import build_task, build_train_steps
-from declutr.trainer.setup.torch_settings import REFUSAL, set_up_torch
+from declutr.trainer.setup.torch_settings import refusal, set_up_torch
 from declutr.trainer.step.microbatch import Microbatch, MicrobatchError
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.worker.checkpointing import Checkpointing
@@ -130,10 +130,12 @@ def work(
     except (NonFiniteLossError, MicrobatchError, SaveError, UnfitEncoderError, ObjectiveError) as error:
         return {"given_up": str(error)}
     except RuntimeError as error:
-        if REFUSAL not in str(error):
+        refused = refusal(error)
+        if refused is None:
             raise
-        told = str(error).partition(",")[0]
-        return {"given_up": f"{told}; set scaling.deterministic=false, which continues this run without repeating bits"}
+        if comm.size > 1:  # the others may wait for this one
+            raise RuntimeError(refused) from error
+        return {"given_up": refused}
     if step == scheduler.main.total_steps:
         return None
     if checkpointing.early:
