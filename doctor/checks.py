@@ -69,6 +69,10 @@ def gpus(nodes: Nodes, needs: Needs | None) -> list[Finding]:
             for number, gpu in enumerate(facts.gpus)
             if gpu.used_mib > _BUSY_MIB or gpu.busy_percent > _BUSY_PERCENT
         ]
+        if facts.gpus and facts.versions.get("CUDA of torch") == "None":
+            told = f"torch {facts.versions.get('torch')} is a build for CPUs, which cannot use them"
+            remedy = "install a build of torch for CUDA: make setup TORCH=torch"
+            findings.append(make_finding("torch", node, told, fail=True, remedy=remedy))
         if facts.gpus:
             remedy = "another program uses it (`nvidia-smi`): wait, or start Ray with fewer GPUs"
             findings.append(make_finding("GPUs free", node, "; ".join(busy) or "yes", warn=bool(busy), remedy=remedy))

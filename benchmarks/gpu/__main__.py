@@ -8,7 +8,7 @@
 2. `compiled`: the same for the compiled encoder against the one that is not, with dropout: equal masks on both sides.
 3. `syncs`: steps in which any wait for the GPU is an error.
 4. `time`: seconds, tokens/s and MFU of a step, and a table and a trace of its kernels.
-5. `repeat`, `step`, `batch`, `sharding`, `embed`: the benchmarks of these names, each with a file of figures next to
+5. `repeat`, `step`, `batch`, `embed`: the benchmarks of these names, each with a file of figures next to
    OUT; `repeat` tells whether equal steps have equal bits, with `scaling.deterministic` and without. The others are
    measured without it, the parts above with it.
 
@@ -42,11 +42,10 @@ _LARGER = 3
 """Factor of new weights, beside whose residual stream attention would hardly show."""
 _WARM_UP, _TIMED, _PROFILED = 5, 20, 3
 _CHECKS = ("kernel", "dropout", "compiled", "syncs", "time")
-_BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options
-    "repeat": ("gpu.repeat",),
-    "step": ("step", "--device", "cuda", "--model", "roberta-base", "--documents", "16", "--compile"),
-    "batch": ("step.batch", "--device", "cuda"),
-    "sharding": ("step.sharding",),
+_BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options; {} is an option of this command
+    "repeat": ("gpu.repeat", "--model={model}", "--documents={documents}"),
+    "step": ("step", "--device=cuda", "--model={model}", "--documents={documents}", "--compile"),
+    "batch": ("step.batch", "--device=cuda"),
     "embed": ("evaluate.embed",),
 }
 
@@ -161,9 +160,10 @@ def _compared(found: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[s
     return {"passed": all(differences[name] <= most for name, most in _TOLERANCES.items()), **differences}
 
 
-def _benchmark(name: str, folder: Path) -> dict[str, Any]:
+def _benchmark(name: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run another benchmark in a process; its figures are in the folder."""
-    module, *options = _BENCHMARKS[name]
+    torch.cuda.empty_cache()
+    module, *options = (option.format(**vars(given)) for option in _BENCHMARKS[name])
     command = [sys.executable, "-m", f"benchmarks.{module}", *options, "--json", str(folder / f"{name}.json")]
     done = subprocess.run(command, check=False)
     return {"passed": done.returncode == 0, "exit": done.returncode}
@@ -189,7 +189,10 @@ def main(arguments: list[str] | None = None) -> None:
     found: dict[str, Any] = {}
     for name, part in parts.items():
         record.progress(f"{name} ...")
-        found[name] = part()
+        try:
+            found[name] = part()
+        except RuntimeError as error:  # of torch: too little memory, or an operation that cannot repeat its bits
+            found[name] = {"passed": False, "why": str(error).partition("\n")[0]}
         record.progress(f"{name}: {found[name]}")
     mfu = found.get("time", {}).get("mfu")
     figures = {"benchmark": "gpu", "model": given.model, "documents": given.documents, "mfu": mfu, **found}
@@ -208,7 +211,7 @@ def _parts(given: argparse.Namespace, folder: Path) -> dict[str, Callable[[], di
         "compiled": lambda: compiled_against_eager(dropping, given.documents),
         "syncs": lambda: without_syncs(dropping, given.documents),
         "time": lambda: timed(dropping, given.documents, folder),
-        **{name: lambda name=name: _benchmark(name, folder) for name in _BENCHMARKS},  # type: ignore[misc]
+        **{name: lambda name=name: _benchmark(name, given, folder) for name in _BENCHMARKS},  # type: ignore[misc]
     }
 
 

@@ -254,12 +254,18 @@ def test_gpus_that_differ_or_are_busy_are_found(here):
     nodes = {"n1": edited(here, gpus=listed), "n2": edited(here, gpus=())}
     found = checks.gpus(nodes, dataclasses.replace(NEEDS, gpus=4))
     assert (found[0].status, found[0].value) == ("FAIL", "2 x NVIDIA A 81559 MiB on n1; none on n2")
-    assert (found[1].node, found[1].status) == ("n1", "warn")
-    assert found[1].value == "GPU 1: 40000 of 81559 MiB used, 97% busy"
+    busy = one(found, "GPUs free")
+    assert (busy.node, busy.status) == ("n1", "warn")
+    assert busy.value == "GPU 1: 40000 of 81559 MiB used, 97% busy"
     assert checks.gpus(nodes, NEEDS)[0].status == "warn"  # auto: too few, so CPUs would train
     assert checks.gpus({"n2": edited(here, gpus=())}, NEEDS)[0].status == "ok"
     enough = {node: edited(here, gpus=(Gpu("NVIDIA A", 81559, 3, 0),) * 2) for node in ("n1", "n2")}
-    assert [finding.status for finding in checks.gpus(enough, NEEDS)] == ["ok", "ok", "ok"]  # one per worker
+    with_cuda = {node: edited(one, versions=here.versions | {"CUDA of torch": "13.0"}) for node, one in enough.items()}
+    assert [finding.status for finding in checks.gpus(with_cuda, NEEDS)] == ["ok", "ok", "ok"]  # one per worker
+    without = {"n1": edited(with_cuda["n1"], versions=here.versions | {"CUDA of torch": "None"})}
+    finding = one(checks.gpus(without, NEEDS), "torch")
+    assert finding.status == "FAIL"
+    says(finding.value, "build for CPUs")
 
 
 @pytest.mark.parametrize(("used_mib", "busy_percent", "status"), [(40000, 0, "warn"), (3, 97, "warn"), (3, 0, "ok")])

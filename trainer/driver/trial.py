@@ -28,8 +28,10 @@ from declutr.trainer.step.microbatch import Microbatch
 from declutr.trainer.worker.scheduler import TaskScheduler
 
 _SECONDS = 5.0
-"""Time of the measured steps; a first step that takes longer is the only one."""
+"""Time of the measured steps; a first step on CPUs that takes longer is the only one."""
 _MOST_STEPS = 20
+_COMPILING = 2
+"""Steps in which a GPU's kernels are compiled."""
 _SCORED = 64
 """Held-out rows of the validation that is measured."""
 
@@ -82,15 +84,16 @@ def try_steps(config: TrainConfig, run: Path, shards: dict[str, ShardSet], total
     scheduler = TaskScheduler(build_train_steps(skipping, tasks, total_steps))
     collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
     seconds, tokens = list[float](), list[int]()
-    while len(seconds) <= _MOST_STEPS and sum(seconds) < _SECONDS + min(seconds[:1], default=0.0):
+    untimed = _COMPILING if device.type == "cuda" else 1  # they also allocate memory
+    while len(seconds) <= _MOST_STEPS and sum(seconds[untimed:]) < _SECONDS:
         step = len(seconds)
         began = time.perf_counter()
         batch = {name: _batch(config, name, one, collators[name], step, device) for name, one in shards.items()}
         tokens.append(scheduler.take(batch, step + 1).num_tokens)
         seconds.append(time.perf_counter() - began)
-        if seconds[0] > _SECONDS:
+        if device.type == "cpu" and seconds[0] > _SECONDS:
             break
-    measured = seconds[1:] or seconds  # the first one also allocates memory and compiles kernels
+    measured = seconds[untimed:] or seconds
     workers = config.scaling.least_workers
     return Trial(
         device=device.type,
@@ -146,6 +149,7 @@ def _validation_seconds(
     fewer = config.validation.model_copy(update={"max_documents": few})
     others = [(task, shards[task.name]) for one in scheduler.train_steps for task in one.tasks if task.name]
     main = scheduler.main.tasks[0]
+    half = main.autocast if device.type == "cuda" else None  # as the training loop
 
     def seconds(validation: ValidationConfig) -> float:
         one = build_validator(
@@ -153,8 +157,11 @@ def _validation_seconds(
         )
         began = time.perf_counter()
         if one is not None:
-            one.scores(scheduler.main.encoder)
+            with torch.autocast(device.type, half, enabled=half is not None):
+                one.scores(scheduler.main.encoder)
         return time.perf_counter() - began
 
+    if half is not None:
+        seconds(fewer)  # chooses kernels
     rest = seconds(fewer.model_copy(update={"stsb": None, "sickr": None})) if scored > few else 0.0
     return seconds(fewer) + rest * (scored / few - 1)
