@@ -25,15 +25,8 @@ RUN python -m venv /home/declutr/venv \
 COPY --chown=declutr pyproject.toml README.md ./
 COPY --chown=declutr src src
 COPY --chown=declutr configs configs
-COPY --chown=declutr common common
 COPY --chown=declutr pipeline pipeline
 COPY --chown=declutr trainer trainer
-COPY --chown=declutr evaluation evaluation
-COPY --chown=declutr adaptation adaptation
-COPY --chown=declutr reproduction reproduction
-COPY --chown=declutr doctor doctor
-COPY --chown=declutr inspection inspection
-COPY --chown=declutr cli cli
 COPY --chown=declutr benchmarks benchmarks
 RUN python -m pip install --no-cache-dir --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 

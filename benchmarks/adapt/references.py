@@ -13,7 +13,7 @@ from declutr.adaptation.measures import make_passages
 from declutr.adaptation.scores import TestSet, compare_stsb, compared
 from declutr.adaptation.whiten import passages
 from declutr.common.bootstrap import Comparison
-from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.encoders.transformer import TransformerEncoder
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.shards import ShardSet

@@ -25,9 +25,9 @@ from benchmarks import record
 from benchmarks.evaluate.embed import SIZES, write_encoder
 from benchmarks.evaluate.official import Checkout
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json
-from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.protocol import SentenceEncoder
-from declutr.evaluation.encoders.words import HashedWords
+from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import SentenceEncoder
+from declutr.encoders.words import HashedWords
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.taskdata import Inspection, sentence_rows, sentences

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModel
 from benchmarks import record
 from declutr.common import seeding
 from declutr.common.storage import write_json
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document
 from declutr.pipeline.readers.pydocs import PythonDocs

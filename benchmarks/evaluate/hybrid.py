@@ -24,11 +24,11 @@ import numpy as np
 
 from benchmarks.record import facts, parser, publish
 from declutr.common.bootstrap import compare
-from declutr.evaluation.embedding.build import build_index
-from declutr.evaluation.embedding.index import SearchIndex
-from declutr.evaluation.embedding.job import embed
-from declutr.evaluation.embedding.weight import VECTORS_ALONE, WORDS_ALONE, WeightChoice, choose_weight
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.embedding.build import build_index
+from declutr.embedding.index import SearchIndex
+from declutr.embedding.job import embed
+from declutr.embedding.weight import VECTORS_ALONE, WORDS_ALONE, WeightChoice, choose_weight
+from declutr.encoders.loading import load_encoder
 from declutr.evaluation.retrieval.compare import MEASURES, SEED
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 

@@ -21,8 +21,8 @@ import numpy as np
 from benchmarks.record import facts, parser, progress, publish
 from declutr.common import seeding
 from declutr.common.words import lexical_words
-from declutr.evaluation.embedding.index import SearchIndex
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.embedding.index import SearchIndex
+from declutr.encoders.loading import load_encoder
 
 _WORDS_PER_TEXT, _QUERY_WORDS, _QUERIES = 20, 6, 20
 _CHUNK_TEXTS = 10_000

@@ -80,8 +80,7 @@ def read_mutants(path: Path) -> list[Mutant]:
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = (
-    *("common", "pipeline", "trainer", "evaluation", "adaptation", "reproduction", "doctor", "inspection", "cli"),
-    *("benchmarks", "tests", "configs", "deploy", "docs"),
+    *("pipeline", "trainer", "benchmarks", "tests", "configs", "deploy", "docs"),
 )
 """Folders that the tests of a mutant have."""
 _LIBRARIES = ("pytest", "torch", "transformers", "pyarrow.parquet", "pydantic", "ray.data", "ray.train")

@@ -3,7 +3,7 @@
 The store has the layout of an output folder. An object store has no rename, so a list of the files of a unit, with
 their checksums, is written after them (`sent/STAGE/UNIT.json`). A unit without such a list, or whose files do not have
 the sizes in it, is not finished. The whole output is complete when `.files.json` exists, which is written last, after
-the manifest (common/stores/folders.py); `sent/` and `candidates/` are removed then.
+the manifest (src/declutr/common/stores/folders.py); `sent/` and `candidates/` are removed then.
 """
 
 import re

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from declutr.adaptation.job import adapt as adapt
-    from declutr.evaluation.embedding.job import embed as embed
-    from declutr.evaluation.encoders.loading import load_encoder as load  # noqa: F401
+    from declutr.embedding.job import embed as embed
+    from declutr.encoders.loading import load_encoder as load  # noqa: F401
     from declutr.pipeline.prepare import prepare as prepare
     from declutr.trainer.train import train as train
 
@@ -18,14 +18,14 @@ _PLACES = {
     "prepare": "declutr.pipeline.prepare:prepare",
     "train": "declutr.trainer.train:train",
     "adapt": "declutr.adaptation.job:adapt",
-    "load": "declutr.evaluation.encoders.loading:load_encoder",
-    "embed": "declutr.evaluation.embedding.job:embed",
+    "load": "declutr.encoders.loading:load_encoder",
+    "embed": "declutr.embedding.job:embed",
     "AdaptError": "declutr.adaptation.state:AdaptError",
     "CheckpointError": "declutr.trainer.checkpoints.checkpoint:CheckpointError",
     "ConfigError": "declutr.common.config:ConfigError",
     "DamagedError": "declutr.common.storage:DamagedError",
-    "EmbedError": "declutr.evaluation.embedding.config:EmbedError",
-    "EncoderError": "declutr.evaluation.encoders.protocol:EncoderError",
+    "EmbedError": "declutr.embedding.config:EmbedError",
+    "EncoderError": "declutr.encoders.protocol:EncoderError",
     "PathError": "declutr.common.paths:PathError",
     "RunLockedError": "declutr.common.lock:RunLockedError",
     "RunStoppedError": "declutr.trainer.driver.signals:RunStoppedError",

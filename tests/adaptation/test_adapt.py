@@ -32,9 +32,9 @@ from declutr.adaptation.whitening import WithinSums, whitening
 from declutr.cli.adapt import run_adapt as run
 from declutr.common.config import validated
 from declutr.common.paths import listed
-from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.protocol import unit_rows
-from declutr.evaluation.encoders.transformer import TransformerEncoder, write_transformer
+from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import unit_rows
+from declutr.encoders.transformer import TransformerEncoder, write_transformer
 from declutr.evaluation.retrieval.compare import score_encoder, score_lexical
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import read_test

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from declutr.adaptation.whiten import WhitenConfig, load, passages, whiten, write_whitened
 from declutr.adaptation.whitening import WhiteningError, WithinSums, whitening
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, write_steps

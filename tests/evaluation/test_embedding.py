@@ -19,13 +19,13 @@ from sentence_transformers import SentenceTransformer
 
 from declutr.cli.main import main
 from declutr.common.storage import hash_json
-from declutr.evaluation.embedding.build import build_index
-from declutr.evaluation.embedding.config import EmbedConfig
-from declutr.evaluation.embedding.output import EmbedError, read_note
-from declutr.evaluation.embedding.units import identify, plan
-from declutr.evaluation.embedding.workers import UnitEmbedder
-from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.protocol import vectors_fingerprint
+from declutr.embedding.build import build_index
+from declutr.embedding.config import EmbedConfig
+from declutr.embedding.output import EmbedError, read_note
+from declutr.embedding.units import identify, plan
+from declutr.embedding.workers import UnitEmbedder
+from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import vectors_fingerprint
 
 LINES = [text.replace("\n", " ") for text in TEXTS]
 

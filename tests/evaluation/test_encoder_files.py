@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, BertForPreTrainin
 
 from declutr.cli.main import main
 from declutr.common.storage import write_json
-from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import EncoderError
 from declutr.trainer.checkpoints.checkpoint import ENCODER, checkpoint_path
 
 

@@ -10,8 +10,8 @@ from sentevalsets import write_sets
 
 from declutr.cli.main import main
 from declutr.common.lock import RunLock
-from declutr.evaluation.encoders.cut import CutEncoder
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.cut import CutEncoder
+from declutr.encoders.loading import load_encoder
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.taskdata import sentences

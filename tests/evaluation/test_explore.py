@@ -15,8 +15,8 @@ from exploring import ANIMALS, ENCODER, HOSTILE, HOSTILE_SOURCE, NUM_TEXTS, serv
 from messages import says
 
 from declutr.cli.main import main
-from declutr.evaluation.embedding.index import SearchIndex
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.embedding.index import SearchIndex
+from declutr.encoders.loading import load_encoder
 from declutr.evaluation.explore.explorer import MAX_QUERY_CHARACTERS, Explorer, fit_plane, sample_rows
 from declutr.evaluation.explore.server import TOKEN_HEADER
 from declutr.evaluation.report.markup import visible

@@ -4,8 +4,8 @@ import pytest
 from exploring import ANIMALS, ENCODER, HOSTILE, NUM_TEXTS, serving, write_index
 from messages import says
 
-from declutr.evaluation.embedding.index import SearchIndex
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.embedding.index import SearchIndex
+from declutr.encoders.loading import load_encoder
 from declutr.evaluation.report.markup import visible
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from declutr.evaluation.embedding.graphs import Graphs, write_graphs
+from declutr.embedding.graphs import Graphs, write_graphs
 
 ROWS, SIZE = 3000, 64
 

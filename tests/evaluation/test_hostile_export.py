@@ -10,8 +10,8 @@ import torch
 from folders import encoder_folder
 from messages import all_of
 
-from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import EncoderError
 from declutr.trainer.checkpoints.checkpoint import ENCODER
 from declutr.trainer.checkpoints.tensorfile import write_tensors
 from declutr.trainer.model.bounds import BoundsError, check_config, check_size, check_steps

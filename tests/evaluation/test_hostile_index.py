@@ -15,10 +15,10 @@ from messages import all_of, says
 
 from declutr.cli.main import main
 from declutr.common.storage import hash_file
-from declutr.evaluation.embedding.build import build_index
-from declutr.evaluation.embedding.config import EmbedError
-from declutr.evaluation.embedding.graphs import Graphs, write_graphs
-from declutr.evaluation.embedding.index import SearchIndex
+from declutr.embedding.build import build_index
+from declutr.embedding.config import EmbedError
+from declutr.embedding.graphs import Graphs, write_graphs
+from declutr.embedding.index import SearchIndex
 
 SIZE, ROWS = 16, 40
 
@@ -153,7 +153,7 @@ FUZZ = """
 import sys
 from pathlib import Path
 import numpy as np
-from declutr.evaluation.embedding.graphs import Graphs, EmbedError
+from declutr.embedding.graphs import Graphs, EmbedError
 path, raw = Path(sys.argv[1]), Path(sys.argv[1]).read_bytes()
 rng, start, refused = np.random.default_rng(0), 8 + 600 * 64, 0
 queries = np.frombuffer(raw[8:start], np.float32).reshape(600, 16)[:20]

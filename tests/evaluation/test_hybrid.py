@@ -10,12 +10,12 @@ from messages import all_of, says
 from declutr.cli.main import main
 from declutr.common.storage import hash_file
 from declutr.common.words import lexical_words, num_words
-from declutr.evaluation.embedding.build import build_index
-from declutr.evaluation.embedding.config import EmbedError
-from declutr.evaluation.embedding.index import SearchIndex
-from declutr.evaluation.embedding.lexical import POSTINGS, WORDS, StoredWords, write_words
-from declutr.evaluation.embedding.weight import VECTORS_ALONE, WORDS_ALONE, choose_weight
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.embedding.build import build_index
+from declutr.embedding.config import EmbedError
+from declutr.embedding.index import SearchIndex
+from declutr.embedding.lexical import POSTINGS, WORDS, StoredWords, write_words
+from declutr.embedding.weight import VECTORS_ALONE, WORDS_ALONE, choose_weight
+from declutr.encoders.loading import load_encoder
 from declutr.evaluation.explore.explorer import ExploreError, Explorer
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import PairsError, read_test

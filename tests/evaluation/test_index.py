@@ -8,10 +8,10 @@ import pytest
 from messages import all_of, says
 
 from declutr.cli.main import main
-from declutr.evaluation.embedding.build import build_index
-from declutr.evaluation.embedding.config import EmbedError
-from declutr.evaluation.embedding.index import INDEX, SearchIndex
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.embedding.build import build_index
+from declutr.embedding.config import EmbedError
+from declutr.embedding.index import INDEX, SearchIndex
+from declutr.encoders.loading import load_encoder
 from declutr.evaluation.explore.explorer import Explorer
 
 ANIMALS = ["the cat sat on the mat", "a dog barked", "the mat was red", "nobody knows the trouble", "cat cat mat"]

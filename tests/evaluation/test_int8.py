@@ -7,11 +7,11 @@ import pytest
 from messages import all_of, says
 
 from declutr.cli.main import main
-from declutr.evaluation.embedding.build import build_index
-from declutr.evaluation.embedding.config import EmbedError, Shape
-from declutr.evaluation.embedding.index import SearchIndex
-from declutr.evaluation.embedding.units import shaped
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.embedding.build import build_index
+from declutr.embedding.config import EmbedError, Shape
+from declutr.embedding.index import SearchIndex
+from declutr.embedding.units import shaped
+from declutr.encoders.loading import load_encoder
 
 ENCODER = "hashed-words:64"
 

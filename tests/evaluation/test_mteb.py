@@ -10,7 +10,7 @@ from messages import says
 from scipy.stats import spearmanr
 
 from declutr.cli.main import main
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 
 mteb = pytest.importorskip("mteb", reason="pip install -e '.[mteb]'")
 datasets = pytest.importorskip("datasets")

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from benchmarks.evaluate.embed import documentation, paragraphs_of, sentences_of, write_encoder
-from declutr.evaluation.encoders.loading import load_encoder, pack_linears
-from declutr.evaluation.encoders.protocol import vectors_fingerprint
+from declutr.encoders.loading import load_encoder, pack_linears
+from declutr.encoders.protocol import vectors_fingerprint
 
 
 @pytest.fixture(scope="module")

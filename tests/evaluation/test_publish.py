@@ -15,7 +15,7 @@ from messages import says
 from sentence_transformers import SentenceTransformer
 
 from declutr.cli.main import main
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 from declutr.trainer.driver.model_card import Card
 
 PUBLISHED = {

@@ -17,8 +17,8 @@ from sentevalsets import write_sets
 
 from declutr.cli.main import main
 from declutr.common.config import ConfigError, load_config
-from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import EncoderError
 from declutr.pipeline.config import PipelineConfig
 from declutr.trainer.checkpoints.checkpoint import ENCODER
 from declutr.trainer.checkpoints.tensorfile import write_tensors

@@ -7,9 +7,9 @@ import pytest
 from sentevaldata import COMPLETE
 
 from declutr.common.words import has_other_words
-from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.protocol import unit_rows
-from declutr.evaluation.encoders.words import HashedWords, words_of
+from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import unit_rows
+from declutr.encoders.words import HashedWords, words_of
 from declutr.evaluation.senteval.data.loading import load
 from declutr.evaluation.senteval.data.taskdata import sentences
 from declutr.evaluation.senteval.data.tasks import find

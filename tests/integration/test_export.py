@@ -14,7 +14,7 @@ from tiny import declutr, tiny_train_step
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from declutr.common.storage import read_json
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.weights import collect, load_parameters
 from declutr.trainer.data.batches import SpanBatch

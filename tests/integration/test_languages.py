@@ -9,7 +9,7 @@ import tinyruns as runs
 from translations import write_translations
 
 from declutr.cli.main import main
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.manifest import MANIFEST
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]

@@ -20,7 +20,7 @@ from declutr.common.stores.address import child
 from declutr.common.stores.copies import pull_all
 from declutr.common.stores.files import names, read_file, write_file
 from declutr.common.stores.folders import is_whole, push_folder
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, steps_in
 from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.run import run_training

@@ -14,7 +14,7 @@ from textruns import SCD, SCL, SIMCSE, write_texts
 
 from declutr.cli.main import main
 from declutr.common.storage import hash_file
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.shards import ShardSet

@@ -11,7 +11,7 @@ from sentence_transformers import SentenceTransformer
 from textruns import SCD, SCL, SIMCSE, write_texts
 
 from declutr.common.config import ConfigError
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import prepare
 from declutr.trainer.driver.checks import problems

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from declutr.cli.main import main
-from declutr.evaluation.embedding.index import SearchIndex
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.embedding.index import SearchIndex
+from declutr.encoders.loading import load_encoder
 from declutr.evaluation.explore.explorer import Explorer
 from declutr.evaluation.explore.server import ExploreServer, listen
 

@@ -8,7 +8,7 @@ from sentence_transformers import SentenceTransformer
 from torch import nn
 from transformers import AutoTokenizer
 
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder

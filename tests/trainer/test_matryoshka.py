@@ -15,8 +15,8 @@ from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, Mu
 from tiny import declutr
 from torch import nn
 
-from declutr.evaluation.encoders.cut import CutEncoder, sizes_of
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.cut import CutEncoder, sizes_of
+from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.content import ENTAILMENT
 from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.run import run_training

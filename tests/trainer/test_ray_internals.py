@@ -10,7 +10,7 @@ from messages import says
 
 from declutr.trainer.worker.ray_internals import SUPPORTED, unsupported_ray
 
-PACKAGES = ("common", "pipeline", "trainer", "evaluation", "adaptation", "inspection", "doctor", "cli", "benchmarks")
+PACKAGES = ("src", "pipeline", "trainer", "benchmarks")
 ALLOWED = "trainer/worker/ray_internals.py"
 
 

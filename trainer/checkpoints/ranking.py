@@ -1,7 +1,7 @@
 """Best weights of a run by its `validation.score`, and early stopping. No Ray.
 
 The score is one that the workers measure on held-out documents, or `followed`: the score that a process alongside the
-run gives its checkpoints (common/scores.py). Every decision follows from files, so a resumed run decides like one that
+run gives its checkpoints (src/declutr/common/scores.py). Every decision follows from files, so a resumed run decides like one that
 was never stopped.
 """
 

@@ -12,9 +12,9 @@ from declutr.adaptation.scores import DISTANT, Values
 from declutr.adaptation.whiten import WhitenConfig, whiten
 from declutr.adaptation.whitening import WithinSums, whitening
 from declutr.common.storage import atomic_folder
-from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.protocol import unit_rows
-from declutr.evaluation.encoders.transformer import TransformerEncoder, write_transformer
+from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import unit_rows
+from declutr.encoders.transformer import TransformerEncoder, write_transformer
 from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.model.behind import Normalize
 from declutr.trainer.train import train

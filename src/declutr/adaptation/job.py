@@ -38,9 +38,9 @@ from declutr.common.console.terminal import shorten
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
-from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.protocol import EncoderError, missing
-from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import EncoderError, missing
+from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test
 from declutr.evaluation.retrieval.similarity import STSB_TEST
 from declutr.pipeline.prepare import prepare

@@ -12,7 +12,7 @@ from declutr.adaptation.config import HELD_OUT, AdaptConfig
 from declutr.adaptation.scores import MEANING, PAIRS, STATISTICS, Values, Verdict, compared
 from declutr.common.bootstrap import Comparison
 from declutr.common.storage import write_json
-from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.report.markup import Html, join, table, tag
 from declutr.evaluation.report.page import document
 from declutr.trainer.driver.model_card import Card, called

@@ -16,8 +16,8 @@ from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS
 from declutr.adaptation.measures import F32, F64, Passages, share
 from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statistic, compare, mean, spearman
 from declutr.common.storage import hash_json
-from declutr.evaluation.encoders.protocol import unit_rows
-from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.encoders.protocol import unit_rows
+from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.compare import score_encoder, score_lexical
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest

@@ -16,8 +16,8 @@ from declutr.common.config import Strict
 from declutr.common.console.logs import bar
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_folder, write_json, write_text
-from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.transformer import TransformerEncoder, write_transformer
+from declutr.encoders.loading import load_encoder
+from declutr.encoders.transformer import TransformerEncoder, write_transformer
 from declutr.pipeline.shards.manifest import data_hash, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, ragged
 from declutr.pipeline.tokenizer.tokenization import fingerprint

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.evaluation.encoders.protocol import unit_rows
+from declutr.encoders.protocol import unit_rows
 
 F64 = NDArray[np.float64]
 

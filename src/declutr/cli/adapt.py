@@ -44,7 +44,7 @@ def run_adapt(arguments: list[str]) -> int:
     from declutr.common.config import ConfigError
     from declutr.common.lock import RunLockedError
     from declutr.common.storage import DamagedError
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.encoders.protocol import EncoderError
     from declutr.pipeline.shards.manifest import ShardError
     from declutr.trainer.checkpoints.checkpoint import CheckpointError
     from declutr.trainer.driver.failure import TrainingFailedError

@@ -10,9 +10,9 @@ from declutr.common.paths import path_argument
 def run_embed(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
     from declutr.common.console.logs import setup_logging
-    from declutr.evaluation.embedding.config import Format
-    from declutr.evaluation.embedding.job import embed
-    from declutr.evaluation.encoders.protocol import AnyPrecision, Pooling
+    from declutr.embedding.config import Format
+    from declutr.embedding.job import embed
+    from declutr.encoders.protocol import AnyPrecision, Pooling
 
     parser = argparse.ArgumentParser(
         prog="declutr embed", description="Embed texts. Run again to continue after a stop."

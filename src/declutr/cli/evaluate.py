@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, get_args
 from declutr.cli.scoring import evaluate_mteb, evaluate_nanobeir, evaluate_pairs, load, say
 from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
-from declutr.evaluation.encoders.cut import parse_sizes
-from declutr.evaluation.encoders.protocol import EncoderError, Pooling
+from declutr.encoders.cut import parse_sizes
+from declutr.encoders.protocol import EncoderError, Pooling
 
 if TYPE_CHECKING:
     from declutr.evaluation.retrieval.nanobeir import NanoTest
@@ -149,7 +149,7 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     """Score all encoders and write the tables; return whether every encoder was scored."""
     from declutr.common.cluster import SessionConfig
     from declutr.common.lock import RunLock
-    from declutr.evaluation.encoders.cut import sizes_of, with_cuts
+    from declutr.encoders.cut import sizes_of, with_cuts
     from declutr.evaluation.senteval.data.taskdata import sentence_rows
     from declutr.evaluation.senteval.runner.harness import evaluate
     from declutr.evaluation.tables.write import write_tables

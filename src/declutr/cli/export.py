@@ -12,7 +12,7 @@ from declutr.common.paths import path_argument
 def run(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
     from declutr.common.config import first_problem
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.encoders.protocol import EncoderError
     from declutr.evaluation.export.config import ExportConfig, ExportError, Target
 
     parser = argparse.ArgumentParser(

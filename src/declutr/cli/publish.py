@@ -19,7 +19,7 @@ def run(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     from declutr.common.hub import hub_name
     from declutr.common.paths import expand
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.encoders.protocol import EncoderError
     from declutr.evaluation.publish import PublishError, publication, send, write_folder
 
     try:

@@ -61,7 +61,7 @@ def _reproduce(given: argparse.Namespace, plan: "ItemPlan", work: Path, senteval
     """Run what is left of the item."""
     from declutr.common.console.logs import setup_logging
     from declutr.common.storage import DamagedError
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.encoders.protocol import EncoderError
     from declutr.pipeline.shards.manifest import ShardError
     from declutr.reproduction.item import ReproduceError
     from declutr.reproduction.runner import reproduce

@@ -14,7 +14,7 @@ from declutr.common.config import load_config
 from declutr.common.console.terminal import shorten
 from declutr.common.paths import expand
 from declutr.common.storage import write_json
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.outcome import summary
 from declutr.pipeline.prepare import prepare

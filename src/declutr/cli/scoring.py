@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from declutr.common.console.terminal import refused
 
 if TYPE_CHECKING:
-    from declutr.evaluation.encoders.protocol import SentenceEncoder
+    from declutr.encoders.protocol import SentenceEncoder
     from declutr.evaluation.retrieval.nanobeir import NanoTest
 
 
@@ -20,8 +20,8 @@ def load(
     Raises:
         EncoderError: it cannot be loaded, or an option has no effect on it.
     """
-    from declutr.evaluation.encoders.loading import load_encoder
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.encoders.loading import load_encoder
+    from declutr.encoders.protocol import EncoderError
 
     encoder = load_encoder(
         name,
@@ -45,8 +45,8 @@ def evaluate_pairs(given: argparse.Namespace) -> int:
         test = read_test(given.pairs, given.documents)
     except (PairsError, OSError) as error:
         return refused(error)
-    from declutr.evaluation.encoders.cut import sizes_of
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.encoders.cut import sizes_of
+    from declutr.encoders.protocol import EncoderError
     from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
     from declutr.evaluation.retrieval.lexicon import Lexicon
 
@@ -71,8 +71,8 @@ def evaluate_mteb(given: argparse.Namespace) -> int:
     from importlib.util import find_spec
 
     from declutr.common.hub import stay_offline_unless_it_answers
-    from declutr.evaluation.encoders.cut import sizes_of, with_cuts
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.encoders.cut import sizes_of, with_cuts
+    from declutr.encoders.protocol import EncoderError
 
     if find_spec("mteb") is None:
         sys.stderr.write("--mteb needs MTEB: pip install -e '.[mteb]' in the checkout\n")
@@ -102,8 +102,8 @@ def evaluate_mteb(given: argparse.Namespace) -> int:
 
 def evaluate_nanobeir(given: argparse.Namespace, tests: Sequence["NanoTest"]) -> bool:
     """Score encoders on tests of NanoBEIR and write the table; return whether every encoder was scored."""
-    from declutr.evaluation.encoders.cut import sizes_of
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.encoders.cut import sizes_of
+    from declutr.encoders.protocol import EncoderError
     from declutr.evaluation.retrieval.nanobeir import NanoError, score_nanobeir, write_nanobeir
 
     scored, failed, shown = dict[str, Any](), False, ""

@@ -11,8 +11,8 @@ from declutr.common.console.terminal import refused, shorten
 from declutr.common.paths import path_argument
 
 if TYPE_CHECKING:
-    from declutr.evaluation.embedding.index import IndexFacts, SearchIndex
-    from declutr.evaluation.embedding.weight import WeightChoice
+    from declutr.embedding.index import IndexFacts, SearchIndex
+    from declutr.embedding.weight import WeightChoice
 
 
 def run_index(arguments: list[str]) -> int:
@@ -38,10 +38,10 @@ def run_index(arguments: list[str]) -> int:
             return refused(f"--{name}: is for hybrid indexes; add --hybrid")
     if given.pairs and given.weight is not None:
         return refused(f"--weight {given.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
-    from declutr.evaluation.embedding.build import DEFAULT_WEIGHT, build_index
-    from declutr.evaluation.embedding.config import EmbedError
-    from declutr.evaluation.embedding.weight import sentences
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.embedding.build import DEFAULT_WEIGHT, build_index
+    from declutr.embedding.config import EmbedError
+    from declutr.embedding.weight import sentences
+    from declutr.encoders.protocol import EncoderError
     from declutr.evaluation.retrieval.lexicon import LexicalKind
     from declutr.evaluation.retrieval.pairs import PairsError
 
@@ -68,13 +68,13 @@ def run_index(arguments: list[str]) -> int:
 
 def _chooser(given: argparse.Namespace, choices: list["WeightChoice"]) -> Callable[["SearchIndex"], "WeightChoice"]:
     """Read pairs and encoder; return a function that chooses the weight of an index and appends the choice."""
-    from declutr.evaluation.embedding.output import read_note
-    from declutr.evaluation.embedding.weight import choose_weight
+    from declutr.embedding.output import read_note
+    from declutr.embedding.weight import choose_weight
     from declutr.evaluation.retrieval.pairs import read_pairs
 
     read_pairs(given.pairs)  # its problems need not wait for the encoder
     note = read_note(given.embeddings)
-    from declutr.evaluation.encoders.loading import encoder_of_index  # loads torch
+    from declutr.encoders.loading import encoder_of_index  # loads torch
 
     encoder = encoder_of_index(note.config.choice, given.model, trust_remote_code=given.trust_remote_code)
 
@@ -132,10 +132,10 @@ def run_search(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if given.top < 1:
         parser.error(f"--top {given.top}: must be at least 1")
-    from declutr.evaluation.embedding.config import EmbedError
-    from declutr.evaluation.embedding.index import SearchIndex
-    from declutr.evaluation.encoders.loading import encoder_of_index
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.embedding.config import EmbedError
+    from declutr.embedding.index import SearchIndex
+    from declutr.encoders.loading import encoder_of_index
+    from declutr.encoders.protocol import EncoderError
 
     try:
         index = SearchIndex(given.index)
@@ -170,9 +170,9 @@ def run_explore(arguments: list[str]) -> int:
         parser.error(f"--port {given.port}: must be 0 to 65535")
     if not 1 <= given.top <= 1_000:
         parser.error(f"--top {given.top}: must be 1 to 1000")
-    from declutr.evaluation.embedding.config import EmbedError
-    from declutr.evaluation.embedding.index import SearchIndex
-    from declutr.evaluation.encoders.protocol import EncoderError
+    from declutr.embedding.config import EmbedError
+    from declutr.embedding.index import SearchIndex
+    from declutr.encoders.protocol import EncoderError
     from declutr.evaluation.explore.explorer import Explorer
     from declutr.evaluation.explore.server import ExploreServer, listen
 
@@ -184,7 +184,7 @@ def run_explore(arguments: list[str]) -> int:
         listening = listen(given.port)
     except OSError as error:
         return refused(f"--port {given.port}: {os.strerror(error.errno or 0)}; omit --port to use a free port")
-    from declutr.evaluation.encoders.loading import encoder_of_index  # loads torch, which no taken port waits for
+    from declutr.encoders.loading import encoder_of_index  # loads torch, which no taken port waits for
 
     try:
         encoder = encoder_of_index(index.facts.choice, given.model, trust_remote_code=given.trust_remote_code)

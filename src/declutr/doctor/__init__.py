@@ -3,6 +3,3 @@
 Facts are gathered on the nodes (facts.py, network.py, storage.py, collective.py). Pure functions judge them
 (checks.py and the `check` functions next to the facts), one check each.
 """
-
-if __name__ != "declutr.doctor":
-    raise ImportError("import declutr.doctor, not doctor")

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from declutr.common.console.logs import bar
 from declutr.common.storage import atomic_folder, hash_file, hash_json, write_json
-from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape, VectorType
-from declutr.evaluation.embedding.graphs import write_graphs
-from declutr.evaluation.embedding.index import INDEX, TEXTS, VECTORS, Hybrid, IndexFacts, Kind, SearchIndex
-from declutr.evaluation.embedding.lexical import write_words
-from declutr.evaluation.embedding.output import (
+from declutr.embedding.config import EmbedConfig, EmbedError, Shape, VectorType
+from declutr.embedding.graphs import write_graphs
+from declutr.embedding.index import INDEX, TEXTS, VECTORS, Hybrid, IndexFacts, Kind, SearchIndex
+from declutr.embedding.lexical import write_words
+from declutr.embedding.output import (
     CHUNK_ROWS,
     SCHEMA,
     StoredTexts,
@@ -22,8 +22,8 @@ from declutr.evaluation.embedding.output import (
     unit_vectors,
     write_npy_header,
 )
-from declutr.evaluation.embedding.units import corpus_of, identify, keyed, plan, shaped
-from declutr.evaluation.embedding.weight import WeightChoice
+from declutr.embedding.units import corpus_of, identify, keyed, plan, shaped
+from declutr.embedding.weight import WeightChoice
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 from declutr.pipeline.job.units import Unit, plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document

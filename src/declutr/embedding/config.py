@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from declutr.common.config import Strict
-from declutr.evaluation.encoders.protocol import EncoderChoice
+from declutr.encoders.protocol import EncoderChoice
 from declutr.pipeline.readers.corpus import TextField
 
 Format = Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"]

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.evaluation.embedding.config import VectorType
-from declutr.evaluation.embedding.output import CHUNK_ROWS, mapped, stored_vectors
-from declutr.evaluation.encoders.protocol import unit_rows
+from declutr.embedding.config import VectorType
+from declutr.embedding.output import CHUNK_ROWS, mapped, stored_vectors
+from declutr.encoders.protocol import unit_rows
 
 
 class ExactVectors:

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 from usearch.index import Index
 
-from declutr.evaluation.embedding.config import EmbedError, Shape, VectorType
-from declutr.evaluation.embedding.units import shaped
-from declutr.evaluation.encoders.protocol import unit_rows
+from declutr.embedding.config import EmbedError, Shape, VectorType
+from declutr.embedding.units import shaped
+from declutr.encoders.protocol import unit_rows
 
 CONNECTIVITY = 32
 _BASE_CONNECTIVITY = 2 * CONNECTIVITY

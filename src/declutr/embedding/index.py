@@ -1,9 +1,9 @@
 """Index of embeddings: a folder with the vectors or their graphs, the texts, and the encoder that queries need.
 
 Similarity is the cosine of vectors scaled to length 1. Up to `EXACT_ROWS`, a search compares every vector. Above, it
-follows graphs (evaluation/embedding/graphs.py), which find nearly all nearest vectors in a fraction of the time.
+follows graphs (src/declutr/embedding/graphs.py), which find nearly all nearest vectors in a fraction of the time.
 
-A hybrid index has the words of its texts too (evaluation/embedding/lexical.py). The score of a text is then
+A hybrid index has the words of its texts too (src/declutr/embedding/lexical.py). The score of a text is then
 cosine + weight * lexical score. Without graphs every text is scored; with graphs those are that are among the nearest
 by cosine or among the best by words.
 """
@@ -20,13 +20,13 @@ from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict, first_problem
 from declutr.common.storage import hash_file
-from declutr.evaluation.embedding.config import EmbedError, Shape, VectorType
-from declutr.evaluation.embedding.exact import ExactVectors
-from declutr.evaluation.embedding.graphs import Graphs
-from declutr.evaluation.embedding.lexical import StoredWords
-from declutr.evaluation.embedding.output import Stored, StoredTexts
-from declutr.evaluation.embedding.units import shaped
-from declutr.evaluation.encoders.protocol import EncoderChoice, SentenceEncoder
+from declutr.embedding.config import EmbedError, Shape, VectorType
+from declutr.embedding.exact import ExactVectors
+from declutr.embedding.graphs import Graphs
+from declutr.embedding.lexical import StoredWords
+from declutr.embedding.output import Stored, StoredTexts
+from declutr.embedding.units import shaped
+from declutr.encoders.protocol import EncoderChoice, SentenceEncoder
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 
 INDEX = "index.json"

@@ -19,11 +19,11 @@ from declutr.common.console.logs import bar, get_logger
 from declutr.common.paths import expand, listed
 from declutr.common.storage import hash_json, write_text
 from declutr.common.suggestions import suggest
-from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
-from declutr.evaluation.embedding.output import Note, assemble, note_path, read_note
-from declutr.evaluation.embedding.units import EmbeddingSidecar, embed_unit, finished, identify, located, plan
-from declutr.evaluation.embedding.workers import embed_on_ray
-from declutr.evaluation.encoders.protocol import (
+from declutr.embedding.config import EmbedConfig, EmbedError, Shape
+from declutr.embedding.output import Note, assemble, note_path, read_note
+from declutr.embedding.units import EmbeddingSidecar, embed_unit, finished, identify, located, plan
+from declutr.embedding.workers import embed_on_ray
+from declutr.encoders.protocol import (
     EncoderChoice,
     EncoderError,
     SentenceEncoder,
@@ -112,7 +112,7 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
     """Load the encoder, and embed what is not done."""
-    from declutr.evaluation.encoders.loading import encoder_of  # loads torch, which no problem of the inputs waits for
+    from declutr.encoders.loading import encoder_of  # loads torch, which no problem of the inputs waits for
 
     encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:

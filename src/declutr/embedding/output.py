@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from declutr.common.config import Strict, first_problem
 from declutr.common.storage import atomic_file
-from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
-from declutr.evaluation.embedding.units import EmbeddingSidecar, part_schema, shaped
-from declutr.evaluation.encoders.protocol import Precision
+from declutr.embedding.config import EmbedConfig, EmbedError, Shape
+from declutr.embedding.units import EmbeddingSidecar, part_schema, shaped
+from declutr.encoders.protocol import Precision
 
 CHUNK_ROWS = 4096
 SCHEMA = pa.schema([("record", pa.int64()), ("text", pa.large_string()), ("id", pa.string()), ("source", pa.string())])

@@ -15,8 +15,8 @@ from declutr.common.config import Strict
 from declutr.common.console.logs import get_logger
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, hash_json, write_text
-from declutr.evaluation.embedding.config import EmbedConfig, EmbedError, Shape
-from declutr.evaluation.encoders.protocol import AnyPrecision, SentenceEncoder
+from declutr.embedding.config import EmbedConfig, EmbedError, Shape
+from declutr.encoders.protocol import AnyPrecision, SentenceEncoder
 from declutr.pipeline.job.units import (
     Unit,
     check_unchanged,

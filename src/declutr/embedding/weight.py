@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common.bootstrap import Comparison, compare
-from declutr.evaluation.embedding.index import SearchIndex
-from declutr.evaluation.encoders.protocol import SentenceEncoder
+from declutr.embedding.index import SearchIndex
+from declutr.encoders.protocol import SentenceEncoder
 from declutr.evaluation.retrieval.compare import MEASURES, SEED, measures
 from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, join_pairs, read_pairs
 

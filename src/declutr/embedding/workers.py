@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from declutr.evaluation.embedding.config import EmbedConfig, EmbedError
-from declutr.evaluation.embedding.units import EmbeddingSidecar, embed_unit
-from declutr.evaluation.encoders.protocol import SentenceEncoder, precision_of, vectors_fingerprint
+from declutr.embedding.config import EmbedConfig, EmbedError
+from declutr.embedding.units import EmbeddingSidecar, embed_unit
+from declutr.encoders.protocol import SentenceEncoder, precision_of, vectors_fingerprint
 from declutr.pipeline.job.units import Unit
 
 _CPUS_PER_WORKER = 4
@@ -74,7 +74,7 @@ class UnitEmbedder:
     """
 
     def __init__(self, config: EmbedConfig, folder: str, vectors: str) -> None:
-        from declutr.evaluation.encoders.loading import encoder_of
+        from declutr.encoders.loading import encoder_of
 
         self._config, self._folder = config, Path(folder)
         self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)

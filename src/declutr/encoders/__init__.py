@@ -1,1 +1,1 @@
-"""Kinds of sentence encoders; `declutr.evaluation.encoders.loading.load_encoder` chooses by name."""
+"""Kinds of sentence encoders; `declutr.encoders.loading.load_encoder` chooses by name."""

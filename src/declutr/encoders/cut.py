@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common.storage import hash_json
-from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder, vectors_fingerprint
+from declutr.encoders.protocol import EncoderError, SentenceEncoder, vectors_fingerprint
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from transformers.utils import logging as transformers_logging
 
 from declutr.common.hub import cache_only
 from declutr.common.paths import expand
-from declutr.evaluation.encoders.onnx import SETTINGS as ONNX_SETTINGS
-from declutr.evaluation.encoders.onnx import OnnxEncoder
-from declutr.evaluation.encoders.pretrained import load_pretrained
-from declutr.evaluation.encoders.protocol import (
+from declutr.encoders.onnx import SETTINGS as ONNX_SETTINGS
+from declutr.encoders.onnx import OnnxEncoder
+from declutr.encoders.pretrained import load_pretrained
+from declutr.encoders.protocol import (
     AnyPrecision,
     EncoderChoice,
     EncoderError,
@@ -29,10 +29,10 @@ from declutr.evaluation.encoders.protocol import (
     SentenceEncoder,
     no_encoder,
 )
-from declutr.evaluation.encoders.runs import load_run, start_of
-from declutr.evaluation.encoders.static import StaticEncoder, is_static
-from declutr.evaluation.encoders.transformer import TransformerEncoder
-from declutr.evaluation.encoders.words import SUFFIXES, HashedWords, WordVectors
+from declutr.encoders.runs import load_run, start_of
+from declutr.encoders.static import StaticEncoder, is_static
+from declutr.encoders.transformer import TransformerEncoder
+from declutr.encoders.words import SUFFIXES, HashedWords, WordVectors
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.model.bounds import BoundsError, check_folder, check_tokenizer

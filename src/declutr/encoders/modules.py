@@ -15,8 +15,8 @@ from torch import nn
 from declutr.common.console.logs import get_logger
 from declutr.common.hub import hub_problem
 from declutr.common.storage import read_json
-from declutr.evaluation.encoders.protocol import MOST_PROMPT, EncoderError, Pooling, missing, near
-from declutr.evaluation.encoders.weights import DAMAGE
+from declutr.encoders.protocol import MOST_PROMPT, EncoderError, Pooling, missing, near
+from declutr.encoders.weights import DAMAGE
 from declutr.trainer.model.behind import Normalize, load_dense, modules_of
 
 _FLAGS = {

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig
 
 from declutr.common import seeding
 from declutr.common.hub import hub_problem
-from declutr.evaluation.encoders.modules import Recipe, read_recipe
-from declutr.evaluation.encoders.protocol import EncoderError, Pooling
-from declutr.evaluation.encoders.weights import broken_file, bytes_of_weights, check_weights, explain
+from declutr.encoders.modules import Recipe, read_recipe
+from declutr.encoders.protocol import EncoderError, Pooling
+from declutr.encoders.weights import broken_file, bytes_of_weights, check_weights, explain
 from declutr.pipeline.tokenizer.tokenization import sentencepiece_problem
 from declutr.trainer.model.bounds import (
     BoundsError,

@@ -12,10 +12,10 @@ from declutr.common.paths import expand
 from declutr.common.storage import read_json
 from declutr.common.stores.address import child, is_remote
 from declutr.common.yamlfile import read_yaml_file
-from declutr.evaluation.encoders.modules import Recipe
-from declutr.evaluation.encoders.pretrained import Loaded
-from declutr.evaluation.encoders.protocol import EncoderError, Pooling
-from declutr.evaluation.encoders.weights import explain
+from declutr.encoders.modules import Recipe
+from declutr.encoders.pretrained import Loaded
+from declutr.encoders.protocol import EncoderError, Pooling
+from declutr.encoders.weights import explain
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER

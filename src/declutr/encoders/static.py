@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from declutr.common.storage import hash_file, hash_json, read_json
-from declutr.evaluation.encoders.protocol import EncoderError, texts_of
+from declutr.encoders.protocol import EncoderError, texts_of
 
 MODULE = "StaticEmbedding"
 TABLE, WEIGHT = "model.safetensors", "embedding.weight"

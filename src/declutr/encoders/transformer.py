@@ -20,7 +20,7 @@ from tokenizers import Encoding, Tokenizer
 from torch import nn
 
 from declutr.common.storage import hash_json, read_json, write_json
-from declutr.evaluation.encoders.protocol import LongTexts, Precision, texts_of
+from declutr.encoders.protocol import LongTexts, Precision, texts_of
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, Step, steps_of, write_steps

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from declutr.common.console.terminal import excerpt
 from declutr.common.storage import read_json
-from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.encoders.protocol import EncoderError
 
 DAMAGE = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
 """Errors that the libraries raise for files that are damaged, cut short, or of another model."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.common.storage import hash_file, hash_json
-from declutr.evaluation.encoders.protocol import EncoderError, texts_of
+from declutr.encoders.protocol import EncoderError, texts_of
 
 SUFFIXES = (".vec", ".txt", ".vec.gz", ".txt.gz")
 _WORD = re.compile(r"\w+|[^\w\s]")

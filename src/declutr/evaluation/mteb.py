@@ -12,7 +12,7 @@ from mteb.similarity_functions import cos_sim, pairwise_cos_sim
 from numpy.typing import NDArray
 
 from declutr.common.storage import write_json
-from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder
+from declutr.encoders.protocol import EncoderError, SentenceEncoder
 
 SCORES = "mteb.json"
 

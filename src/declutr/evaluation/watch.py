@@ -2,7 +2,7 @@
 
 A checkpoint is chosen by its scores on dev data; those on test data are shown next to them and decide nothing.
 
-The trainer does not know the follower; it reads the scores from `scores.jsonl` (`common/scores.py`).
+The trainer does not know the follower; it reads the scores from `scores.jsonl` (`src/declutr/common/scores.py`).
 """
 
 import time
@@ -14,8 +14,8 @@ from declutr.common.cluster import SessionConfig
 from declutr.common.lock import LOCK
 from declutr.common.scores import ScoreLine, append_score, read_scores, scoring
 from declutr.common.storage import hash_json
-from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import EncoderError
 from declutr.evaluation.retrieval.nanobeir import NDCG, NanoError, NanoTest, score_nanobeir
 from declutr.evaluation.senteval.data.taskdata import Inspection
 from declutr.evaluation.senteval.data.tasks import TASKS

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from declutr.common.config import ConfigError, Strict, load_config
 from declutr.common.suggestions import suggest
-from declutr.evaluation.encoders.modules import read_recipe
-from declutr.evaluation.encoders.protocol import EncoderError
+from declutr.encoders.modules import read_recipe
+from declutr.encoders.protocol import EncoderError
 from declutr.reproduction.item import (
     DATA,
     SENTEVAL,

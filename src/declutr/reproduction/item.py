@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from declutr.common.config import Strict, describe
 from declutr.common.suggestions import suggest
 from declutr.common.yamlfile import YamlError, read_yaml_file
-from declutr.evaluation.encoders.protocol import Pooling
+from declutr.encoders.protocol import Pooling
 from declutr.evaluation.senteval.data.tasks import UnknownTaskError
 from declutr.evaluation.senteval.runner.plan import choose_tasks
 

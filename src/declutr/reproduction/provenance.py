@@ -14,7 +14,7 @@ _PACKAGES = (
     *("torch", "transformers", "numpy", "pyarrow", "pytorch-metric-learning", "sentence-transformers"),
     *("ray", "tokenizers", "tiktoken", "datasets", "onnx", "onnxruntime"),
 )
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 def facts(command: Sequence[str], commit: str | None = None) -> dict[str, Any]:

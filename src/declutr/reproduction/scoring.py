@@ -6,7 +6,7 @@ from statistics import fmean
 
 from declutr.common.cluster import SessionConfig
 from declutr.common.storage import hash_json
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, find
 from declutr.evaluation.senteval.runner.harness import Evaluated, evaluate

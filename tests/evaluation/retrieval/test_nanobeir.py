@@ -13,8 +13,8 @@ from sentence_transformers.sentence_transformer.evaluation import InformationRet
 
 from declutr.cli.evaluate import run
 from declutr.common.cluster import SessionConfig
-from declutr.evaluation.encoders.cut import CutEncoder
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.cut import CutEncoder
+from declutr.encoders.loading import load_encoder
 from declutr.evaluation.retrieval.nanobeir import NAMES, NanoError, read_nanobeir, score_nanobeir, split_names
 from declutr.evaluation.senteval.runner.plan import ScoringChoice
 from declutr.evaluation.watch import Follower, FollowError

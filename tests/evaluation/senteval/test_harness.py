@@ -8,8 +8,8 @@ from messages import all_of, says
 from sentevalsets import write_sets
 
 from declutr.common.cluster import SessionConfig
-from declutr.evaluation.encoders.protocol import EncoderError
-from declutr.evaluation.encoders.words import HashedWords
+from declutr.encoders.protocol import EncoderError
+from declutr.encoders.words import HashedWords
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.taskdata import sentence_rows

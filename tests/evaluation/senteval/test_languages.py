@@ -10,7 +10,7 @@ from sentevaldata import write
 from translations import FOLDER, write_translations
 
 from declutr.cli.main import main
-from declutr.evaluation.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder
 from declutr.evaluation.senteval.checks.alterations import check_rows
 from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.checks.published import Published, PublishedSplit, digests_of, published

@@ -7,7 +7,7 @@ from released import Plain
 from sentevaldata import write_retrieval
 from sentevalsets import write_sets
 
-from declutr.evaluation.encoders.words import HashedWords
+from declutr.encoders.words import HashedWords
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.loading import load
 from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from scipy.linalg import eigh
 
 from declutr.common import seeding
-from declutr.evaluation.embedding.config import EmbedError
-from declutr.evaluation.embedding.index import NO_TEXT, Hit, SearchIndex
-from declutr.evaluation.embedding.output import Stored
-from declutr.evaluation.encoders.protocol import SentenceEncoder
+from declutr.embedding.config import EmbedError
+from declutr.embedding.index import NO_TEXT, Hit, SearchIndex
+from declutr.embedding.output import Stored
+from declutr.encoders.protocol import SentenceEncoder
 from declutr.evaluation.report.markup import visible
 from declutr.evaluation.report.tally import OTHERS, Grouping
 from declutr.trainer.data.plan import permute

@@ -16,9 +16,9 @@ from torch.onnx.errors import OnnxExporterError
 
 from declutr.common.console.terminal import shorten
 from declutr.common.storage import hash_file, write_json
-from declutr.evaluation.encoders.onnx import GRAPH, SETTINGS
-from declutr.evaluation.encoders.protocol import EncoderError
-from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.encoders.onnx import GRAPH, SETTINGS
+from declutr.encoders.protocol import EncoderError
+from declutr.encoders.transformer import TransformerEncoder
 
 OPSETS = 23, 20
 """Opsets to try. GELU is one operation since 20, attention since 23. onnxruntime fails on the rotary

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from declutr.common.paths import folder_problem
-from declutr.evaluation.encoders.protocol import missing
+from declutr.encoders.protocol import missing
 from declutr.evaluation.export.config import ExportConfig, ExportError
 from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test
 from declutr.pipeline.job.units import plan_units, read_unit

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from declutr.common.storage import atomic_folder, read_json, write_json, write_text
-from declutr.evaluation.encoders.loading import load_encoder
-from declutr.evaluation.encoders.onnx import GRAPH, SETTINGS, padded
-from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder, unit_rows
-from declutr.evaluation.encoders.static import TABLE
-from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.encoders.loading import load_encoder
+from declutr.encoders.onnx import GRAPH, SETTINGS, padded
+from declutr.encoders.protocol import EncoderError, SentenceEncoder, unit_rows
+from declutr.encoders.static import TABLE
+from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.export.card import card
 from declutr.evaluation.export.config import ExportConfig
 from declutr.evaluation.export.inputs import Inputs

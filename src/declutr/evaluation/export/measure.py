@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from declutr.common.bootstrap import compare, spearman
-from declutr.evaluation.encoders.protocol import SentenceEncoder, unit_rows
-from declutr.evaluation.encoders.static import StaticEncoder
+from declutr.encoders.protocol import SentenceEncoder, unit_rows
+from declutr.encoders.static import StaticEncoder
 from declutr.evaluation.retrieval.compare import differences, score_encoder
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest

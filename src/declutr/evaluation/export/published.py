@@ -31,7 +31,7 @@ def published_graph(folder: Path) -> tuple[dict[str, Path], str]:
     place = next((one for one in (folder / "onnx", folder.parent / "onnx") if (one / "model.onnx").is_file()), None)
     if place is None:
         return {}, ""
-    from declutr.evaluation.encoders.loading import load_encoder  # loads torch
+    from declutr.encoders.loading import load_encoder  # loads torch
 
     settings: dict[str, Any] = read_json(place / _FILES[-1]) if (place / _FILES[-1]).is_file() else {}
     encoder = load_encoder(folder, device="cpu", max_tokens=settings.get("max_tokens"))

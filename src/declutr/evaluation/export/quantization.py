@@ -15,7 +15,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from declutr.evaluation.encoders.onnx import session_of
+from declutr.encoders.onnx import session_of
 
 _TABLE_NUMBERS = 2**20
 """Least numbers of a table of embeddings; smaller ones stay in float32."""

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from declutr.common.storage import write_json
-from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder
-from declutr.evaluation.encoders.static import MODULE, TABLE, WEIGHT
-from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.encoders.protocol import EncoderError, SentenceEncoder
+from declutr.encoders.static import MODULE, TABLE, WEIGHT
+from declutr.encoders.transformer import TransformerEncoder
 
 _CONTINUED, _UNKNOWN = "##", "[UNK]"
 _A = 1e-4

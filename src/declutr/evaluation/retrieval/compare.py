@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, paired_interval
 from declutr.common.storage import write_json, write_text
-from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder, unit_rows
-from declutr.evaluation.encoders.transformer import TransformerEncoder
+from declutr.encoders.protocol import EncoderError, SentenceEncoder, unit_rows
+from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.lexicon import NAMES, Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
 

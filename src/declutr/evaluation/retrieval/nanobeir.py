@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from declutr.common.storage import hash_file, hash_json, write_json, write_text
 from declutr.common.suggestions import suggest
-from declutr.evaluation.encoders.protocol import SentenceEncoder, unit_rows
+from declutr.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.evaluation.retrieval.compare import F64, MEASURES, measures
 from declutr.evaluation.retrieval.pairs import MOST_BYTES, RetrievalTest
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.evaluation.encoders.protocol import SentenceEncoder, unit_rows
+from declutr.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.trainer.metrics.config import STSB
 from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
 

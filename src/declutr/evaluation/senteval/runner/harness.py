@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from declutr.common.cluster import SessionConfig
 from declutr.common.session import start_ray
 from declutr.common.storage import read_json, write_json
-from declutr.evaluation.encoders.cut import CutEncoder
-from declutr.evaluation.encoders.protocol import SentenceEncoder, vectors_fingerprint
+from declutr.encoders.cut import CutEncoder
+from declutr.encoders.protocol import SentenceEncoder, vectors_fingerprint
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.taskdata import Inspection, TaskData, sentence_rows, sentences
 from declutr.evaluation.senteval.data.tasks import TASKS

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common.storage import atomic_file
-from declutr.evaluation.encoders.protocol import EncoderError, SentenceEncoder, vectors_fingerprint
+from declutr.encoders.protocol import EncoderError, SentenceEncoder, vectors_fingerprint
 
 PART_ROWS = 16_384
 
