@@ -73,6 +73,11 @@ _COMMANDS = {
     "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),
 }
 
+_REPLACED: dict[str, str] = {}
+"""What to type instead of a command that earlier versions had."""
+_REPLACED_OPTIONS: dict[tuple[str, str], str] = {}
+"""What to type instead of an option that earlier versions of a command had."""
+
 _READ_FOLDERS = (
     "index",
     "explore",
@@ -101,11 +106,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"declutr {version('declutr-ray')}")
         return 0
+    if arguments[0] in _REPLACED:
+        print(f"declutr: there is no command {arguments[0]!r} any more: {_REPLACED[arguments[0]]}", file=sys.stderr)
+        return 1
     if arguments[0] not in _COMMANDS:
         near = suggest(arguments[0], list(_COMMANDS))
         print(f"declutr: there is no command {arguments[0]!r}{near}\ndeclutr --help lists all", file=sys.stderr)
         return 1
     command, *given = arguments
+    for option in given:
+        if instead := _REPLACED_OPTIONS.get((command, option.partition("=")[0])):
+            print(f"declutr {command}: there is no option {option} any more: {instead}", file=sys.stderr)
+            return 1
     for problem in filter(None, map(refused_argument, given)):
         print(f"declutr {command}: {problem}", file=sys.stderr)
         return 1
