@@ -218,9 +218,7 @@ def test_wheel_runs_its_commands_outside_of_the_checkout(installed, tmp_path):
         assert done.stdout.startswith(str(installed))
 
 
-@pytest.mark.parametrize(
-    "package", ["pipeline", "trainer"]
-)
+@pytest.mark.parametrize("package", ["pipeline", "trainer"])
 def test_package_under_a_second_name_is_refused(package):
     done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True)
     says(done.stderr, "ImportError", f"declutr.{package}", package)

@@ -239,7 +239,9 @@ def test_a_secret_in_the_environment_is_not_shown():
 
 def test_the_code_itself_is_compared(tmp_path):
     for package in ("common", "pipeline", "trainer", "doctor"):
-        shutil.copytree(runs.ROOT / "src" / "declutr" / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            runs.ROOT / "src" / "declutr" / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     assert facts.code_hash(tmp_path) == facts.code_hash(runs.ROOT / "src" / "declutr")
     with (tmp_path / "trainer" / "data" / "plan.py").open("a") as stream:
         stream.write("# another line\n")

@@ -1,0 +1,381 @@
+"""Compares what this checkout computes with what another commit computes on this machine: `make frozen`.
+
+Weights, shards, scores and adaptations depend on the processor, so that they cannot be stored. Both checkouts run the
+same commands in processes of their own; this file imports neither. It also continues, reads and searches here what the
+other commit has written. What does not depend on the processor is in `test_frozen.py`.
+
+    python tests/frozen.py [--commit cb156041] [--folder build/frozen] [--only NAME ...]
+
+It prints a line for each comparison, and its status is 1 if one differs.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+SHARED = ROOT.parent / "shared" / "data"
+STEPS, KILLED = 12, 6
+TASK = {"objective": {"kind": "supcon"}, "batch_documents": 6, "frontend": {"image_size": 16, "patch_size": [8, 8]}}
+PAIRS = {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}
+
+
+def write_inputs(folder):
+    """Everything that the commands read: texts, pairs, pictures, judged queries, an encoder."""
+    from mediafiles import png, sound, spread, tone
+    from nanofiles import rows_of, write_test
+    from textruns import write_texts
+    from tinyruns import write_corpus
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import BertConfig, BertModel, BertTokenizerFast, set_seed
+
+    folder.mkdir(parents=True)
+    write_corpus(folder / "documents.jsonl")
+    write_texts(folder)
+    spread(folder / "pictures", {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)})
+    spread(folder / "sounds", {f"{n % 4}_{n}.wav": sound(tone(0.1 + 0.01 * (n % 7), 8000, n), 8000) for n in range(36)})
+    write_test(folder / "nano", *rows_of(0))
+    texts = [json.loads(line)["text"] for line in (folder / "documents.jsonl").read_text().splitlines()]
+    rng = random.Random(1)
+    rows = [{"query": " ".join(rng.sample(text.split(), 4)), "text": " ".join(text.split()[:20])} for text in texts]
+    (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789.,;:-()'\""
+    tokenizer.train_from_iterator(
+        [*texts, " ".join(letters)], trainers.WordPieceTrainer(vocab_size=600, special_tokens=special)
+    )
+    BertTokenizerFast(tokenizer_object=tokenizer, model_max_length=128).save_pretrained(folder / "encoder")
+    set_seed(0)
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    BertModel(BertConfig(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=128, **sizes)).save_pretrained(
+        folder / "encoder"
+    )
+
+
+def digest(*paths):
+    """SHA-256 of files, in order."""
+    total = hashlib.sha256()
+    for path in paths:
+        total.update(Path(path).read_bytes())
+    return total.hexdigest()[:16]
+
+
+def numbers(value):
+    """A result without places, times and hardware: what must be equal."""
+    if isinstance(value, dict):
+        left_out = (
+            "seconds",
+            "path",
+            "commit",
+            "version",
+            "hardware",
+            "date",
+            "time",
+            "output",
+            "encoder",
+            "run",
+            "data",
+        )
+        return {key: numbers(item) for key, item in value.items() if not any(word in key.lower() for word in left_out)}
+    if isinstance(value, list):
+        return [numbers(item) for item in value]
+    return value if isinstance(value, int | float | None) else re.sub(r"/\S+", "", str(value))
+
+
+class Checkout:
+    """Commands of one checkout.
+
+    Args:
+        root: the checkout.
+        inputs: folder of `write_inputs`.
+        folder: where its results go.
+    """
+
+    def __init__(self, root, inputs, folder):
+        self.root, self.inputs, self.folder = root, inputs, folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def start(self, *arguments):
+        """A running command in a session of its own."""
+        environment = os.environ | {"PYTHONPATH": str(self.root / "src"), "PYTHONWARNINGS": "ignore"}
+        environment |= {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        output = (self.folder / "log.txt").open("a")
+        print("$ declutr", *arguments, file=output, flush=True)
+        line = [sys.executable, "-m", "declutr.cli.main", *map(str, arguments)]
+        return subprocess.Popen(
+            line,
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments):
+        """What a command prints, once it has ended well."""
+        process = self.start(*arguments)
+        printed, _ = process.communicate(timeout=1800)
+        assert process.returncode == 0, f"{self.root}: declutr {' '.join(map(str, arguments))}: {self.folder}/log.txt"
+        return printed
+
+    def configured(self, command, name, values):
+        """Runs `prepare` or `train` with a configuration."""
+        path = self.folder / f"{name}-{command}.yaml"
+        path.write_text(yaml.safe_dump({command: values}))
+        return self.run(command, path)
+
+    def prepare(self, name, source, content=None, tokenizer=None, **changes):
+        """Digest of all shards of a corpus."""
+        values = {"output": str(self.folder / name), "corpus": {"kind": "files", "paths": [str(s) for s in source]}}
+        values |= {"validation_fraction": 0.2, "unit_mib": 4, "session": {"num_cpus": 2}, **changes}
+        if tokenizer != "none":
+            values["tokenizer"] = tokenizer or {"kind": "train", "vocab_size": 400, "sample_mib": 0.1}
+        if content:
+            values["content"] = content
+        self.configured("prepare", name, values)
+        shards = sorted((self.folder / name).rglob("*.arrow"))
+        assert shards
+        return digest(*shards)
+
+    def train_values(self, name, data, objective, workers=1, **changes):
+        """A run of 12 steps with a checkpoint every three."""
+        from tinyruns import FROM_CONFIG
+
+        values = {"run": str(self.folder / name), "data": str(self.folder / data), "steps": STEPS, "batch_documents": 8}
+        values |= {
+            "encoder": {"from_config": FROM_CONFIG, "dropout": 0.1},
+            "optim": {"lr": 0.001},
+            "objective": objective,
+        }
+        values |= {"validation": {"every_steps": 4}, "checkpoint": {"every_steps": 3, "keep_last": 9}}
+        if objective["kind"] == "declutr":
+            values["spans"] = {"num_anchors": 2, "num_positives": 2, "min_tokens": 4, "max_tokens": 16}
+        scaling = {"num_workers": workers, "device": "cpu", "data_cpus": 1}
+        return values | {"scaling": scaling} | changes
+
+    def weights(self, name):
+        """Digest of the tensors of the last checkpoint, and of those of the export."""
+        last = self.folder / name / "checkpoints" / f"step-{STEPS:08}"
+        return digest(*sorted(last.glob("*.safetensors"))), digest(self.folder / name / "export" / "model.safetensors")
+
+    def train(self, name, *arguments, **changes):
+        """Trains, and returns the weights."""
+        self.configured("train", name, self.train_values(name, *arguments, **changes))
+        return self.weights(name)
+
+    def train_killed(self, name, *arguments, **changes):
+        """Trains, with a kill of every process after a checkpoint in the middle; returns the weights."""
+        path = self.folder / f"{name}-train.yaml"
+        path.write_text(yaml.safe_dump({"train": self.train_values(name, *arguments, **changes) | {"steps": 4000}}))
+        process = self.start("train", path)
+        state = self.folder / name / "checkpoints" / f"step-{KILLED:08}" / "state.json"
+        deadline = time.monotonic() + 180
+        while not state.is_file():
+            assert process.poll() is None, f"ended before the checkpoint: {self.folder}/log.txt"
+            assert time.monotonic() < deadline, f"no checkpoint: {self.folder}/log.txt"
+            time.sleep(0.05)
+        table = subprocess.run(
+            ["ps", "-axww", "-o", "pid=,command="], capture_output=True, text=True, check=True
+        ).stdout
+        os.killpg(process.pid, signal.SIGKILL)
+        for line in table.splitlines():
+            pid, _, title = line.strip().partition(" ")
+            if str(self.folder) in title or str(process.pid) in title:
+                with_pid = int(pid)
+                if with_pid != os.getpid():
+                    try:
+                        os.kill(with_pid, signal.SIGKILL)
+                    except ProcessLookupError:
+                        continue
+        process.communicate()
+        for later in sorted((self.folder / name / "checkpoints").glob("step-*")):
+            if int(later.name[5:]) > KILLED:
+                shutil.rmtree(later)
+        return self.train(name, *arguments, **changes)
+
+
+def objectives():
+    """Name, data, objective and further settings of each kind of run."""
+    from textruns import SCD, SCL, SIMCSE
+
+    yield "declutr", "documents", {"kind": "declutr"}, {}
+    yield "simcse", "sentences", SIMCSE, {}
+    yield "supervised", "pairs", SIMCSE | {"supervised": True}, {}
+    yield "scd", "sentences", SCD, {}
+    yield "scl", "pairs", SCL, {}
+    yield "image", "sentences", SIMCSE, {"task_schedule": "joint"}
+
+
+def compute(checkout):
+    """All results of a checkout by name."""
+    inputs, folder = checkout.inputs, checkout.folder
+    shards = {"kind": "pretrained", "name": str(folder / "sentences" / "tokenizer")}
+    yield (
+        "shards documents",
+        lambda: checkout.prepare(
+            "documents", [inputs / "documents.jsonl"], unit_mib=0.05, geometry={"num_anchors": 2, "max_tokens": 16}
+        ),
+    )
+    yield "shards sentences", lambda: checkout.prepare("sentences", [inputs / "sentences.txt"], "sentences")
+    yield "shards pairs", lambda: checkout.prepare("pairs", [inputs / "pairs.jsonl"], PAIRS, shards)
+    pictures = {"kind": "images", "shortest_edge": 18}
+    yield "shards images", lambda: checkout.prepare("images", [inputs / "pictures"], pictures, "none")
+    sounds = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": r"^(\d)_"}
+    yield "shards sounds", lambda: checkout.prepare("sounds", [inputs / "sounds"], sounds, "none")
+    for name, data, objective, changes in objectives():
+        if name == "image":
+            changes["auxiliary_tasks"] = {"image": {"data": str(folder / "images"), **TASK}}
+        for workers in (1, 2):
+            yield (
+                f"weights {name}, {workers} workers",
+                lambda a=(f"{name}-{workers}", data, objective, workers), c=changes: checkout.train(*a, **c),
+            )
+    killed = ("declutr-killed", "documents", {"kind": "declutr"}, 2)
+    yield "weights declutr, killed at step 6", lambda: checkout.train_killed(*killed)
+
+    def embedded():
+        export = folder / "declutr-1" / "export"
+        checkout.run(
+            "embed", export, inputs / "queries.jsonl", "--output", folder / "vectors.npy", "--precision", "fp32"
+        )
+        checkout.run("index", folder / "vectors.npy", "--output", folder / "index", "--hybrid")
+        printed = checkout.run("search", folder / "index", "abc def", "--top", "5")
+        return digest(folder / "vectors.npy"), re.sub(r"/\S+", "", printed)
+
+    yield "embeddings and search", embedded
+
+    def evaluated(*arguments):
+        output = folder / f"scores-{arguments[0].strip('-')}"
+        checkout.run("evaluate", folder / "declutr-1" / "export", *arguments, "--output", output)
+        scores = [json.loads(path.read_text()) for path in sorted(output.rglob("*.json"))]
+        return numbers(scores)
+
+    yield "scores of pairs", lambda: evaluated("--pairs", inputs / "queries.jsonl")
+    yield "scores of NanoBEIR", lambda: evaluated("--data", inputs / "nano", "--tasks", "NanoNQ", "--allow-unchecked")
+    if SHARED.is_dir():
+        senteval = ("--data", SHARED / "senteval", "--tasks", "STS12,SICKRelatedness,TREC,STSBenchmark")
+        yield "scores of SentEval", lambda: evaluated(*senteval, "--preset", "prototyping", "--allow-unchecked")
+        roberta = {"kind": "pretrained", "name": str(SHARED / "tokenizers" / "roberta-base")}
+        corpora = sorted((SHARED / "corpus").glob("*.jsonl.gz"))
+        yield "shards of the shared corpora", lambda: checkout.prepare("corpora", corpora, None, roberta, unit_mib=32)
+        wiki = [SHARED / "wiki" / "wiki_sentences_xprobe_en.txt"]
+        yield "shards of shared sentences", lambda: checkout.prepare("wiki", wiki, "sentences", roberta)
+        nli = sorted((SHARED / "nli").glob("snli_train*"))
+        yield "shards of shared pairs", lambda: checkout.prepare("nli", nli, PAIRS, roberta)
+        cifar = [SHARED / "images" / "cifar10_small"]
+        yield "shards of shared images", lambda: checkout.prepare("cifar", cifar, {"kind": "images"}, "none")
+        speech = {"kind": "audio", "sample_rate": 8000, "max_seconds": 1, "label": r"^(\d)_"}
+        yield "shards of shared sounds", lambda: checkout.prepare("fsdd", [SHARED / "audio" / "fsdd"], speech, "none")
+
+        def adapted():
+            output = folder / "adapted"
+            corpus = SHARED / "corpus" / "python-peps.jsonl.gz"
+            checkout.run("adapt", inputs / "encoder", corpus, "--steps", "69", "--output", output)
+            return digest(*sorted((output / "encoder").glob("*.safetensors")))
+
+        yield "adapt on python-peps", adapted
+
+
+def read_again(other, here):
+    """What this checkout makes of the files of the other, with what it must be equal to."""
+    copied = here.folder / "copied"
+
+    def resumed():
+        shutil.copytree(other.folder / "declutr-2", copied / "declutr-2")
+        for later in sorted((copied / "declutr-2" / "checkpoints").glob("step-*")):
+            if int(later.name[5:]) > KILLED:
+                shutil.rmtree(later)
+        shutil.rmtree(copied / "declutr-2" / "export")
+        values = here.train_values("copied/declutr-2", "documents", {"kind": "declutr"}, 2)
+        here.configured("train", "resumed", values | {"data": str(other.folder / "documents")})
+        return here.weights("copied/declutr-2")
+
+    def moved():
+        # A run knows its shards by content, so that the same run with the shards at another place goes on.
+        values = here.train_values("from-old-shards", "documents", {"kind": "declutr"}, 1)
+        here.configured("train", "from-old-shards", values | {"data": str(other.folder / "documents")})
+        return here.weights("from-old-shards")
+
+    yield "a checkpoint of the other, continued here", resumed, other.weights("declutr-2")
+    yield "shards of the other, trained here", moved, other.weights("declutr-1")
+    line = ("search", other.folder / "index", "abc def", "--top", "5")
+    yield (
+        "an index of the other, searched here",
+        lambda: re.sub(r"/\S+", "", here.run(*line)),
+        re.sub(r"/\S+", "", other.run(*line)),
+    )
+
+    def elsewhere():
+        from sentence_transformers import SentenceTransformer
+
+        texts = ["aba bab", "a longer text of more words than the others", "x"]
+        pair = [SentenceTransformer(str(c.folder / "declutr-1" / "export"), device="cpu") for c in (other, here)]
+        return [np.asarray(model.encode(texts)).tobytes() for model in pair]
+
+    first, second = elsewhere()
+    yield "the export in sentence-transformers", lambda: second, first
+
+
+def main():
+    """Computes in both checkouts, result by result, and compares."""
+    parser = argparse.ArgumentParser(prog="make frozen", description=__doc__)
+    parser.add_argument("--commit", default="cb156041", help="the other commit")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "frozen")
+    parser.add_argument("--only", nargs="+", default=[""], help="beginnings of the names of comparisons")
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run(["git", "-C", ROOT, "worktree", "prune"], check=True)
+    subprocess.run(["git", "-C", ROOT, "worktree", "add", "--detach", folder / "checkout", options.commit], check=True)
+    try:
+        write_inputs(folder / "inputs")
+        other, here = (
+            Checkout(root, folder / "inputs", folder / name)
+            for name, root in (("other", folder / "checkout"), ("here", ROOT))
+        )
+        different = 0
+        for (name, old), (_, new) in zip(compute(other), compute(here), strict=True):
+            if any(name.startswith(start) for start in options.only):
+                different += compare(name, new, old())
+        if options.only == [""]:
+            for name, new, expected in read_again(other, here):
+                different += compare(name, new, expected)
+    finally:
+        subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", folder / "checkout"], check=True)
+    print(f"{different} results differ from those of {options.commit}")
+    return int(different > 0)
+
+
+def compare(name, result, expected):
+    """Prints whether a result is the expected one; 1 if it is not."""
+    began, value = time.monotonic(), result()
+    equal = json.dumps(value, default=str) == json.dumps(expected, default=str)
+    shown = value if len(str(value)) < 60 else digest_of(value)
+    print(f"{'equal' if equal else 'DIFFERENT':10}{name}: {shown} ({time.monotonic() - began:.0f} s)", flush=True)
+    if not equal:
+        print(f"          expected {expected}"[:2000], f"          got      {value}"[:2000], sep="\n", flush=True)
+    return int(not equal)
+
+
+def digest_of(value):
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
