@@ -18,10 +18,10 @@ ENV PATH=/home/declutr/venv/bin:$PATH \
 
 # The same as `make setup`. Dependencies come first, because they change less often than the code.
 ARG TORCH=torch
-COPY --chown=declutr constraints.txt requirements.lock ./
+COPY --chown=declutr constraints.txt requirements-run.lock ./
 RUN python -m venv /home/declutr/venv \
     && python -m pip install --no-cache-dir --quiet --disable-pip-version-check -c constraints.txt $TORCH \
-    && python -m pip install --no-cache-dir --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+    && python -m pip install --no-cache-dir --quiet --disable-pip-version-check --require-hashes -r requirements-run.lock
 COPY --chown=declutr pyproject.toml README.md ./
 COPY --chown=declutr src src
 COPY --chown=declutr configs configs

@@ -94,11 +94,15 @@ docs: ## build the documentation as a site in build/site
 	build/docs/bin/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
+# For Python 3.11 to 3.13 on every system. Versions of the lock that still fit stay.
+LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-strip-markers \
+  --constraint constraints.txt --no-emit-package torch --no-emit-package triton --no-header pyproject.toml
+
 lock: setup ## pin the dependencies again (torch is not among them: see TORCH)
-	$(BIN)/python -m pip install --quiet pip-tools
-	$(BIN)/pip-compile --quiet --extra dev --constraint constraints.txt --generate-hashes --strip-extras \
-	  --unsafe-package torch --unsafe-package triton --no-emit-index-url --no-emit-find-links \
-	  --output-file requirements.lock pyproject.toml
+	$(BIN)/python -m pip install --quiet uv
+	$(LOCK) --extra dev --output-file requirements.lock
+	cp requirements.lock requirements-run.lock  # whose versions the second lock takes
+	$(LOCK) $(addprefix --extra ,audio cluster images languages report tensorboard) --output-file requirements-run.lock
 
 clean: ## remove outputs of demo and tests; the environment stays
 	rm -rf data runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

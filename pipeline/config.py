@@ -7,6 +7,7 @@ from pydantic_core import PydanticKnownError
 
 from declutr.common.cluster import SessionConfig
 from declutr.common.config import Strict, flat_keys
+from declutr.common.extras import missing_extra
 from declutr.common.storage import hash_json
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.filters.document_filter import FiltersConfig
@@ -117,7 +118,7 @@ def _content_problems(config: PipelineConfig) -> list[str]:
 def _media_problems(config: PipelineConfig) -> list[str]:
     """Settings for texts that were given for images or audio, one line each."""
     kind, corpus = config.content.kind, config.corpus
-    found = []
+    found = list(filter(None, [missing_extra(kind, f"content.kind = {kind}")]))
     if getattr(config.content, "max_labels", None) is not None:
         if getattr(config.content, "label", None) is None:
             found.append("content.max_labels: content.label = null gives no labels; set it, or remove max_labels")

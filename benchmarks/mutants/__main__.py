@@ -79,9 +79,7 @@ def read_mutants(path: Path) -> list[Mutant]:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = (
-    *("pipeline", "trainer", "benchmarks", "tests", "configs", "deploy", "docs"),
-)
+COPIED = (*("pipeline", "trainer", "benchmarks", "tests", "configs", "deploy", "docs"),)
 """Folders that the tests of a mutant have."""
 _LIBRARIES = ("pytest", "torch", "transformers", "pyarrow.parquet", "pydantic", "ray.data", "ray.train")
 _FAST = "not ray and not dist and not slow and not gpu and not cluster"

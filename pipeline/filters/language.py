@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from declutr.common.config import Strict
+from declutr.common.extras import missing_extra
 
 _STRETCHES = 3
 _STRETCH_CHARACTERS = 200
@@ -28,6 +29,8 @@ class LanguageRule(Strict):
 
 def language_problems(config: LanguageRule) -> list[str]:
     """Finds problems of the settings, one line each."""
+    if absent := missing_extra("languages", "filters.language"):
+        return [absent]
     unknown = [code for code in config.keep if code not in known_languages()]
     return [
         f"filters.language.keep: {code!r} is not a known language; the identifier knows {' '.join(known_languages())}"

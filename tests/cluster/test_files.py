@@ -73,7 +73,8 @@ def install_lines():
     lines = [line.strip().removeprefix("@") for line in makefile.splitlines() if line.startswith("\t@$(PIP)")]
     lines = [line.replace("$(PIP)", pip) for line in lines]
     assert len(lines) == 3
-    return [line.replace("$(BIN)/python -m pip install ", "").replace("$(TORCH)", "torch") for line in lines]
+    lines = [line.replace("$(BIN)/python -m pip install ", "").replace("$(TORCH)", "torch") for line in lines]
+    return [line.replace("requirements.lock", "requirements-run.lock") for line in lines]  # without tools for tests
 
 
 def test_the_install_is_that_of_the_makefile():
@@ -90,7 +91,7 @@ def test_the_install_is_that_of_the_makefile():
 
 def test_all_of_the_code_travels():
     wanted = {path.name for path in (ROOT / "src" / "declutr").iterdir() if path.is_symlink()} | {"src", "benchmarks"}
-    wanted |= {"pyproject.toml", "README.md", "requirements.lock", "constraints.txt"}
+    wanted |= {"pyproject.toml", "README.md", "requirements-run.lock", "constraints.txt"}
     mounted = {local for remote, local in read("cluster.yaml")["file_mounts"].items() if "declutr" in remote}
     copied = set()
     for line in re.findall(r"^COPY --chown=declutr (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE):
@@ -141,7 +142,7 @@ def test_kuberay_job_asks_for_what_it_needs_and_no_more():
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
-    assert cluster["rayVersion"] in (ROOT / "requirements.lock").read_text()
+    assert cluster["rayVersion"] in (ROOT / "requirements-run.lock").read_text()
     for group in cluster["workerGroupSpecs"]:
         assert group["minReplicas"] <= group["replicas"] < group["maxReplicas"]
     for pod in pods():

@@ -64,7 +64,7 @@ def test_a_missing_name_is_named_with_the_versions():
         f"ray {ray.__version__}",
         "ray._private.state.state.gone",
         "ray.lost.name",
-        f"pip install 'ray[data,default,train]{SUPPORTED}'",
+        f"pip install 'ray[data,train]{SUPPORTED}'",
     )
     project = tomllib.loads((runs.ROOT / "pyproject.toml").read_text())["project"]
-    assert f"ray[data,default,train]{SUPPORTED}" in project["dependencies"]
+    assert f"ray[data,train]{SUPPORTED}" in project["dependencies"]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from declutr.common.console.logs import get_logger
+from declutr.trainer.torch_private import raise_recompile_limit
 
 _COMPILERS = ("gcc", "clang")
 """Names under which Triton looks for a compiler of its launchers; `cc` is not among them."""
@@ -81,7 +82,7 @@ def compile_layers(body: nn.Module, **options: Any) -> None:
     """
     # which Dynamo causes itself, as it looks at the hidden states that a layer gets
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
+    raise_recompile_limit(_GRAPHS)
     for part in parts(body):
         part.compile(dynamic=True, **options)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from declutr.trainer.parallel.communicator import is_part
 from declutr.trainer.parallel.sharding import full_tensor
 from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.torch_private import fused_adamw, multiply_all
 
 _LATE_STEP = 1e30  # beta ** step is 0
 
@@ -64,7 +65,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     if max_norm is not None:
         factor = max_norm / (norm + 1e-6)  # as torch clips
         for some in gradients:
-            torch._foreach_mul_(some, min(1.0, factor))
+            multiply_all(some, min(1.0, factor))
     return torch.tensor(norm, dtype=torch.float64, device=norms[0].device)
 
 
@@ -159,7 +160,7 @@ class UncorrectedAdamW(torch.optim.Optimizer):
             return
         first, second = group["betas"]
         late = torch.full((), _LATE_STEP, device=parameters[0].device)
-        torch._fused_adamw_(
+        fused_adamw(
             parameters,
             [parameter.grad for parameter in parameters if parameter.grad is not None],
             [self.state[parameter]["exp_avg"] for parameter in parameters],
@@ -177,4 +178,4 @@ class UncorrectedAdamW(torch.optim.Optimizer):
         )
         if decay := group["lr"] * group["weight_decay"]:
             kept = 1 - decay if self.found_inf is None else 1 - decay * (1 - self.found_inf)
-            torch._foreach_mul_(parameters, kept)
+            multiply_all(parameters, kept)

@@ -16,6 +16,7 @@ import torch
 from ray.train.torch import TorchConfig
 
 from declutr.common.cluster import use_network_of
+from declutr.trainer.torch_private import flight_recorders
 
 _signalled: list[str] = []  # signals to this process, which runs one training at a time
 _missing: list[str] = []  # why the group has no GPUs
@@ -122,9 +123,8 @@ def newest_exchanges(most: int = 3) -> list[str]:
     Empty without a recorder, which is not a public part of torch.
     """
     found = list[_Exchange]()
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's and NCCL's
-        if dump := getattr(torch._C._distributed_c10d, name, None):
-            found += msgspec.json.decode(dump(True, False), type=_Trace).entries[-most:]
+    for dump in flight_recorders():
+        found += msgspec.json.decode(dump(True, False), type=_Trace).entries[-most:]
     return [
         f"{one.collective_seq_id} {one.profiling_name} {one.input_dtypes}{one.input_sizes}: "
         f"{'ended' if one.retired else one.state}"

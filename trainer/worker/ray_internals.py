@@ -34,7 +34,7 @@ def unsupported_ray(names: Mapping[str, Sequence[str]] = NAMES) -> str | None:
         return None
     return (
         f"ray {ray.__version__} is installed and lacks {', '.join(missing)}, which training needs: install a "
-        f"supported version, `pip install 'ray[data,default,train]{SUPPORTED}'`"
+        f"supported version, `pip install 'ray[data,train]{SUPPORTED}'`"
     )
 
 

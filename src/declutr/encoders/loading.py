@@ -38,6 +38,7 @@ from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.model.bounds import BoundsError, check_folder, check_tokenizer
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import max_span_tokens
+from declutr.trainer.torch_private import can_pack_linear, pack_linear, packed_linear
 
 _CHUNK_TEXTS = 8192  # enough that sorting by length leaves few tokens of padding
 _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")
@@ -215,12 +216,12 @@ def pack_linears(module: nn.Module) -> None:
 
     The packed weights take as much memory again. The weights must not change afterwards.
     """
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not can_pack_linear():
         return
     for layer in module.modules():
         if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32:
             with torch.inference_mode():
-                packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS)
+                packed = pack_linear(layer.weight.detach(), _ROWS)
             layer.forward = partial(_forward, layer, packed)  # type: ignore[method-assign]
 
 
@@ -228,5 +229,4 @@ def _forward(layer: nn.Linear, packed: Tensor, inputs: Tensor) -> Tensor:
     """The layer's output; training and export go the ordinary way, because packed weights have no gradient."""
     if not torch.is_inference_mode_enabled() or inputs.dtype != torch.float32 or not inputs.numel():
         return F.linear(inputs, layer.weight, layer.bias)
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, packed, layer.bias, "none", [], "")
-    return found
+    return packed_linear(inputs, packed, layer.bias)

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from declutr.common.config import Strict
+from declutr.common.extras import missing_extra
 from declutr.pipeline.shards.content import ContentKind
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
@@ -95,6 +96,8 @@ class SupconConfig(ObjectiveConfig):
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports data without labels, and patches that do not fit the data."""
         content, frontend, found = manifest.content, run.frontend, []
+        if absent := missing_extra(content.kind, f"data with {content.kind}"):
+            found.append(absent)
         if frontend is None:
             return [f"{content.kind} need a frontend; set `frontend: {{}}` or its settings"]
         if self.labels and getattr(content, "label", None) is None:

@@ -72,7 +72,7 @@ class _Visible(logging.Formatter):
 def setup_logging(role: str) -> None:
     """Sends the logs of this process to stderr as `time role level message`. `DECLUTR_LOG=DEBUG` shows more.
 
-    If the reader of its output ends, the process continues and drops further output (src/declutr/common/console/logs.py).
+    If the reader of its output ends, the process continues and drops further output.
     """
     lasting_streams()
     given = os.environ.get("DECLUTR_LOG", "")

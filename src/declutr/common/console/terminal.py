@@ -130,7 +130,7 @@ class Piped(_Shown):
             self._end()
 
     def lasting(self) -> TextIO:
-        """The same stream for a long command, which continues when the reader ends (src/declutr/common/console/logs.py)."""
+        """The same stream for a long command, which continues when its reader ends."""
         return cast(TextIO, _Shown(self._stream, ours=False))
 
     def _end(self) -> NoReturn:

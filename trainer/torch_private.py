@@ -1,0 +1,48 @@
+"""The only use of names of torch that are not public.
+
+A later version of torch may lack one. `tests/trainer/test_torch_private.py` names it with the installed version.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiplies tensors in place, in one kernel."""
+    torch._foreach_mul_(tensors, factor)  # torch's own optimizers and clipping use it
+
+
+def fused_adamw(*tensors: Sequence[Tensor], **settings: Any) -> None:
+    """AdamW's update in one kernel, as `torch.optim.AdamW(fused=True)` calls it; here with a step of our own."""
+    torch._fused_adamw_(*tensors, **settings)  # type: ignore[arg-type]
+
+
+def raise_recompile_limit(graphs: int) -> None:
+    """Lets Dynamo keep at least this many graphs of a function, before it runs the function without one."""
+    torch._dynamo.config.recompile_limit = max(graphs, torch._dynamo.config.recompile_limit)
+
+
+def flight_recorders() -> list[Callable[[bool, bool], bytes]]:
+    """Functions that return the newest exchanges of gloo and of NCCL as JSON, those that this build has."""
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    return [dump for name in names if (dump := getattr(torch._C._distributed_c10d, name, None))]
+
+
+def can_pack_linear() -> bool:
+    """True if torch has oneDNN with packed weights."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def pack_linear(weight: Tensor, rows: int) -> Tensor:
+    """A weight `(out, in)` in the layout that oneDNN prefers for inputs of about this many rows."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return packed
+
+
+def packed_linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """`inputs @ weight.T + bias` with a weight of `pack_linear`."""
+    outputs: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, packed, bias, "none", [], "")
+    return outputs
