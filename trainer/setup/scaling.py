@@ -26,8 +26,9 @@ class ScalingConfig(Strict):
     """Shard weights, gradients and optimizer state over the workers and gather each layer when used (FSDP2), for
     encoders too large for one device. Same gradient, more communication."""
     deterministic: bool = True
-    """On a GPU, use algorithms that repeat their bits, so that a run which continues after a kill has the bits of a
-    quiet one. false: steps take less time. CPUs always repeat them."""
+    """On a GPU, use algorithms that repeat their bits: equal steps of two runs are equal. A compiled run that continues
+    after a kill may have other last bits (docs/evidence/gpu.md). false: steps take less time. CPUs always repeat them,
+    also after a kill."""
     elastic_determinism: bool = False
     """Train to the same bits with any number of workers, which get whole canonical microbatches. More time and memory,
     twice the exchange."""
