@@ -79,18 +79,19 @@ def test_results_have_all_runs_the_papers_number_paired_differences_and_facts(fi
     whole = results(finished)
     assert (whole["finished_runs"], whole["planned_runs"]) == (8, 8)
     cells = whole["numbers"]["STS-B"]
-    assert {name: set(seeds) for name, seeds in cells.items()} == dict.fromkeys(
-        ("both, 100%", "both, 50%", "mlm, 100%", "mlm, 50%"), {"0", "1"}
-    )
+    names = ("both, 100%", "both, 50%", "mlm, 100%", "mlm, 50%")
+    assert {(name, seed) for name, seeds in cells.items() for seed in seeds} == {(n, s) for n in names for s in "01"}
     rows = {(row["axis"], row["label"]): row for row in whole["differences"]["STS-B"] if not row["within"]}
     assert set(rows) == {("terms", "mlm"), ("share", "50%")}
     gains = [cells[f"mlm, {share}"][seed] - cells[f"both, {share}"][seed] for share in ("100%", "50%") for seed in "01"]
     assert rows["terms", "mlm"]["difference"] == pytest.approx(sum(gains) / 4)
-    assert whole["hardware"]["cpu"] and whole["versions"]["torch"] and whole["command"].startswith("declutr reproduce")
+    assert whole["hardware"]["cpu"]
+    assert whole["versions"]["torch"]
+    assert whole["command"].startswith("declutr reproduce")
     assert whole["trained_by"] == whole["scored_by"]
     text = (finished / "results.md").read_text()
     assert [part for part in ("(80.50)", "terms: mlm over both", "*Commit:*", "8 of 8 runs") if part not in text] == []
-    assert any("STSBenchmark" in mark or "STS" in mark for mark in whole["not_published_data"])
+    assert [mark.partition(":")[0] for mark in whole["not_published_data"]] == ["STS-B"]
 
 
 @pytest.mark.slow
@@ -184,8 +185,6 @@ def test_runs_from_another_start_are_refused(item, tmp_path, capsys):
 @pytest.mark.slow
 def test_other_shards_settings_or_senteval_files_never_show_earlier_scores(item, finished, tmp_path, capsys):
     work = shutil.copytree(finished.parent, tmp_path / "work")
-    for path in work.rglob("*.made_from.json"):  # the copy is another place, which decides nothing
-        assert "finished" in path.read_text() or path.is_file()
     write_prepared(tmp_path / "other", [[Row(f"other words {n} " * 40) for n in range(96)]], geometry=GEOMETRY)
     assert "8 finished" in planned(capsys, *arguments(item, work))
     assert "8 finished" in planned(capsys, *arguments(item, work, "checkpoint.every_steps=2"))

@@ -60,11 +60,12 @@ def made_from(config: TrainConfig) -> dict[str, Any]:
     validation, best = config.validation, config.export == "best"
     values = flat_keys(config.resume_settings())
     for name, task in config.tasks().items():
-        prefix = f"auxiliary_tasks.{name}." if name else ""
-        values[f"{prefix}data (content)"] = [_shards_content(place) for place in task.places]
-        pretrained = task.frontend.pretrained if name and task.frontend else config.encoder.pretrained
-        part = "frontend" if name else "encoder"
-        values[f"{prefix}{part}.pretrained (content)"] = encoder_content(pretrained) if pretrained else None
+        values[f"auxiliary_tasks.{name}.data (content)" if name else "data (content)"] = [
+            *map(_shards_content, task.places)
+        ]
+    encoders = {"encoder": config.encoder.pretrained}
+    encoders |= {f"auxiliary_tasks.{name}": task.frontend.pretrained for name, task in config.auxiliary_tasks.items()}
+    values |= {f"{key}.pretrained (content)": encoder_content(place) for key, place in encoders.items() if place}
     for score, place in validation.pairs.items():
         values[f"validation.{score.partition('_')[0]}"] = _content(expand(place), FILES[score].name)
     if validation.data:
