@@ -5,6 +5,7 @@ import sys
 from functools import reduce
 from operator import getitem
 from pathlib import Path
+from typing import Any
 
 from declutr.common.console.terminal import refused
 from declutr.common.lock import refuse_held
@@ -29,7 +30,7 @@ def run(arguments: list[str]) -> int:
     if options.item is None:
         print("\n".join(f"{name:28s} {load_item(name).title}" for name in item_names()))
         return 0
-    tree: dict[str, object] = {}
+    tree: dict[str, Any] = {}
     if problems := apply_overrides(tree, options.settings):
         return refused(problems[0])
     keys = [word.partition("=")[0] for word in options.settings]

@@ -137,15 +137,17 @@ class Item(Strict):
             raise ValueError("give axes or encoders, and not both")
         axis_of = {label: axis for axis, labels in self.axes.items() for label in labels}
         problems = []
-        for name, scale in self.scales.items():
+        for scale_name, scale in self.scales.items():
             if bool(scale.config) != bool(self.axes):
-                problems.append(f"scales.{name}.config: runs need one, and encoders that are not trained have none")
-            problems += _unknown(f"scales.{name}.axes", scale.axes, self.axes, "axis of the item")
+                problems.append(
+                    f"scales.{scale_name}.config: runs need one, and encoders that are not trained have none"
+                )
+            problems += _unknown(f"scales.{scale_name}.axes", scale.axes, self.axes, "axis of the item")
             columns = scale.columns or self.columns
             scored = [heading for heading, column in columns.items() if column.tasks]
             for heading, column in columns.items():
                 problems += _unknown(f"columns.{heading}.mean_of", column.mean_of, scored, "column with tasks")
-            problems += _axis_problems(self._axes(name))
+            problems += _axis_problems(self._axes(scale_name))
         for pair in self.pairs:
             problems += _unknown("pairs", pair, axis_of, "label of an axis")
             axes = dict.fromkeys(axis_of[label] for label in pair if label in axis_of)

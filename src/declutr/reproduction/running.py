@@ -349,7 +349,12 @@ def _finish(plan: ItemPlan, run: PlannedRun, scorer: "Scorer", say: Say) -> None
     began = time.monotonic()
     scores, warnings = scorer.score(run)
     seconds = round(seconds + time.monotonic() - began, 1)
-    record = {"identity": identity(plan, run), "data": scorer.data, "marks": scorer.marks, "scores": scores}
+    record: dict[str, Any] = {
+        "identity": identity(plan, run),
+        "data": scorer.data,
+        "marks": scorer.marks,
+        "scores": scores,
+    }
     record |= {"warnings": warnings, "seconds": seconds, "made": lasting_facts(), "trained": trained}
     write_json(run.folder / "scores.json", record)
 

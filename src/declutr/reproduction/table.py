@@ -149,8 +149,8 @@ def write_results(
     lines += [f"{plan.item.note}\n"] if plan.item.note else []
     for title, notes in (("Warnings of the scoring", warnings), ("Failed", failed), ("Not scored", plan.unscored)):
         if notes:
-            text = (f"- {name}: {note if isinstance(note, str) else '; '.join(note)}" for name, note in notes.items())
-            lines += [f"{title}:\n", *text, ""]
+            points = (f"- {name}: {note if isinstance(note, str) else '; '.join(note)}" for name, note in notes.items())
+            lines += [f"{title}:\n", *points, ""]
     lines += [f"Data that differ from the published ones: {'; '.join(marks)}.\n"] if marks else []
     text = "\n".join([*lines, f"{origin} *Command:* `{now['command']}`"]) + "\n"
     differences = {
