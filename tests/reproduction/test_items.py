@@ -1,10 +1,14 @@
-"""The files of the items: valid at every scale, and as the papers print them."""
+"""Items: those of the project, valid at every scale and as printed; wrong ones; settings, starts and plans."""
 
 import pytest
+import yaml
+from folders import encoder_folder
+from papers import arguments, write_item
 
+from declutr.cli.main import main
 from declutr.common.config import flat_keys
-from declutr.reproduction.item import item_names, load_item
-from declutr.reproduction.plan import plan_item
+from declutr.reproduction.item import ReproduceError, item_names, load_item, plan_item
+from declutr.trainer.step.config import OptimConfig
 
 NAMES = item_names()
 SCALES = [(name, scale) for name in NAMES for scale in load_item(name).scales]
@@ -88,3 +92,142 @@ def test_figure_2_has_as_many_spans_with_one_anchor_as_with_two(tmp_path):
         )
         assert one.batch_documents == 2 * two.batch_documents
         assert one.spans.num_anchors * one.batch_documents == two.spans.num_anchors * two.batch_documents
+
+
+@pytest.fixture
+def own(tmp_path):
+    return write_item(tmp_path)
+
+
+def refusal(capsys, *words):
+    assert main(["reproduce", *map(str, words)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+TERMS = {"both": {}, "mlm": {"objective.terms": "mlm"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"axes": {"terms": {"both": {"objective.term": "both"}}}}, ["objective.term", "unknown key"]),
+        ({"axes": {"temperature": {"0": {"objective.loss.temperature": 0}}}}, ["temperature", "0"]),
+        ({"axis": {}}, ["axis", "unknown key"]),
+        ({"axes": {"rate": {0.001: {}}}}, ["axes.rate: the key 0.001 must be text", "quotes"]),
+        ({"axes": {}}, ["axes or encoders"]),
+        ({"encoders": {"start": {"name": "bert"}}}, ["axes or encoders, and not both"]),
+        ({"pairs": [["both", "mml"]]}, ["pairs", "mml", "did you mean `mlm`"]),
+        ({"pairs": [["both", "50%"]]}, ["pairs", "both and 50%", "two axes"]),
+        ({"axes": {"terms": {}}}, ["axes.terms", "no label"]),
+        ({"axes": {"a": {"x": {}}, "b": {"x": {}}}}, ["axes.b.x", "the axis a has this label"]),
+        ({"axes": {"a": {"x": {"steps": 3}}, "b": {"y": {"steps": 4}}}}, ["axes.b.y.steps", "axis a"]),
+        (
+            {
+                "axes": {"a": {"x": {"steps": 3}}, "b": {"y": {}}},
+                "scales": {"tiny": {"config": "c.yaml", "axes": {"b": {"z": {"steps": 4}}}}},
+            },
+            ["axes.b.z.steps", "axis a"],
+        ),
+        ({"printed": {"both, 10%": {"STS-B": 1.0}}}, ["both, 10%", "no run of the item"]),
+        ({"columns": {"A": {"tasks": ["STS99"]}}}, ["STS99"]),
+        ({"columns": {"A": {"tasks": ["STS12"], "mean_of": ["B"]}}}, ["one of tasks"]),
+        ({"columns": {"A": {"mean_of": ["B"]}}}, ["columns.A.mean_of.B", "no column with tasks"]),
+        (
+            {"axes": {"a": {"b": {"encoder": {"trust_remote_code": True}}}}},
+            ["axes.a.b.encoder.trust_remote_code", "cannot be granted by a file"],
+        ),
+        ({"scales": {"paper": {"config": "configs/declutr-small.yaml"}}}, ["no scale tiny", "paper"]),
+    ],
+)
+def test_wrong_item_is_refused_before_anything_starts(own, tmp_path, capsys, change, parts):
+    wrong = tmp_path / "wrong.yaml"
+    values = yaml.safe_load(own.read_text()) | {"printed": {}} | change
+    wrong.write_text(yaml.safe_dump(values, sort_keys=False))
+    line = refusal(capsys, wrong, *arguments(own, tmp_path / "work")[1:])
+    assert [part for part in parts if part not in line] == []
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        *[(["run=elsewhere"], "--work"), (["seed=3"], "--seeds"), (["steps"], "key=value")],
+        (["stepps=3"], "did you mean `steps`"),
+        (["objective.terms=both"], "objective.terms cannot be changed for all runs"),
+        (["objective={terms: both}"], "which differ in objective.terms"),
+        (["--only", "boht"], "did you mean `both`"),
+        (["--start", "configs"], "config.json"),
+        (["--work", __file__], "is a file; name a folder"),
+    ],
+)
+def test_wrong_setting_is_refused(own, tmp_path, capsys, words, part):
+    assert part in refusal(capsys, *arguments(own, tmp_path / "work", *words))
+
+
+def test_unknown_item_is_refused_with_the_nearest_and_encoders_take_no_settings(capsys, tmp_path):
+    assert "did you mean `scd-table3`" in refusal(capsys, "scd-tabel3", "--plan")
+    assert "trains nothing" in refusal(capsys, "declutr-tableS1", "steps=3", "--work", tmp_path)
+
+
+def test_plan_names_cells_seeds_steps_and_rows_and_runs_nothing(own, tmp_path, capsys):
+    assert main(["reproduce", *arguments(own, tmp_path / "work", "--plan", "steps=3", "--seeds", "4,5,6")]) == 0
+    text = capsys.readouterr().out
+    parts = ("4 cells x 3 seed(s) [4, 5, 6]: 12, 0 finished", "3 steps x 8 rows = 24", "of 50%", "12 runs left")
+    assert [part for part in parts if part not in text] == []
+    assert not (tmp_path / "work").exists()
+
+
+def changed(own, settings, axes):
+    """Plans the item with other settings of its scale and other axes."""
+    values = yaml.safe_load(own.read_text()) | {"printed": {}, "axes": axes}
+    values["scales"]["tiny"]["settings"] = settings
+    if "encoder" in settings:
+        values["scales"]["tiny"]["start"] = {"config": values["scales"]["tiny"]["config"]}
+    own.write_text(yaml.safe_dump(values, sort_keys=False))
+    return load_item(str(own))
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "expected"),
+    [
+        ({"steps": None, "epochs": 1}, {"steps": 3}, (3, None)),
+        ({"steps": 5}, {"epochs": 2}, (None, 2)),
+        ({"steps": None, "epochs": 1}, {"epochs": 2}, (None, 2)),
+    ],
+)
+def test_steps_of_the_command_replace_epochs_of_the_item(own, tmp_path, settings, change, expected):
+    plan = plan_item("terms", changed(own, settings, {"terms": TERMS}), "tiny", *places(tmp_path), change, None)
+    assert {(run.config.steps, run.config.epochs) for run in plan.runs} == {expected}
+    axes = {"anchors": {"A=1": {"epochs": 2}, "A=2": {}}}
+    with pytest.raises(ReproduceError, match=r"steps cannot be changed for all runs, which differ in epochs"):
+        plan_item("terms", changed(own, {}, axes), "tiny", *places(tmp_path), {"steps": 3}, None)
+
+
+def test_section_replaces_what_the_item_has_of_it(own, tmp_path):
+    item = changed(own, {"optim.lr": 0.5, "optim.weight_decay": 0.3}, {"terms": TERMS})
+    run, *_ = plan_item("terms", item, "tiny", *places(tmp_path), {"optim": {"lr": 0.25}}, None).runs
+    assert (run.config.optim.lr, run.config.optim.weight_decay) == (0.25, OptimConfig().weight_decay)
+
+
+@pytest.mark.parametrize("only", [[], ["start"]])
+@pytest.mark.parametrize(
+    ("pooling", "expected"), [(["mean", "mean"], "mean"), (["max", "max"], "max"), (["mean", "cls"], None)]
+)
+def test_start_is_scored_with_the_pooling_that_all_runs_share(own, tmp_path, only, pooling, expected):
+    axes = {"axis": {label: {"encoder.pooling": name} for label, name in zip("ab", pooling, strict=True)}}
+    item = changed(own, {"encoder": {"pretrained": "$DECLUTR_START"}}, axes)
+    (tmp_path / "start").mkdir()
+    start = encoder_folder(tmp_path / "start", "bert", pooling="cls")
+    first, *_ = plan_item("terms", item, "tiny", *places(tmp_path), {}, None, start, only).runs
+    assert (first.cell.name, first.cell.encoder.name, first.cell.encoder.pooling) == ("start", str(start), expected)
+
+
+def test_start_with_a_prompt_or_where_nothing_starts_from_it_is_refused(own, tmp_path):
+    (tmp_path / "start").mkdir()
+    start = encoder_folder(tmp_path / "start", "bert", prompts={"query": "find: "}, default_prompt_name="query")
+    with pytest.raises(ReproduceError, match="takes no --start"):
+        plan_item("terms", load_item(str(own)), "tiny", *places(tmp_path), {}, None, start)
+    item = changed(own, {"encoder": {"pretrained": "$DECLUTR_START"}}, {"axis": {"a": {}, "b": {"optim.lr": 0.5}}})
+    with pytest.raises(ReproduceError, match=f"--start {start}: puts 'find: ' before each text"):
+        plan_item("terms", item, "tiny", *places(tmp_path), {}, None, start)

@@ -4,30 +4,28 @@ import random
 
 import yaml
 from prepared import Row, write_prepared
+from sentevalsets import write_sets
 from tinyruns import train_values
 
 WORDS = ["".join(pair) for pair in zip("abcdefghijklmno" * 2, "pqrstuvwxyzabcd" * 2, strict=True)][:24]
 
 
 def write_item(folder, **changes):
-    """Writes shards, STS-B's pairs, a training config and the file of an item; returns the path of the item.
+    """Writes shards, SentEval's tasks, a training config and the file of an item; returns the path of the item.
 
-    Its axes are the terms of DeCLUTR's loss and the share of the corpus; the score is STS-B's of the validation.
+    Its axes are the terms of DeCLUTR's loss and the share of the corpus; the score is STS-B's.
     """
     rng = random.Random(0)
     texts = [" ".join(rng.choices(WORDS, k=rng.randint(90, 140))) + f" {number}" for number in range(96)]
     rows = [Row(text, "held-out" if number % 8 == 0 else "train") for number, text in enumerate(texts)]
     write_prepared(folder / "shards", [rows], geometry={"num_anchors": 2, "max_tokens": 16})
-    (folder / "data").mkdir()
-    pairs = [(" ".join(rng.choices(WORDS, k=5)), " ".join(rng.choices(WORDS, k=5))) for _ in range(30)]
-    lines = [f"a\tb\tc\t{n}\t{rng.uniform(0, 5):.2f}\t{one}\t{other}" for n, (one, other) in enumerate(pairs)]
-    (folder / "data" / "sts-dev.csv").write_text("\n".join(lines) + "\n")
+    write_sets(folder / "data" / "senteval")
     values = train_values(
         folder / "shards",
         "unused",
         steps=4,
         encoder={"dropout": 0.1},
-        validation={"every_steps": 2, "stsb": "$DECLUTR_DATA"},
+        validation={"every_steps": 2, "stsb": "$DECLUTR_SENTEVAL/downstream/STS/STSBenchmark"},
         checkpoint={"every_steps": 1},
         scaling={"num_workers": 0},
     )
@@ -40,7 +38,7 @@ def write_item(folder, **changes):
             "terms": {"both": {}, "mlm": {"objective.terms": "mlm"}},
             "share": {"100%": {}, "50%": {"data_fraction": 0.5}},
         },
-        "columns": {"STS-B": {"validation": "stsb_spearman"}},
+        "columns": {"STS-B": {"tasks": ["STSBenchmark"], "number": "all"}},
         "printed": {"both, 100%": {"STS-B": 80.5}},
         "scales": {"tiny": {"config": str(folder / "train.yaml"), "seeds": [0, 1]}},
     }
@@ -49,6 +47,8 @@ def write_item(folder, **changes):
     return path
 
 
-def arguments(item, work, *more):
+def arguments(item, work, *more, checked=False):
     """Arguments of the command for that item."""
-    return [str(item), "--scale", "tiny", "--data", str(item.parent / "data"), "--work", str(work), *more]
+    data = str(item.parent / "data")
+    words = [str(item), "--scale", "tiny", "--data", data, "--work", str(work), *more]
+    return words if checked else [*words, "--allow-unchecked"]

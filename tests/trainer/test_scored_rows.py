@@ -14,7 +14,7 @@ from textshards import prepare_rows
 from declutr.cli.main import main
 from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.reproduction.item import ReproduceError
-from declutr.reproduction.readiness import run_ready
+from declutr.reproduction.running import run_ready
 from declutr.trainer.checkpoints.checkpoint import CheckpointError, steps_in
 from declutr.trainer.driver.checks import problems, resolve
 from declutr.trainer.driver.failure import TrainingFailedError

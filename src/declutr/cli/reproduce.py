@@ -5,95 +5,78 @@ import sys
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from declutr.common.config import ConfigError
 from declutr.common.console.terminal import refused
-from declutr.common.lock import RunLockedError, refuse_held
+from declutr.common.lock import refuse_held
 from declutr.common.overrides import apply_overrides
 from declutr.common.paths import folder_problem, path_argument
 
-if TYPE_CHECKING:
-    from declutr.reproduction.plan import ItemPlan
-
 
 def run(arguments: list[str]) -> int:
-    """Run the command; return the exit status."""
-    given = _parser().parse_intermixed_args(arguments)
-    from declutr.pipeline.shards.manifest import ShardError
-    from declutr.reproduction.item import ReproduceError, item_names, load_item
-    from declutr.reproduction.plan import plan_item
+    """Run the command; return the exit status.
 
-    if given.item is None:
-        print("\n".join(f"{name:28s} {load_item(name).title}" for name in item_names()))
-        return 0
-    changes, problems = _changes(given.settings)
-    if problems:
-        return refused(problems[0])
-    try:
-        name, work = Path(given.item).stem, given.work.absolute()
-        if given.start and not (given.start / "config.json").is_file():
-            return refused(f"--start {given.start}: has no config.json; name the folder of an encoder of transformers")
-        item = load_item(given.item)
-        senteval = given.senteval or given.data / "senteval"
-        places = (given.data, senteval, work)
-        plan = plan_item(name, item, given.scale, *places, changes, given.seeds, given.start, given.only)
-        if problem := folder_problem(work):
-            return refused(f"--work {work}: {problem}")
-        if not given.plan:
-            for folder in (work, plan.folder):
-                refuse_held(folder)
-        print("\n".join(plan.lines()), flush=True)
-    except (ReproduceError, RunLockedError, ShardError) as error:
-        return refused(error)
-    return 0 if given.plan else _reproduce(given, plan, work, senteval, arguments)
-
-
-def _changes(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Values by the keys of the words, and what is wrong with them."""
-    tree: dict[str, Any] = {}
-    problems = apply_overrides(tree, words)
-    keys = [] if problems else [word.partition("=")[0] for word in words]
-    return {key: reduce(getitem, key.split("."), tree) for key in keys}, problems
-
-
-def _reproduce(given: argparse.Namespace, plan: "ItemPlan", work: Path, senteval: Path, arguments: list[str]) -> int:
-    """Run what is left of the item."""
+    Raises:
+        ConfigError: settings of a run do not fit its shards.
+        RunLockedError: another command works in the folder.
+    """
+    options = _parser().parse_intermixed_args(arguments)
     from declutr.common.console.logs import setup_logging
     from declutr.common.storage import DamagedError
     from declutr.encoders.protocol import EncoderError
     from declutr.pipeline.shards.manifest import ShardError
-    from declutr.reproduction.item import ReproduceError
-    from declutr.reproduction.runner import reproduce
-    from declutr.trainer.checkpoints.checkpoint import CheckpointError
-    from declutr.trainer.driver.failure import TrainingFailedError
-    from declutr.trainer.driver.signals import RunStoppedError, say_stopped
+    from declutr.reproduction.item import ReproduceError, item_names, load_item, plan_item
 
-    setup_logging("reproduce")
+    if options.item is None:
+        print("\n".join(f"{name:28s} {load_item(name).title}" for name in item_names()))
+        return 0
+    tree: dict[str, Any] = {}
+    if problems := apply_overrides(tree, options.settings):
+        return refused(problems[0])
+    keys = [word.partition("=")[0] for word in options.settings]
+    changes = {key: reduce(getitem, key.split("."), tree) for key in keys}
+    name, work, start = Path(options.item).stem, options.work.absolute(), options.start
+    if start and not (start / "config.json").is_file():
+        return refused(f"--start {start}: has no config.json; name the folder of an encoder of transformers")
+    if problem := folder_problem(work):
+        return refused(f"--work {work}: {problem}")
     try:
-        print(f"\n{reproduce(plan, work, senteval, given.allow_unchecked, arguments, _say)}")
-    except ConfigError as error:
-        return refused(f"{error.problems[0]} (of {len(error.problems)} problems)" if error.problems else error)
-    except (
-        *(ReproduceError, RunLockedError, ShardError, EncoderError),
-        *(CheckpointError, DamagedError, TrainingFailedError),
-    ) as error:
+        item, senteval = load_item(options.item), options.senteval or options.data / "senteval"
+        places = (options.data, senteval, work)
+        plan = plan_item(name, item, options.scale, *places, changes, options.seeds, start, options.only)
+        from declutr.reproduction.running import plan_lines, reproduce
+        from declutr.trainer.checkpoints.checkpoint import CheckpointError
+        from declutr.trainer.driver.failure import TrainingFailedError
+        from declutr.trainer.driver.signals import RunStoppedError, say_stopped
+
+        if not options.plan:
+            refuse_held(work)
+            refuse_held(plan.folder)
+        print("\n".join(plan_lines(plan)), flush=True)
+        if options.plan:
+            return 0
+        setup_logging("reproduce")
+        try:
+            print(f"\n{reproduce(plan, work, senteval, options.allow_unchecked, arguments, _say)}")
+        except (KeyboardInterrupt, RunStoppedError) as reason:
+            return say_stopped(reason)
+        except (CheckpointError, DamagedError, TrainingFailedError) as error:
+            return refused(error)
+    except (ReproduceError, ShardError, EncoderError) as error:
         return refused(error)
-    except (KeyboardInterrupt, RunStoppedError) as reason:
-        return say_stopped(reason)
-    print(f"{plan.folder / plan.results}.md; also .json and .png")
+    print(f"{plan.folder / plan.results}.md; also .json")
     return 0
 
 
 def _seeds(text: str) -> list[int]:
     """Distinct seeds, separated by commas."""
     try:
-        found = [int(word) for word in text.split(",")]
+        seeds = [int(word) for word in text.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < 0 or len(set(found)) < len(found):
+        seeds = []
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise argparse.ArgumentTypeError(f"{text}: write different numbers from 0 on, separated by commas")
-    return found
+    return seeds
 
 
 def _say(line: str) -> None:

@@ -1,0 +1,228 @@
+"""Results of an item as `results.json` and `results.md`: our numbers, the paper's, and paired differences over seeds.
+
+Runs that share a seed share documents, spans, masks and initial weights. The difference of two labels of an axis is
+taken seed by seed, as the mean over the combinations of the other axes' labels that both have: else the effects of
+those axes would count as the label's. With two axes it is also taken within each label of the other one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from scipy import stats
+
+from declutr.common.storage import write_json, write_text
+from declutr.reproduction.item import Cell, ItemPlan, PlannedRun
+from declutr.reproduction.provenance import facts, origins
+
+_CONFIDENCE = 0.95
+_ROUNDING = 1e-9  # of numbers in percent, as a share of their difference if it is above 1
+
+Numbers = Mapping[str, Mapping[int, float]]
+"""A column's numbers by cell and seed."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A label of an axis against another one or the start.
+
+    Attributes:
+        axis: the axis.
+        label: the label.
+        base: the label or start that it is compared with.
+        within: label of the other axis; "" for the mean over all.
+        seeds: number of seeds with all runs of both.
+        difference: mean difference.
+        spread: standard deviation of the differences; None with one seed.
+        interval: 95% interval of the mean difference; None with one seed, or if nothing varies but by rounding.
+        p: probability of such a difference if there is none (two-sided paired t-test); None where the interval is.
+    """
+
+    axis: str
+    label: str
+    base: str
+    within: str
+    seeds: int
+    difference: float
+    spread: float | None = None
+    interval: tuple[float, float] | None = None
+    p: float | None = None
+
+    @property
+    def measurable(self) -> bool:
+        """True if the interval does not contain 0."""
+        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+
+
+def compare_labels(cells: Sequence[Cell], numbers: Numbers, pairs: Sequence[tuple[str, str]] = ()) -> list[Difference]:
+    """Each label of each axis against the first label of its axis, or the axis' pairs, and then against the start.
+
+    Those without a common seed are left out.
+
+    Args:
+        cells: the cells; the start has no labels.
+        numbers: the column's numbers of finished runs.
+        pairs: labels to compare, the first one against the second, in place of an axis' others against its first.
+    """
+    differences = []
+    starts, trained = [cell.name for cell in cells if not cell.labels], [cell for cell in cells if cell.labels]
+    axes = list(dict.fromkeys(axis for cell in trained for axis in cell.labels))
+    for axis in axes:
+        labels = list(dict.fromkeys(cell.labels[axis] for cell in trained))
+        compared = [pair for pair in pairs if {*labels} & {*pair}] or [(label, labels[0]) for label in labels[1:]]
+        compared = [pair for pair in compared if {*pair} <= {*labels}]
+        compared += [(label, start) for start in starts for label in labels]
+        other = next(name for name in axes if name != axis) if len(axes) == 2 else ""
+        insides = list(dict.fromkeys(cell.labels[other] for cell in trained)) if other else []
+        for within in ["", *(insides if len(insides) > 1 else [])]:
+            sides: dict[str, dict[tuple[str, ...], str]] = {label: {} for label in labels}
+            for cell in trained:
+                if not within or cell.labels[other] == within:
+                    rest = tuple(label for name, label in cell.labels.items() if name != axis)
+                    sides[cell.labels[axis]][rest] = cell.name
+            for label, base in compared:
+                ours, theirs = sides[label], sides.get(base)
+                shared = [rest for rest in ours if theirs is None or rest in theirs]
+                first = _by_seed([ours[rest] for rest in shared], numbers)
+                second = _by_seed([base] if theirs is None else [theirs[rest] for rest in shared], numbers)
+                if seeds := sorted(first.keys() & second.keys()):
+                    values = [first[seed] for seed in seeds], [second[seed] for seed in seeds]
+                    differences.append(_compare((axis, label, base, within), *values))
+    return differences
+
+
+def _by_seed(names: Sequence[str], numbers: Numbers) -> dict[int, float]:
+    """Mean over these cells, by seed, of the seeds that have all."""
+    columns = [numbers.get(name, {}) for name in names]
+    seeds = columns[0] if columns else {}
+    return {seed: fmean(column[seed] for column in columns) for seed in seeds if all(seed in c for c in columns)}
+
+
+def _compare(sides: tuple[str, str, str, str], ours: Sequence[float], theirs: Sequence[float]) -> Difference:
+    gains = [our - their for our, their in zip(ours, theirs, strict=True)]
+    mean, count = fmean(gains), len(gains)
+    if count < 2:
+        return Difference(*sides, count, mean)
+    spread = stdev(gains)
+    if spread <= _ROUNDING * max(1.0, abs(mean)):
+        return Difference(*sides, count, mean, spread)
+    test = stats.ttest_rel(ours, theirs)
+    low, high = test.confidence_interval(_CONFIDENCE)
+    return Difference(*sides, count, mean, spread, (float(low), float(high)), float(test.pvalue))
+
+
+def write_results(
+    plan: ItemPlan,
+    scored: Sequence[tuple[PlannedRun, Mapping[str, Any] | None]],
+    command: Sequence[str],
+    failed: Mapping[str, str],
+) -> str:
+    """Writes the files from the runs that have finished; returns the Markdown.
+
+    Args:
+        plan: the item.
+        scored: each run with its scores, None without any.
+        command: arguments of the command.
+        failed: reason of each run of this call that failed, by its name.
+    """
+    cells, seeds = {run.cell.name: run.cell for run in plan.runs}, sorted({run.seed for run in plan.runs})
+    records = [(run, record) for run, record in scored if record]
+    numbers: dict[str, dict[str, dict[int, float]]] = {name: {} for name in plan.columns}
+    for run, record in records:
+        for name, value in record["scores"].items():  # those of an encoder stand beside those of every seed
+            of_seeds = dict.fromkeys([run.seed] if run.config else seeds, value)
+            numbers[name].setdefault(run.cell.name, {}).update(of_seeds)
+    by_run = {f"{run.cell.name}, seed {run.seed}": record for run, record in records}
+    warnings = {name: record["warnings"] for name, record in by_run.items() if record["warnings"]}
+    marks = sorted({mark for record in by_run.values() for mark in record["marks"]})
+    trained_by = _distinct(facts for record in by_run.values() for facts in record["trained"])
+    scored_by = _distinct(record["made"] for record in by_run.values())
+    compared = {
+        name: compare_labels([*cells.values()], column, plan.item.pairs) if plan.item.axes else []
+        for name, column in numbers.items()
+    }
+    now = facts(["declutr reproduce", *command])
+    trainers, scorers = (origins(machines or scored_by or [now]) for machines in (trained_by, scored_by))
+    origin = scorers if trainers == scorers else f"Trained by: {trainers} Scored by: {scorers}"
+    lines = [*_markdown(plan, cells, numbers, compared, len(records)), ""]
+    lines += [f"{plan.item.note}\n"] if plan.item.note else []
+    for title, notes in (("Warnings of the scoring", warnings), ("Failed", failed), ("Not scored", plan.unscored)):
+        if notes:
+            points = (f"- {name}: {note if isinstance(note, str) else '; '.join(note)}" for name, note in notes.items())
+            lines += [f"{title}:\n", *points, ""]
+    lines += [f"Data that differ from the published ones: {'; '.join(marks)}.\n"] if marks else []
+    text = "\n".join([*lines, f"{origin} *Command:* `{now['command']}`"]) + "\n"
+    differences = {
+        name: [asdict(row) | {"measurable": row.measurable} for row in column] for name, column in compared.items()
+    }
+    results = {
+        "item": plan.name,
+        "scale": plan.scale,
+        "source": plan.item.source,
+        "finished_runs": len(records),
+        "planned_runs": len(plan.runs),
+        "numbers": numbers,
+        "printed": plan.item.printed,
+        "differences": differences,
+        "seconds": {name: record["seconds"] for name, record in by_run.items()},
+        "failed": dict(failed),
+        "not_scored": plan.unscored,
+        "warnings": warnings,
+        "trained_by": trained_by,
+        "scored_by": scored_by,
+        "not_published_data": marks,
+        "settings": plan.settings.model_dump(mode="json"),
+    }
+    write_json(plan.folder / f"{plan.results}.json", results | now)
+    write_text(plan.folder / f"{plan.results}.md", text)
+    return text
+
+
+def _distinct(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    distinct: list[dict[str, Any]] = []
+    for row in rows:
+        distinct += [row] if row not in distinct else []
+    return distinct
+
+
+def _markdown(
+    plan: ItemPlan,
+    cells: Mapping[str, Cell],
+    numbers: Mapping[str, Numbers],
+    compared: Mapping[str, Sequence[Difference]],
+    finished: int,
+) -> Iterator[str]:
+    part = ", a part of the item" if plan.partial else ""
+    yield f"# {plan.item.title}\n\n*Paper:* {plan.item.source}. {plan.item.says}\n"
+    yield f"Scale {plan.scale}: {finished} of {len(plan.runs)} runs{part}. Mean ± standard deviation over seeds; the"
+    yield "paper's number in parentheses; n: seeds, where runs are missing.\n"
+    yield f"| run | {' | '.join(plan.columns)} |\n| --- | {' | '.join('---:' for _ in plan.columns)} |"
+    for name, cell in cells.items():
+        planned = len({run.seed for run in plan.runs if run.cell.name == name or cell.encoder})
+        printed = plan.item.printed.get(name, {})
+        shown = (_cell(column.get(name, {}), printed.get(heading), planned) for heading, column in numbers.items())
+        yield f"| {name} | {' | '.join(shown)} |"
+    for heading, differences in compared.items():
+        if differences:
+            yield f"\n| {heading}: difference, seed by seed | mean | 95% interval | p | seeds |"
+            yield "| --- | ---: | ---: | ---: | ---: |"
+            yield from map(difference_row, differences)
+
+
+def difference_row(row: Difference) -> str:
+    """A difference as a row of a Markdown table."""
+    remark = "" if row.measurable else " (one seed)" if row.seeds == 1 else " (not measurable)"
+    interval = "" if row.interval is None else f"{row.interval[0]:+.2f} to {row.interval[1]:+.2f}"
+    p = "" if row.p is None else f"{row.p:.3f}"
+    label = f"{row.axis}: {row.label} over {row.base}" + (f", {row.within}" if row.within else "")
+    return f"| {label} | {row.difference:+.2f}{remark} | {interval} | {p} | {row.seeds} |"
+
+
+def _cell(values: Mapping[int, float], printed: float | None, planned: int) -> str:
+    """Mean and spread of our numbers, their number if it is not the planned one, and the paper's number."""
+    numbers = list(values.values())
+    ours = f"{fmean(numbers):.2f}" if numbers else "-"
+    spread = f" ± {stdev(numbers):.2f}" if len({*numbers}) > 1 else ""
+    fewer = f", n={len(numbers)}" if 0 < len(numbers) < planned else ""
+    return ours + spread + fewer + ("" if printed is None else f" ({printed:.2f})")

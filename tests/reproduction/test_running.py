@@ -1,0 +1,485 @@
+"""`declutr reproduce` as a whole on a tiny item, without Ray: runs, results, kills, and what decides scores."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from folders import encoder_folder
+from papers import arguments, write_item
+from prepared import Row, write_prepared
+from safetensors.torch import load_file, save_file
+from sentevalsets import write_sets
+from tinyruns import GEOMETRY, descendants, prepare_values, wait_gone, write_corpus
+from waiting import until
+
+from declutr.cli.main import main
+from declutr.common.lock import RunLock
+from declutr.evaluation.senteval.runner.plan import VERSIONS
+from declutr.reproduction import provenance
+from declutr.reproduction.item import ReproduceError, load_item, plan_item
+from declutr.reproduction.running import identity, made_from, run_ready
+
+
+def call(*words):
+    return main(["reproduce", *map(str, words)])
+
+
+def refusal(capsys, *words):
+    capsys.readouterr()
+    assert call(*words) == 1
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def planned(capsys, *words):
+    capsys.readouterr()
+    assert call(*words, "--plan") == 0
+    return capsys.readouterr().out
+
+
+def changed(item, path, scale=(), **keys):
+    """Writes the item with other keys to a path, and with other keys of its scale; returns the path."""
+    values = yaml.safe_load(item.read_text()) | {"printed": {}} | keys
+    values["scales"]["tiny"] |= dict(scale)
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return path
+
+
+def beside(item, copy, work, *words):
+    """Arguments for another file of the item with its data."""
+    return [copy, *arguments(item, work, *words)[1:]]
+
+
+def results(folder, name="results"):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def item(tmp_path_factory):
+    return write_item(tmp_path_factory.mktemp("item"))
+
+
+@pytest.fixture(scope="module")
+def finished(item, tmp_path_factory):
+    """Folder of the results of a whole call."""
+    work = tmp_path_factory.mktemp("work")
+    assert call(*arguments(item, work)) == 0
+    return work / "terms-tiny"
+
+
+@pytest.mark.slow
+def test_results_have_all_runs_the_papers_number_paired_differences_and_facts(finished):
+    whole = results(finished)
+    assert (whole["finished_runs"], whole["planned_runs"]) == (8, 8)
+    cells = whole["numbers"]["STS-B"]
+    names = ("both, 100%", "both, 50%", "mlm, 100%", "mlm, 50%")
+    assert {(name, seed) for name, seeds in cells.items() for seed in seeds} == {(n, s) for n in names for s in "01"}
+    rows = {(row["axis"], row["label"]): row for row in whole["differences"]["STS-B"] if not row["within"]}
+    assert set(rows) == {("terms", "mlm"), ("share", "50%")}
+    gains = [cells[f"mlm, {share}"][seed] - cells[f"both, {share}"][seed] for share in ("100%", "50%") for seed in "01"]
+    assert rows["terms", "mlm"]["difference"] == pytest.approx(sum(gains) / 4)
+    assert whole["hardware"]["cpu"]
+    assert whole["versions"]["torch"]
+    assert whole["command"].startswith("declutr reproduce")
+    assert whole["trained_by"] == whole["scored_by"]
+    text = (finished / "results.md").read_text()
+    assert [part for part in ("(80.50)", "terms: mlm over both", "*Commit:*", "8 of 8 runs") if part not in text] == []
+    assert [mark.partition(":")[0] for mark in whole["not_published_data"]] == ["STS-B"]
+
+
+@pytest.mark.slow
+def test_runs_are_ordinary_and_differ_by_seed_and_share(finished):
+    def digests(name):
+        lines = map(json.loads, (finished / name / "run/metrics.jsonl").read_text().splitlines())
+        return [line["batch_digest"] for line in lines if line["kind"] == "step"]
+
+    assert (finished / "both-100--0/run/export/model.safetensors").is_file()
+    assert len(digests("both-100--0")) == 4
+    assert len({tuple(digests(name)) for name in ("both-100--0", "both-100--1", "both-50--0")}) == 3
+    config = yaml.safe_load((finished / "mlm-50--1/run/config.yaml").read_text())
+    assert (config["seed"], config["data_fraction"], config["objective"]["terms"]) == (1, 0.5, "mlm")
+
+
+@pytest.mark.slow
+def test_second_call_repeats_nothing_and_other_columns_train_nothing(item, finished, tmp_path):
+    work = shutil.copytree(finished.parent, tmp_path / "work")
+
+    def times(name):
+        return {path: path.stat().st_mtime_ns for path in work.rglob(name)}
+
+    scored, trained = times("scores.json"), times("metrics.jsonl")
+    assert call(*arguments(item, work)) == 0
+    assert (times("scores.json"), len(scored)) == (scored, 8)
+    columns = yaml.safe_load(item.read_text())["columns"] | {"years": {"tasks": ["STS12"]}}
+    assert call(*beside(item, changed(item, tmp_path / "terms.yaml", columns=columns), work)) == 0
+    numbers = results(work / "terms-tiny")["numbers"]
+    assert numbers["years"].keys() == numbers["STS-B"].keys()
+    assert times("metrics.jsonl") == trained
+
+
+@pytest.mark.slow
+def test_killed_call_continues_to_the_same_numbers(item, finished, tmp_path):
+    work, words = tmp_path / "work", ("--seeds", "0")
+    command = [sys.executable, "-m", "declutr.cli.main", "reproduce", *arguments(item, work, *words)]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until((work / "terms-tiny/both-50--0/run/checkpoints/step-00000002/state.json").is_file, "a checkpoint", 120)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (work / "terms-tiny/mlm-50--0/scores.json").exists()
+    assert call(*arguments(item, work, *words)) == 0
+    again, whole = results(work / "terms-tiny", "results-part"), results(finished)
+    assert {name: seeds["0"] for name, seeds in again["numbers"]["STS-B"].items()} == {
+        name: seeds["0"] for name, seeds in whole["numbers"]["STS-B"].items()
+    }
+
+
+@pytest.mark.slow
+def test_start_is_scored_beside_the_chosen_and_the_last_checkpoint(item, finished, tmp_path, capsys):
+    start, judged = finished / "both-100--0/run/export", {"tasks": ["STSBenchmark"], "number": "all"}
+    config = yaml.safe_load(item.read_text())["scales"]["tiny"]["config"]
+    scale = {"settings": {"encoder": {"pretrained": "$DECLUTR_START"}, "optim.lr": 0.01}, "start": {"config": config}}
+    columns = {"chosen": judged, "last": judged | {"checkpoint": "last"}}
+    copy = changed(item, tmp_path / "starts.yaml", scale, columns=columns, axes={"terms": {"both": {}, "mlm": {
+        "objective.terms": "mlm"}}})  # fmt: skip
+    words, numbers = ["--start", start, "--only", "start", "--only", "mlm", "--seeds", "0"], {}
+    for export in ("best", "last"):
+        assert call(*beside(item, copy, tmp_path / export, *words, f"export={export}")) == 0
+        assert not (tmp_path / export / "start").exists()
+        part = results(tmp_path / export / "starts-tiny", "results-part")
+        numbers[export] = part["numbers"]
+        assert {(row["label"], row["base"]) for row in part["differences"]["last"]} == {("mlm", "start")}
+    assert numbers["best"]["chosen"]["start"] == numbers["best"]["last"]["start"] == numbers["last"]["last"]["start"]
+    assert numbers["best"]["last"]["mlm"] == numbers["last"]["chosen"]["mlm"] == numbers["last"]["last"]["mlm"]
+    for word in ("checkpoint.every_steps=2", "validation.patience=7"):  # of these checkpoints one was chosen
+        message = refusal(capsys, *beside(item, copy, tmp_path / "best", *words, "export=best", "--plan", word))
+        assert f"mlm-0/run: was trained with other settings or data ({word.partition('=')[0]} was" in message
+
+
+@pytest.mark.slow
+def test_runs_from_another_start_are_refused(item, tmp_path, capsys):
+    config = yaml.safe_load(item.read_text())["scales"]["tiny"]["config"]
+    work, words = tmp_path / "work", ("--only", "mlm, 50%", "--seeds", "0")
+
+    def starting(steps):
+        scale = {"settings": {"encoder": {"pretrained": "$DECLUTR_START"}}}
+        scale["start"] = {"config": config, "settings": {"steps": steps}}
+        return changed(item, tmp_path / "starts.yaml", scale)
+
+    assert call(*beside(item, starting(2), work, *words)) == 0
+    assert "start      ready" in planned(capsys, *beside(item, starting(2), work))
+    message = refusal(capsys, *beside(item, starting(3), work, "--plan"))
+    assert "start: was trained with other settings or data (steps was 2, now 3); delete it, or name another" in message
+    shutil.rmtree(work / "start")
+    (work / "start.made_from.json").unlink()
+    message = refusal(capsys, *beside(item, starting(3), work, *words))
+    assert "mlm-50--0/run: was trained with other settings or data (encoder.pretrained (content) was" in message
+
+
+@pytest.mark.slow
+def test_other_shards_settings_or_senteval_files_never_show_earlier_scores(item, finished, tmp_path, capsys):
+    work = shutil.copytree(finished.parent, tmp_path / "work")
+    write_prepared(tmp_path / "other", [[Row(f"other words {n} " * 40) for n in range(96)]], geometry=GEOMETRY)
+    assert "8 finished" in planned(capsys, *arguments(item, work))
+    assert "8 finished" in planned(capsys, *arguments(item, work, "checkpoint.every_steps=2"))
+    for word, key in ((f"data={tmp_path / 'other'}", "data (content)"), ("optim.lr=0.5", "optim.lr")):
+        message = refusal(capsys, *arguments(item, work, "--plan", word))
+        assert "both-100--0/run: was trained with other settings or data (" in message
+        assert f"{key} was" in message
+        assert "--work" in message
+    (work / "terms-tiny/mlm-100--0/run.made_from.json").unlink()
+    assert "mlm-100--0/run: has a run, and no" in refusal(capsys, *arguments(item, work))
+
+
+@pytest.mark.slow
+def test_part_of_an_item_does_not_replace_the_results_of_all(item, finished, tmp_path):
+    work = shutil.copytree(finished.parent, tmp_path / "work")
+    whole = (work / "terms-tiny/results.json").read_bytes()
+    assert call(*arguments(item, work, "--only", "mlm", "--seeds", "0")) == 0
+    assert (work / "terms-tiny/results.json").read_bytes() == whole
+    assert results(work / "terms-tiny", "results-part")["numbers"]["STS-B"].keys() == {"mlm, 100%", "mlm, 50%"}
+
+
+def test_commit_and_machine_of_the_training_stay_when_its_run_is_scored_again(item, tmp_path):
+    copy, folder = changed(item, tmp_path / "terms.yaml", axes={"run": {"one": {}}}), tmp_path / "work/terms-tiny"
+    words = beside(item, copy, tmp_path / "work", "--seeds", "0")
+    assert call(*words) == 0
+    scored_by = results(folder, "results-part")["scored_by"]
+    (folder / "one-0/trained_by.json").write_text(json.dumps([scored_by[0] | {"commit": "0123abc"}]))
+    (folder / "one-0/scores.json").unlink()
+    assert call(*words) == 0
+    again, text = results(folder, "results-part"), (folder / "results-part.md").read_text()
+    assert ([facts["commit"] for facts in again["trained_by"]], again["scored_by"]) == (["0123abc"], scored_by)
+    assert text.index("Trained by: *Hardware:*") < text.index("0123abc") < text.index("Scored by: *Hardware:*")
+
+
+def test_commit_is_that_of_a_checkout_and_never_that_of_a_repository_around_the_package(tmp_path):
+    def git(*words):
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", "-C", tmp_path, *name, *words], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "theirs")
+
+    def commit(package):
+        package.mkdir(parents=True)
+        copied = shutil.copy(Path(provenance.__file__).resolve(), package)
+        spec = spec_from_file_location("copied", copied)
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.facts([])["commit"]
+
+    assert commit(tmp_path / ".venv/lib/site-packages/declutr/reproduction") is None
+    assert commit(tmp_path / "src/declutr/reproduction") == git("rev-parse", "HEAD")
+
+
+def test_failed_run_and_column_without_data_are_named_and_the_others_run(item, tmp_path, capsys):
+    """A rate beyond all bounds makes the loss of one cell infinite; the shards of another have no corpus."""
+    (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": {
+        "output": "unused", "corpus": {"kind": "files", "paths": ["$DECLUTR_DATA/gone.txt"]},
+        "tokenizer": {"kind": "train", "vocab_size": 400}}}))  # fmt: skip
+    axes = {"run": {"small": {}, "huge": {"optim.lr": 1.0e12, "optim.max_grad_norm": None},
+            "other": {"data": "$DECLUTR_WORK/shards/gone"}}}  # fmt: skip
+    columns = {"STS-B": {"tasks": ["STSBenchmark"], "number": "all"}, "SNLI": {"tasks": ["SNLI"]}}
+    columns["mean"] = {"mean_of": ["STS-B", "SNLI"]}
+    scale = {"shards": {"gone": {"config": str(tmp_path / "prepare.yaml")}}}
+    copy = changed(item, tmp_path / "rates.yaml", scale, axes=axes, columns=columns)
+    words = beside(item, copy, tmp_path / "work", "--seeds", "0")
+    text = planned(capsys, *words)
+    for part in ("missing    SNLI: no data of SNLI in", "missing    mean: needs SNLI", "missing    gone: "):
+        assert part in text
+    assert "2 of 3 runs failed, the others are scored: huge, seed 0: " in refusal(capsys, *words)
+    part = results(tmp_path / "work/rates-tiny", "results-part")
+    assert (list(part["numbers"]), set(part["numbers"]["STS-B"])) == (["STS-B"], {"small"})
+    assert list(part["failed"]) == ["huge, seed 0", "other, seed 0"]
+    assert list(part["not_scored"]) == ["SNLI", "mean"]
+    text = (tmp_path / "work/rates-tiny/results-part.md").read_text()
+    assert [
+        line for line in ("| huge | - |", "- other, seed 0: shards gone: ", "- SNLI: no data") if line not in text
+    ] == []
+
+
+def test_share_smaller_than_a_batch_is_refused_before_its_run(item, tmp_path, capsys):
+    copy = changed(item, tmp_path / "terms.yaml", axes={"run": {"one": {}}})
+    capsys.readouterr()
+    assert call(*beside(item, copy, tmp_path / "work", "data_fraction=0.01")) == 1
+    message = capsys.readouterr().err
+    assert "data_fraction = 0.01: leaves" in message
+    assert not list((tmp_path / "work").rglob("step-*"))
+
+
+@pytest.mark.parametrize("folder", [".", "terms-tiny"])
+def test_second_command_is_refused_where_shards_are_prepared_or_on_the_same_item(item, tmp_path, capsys, folder):
+    (tmp_path / "terms-tiny").mkdir()
+    with RunLock(tmp_path / folder, lambda: None):
+        assert call(*arguments(item, tmp_path, "--plan")) == 0
+        assert "another command works here" in refusal(capsys, *arguments(item, tmp_path))
+
+
+def test_shards_of_other_settings_are_refused(item, tmp_path, capsys):
+    """A folder of the same name may be of another item."""
+    values = {"output": "unused", "tokenizer": {"kind": "train", "vocab_size": 400}, "geometry": GEOMETRY}
+    values["corpus"] = {"kind": "files", "paths": ["$DECLUTR_DATA/texts"]}
+    (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": values}))
+    copy = changed(item, tmp_path / "a.yaml", {"shards": {"documents": {"config": str(tmp_path / "prepare.yaml")}}})
+    shutil.copytree(item.parent / "shards", tmp_path / "work/shards/documents")
+    message = refusal(capsys, *beside(item, copy, tmp_path / "work"))
+    assert "was prepared with other settings" in message
+    assert f"{item.parent / 'data/texts'}" in message
+
+
+@pytest.mark.ray
+def test_kill_while_shards_are_prepared_ends_all_and_the_same_command_finishes(tmp_path):
+    item, work = write_item(tmp_path), tmp_path / "work"
+    write_corpus(tmp_path / "data/corpus.jsonl")
+    prepare = prepare_values("$DECLUTR_DATA/corpus.jsonl", "unused")
+    (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": prepare}))
+    scale = {"settings": {"data": "$DECLUTR_WORK/shards/documents"}}
+    scale["shards"] = {"documents": {"config": str(tmp_path / "prepare.yaml")}}
+    changed(item, item, scale, axes={"run": {"one": {}}})
+    command = [sys.executable, "-m", "declutr.cli.main", "reproduce", *arguments(item, work, "--seeds", "0")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until((work / "shards/documents/lock.json").is_file, "the lock of the preparation", 120)
+    started = {pid: title for pid, title in descendants(process.pid).items() if "declutr.cli.main" in title}
+    assert len(started) == 3, "a process that works, and two that prepare"
+    process.kill()
+    process.communicate()
+    assert wait_gone(started, 10) == {}
+    again = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0, again.stderr
+    assert list(results(work / "terms-tiny", "results-part")["numbers"]["STS-B"]) == ["one"]
+
+
+# Scores of encoders that are not trained
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """An item that scores two poolings of an encoder."""
+    folder = tmp_path_factory.mktemp("encoders")
+    (folder / "encoder").mkdir()
+    name = str(encoder_folder(folder / "encoder", "bert"))
+    write_sets(folder / "data/senteval")
+    columns = {"mean": {"tasks": ["STS12"]}, "wmean": {"tasks": ["STS12"], "number": "wmean"}}
+    columns["all"] = {"tasks": ["STS12", "STSBenchmark"], "number": "all"}
+    columns |= {"dev": {"tasks": ["STSBenchmark"], "number": "all_dev"}, "both": {"mean_of": ["mean", "all"]}}
+    item = {"title": "Pooling", "source": "a paper, Table 1", "says": "The mean is better.", "columns": columns}
+    item["encoders"] = {"CLS": {"name": name, "pooling": "cls"}, "mean": {"name": name, "pooling": "mean"}}
+    path = folder / "pooling.yaml"
+    path.write_text(yaml.safe_dump(item | {"scales": {"tiny": {"preset": "prototyping"}}}, sort_keys=False))
+    return path
+
+
+def test_columns_are_the_numbers_of_the_evaluation_and_other_data_are_scored_anew(encoders, tmp_path):
+    shutil.copytree(encoders.parent, tmp_path / "item")
+    words = arguments(tmp_path / "item" / encoders.name, tmp_path)
+    assert call(*words) == 0
+    whole = results(tmp_path / "pooling-tiny")
+    numbers = {column: cells["mean"]["0"] for column, cells in whole["numbers"].items()}
+    (folder,) = (tmp_path / "pooling-tiny/mean-0/senteval").glob("*-????????")
+    units = {path.name: json.loads(path.read_text())["scores"] for path in folder.glob("STS*.json")}
+    years, pairs = units["STS12.json"], units["STSBenchmark.cosine.json"]
+    expected = {"mean": 100 * years["spearman.mean"], "wmean": 100 * years["spearman.wmean"]}
+    expected |= {"all": 50 * (years["spearman.all"] + pairs["spearman"]), "dev": 100 * pairs["devspearman"]}
+    assert numbers == pytest.approx(expected | {"both": (expected["mean"] + expected["all"]) / 2})
+    assert "STSBenchmark.json" not in units, "a regression that no column needs"
+    assert whole["numbers"]["mean"]["CLS"] != whole["numbers"]["mean"]["mean"]
+    write_sets(tmp_path / "item/data/senteval", seed=1)
+    assert call(*words) == 0
+    again = results(tmp_path / "pooling-tiny")["numbers"]
+    assert [column for column in again if again[column] == whole["numbers"][column]] == []
+
+
+def test_warnings_of_a_scoring_stand_with_the_results(encoders, tmp_path):
+    values = yaml.safe_load(encoders.read_text())
+    folder = shutil.copytree(values["encoders"]["CLS"]["name"], tmp_path / "collapsed")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: torch.zeros_like(tensor) for name, tensor in weights.items()}, folder / "model.safetensors")
+    copy = changed(encoders, tmp_path / "pooling.yaml", encoders=values["encoders"] | {"none": {"name": str(folder)}})
+    for _ in range(2):  # the second time from files
+        assert call(*beside(encoders, copy, tmp_path / "work")) == 0
+        warnings = results(tmp_path / "work/pooling-tiny")["warnings"]
+        assert warnings.keys() == {"none, seed 0"}
+        lines = warnings["none, seed 0"]
+        assert any(line.endswith("sampled embeddings are zero") for line in lines)
+        assert any(line.startswith("STS12: no correlation in") for line in lines)
+        assert not any("published" in line for line in lines)
+        text = (tmp_path / "work/pooling-tiny/results.md").read_text()
+        assert "Warnings of the scoring:\n\n- none, seed 0: " in text
+        for path in (tmp_path / "work/pooling-tiny").glob("*/scores.json"):
+            path.unlink()
+
+
+def test_data_other_than_the_published_ones_are_refused_before_the_work(encoders, tmp_path, capsys):
+    message = refusal(capsys, *arguments(encoders, tmp_path, checked=True))
+    assert "2 of 2 tasks cannot be scored" in message
+    assert "--allow-unchecked" in message
+    nothing = refusal(capsys, *arguments(encoders, tmp_path, "--senteval", tmp_path / "gone"))
+    assert "nothing can be scored: no data of STS12 in" in nothing
+    assert not (tmp_path / "pooling-tiny").exists()
+
+
+# What decides scores: contents, however their paths are written
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An item, an encoder and shards in a folder that `~` and `$PLACE` name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    write_item(tmp_path)
+    (tmp_path / "encoder").mkdir()
+    encoder_folder(tmp_path / "encoder", "bert")
+    return tmp_path
+
+
+def first_run(home, **keys):
+    """Plan and first run of the item with other keys."""
+    copy = changed(home / "terms.yaml", home / "changed.yaml", **keys)
+    places = (home / "data", home / "data/senteval", home / "work")
+    plan = plan_item("changed", load_item(str(copy)), "tiny", *places, {}, None)
+    return plan, plan.runs[0]
+
+
+def encoder_identity(home, name):
+    return identity(*first_run(home, axes={}, encoders={"a": {"name": name}}, scales={"tiny": {}}))
+
+
+def write(path, text="other"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["encoder", "untrained:{}/encoder", "untrained@3:{}/encoder", "~/encoder", "words.vec"]
+)
+def test_encoder_of_other_files_has_other_scores(home, name):
+    name = name.format(home) if "{}" in name or name[0] == "~" else str(home / name)
+    write(home / "words.vec", "a 1")
+    before = encoder_identity(home, name)
+    assert encoder_identity(home, name) == before
+    write(home / ("words.vec" if name.endswith(".vec") else "encoder/model.safetensors"))
+    assert encoder_identity(home, name) != before
+
+
+def test_run_that_is_trained_further_has_other_scores_and_its_logs_decide_nothing(home):
+    run = home / "run"
+    write(run / "checkpoints/step-00000002/encoder.pt", "2")
+    seen = [encoder_identity(home, str(run))]
+    write(run / "metrics.jsonl")
+    write(run / "checkpoints/step-00000001/encoder.pt")
+    assert encoder_identity(home, str(run)) == seen[0]
+    write(run / "checkpoints/step-00000004/encoder.pt", "4")
+    seen.append(encoder_identity(home, str(run)))
+    write(run / "export/model.safetensors", "4")
+    seen.append(encoder_identity(home, str(run)))
+    write(run / "checkpoints/step-00000006/encoder.pt", "6")
+    assert encoder_identity(home, str(run)) == seen[-1]
+    assert len({*seen}) == 3
+
+
+IMAGES = {"data": "shards", "objective": {"kind": "supcon"}, "frontend": {"pretrained": "$PLACE/encoder"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "file"),
+    [
+        ({"encoder": {"pretrained": "~/encoder"}}, "encoder/model.safetensors"),
+        ({"auxiliary_tasks": {"image": IMAGES}}, "encoder/model.safetensors"),
+        ({"validation.stsb": "~/pairs"}, "pairs/sts-dev.csv"),
+        ({"validation.sickr": "${PLACE}/pairs"}, "pairs/SICK_trial.txt"),
+        *[({key: "~/seen"}, "seen") for key in ("data", "validation.data")],
+    ],
+)
+def test_run_of_other_encoders_pairs_or_shards_has_other_scores_and_is_refused(home, settings, file):
+    def write_seen(word):
+        shutil.rmtree(home / "seen", ignore_errors=True)
+        write_prepared(home / "seen", [[Row(f"{word} words {n} " * 40) for n in range(96)]], geometry=GEOMETRY)
+
+    write_seen("first")
+    for name in ("sts-dev.csv", "SICK_trial.txt"):
+        write(home / "pairs" / name, "pairs")
+    scale = {"settings": settings}
+    plan, run = first_run(home, scale=scale)
+    before, record = identity(plan, run), Path(f"{run.config.run}.made_from.json")
+    write(record, json.dumps(made_from(run.config)))
+    assert identity(*first_run(home, scale=scale)) == before
+    write_seen("second") if file == "seen" else write(home / file)
+    assert identity(plan, run) != before
+    with pytest.raises(ReproduceError, match="was trained with other settings or data"):
+        run_ready(run.config)
+    shutil.rmtree(home / file.partition("/")[0])  # what is not there now is not compared: it may be made again
+    assert not run_ready(run.config)
+
+
+def test_other_methods_and_classifiers_give_other_scores(home, monkeypatch):
+    seen = {identity(*first_run(home)), identity(*first_run(home, scale={"preset": "prototyping"}))}
+    monkeypatch.setitem(VERSIONS, "cosine", VERSIONS["cosine"] + 1)
+    assert len({*seen, identity(*first_run(home))}) == 3
