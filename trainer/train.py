@@ -32,9 +32,8 @@ from declutr.common.credentials import redact
 from declutr.common.lock import RunLockedError, refuse_held
 from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
-from declutr.trainer.checkpoints.state import FORK
 from declutr.trainer.driver.checks import refuse, resolve
-from declutr.trainer.driver.path_checks import fork_problem, place_problems
+from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.driver.resolved import ResolvedRun, find_shards
 from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.setup.cache import run_folder
@@ -79,15 +78,12 @@ class _EarlyRay:
             ray.shutdown()
 
 
-def train(
-    settings: Settings[TrainConfig], overrides: Sequence[str] = (), *, fork: str | Path | None = None
-) -> dict[str, Any]:
+def train(settings: Settings[TrainConfig], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Trains an encoder to the last step, or continues a run that was stopped, and exports it.
 
     Args:
         settings: the section `train` as nested dictionaries, the path of a YAML file that has it, or its model.
         overrides: settings to change, as `key.sub=value`.
-        fork: folder of a new run that starts with the weights and the step of the run of the settings.
 
     Returns:
         The run's summary, as in its `summary.json` (`declutr.trainer.driver.run.run_training`): `export` is the folder
@@ -101,43 +97,38 @@ def train(
         RunLockedError: another command works on the run folder.
     """
     config = load_config(settings, "train", TrainConfig, overrides, place_problems)
-    new_run = None if fork is None else str(fork)
-    return _train(config, new_run, _examine(config, new_run))
+    return _train(config, _examine(config))
 
 
 def _train(
     config: TrainConfig,
-    new_run: str | None,
     resolved: ResolvedRun | None,
     started: float | None = None,
     wait_for_ray: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
-    """Forks the run if there is a new one, and trains; the arguments are those of `run_training`."""
+    """Trains; the arguments are those of `run_training`."""
     from declutr.trainer.driver.failure import TrainingFailedError
     from declutr.trainer.driver.run import run_training
 
     try:
-        if new_run is not None:
-            from declutr.trainer.driver.fork import fork
-
-            config, resolved = fork(config, new_run), None
         return run_training(config, started, wait_for_ray, resolved)
     except OSError as error:  # a full disk or a lost storage
         raise TrainingFailedError(_storage_error(error, config.run)) from error
 
 
-def _examine(config: TrainConfig, new_run: str | None) -> ResolvedRun | None:
-    """Checks places and data before torch, transformers and Ray are loaded.
+def _examine(config: TrainConfig) -> ResolvedRun | None:
+    """The resolved run, checked before torch, transformers and Ray are loaded; None if places are to be fetched.
 
     Raises:
         ConfigError: with every problem.
         RunLockedError: another command works on the run folder.
     """
-    wrong = place_problems(config.model_dump())
-    if new_run is not None and (problem := fork_problem(new_run, config.run)):
-        wrong.append(problem)
-    refuse(wrong)
-    return _resolve_early(config, new_run)
+    refuse(place_problems(config.model_dump()))
+    if any(map(is_remote, (config.run, *_data_places(config)))):
+        return None
+    resolved = resolve(config)
+    refuse_held(run_folder(config.run, config.cache))
+    return resolved
 
 
 def _began() -> float:
@@ -148,19 +139,6 @@ def _began() -> float:
     except FileNotFoundError:
         return time.time()
     return time.time() - running_seconds
-
-
-def _resolve_early(config: TrainConfig, new_run: str | None) -> ResolvedRun | None:
-    """The resolved run; None if places at addresses are to be fetched, or if `fork` refuses the new run."""
-    started = config if new_run is None else config.model_copy(update={"run": new_run})
-    if any(map(is_remote, (started.run, *_data_places(started)))):
-        return None
-    run = run_folder(started.run, started.cache)
-    if new_run is not None and run.exists() and not (run / FORK).is_file():
-        return None
-    resolved = resolve(started)
-    refuse_held(run)
-    return resolved
 
 
 def _data_places(config: TrainConfig) -> list[str]:
@@ -203,13 +181,10 @@ def _storage_error(error: OSError, run: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `train CONFIG [key=value ...] [--print-config]`; returns the exit status."""
     parser = config_parser("train", "From shards to a sentence encoder.")
-    parser.add_argument("--fork", metavar="NEW_RUN", help="start a new run with the old one's weights and step")
     parser.add_argument(
         "--plan", action="store_true", help="estimate time, memory and the share of tokens that is read"
     )
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.plan and arguments.fork is not None:
-        parser.error("--plan and --fork: fork first, then plan the new run")
     setup_logging("train")
     try:  # before loading torch and Ray, which takes many seconds on a busy machine
         config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)
@@ -226,14 +201,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                     ", ".join(left),
                 )
             return 0
-        resolved = _examine(config, arguments.fork)
+        resolved = _examine(config)
         if arguments.plan:
             sys.stdout.write(_plan(resolved or resolve(config)))
             return 0
     except (ConfigError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    early = None if arguments.fork is not None or config.scaling.local else _EarlyRay(config)
+    early = None if config.scaling.local else _EarlyRay(config)
     from declutr.common.storage import DamagedError
     from declutr.pipeline.shards.shards import ShardError
     from declutr.trainer.checkpoints.checkpoint import CheckpointError
@@ -242,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from declutr.trainer.driver.summary import neighbours_of
 
     try:
-        summary = _train(config, arguments.fork, resolved, _began(), early.wait if early else None)
+        summary = _train(config, resolved, _began(), early.wait if early else None)
     except (ConfigError, ShardError, CheckpointError, DamagedError, TrainingFailedError, RunLockedError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -15,7 +15,7 @@ from declutr.adaptation.documents import held_out_documents
 from declutr.adaptation.job import load_transformer
 from declutr.adaptation.measures import make_passages
 from declutr.adaptation.scores import TestSet, Values, compared
-from declutr.adaptation.whiten import WhitenConfig, whiten
+from declutr.adaptation.whitening import WhitenConfig, whiten
 from declutr.common.config import load_config
 from declutr.pipeline.config import PipelineConfig
 

@@ -11,7 +11,7 @@ from declutr.adaptation.documents import held_out_documents
 from declutr.adaptation.job import load_transformer
 from declutr.adaptation.measures import make_passages
 from declutr.adaptation.scores import TestSet, compare_stsb, compared
-from declutr.adaptation.whiten import passages
+from declutr.adaptation.whitening import passages
 from declutr.common.bootstrap import Comparison
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.pipeline.config import PipelineConfig

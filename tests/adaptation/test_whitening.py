@@ -12,8 +12,16 @@ from tiny import VOCABULARY, documents
 from torch import nn
 from transformers import AutoTokenizer
 
-from declutr.adaptation.whiten import WhitenConfig, load, passages, whiten, write_whitened
-from declutr.adaptation.whitening import WhiteningError, WithinSums, whitening
+from declutr.adaptation.whitening import (
+    WhitenConfig,
+    WhiteningError,
+    WithinSums,
+    load,
+    passages,
+    whiten,
+    whitening,
+    write_whitened,
+)
 from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.driver.export import write_encoder
@@ -102,17 +110,19 @@ def start(tmp_path_factory):
     return folder, data
 
 
-@pytest.mark.parametrize("center", [False, True])
-def test_whitened_encoder_is_loaded_alike_by_everyone(start, tmp_path, center):
+def test_whitened_encoder_is_loaded_alike_by_everyone(start, tmp_path):
     folder, data = start
-    config = WhitenConfig(encoder=str(folder), shards=str(data), center=center)
+    config = WhitenConfig(encoder=str(folder), shards=str(data))
     encoder = load(config)
     sums = WithinSums.of(*drawn([3] * 9, size=5))
     (tmp_path / "white").mkdir()
     write_whitened(config, encoder, sums, tmp_path / "white")
     before = encoder.encode(TEXTS).astype(np.float64)
-    expected = (before - center * sums.total / sums.spans) @ whitening(sums, 0.25, 0.1)
+    expected = before @ whitening(sums, 0.25, 0.1)
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    settings = (tmp_path / "white" / "whitening.json").read_text()
+    assert str(data.parent) not in settings
+    assert json.loads(settings)["shards"] == "(a path)"
     ours = load_encoder(str(tmp_path / "white"))
     assert ours.max_tokens == 8
     assert np.abs(ours.encode(TEXTS) - expected).max() < 1e-5
@@ -128,7 +138,7 @@ def test_whitened_encoder_is_loaded_alike_by_everyone(start, tmp_path, center):
 @pytest.mark.usefixtures("session")
 def test_whiten_embeds_every_training_document_once(start, tmp_path, monkeypatch):
     folder, data = start
-    monkeypatch.setattr("declutr.adaptation.whiten._BLOCK_DOCUMENTS", 20)
+    monkeypatch.setattr("declutr.adaptation.whitening._BLOCK_DOCUMENTS", 20)
     config = WhitenConfig(encoder=str(folder), shards=str(data), passages=2)
     sums = whiten(config, tmp_path / "white")
     table = ShardSet(data, "train").take(np.arange(57))  # all of them, in one block

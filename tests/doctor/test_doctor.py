@@ -114,7 +114,6 @@ def test_examine_of_a_run_that_fits_counts_its_needs(tmp_path):
         ({"steps": 19}, 2 + 4 + 1),
         ({"steps": None, "epochs": 12}, 2 + 12 * 12 // 8 // 4 + 1),
         ({"steps": 19, "validation": {"every_steps": 2}}, 2 + 4 + 1 + 1),
-        ({"steps": 19, "validation": {"score": "followed"}}, 2 + 4 + 2 + 1),
     ):
         config = runs.train_config(tmp_path / "data", tmp_path / "run", **milestones | changes)
         assert needs_of(config).checkpoints == number

@@ -188,9 +188,9 @@ def test_a_copied_run_says_that_its_shards_are_not_here(tmp_path, capsys):
     with pytest.raises(EncoderError, match=all_of("data of another machine'", "config.yaml", "tokenizer")):
         load_encoder(str(step))
     sets = write_sets(tmp_path / "sets", rows=12)
-    given = ["--follow", str(run), "--data", str(sets), "--allow-unchecked", "--once", "--tasks", "STSBenchmark"]
-    assert main(["evaluate", *given]) == 1
-    said = capsys.readouterr().out
+    given = ["--data", str(sets), "--allow-unchecked", "--tasks", "STSBenchmark", "--output", str(tmp_path / "scores")]
+    assert main(["evaluate", str(run), *given]) == 1
+    said = capsys.readouterr().err
     assert said.count("a folder with") == 1
     assert "Repo id" not in said
 
@@ -199,6 +199,11 @@ def test_an_export_knows_what_it_started_from(folder):
     assert load_encoder(str(folder)).pretrained == ""
     write(folder / "declutr.json", {"step": 1, "config": {"encoder": {"pretrained": "some/encoder"}}})
     assert load_encoder(str(folder)).pretrained == "some/encoder"
+    write(folder / "declutr.json", {"step": 1, "config": {"encoder": {"pretrained": "(a path)"}}})
+    assert load_encoder(str(folder)).pretrained == ""
+    (folder.parent / "config.yaml").write_text("encoder: {pretrained: /start}")  # of the run in which it still is
+    assert load_encoder(str(folder)).pretrained == "/start"
+    (folder.parent / "config.yaml").unlink()
     write(folder / "declutr.json", ["of others"])
     assert load_encoder(str(folder)).pretrained == ""
 

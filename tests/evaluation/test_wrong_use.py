@@ -96,16 +96,13 @@ SETTINGS = [
     (["objective.temperature=.nan"], "it needs objective.kind = simcse or scd or"),
     (["train.steps=4"], "write `steps`"),
     (["steps=4", "steps=5"], "which undoes it"),
-    (["--fork", "r"], "is the run itself"),
-    (["--fork", ""], "an empty path"),
-    (["--fork", "file.txt"], "is a file; name a folder"),
+    (["--fork", "r"], "encoder.pretrained=RUN/export"),
     (["--stesp", "4"], "unrecognized arguments"),
 ]
 PLACES = ["nowhere", "file.txt", "docs", "link", "", "$NOT_SET", "~no-such-user", "x" * 300, "a\0b", "shards", "cut"]
 PLACES += ["point", "export", "index", "run", "a\nb é", "s3://bucket/x"]
 COMMANDS = {
     "inspect": [],
-    "checkpoints": [],
     "why": ["--step", "1"],
     "report": [],
     "index": ["--output", "out"],

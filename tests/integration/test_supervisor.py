@@ -8,21 +8,14 @@ import pyarrow as pa
 import pytest
 import ray
 import tinyruns as runs
-import torch
-from messages import all_of, says
-from safetensors.torch import load_file
-from tiny import declutr
+from messages import says
 
-from declutr.common.config import ConfigError
 from declutr.common.lock import RunLock, RunLockedError
-from declutr.common.storage import hash_file, read_json, write_json
-from declutr.trainer.checkpoints.checkpoint import checkpoint_path, read_state, steps_in
-from declutr.trainer.checkpoints.tensorfile import write_tensors
+from declutr.common.storage import hash_file
+from declutr.trainer.checkpoints.checkpoint import checkpoint_path, steps_in
 from declutr.trainer.driver.failure import TrainingFailedError
-from declutr.trainer.driver.fork import FORK, fork
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.driver.summary import FAILURES, ended_early
-from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.train import main
 
 pytestmark = pytest.mark.ray
@@ -34,71 +27,6 @@ def test_a_run_that_another_command_works_on_is_left_alone(data, copied):
         run_training(runs.finished_config(data, copied))
     assert {path: hash_file(path) for path in copied.rglob("*") if path.is_file()} == before
     assert not ray.is_initialized()
-
-
-@pytest.mark.parametrize(("queue_size", "carried"), [(24, True), (32, True), (23, False), (0, False)])
-def test_a_fork_carries_the_queue_where_there_is_room_for_it(data, copied, tmp_path, queue_size, carried):
-    old = checkpoint_path(copied / "checkpoints", 8)
-    state = read_json(old / "state.json")
-    (old / "objective.safetensors").unlink()
-    queue = {"queue": torch.ones(24, 32)}
-    state["files"]["objective.safetensors"] = write_tensors(old / "objective.safetensors", queue)
-    state["sizes"]["objective.safetensors"] = (old / "objective.safetensors").stat().st_size
-    write_json(old / "state.json", state)
-    fork(runs.finished_config(data, copied, objective={"queue_size": queue_size}, steps=10), str(tmp_path / "new"))
-    path = checkpoint_path(tmp_path / "new" / "checkpoints", 8)
-    assert read_state(path).step == 8  # its checksums hold
-    objective = declutr(DeclutrConfig(queue_size=queue_size))
-    objective.restore(load_file(path / "objective.safetensors"))
-    assert (objective.queue is not None) == carried
-
-
-def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(data, copied, tmp_path):
-    wider = {"from_config": {**runs.FROM_CONFIG, "intermediate_size": 64}}
-    for changes, message in (
-        ({"encoder": wider, "steps": 10}, ("shapes", ".intermediate.", "[48, 32]", "[64, 32]")),
-        ({"optim": {"lr": 0.1}}, ("step 8", "ends at 8")),
-        ({"spans": {"max_tokens": 17}}, "spans.max_tokens = 17"),
-    ):
-        with pytest.raises(ConfigError, match=all_of(message)):
-            fork(runs.finished_config(data, copied, **changes), str(tmp_path / "new"))
-        assert not (tmp_path / "new").exists()
-    with pytest.raises(ConfigError, match=all_of("exists already", "fork")):
-        fork(runs.finished_config(data, copied), str(copied))
-
-
-def test_a_fork_begins_where_the_other_run_is_with_another_configuration(data, finished, copied, tmp_path):
-    local = {"num_workers": 0}
-    changed = runs.finished_config(data, copied, optim={"lr": 0.0005}, steps=10, batch_documents=4, scaling=local)
-    with pytest.raises(
-        ConfigError,
-        match=all_of(
-            "batch_documents was 8", "optim.lr was 0.001", "now 0.0005", "steps was 8", "now 10", "--fork NEW_RUN"
-        ),
-    ):
-        run_training(changed)
-    new = tmp_path / "new"
-    forked = fork(changed, str(new))
-    assert forked == changed.model_copy(update={"run": str(new)})
-    old = checkpoint_path(finished / "run" / "checkpoints", 8)
-    path = checkpoint_path(new / "checkpoints", 8)
-    assert read_state(path).config_hash == changed.hash() != read_state(old).config_hash
-    assert read_state(old).scores
-    assert read_state(path).scores == {}, "its validations may differ"
-    for name in ("encoder", "optimizer", "objective"):
-        assert hash_file(path / f"{name}.safetensors") == hash_file(old / f"{name}.safetensors")
-    record = read_json(new / FORK)
-    _, rate, steps = record["changed"]
-    says(rate, "optim.lr", "was 0.001", "now 0.0005")
-    says(steps, "steps", "was 8", "now 10")
-    assert record["step"] == 8
-    run_training(forked)
-    after = runs.steps_of(new)
-    assert list(after) == list(range(1, 11))
-    assert [read_state(checkpoint_path(new / "checkpoints", step)).documents for step in (8, 10)] == [64, 72]
-    assert {step: after[step] for step in range(1, 9)} == runs.steps_of(finished / "run")
-    assert fork(changed, str(new)) == forked  # the same command continues
-    assert steps_in(copied / "checkpoints") == steps_in(finished / "run" / "checkpoints")
 
 
 def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_path, log):

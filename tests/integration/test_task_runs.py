@@ -21,7 +21,6 @@ from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints.checkpoint import find_latest
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.driver.checks import problems
-from declutr.trainer.driver.fork import fork
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.train import train
@@ -174,20 +173,6 @@ def test_verify_gradients_of_all_tasks_passes(prepared, tmp_path, task_schedule)
         assert difference.within, difference
         if difference.case.precision == "float64":
             assert difference.relative < 1e-10, difference
-
-
-def test_a_fork_adds_and_leaves_out_tasks(prepared, tmp_path):
-    both = config_of(prepared, tmp_path / "old", checkpoint={"every_steps": 2}, steps=4)
-    train(both)
-    one = {"image": both.auxiliary_tasks["image"]}
-    left = both.model_copy(update={"auxiliary_tasks": one, "steps": 6})
-    train(fork(left, str(tmp_path / "left")))
-    names = files_of(tmp_path / "left" / "checkpoints" / "step-00000006")
-    assert "image.optimizer.safetensors" in names
-    assert not [name for name in names if name.startswith("audio")]
-    added = both.model_copy(update={"run": str(tmp_path / "left"), "steps": 8})
-    train(fork(added, str(tmp_path / "added")))
-    assert "audio.frontend.safetensors" in files_of(tmp_path / "added" / "checkpoints" / "step-00000008")
 
 
 WRONG = [

@@ -12,14 +12,12 @@ import pyarrow as pa
 import pytest
 import tinyruns as runs
 import torch
-from loops import four_documents, worker
 from messages import says
 from textshards import prepare_rows
 
 from declutr.common.config import config_yaml
 from declutr.inspection.runs.page import write_run_report
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.checkpoints.state import FORK
 from declutr.trainer.data.near_rows import near_rows
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.alarms import Alarms
@@ -171,22 +169,6 @@ def test_an_alarm_of_the_start_is_given_once(tmp_path, after_step, alarmed):
     MetricsWriter(tmp_path, after_step, alarms, validates_again=after_step == 0).close()
     assert len([line for line in read_metrics(tmp_path) if line["kind"] == "alarm"]) == alarmed
     assert bool(alarms._given) == bool(alarmed)
-
-
-def test_alarms_of_a_fork_are_judged_by_its_own_lines(tmp_path):
-    """The origin collapsed, with losses of another temperature; the fork collapses again, at higher losses."""
-    four_documents(tmp_path / "data")
-    (tmp_path / FORK).write_text(json.dumps({"from": "/runs/first", "step": 40}))
-    before = [line_of(step, loss=0.1, batch_uniformity=-3.0) for step in range(1, 41)]
-    before.append({"kind": "alarm", "step": 40, "alarm": "collapse", "text": "collapsed"})
-    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in before))
-    for done, last in ((40, 60), (50, 75)):
-        with worker(tmp_path).recording(done) as metrics:
-            for step in range(done + 1, last + 1):
-                spread = {"batch_uniformity": -2.0 if step < 60 else -0.01, "loss": 4.0}
-                metrics._watched(line_of(step, **spread))
-    alarms = [(line["alarm"], line["step"]) for line in read_metrics(tmp_path) if line["kind"] == "alarm"]
-    assert alarms == [("collapse", 40), ("collapse", 69)]
 
 
 @pytest.mark.parametrize(("loss", "causes"), [(0.0159, []), (0.06, ["loss_spike"])])

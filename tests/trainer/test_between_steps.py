@@ -252,28 +252,24 @@ def validated(run):
     return one, one.checkpointing.resume()
 
 
-@pytest.mark.parametrize("start", [0, 4])
-def test_weights_of_the_start_that_are_validated_again_have_one_line(tmp_path, start):
-    """A run without a checkpoint, and a fork, which also has the lines of its origin."""
-    before = [{"kind": "validation", "step": step, "mrr": 0.5} for step in range(0, start + 1, 2)]
-    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in before))
+def test_weights_of_the_start_that_are_validated_again_have_one_line(tmp_path):
+    (tmp_path / METRICS).write_text(json.dumps({"kind": "validation", "step": 0, "mrr": 0.5}) + "\n")
     for _ in range(2):
         one, _ = validated(tmp_path)
-        one.checkpointing.start = start
-        with one.recording(start) as records:
-            one.validate(start, records)
+        with one.recording(0) as records:
+            one.validate(0, records)
     lines = read_metrics(tmp_path)
-    assert [line["step"] for line in lines] == [*range(0, start, 2), start]
-    assert lines[-1]["mrr"] != 0.5
+    assert [line["step"] for line in lines] == [0]
+    assert lines[0]["mrr"] != 0.5
     one.validator = None
-    with one.recording(start):
+    with one.recording(0):
         assert read_metrics(tmp_path) == lines, "they are not validated again"
 
 
 def test_rows_of_the_start_go_with_every_checkpoint_also_after_a_resume(tmp_path, log):
     one, done = validated(tmp_path)
     reporting = np.flatnonzero(~choosing_rows(0, np.arange(40, dtype=np.uint64)))
-    assert (done, one.checkpointing.start) == (0, 0)
+    assert (done, one.checkpointing.at_start) == (0, True)
     with contextlib.closing(MetricsWriter(tmp_path, 0)) as records, one.checkpointing.writing(nothing):
         one.validate(0, records)
         scores = one.validate(2, records)
@@ -284,22 +280,17 @@ def test_rows_of_the_start_go_with_every_checkpoint_also_after_a_resume(tmp_path
     assert [line["step"] for line in lines] == [0, 2]
     assert lines[1]["reported_mrr"] == reporting.mean() + 2 != lines[1]["mrr"]
     two, done = validated(tmp_path)
-    assert (done, two.checkpointing.start) == (2, None), "the start is not validated again"
+    assert (done, two.checkpointing.at_start) == (2, False), "the start is not validated again"
     with two.checkpointing.writing(nothing):
         two.checkpointing.save(3, {})
         two.checkpointing.save(4, two.validate(4, None))
+        two.checkpointing.saver.wait()
+        two.checkpointing.save(5, {})
         two.checkpointing.saver.wait()
     folder = tmp_path / "checkpoints"
     start = [float(row) + 1 for row in reporting]
     found = [checkpoint.read_state(checkpoint.checkpoint_path(folder, step)).reported for step in (2, 4)]
     assert [one.start for one in found] == [start, start]
     assert [one.rows[0] for one in found] == [start[0] + 1, start[0]]
-    (tmp_path / "fork.json").write_text('{"from": "elsewhere", "step": 4}')
-    three, done = validated(tmp_path)
-    assert (done, three.checkpointing.start) == (4, 4), "a fork starts with the weights that it takes over"
-    three.validate(4, None)
-    with three.checkpointing.writing(nothing):
-        three.checkpointing.save(5, {})
-        three.checkpointing.saver.wait()
     newest = checkpoint.read_state(checkpoint.checkpoint_path(folder, 5)).reported
     assert (newest.start, newest.rows) == (start, []), "step 5 was not validated"

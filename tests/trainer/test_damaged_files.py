@@ -10,16 +10,14 @@ from messages import all_of
 
 from declutr.common.config import ConfigError
 from declutr.common.storage import DamagedError
-from declutr.inspection.checkpoints import CheckpointsError, rows
-from declutr.inspection.describe import DescribeError, describe
+from declutr.inspection.describe import DescribeError, checkpoint_rows, describe, describe_run
 from declutr.trainer.checkpoints.checkpoint import CheckpointError, find_latest
-from declutr.trainer.driver.fork import fork
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.driver.summary import add_seconds, ended_early
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
 
 DAMAGES = {"empty": b"", **DAMAGED}
-NAMED = (ConfigError, CheckpointError, CheckpointsError, DescribeError, DamagedError)
+NAMED = (ConfigError, CheckpointError, DescribeError, DescribeError, DamagedError)
 """Errors that a command prints as a sentence."""
 STATE = f"checkpoints/step-{STEPS:08d}/state.json"
 
@@ -41,7 +39,7 @@ def train(config, run):
 
 
 def inspect(_, run):
-    assert list(describe(run))
+    assert list(describe_run(run, checkpoint_rows(run), verified=True))
 
 
 def inspect_export(_, run):
@@ -49,23 +47,13 @@ def inspect_export(_, run):
 
 
 def list_checkpoints(_, run):
-    assert rows(run)
-
-
-def fork_from(config, run):
-    fork(config.model_copy(update={"run": str(run), "steps": 9}), str(run.with_name("new")))
-
-
-def fork_onto(config, run):
-    fork(config.model_copy(update={"run": str(run.with_name("old"))}), str(run))
+    assert checkpoint_rows(run)
 
 
 READERS = {
-    "fork.json": [train, fork_onto],
     "export/declutr.json": [inspect_export],
-    "metrics.jsonl": [train, inspect, fork_from],
-    "resume_settings.json": [fork_from],
-    STATE: [inspect, list_checkpoints, fork_from],
+    "metrics.jsonl": [train, inspect],
+    STATE: [list_checkpoints],
 }
 """The commands that read a file and do not write it anew; those are below."""
 
@@ -125,7 +113,7 @@ def test_no_difference_of_the_settings_goes_unseen(made, run, section, value, to
     config = made[0] if value is None else with_optim(made[0], weight_decay=value)
     before = config.model_copy(update={"run": str(run)}).resume_settings()
     (run / "resume_settings.json").write_text(json.dumps(before | {"optim": before["optim"] | section}))
-    with pytest.raises(ConfigError, match=all_of(told, "--fork")):
+    with pytest.raises(ConfigError, match=all_of(told, "name another folder", "encoder.pretrained=")):
         train(config, run)
 
 

@@ -67,7 +67,7 @@ def test_another_device_is_refused_once_there_is_a_checkpoint(tmp_path, log):
     told = device_problem(ScalingConfig(device="cpu"), tmp_path)
     says(told, "scaling.device = cpu", "started on cuda")
     says(told, "cuda or auto")
-    assert "--fork NEW_RUN" in told
+    assert "encoder.pretrained=" in told
     assert kept_device(ScalingConfig(device="cpu"), tmp_path) == "cuda"
 
 

@@ -111,7 +111,6 @@ def test_queue_restored_without_its_documents_is_dropped_only_if_they_are_needed
 
 
 def test_the_state_of_another_objective_is_refused():
-    """A fork from an objective with layers must not drop them without a word."""
     with pytest.raises(RuntimeError, match=r"unexpected classifier\.weight"):
         declutr().restore({"classifier.weight": torch.zeros(2), "queue": torch.zeros(1, 2)})
 

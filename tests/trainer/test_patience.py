@@ -5,7 +5,6 @@ import contextlib
 import pytest
 from loops import four_documents, loop_of, worker
 
-from declutr.common.scores import ScoreLine, append_score
 from declutr.pipeline.shards.manifest import data_hash, load_manifest
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.store import fetch_run, store_of
@@ -28,10 +27,9 @@ MRR = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.9, 12: 0.4, 14: 0.5, 16: 0.6, 18: 0
 """By step: nothing after 4 is better until 10, nothing after that at all."""
 
 
-def patient(run, patience=2, **changes):
-    validation = {"every_steps": 2, "score": "mrr", "patience": patience} | changes
-    every_steps = 2 if "score" in changes else 18  # of our own scores every one that may be the best has a checkpoint
-    saving = {"every_steps": every_steps, "every_seconds": None, "keep_last": 1}
+def patient(run, patience=2):
+    validation = {"every_steps": 2, "score": "mrr", "patience": patience}
+    saving = {"every_steps": 18, "every_seconds": None, "keep_last": 1}
     return worker(run, total_steps=18, export="best", validation=validation, checkpoint=saving)
 
 
@@ -86,27 +84,3 @@ def test_patience_ends_a_run_at_an_address_on_whatever_host_it_goes_on(tmp_path)
     found = [checkpoint.steps_in(third.run / "checkpoints")]
     store_of(third.config.run, third.run).fetch_best("mrr")
     assert [*found, checkpoint.steps_in(third.run / "checkpoints")] == [[8], [4]]
-
-
-def test_patience_with_a_follower_that_scores_in_its_own_time(tmp_path):
-    """A line is only read when the next checkpoint is written; steps whose scores never come do not count."""
-
-    def follow(step, score):
-        state = checkpoint.read_state(checkpoint.checkpoint_path(tmp_path / "checkpoints", step))
-        line = ScoreLine(step=step, checkpoint=state.identity, choice="x", score=score, tasks={}, test={})
-        append_score(tmp_path, line)
-
-    settings = {"score": "followed", "every_steps": 0}
-    for step, score in ((3, None), (4, 50.0), (6, None), (8, 40.0)):
-        assert go_on(patient(tmp_path, **settings), kill_after=step) is None
-        if score:
-            follow(step, score)
-    assert go_on(patient(tmp_path, **settings), kill_after=10) is None
-    follow(10, 50.0)
-    assert go_on(patient(tmp_path, **settings)) == (10, True)
-    assert checkpoint.steps_in(tmp_path / "checkpoints") == [4, 10]
-    one = patient(tmp_path, patience=4, **settings)
-    assert go_on(one, kill_after=11) is None
-    follow(10, 51.0)  # scored a second time: the newest line of a step counts
-    assert go_on(one) == (18, False)
-    assert checkpoint.steps_in(tmp_path / "checkpoints") == [10, 18]

@@ -44,12 +44,6 @@ def test_laws_of_what_is_kept(scores, config):
     assert again == found  # looking twice deletes nothing more
 
 
-def test_checkpoint_that_a_follower_scores_is_kept():
-    scores = {2: 0.1, 4: 0.9, 6: None}
-    assert kept(scores, CheckpointConfig(keep_last=1), 2) == {2: ["scoring"], 4: ["best"], 6: ["last"]}
-    assert kept(scores, CheckpointConfig(keep_last=1), 8) == {4: ["best"], 6: ["last"]}
-
-
 @given(HISTORIES, CONFIGS)
 def test_pruning_after_every_checkpoint_ends_where_pruning_once_does(scores, config):
     alive = {}

@@ -16,7 +16,6 @@ from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.checkpoints.checkpoint import CheckpointError, steps_in
 from declutr.trainer.driver.checks import problems, resolve
 from declutr.trainer.driver.failure import TrainingFailedError
-from declutr.trainer.driver.fork import fork
 from declutr.trainer.driver.local import LocalRun
 from declutr.trainer.driver.remarks import corpora_remarks
 from declutr.trainer.driver.run import run_training, with_absolute_paths
@@ -156,24 +155,8 @@ def test_corpora_that_meet_themselves_or_hold_out_other_texts_are_named(tmp_path
 
 
 @pytest.mark.slow
-def test_fork_and_share_count_the_rows_that_they_read(data, tmp_path, capsys):
-    """A fork adds a corpus: the card has the rows since then, not those of a run that had both from the start."""
-    old = tmp_path / "old"
-    kept, validation = {"every_steps": 4}, {"every_steps": 2}
-    changes = {"scaling": LOCAL, "checkpoint": kept, "validation": validation}
-    run_training(runs.train_config(data, old, steps=4, **changes))
+def test_a_share_counts_the_rows_that_it_reads(tmp_path, capsys):
     more = shards(tmp_path / "more", seed=9, number=100)
-    corpora = [{"path": str(place), "weight": 1} for place in (data, more)]
-    values = runs.train_values(corpora, old, steps=6, **changes)
-    config = runs.write_config(tmp_path / "train.yaml", train=values)
-    assert main(["train", str(config), "--fork", str(tmp_path / "new")]) == 0
-    says(capsys.readouterr().err, f"{data} from row 17", f"{more} from row 17")
-    card = (tmp_path / "new" / "export" / "README.md").read_text()
-    assert card.count("8 in 2 steps since the fork at step 4") == 2
-    summary = json.loads((tmp_path / "new" / "summary.json").read_text())
-    own = runs.steps_of(tmp_path / "new", "validation")
-    assert summary["first_scores"] == {name: own[4].get(name) for name in summary["first_scores"]} != own[0]
-
     part = tmp_path / "part"
     share = runs.train_values(more, part, steps=2, scaling=LOCAL, data_fraction=0.5)
     run_training(runs.train_config(more, part, steps=2, scaling=LOCAL, data_fraction=0.5))
@@ -222,15 +205,10 @@ def test_what_changes_while_a_run_is_up_ends_it_and_costs_no_checkpoint(data, tm
     assert steps_in(tmp_path / "run" / "checkpoints") == [2]
 
 
-def test_finished_run_and_fork_without_their_checkpoints_do_not_begin_again(data, tmp_path):
+def test_finished_run_without_its_checkpoints_does_not_begin_again(data, tmp_path):
     run = tmp_path / "run"
     config = runs.train_config(data, run, steps=2, scaling=LOCAL, checkpoint={"every_steps": 1})
     run_training(config)
-    more = config.model_copy(update={"steps": 4})
-    forked = fork(more, str(tmp_path / "fork"))
-    shutil.rmtree(tmp_path / "fork" / "checkpoints")
-    with pytest.raises(CheckpointError, match="began at step 2"):
-        run_training(forked.model_copy(update={"run": str(tmp_path / "fork")}))
     kept = ("metrics.jsonl", "config.yaml", "resume_settings.json")
     before = [(run / name).read_bytes() for name in kept]
     shutil.rmtree(run / "checkpoints")

@@ -65,7 +65,6 @@ def test_wrong_use_is_refused_before_torch_and_ray_are_loaded(prepared, tmp_path
             ([*train, f"encoder={{pretrained: {prepared}/model}}"], "is not the one that made the shards (the id of"),
             ([*train, "batch_documents=1000"], "batch_documents = 1000: the shards hold only 20 training documents"),
             ([*train, "spans.max_tokens=17"], "spans.max_tokens = 17: the shards were prepared for at most 16"),
-            ([*train, "spans.max_tokens=17", "--fork", f"{tmp_path}/new"], "spans.max_tokens = 17: the shards were"),
             ([*train, f"run={tmp_path}/held"], f"another command works here (host {socket.gethostname()}, pid"),
             (["embed", "hashed-words:8", f"{tmp_path}/no.txt", "--output", f"{tmp_path}/o.npy"], "matches no file"),
             (["explore", f"{prepared}/index", "--port", port], "omit --port to use a free port"),

@@ -41,7 +41,7 @@ def test_scores_choose_by_one_half_and_report_the_other():
     }
     assert all(type(value) is float for value in scores.values()), "Ray and JSON need no class of ours"
     assert (name, rows.tolist()) == ("sts", pairs[~mine].tolist())
-    assert divide(found, 3, "followed")[1] == "mrr"
+    assert divide(found, 3, "")[1] == "mrr"
     assert divide({"rank": 7.0}, 3, "mrr") == ({"rank": 7.0}, "", pytest.approx(np.empty(0)))
     again = pickle.loads(pickle.dumps(found["sts"]))
     assert (again, again.values.tolist()) == (found["sts"], pairs.tolist())

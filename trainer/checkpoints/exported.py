@@ -9,6 +9,8 @@ from declutr.common.storage import DamagedError, hash_json, read_record
 
 EXPORT = "export"
 SETTINGS = "declutr.json"
+A_PATH = "(a path)"
+"""Stands for a path or an address in the settings of an export, which others get."""
 
 
 class ExportSettings(msgspec.Struct, frozen=True):
@@ -21,6 +23,8 @@ class ExportSettings(msgspec.Struct, frozen=True):
     """Comparison with the start of the run (trainer/driver/export.py)."""
     checkpoint: str
     """Hash of that checkpoint's state, which has the checksums of its files."""
+    config: dict[str, Any]
+    """Settings of the run, without paths and addresses."""
     files: dict[str, str]
     """SHA-256 of every other file of the folder."""
 

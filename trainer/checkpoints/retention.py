@@ -1,4 +1,4 @@
-"""Retention of checkpoints: keeps the last ones, the best, milestones and one being scored; deletes the others."""
+"""Retention of checkpoints: keeps the last ones, the best and milestones; deletes the others."""
 
 import shutil
 from collections.abc import Mapping
@@ -6,19 +6,14 @@ from pathlib import Path
 
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.config import CheckpointConfig
-from declutr.trainer.checkpoints.ranking import being_scored, rating
 
 
-def kept(
-    scores: Mapping[int, float | None], config: CheckpointConfig, scoring: int | None = None
-) -> dict[int, list[str]]:
-    """Steps to keep, each with its reasons (`last`, `best`, `every`, `scoring`), in order.
+def kept(scores: Mapping[int, float | None], config: CheckpointConfig) -> dict[int, list[str]]:
+    """Steps to keep, each with its reasons (`last`, `best`, `every`), in order.
 
     Args:
-        scores: score of every whole checkpoint by step; None if it was not validated or not scored yet.
+        scores: score of every whole checkpoint by step; None if it was not validated.
         config: which checkpoints are kept.
-        scoring: step of the checkpoint that a follower is scoring. Unscored checkpoints are not kept for it, because it
-            takes the newest.
     """
     reasons: dict[int, list[str]] = {step: [] for step in sorted(scores)}
     for step in sorted(scores)[-config.keep_last :]:
@@ -30,8 +25,6 @@ def kept(
         for step in reasons:
             if step % config.keep_every_steps == 0:
                 reasons[step].append("every")
-    if scoring in reasons:
-        reasons[scoring].append("scoring")
     return {step: why for step, why in reasons.items() if why}
 
 
@@ -45,8 +38,6 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
     Raises:
         OSError: the storage does not answer; the checkpoints to keep are unchanged.
     """
-    scoring = being_scored(folder, score)  # first: a follower writes the score, and then removes its mark
-    rate = rating(folder, score)
     scores: dict[int, float | None] = {}
     stay: set[int] = set()
     for step in checkpoint.steps_in(folder):
@@ -60,8 +51,8 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
             if step > newest:
                 stay.add(step)
             else:
-                scores[step] = rate(state)
-    stay |= kept(scores, config, scoring).keys()
+                scores[step] = state.scores.get(score)
+    stay |= kept(scores, config).keys()
     for step in checkpoint.steps_in(folder):
         if step not in stay:
             checkpoint.discard(checkpoint.checkpoint_path(folder, step))

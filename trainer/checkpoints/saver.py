@@ -52,7 +52,7 @@ class Saver:
         config: CheckpointConfig,
         score: str,
         before: Callable[[], None] = lambda: None,
-        after: Callable[[int], None] = lambda step: None,  # noqa: ARG005 - the default does nothing
+        after: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder
@@ -190,7 +190,8 @@ class Saver:
                 retention.prune(self.folder, self.config, self.score, job.state.step)
             except OSError as error:  # the next checkpoint deletes them
                 get_logger().warning("old checkpoints in %s cannot be deleted now (%s)", self.folder, error.strerror)
-        self._after(job.state.step)
+        if self._after is not None:
+            self._after(job.state.step)
 
     def _done(self, job: Job) -> None:
         with self._changed:

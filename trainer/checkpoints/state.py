@@ -5,17 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import xxhash
 from pydantic import ConfigDict, Field
 
 from declutr.common.config import Strict
-from declutr.common.storage import DamagedError, hash_json, read_record
+from declutr.common.storage import hash_json
 from declutr.pipeline.shards.manifest import Manifest, data_hash
-
-FORK = "fork.json"
-"""The file of a forked run that names its origin."""
-
 
 Rows = list[float] | list[list[float]]
 """Values of rows, as in `RowScore`."""
@@ -70,33 +65,6 @@ class RunState(Strict):
     def identity(self) -> str:
         """Identity of the checkpoint, which differs if a repeated step has different weights."""
         return hash_json(self.files)
-
-
-class Origin(msgspec.Struct, frozen=True):
-    """Origin of a forked run, as stored in `fork.json`."""
-
-    folder: str = msgspec.field(name="from")
-    """Absolute folder of the old run."""
-    step: int
-    """Step at which the new run started."""
-
-
-def read_origin(run: Path) -> Origin | None:
-    """The origin of a run; None if it is not a fork.
-
-    Raises:
-        DamagedError: the file exists but is damaged.
-    """
-    path = run / FORK
-    if not path.is_file():
-        return None
-    try:
-        return read_record(path, Origin)
-    except DamagedError as error:
-        raise DamagedError(
-            f'{error}. The file stores the origin of the run: write {{"from": "OLD_RUN", "step": STEP}} into it, or '
-            "fork again"
-        ) from error
 
 
 def has_checksum(path: Path, checksum: str) -> bool:

@@ -149,9 +149,8 @@ class RunStore:
     def _missed(self, config: CheckpointConfig, score: str, newest: int) -> list[int]:
         """Steps before the newest whose checkpoint is kept, and is whole on this host and not in the store."""
         sent = self._scores([step for step in self._steps() if step < newest], score)
-        rate = ranking.rating(self.folder / CHECKPOINTS, score)
         here = dict(checkpoint.states_in(self.folder / CHECKPOINTS))
-        rated = {step: rate(state) for step, state in here.items() if step <= newest and step not in sent}
+        rated = {step: state.scores.get(score) for step, state in here.items() if step <= newest and step not in sent}
         return [step for step in retention.kept(sent | rated, config) if step in rated and step != newest]
 
     def _prune(self, config: CheckpointConfig, score: str, newest: int) -> None:
@@ -172,7 +171,7 @@ class RunStore:
 
     def _scores(self, steps: Sequence[int], score: str) -> dict[int, float | None]:
         """Scores of the whole checkpoints among these; None if one was not validated."""
-        rate, found = ranking.rating(self.folder / CHECKPOINTS, score), {}
+        found: dict[int, float | None] = {}
         for step in steps:
             if step not in self._states:
                 place = self._place(step)
@@ -184,7 +183,7 @@ class RunStore:
                 except (AlteredError, ValidationError) as error:
                     get_logger().warning("skipping a broken checkpoint: %s: %s", place, error)
                     continue
-            found[step] = rate(self._states[step])
+            found[step] = self._states[step].scores.get(score)
         return found
 
     def _fetch_first(self, steps: Sequence[int], expected: Mapping[str, str] | None = None) -> Found:

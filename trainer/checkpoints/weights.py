@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from declutr.common.console.logs import get_logger
 from declutr.trainer.checkpoints.checkpoint import ENCODER, FRONTEND, OBJECTIVE, OPTIMIZER, CheckpointError, Contents
 from declutr.trainer.objectives.base import Objective
 from declutr.trainer.parallel.sharding import full_tensor, shard_like
@@ -67,23 +66,18 @@ def load(path: Path, train_steps: Sequence[TrainStep]) -> None:
     load_parameters(path, train_steps[0].encoder)
     for train_step in train_steps:
         file = path / _file(train_step.name, OPTIMIZER)
-        if not train_step.name or file.is_file():
-            _load_moments(file, step_parameters(train_step), train_step.optimizer)
+        _load_moments(file, step_parameters(train_step), train_step.optimizer)
         for task in train_step.tasks:
             load_task(path, task, next(train_step.encoder.parameters()).device)
 
 
 def load_task(path: Path, task: TrainTask, device: torch.device | None = None) -> None:
-    """Restores a task's objective and frontend; an auxiliary task may be missing in the checkpoint.
+    """Restores a task's objective and frontend.
 
     Raises:
         CheckpointError: they do not fit.
     """
     file = path / _file(task.name, FRONTEND)
-    if task.name and not (path / _file(task.name, OBJECTIVE)).is_file():
-        # its state lists all files: this is a fork's first one
-        get_logger().info("%s has no task %s, which starts with new weights", path, task.name)
-        return
     load_objective(path, task.objective, device, _file(task.name, OBJECTIVE))
     if file.is_file() != (task.frontend is not None):
         has = "has a frontend, which the task lacks" if file.is_file() else "has no frontend for the task"

@@ -195,7 +195,7 @@ def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:
         return []
     kept = "" if scaling.device == "cuda" else f"this run was started on GPUs ({run / DEVICE}), "
     trained = steps_in(run / CHECKPOINTS)
-    cpus = "start a new run with its weights: --fork NEW_RUN scaling.device=cpu" if trained else "set it to cpu"
+    cpus = "set it to cpu, in a new run if this one is to stay" if trained else "set it to cpu"
     others = "" if scaling.local else ", lower scaling.num_workers, or name a cluster (scaling.address)"
     return [
         f"scaling.device = {scaling.device}: {kept}{least} workers need a GPU each, and this machine has {gpus} that "

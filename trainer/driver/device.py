@@ -65,7 +65,8 @@ def device_problem(scaling: ScalingConfig, run: Path) -> str | None:
         return None
     return (
         f"scaling.device = {scaling.device}: this run was started on {before} ({run / DEVICE}), and a run keeps its "
-        f"device; set it to {before} or auto, or start a new run with this run's weights: --fork NEW_RUN"
+        f"device; set it to {before} or auto, or start a new run with its weights: run=NEW "
+        f"encoder.pretrained={run}/export"
     )
 
 

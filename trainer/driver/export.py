@@ -24,9 +24,8 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS, read_settings
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
-from declutr.trainer.driver.model_card import CARD, model_card
+from declutr.trainer.driver.model_card import CARD, model_card, without_paths
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.metrics.config import FOLLOWED
 from declutr.trainer.model.behind import steps_of, write_steps
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import max_span_tokens
@@ -39,8 +38,7 @@ from declutr.trainer.setup.config import TrainConfig
 def export(resolved: ResolvedRun) -> Path:
     """Writes the run's folder `export` from its last or best checkpoint: weights, tokenizer, pooling, model card.
 
-    The best checkpoint is chosen by the scores known now; if a follower has scored none, the last is exported. An
-    existing folder is kept if it was made from the same checkpoint and all of its files verify.
+    An existing folder is kept if it was made from the same checkpoint and all of its files verify.
 
     Raises:
         CheckpointError: no checkpoint of the run verifies.
@@ -56,7 +54,7 @@ def export(resolved: ResolvedRun) -> Path:
     if target.exists() and (_is_of(target, state) or _is_better(target, config, run, state)):
         return target
     if target.exists():
-        get_logger().info("%s was made from another checkpoint: exporting again", target)
+        get_logger().info("%s was made from another checkpoint, or by an earlier version: exporting again", target)
     for left in run.glob(f".{EXPORT}.*.tmp"):  # left by a killed export
         shutil.rmtree(left)
     tokenizer, _ = load_tokenizer(resolved.data[""][0], resolved.manifest)
@@ -76,7 +74,7 @@ def export(resolved: ResolvedRun) -> Path:
             "step": state.step,
             "verdict": verdict,
             "pooling": config.encoder.pooling,
-            "config": config.model_dump(mode="json"),
+            "config": without_paths(config.model_dump(mode="json")),
             "checkpoint": _identity(state),
             "files": {name: hash_file(aside / name) for name in sorted(_files(aside))},
         }
@@ -103,6 +101,8 @@ def _is_of(target: Path, state: RunState) -> bool:
         told = [f"{name} is altered or truncated" for name in altered] + [f"{name} is missing" for name in missing]
         _keep(target, ", ".join(told))
         return False
+    if without_paths(settings.config) != settings.config:
+        return False  # earlier versions wrote the folders of a user into it, and others may get it
     return settings.checkpoint == _identity(state)
 
 
@@ -137,21 +137,10 @@ def _files(folder: Path) -> set[str]:
 
 
 def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:
-    """The checkpoint to export; logs missing scores."""
-    score = config.validation.score
+    """The checkpoint to export."""
     if config.export == "last":
         return checkpoint.find_latest(folder)
-    found = ranking.find_best(folder, score)
-    if score != FOLLOWED:
-        return found
-    if waiting := ranking.unscored(folder, score):
-        get_logger().warning(
-            "exporting %s, because the checkpoints of steps %s have no score; score them (declutr evaluate --follow), "
-            "and the same command exports the best of all",
-            "the last checkpoint" if found is None else f"the best checkpoint so far, step {found[1].step}",
-            ", ".join(map(str, waiting)),
-        )
-    return found or checkpoint.find_latest(folder)
+    return ranking.find_best(folder, config.validation.score)
 
 
 def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path, untrained: tuple[str, ...] = ()) -> None:

@@ -1,6 +1,6 @@
 """The model card of an encoder: base model, method, use, scores, limits, data, settings; without paths of the machine.
 
-`declutr publish` fills the field `license` of its head.
+Whoever publishes the encoder fills the field `license` of its head.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 from declutr.common.hub import looks_like_a_path
 from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import data_hash
+from declutr.trainer.checkpoints.exported import A_PATH
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.metrics.config import SICKR, STSB
@@ -135,7 +136,7 @@ def without_paths(value: Any) -> Any:
         return {key: without_paths(one) for key, one in value.items()}
     if isinstance(value, list):
         return [without_paths(one) for one in value]
-    return "(a path)" if isinstance(value, str) and _is_path(value) else value
+    return A_PATH if isinstance(value, str) and _is_path(value) else value
 
 
 def called(encoder: str) -> str:

@@ -15,7 +15,7 @@ from declutr.trainer.objectives.registry import BROKEN, KINDS
 _NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
 # Files and folders that a run writes. A folder in place of a file, or the reverse, would end it hours later.
 _FILES = (
-    "config.yaml", "resume_settings.json", "device.json", "failures.log", "fork.json", "lock.json", "metrics.jsonl",
+    "config.yaml", "resume_settings.json", "device.json", "failures.log", "lock.json", "metrics.jsonl",
     "seconds.json", "summary.json", "wandb.json", "export/declutr.json",
 )  # fmt: skip
 _FOLDERS = ("checkpoints", "export", "tensorboard", "tokenizer", "wandb")
@@ -143,17 +143,3 @@ def _model_problem(name: str) -> str | None:
     if looks_like_a_path(name) and not expand(name).is_dir():
         return f"no such folder; looked at {expand(name).absolute()}"
     return None
-
-
-def fork_problem(name: str, run: str) -> str | None:
-    """The problem of a fork's folder `name`, found before the old run, `run`, is read."""
-    if is_remote(name):
-        return None
-    try:
-        new = expand(name)
-        problem = folder_problem(new)
-        if not is_remote(run) and new.resolve() == expand(run).resolve():
-            problem = f"is the run itself ({run}); name a new folder"
-    except PathError as error:
-        problem = str(error)
-    return f"--fork {name}: {problem}" if problem else None

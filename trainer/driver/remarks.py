@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.metrics.config import FOLLOWED
 from declutr.trainer.metrics.interval import steps_between
 
 _MIN_VALIDATIONS = 5
@@ -21,7 +20,7 @@ def validation_remarks(run: ResolvedRun, total_steps: int) -> list[str]:
     """
     validation, found = run.config.validation, []
     every_steps = steps_between(validation.every_steps, total_steps)
-    if not every_steps or validation.score == FOLLOWED:
+    if not every_steps:
         return []
     number = -(-total_steps // every_steps)
     if number < _MIN_VALIDATIONS:

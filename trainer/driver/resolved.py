@@ -10,7 +10,7 @@ from declutr.common.stores.retry import RemoteError
 from declutr.pipeline.shards.joined import joined_manifest
 from declutr.pipeline.shards.manifest import Manifest, ShardError, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.checkpoints.state import data_hashes, joint_hash, read_origin
+from declutr.trainer.checkpoints.state import data_hashes, joint_hash
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.setup.cache import data_folder
 from declutr.trainer.setup.config import TrainConfig
@@ -61,16 +61,11 @@ class ResolvedRun:
         }
 
     def corpus_lines(self, steps: int, names: Sequence[str]) -> Iterator[str]:
-        """Name, share, rows and passes of each corpus of the main task up to a step; of a fork, since its origin."""
-        plan, origin = self.plan, read_origin(self.folder)
-        first = 0 if origin is None else origin.step
-        since = "" if origin is None else f" since the fork at step {first:,}"
-        before = plan.rows_read(first)
-        rows = zip(names, plan.shares, plan.sizes, before, plan.rows_read(steps), strict=True)
-        for name, share, size, earlier, now in rows:
-            of_all, read = share / sum(plan.shares), now - earlier
-            passes = f"{read / size:,.3g} pass(es) over its {size:,}"
-            yield f"{name}: {of_all:.1%} of the rows, {read:,} in {steps - first:,} steps{since}, {passes}"
+        """Name, share, rows and passes of each corpus of the main task up to a step."""
+        plan = self.plan
+        for name, share, size, read in zip(names, plan.shares, plan.sizes, plan.rows_read(steps), strict=True):
+            of_all, passes = share / sum(plan.shares), f"{read / size:,.3g} pass(es) over its {size:,}"
+            yield f"{name}: {of_all:.1%} of the rows, {read:,} in {steps:,} steps, {passes}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from declutr.common.config import config_yaml
 from declutr.common.console.logs import get_logger
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand
-from declutr.common.scores import SCORES
 from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.lease import Lease
@@ -146,8 +145,6 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
         get_logger().info("%s: %s", config.run, message)
     if done < steps and early is None:
         (run / SUMMARY).unlink(missing_ok=True)  # describes an earlier end
-        if config.awaits_follower and not (run / SCORES).is_file():
-            get_logger().info("no scores yet: run `declutr evaluate --follow %s` alongside the training", config.run)
         if store is not None:
             store.send(*_FILES)
             if (run / TOKENIZER).is_dir():

@@ -10,7 +10,7 @@ from declutr.common.stores.address import child, is_remote
 from declutr.common.stores.files import names
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_among, steps_in
-from declutr.trainer.checkpoints.state import joint_hash, read_origin
+from declutr.trainer.checkpoints.state import joint_hash
 from declutr.trainer.driver.resolved import Found, data_places
 from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.setup.config import TrainConfig
@@ -18,28 +18,35 @@ from declutr.trainer.setup.geometry import RESUME_SETTINGS
 
 
 def run_problems(config: TrainConfig, run: Path, shards: Found) -> list[str]:
-    """Problems of a folder that holds a run of another configuration, or a damaged `fork.json`.
+    """Problems of a folder that holds a run of another configuration, or a fork of an earlier version.
 
     A run without a checkpoint has computed nothing yet, so that its settings may still change.
     """
-    found = []
-    try:
-        read_origin(run)
-    except DamagedError as error:
-        found.append(f"run = {config.run}: {error}")
+    if problem := fork_problem(run):
+        return [f"run = {config.run}: {problem}"]
     if not _has_checkpoints(config, run) or any(key.startswith("validation.") for key in shards.unreadable):
-        return found
+        return []
     before = read_resume_settings(run)
-    if before is None:
-        return found + other_checkpoints(config, run)
-    changed = changes(before, config.resume_settings())
+    changed = [] if before is None else changes(before, config.resume_settings())
     if not changed:
-        return found + other_checkpoints(config, run)
+        return other_checkpoints(config, run)
     return [
-        *found,
-        f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder, or "
-        "start a new run with this run's weights: --fork NEW_RUN",
+        f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder; "
+        f"encoder.pretrained={config.run}/export starts a new run with this run's weights, once it is exported"
     ]
+
+
+def fork_problem(run: Path) -> str | None:
+    """Why a folder that `train --fork` of an earlier version made is not continued; None of other folders.
+
+    Its first steps are another run's, with other settings and documents, which nothing here would tell apart.
+    """
+    if not (run / "fork.json").is_file():
+        return None
+    return (
+        "was made by `train --fork` of an earlier version (fork.json), whose runs this version does not continue; "
+        "start a new run with the weights of an export, encoder.pretrained=RUN/export"
+    )
 
 
 def _has_checkpoints(config: TrainConfig, run: Path) -> bool:
@@ -106,7 +113,7 @@ def other_shards(config: TrainConfig, run: Path, now: dict[str, str]) -> list[st
 
 
 def refuse_lost_steps(run: Path, done: int) -> None:
-    """Refuses to take steps again from an earlier one than a finished run or a fork can have.
+    """Refuses to take the steps of a finished run again.
 
     Args:
         run: folder of the run.
@@ -115,12 +122,6 @@ def refuse_lost_steps(run: Path, done: int) -> None:
     Raises:
         CheckpointError: the checkpoints are gone or broken.
     """
-    origin = read_origin(run)
-    if origin is not None and done < origin.step:
-        raise checkpoint.CheckpointError(
-            f"{run}: this fork began at step {origin.step}, and no whole checkpoint of that step or a later one is in "
-            f"{CHECKPOINTS}: fork again into another folder"
-        )
     if done == 0 and (run / SUMMARY).is_file():
         raise checkpoint.CheckpointError(
             f"{run}: has finished ({SUMMARY}), and no whole checkpoint is in {CHECKPOINTS}: the run would begin again "

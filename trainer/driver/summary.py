@@ -8,8 +8,7 @@ import msgspec
 
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import DamagedError, Record, read_record, write_json
-from declutr.trainer.checkpoints.state import read_origin
-from declutr.trainer.metrics.metrics import own_lines, read_metrics
+from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.objectives.config import NN_ACCURACY
 
 SUMMARY = "summary.json"
@@ -53,13 +52,8 @@ def _read(path: Path, kind: type[Record]) -> Record | None:
 
 
 def first_and_last_scores(run: Path) -> dict[str, dict[str, float]]:
-    """The first and the last held-out scores of a run, by their keys in the summary; empty without validation.
-
-    Those of a fork are its own: it started with the weights of its origin.
-    """
-    origin = read_origin(run)
-    own = own_lines(read_metrics(run), origin.step if origin else 0)
-    lines = [line for line in own if line["kind"] == "validation"] or [{}]
+    """The first and the last held-out scores of a run, by their keys in the summary; empty without validation."""
+    lines = [line for line in read_metrics(run) if line["kind"] == "validation"] or [{}]
     first, last = (
         {name: value for name, value in line.items() if name not in ("kind", "step", "time")}
         for line in (lines[0], lines[-1])

@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 from declutr.common.config import Strict
 from declutr.trainer.metrics.interval import Interval
 
-FOLLOWED = "followed"
-"""The score that another process gives (`declutr evaluate --follow`)."""
 STSB = "stsb_spearman"
 """The score that `validation.stsb` adds."""
 SICKR = "sickr_spearman"
@@ -34,11 +32,10 @@ class ValidationConfig(Strict):
     score: str = ""
     """Score that decides which checkpoint is the best (docs/reference/scores.md); empty: that of `stsb` or `sickr` if
     set, else the objective's first. DeCLUTR: distant_recall_at_1, distant_mrr, recall_at_1, mrr. Pairs and triples:
-    recall_at_1, mrr. followed: the score of `declutr evaluate --follow RUN` alongside the training, for runs in
-    folders."""
+    recall_at_1, mrr."""
     patience: int | None = Field(default=None, gt=0)
-    """End the run when this many scores in a row do not exceed the best one; null: never. With `followed` only scored
-    checkpoints count. A repeated command may change it."""
+    """End the run when this many scores in a row do not exceed the best one; null: never. A repeated command may
+    change it."""
 
     @property
     def pairs(self) -> dict[str, str]:

@@ -72,7 +72,6 @@ class MetricsWriter:
         after_step: last step of the checkpoint; lines of later steps are deleted, because they are repeated.
         alarms: watch the run's own lines, from the first, and are logged and written; None: nothing watches.
         loggers: starts of loggers by their name, besides TensorBoard. Their failure does not end the run.
-        origin: step of the weights with which the run started: 0, or that of a fork.
         validates_again: true if the weights after `after_step` are scored again; their earlier validation is deleted.
     """
 
@@ -82,7 +81,6 @@ class MetricsWriter:
         after_step: int,
         alarms: Alarms | None = None,
         loggers: Mapping[str, Callable[[], MetricsLogger]] | None = None,
-        origin: int = 0,
         validates_again: bool = False,
     ) -> None:
         lines, damaged = _read_lines(folder / METRICS)
@@ -95,7 +93,7 @@ class MetricsWriter:
         write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
         self._alarms = alarms
         if alarms:
-            alarms.replay(own_lines(kept, origin))
+            alarms.replay(kept)
         self._lines = AppendLog(folder / METRICS)
         starts: dict[str, Callable[[], MetricsLogger]] = {"TensorBoard": partial(TensorBoardLogger, folder, after_step)}
         starts |= loggers or {}
@@ -196,16 +194,6 @@ class MetricsWriter:
                 if failing:
                     get_logger().info("metrics are written again; no line is missing")
                 failing = False
-
-
-def own_lines(lines: Sequence[dict[str, Any]], origin: int) -> list[dict[str, Any]]:
-    """Leaves out the lines that a fork has from the run of its origin; `origin` is 0 or the step of the fork.
-
-    The validation at the origin is the fork's own: it scores these weights by its own settings.
-    """
-    if not origin:
-        return list(lines)
-    return [line for line in lines if line["step"] > origin or (line["kind"], line["step"]) == ("validation", origin)]
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

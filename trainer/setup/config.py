@@ -1,19 +1,18 @@
 """The configuration of a training run, composed of sections that are defined next to the code they configure."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from declutr.common import seeding
 from declutr.common.config import Strict
 from declutr.common.storage import hash_json
-from declutr.common.stores.address import is_remote
 from declutr.common.suggestions import suggest
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.checkpoints.config import CheckpointConfig
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.metrics.config import FOLLOWED, MetricsConfig, ValidationConfig
+from declutr.trainer.metrics.config import MetricsConfig, ValidationConfig
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
@@ -22,6 +21,8 @@ from declutr.trainer.setup.corpora import Data, places_of, shares_of
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.step.config import OptimConfig
 
+_FOLLOWED = "followed"
+"""The score of another process, which earlier versions had; also what they stored for an objective without scores."""
 _UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient
 
 
@@ -104,17 +105,39 @@ class TrainConfig(Strict):
     def _known_score(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
         """Refuses a score that the objective does not have. Errors of other settings do not hide this one."""
         if "objective" in info.data:  # absent if it has errors
-            known = (*validation.pairs, *info.data["objective"].scores, FOLLOWED)
+            known = (*validation.pairs, *info.data["objective"].scores)
+            if validation.score == _FOLLOWED and not known:
+                return validation.model_copy(update={"score": ""})
+            if validation.score == _FOLLOWED:
+                raise ValueError(
+                    "score = followed: no process scores a run alongside it any more; remove it, and score the "
+                    "checkpoints with `declutr evaluate RUN`, or choose by sentences with validation.stsb"
+                )
             if validation.score and validation.score not in known:
-                hint = suggest(validation.score, known)
-                raise ValueError(f"score = {validation.score!r}: must be one of {', '.join(known)}{hint}")
+                options, hint = ", ".join(known), suggest(validation.score, known)
+                raise ValueError(
+                    f"score = {validation.score!r}: must be {f'one of {options}' if known else 'empty'}{hint}"
+                )
         return validation
+
+    @classmethod
+    def stored(cls, values: Any) -> "TrainConfig":
+        """The configuration in the `config.yaml` of a run, without what earlier versions had and this one has not.
+
+        Raises:
+            ValidationError: these are no settings of a run.
+        """
+        validation = values.get("validation") if isinstance(values, Mapping) else None
+        if isinstance(validation, Mapping) and validation.get("score") == _FOLLOWED:
+            values = {**values, "validation": {**validation, "score": ""}}
+        return cls.model_validate(values)
 
     @model_validator(mode="after")
     def _complete_score(self) -> "TrainConfig":
-        """Sets the objective's default score."""
-        if not self.validation.score:
-            default = (*self.validation.pairs, *self.objective.scores, FOLLOWED)[0]
+        """Sets the objective's default score; it stays empty if there is none."""
+        scores = (*self.validation.pairs, *self.objective.scores)
+        if scores and not self.validation.score:
+            default = scores[0]
             self.__dict__["validation"] = self.validation.model_copy(update={"score": default})
         return self
 
@@ -151,24 +174,9 @@ class TrainConfig(Strict):
             problems.append(
                 f"validation.{key} needs validation.every_steps above 0; remove it, or set the number of steps"
             )
-        if self.awaits_follower and is_remote(self.run):
-            held_out = self.objective.scores[:2]
-            others = f", or score on held-out documents ({', '.join(held_out)})" if held_out else ""
-            problems.append(
-                f"validation.score = followed needs a folder as run, not {self.run}: `declutr evaluate --follow` reads "
-                f"it. Set run to a folder{others}"
-            )
         if problems:
             raise ValueError("\n".join(problems))
         return self
-
-    @property
-    def awaits_follower(self) -> bool:
-        """True if the run needs the scores of `declutr evaluate --follow`.
-
-        An objective without scores has no other score, which it needs only to choose a checkpoint.
-        """
-        return self.validation.score == FOLLOWED and (bool(self.objective.scores) or self.chooses)
 
     @property
     def chooses(self) -> bool:
@@ -195,9 +203,11 @@ class TrainConfig(Strict):
             problems.append(
                 f"{patience} needs export = best: when patience runs out, the last weights are not the best"
             )
-        if self.chooses and validation.score != FOLLOWED and validation.every_steps == 0:
-            needing = "export = best" if self.export == "best" else patience
-            problems.append(f"{needing} needs validation.every_steps above 0, or validation.score = followed")
+        needing = "export = best" if self.export == "best" else patience
+        if self.chooses and not validation.score:
+            problems.append(f"{needing} needs a score, and this objective has none; set validation.stsb to a folder")
+        elif self.chooses and validation.every_steps == 0:
+            problems.append(f"{needing} needs validation.every_steps above 0")
         return problems
 
     def context(self, short_documents: ShortDocuments) -> RunContext:
@@ -282,6 +292,7 @@ class TrainConfig(Strict):
             if len(task.places) > 1:
                 values["data.weight"] = list(shares_of(task.data))
         validation: dict[str, object] = found["validation"]
+        validation["score"] = validation["score"] or _FOLLOWED  # runs without a score were stored so
         validation.update(self._contents)
         return found
 

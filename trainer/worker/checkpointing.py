@@ -14,7 +14,7 @@ from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.ranking import EarlyStopping
 from declutr.trainer.checkpoints.saver import SaveError, Saver
-from declutr.trainer.checkpoints.state import Reported, RunState, read_origin
+from declutr.trainer.checkpoints.state import Reported, RunState
 from declutr.trainer.checkpoints.store import after_save
 from declutr.trainer.checkpoints.weights import collect, load
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
@@ -34,7 +34,7 @@ class Checkpointing:
         early: true if the run ended before its last step because its scores no longer improved.
         early_stopping: judges the scores on the first worker.
         identity: hashes of settings and data, which the checkpoints of this run have.
-        start: the step with whose weights the run starts, if it is now there: 0, or a fork's; otherwise None.
+        at_start: true if no step of the run is done.
         saver: saver of the first worker inside `writing`; otherwise None.
     """
 
@@ -51,10 +51,9 @@ class Checkpointing:
         self.early = False
         self.early_stopping = EarlyStopping(run, config.validation.score, config.validation.patience)
         self.saver: Saver | None = None
-        self.start: int | None = None
+        self.at_start = False
         self._reported: Reported | None = None
         self._validated = 0  # step of its rows
-        self._others_read = 0  # more rows than these steps have: a fork may have another batch than its origin
         self._config, self._run, self._scheduler, self._train_step = config, run, scheduler, scheduler.main
         self._heartbeat = heartbeat
         self._reporter = reporter
@@ -76,13 +75,11 @@ class Checkpointing:
             path = checkpoint.checkpoint_path(folder, done)
             state = checkpoint.read_state(path) if found is None else found[1]
             load(path, self._scheduler.train_steps)
-            self._others_read = state.documents - done * self._config.batch_documents
             counts = {"": (state.skipped, state.skipped_in_a_row), **state.tasks_skipped}
             for one in self._scheduler.train_steps:
                 one.nonfinite_losses.skipped, one.nonfinite_losses.in_a_row = counts.get(one.name, (0, 0))
             self._reported, self._validated = state.reported, done
-        origin = read_origin(self._run)
-        self.start = done if done == (origin.step if origin else 0) else None
+        self.at_start = done == 0
         if first:
             self.early_stopping.resume(done)
             self._log_start(done)
@@ -109,7 +106,7 @@ class Checkpointing:
             return
         config = self._config
         score = config.validation.score
-        after = after_save(config.run, self._run, config.checkpoint, score) or self.early_stopping.saved
+        after = after_save(config.run, self._run, config.checkpoint, score)
         saving = config.checkpoint.in_steps(self._train_step.total_steps)
         self.saver = Saver(self._run / CHECKPOINTS, saving, score, before=before, after=after)
         try:
@@ -127,7 +124,7 @@ class Checkpointing:
             rows: values of its reporting rows.
         """
         start = [] if self._reported is None else self._reported.start
-        if step == self.start:
+        if step == 0:
             start = rows.tolist()
         elif self._train_step.comm.rank == 0:
             self.early_stopping.measured(step, scores)
@@ -226,7 +223,7 @@ class Checkpointing:
             state = RunState(
                 reported=reported,
                 step=step,
-                documents=step * self._config.batch_documents + self._others_read,
+                documents=step * self._config.batch_documents,
                 world_size=train_step.comm.size,
                 scores=scores,
                 files={},

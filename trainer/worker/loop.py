@@ -12,10 +12,8 @@ from pathlib import Path
 import torch
 
 from declutr.common.console.logs import get_logger
-from declutr.trainer.checkpoints.state import read_origin
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.alarms import Alarms
-from declutr.trainer.metrics.config import FOLLOWED
 from declutr.trainer.metrics.interval import steps_between
 from declutr.trainer.metrics.loggers import MetricsLogger
 from declutr.trainer.metrics.metrics import MetricsWriter, rates
@@ -84,7 +82,7 @@ class TrainingLoop:
             self.checkpointing.writing(before=metrics.flush if metrics else lambda: None),
         ):
             batches.begin()  # fills while the initial encoder is scored
-            if self.checkpointing.start is not None:
+            if self.checkpointing.at_start:
                 self.validate(done, metrics)
             return self.take_steps(done, batches, metrics)
 
@@ -108,10 +106,8 @@ class TrainingLoop:
             facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
             shown = config.model_dump(mode="json")
             loggers["Weights & Biases"] = partial(WandbLogger, config.metrics.wandb, self.run, facts, shown)
-        origin = read_origin(self.run)
-        first = origin.step if origin else 0
-        again = self.checkpointing.start is not None and self.validator is not None
-        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, first, again))
+        again = self.checkpointing.at_start and self.validator is not None
+        return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, again))
 
     def take_steps(self, done: int, batches: Prefetcher, metrics: MetricsWriter | None) -> int:
         """Takes the steps after `done`; returns the last one taken."""
@@ -168,7 +164,7 @@ class TrainingLoop:
             )
         score = self.config.validation.score
         scores, name, rows = divide(found, self.config.seed, score)
-        if self.config.chooses and score != FOLLOWED and score not in scores:
+        if self.config.chooses and score not in scores:
             raise ObjectiveError(
                 f"validation.score = {score}: the held-out rows have only {', '.join(scores)}, so no checkpoint could "
                 "be chosen by it; set another score or export=last, or prepare more rows"

@@ -9,8 +9,7 @@ import torch
 from declutr.adaptation.config import BATCH_DOCUMENTS, PASSAGE_TOKENS, WINDOW_TOKENS, AdaptConfig, train_config
 from declutr.adaptation.measures import Passages
 from declutr.adaptation.scores import DISTANT, Values
-from declutr.adaptation.whiten import WhitenConfig, whiten
-from declutr.adaptation.whitening import WithinSums, whitening
+from declutr.adaptation.whitening import WhitenConfig, WithinSums, whiten, whitening
 from declutr.common.storage import atomic_folder
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows

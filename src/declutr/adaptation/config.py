@@ -40,8 +40,9 @@ class AdaptConfig(Strict):
     """Folder of STS-B with sts-test.csv, to measure what was lost in general."""
     minutes: float = Field(default=30, gt=0, le=10_000)
     """Time for everything, also over several starts of the command; it decides the number of training steps."""
-    steps: int | None = Field(default=None, ge=1)
-    """Steps of the training; null: ten passes over the documents, or as many as there is time for."""
+    steps: int | None = Field(default=None, ge=0)
+    """Steps of the training; null: ten passes over the documents, or as many as there is time for. 0: none, so that
+    only the closed form is tried."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the split, the training and the intervals."""
     trust_remote_code: bool = False

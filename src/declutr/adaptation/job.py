@@ -30,7 +30,7 @@ from declutr.adaptation.scores import (
     moved,
 )
 from declutr.adaptation.state import STATE, AdaptError, State, opened
-from declutr.adaptation.whiten import WhitenConfig
+from declutr.adaptation.whitening import WhitenConfig
 from declutr.common.bootstrap import MIN_ROWS, Comparison
 from declutr.common.config import validated
 from declutr.common.console.logs import get_logger
@@ -239,6 +239,8 @@ class _Adaptation:
             few = f"{documents} training documents, and a step takes {BATCH_DOCUMENTS}"
         if few:
             get_logger().warning("there are %s: only the closed form is tried", few)
+            return 0
+        if self.config.steps == 0:
             return 0
         if decided := self.config.steps or self.state.steps:
             self.state.decide_steps(decided)

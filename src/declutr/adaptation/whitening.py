@@ -1,15 +1,35 @@
-"""Whitening by the covariance within documents (WCCN of speaker recognition, Hatch et al. 2006). NumPy only.
+"""The closed form: embeddings whitened by their covariance within documents, without training.
 
-Directions in which the spans of one document differ from each other are shrunk, so that what they share counts more. It
-is DeCLUTR's signal without training: spans of a document belong together. Legend: S spans, D embedding size.
+It is WCCN of speaker recognition (Hatch et al. 2006). Directions in which the spans of one document differ from each
+other are shrunk, so that what they share counts more. It is DeCLUTR's signal without training: spans of a document
+belong together. Legend: S spans, D embedding size.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import torch
 from numpy.typing import NDArray
+from pydantic import Field
+from torch import nn
 
+from declutr.common.config import Strict
+from declutr.common.console.logs import bar
+from declutr.common.paths import expand
+from declutr.common.storage import atomic_folder, write_json, write_text
+from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows
+from declutr.encoders.transformer import TransformerEncoder, write_transformer
+from declutr.pipeline.shards.manifest import data_hash, load_manifest
+from declutr.pipeline.shards.shards import ShardSet, ragged
+from declutr.pipeline.tokenizer.tokenization import fingerprint
+from declutr.trainer.data.packing import Vocabulary
+from declutr.trainer.driver.model_card import CARD, Card, called, without_paths
+from declutr.trainer.model.behind import Dense, Normalize
+from declutr.trainer.model.language_model import vocabulary_of
 
 F64 = NDArray[np.float64]
 
@@ -89,3 +109,189 @@ def whitening(sums: WithinSums, power: float, shrinkage: float) -> F64:
     shrunk = (np.maximum(values, 0.0) / mean + shrinkage) / (1 + shrinkage)
     matrix: F64 = (vectors * shrunk**-power) @ vectors.T
     return matrix
+
+
+def passages(
+    documents: pa.Table, count: int, max_content: int, vocabulary: Vocabulary
+) -> tuple[list[list[int]], NDArray[np.int64]]:
+    """Token ids of at most `count` passages of each document, and the number of the document of each.
+
+    A passage is the beginning of a window (pipeline/shards/windows.py), so passages do not overlap.
+
+    Args:
+        documents: n rows of the shards.
+        count: passages of a document; a document with fewer windows has one for each.
+        max_content: most tokens of a passage without special ones.
+        vocabulary: ids of the tokenizer.
+
+    Returns:
+        The ids with special tokens, and `(S,)` document numbers from 0 to n - 1.
+    """
+    tokens, offsets = ragged(documents.column("tokens"))
+    windows, bounds = ragged(documents.column("windows"))
+    before = [] if vocabulary.bos is None else [vocabulary.bos]
+    after = [] if vocabulary.eos is None else [vocabulary.eos]
+    rows: list[list[int]] = []
+    owners: list[int] = []
+    for document in range(len(documents)):
+        starts = windows[bounds[document] : bounds[document + 1]].astype(np.int64)
+        length = min(int(starts[1] - starts[0]), max_content)
+        chosen = starts[np.linspace(0, len(starts) - 1, min(count, len(starts))).round().astype(np.int64)]
+        for start in (offsets[document] + chosen).tolist():
+            rows.append([*before, *tokens[start : start + length].tolist(), *after])
+            owners.append(document)
+    return rows, np.array(owners, np.int64)
+
+
+SETTINGS = "whitening.json"
+"""The file of a whitened encoder with the settings and the documents from which it was computed."""
+_BLOCK_DOCUMENTS = 256
+
+
+class WhitenConfig(Strict):
+    """Settings of the closed form."""
+
+    encoder: str
+    """Folder or name of the encoder, as `load_encoder` takes it."""
+    shards: str
+    """Folder of documents that `prepare` made with the encoder's tokenizer."""
+    power: float = Field(default=0.25, gt=0, le=1)
+    """Power of the covariance; 0.5 whitens completely."""
+    shrinkage: float = Field(default=0.1, ge=0.001, le=1000)
+    """Weight of the identity beside the covariance."""
+    passages: int = Field(default=4, ge=2, le=64)
+    """Passages of a document that are embedded, spread evenly over it."""
+    passage_tokens: int = Field(default=62, ge=1)
+    """Longest passage, in tokens without special ones; at most the windows of the shards."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the encoder. Only for encoders you trust."""
+
+
+def whiten(config: WhitenConfig, output: Path, address: str | None = None) -> WithinSums:
+    """Writes the whitened encoder to `output`; return the sums from which it was computed.
+
+    Raises:
+        WhiteningError: the encoder has another tokenizer than the shards or is no transformer, or there are no training
+            documents, or they have no covariance.
+        EncoderError: the encoder cannot be loaded.
+        FileExistsError: `output` exists.
+        ShardError: the shards cannot be read.
+    """
+    config = _located(config)
+    if output.exists():
+        raise FileExistsError(f"--output {output} exists already; name another folder, or delete it")
+    encoder = load(config)
+    sums = within_sums(config, address)
+    with atomic_folder(output) as aside:
+        write_whitened(config, encoder, sums, aside)
+    return sums
+
+
+def _located(config: WhitenConfig) -> WhitenConfig:
+    """The settings with absolute paths, because workers run in other folders."""
+    places = {"shards": str(expand(config.shards).absolute())}
+    if expand(config.encoder).is_dir():
+        places["encoder"] = str(expand(config.encoder).absolute())
+    return config.model_copy(update=places)
+
+
+def load(config: WhitenConfig) -> TransformerEncoder:
+    """The encoder of the settings.
+
+    Raises:
+        WhiteningError: it has another tokenizer than the shards, or is no transformer.
+    """
+    encoder = load_encoder(config.encoder, trust_remote_code=config.trust_remote_code)
+    if not isinstance(encoder, TransformerEncoder):
+        raise WhiteningError(f"{config.encoder}: only a transformer can be whitened; word vectors have no layers")
+    if encoder.prompt:
+        raise WhiteningError(f"{config.encoder}: puts {encoder.prompt!r} before every text, which passages do not have")
+    manifest = load_manifest(Path(config.shards))
+    if manifest.content.kind != "documents":
+        raise WhiteningError(f"{config.shards}: holds {manifest.content.kind}; the closed form needs documents")
+    if fingerprint(encoder.tokenizer) != manifest.text_tokenizer.fingerprint:
+        raise WhiteningError(
+            f"{config.shards}: was prepared with another tokenizer than that of {config.encoder}; prepare the corpus "
+            f"with tokenizer.name={config.encoder}"
+        )
+    return encoder
+
+
+def within_sums(config: WhitenConfig, address: str | None = None) -> WithinSums:
+    """The sums over all training documents of the shards, by one pass of Ray Data, in blocks of documents.
+
+    Raises:
+        SessionError: no Ray session can be started.
+    """
+    from declutr.common.session import start_ray
+
+    start_ray(address=address)
+    import ray  # after the session, which keeps it quiet
+
+    num_documents = ShardSet(Path(config.shards), "train").num_documents
+    if not num_documents:
+        raise WhiteningError(f"{config.shards}: holds no training documents; prepare more documents")
+    starts = range(0, num_documents, _BLOCK_DOCUMENTS)
+    resources = ray.cluster_resources()
+    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+    share: dict[str, Any] = {"num_gpus": 1, "concurrency": gpus} if gpus else {"num_cpus": 1, "concurrency": cpus}
+    share["concurrency"] = max(1, min(share["concurrency"], len(starts)))
+    blocks = [{"start": start, "end": min(start + _BLOCK_DOCUMENTS, num_documents)} for start in starts]
+    rows = ray.data.from_items(blocks, override_num_blocks=len(blocks)).map(
+        SumsOfBlock, fn_constructor_kwargs={"config": config}, **share
+    )
+    found: dict[int, WithinSums] = {}
+    with bar(total=num_documents, desc="covariance", unit="documents") as shown:
+        for row in rows.iter_rows():
+            sums = WithinSums(row["scatter"], row["total"], row["spans"], row["documents"])
+            found[row["start"]] = sums
+            shown.update(sums.documents)
+    first, *others = [found[start] for start in starts]  # added in their order, whatever finished first
+    return sum(others, first)
+
+
+class SumsOfBlock:
+    """Ray worker with an encoder: from the numbers of a block's documents to the block's sums."""
+
+    def __init__(self, config: WhitenConfig) -> None:
+        self._config = config
+        self._encoder = load(config)
+        self._shards = ShardSet(Path(config.shards), "train", look=False)
+
+    def __call__(self, row: dict[str, int]) -> dict[str, Any]:
+        """Embed the passages of documents [start, end); return the fields of `WithinSums` and `start`."""
+        documents = self._shards.take(np.arange(row["start"], row["end"]))
+        encoder, config = self._encoder, self._config
+        vocabulary = vocabulary_of(encoder.tokenizer)
+        room = min(config.passage_tokens, encoder.max_tokens - vocabulary.num_specials)
+        rows, owners = passages(documents, config.passages, room, vocabulary)
+        return {"start": row["start"], **asdict(WithinSums.of(encoder.embed_ids(rows), owners))}
+
+
+def write_whitened(config: WhitenConfig, encoder: TransformerEncoder, sums: WithinSums, folder: Path) -> None:
+    """Writes the encoder with the whitening behind its own steps: scale to length 1, dense layer, scale to length 1."""
+    matrix = whitening(sums, config.power, config.shrinkage)
+    layer = nn.Linear(len(matrix), len(matrix), bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(matrix))
+    write_transformer(encoder, [Normalize(), Dense(layer, nn.Identity()), Normalize()], folder)
+    settings = without_paths(config.model_dump(mode="json")) | {
+        "documents": sums.documents,
+        "spans": sums.spans,
+        "data_hash": data_hash(load_manifest(Path(config.shards))),
+        "encoder_fingerprint": encoder.fingerprint,
+    }
+    write_json(folder / SETTINGS, settings)
+    card = Card(
+        title=f"{called(config.encoder)}, whitened",
+        base=config.encoder,
+        method="A dense layer behind the pooling whitens the embeddings by their covariance within documents. Nothing "
+        "was trained. Indexes made with the start must be made again.\n",
+        scores="Not measured; `declutr adapt` measures.",
+        data=f"{sums.documents:,} documents ({sums.spans:,} passages); data hash `{settings['data_hash']}`.",
+        settings=config.model_dump(mode="json"),
+        pooling=encoder.encoder.config.pooling,
+        layers=True,
+        tags=("whitening",),
+    )
+    write_text(folder / CARD, card.text())

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from declutr.cli.scoring import evaluate_mteb, evaluate_nanobeir, evaluate_pairs, load, say
+from declutr.cli.scoring import evaluate_mteb, evaluate_nanobeir, evaluate_pairs, load, say, with_checkpoints
 from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 from declutr.encoders.cut import parse_sizes
 from declutr.encoders.protocol import EncoderError, Pooling
 
 if TYPE_CHECKING:
-    from declutr.evaluation.retrieval.nanobeir import NanoTest
     from declutr.evaluation.senteval.data.taskdata import Inspection
     from declutr.evaluation.senteval.runner.plan import ScoringChoice
     from declutr.evaluation.senteval.scores.results import Protocol
@@ -30,22 +29,19 @@ def run(arguments: list[str]) -> int:
     """Run the command; return the exit status: 1 if a transfer failed, data are unusable, or scores are missing."""
     parser = _parser()
     given = parser.parse_intermixed_args(arguments)
+    given.encoders = with_checkpoints(given.encoders)
     try:
         given.sizes = None if given.sizes is None else parse_sizes(given.sizes)
     except EncoderError as error:
         return refused(error)
     if given.mteb is not None:
-        if not given.encoders or given.follow or given.pretrained:
-            parser.error("--mteb takes one ENCODER or more, and neither --follow nor --pretrained")
+        if not given.encoders or given.pretrained:
+            parser.error("--mteb takes one ENCODER or more, and no --pretrained")
         return evaluate_mteb(given)
     if given.pairs is not None:
-        if not given.encoders or given.follow or given.pretrained:
-            parser.error("--pairs takes one ENCODER or more, and neither --follow nor --pretrained")
+        if not given.encoders or given.pretrained:
+            parser.error("--pairs takes one ENCODER or more, and no --pretrained")
         return evaluate_pairs(given)
-    if given.follow and given.pooling:
-        parser.error("--follow scores a run with its own pooling; remove --pooling")
-    if given.follow and given.sizes is not None:
-        parser.error("--follow scores whole embeddings; remove --sizes")
     if given.data is not None and not given.data.is_dir():
         return refused(
             f"--data {given.data}: no such folder; `declutr evaluate --download {given.data}` fetches SentEval's data"
@@ -80,8 +76,6 @@ def run(arguments: list[str]) -> int:
         failed |= not any(inspection.usable for inspection in inspections)
     classifier = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
     choice = ScoringChoice(tasks=names, protocols=_PROTOCOLS[given.protocol], classifier=classifier)
-    if given.follow:
-        return _follow(given, inspections, choice, tests)
     if given.encoders or given.pretrained:
         failed |= bool(tests) and not evaluate_nanobeir(given, tests)
         failed |= bool(names) and not _evaluate(given, inspections, choice)
@@ -93,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="declutr evaluate",
         description="Score encoders on SentEval's tasks. Without an encoder: fetch and check SentEval's data.",
     )
-    parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, run, checkpoint, model name or folder, "
-                        "word vectors, hashed-words:SIZE, untrained:NAME")  # fmt: skip
+    parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, checkpoint, run (its checkpoints), "
+                        "model name or folder, word vectors, hashed-words:SIZE, untrained:NAME")  # fmt: skip
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--data", type=path_argument, help="folder in SentEval's layout (downstream/, probing/)")
     where.add_argument("--download", type=path_argument, help="fetch missing files of the tasks into this folder"
@@ -119,14 +113,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--pretrained", metavar="ENCODER", help="score this encoder too; column Δ is the difference to "
                         "it (default: the encoder that an export was trained from)")  # fmt: skip
-    parser.add_argument("--follow", type=path_argument, metavar="RUN", help="score a run's checkpoints while it trains")
-    parser.add_argument("--once", action="store_true", help="with --follow: score existing checkpoints and stop")
-    parser.add_argument("--every-seconds", type=float, default=10.0, help="with --follow: pause between looks (10)")
-    parser.add_argument("--cpus", type=int, help="processes for classifiers (all; with --follow 1)")
+    parser.add_argument("--cpus", type=int, help="processes for classifiers (all)")
     parser.add_argument("--address", help="address of a Ray cluster that fits classifiers")
     parser.add_argument("--pooling", choices=get_args(Pooling), help="pooling of the encoders, instead of their own")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with encoders")
-    parser.add_argument("--device", help="device of the encoder: cpu, cuda (a GPU if present; with --follow cpu)")
+    parser.add_argument("--device", help="device of the encoder: cpu, cuda (a GPU if present)")
     parser.add_argument(
         "--precision", choices=("auto", "fp32", "bf16"), default="auto", help="bf16 on GPUs by default; fp32 is exact"
     )
@@ -193,29 +184,3 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     if failed and len(names) > 1:
         sys.stderr.write(f"{len(failed)} of {len(names)} encoders were not scored: {', '.join(failed)}\n")
     return not failed
-
-
-def _follow(
-    given: argparse.Namespace,
-    inspections: Sequence["Inspection"],
-    choice: "ScoringChoice",
-    tests: Sequence["NanoTest"],
-) -> int:
-    import torch
-
-    from declutr.common.cluster import SessionConfig
-    from declutr.evaluation.watch import Follower, FollowError
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(given.cpus or 1)  # leave the other CPUs to the workers
-    session = SessionConfig(num_cpus=given.cpus or 1, address=given.address)
-    try:
-        trust = given.trust_remote_code
-        follower = Follower(given.follow, inspections, choice, given.device or "cpu", session, say, trust, tests)
-        number = follower.follow(given.every_seconds, given.once)
-    except FollowError as error:
-        return refused(error)
-    finally:
-        torch.set_num_threads(threads)
-    print(f"{given.follow}: {number} checkpoints scored")
-    return int(not number and bool(follower.pending()))

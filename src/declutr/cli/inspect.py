@@ -1,4 +1,4 @@
-"""`declutr inspect`, `report` and `checkpoints`."""
+"""`declutr inspect` and `report`."""
 
 import argparse
 import json
@@ -34,45 +34,37 @@ def run_report(arguments: list[str]) -> int:
 
 
 def run_inspect(arguments: list[str]) -> int:
-    """Run the command; return the exit status."""
-    parser = argparse.ArgumentParser(prog="declutr inspect", description="Describe shards, a run or a checkpoint.")
+    """Run the command; return the exit status, also 1 if the newest checkpoint of a run is broken."""
+    parser = argparse.ArgumentParser(
+        prog="declutr inspect",
+        description="Describe shards, an encoder, a checkpoint or a run, with each checkpoint verified and why it is "
+        "kept.",
+    )
     parser.add_argument("path", type=path_argument)
     parser.add_argument("--documents", type=int, default=3, help="documents of shards to show (3)")
     parser.add_argument("--document", help="show one document of shards, by id, source or SOURCE:OFFSET")
+    parser.add_argument("--json", action="store_true", help="print the checkpoints of a run as a JSON list")
+    parser.add_argument("--fast", action="store_true", help="compare only the sizes of checkpoints, not checksums")
     given = parser.parse_args(arguments)
-    from declutr.inspection.describe import DescribeError, describe
+    from declutr.inspection.describe import DescribeError, checkpoint_rows, describe, describe_run
     from declutr.pipeline.shards.shards import ShardError
-    from declutr.trainer.checkpoints.checkpoint import CheckpointError
+    from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
 
+    broken = False
     try:
         if given.document:
             from declutr.inspection.locate import locate
 
             lines = locate(given.path, given.document)
+        elif given.json or given.fast or (given.path / CHECKPOINTS).is_dir():
+            rows = checkpoint_rows(given.path, verify=not given.fast)
+            broken = bool(rows) and rows[-1].broken is not None
+            listed = json.dumps([asdict(row) for row in rows], indent=2)
+            lines = iter([listed]) if given.json else describe_run(given.path, rows, not given.fast)
         else:
             lines = describe(given.path, given.documents)
         for line in lines:
             print(line)
     except (DescribeError, ShardError, CheckpointError) as error:
         return refused(error)
-    return 0
-
-
-def run_checkpoints(arguments: list[str]) -> int:
-    """Run the command; return the exit status, also 1 if the newest checkpoint is broken."""
-    parser = argparse.ArgumentParser(prog="declutr checkpoints", description="List and verify a run's checkpoints.")
-    parser.add_argument("run", type=path_argument, help="folder of the run")
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
-    given = parser.parse_args(arguments)
-    from declutr.inspection.checkpoints import CheckpointsError, rows, table
-
-    try:
-        found = rows(given.run)
-    except (CheckpointsError, OSError) as error:
-        return refused(error)
-    if given.json:
-        print(json.dumps([asdict(row) for row in found], indent=2))
-    else:
-        for line in table(found):
-            print(line)
-    return int(found[-1].broken is not None)
+    return int(broken)

@@ -28,20 +28,12 @@ _COMMANDS = {
         "ENCODER CORPUS... --output DIR: fit an encoder to your documents, and say whether it is better",
         "declutr.cli.adapt:run_adapt",
     ),
-    "whiten": (
-        "ENCODER SHARDS --output DIR: fit an encoder to documents by a closed form, without training",
-        "declutr.cli.adapt:run_whiten",
-    ),
     "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "declutr.cli.search:run_index"),
     "search": ("INDEX QUERY: the nearest texts of an index", "declutr.cli.search:run_search"),
     "explore": ("INDEX: search and map an index in a browser", "declutr.cli.search:run_explore"),
     "export": (
         "MODEL --to onnx|onnx-int8|static --output DIR: a smaller or faster form of an encoder, and its measurement",
         "declutr.cli.export:run",
-    ),
-    "publish": (
-        "MODEL TARGET [--license SPDX]: the files of an encoder for others, in a folder or on the hub",
-        "declutr.cli.publish:run",
     ),
     "doctor": (
         "[CONFIG] [--address ...] [--path ...]: check that this machine or cluster can run a training",
@@ -51,7 +43,10 @@ _COMMANDS = {
         "[ENCODER ...] --data DIR: score encoders on SentEval's tasks; fetch and check the data",
         "declutr.cli.evaluate:run",
     ),
-    "inspect": ("PATH: describe shards, a run or a checkpoint", "declutr.cli.inspect:run_inspect"),
+    "inspect": (
+        "PATH [--json]: describe shards, an encoder or a run, whose checkpoints are verified",
+        "declutr.cli.inspect:run_inspect",
+    ),
     "reproduce": (
         "[ITEM] [--scale tiny] [--plan]: run a table or figure of a paper, and compare with its numbers",
         "declutr.cli.reproduce:run",
@@ -59,10 +54,6 @@ _COMMANDS = {
     "why": (
         "RUN --step N | --document ID: the documents, spans and masks of a step, or the steps that read a document",
         "declutr.cli.why:run",
-    ),
-    "checkpoints": (
-        "RUN [--json]: list and verify every checkpoint, with the reason to keep it",
-        "declutr.cli.inspect:run_checkpoints",
     ),
     "report": (
         "SHARDS | RUN [RUN ...] [--output FOLDER]: write a page on a prepared corpus, or on runs",
@@ -73,9 +64,19 @@ _COMMANDS = {
     "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),
 }
 
-_REPLACED: dict[str, str] = {}
+_REPLACED: dict[str, str] = {
+    "checkpoints": "declutr inspect RUN [--json] lists and verifies them",
+    "publish": "hf upload OWNER/NAME RUN/export sends an export to the hub; it holds no path of this machine. Fill the "
+    "field license of its README.md first",
+    "whiten": "declutr adapt ENCODER CORPUS --steps 0 --output DIR tries the closed form alone",
+}
 """What to type instead of a command that earlier versions had."""
-_REPLACED_OPTIONS: dict[tuple[str, str], str] = {}
+_REPLACED_OPTIONS: dict[tuple[str, str], str] = {
+    ("train", "--fork"): "train a new run that starts from the export of the old one: encoder.pretrained=RUN/export",
+    ("evaluate", "--follow"): "declutr evaluate RUN scores each checkpoint of a run",
+    ("evaluate", "--once"): "declutr evaluate RUN scores each checkpoint of a run, and ends",
+    ("evaluate", "--every-seconds"): "declutr evaluate RUN scores each checkpoint of a run, and ends",
+}
 """What to type instead of an option that earlier versions of a command had."""
 
 _READ_FOLDERS = (
@@ -85,10 +86,8 @@ _READ_FOLDERS = (
     "evaluate",
     "inspect",
     "why",
-    "checkpoints",
     "report",
     "reproduce",
-    "publish",
 )
 _RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
 """Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""

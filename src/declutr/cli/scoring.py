@@ -12,6 +12,19 @@ if TYPE_CHECKING:
     from declutr.evaluation.retrieval.nanobeir import NanoTest
 
 
+def with_checkpoints(names: Sequence[str]) -> list[str]:
+    """The names, with the checkpoints of a run, oldest first, in place of the run; a run without one stays."""
+    from declutr.common.paths import expand_known
+    from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
+
+    scored = list[str]()
+    for name in names:
+        folder = expand_known(name) / CHECKPOINTS
+        steps = steps_in(folder) if folder.is_dir() else []
+        scored += [str(checkpoint_path(folder, step)) for step in steps] or [name]
+    return scored
+
+
 def load(
     name: str, given: argparse.Namespace, vocabulary: Collection[str] | None = None, tokenized: bool = False
 ) -> "SentenceEncoder":

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from pathlib import Path
 from urllib.parse import urlsplit
 
 PATIENCE_SECONDS = 3.0
@@ -21,12 +20,6 @@ _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def looks_like_a_path(name: str) -> bool:
     """Returns True if a name can only be a path; names on the hub are NAME or OWNER/NAME."""
     return _NAME.fullmatch(name) is None
-
-
-def hub_name(target: str) -> str | None:
-    """The target as OWNER/NAME of the hub; None if it is a folder: a path, or in a folder that exists."""
-    owner, slash, _ = target.partition("/")
-    return target if slash and not looks_like_a_path(target) and not Path(owner).exists() else None
 
 
 def hub_problem() -> str | None:

@@ -87,12 +87,10 @@ def needs_of(config: TrainConfig) -> Needs:
 
 
 def _checkpoints(config: TrainConfig) -> int:
-    """Count the last checkpoints, milestones, the best, one that a follower is scoring, and the one being written."""
+    """Count the last checkpoints, milestones, the best, and the one being written."""
     saving, validation = config.checkpoint, config.validation
     number = saving.keep_last + 1
-    if validation.score == "followed":
-        number += 2
-    elif validation.every_steps:
+    if validation.every_steps:
         number += 1
     if saving.keep_every_steps is not None:
         sizes = [

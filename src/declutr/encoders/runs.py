@@ -19,7 +19,7 @@ from declutr.encoders.weights import explain
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER
-from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS
+from declutr.trainer.checkpoints.exported import A_PATH, EXPORT, SETTINGS
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
 from declutr.trainer.model.behind import modules_of
 from declutr.trainer.model.bounds import check_folder, check_size, check_tokenizer
@@ -45,7 +45,7 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
         path = found[0]
     settings = path.parent.parent / "config.yaml"
     try:
-        config = TrainConfig.model_validate(read_yaml_file(settings))
+        config = TrainConfig.stored(read_yaml_file(settings))
         tokenizer = _tokenizer_of(path, config.places[0])
         plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
         update = plain | ({"pooling": pooling} if pooling else {})
@@ -105,13 +105,17 @@ def _layers_behind(config: TrainConfig, path: Path, encoder: Encoder) -> Recipe 
 
 
 def start_of(path: Path) -> str:
-    """Encoder from which an export or a run was trained; "" if none or unknown."""
-    for file in (path / EXPORT / SETTINGS, path / SETTINGS):
-        if file.is_file():
-            try:
-                return str(read_json(file)["config"]["encoder"]["pretrained"] or "")
-            except (OSError, ValueError, KeyError, TypeError):
-                return ""  # settings of another program; nothing depends on them here
+    """Encoder from which an export, a run or its checkpoint was trained; "" if none or unknown."""
+    of_run, of_export = (path / EXPORT / SETTINGS, path), (path / SETTINGS, path.parent)
+    for file, run in (of_run, of_export, (path / checkpoint.STATE, path.parent.parent)):
+        if not file.is_file():
+            continue
+        try:
+            settings = run / "config.yaml"  # an export alone names no folder
+            found = read_yaml_file(settings) if settings.is_file() else read_json(file)["config"]
+            return str(found["encoder"]["pretrained"] or "").removeprefix(A_PATH)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return ""  # settings of another program; nothing depends on them here
     return ""
 
 

@@ -1,12 +1,16 @@
 """`declutr inspect PATH`: descriptions of shards, a run, a checkpoint or an exported encoder."""
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from declutr.common.scores import comparable, read_scores
+from declutr.common.config import first_problem
+from declutr.common.console.terminal import age
 from declutr.common.storage import DamagedError
+from declutr.common.yamlfile import read_yaml_file
 from declutr.inspection.rows import media_lines, text_lines
 from declutr.pipeline.shards.content import size_noun
 from declutr.pipeline.shards.manifest import MANIFEST, Manifest, load_manifest
@@ -15,7 +19,9 @@ from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS, read_settings
+from declutr.trainer.checkpoints.retention import kept
 from declutr.trainer.metrics.metrics import read_metrics
+from declutr.trainer.setup.config import TrainConfig
 
 
 class DescribeError(ValueError):
@@ -23,7 +29,7 @@ class DescribeError(ValueError):
 
 
 def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
-    """Describe shards (with some of their rows), a run, a checkpoint or an exported encoder, in lines.
+    """Describe shards (with some of their rows), a checkpoint or an exported encoder, in lines.
 
     Raises:
         DescribeError: `path` holds none of these.
@@ -41,8 +47,6 @@ def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
             raise DescribeError(f"{error}; the run's `declutr train` command exports the encoder again") from error
         yield f"Exported encoder after {settings.step} steps, pooling {settings.pooling}"
         yield f"  its card: {path / 'README.md'}"
-    elif (path / CHECKPOINTS).is_dir():
-        yield from _run(path)
     else:
         raise DescribeError(f"{path}: found no manifest of shards, run, checkpoint or exported encoder")
 
@@ -104,7 +108,92 @@ def _checkpoint(path: Path) -> Iterator[str]:
     yield from (f"  {name} {value:.4f}" for name, value in state.scores.items())
 
 
-def _run(path: Path) -> Iterator[str]:
+@dataclass(frozen=True)
+class CheckpointRow:
+    """Facts about one checkpoint."""
+
+    step: int
+    """Optimizer steps done."""
+    broken: str | None
+    """Reason why it cannot be used; None if all checksums match."""
+    age_seconds: float | None
+    """Seconds since it was written; None if unknown."""
+    size_bytes: int
+    """Size of all its files."""
+    documents: int | None
+    """Documents read so far; None, like the next fields, if the state cannot be read."""
+    world_size: int | None
+    """Workers that took the last step."""
+    skipped: int | None
+    """Steps so far whose update was skipped."""
+    scores: dict[str, float]
+    """Held-out scores; empty without validation."""
+    kept: list[str]
+    """`last`, `best`, `every`; empty if it is deleted with the next checkpoint."""
+
+
+def checkpoint_rows(run: Path, verify: bool = True) -> list[CheckpointRow]:
+    """List the checkpoints of a run, oldest first; reads all of their bytes, without `verify` only their sizes.
+
+    Raises:
+        DescribeError: `run` has no folder of checkpoints, or unreadable settings.
+    """
+    folder = run / CHECKPOINTS
+    if not folder.is_dir():
+        raise DescribeError(f"{run}: is no run; only a run has checkpoints to list")
+    try:
+        config = TrainConfig.stored(read_yaml_file(run / "config.yaml"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = first_problem(error, TrainConfig) if isinstance(error, ValueError) else error
+        raise DescribeError(f"{run}: its config.yaml cannot be read ({reason})") from error
+    now = time.time()
+    score = config.validation.score
+    steps = checkpoint.steps_in(folder)
+    seen = [_row(checkpoint.checkpoint_path(folder, step), step, now, verify) for step in steps]
+    rows = [row for row in seen if row is not None]
+    why = kept({row.step: row.scores.get(score) for row in rows if row.broken is None}, config.checkpoint)
+    return [replace(row, kept=why.get(row.step, [])) for row in rows]
+
+
+def _row(path: Path, step: int, now: float, verify: bool) -> CheckpointRow | None:
+    """The checkpoint's row; None if its run has deleted it meanwhile."""
+    try:
+        files = [file.stat() for file in path.iterdir() if file.is_file()]
+    except FileNotFoundError:
+        return None
+    age = round(now - max(file.st_mtime for file in files), 1) if files else None
+    row = CheckpointRow(step, None, age, sum(file.st_size for file in files), None, None, None, {}, [])
+    try:
+        state = checkpoint.read_state(path, verify)
+    except checkpoint.CheckpointError as error:
+        if not path.is_dir():
+            return None
+        return replace(row, broken=str(error).removeprefix(f"{path}: ").splitlines()[0])
+    return replace(
+        row, documents=state.documents, world_size=state.world_size, skipped=state.skipped, scores=state.scores
+    )
+
+
+def _table(rows: list[CheckpointRow], verified: str) -> Iterator[str]:
+    if not rows:
+        yield "  no checkpoint yet"
+        return
+    yield f"{'step':>8s} {'documents':>12s} {'age':>8s} {'MiB':>9s} {'workers':>8s}  {'kept':16s} state"
+    for row in rows:
+        documents = "?" if row.documents is None else f"{row.documents:,}"
+        old = "?" if row.age_seconds is None else age(row.age_seconds)
+        scores = "  ".join(f"{name} {value:.4f}" for name, value in row.scores.items())
+        state = verified if row.broken is None else f"BROKEN: {row.broken}"
+        why = ", ".join(row.kept) or "-"
+        skipped = f"  {row.skipped} steps skipped" if row.skipped else ""
+        yield (
+            f"{row.step:8d} {documents:>12s} {old:>8s} {row.size_bytes / 2**20:9.1f} "
+            f"{'?' if row.world_size is None else row.world_size:>8}  {why:16s} {state}{skipped}  {scores}"
+        ).rstrip()
+
+
+def describe_run(path: Path, rows: list[CheckpointRow], verified: bool) -> Iterator[str]:
+    """Describe a run in lines; `rows` are its checkpoints, `verified` if their bytes were read."""
     lines = read_metrics(path)
     steps = [line for line in lines if line["kind"] == "step"]
     yield f"Run in {path}: {steps[-1]['step'] if steps else 0} steps logged"
@@ -116,10 +205,7 @@ def _run(path: Path) -> Iterator[str]:
         if line["kind"] == "validation":
             scores = ", ".join(f"{name} {_number(line[name])}" for name in line if name not in ("kind", "step", "time"))
             yield f"  held out after step {line['step']}: {scores}"
-    for (step, _), value in comparable(read_scores(path)).items():
-        yield f"  followed after step {step}: {value:.2f}"
-    for step in checkpoint.steps_in(path / CHECKPOINTS):
-        yield from _checkpoint(checkpoint.checkpoint_path(path / CHECKPOINTS, step))
+    yield from _table(rows, "verified" if verified else "whole by its sizes")
     yield f"  exported to {path / EXPORT}" if (path / EXPORT).is_dir() else "  not exported yet"
 
 

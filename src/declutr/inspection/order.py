@@ -4,20 +4,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from declutr.common.config import ConfigError, first_problem, load_config
 from declutr.common.overrides import apply_overrides
 from declutr.common.paths import PathError
-from declutr.common.storage import DamagedError
 from declutr.common.stores.address import is_remote
 from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.pipeline.shards.ledger import find_entries
 from declutr.pipeline.shards.manifest import SPLITS, Manifest, ShardError
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.checkpoints.state import Origin, read_origin
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.driver.resolved import data_key, data_places
+from declutr.trainer.driver.run_checks import fork_problem
 from declutr.trainer.driver.shard_checks import kind_problem
 from declutr.trainer.metrics.metrics import METRICS, find_step, read_last_step
 from declutr.trainer.setup.cache import run_folder, training_set
@@ -55,14 +52,12 @@ class RunOrder:
         tasks: the tasks by name, "" the main one; every step has a batch of each.
         last_step: last step of the whole run.
         taken: newest step in the run's metrics; 0 before the first.
-        origin: run and step at which a fork started; None of other runs.
     """
 
     folder: Path
     tasks: Mapping[str, TaskOrder]
     last_step: int
     taken: int
-    origin: Origin | None = None
 
     def check_step(self, step: int) -> None:
         """Check that the run has a step.
@@ -72,11 +67,6 @@ class RunOrder:
         """
         if not 1 <= step <= self.last_step:
             raise OrderError(f"--step {step}: the run has the steps 1 to {self.last_step:,}")
-        if self.origin is not None and step <= self.origin.step:
-            raise OrderError(
-                f"--step {step}: step {step} was taken by {self.origin.folder}, of which this run is a fork: "
-                f"declutr why {self.origin.folder} --step {step}"
-            )
 
     def logged_digest(self, task: str, step: int) -> int | None:
         """Digest of a task's batch in the run's metrics; None if the step is not there."""
@@ -90,8 +80,7 @@ class RunOrder:
         Raises:
             OrderError: no document has this name.
         """
-        found, first = False, 0 if self.origin is None else self.origin.step
-        taken, last_step = max(0, self.taken - first), self.last_step - first
+        found = False
         for name, task in self.tasks.items():
             for row, line in entries(task.shards, wanted):
                 found = True
@@ -105,19 +94,14 @@ class RunOrder:
                         f"--document {wanted}: {self.last_step:,} steps read it about {times:,} times, and at most "
                         f"{_MOST_READS:,} are listed; add steps=N with fewer"
                     )
-                reads = np.stack(task.plan.reads_of(row, self.last_step))
-                epochs, steps, positions = reads[:, reads[1] > first]
+                epochs, steps, positions = task.plan.reads_of(row, self.last_step)
                 for epoch, step, position in zip(epochs.tolist(), steps.tolist(), positions.tolist(), strict=True):
                     later = "" if step <= self.taken else ", not taken yet"
                     yield f"  epoch {epoch}: step {step}, position {position} of its batch{later}"
                 past = int((steps <= self.taken).sum())
                 if rate := getattr(task.config.objective, "mixup", 0):
                     yield f"  not listed: steps that mix it into another clip (objective.mixup = {rate})"
-                since = f" after step {first:,}" if first else ""
-                yield f"  {past:,} of the {taken:,} steps taken{since} read it, {len(steps):,} of all {last_step:,}"
-        if found and self.origin is not None:
-            parent = self.origin.folder
-            yield f"steps 1 to {first:,} were taken by {parent}: declutr why {parent} --document {wanted}"
+                yield f"  {past:,} of the {self.taken:,} steps taken read it, {len(steps):,} of all {self.last_step:,}"
         if not found:
             folders = ", ".join(str(folder) for task in self.tasks.values() for folder in task.shards.folders)
             raise OrderError(
@@ -190,12 +174,10 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     ]
     if wrong:
         raise OrderError("\n".join(wrong))
+    if problem := fork_problem(folder):
+        raise OrderError(f"{folder}: {problem}")
     newest = read_last_step(folder / METRICS)
-    try:
-        origin = read_origin(folder)
-    except DamagedError as error:
-        raise OrderError(str(error)) from error
-    return RunOrder(folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0, origin)
+    return RunOrder(folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0)
 
 
 def _misfits(task: TrainConfig, manifest: Manifest) -> list[str]:
@@ -222,7 +204,7 @@ def _read_config(path: Path, overrides: Sequence[str]) -> TrainConfig:
             raise OrderError(f"{path / 'config.yaml'} holds no settings; name a run, or the YAML file of one")
         if problems := apply_overrides(values, overrides, TrainConfig.alternatives):
             raise ConfigError(str(path), problems)
-        return TrainConfig.model_validate(values)
+        return TrainConfig.stored(values)
     except FileNotFoundError as error:
         raise OrderError(f"{path}: has no config.yaml; name the folder of a run, or the YAML file of one") from error
     except (YamlError, RecursionError) as error:

@@ -12,12 +12,9 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
 from declutr.cli.evaluate import run
-from declutr.common.cluster import SessionConfig
 from declutr.encoders.cut import CutEncoder
 from declutr.encoders.loading import load_encoder
 from declutr.evaluation.retrieval.nanobeir import NAMES, NanoError, read_nanobeir, score_nanobeir, split_names
-from declutr.evaluation.senteval.runner.plan import ScoringChoice
-from declutr.evaluation.watch import Follower, FollowError
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +99,6 @@ def test_nanobeir_of_poor_files_names_the_file(tmp_path, part, change, facts):
         pq.write_table(pa.table(change), path)
     with pytest.raises(NanoError, match=all_of(facts)):
         read_nanobeir(tmp_path, ("NanoNQ",))
-
-
-def test_nanobeir_alone_may_not_choose_a_checkpoint(folder, tmp_path):
-    tests = read_nanobeir(folder, ("NanoNQ",))
-    with pytest.raises(FollowError, match=all_of("NanoNQ", "test data", "--tasks", "STS-B")):
-        Follower(tmp_path, [], ScoringChoice(tasks=()), "cpu", SessionConfig(), print, tests=tests)
 
 
 @pytest.mark.parametrize(

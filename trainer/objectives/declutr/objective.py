@@ -137,8 +137,6 @@ class Declutr(Objective[DeclutrConfig]):
     def restore(self, state: dict[str, Tensor]) -> None:
         """Loads the queue unless it is longer than `queue_size`, or its documents are unknown and needed.
 
-        A fork may shorten or drop the queue, or begin to leave out spans of the same document.
-
         Raises:
             RuntimeError: the state has other tensors, so it is of another objective.
         """

@@ -53,7 +53,7 @@ class Chart:
         axis: name of the horizontal axis.
         curves: those of all runs.
         path: join the points of a curve in their order and mark them, instead of averaging over steps.
-        marks: places on the horizontal axis and what they are, `alarm` or `origin`.
+        marks: places on the horizontal axis and what they are, `alarm`.
     """
 
     name: str

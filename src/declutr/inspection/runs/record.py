@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from declutr.common.config import flat_keys
 from declutr.common.storage import DamagedError, read_record
 from declutr.common.yamlfile import YamlError, read_yaml_file
-from declutr.trainer.checkpoints.state import Origin, read_origin
 from declutr.trainer.driver.summary import FAILURES, MOMENT, SUMMARY
-from declutr.trainer.metrics.metrics import own_lines, read_metrics
+from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.metrics.tensorboard import TENSORBOARD
 
 F64 = NDArray[np.float64]
@@ -81,9 +80,7 @@ class RunRecord:
         folder: folder of the run.
         name: a short name, different from those of the other runs of the page.
         settings: its settings by dotted key.
-        lines: its lines of metrics, in their order; those of a fork begin with its origin's.
-        own: the lines that the run wrote itself.
-        origin: run and step at which a fork started; None of other runs.
+        lines: its lines of metrics, in their order.
         summary: summary of a run that ended; None while it trains, and after a failure.
         events: starts, failures, alarms and the end, by time.
     """
@@ -92,8 +89,6 @@ class RunRecord:
     name: str
     settings: dict[str, Any]
     lines: Sequence[dict[str, Any]]
-    own: Sequence[dict[str, Any]]
-    origin: Origin | None
     summary: _Summary | None
     events: Sequence[Event]
 
@@ -115,7 +110,9 @@ class RunRecord:
     @property
     def span_seconds(self) -> tuple[float, float]:
         """First and last moment of the run that the files tell of, in seconds since 1970."""
-        moments = [one for one in (*(event.time for event in self.events), *(line["time"] for line in self.own)) if one]
+        moments = [
+            one for one in (*(event.time for event in self.events), *(line["time"] for line in self.lines)) if one
+        ]
         return (min(moments), max(moments)) if moments else (0.0, 0.0)
 
 
@@ -155,16 +152,11 @@ def _read(folder: Path, name: str) -> RunRecord:
         summary = None
     except DamagedError as error:
         raise RunError(f"{error}; the run's `declutr train` command writes it again") from error
-    try:
-        origin = read_origin(folder)
-    except DamagedError as error:
-        raise RunError(str(error)) from error
-    own = lines if origin is None else own_lines(lines, origin.step)
-    events = [*_starts(folder, own), *_failures(folder), *_alarms(own)]
+    events = [*_starts(folder, lines), *_failures(folder), *_alarms(lines)]
     if summary is not None and lines:
         events.append(Event(lines[-1]["time"], "end", summary.steps, summary.why or summary.ended))
     events.sort(key=lambda one: one.time)
-    return RunRecord(folder, name, flat_keys(settings), lines, own, origin, summary, events)
+    return RunRecord(folder, name, flat_keys(settings), lines, summary, events)
 
 
 def _sound(line: dict[str, Any]) -> dict[str, Any]:

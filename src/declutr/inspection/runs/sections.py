@@ -58,20 +58,18 @@ def _glance(run: RunRecord, order: RunOrder | None, named: bool) -> Html:
     alarms = [tag("li", event.text, class_="alarm") for event in run.events if event.kind == "alarm"]
     failures = sum(event.kind == "failure" for event in run.events)
     starts = sum(event.kind == "start" for event in run.events)
-    skipped = Counter(name for line in run.own for name in line if _is_skip(name) and line[name])
+    skipped = Counter(name for line in run.lines for name in line if _is_skip(name) and line[name])
     others = "".join(f", {skipped[name]:,} of the task {name[:-8]}" for name in sorted(skipped) if name != "skipped")
     faults = (
         f"{starts} start(s), {failures} failure(s), {skipped['skipped']:,} step(s) without an update because of a bad "
         f"loss{others}."
     )
-    origin = run.origin
-    forked = "" if origin is None else f"Forked from {origin.folder} after its step {origin.step:,}. "
     return tag(
         "div",
         tag("h3", run.name) if named else _NOTHING,
         tag("p", tag("strong", "Better than its start? "), verdict),
         tag("ul", *alarms, class_="glance alarms") if alarms else tag("p", "No alarm."),
-        tag("p", forked, state, " ", faults, class_="note"),
+        tag("p", state, " ", faults, class_="note"),
         class_="run",
     )
 
@@ -121,9 +119,8 @@ def curves(runs: Sequence[RunRecord], kind: str, names: Sequence[str], prefix: s
 
 
 def _marks(run: RunRecord) -> list[tuple[float, str]]:
-    """Steps of the alarms, and that at which a fork started."""
-    alarms = [(float(event.step), "alarm") for event in run.events if event.kind == "alarm"]
-    return alarms if run.origin is None else [*alarms, (float(run.origin.step), "origin")]
+    """Steps of the alarms."""
+    return [(float(event.step), "alarm") for event in run.events if event.kind == "alarm"]
 
 
 def losses(runs: Sequence[RunRecord]) -> Html:
@@ -141,7 +138,7 @@ def corpora(runs: Sequence[RunRecord], orders: Mapping[str, RunOrder]) -> Html:
         if not isinstance(given, list):
             continue
         names = [f"corpus_{number}_rows" for number in range(1, len(given) + 1)]
-        read = [sum(line.get(name) or 0 for line in run.own if line["kind"] == "step") for name in names]
+        read = [sum(line.get(name) or 0 for line in run.lines if line["kind"] == "step") for name in names]
         sizes = orders[run.name].tasks[""].shards.sizes if run.name in orders else [0] * len(given)
         for one, mine, size in zip(given, read, sizes, strict=True):
             path, weight = (one.get(key) if isinstance(one, dict) else None for key in ("path", "weight"))

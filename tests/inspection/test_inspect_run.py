@@ -1,7 +1,8 @@
-"""`declutr checkpoints RUN` on folders that the trainer's own writer made."""
+"""`declutr inspect RUN` on folders that the trainer's own writer made."""
 
 import json
 import os
+import shutil
 import time
 
 import pytest
@@ -10,8 +11,7 @@ import yaml
 from messages import says
 
 from declutr.cli.main import main
-from declutr.common.scores import ScoreLine, append_score, scoring
-from declutr.inspection.checkpoints import CheckpointRow, table
+from declutr.inspection.describe import CheckpointRow, _table
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
 
@@ -43,8 +43,9 @@ def run(tmp_path):
 
 
 def test_every_checkpoint_has_a_line(run, capsys):
-    assert main(["checkpoints", str(run)]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
+    assert main(["inspect", str(run)]) == 0
+    first, head, *lines, last = capsys.readouterr().out.splitlines()
+    says([first, last], "0 steps logged", "not exported")
     assert head.split()[:3] == ["step", "documents", "age"]
     assert [line.split()[0] for line in lines] == ["2", "4", "6", "8"]
     assert "best" in lines[0]
@@ -61,7 +62,7 @@ def test_checkpoints_json_and_status_tell_whether_the_newest_is_whole(run, capsy
     raw = bytearray(older.read_bytes())
     raw[500] ^= 1
     older.write_bytes(raw)
-    assert main(["checkpoints", str(run), "--json"]) == 0, "the newest one is whole"
+    assert main(["inspect", str(run), "--json"]) == 0, "the newest one is whole"
     found = json.loads(capsys.readouterr().out)
     assert [row["broken"] is None for row in found] == [True, False, True, True]
     says(found[1]["broken"], "encoder.safetensors", "altered", "checksum")
@@ -72,39 +73,32 @@ def test_checkpoints_json_and_status_tell_whether_the_newest_is_whole(run, capsy
     assert 0 <= found[3]["age_seconds"] < 600
     hours_ago = time.time() - 7200
     os.utime(run / "checkpoints" / "step-00000002" / "encoder.safetensors", (hours_ago, hours_ago))
-    main(["checkpoints", str(run), "--json"])
+    main(["inspect", str(run), "--json"])
     assert json.loads(capsys.readouterr().out)[0]["age_seconds"] < 600, "that of its newest file"
+    main(["inspect", str(run), "--json", "--fast"])
+    assert not any(row["broken"] for row in json.loads(capsys.readouterr().out)), "its size is right"
+    main(["inspect", str(run), "--fast"])
+    says(capsys.readouterr().out, "whole by its sizes")
     (run / "checkpoints" / "step-00000008" / "state.json").unlink()
-    assert main(["checkpoints", str(run)]) == 1
+    assert main(["inspect", str(run)]) == 1
     says(capsys.readouterr().out, "BROKEN", "state.json", "missing")
 
 
-def test_checkpoints_of_a_followed_run_show_the_followers_score(run, capsys):
-    settings = yaml.safe_load((run / "config.yaml").read_text())
-    settings["validation"]["score"] = "followed"
-    (run / "config.yaml").write_text(yaml.safe_dump(settings))
-    for step, score in ((2, 50.0), (6, 60.0)):
-        state = checkpoint.read_state(checkpoint.checkpoint_path(run / "checkpoints", step))
-        append_score(run, ScoreLine(step=step, checkpoint=state.identity, choice="x", score=score, tasks={}, test={}))
-    with scoring(run, 2):
-        assert main(["checkpoints", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["kept"] for row in found] == [["scoring"], ["every"], ["last", "best"], ["last", "every"]]
-    assert found[0]["scores"] == {"mrr": 0.75, "followed": 50.0}
-
-
-def test_checkpoints_of_no_run_are_refused(tmp_path, capsys):
-    assert main(["checkpoints", str(tmp_path)]) == 1
-    assert "has no checkpoint" in capsys.readouterr().err
+def test_checkpoints_of_no_run_are_refused(run, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert main(["checkpoints", str(tmp_path / "file")]) == 1
-    says(capsys.readouterr().err, "file", "folder")
+    for place, *options in ((tmp_path / "file",), (tmp_path / "gone", "--json"), (run / "checkpoints", "--fast")):
+        assert main(["inspect", str(place), *options]) == 1
+        says(capsys.readouterr().err, place, "run")
+    for step in (run / "checkpoints").iterdir():
+        shutil.rmtree(step)
+    assert main(["inspect", str(run)]) == 0
+    says(capsys.readouterr().out, "no checkpoint yet")
 
 
 @pytest.mark.parametrize(
     ("seconds", "age"), [(59.0, "59 s"), (60.0, "1.0 min"), (3600.0, "1.0 h"), (86399.0, "24.0 h"), (86400.0, "1.0 d")]
 )
 def test_ages_and_sizes_have_the_unit_that_fits(seconds, age):
-    _, line = table([CheckpointRow(4, None, seconds, 10 * 2**20, 1000, 3, 0, {}, [])])
+    _, line = _table([CheckpointRow(4, None, seconds, 10 * 2**20, 1000, 3, 0, {}, [])], "verified")
     assert line.split()[:2] == ["4", "1,000"]
     assert f" {age}      10.0 " in line
