@@ -12,8 +12,8 @@ from declutr.cli.main import main
 from declutr.common.lock import RunLock
 from declutr.encoders.cut import CutEncoder
 from declutr.encoders.loading import load_encoder
-from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.checking import inspect
 from declutr.evaluation.senteval.data.taskdata import sentences
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.scores.scoring import score

@@ -116,7 +116,7 @@ def test_table_shows_differences_to_the_pretrained_encoder(tmp_path):
     assert found["Sentence Transformers"] == pytest.approx(-2.40, abs=0.011)
     assert found["Transformer-base"] is found["GloVe"] is found["whole"] is None
 
-    shown = write_tables([evaluated("start", 40), evaluated("mine", 50, "start", MR="altered")], tmp_path / "two")
+    shown = write_tables([evaluated("start", 40), evaluated("mine", 50, "start", MR="unpublished")], tmp_path / "two")
     assert "Δ mean" in shown
     mine = next(line for line in shown.splitlines() if line.startswith("| **mine**"))
     assert mine.endswith("| +10.00 |")

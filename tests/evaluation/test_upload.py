@@ -32,6 +32,7 @@ EXPORTED = {
 @pytest.fixture
 def run(tmp_path):
     """A finished run that started from an encoder in a folder."""
+    (tmp_path / "private").mkdir()
     data = shards(tmp_path / "private" / "data")
     start = config_of(data, tmp_path / "unused")
     tokenizer = load_tokenizer(data)[0]

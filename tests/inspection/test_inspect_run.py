@@ -45,7 +45,7 @@ def run(tmp_path):
 def test_every_checkpoint_has_a_line(run, capsys):
     assert main(["inspect", str(run)]) == 0
     first, head, *lines, last = capsys.readouterr().out.splitlines()
-    says([first, last], "0 steps logged", "not exported")
+    assert (first, last) == (f"Run in {run}: 0 steps logged", "  not exported yet")
     assert head.split()[:3] == ["step", "documents", "age"]
     assert [line.split()[0] for line in lines] == ["2", "4", "6", "8"]
     assert "best" in lines[0]

@@ -47,10 +47,9 @@ def run(arguments: list[str]) -> int:
             f"--data {given.data}: no such folder; `declutr evaluate --download {given.data}` fetches SentEval's data"
         )
     from declutr.evaluation.retrieval import nanobeir
-    from declutr.evaluation.senteval.checks.checking import inspect
     from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+    from declutr.evaluation.senteval.data.checking import inspect, overview
     from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
-    from declutr.evaluation.senteval.download.downloading import overview
     from declutr.evaluation.senteval.runner.plan import SETS, ScoringChoice, choose_tasks
 
     default = [*STS, *TRANSFER] if given.protocol == "simcse" else ["all"]
@@ -126,13 +125,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
     """Fetch all available files of the tasks; return whether a transfer failed."""
-    from declutr.evaluation.senteval.download.downloading import download, transfers
-    from declutr.evaluation.senteval.download.sources import public_sources, relocated, restricted
+    from declutr.evaluation.senteval.data.download import download, transfers
 
-    sources = restricted(public_sources(), tasks)
-    sources = relocated(sources, mirror) if mirror else sources
-    fetched = download(folder, sources, say)
-    print("\n".join(transfers(fetched, sources)))
+    fetched = download(folder, tasks, mirror, say)
+    print("\n".join(transfers(fetched, tasks)))
     return any(file.outcome == "failed" for file in fetched)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from messages import says
 from sentevaldata import write_rest
 
-from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.data.checking import inspect
 from declutr.evaluation.senteval.data.loading import task_files
 from declutr.evaluation.senteval.data.tasks import TASKS, find
 
@@ -44,4 +44,4 @@ def test_header_without_rows_is_refused(tmp_path):
     write_rest(tmp_path)
     path = tmp_path / "downstream/MRPC/msr_paraphrase_test.txt"
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
-    says(inspect(find("MRPC"), tmp_path).reason, "no row")
+    says(inspect(find("MRPC"), tmp_path).reason, "MRPC test: 0 rows")

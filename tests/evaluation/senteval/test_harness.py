@@ -10,8 +10,8 @@ from sentevalsets import write_sets
 from declutr.common.cluster import SessionConfig
 from declutr.encoders.protocol import EncoderError
 from declutr.encoders.words import HashedWords
-from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.checking import inspect
 from declutr.evaluation.senteval.data.taskdata import sentence_rows
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.runner.harness import evaluate

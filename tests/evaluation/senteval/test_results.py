@@ -6,7 +6,7 @@ import pytest
 from messages import all_of
 from sentevaldata import write_rest
 
-from declutr.evaluation.senteval.checks.checking import inspect
+from declutr.evaluation.senteval.data.checking import inspect
 from declutr.evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
 from declutr.evaluation.senteval.scores.results import (
     NoDevScoreError,

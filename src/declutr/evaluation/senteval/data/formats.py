@@ -223,6 +223,5 @@ def _same_length(lengths: dict[Path, int]) -> None:
     told = ", ".join(f"{path.name} {length:,}" for path, length in lengths.items())
     where = next(iter(lengths)).parent
     raise DataError(
-        f"{where}: unequal numbers of lines ({told}): a download stopped halfway, or a file belongs to another set",
-        faked="pairs would get the labels of other pairs: scores at chance (the largest class) or a lower correlation",
+        f"{where}: unequal numbers of lines ({told}): a download stopped halfway, or a file belongs to another set"
     )

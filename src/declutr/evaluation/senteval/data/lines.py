@@ -10,8 +10,6 @@ from declutr.evaluation.senteval.data.taskdata import DataError
 
 Parsed = TypeVar("Parsed")
 
-_UNREADABLE = "the words of these lines would differ from the published ones"
-
 
 def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[str]:
     """Lines without their ends, in the encoding with which the official loader of the task opens the file.
@@ -35,8 +33,7 @@ def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[
         bad = sum(not _decodes(line, encoding) for line in content.split(b"\n"))
         raise DataError(
             f"{path}, line {number}: byte 0x{content[error.start]:02x} is not {encoding}; {bad} lines are invalid, "
-            "probably because the file was saved in latin-1 (ISO 8859-1): get the published file, do not convert it",
-            faked=_UNREADABLE,
+            "probably because the file was saved in latin-1 (ISO 8859-1): get the published file, do not convert it"
         ) from error
     if unicode_breaks:
         return io.StringIO(text, newline=None).read().splitlines()  # universal newlines first, as `open` does

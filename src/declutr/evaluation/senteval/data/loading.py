@@ -87,10 +87,10 @@ def load(task: SentEvalTask, folder: Path) -> TaskData:
         if task.procedure == "retrieval":
             refuse_pickles(folder / task.folder)
         kind = MissingDataError if len(missing) == len(paths) else DataError
-        faked = f"a score over {len(paths) - len(missing)} of {len(paths)} files" if kind is DataError else ""
         found = where_else(task, folder, tuple(name for name in task_files(task) if not (folder / name).is_file()))
-        told = f"{folder / task.folder}: no {excerpt(missing)}"
-        raise kind(f"{told}; {found}" if found else told, faked=faked)
+        there = f" ({len(paths) - len(missing)} of {len(paths)} files are there)" if kind is DataError else ""
+        message = f"{folder / task.folder}: no {excerpt(missing)}{there}"
+        raise kind(f"{message}; {found}" if found else message)
     features: dict[str, NDArray[np.float32]] = {}
     rows = _read(task, folder / task.folder, features)
     classes = _CLASSES.get(task.name, ())
@@ -102,7 +102,6 @@ def load(task: SentEvalTask, folder: Path) -> TaskData:
         classes=classes,
         files={name: git_sha1(folder / name) for name in task_files(task)},
         features=features,
-        num_empty=sum(not words for part in rows.values() for words in (*part.first, *part.second)),
         notes=tuple(note for part in rows.values() for note in part.notes),
     )
 

@@ -17,11 +17,7 @@ EMPTY = "."
 
 
 class DataError(ValueError):
-    """Data that SentEval's loader would not read; `faked` is the false score that they would give, or ""."""
-
-    def __init__(self, message: str, faked: str = "") -> None:
-        super().__init__(message)
-        self.faked = faked
+    """Data that SentEval's loader would not read."""
 
 
 class MissingDataError(DataError):
@@ -67,8 +63,6 @@ class TaskData:
     """Files read, relative to the data folder, with git's SHA-1 of each."""
     features: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """`(I, D)` float32 image features by split (retrieval alone)."""
-    num_empty: int = 0
-    """Lines without a word; `EMPTY` replaces them."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -97,28 +91,12 @@ def sentence_rows(tasks: Iterable[TaskData]) -> dict[str, int]:
     return rows
 
 
-Level = Literal["refuse", "warn", "info"]
-Standing = Literal["identical", "published", "altered", "unpublished", "refused", "missing"]
+Standing = Literal["identical", "unverified", "unpublished", "refused", "missing"]
 MARKS: Mapping[Standing, str] = {
-    "published": "the published rows in files with other bytes",
-    "altered": "not the published files; comparable with no published number",
+    "unverified": "no hash of the published files is known; comparable with no published number",
     "unpublished": "not the published data; comparable with no published number",
 }
 """Reason for the mark on a score, by its data's standing."""
-
-
-@dataclass(frozen=True)
-class DataFinding:
-    """One finding about the data."""
-
-    level: Level
-    """`refuse` (no score from such data), `warn` (shown with the score), `info`."""
-    what: str
-    faked: str = ""
-    """False score that such data would give; "" if scores stay right."""
-
-    def __str__(self) -> str:
-        return f"{self.what} - {self.faked}" if self.faked else self.what
 
 
 @dataclass(frozen=True)
@@ -127,12 +105,11 @@ class Inspection:
 
     task: SentEvalTask
     standing: Standing
-    """identical: every file equals the published one byte for byte. published: every row does, scored or not, but other
-    bytes (line ends) differ. altered: rows, classes and labels match in number, but sentences differ or cannot be
-    verified. unpublished: these differ too, and the user accepted that. refused. missing: the files do not exist. Only
-    scores of identical data carry no mark."""
-    findings: tuple[DataFinding, ...]
-    """Worst first."""
+    """identical: every file equals the published one byte for byte. unverified: no hash of the published files is
+    known, and the numbers of rows match. unpublished: a file or a number differs, and the user accepted that. refused.
+    missing: the files do not exist. Only scores of identical data carry no mark."""
+    findings: tuple[str, ...]
+    """What is wrong with them or to be known of them, worst first."""
     data: TaskData | None = None
     """Data of the task, None if missing or unreadable. Refused data are included for inspection."""
 
@@ -146,4 +123,4 @@ class Inspection:
         """Reason for a missing score, in one line; "" if a score may be computed."""
         if self.usable:
             return ""
-        return "; ".join(str(finding) for finding in self.findings if finding.level == "refuse")
+        return "; ".join(self.findings)

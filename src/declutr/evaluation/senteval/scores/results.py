@@ -217,6 +217,7 @@ def result_of(inspection: Inspection, protocol: Protocol, scores: Mapping[str, f
     if not inspection.usable or inspection.data is None:
         raise ValueError(f"{inspection.task.name}: {inspection.reason}")
     data = inspection.data
-    told = tuple(str(finding) for finding in inspection.findings if finding.level != "info")
     scored = sum(len(split) for name, split in data.splits.items() if name not in ("train", "dev"))
-    return TaskResult(inspection.task.name, protocol, dict(scores), scored, inspection.standing, (*warnings, *told))
+    return TaskResult(
+        inspection.task.name, protocol, dict(scores), scored, inspection.standing, (*warnings, *inspection.findings)
+    )

@@ -1,1 +1,0 @@
-"""Checks of SentEval's data against the published rows."""

@@ -1,1 +1,0 @@
-"""Download of SentEval's data from the addresses that still serve them."""
