@@ -38,7 +38,6 @@ def test_lines_in_latin_1_are_sorted_by_length_then_class(folder):
     data = load(find("MR"), folder)
     expected = [(".", 1), ("bad", 0), ("good", 1), ("a fine caf\u00e9 film", 1), ("a very long bad one", 0)]
     assert rows(data.splits["all"]) == expected
-    assert data.num_empty == 1
     assert data.splits["all"].order.tolist() == [1, 3, 2, 0, 4]
     assert load(find("SUBJ"), folder).classes == ("subjective", "objective")
 
