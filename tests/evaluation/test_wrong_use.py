@@ -137,7 +137,7 @@ OTHERS = [
     (["evaluate", "--mteb", "STSBenchmark"], "--mteb takes one ENCODER or more"),
     (
         ["evaluate", "hashed-words:4", "--mteb", "STSBenchmark", "--pretrained", "x"],
-        "nor --pretrained",
+        "no --pretrained",
     ),
     (["evaluate", "hashed-words:4", "--mteb", "STSBenchmark", "--data", "docs"], "not allowed with argument"),
     (["evaluate", "hashed-words:4"], "is required"),
