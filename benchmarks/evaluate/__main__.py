@@ -28,8 +28,8 @@ from declutr.common.storage import atomic_folder, hash_json, read_json, write_js
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import SentenceEncoder
 from declutr.encoders.words import HashedWords
-from declutr.evaluation.senteval.data.checking import inspect
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.checking import inspect
 from declutr.evaluation.senteval.data.taskdata import Inspection, sentence_rows, sentences
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.runner.plan import choose_tasks
