@@ -119,6 +119,20 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     keeps_the_encoder_that_is_better(config, output, result)
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("session")
+def test_adapt_without_steps_tries_the_closed_form_alone(encoder, tmp_path):
+    result = adapt(encoder, corpus(tmp_path / "documents.jsonl", 700), tmp_path / "adapted", steps=0)
+    assert [row.name for row in result.rows if row.kind == "candidate"] == [CLOSED] == [result.chosen]
+    assert result.facts["steps"] == 0
+    candidates = tmp_path / "adapted" / "candidates"
+    assert [path.name for path in candidates.iterdir()] == ["closed-form"], "nothing was trained"
+    texts = [path.read_text() for path in candidates.rglob("*") if path.suffix in (".json", ".md")]
+    assert len(texts) > 5
+    assert not any(str(place) in text for text in texts for place in (tmp_path, encoder)), "others may get it"
+
+
 def place_of(config, output, name):
     return CandidateBuilder(config, output / "data", output / "candidates").place(name)
 

@@ -72,7 +72,8 @@ _REPLACED: dict[str, str] = {
 }
 """What to type instead of a command that earlier versions had."""
 _REPLACED_OPTIONS: dict[tuple[str, str], str] = {
-    ("train", "--fork"): "train a new run that starts from the export of the old one: encoder.pretrained=RUN/export",
+    ("train", "--fork"): "train a new run from the export of the old one: run=NEW encoder.pretrained=RUN/export (and "
+    "encoder.from_config=null if the config has one)",
     ("evaluate", "--follow"): "declutr evaluate RUN scores each checkpoint of a run",
     ("evaluate", "--once"): "declutr evaluate RUN scores each checkpoint of a run, and ends",
     ("evaluate", "--every-seconds"): "declutr evaluate RUN scores each checkpoint of a run, and ends",
