@@ -25,8 +25,8 @@ from declutr.common.relay import CALLER
 from declutr.common.storage import hash_file, hash_json, read_json, write_json, write_text
 from declutr.common.stores.address import is_remote
 from declutr.encoders.loading import load_encoder
-from declutr.evaluation.senteval.checks.checking import inspect
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
+from declutr.evaluation.senteval.data.checking import inspect
 from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, find
 from declutr.evaluation.senteval.runner.harness import Evaluated, evaluate
 from declutr.evaluation.senteval.runner.plan import VERSIONS, ScoringChoice
@@ -415,7 +415,7 @@ class Scorer:
             for name, column in columns.items()
             if column.mean_of
         }
-        of_data = {str(finding) for task in self._tasks for finding in task.findings}  # the same for all encoders
+        of_data = {finding for task in self._tasks for finding in task.findings}  # the same for all encoders
         warnings = dict[str, None]()
         for scored in evaluated.values():
             warnings |= dict.fromkeys(scored.warnings)
