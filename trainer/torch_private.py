@@ -3,21 +3,21 @@
 A later version of torch may lack one. `tests/trainer/test_torch_private.py` names it with the installed version.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+def multiply_all(tensors: list[Tensor], factor: float | Tensor) -> None:
     """Multiplies tensors in place, in one kernel."""
     torch._foreach_mul_(tensors, factor)  # torch's own optimizers and clipping use it
 
 
-def fused_adamw(*tensors: Sequence[Tensor], **settings: Any) -> None:
+def fused_adamw(*tensors: list[Tensor], **settings: Any) -> None:
     """AdamW's update in one kernel, as `torch.optim.AdamW(fused=True)` calls it; here with a step of our own."""
-    torch._fused_adamw_(*tensors, **settings)  # type: ignore[arg-type]
+    torch._fused_adamw_(*tensors, **settings)  # type: ignore[call-overload]
 
 
 def raise_recompile_limit(graphs: int) -> None:

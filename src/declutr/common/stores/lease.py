@@ -3,7 +3,8 @@
 The address is that of a run or of an output of `prepare`. Arrow's clients have no conditional write. If two commands
 start at the same moment on two hosts, both may start; the one whose object was overwritten notices at its next renewal
 and stops. `settle_seconds` closes this gap unless a store takes that long to write the object. A holder that cannot
-renew for a minute may lose its place. For a run, `src/declutr/common/lock.py` is taken first and has no such gap on one host.
+renew for a minute may lose its place. For a run, the lock of
+its folder (common/lock.py) is taken first and has no such gap on one host.
 
 Only the store's clock counts: the age of the object is the time from its last change to the writing of a second object.
 So hosts with different clocks get the same result.
