@@ -44,8 +44,8 @@ _COMMANDS = {
         "declutr.cli.publish:run",
     ),
     "doctor": (
-        "[CONFIG] [--address ...] [--path ...]: check that this machine or cluster can run a training",
-        "declutr.doctor.examination:main",
+        "[CONFIG] [--path ...]: check that this machine can run a training",
+        "declutr.doctor:main",
     ),
     "evaluate": (
         "[ENCODER ...] --data DIR: score encoders on SentEval's tasks; fetch and check the data",
@@ -75,7 +75,9 @@ _COMMANDS = {
 
 _REPLACED: dict[str, str] = {}
 """What to type instead of a command that earlier versions had."""
-_REPLACED_OPTIONS: dict[tuple[str, str], str] = {}
+_REPLACED_OPTIONS: dict[tuple[str, str], str] = {
+    ("doctor", "--address"): "`ray status` lists the nodes and what is free; run `declutr doctor CONFIG` on each node",
+}
 """What to type instead of an option that earlier versions of a command had."""
 
 _READ_FOLDERS = (
