@@ -185,7 +185,8 @@ def test_gpus_that_are_few_or_busy_or_no_use_to_torch_are_named():
     assert judged(free) == [("GPUs", "warn"), ("GPUs free", "ok")]  # auto: too few, so CPUs would train
     assert judged(free, device="cuda")[0] == ("GPUs", "FAIL")
     assert judged("") == judged("", device="cpu") == [("GPUs", "ok")]
-    assert judged("", device="cuda") == judged(None) == [("GPUs", "FAIL")]
+    assert judged("", device="cuda") == judged(None, device="cuda") == [("GPUs", "FAIL")]
+    assert judged(None) == [("GPUs", "warn")]
     assert judged("NVIDIA GB, [N/A], [N/A], 0, 580\n", workers=1)[1] == ("GPUs free", "ok")
     shown = doctor.check_gpus(free + busy, "2.13+cpu", None, None)
     assert shown[0].value == "2 x NVIDIA A 81559 MiB, driver 550.1"

@@ -166,12 +166,11 @@ def check_versions() -> Finding:
 
 def ask_smi() -> str | None:
     """Name, MiB in all, MiB used, percent busy and driver of each GPU, one a line; None if it does not answer."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return ""
-    words = [command, f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits"]
+    words = ["nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True).stdout
+    except FileNotFoundError:
+        return ""
     except (subprocess.SubprocessError, OSError):
         return None
 
@@ -179,8 +178,11 @@ def ask_smi() -> str | None:
 def check_gpus(answer: str | None, torch_version: str, cuda_of_torch: str | None, needs: Needs | None) -> list[Finding]:
     """Check for enough free GPUs that torch can use; `answer` is that of `ask_smi`."""
     if answer is None:
-        text = f"nvidia-smi gave no answer in {_SMI_SECONDS} s, or an error"
-        return [judge("GPUs", text, fail=True, remedy="run `nvidia-smi`, and install the driver again")]
+        text, cuda = (
+            f"nvidia-smi gave no answer in {_SMI_SECONDS} s, or an error",
+            bool(needs and needs.device == "cuda"),
+        )
+        return [judge("GPUs", text, fail=cuda, warn=True, remedy="run `nvidia-smi`, and install the driver again")]
     rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines()]
     kinds = Counter(f"{name} {total} MiB, driver {driver}" for name, total, _, _, driver in rows)
     device, workers = (needs.device, needs.workers) if needs else ("", 0)
@@ -208,15 +210,9 @@ def check_memory(total_mib: int, free_mib: int, needs: Needs | None) -> Finding:
     """Check the memory for weights, gradients and moments of this machine's workers."""
     least = needs.memory_mib if needs else 0
     limit = f"{least} MiB for weights, gradients and moments of {needs.workers} worker(s)" if needs else ""
+    value, tight = f"{free_mib} of {total_mib} MiB free", least > free_mib
     remedy = "use fewer workers per node, or scaling.fsdp; `declutr train CONFIG --plan` measures a few steps"
-    return judge(
-        "memory",
-        f"{free_mib} of {total_mib} MiB free",
-        limit,
-        fail=least > total_mib,
-        warn=least > free_mib,
-        remedy=remedy,
-    )
+    return judge("memory", value, limit, fail=least > total_mib, warn=tight, remedy=remedy)
 
 
 def ray_ports() -> list[tuple[str, str, int]] | None:
@@ -349,9 +345,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(options.config, "train", TrainConfig, options.overrides)
     findings = examine(config, options.path)
     counts = {status: sum(finding.status == status for finding in findings) for status in ("ok", "warn", "FAIL")}
-    if options.json:
-        print(json.dumps({"findings": [asdict(finding) for finding in findings], "counts": counts}, indent=2))
-    else:
-        print(*(finding.line() for finding in findings), sep="\n")
-        print(f"{counts['ok']} ok, {counts['warn']} to check (warn), {counts['FAIL']} to fix (FAIL)")
+    text = "\n".join(finding.line() for finding in findings)
+    text += f"\n{counts['ok']} ok, {counts['warn']} to check (warn), {counts['FAIL']} to fix (FAIL)"
+    shown = {"findings": [asdict(finding) for finding in findings], "counts": counts}
+    print(json.dumps(shown, indent=2) if options.json else text)
     return int(counts["FAIL"] > 0)

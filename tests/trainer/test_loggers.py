@@ -77,7 +77,9 @@ def test_a_tensorboard_that_fails_is_named_once_and_its_lines_counted(tmp_path, 
         writer.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 11))
     first, second = messages(caplog)
-    reason = {"lost": os.strerror(errno.ENOENT), "in the way": "", "missing": "pip install 'declutr-ray[tensorboard]'"}[fault]
+    reason = {"lost": os.strerror(errno.ENOENT), "in the way": "", "missing": "pip install 'declutr-ray[tensorboard]'"}[
+        fault
+    ]
     says(first, "TensorBoard gets no more metrics", reason, "metrics.jsonl has all")
     says(second, "TensorBoard lacks", f"{7 if fault == 'lost' else 10} or more")
 
