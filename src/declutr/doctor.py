@@ -38,8 +38,12 @@ _SHOWN = ("ray", "torch", "transformers", "pyarrow", "numpy")
 _SMI_FIELDS = "name,memory.total,memory.used,utilization.gpu,driver_version"
 _SMI_SECONDS = 20
 _BUSY_MIB, _BUSY_PERCENT = 1024, 10
-_SYNC_LIMIT_MS, _REPLACES = 100.0, 50
-_WEIGHT_BYTES, _MOMENTS_BYTES = 4, 8  # of a parameter; AdamW's two moments are float32
+_SYNC_LIMIT_MS, _REPLACES, _WEIGHT_BYTES, _MOMENTS_BYTES = (
+    100.0,
+    50,
+    4,
+    8,
+)  # of a parameter; AdamW's two moments are float32
 _RAY_PROCESSES = {  # parts of the command line, kind
     "dashboard/dashboard.py": "dashboard", "util.client.server": "Ray client", "gcs_server": "gcs",
     "raylet": "raylet", "agent.py": "agent", "ray::": "worker", "default_worker.py": "worker",
@@ -99,9 +103,9 @@ def needs_of(run: "ResolvedRun", workers: int) -> Needs:
     parameters = encoder + sum(tasks)
     # Tasks with alternating updates have an optimizer each, with moments of the encoder.
     moments = _MOMENTS_BYTES * (parameters + encoder * (0 if config.task_schedule == "joint" else len(tasks) - 1))
-    followed = config.validation.score == "followed"  # the one that a follower scores is kept as well
     milestones = config.total_steps(run.plan) // saving.keep_every_steps if saving.keep_every_steps else 0
-    checkpoints = saving.keep_last + 1 + milestones + (2 if followed else bool(config.validation.every_steps))
+    checkpoints = saving.keep_last + 1 + milestones + bool(config.validation.every_steps)
+    checkpoints += config.validation.score == "followed"  # the one that a follower scores
     size = parameters * _WEIGHT_BYTES + moments
     memory_mib = ((parameters * 2 * _WEIGHT_BYTES + moments) >> 20) * workers
     return Needs(parameters, size, size * checkpoints, memory_mib, workers, config.scaling.device)
@@ -345,8 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(options.config, "train", TrainConfig, options.overrides)
     findings = examine(config, options.path)
     counts = {status: sum(finding.status == status for finding in findings) for status in ("ok", "warn", "FAIL")}
-    text = "\n".join(finding.line() for finding in findings)
-    text += f"\n{counts['ok']} ok, {counts['warn']} to check (warn), {counts['FAIL']} to fix (FAIL)"
+    total = f"{counts['ok']} ok, {counts['warn']} to check (warn), {counts['FAIL']} to fix (FAIL)"
     shown = {"findings": [asdict(finding) for finding in findings], "counts": counts}
-    print(json.dumps(shown, indent=2) if options.json else text)
+    print(json.dumps(shown, indent=2) if options.json else "\n".join([*(f.line() for f in findings), total]))
     return int(counts["FAIL"] > 0)
