@@ -36,14 +36,10 @@ if TYPE_CHECKING:
 
 _SHOWN = ("ray", "torch", "transformers", "pyarrow", "numpy")
 _SMI_FIELDS = "name,memory.total,memory.used,utilization.gpu,driver_version"
-_SMI_SECONDS = 20
+_SMI_SECONDS, _FAMILIES = 20, (socket.AF_INET, socket.AF_INET6)
 _BUSY_MIB, _BUSY_PERCENT = 1024, 10
-_SYNC_LIMIT_MS, _REPLACES, _WEIGHT_BYTES, _MOMENTS_BYTES = (
-    100.0,
-    50,
-    4,
-    8,
-)  # of a parameter; AdamW's two moments are float32
+_SYNC_LIMIT_MS, _REPLACES = 100.0, 50
+_WEIGHT_BYTES, _MOMENTS_BYTES = 4, 8  # of a parameter; AdamW's two moments are float32
 _RAY_PROCESSES = {  # parts of the command line, kind
     "dashboard/dashboard.py": "dashboard", "util.client.server": "Ray client", "gcs_server": "gcs",
     "raylet": "raylet", "agent.py": "agent", "ray::": "worker", "default_worker.py": "worker",
@@ -107,7 +103,7 @@ def needs_of(run: "ResolvedRun", workers: int) -> Needs:
     checkpoints = saving.keep_last + 1 + milestones + bool(config.validation.every_steps)
     checkpoints += config.validation.score == "followed"  # the one that a follower scores
     size = parameters * _WEIGHT_BYTES + moments
-    memory_mib = ((parameters * 2 * _WEIGHT_BYTES + moments) >> 20) * workers
+    memory_mib = ((size + parameters * _WEIGHT_BYTES) >> 20) * workers  # and the gradients
     return Needs(parameters, size, size * checkpoints, memory_mib, workers, config.scaling.device)
 
 
@@ -121,9 +117,8 @@ def examine(config: "TrainConfig | None", paths: Sequence[str]) -> list[Finding]
     needs, findings = _of_config(config, workers) if config else (None, [])
     if address != "local":
         findings.append(Finding("cluster", "ok", f"{address}: only this node is checked; `ray status` lists all nodes"))
-    memory, families = psutil.virtual_memory(), (socket.AF_INET, socket.AF_INET6)
-    interfaces = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
-    addresses = {entry.address.partition("%")[0] for entry in interfaces if entry.family in families}
+    memory, interfaces = psutil.virtual_memory(), [entry for own in psutil.net_if_addrs().values() for entry in own]
+    addresses = {entry.address.partition("%")[0] for entry in interfaces if entry.family in _FAMILIES}
     findings += [
         check_versions(),
         *check_gpus(ask_smi(), torch.__version__, torch.version.cuda, needs),
@@ -349,7 +344,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(options.config, "train", TrainConfig, options.overrides)
     findings = examine(config, options.path)
     counts = {status: sum(finding.status == status for finding in findings) for status in ("ok", "warn", "FAIL")}
-    total = f"{counts['ok']} ok, {counts['warn']} to check (warn), {counts['FAIL']} to fix (FAIL)"
+    lines = [finding.line() for finding in findings]
+    lines.append(f"{counts['ok']} ok, {counts['warn']} to check (warn), {counts['FAIL']} to fix (FAIL)")
     shown = {"findings": [asdict(finding) for finding in findings], "counts": counts}
-    print(json.dumps(shown, indent=2) if options.json else "\n".join([*(f.line() for f in findings), total]))
+    print(json.dumps(shown, indent=2) if options.json else "\n".join(lines))
     return int(counts["FAIL"] > 0)
