@@ -7,7 +7,7 @@ import pytest
 from diskcalls import disk_calls
 from volumes import small_volume
 
-from declutr.trainer.metrics.appendlog import AppendLog
+from declutr.trainer.metrics.metrics import AppendLog
 
 
 def test_pieces_follow_what_is_there(tmp_path):
@@ -100,7 +100,7 @@ def test_appendlog_of_several_threads_keeps_every_line(tmp_path):
 
 
 SYNCED = """
-from declutr.trainer.metrics.appendlog import AppendLog
+from declutr.trainer.metrics.metrics import AppendLog
 def prepare(here): (here / "it").touch()
 def act(here):
     log = AppendLog(here / "it")

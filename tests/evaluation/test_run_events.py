@@ -10,8 +10,8 @@ from declutr.inspection.runs.page import write_run_report
 from declutr.inspection.runs.record import read_runs
 from declutr.trainer.driver.failure import GroupFailure
 from declutr.trainer.driver.summary import FAILURES
+from declutr.trainer.metrics.loggers import TENSORBOARD
 from declutr.trainer.metrics.metrics import METRICS
-from declutr.trainer.metrics.tensorboard import TENSORBOARD
 
 BEGAN = 1_700_000_000.0
 

@@ -14,7 +14,7 @@ from declutr.common.config import load_config
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer.driver.remarks import validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.metrics.interval import steps_between
+from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.setup.config import TrainConfig
 
 

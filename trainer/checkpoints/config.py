@@ -3,7 +3,7 @@
 from pydantic import Field, model_validator
 
 from declutr.common.config import Strict
-from declutr.trainer.metrics.interval import Interval, steps_between
+from declutr.trainer.metrics.config import Interval, steps_between
 
 
 class CheckpointConfig(Strict):

@@ -20,8 +20,8 @@ from declutr.trainer.checkpoints import checkpoint, ranking, retention
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
 from declutr.trainer.checkpoints.config import CheckpointConfig
 from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.metrics.loggers import TENSORBOARD
 from declutr.trainer.metrics.metrics import METRICS
-from declutr.trainer.metrics.tensorboard import TENSORBOARD
 
 if TYPE_CHECKING:  # the driver needs no torch
     from declutr.trainer.parallel.communicator import Communicator

@@ -139,7 +139,6 @@ class RankBatch:
         facts: `(m,)` int64 each, properties of a row that the loss needs in addition to its views, such as a label.
         digest: digest of the spans (SpanBatch.digest); 0 if it was not computed.
         canonical: canonical microbatches of which the spans are composed; empty if there are none.
-        near_rows: rows of texts that nearly repeat another one of this share, and all its rows; None: not counted.
     """
 
     spans: AnyBatch
@@ -149,7 +148,6 @@ class RankBatch:
     digest: int = 0
     views: Tensor | None = None
     canonical: tuple[CanonicalMicrobatch, ...] = ()
-    near_rows: tuple[int, int] | None = None
 
     @property
     def tokens(self) -> SpanBatch:

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,9 @@ from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.canonical import collated
 from declutr.trainer.data.chunks import RankPlan, fetched, read_chunk
-from declutr.trainer.data.near_rows import near_rows
 
 _MOST_CHUNKS = 512  # of one Dataset: Ray Data spends about 1 ms on each before it returns the first block
 _AHEAD_BATCHES = 4
-_COUNTED_STEPS = 10  # near-duplicates are counted in every tenth step, by the first worker
 _PACE_SECONDS = 0.1
 _PATIENCE_SECONDS = 30
 _STORE_SHARE = 0.5  # of the object store; the rest is for blocks that are being read
@@ -146,12 +144,11 @@ def _no_documents(rank_plan: RankPlan) -> pa.Table:
 
 def batches(rank_plan: RankPlan, collator: Collator, device: torch.device, tasks: bool = True) -> Iterator[RankBatch]:
     """The rank's batches, on its device, in step order; `tasks` as for `documents`."""
-    for step, table in enumerate(documents(rank_plan, tasks), start=rank_plan.first_step):
+    for table in documents(rank_plan, tasks):
         table = table.combine_chunks()
         epochs = table.column("epoch").to_numpy()
         batch = collated(collator, table, epochs, rank_plan.start, rank_plan.plan.canonical_documents)
-        near = None if step % _COUNTED_STEPS or rank_plan.start else (near_rows(table), len(table))
-        yield replace(batch, near_rows=near).to(device)
+        yield batch.to(device)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from declutr.trainer.driver.checks import load_problems, refuse
 from declutr.trainer.driver.remarks import corpora_remarks, validated_rows, validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.driver.summary import read_seconds
-from declutr.trainer.metrics.interval import steps_between
+from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.setup.coverage import Coverage, joint_coverage
 

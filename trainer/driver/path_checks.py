@@ -9,7 +9,7 @@ from declutr.common.paths import PathError, expand, folder_problem
 from declutr.common.stores.address import is_remote
 from declutr.common.suggestions import suggest
 from declutr.pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
-from declutr.trainer.metrics.wandb_logger import missing_package
+from declutr.trainer.metrics.loggers import missing_wandb
 from declutr.trainer.objectives.registry import BROKEN, KINDS
 
 _NOT_A_RUN = {MANIFEST: "prepared shards", "state.json": "a checkpoint", "modules.json": "an encoder"}
@@ -58,7 +58,7 @@ def _logger_problem(metrics: Any) -> list[str]:
     """A problem if Weights & Biases is wanted and not installed here."""
     wandb = metrics.get("wandb") if isinstance(metrics, Mapping) else None
     mode = wandb.get("mode") if isinstance(wandb, Mapping) else None
-    problem = missing_package(mode) if mode in ("offline", "online") else None
+    problem = missing_wandb(mode) if mode in ("offline", "online") else None
     return [problem] if problem else []
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.metrics.interval import steps_between
+from declutr.trainer.metrics.config import steps_between
 
 _MIN_VALIDATIONS = 5
 _OFTEN = 0.1  # of the batches

@@ -1,4 +1,4 @@
-"""Alarms: signs in a run's metrics that it learns nothing, each named once with its remedy.
+"""Alarms: signs in a run's metrics that it learns nothing or will not last, each named once with its remedy.
 
 They read what is on the host anyway, so that a device computes and sends nothing for them.
 """
@@ -6,7 +6,6 @@ They read what is on the host anyway, so that a device computes and sends nothin
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from declutr.trainer.objectives.config import ObjectiveConfig
@@ -14,11 +13,8 @@ from declutr.trainer.objectives.config import ObjectiveConfig
 _WINDOW = 10  # steps whose mean is compared, because a single batch may be odd
 _ONE_POINT = -0.1  # uniformity above which all embeddings are nearly equal
 _FEW_DIMENSIONS = 0.35  # share of the most dimensions that a run has used
-_LOSSES, _FEWEST_LOSSES = 30, 20
-_DEVIATIONS, _RISE, _LEAST_RISE = 8.0, 0.5, 0.05  # of a spike, in robust deviations, medians, and units of the loss
-_VANISHED = 1e-3
 _WAITING, _WAITED_STEPS, _FIRST_STEPS = 0.5, 20, 5
-_ALIKE, _MEASURED = 0.1, 3
+_FULL = 0.95  # share of the memory
 _REPLAYED = 500
 
 
@@ -27,7 +23,7 @@ class Alarm:
     """An alarm.
 
     Attributes:
-        cause: `collapse`, `loss_spike`, `nothing_to_learn`, `starving` or `near_duplicates`.
+        cause: `collapse`, `starving`, `memory` or `non_finite`.
         step: step at which it was found.
         figure: the value that is beyond the limit.
         limit: the limit.
@@ -82,18 +78,19 @@ class Alarms:
     Args:
         objectives: settings of the objective of each task by name; "" is the main one.
         settings: values of the settings that remedies name, by dotted key.
+        memory_mib: memory of the first worker's device, or of its host, in MiB.
     """
 
-    def __init__(self, objectives: Mapping[str, ObjectiveConfig], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, objectives: Mapping[str, ObjectiveConfig], settings: Mapping[str, Any], memory_mib: float = float("inf")
+    ) -> None:
         self._objectives = objectives
         self._settings = settings
         self._given: set[str] = set()
         self._spread: dict[str, _Spread] = {}
-        self._losses: deque[float] = deque(maxlen=_LOSSES)
-        self._vanished = 0
+        self._memory_mib = memory_mib
         self._waits: deque[float] = deque(maxlen=_WAITED_STEPS)
         self._first_step = 0
-        self._alike: deque[float] = deque(maxlen=_MEASURED)
 
     def replay(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Adds the first and the newest of the run's own lines before this start, whose alarms were given then."""
@@ -117,21 +114,8 @@ class Alarms:
                 names = f"{prefix}batch_uniformity", f"{prefix}batch_participation_ratio"
                 if objective.embeds:
                     found += self._collapse(whose, name, line, *names, _WINDOW)
-            found += [*self._spike(line), *self._nothing(line), *self._starving(line)]
+            found += [*self._starving(line), *self._memory(line), *self._non_finite(line)]
         return self._new(found)
-
-    def add_rows(self, step: int, alike: int, rows: int) -> list[Alarm]:
-        """The new alarms about rows of a batch, of which some repeat another."""
-        self._alike.append(alike / max(1, rows))
-        share = sum(self._alike) / len(self._alike)
-        if len(self._alike) < _MEASURED or share <= _ALIKE or not self._objectives[""].embeds:
-            return []
-        text = (
-            f"near-duplicates: {share:.0%} of the rows of the first worker's batches nearly repeat another row of "
-            f"their batch (limit {_ALIKE:.0%}, {alike} of {rows} now), and the loss pushes them apart. Prepare the "
-            "corpus again with duplicates.near={}"
-        )
-        return self._new([Alarm("near_duplicates", step, share, _ALIKE, text)])
 
     def _new(self, found: list[Alarm]) -> list[Alarm]:
         """The first alarm of each cause that was not given before."""
@@ -175,42 +159,31 @@ class Alarms:
                 f"{dimensions.replace('_', ' ')}). {remedy}",
             )
 
-    def _spike(self, line: Mapping[str, Any]) -> Iterator[Alarm]:
-        """A loss far above the losses before it."""
-        loss = line.get("loss")
-        if loss is None or loss != loss:
-            return
-        if len(self._losses) >= _FEWEST_LOSSES:
-            middle = median(self._losses)
-            deviation = 1.4826 * median(abs(one - middle) for one in self._losses)
-            limit = middle + max(_DEVIATIONS * deviation, _RISE * abs(middle), _LEAST_RISE)
-            if loss > limit:
+    def _non_finite(self, line: Mapping[str, Any]) -> Iterator[Alarm]:
+        """A step of which an update was left out."""
+        for name in self._objectives:
+            if line.get(f"{name}_skipped" if name else "skipped"):
+                whose = f"of the task {name} " if name else ""
                 yield Alarm(
-                    "loss_spike",
+                    "non_finite",
                     line["step"],
-                    loss,
-                    limit,
-                    f"loss spike: the loss is {loss:.4g} (limit {limit:.4g}; median of the {len(self._losses)} steps "
-                    f"before {middle:.4g}). Lower {self._now('optim.lr')} or {self._now('optim.max_grad_norm')}; "
-                    f"`declutr why RUN --step {line['step']}` shows what the step read",
+                    1.0,
+                    0.0,
+                    f"not finite: the loss or gradient {whose}is no number, so its update was left out (limit of such "
+                    f"updates in a row: max_skipped_steps). Lower {self._now('optim.lr')}, or set precision: fp32",
                 )
-        self._losses.append(loss)
 
-    def _nothing(self, line: Mapping[str, Any]) -> Iterator[Alarm]:
-        """A contrast that stays near 0."""
-        objective = self._objectives[""]
-        value = line.get(objective.contrast) if objective.contrast else None
-        self._vanished = self._vanished + 1 if value is not None and value < _VANISHED else 0
-        if value is not None and self._vanished >= _WINDOW:
+    def _memory(self, line: Mapping[str, Any]) -> Iterator[Alarm]:
+        """A worker that has nearly all memory of its device."""
+        peak, limit = line.get("peak_memory_mib"), _FULL * self._memory_mib
+        if peak is not None and peak > limit:
             yield Alarm(
-                "nothing_to_learn",
+                "memory",
                 line["step"],
-                value,
-                _VANISHED,
-                f"nothing left to learn: the {objective.contrast} loss is {value:.4f} (limit {_VANISHED}) for "
-                f"{_WINDOW} steps, because each row is already much nearer to its positive than to the other rows of "
-                f"its batch. Increase {self._now('batch_documents')}"
-                + ("; only the MLM loss still trains" if objective.mlm else ", or end the run"),
+                peak,
+                limit,
+                f"memory: the first worker had {peak:,.0f} of {self._memory_mib:,.0f} MiB (limit {_FULL:.0%}), and a "
+                f"longer batch may not fit. Lower {self._now('microbatch_tokens')}",
             )
 
     def _starving(self, line: Mapping[str, Any]) -> Iterator[Alarm]:

@@ -1,107 +1,276 @@
-"""Loggers: programs for looking at metrics, which get what `metrics.jsonl` has. None of them can stop a run."""
+"""TensorBoard and Weights & Biases: programs for looking at metrics. None of them can stop a run or make it wait."""
 
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
 
 from declutr.common.console.logs import get_logger
+from declutr.common.extras import missing_extra
+from declutr.common.storage import DamagedError, hash_json, read_record, write_json
+from declutr.trainer.metrics.config import WandbConfig
 
+TENSORBOARD = "tensorboard"
+WANDB_ID = "wandb.json"
+"""The file of a run with the id of its W&B run."""
 _NOT_SHOWN = ("kind", "step", "time", "batch_digest")
-_MOST_KEPT = 10_000  # lines in memory for a logger that fails, about 10 MiB
+_MOST_WAITING = 10_000  # lines for a program that hangs, about 10 MiB
+_UPLOAD_SECONDS, _END_SECONDS, _LAST_SECONDS = 8.0, 10.0, 13.0  # to send the last lines, to end, to wait for the end
+_CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_CREDENTIALS_FILE")
+# Nothing but metrics and the settings of the run is collected.
+_WANDB_SETTINGS = {
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "disable_job_creation": True,
+    "finish_timeout": _UPLOAD_SECONDS,
+    "save_code": False,
+    "silent": True,
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+}
+
+Log = Callable[[Mapping[str, Any]], None]
+"""Passes a line of metrics to a program; may fail or hang."""
 
 
-class MetricsLogger(Protocol):
-    """A logger of one start of a run. It may fail at any time."""
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Takes a line of metrics; never waits."""
-
-    def flush(self, to_disk: bool = False) -> None:
-        """Passes on the lines that were added; a call after a failed one tries all of them again.
-
-        Raises:
-            OSError: they cannot be passed on now.
-        """
-
-    def close(self) -> None:
-        """Passes on the last lines, and waits a limited time for it.
-
-        Raises:
-            OSError: they could not be passed on.
-        """
-
-
-class GuardedLogger:
-    """A logger whose failure is logged once and its missing lines counted, while the run continues.
+class Logger(threading.Thread):
+    """Passes lines to a program in a thread of its own, so that a program that fails or hangs is left behind.
 
     Args:
         name: name of the program for messages.
-        start: starts the logger; may fail.
+        program: starts it, and ends it behind its block.
     """
 
-    # Any error of a logger is caught here, and nowhere else: its packages are optional and not ours, and the loss of
-    # their view, said once in the log, is cheaper than the run. metrics.jsonl has every line.
-
-    def __init__(self, name: str, start: Callable[[], MetricsLogger]) -> None:
-        self._name = name
+    def __init__(self, name: str, program: Callable[[], AbstractContextManager[Log]]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._program = program
+        self._lines: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
         self._added = self._passed = 0
-        self._failing = False
-        self._flushing = threading.Lock()
-        self._logger: MetricsLogger | None = None
-        try:
-            self._logger = start()
-        except Exception as error:  # noqa: BLE001
-            self._fail(error)
+        self._failed = False
+        self.start()
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Takes a line of metrics; never waits."""
+        """Takes a line of metrics; never waits, and drops it if the program has failed or hangs."""
         self._added += 1
-        if logger := self._logger:  # another thread may give it up
+        if not self._failed:
             try:
-                logger.add(line)
-            except Exception as error:  # noqa: BLE001
-                self._fail(error)
-                self._logger = None  # it lacks this line, which a later flush would not tell
-
-    def flush(self, to_disk: bool = False) -> None:
-        """Passes on the lines that were added, if the logger works."""
-        with self._flushing:
-            logger, added = self._logger, self._added
-            if logger is None:
-                return
-            try:
-                logger.flush(to_disk)
-            except Exception as error:  # noqa: BLE001
-                self._fail(error)
-                if added - self._passed > _MOST_KEPT:
-                    self._logger = None
-                return
-            if self._logger is None:  # it failed to take a line meanwhile
-                return
-            if self._failing:
-                get_logger().info("%s gets metrics again; no line is missing", self._name)
-            self._failing, self._passed = False, added
+                self._lines.put_nowait(line)
+            except queue.Full:
+                self._fail(f"it takes no lines, {_MOST_WAITING} wait")
 
     def close(self) -> None:
-        """Ends the logger; logs the number of lines that it did not get."""
-        if self._logger:
-            try:
-                self._logger.close()
-            except Exception as error:  # noqa: BLE001
-                self._fail(error)
-        if self._failing:
-            missing = self._added - self._passed
-            get_logger().warning("%s lacks the last lines of metrics (%d or more)", self._name, missing)
+        """Ends the program, in a limited time; logs the number of lines that it did not get."""
+        try:
+            self._lines.put_nowait(None)
+        except queue.Full:  # it was named then
+            return self._name_missing()
+        self.join(_LAST_SECONDS)
+        if self.is_alive():
+            self._fail(f"it did not end within {_LAST_SECONDS:g} s")
+        return self._name_missing()
 
-    def _fail(self, error: Exception) -> None:
-        if not self._failing:
-            text = f"{type(error).__name__}: {error}"
-            reason = error.strerror or error if isinstance(error, OSError) else text
-            get_logger().warning("%s gets no metrics now (%s); metrics.jsonl has all of them", self._name, reason)
-        self._failing = True
+    def run(self) -> None:
+        """Starts the program, passes on all lines, and ends it."""
+        # Any error of a program is caught here, and nowhere else: its packages are optional and not ours, and the loss
+        # of their view, said once in the log, is cheaper than the run. metrics.jsonl has every line.
+        try:
+            with self._program() as log:
+                while (line := self._lines.get()) is not None:
+                    if self._failed:
+                        return
+                    log(line)
+                    self._passed += 1
+        except Exception as error:  # noqa: BLE001
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            self._fail(str(reason) if isinstance(error, OSError | ImportError) else f"{type(error).__name__}: {reason}")
+
+    def _fail(self, reason: str) -> None:
+        if not self._failed:
+            for secret in filter(None, map(os.environ.get, _CREDENTIALS)):
+                reason = reason.replace(secret, "***")
+            get_logger().warning("%s gets no more metrics (%s); metrics.jsonl has all of them", self.name, reason)
+        self._failed = True
+
+    def _name_missing(self) -> None:
+        if self._failed:
+            get_logger().warning(
+                "%s lacks the last lines of metrics (%d or more)", self.name, self._added - self._passed
+            )
 
 
 def tags(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a line of metrics by the tag that loggers show, `kind/name`; without those that are None."""
+    """The values of a line of metrics by the tag that programs show, `kind/name`; without those that are None."""
     named = {f"{line['kind']}/{name}": value for name, value in line.items() if name not in _NOT_SHOWN}
     return {tag: value for tag, value in named.items() if value is not None}
+
+
+@contextmanager
+def tensorboard(folder: Path, after_step: int) -> Iterator[Log]:
+    """TensorBoard: a new file of events in the folder of a run, which hides steps after `after_step` of earlier files.
+
+    Raises:
+        ImportError: the package is missing.
+        OSError: the file cannot be written.
+    """
+    if absent := missing_extra("tensorboard", "a view of the metrics"):
+        raise ImportError(absent)
+    from torch.utils.tensorboard import SummaryWriter  # needs the package
+
+    # Flushed here alone: an error of a flush in TensorBoard's own thread would end as a traceback on stderr.
+    with SummaryWriter(folder / TENSORBOARD, purge_step=after_step + 1, flush_secs=86_400) as board:
+
+        def log(line: Mapping[str, Any]) -> None:
+            for tag, value in tags(line).items():
+                if isinstance(value, int | float):
+                    board.add_scalar(tag, value, line["step"], line["time"])
+            board.flush()  # a kill leaves no hole before the next start
+
+        yield log
+
+
+def missing_wandb(mode: str) -> str | None:
+    """The problem of a run that logs to W&B in this mode without the package; None if there is none."""
+    package = find_spec("wandb")
+    if package is not None and package.origin is not None:  # a folder `wandb` of files here is no package
+        return None
+    needed = "the package wandb is missing: pip install -e '.[wandb]' in the checkout"
+    return f"metrics.wandb.mode = {mode}: {needed}, or set it to disabled"
+
+
+def run_id(folder: Path, facts: Mapping[str, str]) -> str:
+    """Id of the W&B run of a run: the stored one, so that a moved run keeps it; else a hash of `facts`, then stored.
+
+    Args:
+        folder: folder of the run.
+        facts: what tells this run from any other: its place, host, settings and data.
+    """
+    path = folder / WANDB_ID
+    try:
+        return read_record(path, _Stored).id
+    except FileNotFoundError:
+        pass
+    except DamagedError as error:
+        get_logger().warning("%s: writing it again", error)
+    identity = hash_json(dict(facts))[:16]
+    write_json(path, {"id": identity})
+    return identity
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """The content of `wandb.json`."""
+
+    id: str
+
+
+@contextmanager
+def wandb_run(config: WandbConfig, folder: Path, facts: Mapping[str, str], settings: dict[str, Any]) -> Iterator[Log]:
+    """Weights & Biases: a run in its folder `wandb` in the folder of the run, and at the server in mode online.
+
+    Args:
+        config: settings of W&B.
+        folder: folder of the run.
+        facts: as for `run_id`.
+        settings: settings of the run, which W&B shows.
+
+    Raises:
+        ImportError: the package is missing.
+        OSError: the package has failed, or its server does not answer.
+    """
+    if problem := missing_wandb(config.mode):
+        raise ImportError(problem)
+    server = {} if config.base_url is None else {"base_url": config.base_url}
+    arguments = {
+        "mode": config.mode,
+        "project": config.project,
+        "entity": config.entity,
+        "id": run_id(folder, facts),
+        "name": folder.name,
+        "dir": str(folder),
+        "config": settings,
+        "settings": _WANDB_SETTINGS | server,
+    }
+    # Settings alone decide what is sent, and where; reports of errors would go to W&B from an offline run too.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {name: os.environ[name] for name in _CREDENTIALS if os.environ.get(name)}
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            cwd=folder,  # a folder with settings of W&B elsewhere has no effect
+            env=environment | {"WANDB_ERROR_REPORTING": "false"},
+            start_new_session=True,  # Ctrl-C must not end it before the training
+        ) as process,
+    ):
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(arguments).encode() + b"\n")
+            yield partial(_send, process.stdin)
+            process.stdin.close()
+            if process.wait():
+                raise BrokenPipeError
+        except BrokenPipeError:
+            process.wait()
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").strip().splitlines()
+            raise OSError(lines[-1] if lines else f"its process {process.pid} has ended") from None
+
+
+def _send(pipe: IO[bytes], line: Mapping[str, Any]) -> None:
+    pipe.write(json.dumps(line).encode() + b"\n")
+    pipe.flush()
+
+
+def pass_on() -> int:
+    """Passes lines on standard input to W&B until it ends, and ends at most some seconds later; returns the status.
+
+    It is a process of its own, because W&B hooks `sys.exit` and waits for its server when a process ends: for minutes
+    if the server is gone. The first line has the arguments of `wandb.init`.
+    """
+    lines = queue.Queue[Any](_MOST_WAITING)
+
+    def read() -> None:
+        for raw in sys.stdin:
+            if lines.full():
+                _end(f"{_MOST_WAITING} lines wait for its server")
+            lines.put(json.loads(raw))
+        lines.put(None)
+        time.sleep(_END_SECONDS)
+        _end(f"its server did not take the last lines in {_END_SECONDS:g} s")
+
+    threading.Thread(target=read, daemon=True).start()
+    arguments = lines.get()
+    import wandb
+
+    run = wandb.init(**arguments | {"settings": wandb.Settings(**arguments["settings"])}, resume="allow")
+    while (line := lines.get()) is not None:
+        run.log(tags(line), step=line["step"])
+    run.finish()
+    return 0
+
+
+def _end(reason: str) -> None:
+    sys.stderr.write(f"{reason}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(pass_on())

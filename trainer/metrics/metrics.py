@@ -2,21 +2,21 @@
 
 import json
 import math
+import os
 import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import set_aside, write_text
-from declutr.trainer.metrics.alarms import Alarm, Alarms
-from declutr.trainer.metrics.appendlog import AppendLog
-from declutr.trainer.metrics.loggers import GuardedLogger, MetricsLogger
-from declutr.trainer.metrics.tensorboard import TensorBoardLogger
+from declutr.trainer.metrics.alarms import Alarms
+from declutr.trainer.metrics.loggers import Log, Logger, tensorboard
 
 if TYPE_CHECKING:  # reading metrics needs no torch
     from declutr.trainer.step.step_metrics import StepMetrics
@@ -54,6 +54,15 @@ def rates(
     }
 
 
+def memory_mib() -> float:
+    """Memory in MiB of the GPU if one is used, else of this host."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**20
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def peak_memory_mib() -> float:
     """Peak memory so far in MiB, of the GPU if one is used, else of this process."""
     import torch
@@ -64,14 +73,66 @@ def peak_memory_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
+class AppendLog:
+    """Records are collected in memory and appended to an existing file; a failed flush can simply be repeated.
+
+    Records are written at known offsets, so the next flush overwrites what a failed flush left. The file is open only
+    during a flush, so no handle becomes stale when a file system disappears and comes back. Threads may share it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._durable = path.stat().st_size
+        """Bytes that an fsync has confirmed; everything after them can be written again from memory."""
+        self._written = self._durable
+        self._pieces = bytearray()
+        """Records after the first `_durable` bytes."""
+        self._adding = threading.Lock()
+        self._flushing = threading.Lock()
+
+    def add(self, piece: bytes) -> None:
+        """Adds a record; never waits for the storage."""
+        with self._adding:
+            self._pieces += piece
+
+    def flush(self, to_disk: bool = False) -> None:
+        """Writes the records that were added, and with `to_disk` forces them to disk.
+
+        Raises:
+            OSError: the storage failed; nothing is lost, and the next flush tries again.
+        """
+        with self._flushing:
+            with self._adding:
+                new = bytes(self._pieces[self._written - self._durable :])
+            if not new and (not to_disk or self._written == self._durable):
+                return
+            handle = os.open(self.path, os.O_WRONLY)  # no O_CREAT: a new file would lack the earlier records
+            try:
+                done = 0
+                while done < len(new):
+                    done += os.pwrite(handle, new[done:], self._written + done)
+                if to_disk:
+                    os.fsync(handle)
+            except OSError:
+                self._written = self._durable  # after a failed fsync the file's content is unknown
+                raise
+            finally:
+                os.close(handle)
+            self._written += len(new)
+            if to_disk:
+                with self._adding:
+                    del self._pieces[: self._written - self._durable]
+                    self._durable = self._written
+
+
 class MetricsWriter:
-    """Appends each step's metrics to `metrics.jsonl` and to loggers in a thread, because a storage may fail or hang.
+    """Appends each step's metrics to `metrics.jsonl` and to loggers in threads, because a storage may fail or hang.
 
     Args:
         folder: folder of the run.
         after_step: last step of the checkpoint; lines of later steps are deleted, because they are repeated.
         alarms: watch the run's own lines, from the first, and are logged and written; None: nothing watches.
-        loggers: starts of loggers by their name, besides TensorBoard. Their failure does not end the run.
+        loggers: programs by their name, besides TensorBoard. Their failure does not end the run.
         validates_again: true if the weights after `after_step` are scored again; their earlier validation is deleted.
     """
 
@@ -80,7 +141,7 @@ class MetricsWriter:
         folder: Path,
         after_step: int,
         alarms: Alarms | None = None,
-        loggers: Mapping[str, Callable[[], MetricsLogger]] | None = None,
+        loggers: Mapping[str, Callable[[], AbstractContextManager[Log]]] | None = None,
         validates_again: bool = False,
     ) -> None:
         lines, damaged = _read_lines(folder / METRICS)
@@ -95,33 +156,25 @@ class MetricsWriter:
         if alarms:
             alarms.replay(kept)
         self._lines = AppendLog(folder / METRICS)
-        starts: dict[str, Callable[[], MetricsLogger]] = {"TensorBoard": partial(TensorBoardLogger, folder, after_step)}
-        starts |= loggers or {}
-        self._loggers = [GuardedLogger(name, start) for name, start in starts.items()]
+        programs: dict[str, Callable[[], AbstractContextManager[Log]]] = {
+            "TensorBoard": partial(tensorboard, folder, after_step)
+        }
+        programs |= loggers or {}
+        self._loggers = [Logger(name, program) for name, program in programs.items()]
         self._added = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def step(
-        self,
-        step: int,
-        metrics: "StepMetrics",
-        extra: dict[str, float | None],
-        near_rows: tuple[int, int] | None = None,
-    ) -> dict[str, Any]:
+    def step(self, step: int, metrics: "StepMetrics", extra: dict[str, float | None]) -> dict[str, Any]:
         """Writes the metrics of a step; returns the line.
 
         Args:
             step: the step.
             metrics: its metrics.
             extra: its speed.
-            near_rows: rows of this worker's batch that nearly repeat another one, and all rows; None: not counted.
         """
-        line = self._watched({"kind": "step", "step": step, **metrics.line(), **extra})
-        if self._alarms and near_rows:
-            self._raise(self._alarms.add_rows(step, *near_rows))
-        return line
+        return self._watched({"kind": "step", "step": step, **metrics.line(), **extra})
 
     def start(self, step: int, parts: dict[str, float]) -> None:
         """Writes the seconds of each part of a group's start."""
@@ -137,7 +190,7 @@ class MetricsWriter:
         Raises:
             OSError: the storage failed; all lines are kept in memory.
         """
-        self._flush(to_disk=True)
+        self._lines.flush(to_disk=True)
 
     def close(self) -> None:
         """Ends the thread after a last attempt, and the loggers."""
@@ -147,22 +200,13 @@ class MetricsWriter:
         for logger in self._loggers:
             logger.close()
 
-    def _flush(self, to_disk: bool = False) -> None:
-        self._lines.flush(to_disk)
-        for logger in self._loggers:  # after the lines: if a storage fails, its lines say so
-            logger.flush(to_disk)
-
     def _watched(self, line: dict[str, Any]) -> dict[str, Any]:
         """Writes a line, and the alarms that it gives rise to."""
         line = self._add(line)
-        if self._alarms:
-            self._raise(self._alarms.add(line))
-        return line
-
-    def _raise(self, alarms: Sequence[Alarm]) -> None:
-        for alarm in alarms:
+        for alarm in self._alarms.add(line) if self._alarms else ():
             get_logger().warning("step %d: %s", alarm.step, alarm.text)
             self._add({"kind": "alarm", "step": alarm.step, **alarm.line()})
+        return line
 
     def _add(self, line: dict[str, Any]) -> dict[str, Any]:
         bad = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -179,7 +223,7 @@ class MetricsWriter:
             self._added.wait()
             self._added.clear()
             try:
-                self._flush()
+                self._lines.flush()
             except OSError as error:
                 if self._closed:
                     get_logger().warning("cannot write the last lines of %s (%s)", self._lines.path, error.strerror)

@@ -119,11 +119,6 @@ class ObjectiveConfig(Strict):
         return False
 
     @property
-    def contrast(self) -> str | None:
-        """Name of the loss term that is 0 when the batch has nothing left to teach; None: there is no such term."""
-        return None
-
-    @property
     def against_collapse(self) -> str:
         """The objective's own remedy when all embeddings become alike, a sentence without its end; empty: none."""
         return ""

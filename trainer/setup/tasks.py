@@ -1,10 +1,12 @@
 """Builds the tasks of a run and the train steps that update the encoder in turn."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import AutoModelForMaskedLM
 
 from declutr.pipeline.shards.content import AnyContent, AudioContent, ImagesContent
 from declutr.pipeline.shards.manifest import Manifest
@@ -12,11 +14,13 @@ from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.freezing import frozen_parameters
 from declutr.trainer.model.frontend import Frontend, embedding_width, load_vit
+from declutr.trainer.model.language_model import load_hf_config
+from declutr.trainer.objectives.base import implementation_of
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.fixedpoint import FixedPointReducer
 from declutr.trainer.parallel.overlap import BucketedReducer
 from declutr.trainer.parallel.sharding import shard
-from declutr.trainer.setup.build import build_objective
+from declutr.trainer.setup.build import build_objective, load_tokenizer
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.microbatch import Microbatch
@@ -180,3 +184,32 @@ def new_frontend(settings: FrontendConfig, content: ImagesContent | AudioContent
         return Frontend(settings, 3 * deep * wide, places, width, seed, (0.5, 0.5))
     frames = int(content.max_seconds * 1000 / content.hop_length_ms)
     return Frontend(settings, deep * wide, max(1, frames // deep) * (content.num_mel_bins // wide), width, seed)
+
+
+def parameter_counts(config: TrainConfig, shards: Path, manifests: Mapping[str, Manifest]) -> list[int]:
+    """Number of parameters of the encoder with its projection; of each task's objective and frontend. Loads no weights.
+
+    Args:
+        config: of a run without problems.
+        shards: folder of the main task's shards, whose tokenizer gives a new encoder its vocabulary.
+        manifests: of each task's shards.
+    """
+    encoder, vocabulary, ids = config.encoder, 0, {}
+    if encoder.pretrained is None:
+        tokenizer, _ = load_tokenizer(shards, manifests[""])
+        vocabulary, ids = len(tokenizer), {"pad_token_id": tokenizer.pad_token_id}
+    hf = load_hf_config(encoder, vocabulary, ids)
+    with torch.device("meta"):  # shapes only
+        model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
+        size, extra = int(hf.hidden_size), 0
+        if encoder.projection.kind != "none":
+            hidden, size = size, encoder.projection.size
+            extra = (hidden + 1) * size + (size + 1) * size
+        modules: list[list[nn.Module]] = [[model]]
+        for name, task in config.tasks().items():
+            context, content = task.context("drop"), manifests[name].content
+            modules.append([implementation_of(task.objective)(task.objective, context, size)])
+            if context.frontend is not None and isinstance(content, ImagesContent | AudioContent):
+                modules[-1].append(new_frontend(context.frontend, content, embedding_width(model), task.seed))
+    first, *others = [sum(weight.numel() for part in parts for weight in part.parameters()) for parts in modules]
+    return [first + extra, *others]

@@ -14,10 +14,9 @@ import torch
 from declutr.common.console.logs import get_logger
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.alarms import Alarms
-from declutr.trainer.metrics.interval import steps_between
-from declutr.trainer.metrics.loggers import MetricsLogger
-from declutr.trainer.metrics.metrics import MetricsWriter, rates
-from declutr.trainer.metrics.wandb_logger import WandbLogger
+from declutr.trainer.metrics.config import steps_between
+from declutr.trainer.metrics.loggers import Log, wandb_run
+from declutr.trainer.metrics.metrics import MetricsWriter, memory_mib, rates
 from declutr.trainer.model.flops import gpu_name, peak_flops
 from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.objectives.base import ObjectiveError, Validator
@@ -93,19 +92,18 @@ class TrainingLoop:
         config = self.config
         settings = {
             "optim.lr": config.optim.lr,
-            "optim.max_grad_norm": config.optim.max_grad_norm,
-            "batch_documents": config.batch_documents,
+            "microbatch_tokens": config.microbatch_tokens,
             "scaling.data_cpus": config.scaling.data_cpus,
         }
         for name, task in config.auxiliary_tasks.items():
             if task.optim is not None:
                 settings[f"auxiliary_tasks.{name}.optim.lr"] = task.optim.lr
-        alarms = Alarms({name: task.objective for name, task in config.tasks().items()}, settings)
-        loggers = dict[str, Callable[[], MetricsLogger]]()
+        alarms = Alarms({name: task.objective for name, task in config.tasks().items()}, settings, memory_mib())
+        loggers = dict[str, Callable[[], AbstractContextManager[Log]]]()
         if config.metrics.wandb.mode != "disabled":
             facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
             shown = config.model_dump(mode="json")
-            loggers["Weights & Biases"] = partial(WandbLogger, config.metrics.wandb, self.run, facts, shown)
+            loggers["Weights & Biases"] = partial(wandb_run, config.metrics.wandb, self.run, facts, shown)
         again = self.checkpointing.at_start and self.validator is not None
         return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, again))
 
@@ -124,7 +122,7 @@ class TrainingLoop:
             agreement = Agreement(partial(self.requests, step))
             taken, ended = self.scheduler.begin(batch, step, agreement), recorder.event()
             recorder.settle()  # the step before, which the device finishes while it has this one to compute
-            recorder.hold(taken, ended, batch[""].near_rows)
+            recorder.hold(taken, ended)
             due = step == train_step.total_steps or (every and step % every == 0)
             if due or step == done + 1 or not self.scheduler.late:
                 recorder.settle()
@@ -233,15 +231,14 @@ class Recorder:
         self._pending: list[PendingStep] = []
         self._began = self.event()
 
-    def hold(self, taken: list[PendingStep], ended: DeviceEvent, near_rows: tuple[int, int] | None) -> None:
+    def hold(self, taken: list[PendingStep], ended: DeviceEvent) -> None:
         """Keeps a step until its metrics are read.
 
         Args:
             taken: its updates.
             ended: their end on the device.
-            near_rows: near-duplicates among this worker's rows, and all its rows; None: not counted.
         """
-        self._pending, self._ended, self._near_rows = taken, ended, near_rows
+        self._pending, self._ended = taken, ended
         self._waited_seconds, self.batches.waited_seconds = self.batches.waited_seconds, 0.0
 
     def settle(self) -> None:
@@ -262,9 +259,7 @@ class Recorder:
         if self.metrics:
             documents = self.loop.config.batch_documents
             speed = rates(measured, seconds, documents, self._waited_seconds, self.peak)
-            self.loop.heartbeat.line = self.metrics.step(
-                step, measured, speed | self.loop.corpus_rows(step), self._near_rows
-            )
+            self.loop.heartbeat.line = self.metrics.step(step, measured, speed | self.loop.corpus_rows(step))
         self._began = self._ended
 
     def proceed(self) -> None:

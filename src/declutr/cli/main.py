@@ -36,8 +36,8 @@ _COMMANDS = {
         "declutr.cli.export:run",
     ),
     "doctor": (
-        "[CONFIG] [--address ...] [--path ...]: check that this machine or cluster can run a training",
-        "declutr.doctor.examination:main",
+        "[CONFIG] [--path ...]: check that this machine can run a training",
+        "declutr.doctor:main",
     ),
     "evaluate": (
         "[ENCODER ...] --data DIR: score encoders on SentEval's tasks; fetch and check the data",
@@ -77,6 +77,7 @@ _REPLACED_OPTIONS: dict[tuple[str, str], str] = {
     ("evaluate", "--follow"): "declutr evaluate RUN scores each checkpoint of a run",
     ("evaluate", "--once"): "declutr evaluate RUN scores each checkpoint of a run, and ends",
     ("evaluate", "--every-seconds"): "declutr evaluate RUN scores each checkpoint of a run, and ends",
+    ("doctor", "--address"): "`ray status` lists the nodes and what is free; run `declutr doctor CONFIG` on each node",
 }
 """What to type instead of an option that earlier versions of a command had."""
 

@@ -118,11 +118,6 @@ class DeclutrConfig(ObjectiveConfig):
         return self.terms != "mlm"
 
     @property
-    def contrast(self) -> str | None:
-        """The contrastive term."""
-        return "contrastive" if self.contrastive else None
-
-    @property
     def mlm(self) -> bool:
         """True if the MLM loss is computed."""
         return self.terms != "contrastive"

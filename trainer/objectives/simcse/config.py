@@ -85,11 +85,6 @@ class SimcseConfig(TextObjectiveConfig):
         return "batch_documents = 1: a sentence has no other to be told from, so the loss is always 0; increase it"
 
     @property
-    def contrast(self) -> str:
-        """The contrastive term."""
-        return "contrastive"
-
-    @property
     def against_collapse(self) -> str:
         """A smaller temperature, which pushes other texts apart harder."""
         return f"Lower objective.temperature (now {self.temperature})"

@@ -16,8 +16,8 @@ from declutr.common.config import flat_keys
 from declutr.common.storage import DamagedError, read_record
 from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.trainer.driver.summary import FAILURES, MOMENT, SUMMARY
+from declutr.trainer.metrics.loggers import TENSORBOARD
 from declutr.trainer.metrics.metrics import read_metrics
-from declutr.trainer.metrics.tensorboard import TENSORBOARD
 
 F64 = NDArray[np.float64]
 
@@ -26,7 +26,7 @@ _LAST_MOMENT = 2**32  # seconds since 1970
 _FAILURE = re.compile(
     r"^=== (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:([+-]\d{4})|\S+), after step (\d+): (.*)$", re.MULTILINE
 )
-_START = re.compile(r"events\.out\.tfevents\.(\d+\.\d+)\.(.+)\.\d+")
+_START = re.compile(r"events\.out\.tfevents\.(\d+(?:\.\d{6})?)\.(.+?)\.\d+(?:\.\d+)?")
 
 
 class RunError(ValueError):
