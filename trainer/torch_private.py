@@ -17,7 +17,7 @@ def multiply_all(tensors: list[Tensor], factor: float | Tensor) -> None:
 
 def fused_adamw(*tensors: list[Tensor], **settings: Any) -> None:
     """AdamW's update in one kernel, as `torch.optim.AdamW(fused=True)` calls it; here with a step of our own."""
-    torch._fused_adamw_(*tensors, **settings)  # type: ignore[call-overload]
+    torch._fused_adamw_(*tensors, **settings)
 
 
 def raise_recompile_limit(graphs: int) -> None:
