@@ -75,7 +75,9 @@ _COMMANDS = {
 
 _REPLACED: dict[str, str] = {}
 """What to type instead of a command that earlier versions had."""
-_REPLACED_OPTIONS: dict[tuple[str, str], str] = {}
+_REPLACED_OPTIONS: dict[tuple[str, str], str] = {
+    ("index", "--kind"): "every search compares all vectors; omit it",
+}
 """What to type instead of an option that earlier versions of a command had."""
 
 _READ_FOLDERS = (

@@ -20,7 +20,6 @@ def run_index(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="declutr index", description="Build an index for `declutr search`.")
     parser.add_argument("embeddings", type=path_argument, help="file of `declutr embed`, with its note next to it")
     parser.add_argument("--output", type=path_argument, required=True, help="folder to create")
-    parser.add_argument("--kind", choices=("exact", "graph"), help="exact up to 20,000 embeddings, graph above")
     parser.add_argument("--source-field", help="field or column with the origin of a text (its file)")
     parser.add_argument("--dtype", choices=("float32", "int8"), help="type of the vectors (float32; int8 if they are)")
     parser.add_argument("--hybrid", action="store_true", help="store the words too: score = cosine + weight * words")
@@ -52,7 +51,6 @@ def run_index(arguments: list[str]) -> int:
         facts = build_index(
             given.embeddings,
             given.output,
-            given.kind,
             given.source_field,
             given.dtype,
             lexical,
@@ -87,10 +85,10 @@ def _chooser(given: argparse.Namespace, choices: list["WeightChoice"]) -> Callab
 
 def _described(facts: "IndexFacts", folder: Path) -> list[str]:
     """Lines on a new index: texts, kind, type and bytes of the vectors, words."""
+    from declutr.embedding.index import VECTORS
     from declutr.evaluation.retrieval.lexicon import NAMES
 
-    names = (name for name in facts.files if name.startswith(("vectors", "graph-")))
-    num_bytes = sum((folder / name).stat().st_size for name in names)
+    num_bytes = (folder / VECTORS).stat().st_size
     vectors = f"vectors: {facts.dtype}, {num_bytes:,} bytes"
     if facts.dtype == "int8":
         vectors += f" (float32: {num_bytes + 3 * facts.rows * facts.size:,})"
@@ -98,7 +96,7 @@ def _described(facts: "IndexFacts", folder: Path) -> list[str]:
             vectors += f"; a search finds {100 * facts.recall:.1f}% of the ten nearest by float32"
         else:
             vectors += "; recall not measured, because the embeddings are int8 or fewer than two"
-    lines = [f"{folder}: {facts.rows:,} texts, {facts.kind}", vectors]
+    lines = [f"{folder}: {facts.rows:,} texts", vectors]
     if facts.hybrid:
         lines.append(f"words: {facts.hybrid.words:,}, {NAMES[facts.hybrid.kind]}, weight {facts.hybrid.weight:g}")
     return lines

@@ -8,34 +8,23 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from declutr.common.console.logs import bar
 from declutr.common.storage import atomic_folder, hash_file, hash_json, write_json
 from declutr.embedding.config import EmbedConfig, EmbedError, Shape, VectorType
-from declutr.embedding.graphs import write_graphs
-from declutr.embedding.index import INDEX, TEXTS, VECTORS, Hybrid, IndexFacts, Kind, SearchIndex
+from declutr.embedding.index import INDEX, SCHEMA, TEXTS, VECTORS, Hybrid, IndexFacts, SearchIndex, StoredTexts
 from declutr.embedding.lexical import write_words
-from declutr.embedding.output import (
-    CHUNK_ROWS,
-    SCHEMA,
-    StoredTexts,
-    read_note,
-    unit_vectors,
-    write_npy_header,
-)
+from declutr.embedding.output import CHUNK_ROWS, read_note, unit_vectors, write_npy_header
 from declutr.embedding.units import corpus_of, identify, keyed, plan, shaped
 from declutr.embedding.weight import WeightChoice
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 from declutr.pipeline.job.units import Unit, plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document
 
-EXACT_ROWS = 20_000
 DEFAULT_WEIGHT = 1.0
 
 
 def build_index(
     embeddings: Path,
     output: Path,
-    kind: Kind | None = None,
     source_field: str | None = None,
     dtype: VectorType | None = None,
     lexical: LexicalKind | None = None,
@@ -47,7 +36,6 @@ def build_index(
     Args:
         embeddings: the file.
         output: folder to create.
-        kind: None: exact up to `EXACT_ROWS` embeddings, graphs above.
         source_field: key or column with the origin of a text; if None or missing in a record, the file is the origin.
         dtype: type of the stored vectors; None: int8 if the embeddings are, else float32.
         lexical: scores of words for a hybrid index; None: vectors alone.
@@ -71,7 +59,6 @@ def build_index(
         raise EmbedError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
         raise EmbedError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
-    kind = kind or ("exact" if note.rows <= EXACT_ROWS else "graph")
     is_int8 = config.shape.dtype == "int8"
     dtype = dtype or ("int8" if is_int8 else "float32")
     with atomic_folder(output) as aside:
@@ -79,13 +66,15 @@ def build_index(
             raise EmbedError(
                 f"{embeddings}: its inputs have another number of texts than it has embeddings; embed again"
             )
-        write_vectors(aside, (note.rows, note.size), unit_vectors(embeddings, note), kind, dtype)
+        with (aside / VECTORS).open("wb") as stream:
+            write_npy_header(stream, (note.rows, note.size), dtype)
+            for chunk in unit_vectors(embeddings, note):
+                stream.write(shaped(chunk, Shape(dtype=dtype)).tobytes())
         hybrid = None
         if lexical:
             words = write_words(aside, StoredTexts(aside / TEXTS, note.rows), lexical)
             hybrid = Hybrid(kind=lexical, weight=DEFAULT_WEIGHT if callable(weight) else weight, words=words)
         facts = IndexFacts(
-            kind=kind,
             rows=note.rows,
             choice=config.choice,
             shape=config.shape,
@@ -104,21 +93,6 @@ def build_index(
             facts = facts.model_copy(update={"hybrid": hybrid.model_copy(update=chosen)})
         write_json(aside / INDEX, facts.model_dump(mode="json"))
     return facts
-
-
-def write_vectors(
-    folder: Path, shape: tuple[int, int], chunks: Iterator[NDArray[np.float32]], kind: Kind, dtype: VectorType
-) -> None:
-    """Write vectors `shape`, given in chunks of rows of length 1, as one file or as graphs."""
-    rounded = (shaped(chunk, Shape(dtype=dtype)) for chunk in chunks)
-    if kind == "exact":
-        with (folder / VECTORS).open("wb") as stream:
-            write_npy_header(stream, shape, dtype)
-            for chunk in rounded:
-                stream.write(chunk.tobytes())
-    else:
-        with bar(total=shape[0], unit="text", desc="index") as shown:
-            write_graphs(folder, shape[1], rounded, shown.update)
 
 
 _RECALL_QUERIES, _RECALL_TOP = 100, 10

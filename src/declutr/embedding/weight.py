@@ -18,8 +18,6 @@ WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
 WORDS_ALONE = "words alone"
 VECTORS_ALONE = "vectors alone"
 CHOOSING = "ndcg@10"
-_DEPTH = 100
-"""Texts that a search with graphs is asked for; a text that it does not reach counts as last."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +76,15 @@ def _test(index: SearchIndex, pairs: Path) -> RetrievalTest:
 
 def _measured(
     index: SearchIndex, encoder: SentenceEncoder, test: RetrievalTest, weights: Sequence[float | None]
-) -> list[F64]:
-    """`(Q, 5)` measures for each weight; None: words alone."""
-    found: list[list[F64]] = [[] for _ in weights]
-    for query, relevant in zip(test.queries, test.relevant, strict=True):
-        rows, cosines, lexical = index.candidates(index.embed(encoder, query), query, _DEPTH)
-        missed = np.setdiff1d(relevant, rows)
-        places = np.searchsorted(rows, np.setdiff1d(relevant, missed)).tolist()
-        places += range(len(rows), len(rows) + len(missed))
-        for each, weight in zip(found, weights, strict=True):
+) -> F64:
+    """`(weights, Q, 5)` measures; weight None: words alone."""
+    values = np.empty((len(weights), len(test.queries), len(MEASURES)))
+    for number, (query, relevant) in enumerate(zip(test.queries, test.relevant, strict=True)):
+        cosines, lexical = index.parts(index.embed(encoder, query), query)
+        for place, weight in enumerate(weights):
             scores = lexical if weight is None else cosines + np.float32(weight) * lexical
-            every = np.concatenate([scores, np.full(len(missed), -np.inf, np.float32)])
-            each.append(measures(every[None], [places])[0])
-    return [np.stack(each) for each in found]
+            values[place, number] = measures(scores[None], [relevant])[0]
+    return values
 
 
 def sentences(choice: WeightChoice) -> Iterator[str]:
