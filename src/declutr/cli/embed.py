@@ -10,8 +10,8 @@ from declutr.common.paths import path_argument
 def run_embed(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
     from declutr.common.console.logs import setup_logging
-    from declutr.embedding.config import Format
     from declutr.embedding.job import embed
+    from declutr.embedding.units import Format
     from declutr.encoders.protocol import AnyPrecision, Pooling
 
     parser = argparse.ArgumentParser(

@@ -34,7 +34,6 @@ _COMMANDS = {
     ),
     "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "declutr.cli.search:run_index"),
     "search": ("INDEX QUERY: the nearest texts of an index", "declutr.cli.search:run_search"),
-    "explore": ("INDEX: search and map an index in a browser", "declutr.cli.search:run_explore"),
     "export": (
         "MODEL --to onnx|onnx-int8|static --output DIR: a smaller or faster form of an encoder, and its measurement",
         "declutr.cli.export:run",
@@ -73,7 +72,10 @@ _COMMANDS = {
     "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),
 }
 
-_REPLACED: dict[str, str] = {}
+_REPLACED: dict[str, str] = {
+    "explore": "declutr index EMBEDDINGS --output INDEX --parquet MAP.parquet, then "
+    "uvx embedding-atlas MAP.parquet --text text --x x --y y",
+}
 """What to type instead of a command that earlier versions had."""
 _REPLACED_OPTIONS: dict[tuple[str, str], str] = {
     ("index", "--kind"): "every search compares all vectors; omit it",
@@ -82,7 +84,6 @@ _REPLACED_OPTIONS: dict[tuple[str, str], str] = {
 
 _READ_FOLDERS = (
     "index",
-    "explore",
     "export",
     "evaluate",
     "inspect",

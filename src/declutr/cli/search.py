@@ -1,8 +1,8 @@
-"""`declutr index`, `search` and `explore`."""
+"""`declutr index` and `declutr search`."""
 
 import argparse
 import math
-import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +11,8 @@ from declutr.common.console.terminal import refused, shorten
 from declutr.common.paths import path_argument
 
 if TYPE_CHECKING:
+    from declutr.embedding.build import WeightChoice
     from declutr.embedding.index import IndexFacts, SearchIndex
-    from declutr.embedding.weight import WeightChoice
 
 
 def run_index(arguments: list[str]) -> int:
@@ -28,6 +28,7 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--pairs", type=path_argument, help="choose the weight on pairs of query and text, or id")
     parser.add_argument("--model", help="with --pairs: the encoder, if it has moved since the embeddings were made")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument("--parquet", type=path_argument, help="file to write too: texts, vectors and a map of them")
     parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
     given = parser.parse_args(arguments)
     if not given.embeddings.is_file():
@@ -37,9 +38,8 @@ def run_index(arguments: list[str]) -> int:
             return refused(f"--{name}: is for hybrid indexes; add --hybrid")
     if given.pairs and given.weight is not None:
         return refused(f"--weight {given.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
-    from declutr.embedding.build import DEFAULT_WEIGHT, build_index
-    from declutr.embedding.config import EmbedError
-    from declutr.embedding.weight import sentences
+    from declutr.embedding.build import DEFAULT_WEIGHT, build_index, sentences
+    from declutr.embedding.units import EmbedError
     from declutr.encoders.protocol import EncoderError
     from declutr.evaluation.retrieval.lexicon import LexicalKind
     from declutr.evaluation.retrieval.pairs import PairsError
@@ -56,18 +56,27 @@ def run_index(arguments: list[str]) -> int:
             lexical,
             _chooser(given, choices) if given.pairs else weight,
             given.open_addresses,
+            given.parquet,
         )
     except (EmbedError, EncoderError, PairsError, OSError) as error:
         return refused(error)
     lines = _described(facts, given.output)
+    if given.parquet:
+        import pyarrow.parquet as pq
+
+        from declutr.embedding.plane import SHARE
+
+        share = float(pq.read_schema(given.parquet).metadata[SHARE])
+        shown = f"uvx embedding-atlas {shlex.quote(str(given.parquet))} --text text --x x --y y"
+        lines.append(f"{given.parquet}: x and y have {100 * share:.1f}% of the variance; open it with: {shown}")
     print(*lines, *(line for choice in choices for line in sentences(choice)), sep="\n")
     return 0
 
 
 def _chooser(given: argparse.Namespace, choices: list["WeightChoice"]) -> Callable[["SearchIndex"], "WeightChoice"]:
     """Read pairs and encoder; return a function that chooses the weight of an index and appends the choice."""
+    from declutr.embedding.build import choose_weight
     from declutr.embedding.output import read_note
-    from declutr.embedding.weight import choose_weight
     from declutr.evaluation.retrieval.pairs import read_pairs
 
     read_pairs(given.pairs)  # its problems need not wait for the encoder
@@ -130,8 +139,8 @@ def run_search(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if given.top < 1:
         parser.error(f"--top {given.top}: must be at least 1")
-    from declutr.embedding.config import EmbedError
     from declutr.embedding.index import SearchIndex
+    from declutr.embedding.units import EmbedError
     from declutr.encoders.loading import encoder_of_index
     from declutr.encoders.protocol import EncoderError
 
@@ -150,50 +159,4 @@ def run_search(arguments: list[str]) -> int:
             text = " ".join(hit.text.split())
             parts = "" if hit.lexical is None else f" = {hit.cosine:.3f} + {index.weight:g} x {hit.lexical:.3f}"
             print(f"{hit.score:6.3f}{parts}  {hit.id or hit.record}  {shorten(text, _SHOWN_CHARACTERS)}")
-    return 0
-
-
-def run_explore(arguments: list[str]) -> int:
-    """Run the command until Ctrl-C; return the exit status."""
-    parser = argparse.ArgumentParser(prog="declutr explore", description="Search and map an index in a browser.")
-    parser.add_argument("index", type=path_argument, help="folder that `declutr index` made")
-    parser.add_argument("--model", help="the encoder, if it has moved since the embeddings were made")
-    parser.add_argument(
-        "--port", type=int, default=0, help="port on 127.0.0.1; other machines cannot connect (a free port)"
-    )
-    parser.add_argument("--top", type=int, default=10, help="number of texts to find (10)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    given = parser.parse_args(arguments)
-    if not 0 <= given.port <= 65_535:
-        parser.error(f"--port {given.port}: must be 0 to 65535")
-    if not 1 <= given.top <= 1_000:
-        parser.error(f"--top {given.top}: must be 1 to 1000")
-    from declutr.embedding.config import EmbedError
-    from declutr.embedding.index import SearchIndex
-    from declutr.encoders.protocol import EncoderError
-    from declutr.evaluation.explore.explorer import Explorer
-    from declutr.evaluation.explore.server import ExploreServer, listen
-
-    try:
-        index = SearchIndex(given.index)
-    except EmbedError as error:
-        return refused(error)
-    try:
-        listening = listen(given.port)
-    except OSError as error:
-        return refused(f"--port {given.port}: {os.strerror(error.errno or 0)}; omit --port to use a free port")
-    from declutr.encoders.loading import encoder_of_index  # loads torch, which no taken port waits for
-
-    try:
-        encoder = encoder_of_index(index.facts.choice, given.model, trust_remote_code=given.trust_remote_code)
-        server = ExploreServer(Explorer(index, encoder, given.top), listening)
-    except (EmbedError, EncoderError) as error:
-        listening.close()
-        return refused(error)
-    with server:
-        try:  # a reader of the line may press Ctrl-C before `print` has returned
-            print(f"{server.url}  (private: anyone with this address can read the texts; Ctrl-C stops)", flush=True)
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print()
     return 0

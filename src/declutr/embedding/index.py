@@ -20,10 +20,9 @@ from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict, first_problem
 from declutr.common.storage import hash_file
-from declutr.embedding.config import EmbedError, Shape, VectorType
 from declutr.embedding.lexical import StoredWords
 from declutr.embedding.output import CHUNK_ROWS, mapped
-from declutr.embedding.units import shaped
+from declutr.embedding.units import EmbedError, Shape, VectorType, shaped
 from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, unit_rows
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 
@@ -177,7 +176,7 @@ class StoredVectors:
         return unit_rows(vectors.astype(np.float32)) if self._is_int8 else vectors
 
 
-def _best(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
+def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
     """Rows of the `top` highest scores `(rows,)`, highest first, of equal ones the first rows; all if there are fewer.
 
     Only those as high as the last of them are sorted: sorting all would take longer than computing the scores.
@@ -283,7 +282,7 @@ class SearchIndex:
         if not vector.any() and not lexical.any():
             raise EmbedError(f"{NO_WORD}, and no text of the index has a word of it")
         scores = cosines + np.float32(self.weight) * lexical
-        rows = _best(scores, top)
+        rows = best_rows(scores, top)
         parts = zip(*(part[rows].tolist() for part in (scores, cosines, lexical)), strict=True)
         return [
             Hit(**vars(text), score=score, cosine=cosine, lexical=words)
@@ -302,7 +301,7 @@ class SearchIndex:
         """
         cosines = self._vectors.cosines(queries)
         top = min(top, self.facts.rows)
-        rows = np.array([_best(scores, top) for scores in cosines], np.int64).reshape(len(queries), top)
+        rows = np.array([best_rows(scores, top) for scores in cosines], np.int64).reshape(len(queries), top)
         return rows, np.take_along_axis(cosines, rows, axis=1)
 
     def vectors(self, rows: Sequence[int]) -> NDArray[np.float32]:

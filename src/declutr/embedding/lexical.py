@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from declutr.common.words import lexical_words
-from declutr.embedding.config import EmbedError
+from declutr.embedding.units import EmbedError
 from declutr.evaluation.retrieval.lexicon import LexicalKind, Lexicon, query_weights
 
 WORDS, POSTINGS = "words.arrow", "postings.arrow"

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from declutr.common.config import Strict, first_problem
 from declutr.common.storage import atomic_file
-from declutr.embedding.config import EmbedConfig, EmbedError, Shape
-from declutr.embedding.units import EmbeddingSidecar, part_schema, shaped
+from declutr.embedding.units import EmbedConfig, EmbeddingSidecar, EmbedError, Shape, part_schema, shaped
 from declutr.encoders.protocol import Precision
 
 CHUNK_ROWS = 4096
@@ -120,13 +119,37 @@ def _batches(folder: Path, sidecars: list[EmbeddingSidecar]) -> Iterator[pa.Reco
 
 def unit_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[np.float32]]:
     """Yield chunks of embeddings, scaled to length 1."""
-    start = 0
     unit = Shape(normalise=True)
+    return (shaped(chunk.astype(np.float32), unit) for chunk in finite_vectors(embeddings, note))
+
+
+def finite_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
+    """Yield chunks of embeddings of up to `CHUNK_ROWS` rows, as they are in the file.
+
+    Raises:
+        EmbedError: a number is not finite, or the file has other embeddings than its note says.
+    """
+    start = 0
     for chunk in _stored(embeddings, note):
         if len(bad := np.flatnonzero(~np.isfinite(chunk).all(axis=1))):
             raise EmbedError(f"{embeddings}: the embedding of row {start + bad[0]:,} is not finite; embed again")
-        yield shaped(chunk.astype(np.float32), unit)
+        yield chunk
         start += len(chunk)
+
+
+def numbered(chunks: Iterator[NDArray[Any]]) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Chunks with the row of the first vector of each."""
+    start = 0
+    for chunk in chunks:
+        yield start, chunk
+        start += len(chunk)
+
+
+def rows_of(chunks: Iterator[NDArray[Any]], rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Vectors `(len(rows), size)` of ascending rows."""
+    return np.concatenate(
+        [chunk[rows[(rows >= start) & (rows < start + len(chunk))] - start] for start, chunk in numbered(chunks)]
+    )
 
 
 def _stored(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
