@@ -30,14 +30,14 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     parser.add_argument("--parquet", type=path_argument, help="file to write too: texts, vectors and a map of them")
     parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
-    given = parser.parse_args(arguments)
-    if not given.embeddings.is_file():
-        return refused(f"{given.embeddings}: no such file; name a file that `declutr embed` has written")
+    options = parser.parse_args(arguments)
+    if not options.embeddings.is_file():
+        return refused(f"{options.embeddings}: no such file; name a file that `declutr embed` has written")
     for name in ("lexical", "weight", "pairs"):
-        if getattr(given, name) is not None and not given.hybrid:
+        if getattr(options, name) is not None and not options.hybrid:
             return refused(f"--{name}: is for hybrid indexes; add --hybrid")
-    if given.pairs and given.weight is not None:
-        return refused(f"--weight {given.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
+    if options.pairs and options.weight is not None:
+        return refused(f"--weight {options.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
     from declutr.embedding.build import DEFAULT_WEIGHT, build_index, sentences
     from declutr.embedding.units import EmbedError
     from declutr.encoders.protocol import EncoderError
@@ -45,48 +45,48 @@ def run_index(arguments: list[str]) -> int:
     from declutr.evaluation.retrieval.pairs import PairsError
 
     choices: list[WeightChoice] = []
-    weight = DEFAULT_WEIGHT if given.weight is None else given.weight
-    lexical: LexicalKind | None = (given.lexical or "idf") if given.hybrid else None
+    weight = DEFAULT_WEIGHT if options.weight is None else options.weight
+    lexical: LexicalKind | None = (options.lexical or "idf") if options.hybrid else None
     try:
         facts = build_index(
-            given.embeddings,
-            given.output,
-            given.source_field,
-            given.dtype,
+            options.embeddings,
+            options.output,
+            options.source_field,
+            options.dtype,
             lexical,
-            _chooser(given, choices) if given.pairs else weight,
-            given.open_addresses,
-            given.parquet,
+            _chooser(options, choices) if options.pairs else weight,
+            options.open_addresses,
+            options.parquet,
         )
     except (EmbedError, EncoderError, PairsError, OSError) as error:
         return refused(error)
-    lines = _described(facts, given.output)
-    if given.parquet:
+    lines = _described(facts, options.output)
+    if options.parquet:
         import pyarrow.parquet as pq
 
         from declutr.embedding.plane import SHARE
 
-        share = float(pq.read_schema(given.parquet).metadata[SHARE])
-        shown = f"uvx embedding-atlas {shlex.quote(str(given.parquet))} --text text --x x --y y"
-        lines.append(f"{given.parquet}: x and y have {100 * share:.1f}% of the variance; open it with: {shown}")
+        share = float(pq.read_schema(options.parquet).metadata[SHARE])
+        shown = f"uvx embedding-atlas {shlex.quote(str(options.parquet))} --text text --x x --y y"
+        lines.append(f"{options.parquet}: x and y have {100 * share:.1f}% of the variance; open it with: {shown}")
     print(*lines, *(line for choice in choices for line in sentences(choice)), sep="\n")
     return 0
 
 
-def _chooser(given: argparse.Namespace, choices: list["WeightChoice"]) -> Callable[["SearchIndex"], "WeightChoice"]:
+def _chooser(options: argparse.Namespace, choices: list["WeightChoice"]) -> Callable[["SearchIndex"], "WeightChoice"]:
     """Read pairs and encoder; return a function that chooses the weight of an index and appends the choice."""
     from declutr.embedding.build import choose_weight
     from declutr.embedding.output import read_note
     from declutr.evaluation.retrieval.pairs import read_pairs
 
-    read_pairs(given.pairs)  # its problems need not wait for the encoder
-    note = read_note(given.embeddings)
+    read_pairs(options.pairs)  # its problems need not wait for the encoder
+    note = read_note(options.embeddings)
     from declutr.encoders.loading import encoder_of_index  # loads torch
 
-    encoder = encoder_of_index(note.config.choice, given.model, trust_remote_code=given.trust_remote_code)
+    encoder = encoder_of_index(note.config.choice, options.model, trust_remote_code=options.trust_remote_code)
 
     def choose(index: "SearchIndex") -> "WeightChoice":
-        choices.append(choose_weight(index, encoder, given.pairs))
+        choices.append(choose_weight(index, encoder, options.pairs))
         return choices[0]
 
     return choose
@@ -136,24 +136,24 @@ def run_search(arguments: list[str]) -> int:
     parser.add_argument("--weight", type=_weight, help="weight of the words of a hybrid index (the index's)")
     parser.add_argument("--model", help="the encoder, if it has moved since the embeddings were made")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    given = parser.parse_args(arguments)
-    if given.top < 1:
-        parser.error(f"--top {given.top}: must be at least 1")
+    options = parser.parse_args(arguments)
+    if options.top < 1:
+        parser.error(f"--top {options.top}: must be at least 1")
     from declutr.embedding.index import SearchIndex
     from declutr.embedding.units import EmbedError
     from declutr.encoders.loading import encoder_of_index
     from declutr.encoders.protocol import EncoderError
 
     try:
-        index = SearchIndex(given.index)
-        if given.weight is not None:
-            index.weigh(given.weight)
-        encoder = encoder_of_index(index.facts.choice, given.model, trust_remote_code=given.trust_remote_code)
-        found = [(query, index.search(encoder, query, given.top)) for query in given.query]
+        index = SearchIndex(options.index)
+        if options.weight is not None:
+            index.weigh(options.weight)
+        encoder = encoder_of_index(index.facts.choice, options.model, trust_remote_code=options.trust_remote_code)
+        answers = [(query, index.search(encoder, query, options.top)) for query in options.query]
     except (EmbedError, EncoderError) as error:
         return refused(error)
-    for query, hits in found:
-        if len(found) > 1:
+    for query, hits in answers:
+        if len(answers) > 1:
             print(f"# {query}")
         for hit in hits:
             text = " ".join(hit.text.split())

@@ -53,8 +53,8 @@ class WeightChoice:
     def differences(self) -> dict[str, Comparison]:
         """The hybrid search compared with each part alone on the queries that did not choose."""
         column = MEASURES.index(CHOOSING)
-        parts = ((name, each) for name, each in self.values.items() if name != "hybrid")
-        return {name: compare(each[:, column], self.values["hybrid"][:, column], SEED) for name, each in parts}
+        parts = ((name, scores) for name, scores in self.values.items() if name != "hybrid")
+        return {name: compare(scores[:, column], self.values["hybrid"][:, column], SEED) for name, scores in parts}
 
 
 def build_index(
@@ -171,17 +171,17 @@ def measure_recall(index: SearchIndex, chunks: Callable[[], Iterator[NDArray[np.
     top = min(_RECALL_TOP, count - 1)
     queries = rows_of(chunks(), rows)
     parts = range(0, len(queries), _RECALL_TOGETHER)
-    found = np.concatenate([index.nearest(queries[at : at + _RECALL_TOGETHER], top + 1)[0] for at in parts])
+    nearest_rows = np.concatenate([index.nearest(queries[at : at + _RECALL_TOGETHER], top + 1)[0] for at in parts])
     nearest = np.full((len(rows), top), -np.inf, np.float32)
-    cosines_found = np.full(found.shape, -np.inf, np.float32)
+    nearest_cosines = np.full(nearest_rows.shape, -np.inf, np.float32)
     for start, chunk in numbered(chunks()):
         cosines = queries @ chunk.T
         own = (rows >= start) & (rows < start + len(chunk))
         cosines[own, rows[own] - start] = -np.inf  # a text finds itself
         nearest = np.partition(np.concatenate([nearest, cosines], axis=1), -top, axis=1)[:, -top:]
-        query, place = np.nonzero((found >= start) & (found < start + len(chunk)))
-        cosines_found[query, place] = cosines[query, found[query, place] - start]
-    hits = (cosines_found >= nearest.min(axis=1, keepdims=True) - _SAME).sum(axis=1)
+        query, place = np.nonzero((nearest_rows >= start) & (nearest_rows < start + len(chunk)))
+        nearest_cosines[query, place] = cosines[query, nearest_rows[query, place] - start]
+    hits = (nearest_cosines >= nearest.min(axis=1, keepdims=True) - _SAME).sum(axis=1)
     return float(np.minimum(hits, top).mean() / top)
 
 
@@ -198,8 +198,8 @@ def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig, source_
                     raise EmbedError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
                 if isinstance(record, Document) and (key is None or isinstance(key, Document)):
                     text, origin = record.text.removesuffix("\r"), source.text if source else record.source
-                    named = {"id": key.text if key else None, "source": origin}
-                    rows.append({"record": record_number, "text": text, **named})
+                    names = {"id": key.text if key else None, "source": origin}
+                    rows.append({"record": record_number, "text": text, **names})
                     total += 1
                     if len(rows) == CHUNK_ROWS:
                         writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
@@ -227,8 +227,8 @@ def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> 
     halves = {which: test.half(which, SEED) for which in ("development", "test")}
     if not all(half.queries for half in halves.values()):
         raise PairsError(f"--pairs {pairs}: has {len(test.queries)} queries, too few to choose a weight and report it")
-    found = _measured(index, encoder, halves["development"], WEIGHTS)
-    means = [each[:, MEASURES.index(CHOOSING)].mean() for each in found]
+    by_weight = _measured(index, encoder, halves["development"], WEIGHTS)
+    means = [measured[:, MEASURES.index(CHOOSING)].mean() for measured in by_weight]
     weight = WEIGHTS[int(np.argmax(means))]
     hybrid, vectors, words = _measured(index, encoder, halves["test"], (weight, 0.0, None))
     values = {"hybrid": hybrid, VECTORS_ALONE: vectors, WORDS_ALONE: words}
@@ -238,11 +238,11 @@ def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> 
 def _test(index: SearchIndex, pairs: Path) -> RetrievalTest:
     """The pairs, with rows of the index as numbers of the texts; equal texts are all relevant."""
     rows, key = read_pairs(pairs)
-    wanted = {text for _, _, text in rows}
+    targets = {text for _, _, text in rows}
     number: dict[str, list[int]] = {}
     for row in range(index.facts.rows):  # one at a time, because there may be millions
         stored = index.texts([row])[0]
-        if (name := stored.id if key == "id" else stored.text) in wanted:
+        if (name := stored.id if key == "id" else stored.text) in targets:
             number.setdefault(str(name), []).append(row)
     queries, relevant = join_pairs(pairs, rows, number, "the index")
     return RetrievalTest(queries, [], relevant)
@@ -264,6 +264,6 @@ def _measured(
 def sentences(choice: WeightChoice) -> Iterator[str]:
     """Sentences with the choice and its differences to each part."""
     yield f"weight {choice.weight:g} chosen on {choice.development:,} queries"
-    for name, one in choice.differences().items():
-        scores = f"{100 * one.after:.1f}, {name} {100 * one.before:.1f}"
-        yield f"{CHOOSING} on {one.rows:,} other queries: {scores}, difference {one.sentence()}"
+    for name, difference in choice.differences().items():
+        scores = f"{100 * difference.after:.1f}, {name} {100 * difference.before:.1f}"
+        yield f"{CHOOSING} on {difference.rows:,} other queries: {scores}, difference {difference.sentence()}"

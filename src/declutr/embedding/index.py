@@ -120,8 +120,8 @@ class StoredTexts:
             EmbedError: the part of the file with this row is altered.
         """
         batch, place = divmod(row, CHUNK_ROWS)
-        found: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
-        return Stored(row, found["record"], found["id"], found["source"] or "", found["text"] or "")
+        values: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
+        return Stored(row, values["record"], values["id"], values["source"] or "", values["text"] or "")
 
     def __iter__(self) -> Iterator[str]:
         """Texts without ids and sources, in the order of the rows."""

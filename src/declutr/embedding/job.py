@@ -76,17 +76,17 @@ def embed(
         EmbedError: inputs that cannot be read, an output that cannot be written, or a worker that keeps dying.
         EncoderError: the model cannot be loaded.
     """
-    given = {"model": str(model), "inputs": listed(inputs), "output": expand(str(output)), **settings}
+    values = {"model": str(model), "inputs": listed(inputs), "output": expand(str(output)), **settings}
     parts: dict[str, Any] = {
-        key: {name: given.pop(name) for name in kind.model_fields if name in given}
+        key: {name: values.pop(name) for name in kind.model_fields if name in values}
         for key, kind in (("choice", EncoderChoice), ("shape", Shape))
     }
     flat = [*EncoderChoice.model_fields, *Shape.model_fields, *EmbedConfig.model_fields]
-    if unknown := [f"{name}: unknown key{suggest(name, flat)}" for name in given if name not in flat]:
+    if unknown := [f"{name}: unknown key{suggest(name, flat)}" for name in values if name not in flat]:
         raise ConfigError("embed", unknown)
     if problem := missing(parts["choice"]["model"]):
         raise EncoderError(problem)
-    config = located(validated("embed", EmbedConfig, parts | given))
+    config = located(validated("embed", EmbedConfig, parts | values))
     for path in (path for path in config.inputs if "://" not in path):
         if would_read(path, config, [config.output, note_path(config.output)]):
             raise EmbedError(f"--output {config.output}: is in the input {path}; name a file elsewhere")
@@ -153,10 +153,10 @@ def _alone(folder: Path, output: Path) -> Iterator[None]:
     with path.open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = path.is_file() and path.stat().st_ino == os.fstat(stream.fileno()).st_ino
+            locked = path.is_file() and path.stat().st_ino == os.fstat(stream.fileno()).st_ino
         except BlockingIOError:
-            held = False
-        if not held:
+            locked = False
+        if not locked:
             raise EmbedError(f"--output {output}: another `declutr embed` is writing it; wait, or name another file")
         yield
 
@@ -200,9 +200,11 @@ def _run(
     config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
 ) -> list[EmbeddingSidecar]:
     """Sidecars of the units in order: existing ones, and new ones from embedding the rest."""
-    found = [finished(unit.name, identity, folder) for unit, identity in zip(units, identities, strict=True)]
-    todo = [(unit, identity) for unit, identity, one in zip(units, identities, found, strict=True) if one is None]
-    sidecars = {sidecar.unit: sidecar for sidecar in found if sidecar}
+    existing = [finished(unit.name, identity, folder) for unit, identity in zip(units, identities, strict=True)]
+    todo = [
+        (unit, identity) for unit, identity, sidecar in zip(units, identities, existing, strict=True) if sidecar is None
+    ]
+    sidecars = {sidecar.unit: sidecar for sidecar in existing if sidecar}
     if sidecars:
         get_logger().info("reusing %d of %d finished units", len(sidecars), len(units))
     total = sum(unit.num_bytes for unit in units)
@@ -219,7 +221,7 @@ def _run(
     ) as shown:
         num_texts = 0
 
-        def told(texts: int, num_bytes: int) -> None:
+        def report(texts: int, num_bytes: int) -> None:
             nonlocal num_texts
             num_texts += texts
             seconds = max(1e-9, float(shown.format_dict["elapsed"]))
@@ -227,10 +229,10 @@ def _run(
             shown.update(num_bytes)
 
         if here:
-            made = [embed_unit(unit, folder, config, identity, encoder, told) for unit, identity in todo]
+            embedded = [embed_unit(unit, folder, config, identity, encoder, report) for unit, identity in todo]
         else:
-            made = list(embed_on_ray(config, todo, folder, encoder, told))
-        sidecars |= {sidecar.unit: sidecar for sidecar in made}
+            embedded = list(embed_on_ray(config, todo, folder, encoder, report))
+        sidecars |= {sidecar.unit: sidecar for sidecar in embedded}
     return [sidecars[unit.name] for unit in units]
 
 
@@ -239,11 +241,11 @@ def embed_on_ray(
     todo: Sequence[tuple[Unit, str]],
     folder: Path,
     encoder: SentenceEncoder,
-    told: Callable[[int, int], None],
+    report: Callable[[int, int], None],
 ) -> Iterator[EmbeddingSidecar]:
     """Embed units on Ray, on all GPUs or else all CPUs; yield their sidecars as they finish.
 
-    Every worker loads the encoder by its name, and refuses another than `encoder`. `told` is called with the numbers of
+    Every worker loads the encoder by its name, and refuses another than `encoder`. `report` is called with numbers of
     newly embedded texts and newly read input bytes.
 
     Raises:
@@ -280,7 +282,7 @@ def embed_on_ray(
             if row["problem"]:
                 raise EmbedError(row["problem"])
             sidecar = EmbeddingSidecar.model_validate_json(row["sidecar"])
-            told(sidecar.written, sizes[sidecar.unit])
+            report(sidecar.written, sizes[sidecar.unit])
             yield sidecar
     except (RayActorError, WorkerCrashedError) as error:
         raise EmbedError(

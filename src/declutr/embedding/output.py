@@ -25,12 +25,12 @@ def mapped(path: Path, rows: int, size: int, dtype: str) -> NDArray[Any]:
         EmbedError: the file is cut off, altered, or of another shape or type.
     """
     try:
-        found: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+        vectors: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, OSError, EOFError, SyntaxError, TypeError, OverflowError) as error:
         raise EmbedError(f"{path} cannot be read as vectors ({error})") from error
-    if found.shape != (rows, size) or found.dtype != np.dtype(dtype):
-        raise EmbedError(f"{path} holds {found.shape} of {found.dtype}, expected {(rows, size)} of {dtype}")
-    return found
+    if vectors.shape != (rows, size) or vectors.dtype != np.dtype(dtype):
+        raise EmbedError(f"{path} holds {vectors.shape} of {vectors.dtype}, expected {(rows, size)} of {dtype}")
+    return vectors
 
 
 class Note(Strict):

@@ -86,8 +86,8 @@ def write_map(path: Path, texts: Path, embeddings: Path, note: Note) -> None:
     with pa.memory_map(str(texts)) as source:
         table = pa.ipc.open_file(source).read_all()  # mapped, so nothing is read yet
         vector = pa.list_(pa.from_numpy_dtype(note.config.shape.dtype), note.size)
-        named = [*(table.schema.field(name) for name in ("text", "id", "source")), pa.field("vector", vector)]
-        schema = pa.schema([*named, ("x", pa.float32()), ("y", pa.float32())], {SHARE: str(round(plane.share, 6))})
+        fields = [*(table.schema.field(name) for name in ("text", "id", "source")), pa.field("vector", vector)]
+        schema = pa.schema([*fields, ("x", pa.float32()), ("y", pa.float32())], {SHARE: str(round(plane.share, 6))})
         start = 0
         with pq.ParquetWriter(path, schema) as writer:
             for chunk in finite_vectors(embeddings, note):

@@ -101,11 +101,11 @@ def plan(config: EmbedConfig) -> list[Unit]:
         )
     skipped = Skipped()
     corpus = corpus_of(config, config.text_field)
-    _, units, found = fit_units(corpus, config.unit_mib, skipped, least_mib=1, most_units=_MAX_UNITS)
-    if config.id_field and not found:
-        found = plan_units(corpus_of(config, config.id_field), 1)[1]
+    _, units, unreadable = fit_units(corpus, config.unit_mib, skipped, least_mib=1, most_units=_MAX_UNITS)
+    if config.id_field and not unreadable:
+        unreadable = plan_units(corpus_of(config, config.id_field), 1)[1]
     words = {"corpus.paths": "input", "corpus.format": "--format", "corpus.text_field": "--text-field or --id-field"}
-    for problem in found:
+    for problem in unreadable:
         for ours, theirs in words.items():
             problem = problem.replace(ours, theirs)
         problems.append(problem)
@@ -165,11 +165,11 @@ def embed_unit(
     config: EmbedConfig,
     identity: str,
     encoder: SentenceEncoder,
-    told: Callable[[int, int], None] | None = None,
+    report: Callable[[int, int], None] | None = None,
 ) -> EmbeddingSidecar:
     """Embed one unit to the folder of the parts. The bytes depend only on the unit, the encoder and the settings.
 
-    `told` is called with the numbers of newly embedded texts and newly read input bytes.
+    `report` is called with the numbers of newly embedded texts and newly read input bytes.
 
     Raises:
         EmbedError: a record cannot be read and is not to be skipped, or an embedding is not finite.
@@ -207,9 +207,9 @@ def embed_unit(
                             f"{config.shape.dtype}; the encoder is broken, or --dtype float32 is needed"
                         )
                     writer.write_batch(_batch(schema, rows, ids, values))
-                if told is not None:
+                if report is not None:
                     now = reader.bytes_read
-                    told(len(texts), now - seen_bytes)
+                    report(len(texts), now - seen_bytes)
                     seen_bytes = now
         check_unchanged(unit)
         (folder / f"{unit.name}.json").unlink(missing_ok=True)  # that of an earlier job would vouch for this part
@@ -241,10 +241,10 @@ def embed_distinct(encoder: SentenceEncoder, texts: list[str], shape: Shape) -> 
     """Embeddings `(len(texts), dimensions)` as written, and whether each is finite; equal texts are embedded once."""
     numbers: dict[str, int] = {}
     places = [numbers.setdefault(text, len(numbers)) for text in texts]
-    found = shaped(embeddings := encoder.encode(list(numbers)), shape)
-    checked = found if shape.dtype == "float16" else embeddings[:, : shape.dimensions]
+    rounded = shaped(embeddings := encoder.encode(list(numbers)), shape)
+    checked = rounded if shape.dtype == "float16" else embeddings[:, : shape.dimensions]
     finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(checked), axis=1)
-    return found[places], finite[places]
+    return rounded[places], finite[places]
 
 
 def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
@@ -282,12 +282,12 @@ def keyed(unit: Unit, records: Iterator[Record], config: EmbedConfig) -> Iterato
 def _windows(records: Iterator[Keyed]) -> Iterator[list[Keyed]]:
     """Yield a bounded number of records and characters, to be sorted by length and embedded together."""
     window: list[Keyed] = []
-    held = 0
+    num_characters = 0
     for record, key in records:
         window.append((record, key))
-        held += len(record.text) if isinstance(record, Document) else 0
-        if len(window) == _WINDOW_TEXTS or held >= _WINDOW_CHARACTERS:
+        num_characters += len(record.text) if isinstance(record, Document) else 0
+        if len(window) == _WINDOW_TEXTS or num_characters >= _WINDOW_CHARACTERS:
             yield window
-            window, held = [], 0
+            window, num_characters = [], 0
     if window:
         yield window
