@@ -40,7 +40,7 @@ def test_a_full_disk_is_told_and_the_same_command_continues(texts, tmp_path, suf
         assert main(command) == 0
         place, map_file = volume.path / "index", volume.path / "map.parquet"
         index = ["index", str(output), "--output", str(place), "--parquet", str(map_file)]
-        for left in (2**20, 5 * 2**20):  # in the vectors, in the map
+        for left in (2**20, 3_340_000):  # in the vectors of 3.1 MB, in the map of 0.25 MB
             volume.fill(leave_bytes=left)
             assert main(index) == 1
             assert capsys.readouterr().err.splitlines()[-1].startswith(("[Errno 28]", str(volume.path)))
