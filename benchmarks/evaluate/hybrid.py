@@ -24,10 +24,9 @@ import numpy as np
 
 from benchmarks.record import facts, parser, publish
 from declutr.common.bootstrap import compare
-from declutr.embedding.build import build_index
+from declutr.embedding.build import VECTORS_ALONE, WORDS_ALONE, WeightChoice, build_index, choose_weight
 from declutr.embedding.index import SearchIndex
 from declutr.embedding.job import embed
-from declutr.embedding.weight import VECTORS_ALONE, WORDS_ALONE, WeightChoice, choose_weight
 from declutr.encoders.loading import load_encoder
 from declutr.evaluation.retrieval.compare import MEASURES, SEED
 from declutr.evaluation.retrieval.lexicon import LexicalKind
@@ -76,7 +75,7 @@ def _measured(name: str, rows: list[Row], encoder: str, work: Path) -> dict[str,
 
         for dtype in ("float32", "int8") if kind == "idf" else ("float32",):
             folder = work / f"{name}-{kind}-{dtype}"
-            made = build_index(output, folder, "exact", None, dtype, kind, choose if dtype == "float32" else 1.0)
+            made = build_index(output, folder, None, dtype, kind, choose if dtype == "float32" else 1.0)
             if made.recall is not None:
                 told["int8"] = {
                     "recall@10": made.recall,

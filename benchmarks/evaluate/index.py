@@ -34,7 +34,6 @@ def main() -> None:
     options.add_argument("--sentences", type=Path, required=True, help="file with a sentence a line")
     options.add_argument("--texts", type=int, default=1_000_000)
     options.add_argument("--size", type=int, default=128, help="numbers in a vector")
-    options.add_argument("--kind", choices=("exact", "graph"), default="exact")
     options.add_argument("--work", type=Path, default=Path("runs/index-benchmark"))
     given = options.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -49,11 +48,11 @@ def main() -> None:
     for dtype in ("float32", "int8"):
         for hybrid in (False, True):
             folder = given.work / f"{dtype}{'-hybrid' if hybrid else ''}"
-            asked = ["--kind", given.kind, "--dtype", dtype, *(["--hybrid"] if hybrid else [])]
+            asked = ["--dtype", dtype, *(["--hybrid"] if hybrid else [])]
             built = _declutr("index", str(embeddings), "--output", str(folder), *asked)
             rows.append({"dtype": dtype, "hybrid": hybrid} | built | _searched(folder, encoder, words, given.seed))
             progress(str(rows[-1]))
-    told = {"texts": given.texts, "size": given.size, "kind": given.kind, "words_per_text": _WORDS_PER_TEXT}
+    told = {"texts": given.texts, "size": given.size, "words_per_text": _WORDS_PER_TEXT}
     publish(facts("evaluate.index", given.commit) | told | {"rows": rows}, given.json)
 
 

@@ -24,7 +24,7 @@ _PLACES = {
     "CheckpointError": "declutr.trainer.checkpoints.checkpoint:CheckpointError",
     "ConfigError": "declutr.common.config:ConfigError",
     "DamagedError": "declutr.common.storage:DamagedError",
-    "EmbedError": "declutr.embedding.config:EmbedError",
+    "EmbedError": "declutr.embedding.units:EmbedError",
     "EncoderError": "declutr.encoders.protocol:EncoderError",
     "PathError": "declutr.common.paths:PathError",
     "RunLockedError": "declutr.common.lock:RunLockedError",

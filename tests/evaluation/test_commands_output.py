@@ -52,7 +52,7 @@ def test_inspect_shows_reasons_and_names(prepared, capsys):
 def test_names_of_files_steer_nothing(tmp_path, capsys):
     name = str(tmp_path / "\x1b[2Jx\u202e\udc80")
     commands = [
-        ["inspect", name], ["search", name, "x"], ["explore", name], ["index", name, "--output", name],
+        ["inspect", name], ["search", name, "x"], ["index", name, "--output", name],
         ["checkpoints", name], ["embed", "hashed-words:8", name, "--output", f"{name}.npy"], ["report", name],
     ]  # fmt: skip
     for command in commands:

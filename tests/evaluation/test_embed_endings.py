@@ -38,14 +38,16 @@ def test_a_full_disk_is_told_and_the_same_command_continues(texts, tmp_path, suf
             assert not output.exists()
             volume.drain()
         assert main(command) == 0
-        for kind in ("exact", "graph"):
-            volume.fill(leave_bytes=2**20)
-            index = ["index", str(output), "--output", str(volume.path / kind), "--kind", kind]
+        place, map_file = volume.path / "index", volume.path / "map.parquet"
+        index = ["index", str(output), "--output", str(place), "--parquet", str(map_file)]
+        for left in (2**20, 3_340_000):  # in the vectors of 3.1 MB, in the map of 0.25 MB
+            volume.fill(leave_bytes=left)
             assert main(index) == 1
             assert capsys.readouterr().err.splitlines()[-1].startswith(("[Errno 28]", str(volume.path)))
-            assert not (volume.path / kind).exists()
+            assert not place.exists()
+            assert not map_file.exists()
             volume.drain()
-            assert main(index) == 0
+        assert main(index) == 0
 
 
 def test_embed_of_an_output_in_use_is_refused(texts, tmp_path, capsys):

@@ -20,10 +20,9 @@ from sentence_transformers import SentenceTransformer
 from declutr.cli.main import main
 from declutr.common.storage import hash_json
 from declutr.embedding.build import build_index
-from declutr.embedding.config import EmbedConfig
+from declutr.embedding.job import UnitEmbedder
 from declutr.embedding.output import EmbedError, read_note
-from declutr.embedding.units import identify, plan
-from declutr.embedding.workers import UnitEmbedder
+from declutr.embedding.units import EmbedConfig, identify, plan
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import vectors_fingerprint
 

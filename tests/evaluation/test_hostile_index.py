@@ -2,23 +2,18 @@
 
 import io
 import json
-import os
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
 import pytest
-import tinyruns as runs
 from messages import all_of, says
 
 from declutr.cli.main import main
 from declutr.common.storage import hash_file
 from declutr.embedding.build import build_index
-from declutr.embedding.config import EmbedError
-from declutr.embedding.graphs import Graphs, write_graphs
 from declutr.embedding.index import SearchIndex
+from declutr.embedding.units import EmbedError
 
 SIZE, ROWS = 16, 40
 
@@ -31,9 +26,9 @@ def embedded(tmp_path):
     return tmp_path / "out.npy"
 
 
-@pytest.fixture(params=["exact", "graph"])
-def index(embedded, tmp_path, request):
-    build_index(embedded, tmp_path / "index", request.param)
+@pytest.fixture
+def index(embedded, tmp_path):
+    build_index(embedded, tmp_path / "index")
     return tmp_path / "index"
 
 
@@ -72,7 +67,7 @@ VECTORS = {
 
 @pytest.mark.parametrize("damage", VECTORS)
 def test_altered_vectors_are_refused(index, damage, capsys):
-    (path,) = [path for path in index.iterdir() if path.suffix in (".npy", ".usearch")]
+    path = index / "vectors.npy"
     raw = path.read_bytes()
     altered = VECTORS[damage](raw)
     path.write_bytes(altered if altered != raw else raw[:-1])
@@ -129,7 +124,6 @@ def test_altered_texts_are_refused(index, damage, capsys):
 def test_a_damaged_list_of_contents_is_told_in_one_line(index, embedded, raw, capsys):
     for path, command in (
         (index / "index.json", ["search", str(index), "word1"]),
-        (index / "index.json", ["explore", str(index)]),
         (embedded.with_name("out.npy.json"), ["index", str(embedded), "--output", str(index.with_name("other"))]),
     ):
         path.write_bytes(raw)
@@ -149,52 +143,14 @@ def test_an_index_has_no_files_elsewhere(index, name):
         SearchIndex(index)
 
 
-FUZZ = """
-import sys
-from pathlib import Path
-import numpy as np
-from declutr.embedding.graphs import Graphs, EmbedError
-path, raw = Path(sys.argv[1]), Path(sys.argv[1]).read_bytes()
-rng, start, refused = np.random.default_rng(0), 8 + 600 * 64, 0
-queries = np.frombuffer(raw[8:start], np.float32).reshape(600, 16)[:20]
-for number in range(400):
-    altered = bytearray(raw)
-    for _ in range(3):
-        altered[rng.integers(start, (start + 1400) if number % 2 else len(raw))] ^= rng.integers(1, 256)
-    other = path.with_name(f"{number}.usearch")
-    other.write_bytes(altered)
-    try:
-        rows, _ = Graphs([other], 16).nearest(queries, 10)
-        assert rows.min() >= 0 and rows.max() < 600
-    except EmbedError:
-        refused += 1
-    other.unlink()
-print(refused)
-"""
-
-
-def test_no_altered_byte_of_a_graph_ends_the_process(tmp_path):
-    """400 graphs with three altered bytes each, in a process of their own, which would end with them."""
-    vectors = np.random.default_rng(1).standard_normal((600, 16)).astype(np.float32)
-    write_graphs(tmp_path, 16, [vectors / np.linalg.norm(vectors, axis=1, keepdims=True)], lambda _: None)
-    path = tmp_path / "graph-00000.usearch"
-    environment = os.environ | {"PYTHONPATH": str(runs.ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", FUZZ, str(path)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 250  # the others have the change in a place that is not used
-    with pytest.raises(EmbedError, match="cut off, altered"):
-        Graphs([path], 8)
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_embeddings_that_are_not_finite_are_not_indexed(embedded, tmp_path, value):
     array = np.load(embedded)
     array[3, 2] = value
     embedded.write_bytes(npy(array))
-    for kind in ("exact", "graph"):
-        with pytest.raises(EmbedError, match=all_of("row 3", "finite")):
-            build_index(embedded, tmp_path / kind, kind)
-        assert not (tmp_path / kind).exists()
+    with pytest.raises(EmbedError, match=all_of("row 3", "finite")):
+        build_index(embedded, tmp_path / "index", map_file=tmp_path / "map.parquet")
+    assert [path.name for path in tmp_path.iterdir() if path.name not in ("in.txt", "out.npy", "out.npy.json")] == []
 
 
 @pytest.mark.parametrize("array", [np.zeros((80, 8), np.float32), np.zeros((20, 32), np.float32)])

@@ -10,13 +10,11 @@ from messages import all_of, says
 from declutr.cli.main import main
 from declutr.common.storage import hash_file
 from declutr.common.words import lexical_words, num_words
-from declutr.embedding.build import build_index
-from declutr.embedding.config import EmbedError
+from declutr.embedding.build import VECTORS_ALONE, WORDS_ALONE, build_index, choose_weight
 from declutr.embedding.index import SearchIndex
 from declutr.embedding.lexical import POSTINGS, WORDS, StoredWords, write_words
-from declutr.embedding.weight import VECTORS_ALONE, WORDS_ALONE, choose_weight
+from declutr.embedding.units import EmbedError
 from declutr.encoders.loading import load_encoder
-from declutr.evaluation.explore.explorer import ExploreError, Explorer
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import PairsError, read_test
 
@@ -48,9 +46,8 @@ def plain(query, kind):
 
 
 @pytest.mark.parametrize("kind", ["idf", "bm25"])
-@pytest.mark.parametrize("vectors", ["exact", "graph"])
-def test_hybrid_score_is_cosine_plus_weighted_lexical_score(embedded, tmp_path, kind, vectors):
-    build_index(embedded, tmp_path / "index", vectors, lexical=kind, weight=0.7)
+def test_hybrid_score_is_cosine_plus_weighted_lexical_score(embedded, tmp_path, kind):
+    build_index(embedded, tmp_path / "index", lexical=kind, weight=0.7)
     index = SearchIndex(tmp_path / "index")
     for query in QUERIES:
         cosines, lexical = plain(query, kind)
@@ -142,18 +139,17 @@ def test_words_find_what_the_encoder_does_not_know(tmp_path, capsys):
     (tmp_path / "v.txt").write_text("cat 1 0\ndog 0 1\n")
     (tmp_path / "in.txt").write_text("cat and dog\nRFC2119 dog\n")
     assert main(["embed", str(tmp_path / "v.txt"), str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy")]) == 0
-    for kind in ("exact", "graph"):
-        folder = str(tmp_path / kind)
-        assert main(["index", str(tmp_path / "o.npy"), "--output", folder, "--kind", kind, "--hybrid"]) == 0
-        capsys.readouterr()
-        assert main(["search", folder, "rfc2119"]) == 0
-        assert capsys.readouterr().out.splitlines()[0].endswith("RFC2119 dog")
-        assert main(["search", folder, "neither"]) == 1
-        says(capsys.readouterr().err, "encoder knows no word", "no text")
-        assert main(["search", folder, "\t "]) == 1
-        says(capsys.readouterr().err, "empty")
-        assert main(["search", folder, " ".join(f"w{number}" for number in range(10_000)) + " cat"]) == 0
-        assert capsys.readouterr().out.splitlines()[0].endswith("cat and dog")
+    folder = str(tmp_path / "index")
+    assert main(["index", str(tmp_path / "o.npy"), "--output", folder, "--hybrid"]) == 0
+    capsys.readouterr()
+    assert main(["search", folder, "rfc2119"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("RFC2119 dog")
+    assert main(["search", folder, "neither"]) == 1
+    says(capsys.readouterr().err, "encoder knows no word", "no text")
+    assert main(["search", folder, "\t "]) == 1
+    says(capsys.readouterr().err, "empty")
+    assert main(["search", folder, " ".join(f"w{number}" for number in range(10_000)) + " cat"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("cat and dog")
 
 
 def test_another_encoder_is_refused_by_a_hybrid_index(embedded, tmp_path, capsys):
@@ -259,10 +255,9 @@ def paired(tmp_path, count=240):
     return rows
 
 
-@pytest.mark.parametrize("kind", ["exact", "graph"])
-def test_weight_is_chosen_on_half_of_the_queries_and_reported_on_the_others(tmp_path, capsys, kind):
+def test_weight_is_chosen_on_half_of_the_queries_and_reported_on_the_others(tmp_path, capsys):
     rows = paired(tmp_path)
-    given = ["--output", str(tmp_path / "index"), "--hybrid", "--pairs", str(tmp_path / "pairs.jsonl"), "--kind", kind]
+    given = ["--output", str(tmp_path / "index"), "--hybrid", "--pairs", str(tmp_path / "pairs.jsonl")]
     assert main(["index", str(tmp_path / "o.npy"), *given]) == 0
     told = capsys.readouterr().out
     index = SearchIndex(tmp_path / "index")
@@ -284,33 +279,6 @@ def test_weight_is_chosen_on_half_of_the_queries_and_reported_on_the_others(tmp_
     other = choose_weight(index, encoder, tmp_path / "wrong.jsonl")
     assert other.weight == choice.weight
     assert other.values["hybrid"].mean() < 0.5 * choice.values["hybrid"].mean()
-
-
-def test_graphs_find_by_words_what_is_far_by_cosine(tmp_path):
-    rows = paired(tmp_path, 500)
-    index = build_index(tmp_path / "o.npy", tmp_path / "index", "graph", lexical="idf", weight=5.0)
-    assert index.rows == 500
-    index, encoder = SearchIndex(tmp_path / "index"), load_encoder("hashed-words:8")
-    queries = [row["query"] for row in rows]
-    vectors = np.concatenate([index.embed(encoder, query)[None] for query in queries])
-    ranks = (vectors @ index.vectors(range(500)).T).argsort(axis=1).argsort(axis=1)
-    far = np.flatnonzero(np.diagonal(ranks) < 200)[:5].tolist()  # not among the 200 nearest of 500
-    assert far
-    for row in far:
-        assert index.search(encoder, queries[row], 1)[0].row == row
-
-
-def test_explore_answers_with_both_parts(embedded, tmp_path):
-    build_index(embedded, tmp_path / "index", lexical="idf", weight=0.5)
-    explorer = Explorer(SearchIndex(tmp_path / "index"), load_encoder(ENCODER))
-    assert explorer.map()["weight"] == 0.5
-    for answer in (explorer.search("cat cat mat"), explorer.neighbours(4)):
-        for hit in answer["hits"]:
-            cosine, lexical = (part[hit["row"]] for part in plain("cat cat mat", "idf"))
-            assert (hit["cosine"], hit["lexical"]) == pytest.approx((cosine, lexical), abs=2e-5)
-            assert hit["score"] == pytest.approx(cosine + 0.5 * lexical, abs=2e-5)
-    with pytest.raises(ExploreError, match="empty"):
-        explorer.search(" ")
 
 
 def test_pairs_that_the_index_does_not_have_are_refused(tmp_path, capsys):

@@ -8,9 +8,8 @@ from messages import all_of, says
 
 from declutr.cli.main import main
 from declutr.embedding.build import build_index
-from declutr.embedding.config import EmbedError, Shape
 from declutr.embedding.index import SearchIndex
-from declutr.embedding.units import shaped
+from declutr.embedding.units import EmbedError, Shape, shaped
 from declutr.encoders.loading import load_encoder
 
 ENCODER = "hashed-words:64"
@@ -36,11 +35,10 @@ def test_int8_keeps_the_direction_and_scales_each_row_to_127():
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".parquet"])
-@pytest.mark.parametrize("kind", ["exact", "graph"])
-def test_index_of_int8_embeddings_keeps_them(tmp_path, capsys, suffix, kind):
+def test_index_of_int8_embeddings_keeps_them(tmp_path, capsys, suffix):
     output = embed(tmp_path, "--dtype", "int8", suffix=suffix)
     says(capsys.readouterr().out, "600 embeddings", "int8")
-    assert main(["index", str(output), "--output", str(tmp_path / "index"), "--kind", kind]) == 0
+    assert main(["index", str(output), "--output", str(tmp_path / "index")]) == 0
     says(capsys.readouterr().out, "vectors", "int8", "float32")
     index = SearchIndex(tmp_path / "index")
     assert index.facts.dtype == "int8"
@@ -54,11 +52,10 @@ def test_index_of_int8_embeddings_keeps_them(tmp_path, capsys, suffix, kind):
         np.testing.assert_array_equal(np.load(output), shaped(vectors, Shape(dtype="int8")))
 
 
-@pytest.mark.parametrize("kind", ["exact", "graph"])
-def test_search_of_int8_scores_by_queries_that_are_not_rounded(tmp_path, kind):
+def test_search_of_int8_scores_by_queries_that_are_not_rounded(tmp_path):
     output = embed(tmp_path)
     for dtype in ("float32", "int8"):
-        build_index(output, tmp_path / dtype, kind, dtype=dtype)
+        build_index(output, tmp_path / dtype, dtype=dtype)
     index, exact = SearchIndex(tmp_path / "int8"), SearchIndex(tmp_path / "float32")
     queries = exact.vectors(list(range(0, 600, 7)))
     rows, cosines = index.nearest(queries, 10)
@@ -73,7 +70,7 @@ def test_search_of_int8_scores_by_queries_that_are_not_rounded(tmp_path, kind):
 
 def test_recall_is_the_share_of_the_ten_nearest_that_is_found(tmp_path):
     output = embed(tmp_path)
-    facts = build_index(output, tmp_path / "index", "exact", dtype="int8")
+    facts = build_index(output, tmp_path / "index", dtype="int8")
     vectors = np.load(output)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     rounded = shaped(vectors, Shape(dtype="int8")).astype(np.float32)
@@ -86,15 +83,12 @@ def test_recall_is_the_share_of_the_ten_nearest_that_is_found(tmp_path):
     assert facts.recall == pytest.approx(np.mean(hits), abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["exact", "graph"])
-def test_int8_index_is_a_quarter_in_size_and_the_same_every_time(tmp_path, kind):
+def test_int8_index_is_a_quarter_in_size_and_the_same_every_time(tmp_path):
     output = embed(tmp_path)
-    made = [build_index(output, tmp_path / str(number), kind, dtype="int8", lexical="idf") for number in (1, 2)]
+    made = [build_index(output, tmp_path / str(number), dtype="int8", lexical="idf") for number in (1, 2)]
     assert made[0] == made[1]
-    assert any(path.name.startswith(("vectors", "graph")) for path in (tmp_path / "1").iterdir())
-    build_index(output, tmp_path / "float32", kind)
-    name = "vectors.npy" if kind == "exact" else "graph-00000.usearch"
-    sizes = [(tmp_path / folder / name).stat().st_size for folder in ("float32", "1")]
+    build_index(output, tmp_path / "float32")
+    sizes = [(tmp_path / folder / "vectors.npy").stat().st_size for folder in ("float32", "1")]
     assert sizes[0] - sizes[1] == 3 * 600 * 64
 
 
@@ -108,13 +102,11 @@ def test_embeddings_that_are_not_finite_are_not_rounded_to_int8(tmp_path, capsys
 
 
 def test_vectors_of_another_type_than_the_index_names_are_refused(tmp_path):
-    output = embed(tmp_path, count=40)
-    for kind in ("exact", "graph"):
-        build_index(output, tmp_path / kind, kind, dtype="int8")
-        path = tmp_path / kind / "index.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}))
-        with pytest.raises(EmbedError, match=all_of("vectors.npy" if kind == "exact" else "graph-00000.usearch")):
-            SearchIndex(tmp_path / kind)
+    build_index(embed(tmp_path, count=40), tmp_path / "index", dtype="int8")
+    path = tmp_path / "index" / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}))
+    with pytest.raises(EmbedError, match=all_of("vectors.npy")):
+        SearchIndex(tmp_path / "index")
 
 
 def test_index_of_one_text_has_no_recall(tmp_path):

@@ -101,11 +101,10 @@ def their_run(tmp_path, theirs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["search", "explore", "embed", "export", "evaluate", "mteb"])
+@pytest.mark.parametrize("command", ["search", "embed", "export", "evaluate", "mteb"])
 def test_only_the_command_line_grants_trust(command, their_index, their_run, theirs, marker, tmp_path, capsys):
     commands = {
         "search": [["search", str(their_index), "ab"]],
-        "explore": [["explore", str(their_index)]],
         "embed": [
             ["embed", str(folder), str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy")]
             for folder in (theirs, their_run)

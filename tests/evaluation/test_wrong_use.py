@@ -107,7 +107,6 @@ COMMANDS = {
     "report": [],
     "index": ["--output", "out"],
     "search": ["a query"],
-    "explore": [],
     "embed": ["file.txt", "--output", "out.npy"],
     "export": ["--to", "onnx", "--output", "out"],
 }

@@ -9,7 +9,6 @@ import pytest
 import tinyruns as runs
 from prepared import Row, write_prepared
 
-from declutr.cli.main import main
 from declutr.common.lock import RunLock
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 
@@ -49,17 +48,13 @@ def prepared(tmp_path_factory):
     write_prepared(folder / "out", [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
     train_tokenizer(["other words altogether, again and again"] * 20, 300).save_pretrained(folder / "model")
     runs.write_config(folder / "train.yaml", train=runs.train_values(folder / "out", folder / "run"))
-    (folder / "texts.txt").write_text("one text\nand another\n")
-    assert main(["embed", "hashed-words:8", str(folder / "texts.txt"), "--output", str(folder / "out.npy")]) == 0
-    assert main(["index", str(folder / "out.npy"), "--output", str(folder / "index")]) == 0
     return folder
 
 
 def test_wrong_use_is_refused_before_torch_and_ray_are_loaded(prepared, tmp_path):
     (tmp_path / "held").mkdir()
     train = ["train", f"{prepared}/train.yaml"]
-    with RunLock(tmp_path / "held", print), socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with RunLock(tmp_path / "held", print):
         cases = [
             ([*train, "objective={kind: simcse}"], "objective.kind = simcse reads sentences"),
             ([*train, f"encoder={{pretrained: {prepared}/model}}"], "is not the one that made the shards (the id of"),
@@ -67,7 +62,6 @@ def test_wrong_use_is_refused_before_torch_and_ray_are_loaded(prepared, tmp_path
             ([*train, "spans.max_tokens=17"], "spans.max_tokens = 17: the shards were prepared for at most 16"),
             ([*train, f"run={tmp_path}/held"], f"another command works here (host {socket.gethostname()}, pid"),
             (["embed", "hashed-words:8", f"{tmp_path}/no.txt", "--output", f"{tmp_path}/o.npy"], "matches no file"),
-            (["explore", f"{prepared}/index", "--port", port], "omit --port to use a free port"),
         ]
         done = subprocess.run(
             [sys.executable, "-c", REFUSALS],

@@ -10,8 +10,8 @@ from declutr.common.paths import path_argument
 def run_embed(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
     from declutr.common.console.logs import setup_logging
-    from declutr.embedding.config import Format
     from declutr.embedding.job import embed
+    from declutr.embedding.units import Format
     from declutr.encoders.protocol import AnyPrecision, Pooling
 
     parser = argparse.ArgumentParser(
@@ -42,15 +42,15 @@ def run_embed(arguments: list[str]) -> int:
     parser.add_argument("--workers", type=int, help="Ray workers; 0: this process alone (by the size of the input)")
     parser.add_argument("--unit-mib", type=float, help="MiB of input per unit of work (1)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    given = vars(parser.parse_args(arguments))
-    names = given.pop("text_field") or ["text"]
-    given["text_field"] = names if len(names) > 1 else names[0]
+    options = vars(parser.parse_args(arguments))
+    names = options.pop("text_field") or ["text"]
+    options["text_field"] = names if len(names) > 1 else names[0]
     setup_logging("embed")
     try:
-        note = embed(**given)
+        note = embed(**options)
     except ValueError as error:
         return refused(error)
     for reason, number in note.skipped.items():
         print(f"skipped: {number:,} {reason}")
-    print(f"{given['output']}: {note.rows:,} embeddings of {note.size} numbers ({given['dtype']})")
+    print(f"{options['output']}: {note.rows:,} embeddings of {note.size} numbers ({options['dtype']})")
     return 0

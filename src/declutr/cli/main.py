@@ -30,7 +30,6 @@ _COMMANDS = {
     ),
     "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "declutr.cli.search:run_index"),
     "search": ("INDEX QUERY: the nearest texts of an index", "declutr.cli.search:run_search"),
-    "explore": ("INDEX: search and map an index in a browser", "declutr.cli.search:run_explore"),
     "export": (
         "MODEL --to onnx|onnx-int8|static --output DIR: a smaller or faster form of an encoder, and its measurement",
         "declutr.cli.export:run",
@@ -69,6 +68,8 @@ _REPLACED: dict[str, str] = {
     "publish": "hf upload OWNER/NAME RUN/export sends an export to the hub; it holds no path of this machine. Fill the "
     "field license of its README.md first",
     "whiten": "declutr adapt ENCODER CORPUS --steps 0 --output DIR tries the closed form alone",
+    "explore": "declutr index EMBEDDINGS --output INDEX --parquet MAP.parquet, then "
+    "uvx embedding-atlas MAP.parquet --text text --x x --y y",
 }
 """What to type instead of a command that earlier versions had."""
 _REPLACED_OPTIONS: dict[tuple[str, str], str] = {
@@ -78,12 +79,12 @@ _REPLACED_OPTIONS: dict[tuple[str, str], str] = {
     ("evaluate", "--once"): "declutr evaluate RUN scores each checkpoint of a run, and ends",
     ("evaluate", "--every-seconds"): "declutr evaluate RUN scores each checkpoint of a run, and ends",
     ("doctor", "--address"): "`ray status` lists the nodes and what is free; run `declutr doctor CONFIG` on each node",
+    ("index", "--kind"): "every search compares all vectors; omit it",
 }
 """What to type instead of an option that earlier versions of a command had."""
 
 _READ_FOLDERS = (
     "index",
-    "explore",
     "export",
     "evaluate",
     "inspect",

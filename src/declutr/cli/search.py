@@ -1,8 +1,8 @@
-"""`declutr index`, `search` and `explore`."""
+"""`declutr index` and `declutr search`."""
 
 import argparse
 import math
-import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +11,8 @@ from declutr.common.console.terminal import refused, shorten
 from declutr.common.paths import path_argument
 
 if TYPE_CHECKING:
+    from declutr.embedding.build import WeightChoice
     from declutr.embedding.index import IndexFacts, SearchIndex
-    from declutr.embedding.weight import WeightChoice
 
 
 def run_index(arguments: list[str]) -> int:
@@ -20,7 +20,6 @@ def run_index(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="declutr index", description="Build an index for `declutr search`.")
     parser.add_argument("embeddings", type=path_argument, help="file of `declutr embed`, with its note next to it")
     parser.add_argument("--output", type=path_argument, required=True, help="folder to create")
-    parser.add_argument("--kind", choices=("exact", "graph"), help="exact up to 20,000 embeddings, graph above")
     parser.add_argument("--source-field", help="field or column with the origin of a text (its file)")
     parser.add_argument("--dtype", choices=("float32", "int8"), help="type of the vectors (float32; int8 if they are)")
     parser.add_argument("--hybrid", action="store_true", help="store the words too: score = cosine + weight * words")
@@ -29,57 +28,65 @@ def run_index(arguments: list[str]) -> int:
     parser.add_argument("--pairs", type=path_argument, help="choose the weight on pairs of query and text, or id")
     parser.add_argument("--model", help="with --pairs: the encoder, if it has moved since the embeddings were made")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument("--parquet", type=path_argument, help="file to write too: texts, vectors and a map of them")
     parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
-    given = parser.parse_args(arguments)
-    if not given.embeddings.is_file():
-        return refused(f"{given.embeddings}: no such file; name a file that `declutr embed` has written")
+    options = parser.parse_args(arguments)
+    if not options.embeddings.is_file():
+        return refused(f"{options.embeddings}: no such file; name a file that `declutr embed` has written")
     for name in ("lexical", "weight", "pairs"):
-        if getattr(given, name) is not None and not given.hybrid:
+        if getattr(options, name) is not None and not options.hybrid:
             return refused(f"--{name}: is for hybrid indexes; add --hybrid")
-    if given.pairs and given.weight is not None:
-        return refused(f"--weight {given.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
-    from declutr.embedding.build import DEFAULT_WEIGHT, build_index
-    from declutr.embedding.config import EmbedError
-    from declutr.embedding.weight import sentences
+    if options.pairs and options.weight is not None:
+        return refused(f"--weight {options.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
+    from declutr.embedding.build import DEFAULT_WEIGHT, build_index, sentences
+    from declutr.embedding.units import EmbedError
     from declutr.encoders.protocol import EncoderError
     from declutr.evaluation.retrieval.lexicon import LexicalKind
     from declutr.evaluation.retrieval.pairs import PairsError
 
     choices: list[WeightChoice] = []
-    weight = DEFAULT_WEIGHT if given.weight is None else given.weight
-    lexical: LexicalKind | None = (given.lexical or "idf") if given.hybrid else None
+    weight = DEFAULT_WEIGHT if options.weight is None else options.weight
+    lexical: LexicalKind | None = (options.lexical or "idf") if options.hybrid else None
     try:
         facts = build_index(
-            given.embeddings,
-            given.output,
-            given.kind,
-            given.source_field,
-            given.dtype,
+            options.embeddings,
+            options.output,
+            options.source_field,
+            options.dtype,
             lexical,
-            _chooser(given, choices) if given.pairs else weight,
-            given.open_addresses,
+            _chooser(options, choices) if options.pairs else weight,
+            options.open_addresses,
+            options.parquet,
         )
     except (EmbedError, EncoderError, PairsError, OSError) as error:
         return refused(error)
-    lines = _described(facts, given.output)
+    lines = _described(facts, options.output)
+    if options.parquet:
+        import pyarrow.parquet as pq
+
+        from declutr.embedding.plane import SHARE
+
+        share = float(pq.read_schema(options.parquet).metadata[SHARE])
+        shown = f"uvx embedding-atlas {shlex.quote(str(options.parquet))} --text text --x x --y y"
+        lines.append(f"{options.parquet}: x and y have {100 * share:.1f}% of the variance; open it with: {shown}")
     print(*lines, *(line for choice in choices for line in sentences(choice)), sep="\n")
     return 0
 
 
-def _chooser(given: argparse.Namespace, choices: list["WeightChoice"]) -> Callable[["SearchIndex"], "WeightChoice"]:
+def _chooser(options: argparse.Namespace, choices: list["WeightChoice"]) -> Callable[["SearchIndex"], "WeightChoice"]:
     """Read pairs and encoder; return a function that chooses the weight of an index and appends the choice."""
+    from declutr.embedding.build import choose_weight
     from declutr.embedding.output import read_note
-    from declutr.embedding.weight import choose_weight
     from declutr.evaluation.retrieval.pairs import read_pairs
 
-    read_pairs(given.pairs)  # its problems need not wait for the encoder
-    note = read_note(given.embeddings)
+    read_pairs(options.pairs)  # its problems need not wait for the encoder
+    note = read_note(options.embeddings)
     from declutr.encoders.loading import encoder_of_index  # loads torch
 
-    encoder = encoder_of_index(note.config.choice, given.model, trust_remote_code=given.trust_remote_code)
+    encoder = encoder_of_index(note.config.choice, options.model, trust_remote_code=options.trust_remote_code)
 
     def choose(index: "SearchIndex") -> "WeightChoice":
-        choices.append(choose_weight(index, encoder, given.pairs))
+        choices.append(choose_weight(index, encoder, options.pairs))
         return choices[0]
 
     return choose
@@ -87,10 +94,10 @@ def _chooser(given: argparse.Namespace, choices: list["WeightChoice"]) -> Callab
 
 def _described(facts: "IndexFacts", folder: Path) -> list[str]:
     """Lines on a new index: texts, kind, type and bytes of the vectors, words."""
+    from declutr.embedding.index import VECTORS
     from declutr.evaluation.retrieval.lexicon import NAMES
 
-    names = (name for name in facts.files if name.startswith(("vectors", "graph-")))
-    num_bytes = sum((folder / name).stat().st_size for name in names)
+    num_bytes = (folder / VECTORS).stat().st_size
     vectors = f"vectors: {facts.dtype}, {num_bytes:,} bytes"
     if facts.dtype == "int8":
         vectors += f" (float32: {num_bytes + 3 * facts.rows * facts.size:,})"
@@ -98,7 +105,7 @@ def _described(facts: "IndexFacts", folder: Path) -> list[str]:
             vectors += f"; a search finds {100 * facts.recall:.1f}% of the ten nearest by float32"
         else:
             vectors += "; recall not measured, because the embeddings are int8 or fewer than two"
-    lines = [f"{folder}: {facts.rows:,} texts, {facts.kind}", vectors]
+    lines = [f"{folder}: {facts.rows:,} texts", vectors]
     if facts.hybrid:
         lines.append(f"words: {facts.hybrid.words:,}, {NAMES[facts.hybrid.kind]}, weight {facts.hybrid.weight:g}")
     return lines
@@ -129,73 +136,27 @@ def run_search(arguments: list[str]) -> int:
     parser.add_argument("--weight", type=_weight, help="weight of the words of a hybrid index (the index's)")
     parser.add_argument("--model", help="the encoder, if it has moved since the embeddings were made")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    given = parser.parse_args(arguments)
-    if given.top < 1:
-        parser.error(f"--top {given.top}: must be at least 1")
-    from declutr.embedding.config import EmbedError
+    options = parser.parse_args(arguments)
+    if options.top < 1:
+        parser.error(f"--top {options.top}: must be at least 1")
     from declutr.embedding.index import SearchIndex
+    from declutr.embedding.units import EmbedError
     from declutr.encoders.loading import encoder_of_index
     from declutr.encoders.protocol import EncoderError
 
     try:
-        index = SearchIndex(given.index)
-        if given.weight is not None:
-            index.weigh(given.weight)
-        encoder = encoder_of_index(index.facts.choice, given.model, trust_remote_code=given.trust_remote_code)
-        found = [(query, index.search(encoder, query, given.top)) for query in given.query]
+        index = SearchIndex(options.index)
+        if options.weight is not None:
+            index.weigh(options.weight)
+        encoder = encoder_of_index(index.facts.choice, options.model, trust_remote_code=options.trust_remote_code)
+        answers = [(query, index.search(encoder, query, options.top)) for query in options.query]
     except (EmbedError, EncoderError) as error:
         return refused(error)
-    for query, hits in found:
-        if len(found) > 1:
+    for query, hits in answers:
+        if len(answers) > 1:
             print(f"# {query}")
         for hit in hits:
             text = " ".join(hit.text.split())
             parts = "" if hit.lexical is None else f" = {hit.cosine:.3f} + {index.weight:g} x {hit.lexical:.3f}"
             print(f"{hit.score:6.3f}{parts}  {hit.id or hit.record}  {shorten(text, _SHOWN_CHARACTERS)}")
-    return 0
-
-
-def run_explore(arguments: list[str]) -> int:
-    """Run the command until Ctrl-C; return the exit status."""
-    parser = argparse.ArgumentParser(prog="declutr explore", description="Search and map an index in a browser.")
-    parser.add_argument("index", type=path_argument, help="folder that `declutr index` made")
-    parser.add_argument("--model", help="the encoder, if it has moved since the embeddings were made")
-    parser.add_argument(
-        "--port", type=int, default=0, help="port on 127.0.0.1; other machines cannot connect (a free port)"
-    )
-    parser.add_argument("--top", type=int, default=10, help="number of texts to find (10)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    given = parser.parse_args(arguments)
-    if not 0 <= given.port <= 65_535:
-        parser.error(f"--port {given.port}: must be 0 to 65535")
-    if not 1 <= given.top <= 1_000:
-        parser.error(f"--top {given.top}: must be 1 to 1000")
-    from declutr.embedding.config import EmbedError
-    from declutr.embedding.index import SearchIndex
-    from declutr.encoders.protocol import EncoderError
-    from declutr.evaluation.explore.explorer import Explorer
-    from declutr.evaluation.explore.server import ExploreServer, listen
-
-    try:
-        index = SearchIndex(given.index)
-    except EmbedError as error:
-        return refused(error)
-    try:
-        listening = listen(given.port)
-    except OSError as error:
-        return refused(f"--port {given.port}: {os.strerror(error.errno or 0)}; omit --port to use a free port")
-    from declutr.encoders.loading import encoder_of_index  # loads torch, which no taken port waits for
-
-    try:
-        encoder = encoder_of_index(index.facts.choice, given.model, trust_remote_code=given.trust_remote_code)
-        server = ExploreServer(Explorer(index, encoder, given.top), listening)
-    except (EmbedError, EncoderError) as error:
-        listening.close()
-        return refused(error)
-    with server:
-        try:  # a reader of the line may press Ctrl-C before `print` has returned
-            print(f"{server.url}  (private: anyone with this address can read the texts; Ctrl-C stops)", flush=True)
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print()
     return 0

@@ -1,61 +1,86 @@
-"""Building of an index from a file of `declutr embed`: written to a temporary folder, then renamed."""
+"""Building of an index from a file of `declutr embed`: written to a temporary folder, then renamed.
+
+The weight of the words of a hybrid index may be chosen on pairs: half of the queries choose it, the other half report
+it.
+"""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from declutr.common.console.logs import bar
-from declutr.common.storage import atomic_folder, hash_file, hash_json, write_json
-from declutr.embedding.config import EmbedConfig, EmbedError, Shape, VectorType
-from declutr.embedding.graphs import write_graphs
-from declutr.embedding.index import INDEX, TEXTS, VECTORS, Hybrid, IndexFacts, Kind, SearchIndex
+from declutr.common.bootstrap import Comparison, compare
+from declutr.common.storage import atomic_file, atomic_folder, hash_file, hash_json, write_json
+from declutr.embedding.index import INDEX, NO_TEXT, SCHEMA, TEXTS, VECTORS, Hybrid, IndexFacts, SearchIndex, StoredTexts
+from declutr.embedding.job import would_read
 from declutr.embedding.lexical import write_words
-from declutr.embedding.output import (
-    CHUNK_ROWS,
-    SCHEMA,
-    StoredTexts,
-    read_note,
-    unit_vectors,
-    write_npy_header,
-)
-from declutr.embedding.units import corpus_of, identify, keyed, plan, shaped
-from declutr.embedding.weight import WeightChoice
+from declutr.embedding.output import CHUNK_ROWS, numbered, read_note, rows_of, unit_vectors, write_npy_header
+from declutr.embedding.plane import write_map
+from declutr.embedding.units import EmbedConfig, EmbedError, Shape, VectorType, corpus_of, identify, keyed, plan, shaped
+from declutr.encoders.protocol import SentenceEncoder
+from declutr.evaluation.retrieval.compare import MEASURES, SEED, measures
 from declutr.evaluation.retrieval.lexicon import LexicalKind
+from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, join_pairs, read_pairs
 from declutr.pipeline.job.units import Unit, plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document
 
-EXACT_ROWS = 20_000
 DEFAULT_WEIGHT = 1.0
+F64 = NDArray[np.float64]
+WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
+WORDS_ALONE = "words alone"
+VECTORS_ALONE = "vectors alone"
+CHOOSING = "ndcg@10"
+
+
+@dataclass(frozen=True)
+class WeightChoice:
+    """A weight chosen on pairs.
+
+    Attributes:
+        weight: with the highest mean nDCG@10 on the development queries; of equal ones the lowest.
+        development: number of queries that chose it.
+        values: `(Q, 5)` values of `MEASURES` on the other queries, of the hybrid search and of each part alone.
+    """
+
+    weight: float
+    development: int
+    values: Mapping[str, F64]
+
+    def differences(self) -> dict[str, Comparison]:
+        """The hybrid search compared with each part alone on the queries that did not choose."""
+        column = MEASURES.index(CHOOSING)
+        parts = ((name, scores) for name, scores in self.values.items() if name != "hybrid")
+        return {name: compare(scores[:, column], self.values["hybrid"][:, column], SEED) for name, scores in parts}
 
 
 def build_index(
     embeddings: Path,
     output: Path,
-    kind: Kind | None = None,
     source_field: str | None = None,
     dtype: VectorType | None = None,
     lexical: LexicalKind | None = None,
     weight: float | Callable[[SearchIndex], WeightChoice] = DEFAULT_WEIGHT,
     open_addresses: bool = False,
+    map_file: Path | None = None,
 ) -> IndexFacts:
     """Build an index from a file of `declutr embed` and the texts of its inputs.
 
     Args:
         embeddings: the file.
         output: folder to create.
-        kind: None: exact up to `EXACT_ROWS` embeddings, graphs above.
         source_field: key or column with the origin of a text; if None or missing in a record, the file is the origin.
         dtype: type of the stored vectors; None: int8 if the embeddings are, else float32.
         lexical: scores of words for a hybrid index; None: vectors alone.
         weight: of the words, or a function that chooses it with the index.
         open_addresses: read inputs at addresses, which the file's note names.
+        map_file: Parquet file to write for Embedding Atlas, which appears with the index.
 
     Raises:
-        EmbedError: the note is missing, or the inputs have changed since.
+        EmbedError: the note is missing, the inputs have changed since, or `map_file` cannot be used.
         FileExistsError: `output` exists.
     """
     note = read_note(embeddings)
@@ -71,21 +96,24 @@ def build_index(
         raise EmbedError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
         raise EmbedError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
-    kind = kind or ("exact" if note.rows <= EXACT_ROWS else "graph")
     is_int8 = config.shape.dtype == "int8"
     dtype = dtype or ("int8" if is_int8 else "float32")
+    if map_file:
+        _check_map_file(map_file, output, config, note.rows)
     with atomic_folder(output) as aside:
         if _write_texts(aside / TEXTS, units, config, source_field) != note.rows:
             raise EmbedError(
                 f"{embeddings}: its inputs have another number of texts than it has embeddings; embed again"
             )
-        write_vectors(aside, (note.rows, note.size), unit_vectors(embeddings, note), kind, dtype)
+        with (aside / VECTORS).open("wb") as stream:
+            write_npy_header(stream, (note.rows, note.size), dtype)
+            for chunk in unit_vectors(embeddings, note):
+                stream.write(shaped(chunk, Shape(dtype=dtype)).tobytes())
         hybrid = None
         if lexical:
             words = write_words(aside, StoredTexts(aside / TEXTS, note.rows), lexical)
             hybrid = Hybrid(kind=lexical, weight=DEFAULT_WEIGHT if callable(weight) else weight, words=words)
         facts = IndexFacts(
-            kind=kind,
             rows=note.rows,
             choice=config.choice,
             shape=config.shape,
@@ -103,22 +131,25 @@ def build_index(
             chosen = {"weight": choice.weight, "chosen_on": choice.development}
             facts = facts.model_copy(update={"hybrid": hybrid.model_copy(update=chosen)})
         write_json(aside / INDEX, facts.model_dump(mode="json"))
+        if map_file:
+            with atomic_file(map_file) as map_aside:
+                write_map(map_aside, aside / TEXTS, embeddings, note)
     return facts
 
 
-def write_vectors(
-    folder: Path, shape: tuple[int, int], chunks: Iterator[NDArray[np.float32]], kind: Kind, dtype: VectorType
-) -> None:
-    """Write vectors `shape`, given in chunks of rows of length 1, as one file or as graphs."""
-    rounded = (shaped(chunk, Shape(dtype=dtype)) for chunk in chunks)
-    if kind == "exact":
-        with (folder / VECTORS).open("wb") as stream:
-            write_npy_header(stream, shape, dtype)
-            for chunk in rounded:
-                stream.write(chunk.tobytes())
-    else:
-        with bar(total=shape[0], unit="text", desc="index") as shown:
-            write_graphs(folder, shape[1], rounded, shown.update)
+def _check_map_file(map_file: Path, output: Path, config: EmbedConfig, rows: int) -> None:
+    """Raise EmbedError if the map has no text, or its file another name than .parquet, or a place that is in use."""
+    if map_file.suffix != ".parquet":
+        raise EmbedError(f"--parquet {map_file}: must end in .parquet")
+    if map_file.exists():
+        raise EmbedError(f"--parquet {map_file}: exists already; name another file")
+    if map_file.resolve().is_relative_to(output.resolve()):
+        raise EmbedError(f"--parquet {map_file}: is in the folder of the index; name a file elsewhere")
+    for path in (path for path in config.inputs if "://" not in path):
+        if would_read(path, config, [map_file]):
+            raise EmbedError(f"--parquet {map_file}: is in the input {path}; name a file elsewhere")
+    if not rows:
+        raise EmbedError(f"--parquet {map_file}: {NO_TEXT}; omit it")
 
 
 _RECALL_QUERIES, _RECALL_TOP = 100, 10
@@ -138,34 +169,20 @@ def measure_recall(index: SearchIndex, chunks: Callable[[], Iterator[NDArray[np.
     count = index.facts.rows
     rows = np.unique(np.linspace(0, count - 1, _RECALL_QUERIES).astype(np.int64))
     top = min(_RECALL_TOP, count - 1)
-    queries = np.concatenate([chunk[_inside(rows, start, chunk)] for start, chunk in _numbered(chunks())])
+    queries = rows_of(chunks(), rows)
     parts = range(0, len(queries), _RECALL_TOGETHER)
-    found = np.concatenate([index.nearest(queries[at : at + _RECALL_TOGETHER], top + 1)[0] for at in parts])
+    nearest_rows = np.concatenate([index.nearest(queries[at : at + _RECALL_TOGETHER], top + 1)[0] for at in parts])
     nearest = np.full((len(rows), top), -np.inf, np.float32)
-    cosines_found = np.full(found.shape, -np.inf, np.float32)
-    for start, chunk in _numbered(chunks()):
+    nearest_cosines = np.full(nearest_rows.shape, -np.inf, np.float32)
+    for start, chunk in numbered(chunks()):
         cosines = queries @ chunk.T
         own = (rows >= start) & (rows < start + len(chunk))
         cosines[own, rows[own] - start] = -np.inf  # a text finds itself
         nearest = np.partition(np.concatenate([nearest, cosines], axis=1), -top, axis=1)[:, -top:]
-        query, place = np.nonzero((found >= start) & (found < start + len(chunk)))
-        cosines_found[query, place] = cosines[query, found[query, place] - start]
-    hits = (cosines_found >= nearest.min(axis=1, keepdims=True) - _SAME).sum(axis=1)
+        query, place = np.nonzero((nearest_rows >= start) & (nearest_rows < start + len(chunk)))
+        nearest_cosines[query, place] = cosines[query, nearest_rows[query, place] - start]
+    hits = (nearest_cosines >= nearest.min(axis=1, keepdims=True) - _SAME).sum(axis=1)
     return float(np.minimum(hits, top).mean() / top)
-
-
-def _numbered(chunks: Iterator[NDArray[np.float32]]) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Chunks with the row of the first vector of each."""
-    start = 0
-    for chunk in chunks:
-        yield start, chunk
-        start += len(chunk)
-
-
-def _inside(rows: NDArray[np.int64], start: int, chunk: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Places in a chunk of the rows that it has."""
-    places: NDArray[np.int64] = rows[(rows >= start) & (rows < start + len(chunk))] - start
-    return places
 
 
 def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig, source_field: str | None) -> int:
@@ -181,8 +198,8 @@ def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig, source_
                     raise EmbedError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
                 if isinstance(record, Document) and (key is None or isinstance(key, Document)):
                     text, origin = record.text.removesuffix("\r"), source.text if source else record.source
-                    named = {"id": key.text if key else None, "source": origin}
-                    rows.append({"record": record_number, "text": text, **named})
+                    names = {"id": key.text if key else None, "source": origin}
+                    rows.append({"record": record_number, "text": text, **names})
                     total += 1
                     if len(rows) == CHUNK_ROWS:
                         writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
@@ -196,3 +213,57 @@ def _sources(unit: Unit, config: EmbedConfig, field: str | None) -> Iterator[Doc
     """Value of that field for each record of a unit, or None."""
     records = read_unit(unit, corpus_of(config, field)) if field else itertools.repeat(None)
     return (record if isinstance(record, Document) and record.text else None for record in records)
+
+
+def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> WeightChoice:
+    """Choose the weight of a hybrid index on pairs of `query` and `text`, or of `query` and `id`, of its texts.
+
+    Raises:
+        PairsError: the file cannot be used, or names a text or an id that the index does not have.
+        EmbedError: the encoder did not make the index.
+    """
+    index.check(encoder)
+    test = _test(index, pairs)
+    halves = {which: test.half(which, SEED) for which in ("development", "test")}
+    if not all(half.queries for half in halves.values()):
+        raise PairsError(f"--pairs {pairs}: has {len(test.queries)} queries, too few to choose a weight and report it")
+    by_weight = _measured(index, encoder, halves["development"], WEIGHTS)
+    means = [measured[:, MEASURES.index(CHOOSING)].mean() for measured in by_weight]
+    weight = WEIGHTS[int(np.argmax(means))]
+    hybrid, vectors, words = _measured(index, encoder, halves["test"], (weight, 0.0, None))
+    values = {"hybrid": hybrid, VECTORS_ALONE: vectors, WORDS_ALONE: words}
+    return WeightChoice(weight, len(halves["development"].queries), values)
+
+
+def _test(index: SearchIndex, pairs: Path) -> RetrievalTest:
+    """The pairs, with rows of the index as numbers of the texts; equal texts are all relevant."""
+    rows, key = read_pairs(pairs)
+    targets = {text for _, _, text in rows}
+    number: dict[str, list[int]] = {}
+    for row in range(index.facts.rows):  # one at a time, because there may be millions
+        stored = index.texts([row])[0]
+        if (name := stored.id if key == "id" else stored.text) in targets:
+            number.setdefault(str(name), []).append(row)
+    queries, relevant = join_pairs(pairs, rows, number, "the index")
+    return RetrievalTest(queries, [], relevant)
+
+
+def _measured(
+    index: SearchIndex, encoder: SentenceEncoder, test: RetrievalTest, weights: Sequence[float | None]
+) -> F64:
+    """`(weights, Q, 5)` measures; weight None: words alone."""
+    values = np.empty((len(weights), len(test.queries), len(MEASURES)))
+    for number, (query, relevant) in enumerate(zip(test.queries, test.relevant, strict=True)):
+        cosines, lexical = index.parts(index.embed(encoder, query), query)
+        for place, weight in enumerate(weights):
+            scores = lexical if weight is None else cosines + np.float32(weight) * lexical
+            values[place, number] = measures(scores[None], [relevant])[0]
+    return values
+
+
+def sentences(choice: WeightChoice) -> Iterator[str]:
+    """Sentences with the choice and its differences to each part."""
+    yield f"weight {choice.weight:g} chosen on {choice.development:,} queries"
+    for name, difference in choice.differences().items():
+        scores = f"{100 * difference.after:.1f}, {name} {100 * difference.before:.1f}"
+        yield f"{CHOOSING} on {difference.rows:,} other queries: {scores}, difference {difference.sentence()}"

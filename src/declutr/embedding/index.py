@@ -1,45 +1,40 @@
-"""Index of embeddings: a folder with the vectors or their graphs, the texts, and the encoder that queries need.
+"""Index of embeddings: a folder with the vectors, the texts, and the encoder that queries need.
 
-Similarity is the cosine of vectors scaled to length 1. Up to `EXACT_ROWS`, a search compares every vector. Above, it
-follows graphs (src/declutr/embedding/graphs.py), which find nearly all nearest vectors in a fraction of the time.
+Similarity is the cosine of vectors scaled to length 1. A search compares every vector, stored as float32 or int8. A
+hybrid index has the words of its texts too (src/declutr/embedding/lexical.py), and the score of a text is then
+cosine + weight * lexical score.
 
-A hybrid index has the words of its texts too (src/declutr/embedding/lexical.py). The score of a text is then
-cosine + weight * lexical score. Without graphs every text is scored; with graphs those are that are among the nearest
-by cosine or among the best by words.
+Everything that is read may come from someone else: it is mapped or parsed as data, and checked before use.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict, first_problem
 from declutr.common.storage import hash_file
-from declutr.embedding.config import EmbedError, Shape, VectorType
-from declutr.embedding.exact import ExactVectors
-from declutr.embedding.graphs import Graphs
 from declutr.embedding.lexical import StoredWords
-from declutr.embedding.output import Stored, StoredTexts
-from declutr.embedding.units import shaped
-from declutr.encoders.protocol import EncoderChoice, SentenceEncoder
+from declutr.embedding.output import CHUNK_ROWS, mapped
+from declutr.embedding.units import EmbedError, Shape, VectorType, shaped
+from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, unit_rows
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 
 INDEX = "index.json"
 VECTORS, TEXTS = "vectors.npy", "texts.arrow"
+SCHEMA = pa.schema([("record", pa.int64()), ("text", pa.large_string()), ("id", pa.string()), ("source", pa.string())])
+"""Columns of the texts of an index. The texts of a batch may have more than 2 GiB, the limit of `string`."""
 _FILE = re.compile(r"[a-z0-9-]+\.[a-z]+")
 MOST_WEIGHT = 100.0
-_LEAST_CANDIDATES, _CANDIDATES = 200, 10
-"""Texts that graphs and words each propose to a hybrid search: at least this many, and for each text wanted."""
 EMPTY = "the query is empty; give at least one word"
 NO_TEXT = "the index holds no text"
 NO_WORD = "the encoder knows no word of the query, so its embedding is null and nothing is near it"
-
-Kind = Literal["exact", "graph"]
 
 
 class Hybrid(Strict):
@@ -58,7 +53,7 @@ class IndexFacts(Strict):
     """Facts about an index, stored in it."""
 
     version: Literal[4] = 4
-    kind: Kind
+    kind: Literal["exact"] = "exact"  # an index with graphs, which had "graph", is refused by its value
     rows: int
     choice: EncoderChoice
     """The encoder that made the embeddings."""
@@ -72,6 +67,125 @@ class IndexFacts(Strict):
     recall: float | None = None
     """Share of the ten nearest texts by float32 that int8 finds, measured when the index was made."""
     hybrid: Hybrid | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One text of an index.
+
+    Attributes:
+        row: in the index.
+        record: number of the record in the inputs, those that were skipped included.
+        id: if the embeddings have ids.
+        source: origin.
+        text: the whole text.
+    """
+
+    row: int
+    record: int
+    id: str | None
+    source: str
+    text: str
+
+
+_MOST_ALLOCATED_BYTES = 2**24  # a mapped batch that is not compressed allocates nothing
+
+
+class StoredTexts:
+    """Memory-mapped file of texts.
+
+    Raises:
+        EmbedError: the file is cut off, altered, or holds something else.
+    """
+
+    def __init__(self, path: Path, rows: int) -> None:
+        self._path, self._checked = path, dict[int, pa.RecordBatch]()
+        try:
+            self._file = pa.ipc.open_file(pa.memory_map(str(path)))
+            sizes, before = [], pa.total_allocated_bytes()
+            for number in range(self._file.num_record_batches):
+                batch = self._file.get_batch(number)
+                sizes.append(batch.num_rows)
+                if pa.total_allocated_bytes() > before + _MOST_ALLOCATED_BYTES:
+                    raise self._wrong("its batches are compressed")
+        except (pa.ArrowException, OSError) as error:
+            raise self._wrong(str(error)) from error
+        if self._file.schema != SCHEMA or sum(sizes) != rows or any(size != CHUNK_ROWS for size in sizes[:-1]):
+            raise self._wrong(f"not {rows:,} rows of record, text, id and source")
+
+    def at(self, row: int) -> Stored:
+        """Text of a row.
+
+        Raises:
+            EmbedError: the part of the file with this row is altered.
+        """
+        batch, place = divmod(row, CHUNK_ROWS)
+        values: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
+        return Stored(row, values["record"], values["id"], values["source"] or "", values["text"] or "")
+
+    def __iter__(self) -> Iterator[str]:
+        """Texts without ids and sources, in the order of the rows."""
+        for number in range(self._file.num_record_batches):
+            yield from (text or "" for text in self._batch(number).column("text").to_pylist())
+
+    def _batch(self, number: int) -> pa.RecordBatch:
+        """Batch with checked offsets and UTF-8 texts; an unchecked one could end the process."""
+        if number not in self._checked:
+            batch = self._file.get_batch(number)
+            try:
+                batch.validate(full=True)
+            except pa.ArrowException as error:
+                raise self._wrong(str(error)) from error
+            self._checked[number] = batch
+        return self._checked[number]
+
+    def _wrong(self, why: str) -> EmbedError:
+        return EmbedError(f"{self._path} is cut off, altered, or not of `declutr index` ({why}); build the index again")
+
+
+class StoredVectors:
+    """Mapped vectors `(rows, size)` of an .npy file: float32 of length 1, or int8, of which the direction counts.
+
+    int8 vectors are compared with queries that are not rounded, so a search computes their cosines to float32.
+
+    Raises:
+        EmbedError: the file is cut off, altered, or of another shape or type, or a number is not finite.
+    """
+
+    def __init__(self, path: Path, rows: int, size: int, dtype: VectorType) -> None:
+        self._is_int8 = dtype == "int8"
+        self._vectors = mapped(path, rows, size, dtype)
+        chunks = (self._vectors[start : start + CHUNK_ROWS] for start in range(0, rows, CHUNK_ROWS))
+        if not self._is_int8 and not all(np.isfinite(chunk).all() for chunk in chunks):
+            raise EmbedError(f"{path} holds numbers that are not finite; build the index again")
+
+    def cosines(self, queries: NDArray[np.float32]) -> NDArray[np.float32]:
+        """`(queries, rows)` cosines of queries `(queries, size)` of length 1."""
+        if not self._is_int8:
+            whole: NDArray[np.float32] = queries @ self._vectors.T
+            return whole
+        cosines = np.empty((len(queries), len(self._vectors)), np.float32)
+        for start in range(0, len(self._vectors), CHUNK_ROWS):
+            chunk = unit_rows(self._vectors[start : start + CHUNK_ROWS].astype(np.float32))
+            cosines[:, start : start + CHUNK_ROWS] = queries @ chunk.T
+        return cosines
+
+    def at(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """Vectors `(len(rows), size)`, of length 1."""
+        vectors = np.asarray(self._vectors[np.asarray(rows, np.int64)])
+        return unit_rows(vectors.astype(np.float32)) if self._is_int8 else vectors
+
+
+def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
+    """Rows of the `top` highest scores `(rows,)`, highest first, of equal ones the first rows; all if there are fewer.
+
+    Only those as high as the last of them are sorted: sorting all would take longer than computing the scores.
+    """
+    low = -scores
+    rows = np.arange(len(low))
+    if top < len(low):
+        rows = np.flatnonzero(~(low > np.partition(low, top - 1)[top - 1]))  # with `~` NaN stays, and is sorted last
+    return rows[np.argsort(low[rows], kind="stable")[:top]]
 
 
 @dataclass(frozen=True)
@@ -101,15 +215,7 @@ class SearchIndex:
     def __init__(self, folder: Path, facts: IndexFacts | None = None) -> None:
         self.facts = facts or _checked_facts(folder)
         self._texts = StoredTexts(folder / TEXTS, self.facts.rows)
-        size, dtype = self.facts.size, self.facts.dtype
-        self._vectors: ExactVectors | Graphs
-        if self.facts.kind == "exact":
-            self._vectors = ExactVectors(folder / VECTORS, self.facts.rows, size, dtype)
-        else:
-            graphs = sorted(name for name in self.facts.files if name.startswith("graph-"))
-            self._vectors = Graphs([folder / name for name in graphs], size, dtype)
-        if len(self._vectors) != self.facts.rows:
-            raise EmbedError(f"{folder}: its graphs hold {len(self._vectors):,} rows, not {self.facts.rows:,}")
+        self._vectors = StoredVectors(folder / VECTORS, self.facts.rows, self.facts.size, self.facts.dtype)
         hybrid = self.facts.hybrid
         self._words = StoredWords(folder, self.facts.rows, hybrid.kind) if hybrid else None
         self.weight = hybrid.weight if hybrid else 0.0
@@ -169,48 +275,38 @@ class SearchIndex:
         if self._words is None:
             if not vector.any():
                 raise EmbedError(NO_WORD)
-            rows, cosines = (found[0] for found in self.nearest(vector[None], top))
+            (rows,), (cosines,) = self.nearest(vector[None], top)
             stored = zip(self.texts(rows.tolist()), cosines.tolist(), strict=True)
             return [Hit(**vars(text), score=cosine, cosine=cosine, lexical=None) for text, cosine in stored]
-        rows, cosines, lexical = self.candidates(vector, query, top)
+        cosines, lexical = self.parts(vector, query)
         if not vector.any() and not lexical.any():
             raise EmbedError(f"{NO_WORD}, and no text of the index has a word of it")
         scores = cosines + np.float32(self.weight) * lexical
-        best = np.argsort(-scores, kind="stable")[:top]
-        parts = zip(*(part[best].tolist() for part in (scores, cosines, lexical)), strict=True)
-        texts = self.texts(rows[best].tolist())
+        rows = best_rows(scores, top)
+        parts = zip(*(part[rows].tolist() for part in (scores, cosines, lexical)), strict=True)
         return [
             Hit(**vars(text), score=score, cosine=cosine, lexical=words)
-            for text, (score, cosine, words) in zip(texts, parts, strict=True)
+            for text, (score, cosine, words) in zip(self.texts(rows.tolist()), parts, strict=True)
         ]
 
-    def candidates(
-        self, vector: NDArray[np.float32], query: str, top: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-        """Ascending rows `(n,)` from which a hybrid search takes the best `top`, their cosines and lexical scores."""
+    def parts(self, vector: NDArray[np.float32], query: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and lexical scores, each `(rows,)`, of a query's vector `(size,)` and its words; hybrid only."""
         assert self._words is not None
-        lexical = self._words.scores(query)
-        if isinstance(self._vectors, ExactVectors):
-            return np.arange(self.facts.rows), self._vectors.cosines(vector[None])[0], lexical
-        most = min(self.facts.rows, max(_LEAST_CANDIDATES, _CANDIDATES * top))
-        by_words = np.argsort(-lexical, kind="stable")[:most]
-        by_cosine = self._vectors.nearest(vector[None], most)[0][0] if vector.any() else by_words
-        rows = np.union1d(by_cosine, by_words[lexical[by_words] > 0])
-        return rows, self._vectors.vectors(rows.tolist()) @ vector, lexical[rows]
+        return self._vectors.cosines(vector[None])[0], self._words.scores(query)
 
     def nearest(self, queries: NDArray[np.float32], top: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Rows and cosines, each `(queries, top)`, nearest first; all rows if the index holds fewer.
 
         `queries` is `(queries, size)`, of length 1.
         """
+        cosines = self._vectors.cosines(queries)
         top = min(top, self.facts.rows)
-        if not top:
-            return np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
-        return self._vectors.nearest(queries, top)
+        rows = np.array([best_rows(scores, top) for scores in cosines], np.int64).reshape(len(queries), top)
+        return rows, np.take_along_axis(cosines, rows, axis=1)
 
     def vectors(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """Vectors `(len(rows), size)`, of length 1."""
-        return self._vectors.vectors(rows)
+        return self._vectors.at(rows)
 
     def texts(self, rows: Sequence[int]) -> list[Stored]:
         """Stored texts of these rows."""
@@ -226,7 +322,8 @@ def _checked_facts(folder: Path) -> IndexFacts:
     except (OSError, ValidationError) as error:
         why = error.strerror if isinstance(error, OSError) else first_problem(error, IndexFacts)
         raise EmbedError(
-            f"{folder / INDEX} is not an index of this version of `declutr index` ({why}); build the index again"
+            f"{folder / INDEX} is not an index of this version of `declutr index` ({why}); build the index again: "
+            "`declutr index EMBEDDINGS --output FOLDER`"
         ) from error
     for name, digest in facts.files.items():
         if not _FILE.fullmatch(name) or not (folder / name).is_file() or hash_file(folder / name) != digest:

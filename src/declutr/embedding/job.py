@@ -8,7 +8,7 @@ import fnmatch
 import glob
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -19,16 +19,25 @@ from declutr.common.console.logs import bar, get_logger
 from declutr.common.paths import expand, listed
 from declutr.common.storage import hash_json, write_text
 from declutr.common.suggestions import suggest
-from declutr.embedding.config import EmbedConfig, EmbedError, Shape
 from declutr.embedding.output import Note, assemble, note_path, read_note
-from declutr.embedding.units import EmbeddingSidecar, embed_unit, finished, identify, located, plan
-from declutr.embedding.workers import embed_on_ray
+from declutr.embedding.units import (
+    EmbedConfig,
+    EmbeddingSidecar,
+    EmbedError,
+    Shape,
+    embed_unit,
+    finished,
+    identify,
+    located,
+    plan,
+)
 from declutr.encoders.protocol import (
     EncoderChoice,
     EncoderError,
     SentenceEncoder,
     missing,
     precision_of,
+    vectors_fingerprint,
 )
 from declutr.pipeline.job.units import Unit
 
@@ -36,6 +45,9 @@ SMALL_MIB = 16
 """Input below which this process embeds, because Ray's start would take longer than it saves."""
 _MIB = 2**20
 _LOCK = ".lock"
+_CPUS_PER_WORKER = 4
+_RESTARTS = 10
+"""Maximum restarts of a worker that dies; an input that crashes a library would otherwise restart it for ever."""
 
 
 def embed(
@@ -64,19 +76,19 @@ def embed(
         EmbedError: inputs that cannot be read, an output that cannot be written, or a worker that keeps dying.
         EncoderError: the model cannot be loaded.
     """
-    given = {"model": str(model), "inputs": listed(inputs), "output": expand(str(output)), **settings}
+    values = {"model": str(model), "inputs": listed(inputs), "output": expand(str(output)), **settings}
     parts: dict[str, Any] = {
-        key: {name: given.pop(name) for name in kind.model_fields if name in given}
+        key: {name: values.pop(name) for name in kind.model_fields if name in values}
         for key, kind in (("choice", EncoderChoice), ("shape", Shape))
     }
     flat = [*EncoderChoice.model_fields, *Shape.model_fields, *EmbedConfig.model_fields]
-    if unknown := [f"{name}: unknown key{suggest(name, flat)}" for name in given if name not in flat]:
+    if unknown := [f"{name}: unknown key{suggest(name, flat)}" for name in values if name not in flat]:
         raise ConfigError("embed", unknown)
     if problem := missing(parts["choice"]["model"]):
         raise EncoderError(problem)
-    config = located(validated("embed", EmbedConfig, parts | given))
+    config = located(validated("embed", EmbedConfig, parts | values))
     for path in (path for path in config.inputs if "://" not in path):
-        if _would_read(path, config):
+        if would_read(path, config, [config.output, note_path(config.output)]):
             raise EmbedError(f"--output {config.output}: is in the input {path}; name a file elsewhere")
     try:
         return _embed(config, plan(config))
@@ -86,19 +98,20 @@ def embed(
         ) from error
 
 
-def _would_read(path: str, config: EmbedConfig) -> bool:
-    """True if a later command would read the output, or its note, as texts of this local input."""
-    output, given = config.output.resolve(), Path(path)
-    if output == given.resolve():
+def would_read(path: str, config: EmbedConfig, files: Sequence[Path]) -> bool:
+    """True if a later command would read one of the files, an output and its notes, as texts of this local input."""
+    output, *notes = (file.resolve() for file in files)
+    source = Path(path)
+    if output == source.resolve():
         return True
     if output.suffix != ".parquet" and config.format == "auto":
         return False
-    if given.exists() or not glob.has_magic(path):
-        return output.is_relative_to(given.resolve())
-    num_plain = next(number for number, part in enumerate(given.parts) if glob.has_magic(part))
-    plain = Path(*given.parts[:num_plain]).resolve()
-    places = [place.relative_to(plain).parts for place in (output, note_path(output)) if place.is_relative_to(plain)]
-    return any(_matches(place, given.parts[num_plain:]) for place in places)
+    if source.exists() or not glob.has_magic(path):
+        return output.is_relative_to(source.resolve())
+    num_plain = next(number for number, part in enumerate(source.parts) if glob.has_magic(part))
+    plain = Path(*source.parts[:num_plain]).resolve()
+    places = [place.relative_to(plain).parts for place in (output, *notes) if place.is_relative_to(plain)]
+    return any(_matches(place, source.parts[num_plain:]) for place in places)
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
@@ -140,10 +153,10 @@ def _alone(folder: Path, output: Path) -> Iterator[None]:
     with path.open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = path.is_file() and path.stat().st_ino == os.fstat(stream.fileno()).st_ino
+            locked = path.is_file() and path.stat().st_ino == os.fstat(stream.fileno()).st_ino
         except BlockingIOError:
-            held = False
-        if not held:
+            locked = False
+        if not locked:
             raise EmbedError(f"--output {output}: another `declutr embed` is writing it; wait, or name another file")
         yield
 
@@ -187,9 +200,11 @@ def _run(
     config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
 ) -> list[EmbeddingSidecar]:
     """Sidecars of the units in order: existing ones, and new ones from embedding the rest."""
-    found = [finished(unit.name, identity, folder) for unit, identity in zip(units, identities, strict=True)]
-    todo = [(unit, identity) for unit, identity, one in zip(units, identities, found, strict=True) if one is None]
-    sidecars = {sidecar.unit: sidecar for sidecar in found if sidecar}
+    existing = [finished(unit.name, identity, folder) for unit, identity in zip(units, identities, strict=True)]
+    todo = [
+        (unit, identity) for unit, identity, sidecar in zip(units, identities, existing, strict=True) if sidecar is None
+    ]
+    sidecars = {sidecar.unit: sidecar for sidecar in existing if sidecar}
     if sidecars:
         get_logger().info("reusing %d of %d finished units", len(sidecars), len(units))
     total = sum(unit.num_bytes for unit in units)
@@ -206,7 +221,7 @@ def _run(
     ) as shown:
         num_texts = 0
 
-        def told(texts: int, num_bytes: int) -> None:
+        def report(texts: int, num_bytes: int) -> None:
             nonlocal num_texts
             num_texts += texts
             seconds = max(1e-9, float(shown.format_dict["elapsed"]))
@@ -214,8 +229,92 @@ def _run(
             shown.update(num_bytes)
 
         if here:
-            made = [embed_unit(unit, folder, config, identity, encoder, told) for unit, identity in todo]
+            embedded = [embed_unit(unit, folder, config, identity, encoder, report) for unit, identity in todo]
         else:
-            made = list(embed_on_ray(config, todo, folder, encoder, told))
-        sidecars |= {sidecar.unit: sidecar for sidecar in made}
+            embedded = list(embed_on_ray(config, todo, folder, encoder, report))
+        sidecars |= {sidecar.unit: sidecar for sidecar in embedded}
     return [sidecars[unit.name] for unit in units]
+
+
+def embed_on_ray(
+    config: EmbedConfig,
+    todo: Sequence[tuple[Unit, str]],
+    folder: Path,
+    encoder: SentenceEncoder,
+    report: Callable[[int, int], None],
+) -> Iterator[EmbeddingSidecar]:
+    """Embed units on Ray, on all GPUs or else all CPUs; yield their sidecars as they finish.
+
+    Every worker loads the encoder by its name, and refuses another than `encoder`. `report` is called with numbers of
+    newly embedded texts and newly read input bytes.
+
+    Raises:
+        EmbedError: no session can be started, a unit cannot be embedded, or workers keep dying.
+    """
+    if not todo:
+        return
+    from declutr.common.cluster import SessionError
+    from declutr.common.session import start_ray
+
+    try:
+        start_ray()
+    except SessionError as error:
+        raise EmbedError(str(error)) from error
+    import ray  # after the session, which keeps it quiet
+    from ray.exceptions import RayActorError, WorkerCrashedError
+
+    resources = ray.cluster_resources()
+    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+    workers = max(1, min(config.workers or gpus or cpus // _CPUS_PER_WORKER, gpus or cpus))  # a head may have no CPU
+    share: dict[str, int] = {"num_gpus": 1} if gpus else {"num_cpus": max(1, min(_CPUS_PER_WORKER, cpus // workers))}
+    items = [{"unit": unit.model_dump_json(), "identity": identity} for unit, identity in todo]
+    sizes = {unit.name: unit.num_bytes for unit, _ in todo}
+    rows = ray.data.from_items(items, override_num_blocks=len(items)).map(
+        UnitEmbedder,
+        fn_constructor_kwargs={"config": config, "folder": str(folder), "vectors": vectors_fingerprint(encoder)},
+        concurrency=min(workers, len(items)),
+        max_restarts=_RESTARTS,
+        max_task_retries=_RESTARTS,
+        **share,
+    )
+    try:
+        for row in rows.iter_rows():
+            if row["problem"]:
+                raise EmbedError(row["problem"])
+            sidecar = EmbeddingSidecar.model_validate_json(row["sidecar"])
+            report(sidecar.written, sizes[sidecar.unit])
+            yield sidecar
+    except (RayActorError, WorkerCrashedError) as error:
+        raise EmbedError(
+            f"workers keep dying ({error}). Finished units are kept; run the same command to continue"
+        ) from error
+
+
+class UnitEmbedder:
+    """Ray worker with an encoder that embeds one unit after the other, if its `vectors_fingerprint` is `vectors`.
+
+    The encoder that a name means may change meanwhile: that of a run is its newest checkpoint.
+    """
+
+    def __init__(self, config: EmbedConfig, folder: str, vectors: str) -> None:
+        from declutr.encoders.loading import encoder_of
+
+        self._config, self._folder = config, Path(folder)
+        self._encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
+        self._problem = ""
+        if vectors_fingerprint(self._encoder) != vectors:
+            self._problem = (
+                f"{config.choice.model}: a worker loaded another encoder ({precision_of(self._encoder)}) than this "
+                "command. Name a checkpoint or an export that does not change, or --precision fp32 or bf16"
+            )
+
+    def __call__(self, row: dict[str, str]) -> dict[str, str]:
+        """Embed `{"unit": JSON, "identity": hash}`; return `{"sidecar": JSON, "problem": words}`."""
+        if self._problem:
+            return {"sidecar": "", "problem": self._problem}
+        unit = Unit.model_validate_json(row["unit"])
+        try:
+            sidecar = embed_unit(unit, self._folder, self._config, row["identity"], self._encoder)
+        except (OSError, EmbedError) as error:  # if raised here, users would see a traceback of Ray
+            return {"sidecar": "", "problem": f"{error}. Finished units are kept; run the same command to continue"}
+        return {"sidecar": sidecar.model_dump_json(), "problem": ""}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from declutr.common.words import lexical_words
-from declutr.embedding.config import EmbedError
+from declutr.embedding.units import EmbedError
 from declutr.evaluation.retrieval.lexicon import LexicalKind, Lexicon, query_weights
 
 WORDS, POSTINGS = "words.arrow", "postings.arrow"
@@ -74,9 +74,9 @@ class StoredWords:
     def scores(self, query: str) -> NDArray[np.float32]:
         """`(rows,)` scores between 0 and 1; all 0 if no text has a word of the query."""
         scores = np.zeros(self._rows)
-        found = [(self._place(word), number) for word, number in Counter(lexical_words(query)).items()]
-        places = np.array([place for place, _ in found if place is not None], np.int64)
-        occurrences = np.array([number for place, number in found if place is not None], np.float64)
+        occurring = [(self._place(word), number) for word, number in Counter(lexical_words(query)).items()]
+        places = np.array([place for place, _ in occurring if place is not None], np.int64)
+        occurrences = np.array([number for place, number in occurring if place is not None], np.float64)
         weights = query_weights(self._kind, occurrences, self._counts[places].astype(np.float64), self._rows)
         for place, weight in zip(places.tolist(), weights.tolist(), strict=True):
             postings = slice(self._ends[place] - self._counts[place], self._ends[place])

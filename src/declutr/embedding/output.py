@@ -1,7 +1,6 @@
-"""The output of `declutr embed` with its note, and the texts and vectors of an index, checked before use."""
+"""The output of `declutr embed` with its note."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,87 +12,10 @@ from pydantic import ValidationError
 
 from declutr.common.config import Strict, first_problem
 from declutr.common.storage import atomic_file
-from declutr.embedding.config import EmbedConfig, EmbedError, Shape
-from declutr.embedding.units import EmbeddingSidecar, part_schema, shaped
+from declutr.embedding.units import EmbedConfig, EmbeddingSidecar, EmbedError, Shape, part_schema, shaped
 from declutr.encoders.protocol import Precision
 
 CHUNK_ROWS = 4096
-SCHEMA = pa.schema([("record", pa.int64()), ("text", pa.large_string()), ("id", pa.string()), ("source", pa.string())])
-"""Columns of the texts of an index. The texts of a batch may have more than 2 GiB, the limit of `string`."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One text of an index.
-
-    Attributes:
-        row: in the index.
-        record: number of the record in the inputs, those that were skipped included.
-        id: if the embeddings have ids.
-        source: origin.
-        text: the whole text.
-    """
-
-    row: int
-    record: int
-    id: str | None
-    source: str
-    text: str
-
-
-_MOST_ALLOCATED_BYTES = 2**24  # a mapped batch that is not compressed allocates nothing
-
-
-class StoredTexts:
-    """Memory-mapped file of texts.
-
-    Raises:
-        EmbedError: the file is cut off, altered, or holds something else.
-    """
-
-    def __init__(self, path: Path, rows: int) -> None:
-        self._path, self._checked = path, dict[int, pa.RecordBatch]()
-        try:
-            self._file = pa.ipc.open_file(pa.memory_map(str(path)))
-            sizes, before = [], pa.total_allocated_bytes()
-            for number in range(self._file.num_record_batches):
-                batch = self._file.get_batch(number)
-                sizes.append(batch.num_rows)
-                if pa.total_allocated_bytes() > before + _MOST_ALLOCATED_BYTES:
-                    raise self._wrong("its batches are compressed")
-        except (pa.ArrowException, OSError) as error:
-            raise self._wrong(str(error)) from error
-        if self._file.schema != SCHEMA or sum(sizes) != rows or any(size != CHUNK_ROWS for size in sizes[:-1]):
-            raise self._wrong(f"not {rows:,} rows of record, text, id and source")
-
-    def at(self, row: int) -> Stored:
-        """Text of a row.
-
-        Raises:
-            EmbedError: the part of the file with this row is altered.
-        """
-        batch, place = divmod(row, CHUNK_ROWS)
-        found: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
-        return Stored(row, found["record"], found["id"], found["source"] or "", found["text"] or "")
-
-    def __iter__(self) -> Iterator[str]:
-        """Texts without ids and sources, in the order of the rows."""
-        for number in range(self._file.num_record_batches):
-            yield from (text or "" for text in self._batch(number).column("text").to_pylist())
-
-    def _batch(self, number: int) -> pa.RecordBatch:
-        """Batch with checked offsets and UTF-8 texts; an unchecked one could end the process."""
-        if number not in self._checked:
-            batch = self._file.get_batch(number)
-            try:
-                batch.validate(full=True)
-            except pa.ArrowException as error:
-                raise self._wrong(str(error)) from error
-            self._checked[number] = batch
-        return self._checked[number]
-
-    def _wrong(self, why: str) -> EmbedError:
-        return EmbedError(f"{self._path} is cut off, altered, or not of `declutr index` ({why}); build the index again")
 
 
 def mapped(path: Path, rows: int, size: int, dtype: str) -> NDArray[Any]:
@@ -103,24 +25,12 @@ def mapped(path: Path, rows: int, size: int, dtype: str) -> NDArray[Any]:
         EmbedError: the file is cut off, altered, or of another shape or type.
     """
     try:
-        found: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+        vectors: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, OSError, EOFError, SyntaxError, TypeError, OverflowError) as error:
         raise EmbedError(f"{path} cannot be read as vectors ({error})") from error
-    if found.shape != (rows, size) or found.dtype != np.dtype(dtype):
-        raise EmbedError(f"{path} holds {found.shape} of {found.dtype}, expected {(rows, size)} of {dtype}")
-    return found
-
-
-def stored_vectors(path: Path, rows: int, size: int) -> NDArray[np.float32]:
-    """Vectors `(rows, size)` of an exact index, all finite.
-
-    Raises:
-        EmbedError: as for `mapped`, or a number is not finite.
-    """
-    found: NDArray[np.float32] = mapped(path, rows, size, "float32")
-    if not all(np.isfinite(found[start : start + CHUNK_ROWS]).all() for start in range(0, rows, CHUNK_ROWS)):
-        raise EmbedError(f"{path} holds numbers that are not finite; build the index again")
-    return found
+    if vectors.shape != (rows, size) or vectors.dtype != np.dtype(dtype):
+        raise EmbedError(f"{path} holds {vectors.shape} of {vectors.dtype}, expected {(rows, size)} of {dtype}")
+    return vectors
 
 
 class Note(Strict):
@@ -209,13 +119,37 @@ def _batches(folder: Path, sidecars: list[EmbeddingSidecar]) -> Iterator[pa.Reco
 
 def unit_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[np.float32]]:
     """Yield chunks of embeddings, scaled to length 1."""
-    start = 0
     unit = Shape(normalise=True)
+    return (shaped(chunk.astype(np.float32), unit) for chunk in finite_vectors(embeddings, note))
+
+
+def finite_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
+    """Yield chunks of embeddings of up to `CHUNK_ROWS` rows, as they are in the file.
+
+    Raises:
+        EmbedError: a number is not finite, or the file has other embeddings than its note says.
+    """
+    start = 0
     for chunk in _stored(embeddings, note):
         if len(bad := np.flatnonzero(~np.isfinite(chunk).all(axis=1))):
             raise EmbedError(f"{embeddings}: the embedding of row {start + bad[0]:,} is not finite; embed again")
-        yield shaped(chunk.astype(np.float32), unit)
+        yield chunk
         start += len(chunk)
+
+
+def numbered(chunks: Iterator[NDArray[Any]]) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Chunks with the row of the first vector of each."""
+    start = 0
+    for chunk in chunks:
+        yield start, chunk
+        start += len(chunk)
+
+
+def rows_of(chunks: Iterator[NDArray[Any]], rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Vectors `(len(rows), size)` of ascending rows."""
+    return np.concatenate(
+        [chunk[rows[(rows >= start) & (rows < start + len(chunk))] - start] for start, chunk in numbered(chunks)]
+    )
 
 
 def _stored(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:

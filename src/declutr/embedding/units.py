@@ -1,22 +1,24 @@
-"""One unit of work: texts to one file of embeddings, complete or absent, and a sidecar that marks it as done."""
+"""Settings of `declutr embed`, and its units of work.
+
+A unit turns texts to one file of embeddings, complete or absent, and a sidecar that marks it as done.
+"""
 
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict
 from declutr.common.console.logs import get_logger
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, hash_json, write_text
-from declutr.embedding.config import EmbedConfig, EmbedError, Shape
-from declutr.encoders.protocol import AnyPrecision, SentenceEncoder
+from declutr.encoders.protocol import AnyPrecision, EncoderChoice, SentenceEncoder
 from declutr.pipeline.job.units import (
     Unit,
     check_unchanged,
@@ -26,8 +28,51 @@ from declutr.pipeline.job.units import (
     read_unit,
     with_file_states,
 )
-from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, Record
+from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, Record, TextField
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
+
+Format = Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"]
+VectorType = Literal["float32", "int8"]
+"""Type of the vectors of an index."""
+
+
+class EmbedError(ValueError):
+    """Texts that cannot be read, settings that contradict each other, or an output that cannot be written."""
+
+
+class Shape(Strict):
+    """Postprocessing of an embedding, in this order: truncate, normalise, round."""
+
+    dimensions: int | None = Field(default=None, ge=1)
+    """Keep only the first numbers, this many. They have length 1 again only with `normalise`."""
+    normalise: bool = False
+    """Divide by the Euclidean length; a null vector stays null."""
+    dtype: Literal["float32", "float16", "int8"] = "float32"
+    """int8: scaled so that the number of largest magnitude is 127, then rounded; only the direction is kept."""
+
+
+class EmbedConfig(Strict):
+    """Settings of one job."""
+
+    choice: EncoderChoice
+    inputs: list[str] = Field(min_length=1)
+    """Files, folders and globs, as `prepare` takes them."""
+    output: Path
+    """.npy: `(texts, size)`. .parquet: columns row, id if requested, embedding."""
+    text_field: TextField = "text"
+    """Key or column of the text, or several, as `prepare` takes them."""
+    id_field: str | None = None
+    """Key or column of a text that identifies each row, written next to its embedding."""
+    format: Format = "auto"
+    """Format of the inputs; auto detects it from name and content."""
+    shape: Shape = Shape()
+    skip_bad: bool = False
+    """Skip and count records that cannot be read; otherwise the first such record stops the job."""
+    unit_mib: float | None = Field(default=None, gt=0)
+    """Input per unit of work in MiB; if not set, 1, and more for inputs above 4,096 units."""
+    workers: int | None = Field(default=None, ge=0)
+    """Ray workers; 0 uses this process. If not set: this process for small inputs, else all GPUs, else all CPUs."""
+
 
 _MAX_UNITS = 4096
 
@@ -56,11 +101,11 @@ def plan(config: EmbedConfig) -> list[Unit]:
         )
     skipped = Skipped()
     corpus = corpus_of(config, config.text_field)
-    _, units, found = fit_units(corpus, config.unit_mib, skipped, least_mib=1, most_units=_MAX_UNITS)
-    if config.id_field and not found:
-        found = plan_units(corpus_of(config, config.id_field), 1)[1]
+    _, units, unreadable = fit_units(corpus, config.unit_mib, skipped, least_mib=1, most_units=_MAX_UNITS)
+    if config.id_field and not unreadable:
+        unreadable = plan_units(corpus_of(config, config.id_field), 1)[1]
     words = {"corpus.paths": "input", "corpus.format": "--format", "corpus.text_field": "--text-field or --id-field"}
-    for problem in found:
+    for problem in unreadable:
         for ours, theirs in words.items():
             problem = problem.replace(ours, theirs)
         problems.append(problem)
@@ -120,11 +165,11 @@ def embed_unit(
     config: EmbedConfig,
     identity: str,
     encoder: SentenceEncoder,
-    told: Callable[[int, int], None] | None = None,
+    report: Callable[[int, int], None] | None = None,
 ) -> EmbeddingSidecar:
     """Embed one unit to the folder of the parts. The bytes depend only on the unit, the encoder and the settings.
 
-    `told` is called with the numbers of newly embedded texts and newly read input bytes.
+    `report` is called with the numbers of newly embedded texts and newly read input bytes.
 
     Raises:
         EmbedError: a record cannot be read and is not to be skipped, or an embedding is not finite.
@@ -162,9 +207,9 @@ def embed_unit(
                             f"{config.shape.dtype}; the encoder is broken, or --dtype float32 is needed"
                         )
                     writer.write_batch(_batch(schema, rows, ids, values))
-                if told is not None:
+                if report is not None:
                     now = reader.bytes_read
-                    told(len(texts), now - seen_bytes)
+                    report(len(texts), now - seen_bytes)
                     seen_bytes = now
         check_unchanged(unit)
         (folder / f"{unit.name}.json").unlink(missing_ok=True)  # that of an earlier job would vouch for this part
@@ -196,10 +241,10 @@ def embed_distinct(encoder: SentenceEncoder, texts: list[str], shape: Shape) -> 
     """Embeddings `(len(texts), dimensions)` as written, and whether each is finite; equal texts are embedded once."""
     numbers: dict[str, int] = {}
     places = [numbers.setdefault(text, len(numbers)) for text in texts]
-    found = shaped(embeddings := encoder.encode(list(numbers)), shape)
-    checked = found if shape.dtype == "float16" else embeddings[:, : shape.dimensions]
+    rounded = shaped(embeddings := encoder.encode(list(numbers)), shape)
+    checked = rounded if shape.dtype == "float16" else embeddings[:, : shape.dimensions]
     finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(checked), axis=1)
-    return found[places], finite[places]
+    return rounded[places], finite[places]
 
 
 def shaped(embeddings: NDArray[np.float32], shape: Shape) -> NDArray[Any]:
@@ -237,12 +282,12 @@ def keyed(unit: Unit, records: Iterator[Record], config: EmbedConfig) -> Iterato
 def _windows(records: Iterator[Keyed]) -> Iterator[list[Keyed]]:
     """Yield a bounded number of records and characters, to be sorted by length and embedded together."""
     window: list[Keyed] = []
-    held = 0
+    num_characters = 0
     for record, key in records:
         window.append((record, key))
-        held += len(record.text) if isinstance(record, Document) else 0
-        if len(window) == _WINDOW_TEXTS or held >= _WINDOW_CHARACTERS:
+        num_characters += len(record.text) if isinstance(record, Document) else 0
+        if len(window) == _WINDOW_TEXTS or num_characters >= _WINDOW_CHARACTERS:
             yield window
-            window, held = [], 0
+            window, num_characters = [], 0
     if window:
         yield window

@@ -1,8 +1,8 @@
-"""Documents, bytes and tokens summed by a name, such as a source, and the few groups into which sources are divided."""
+"""Documents, bytes and tokens summed by a name, such as a source."""
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, fields
 
 import pyarrow as pa
@@ -91,36 +91,8 @@ def _grouped(table: pa.Table) -> pa.Table:
     return sums.select(["name", *(f"{name}_sum" for name in _SUMS)]).rename_columns(["name", *_SUMS])
 
 
-MAX_GROUPS = 8
-"""Number of colours and shapes that a reader can distinguish."""
-OTHERS = "other sources"
 _STEP = re.compile(r"[/!]")
 """Separators of folders, and of an archive and its member."""
-
-
-class Grouping:
-    """Groups sources by the beginnings of their names, one group for each colour of the map.
-
-    Names are cut at a separator (`/`, `!`), as late as possible with at most `MAX_GROUPS` different beginnings. If the
-    cut at the first separator already gives more, the most frequent beginnings are groups and the others share one.
-    """
-
-    def __init__(self, sources: Sequence[str]) -> None:
-        self._steps = 1
-        beginnings = Counter(_cut(source, 1) for source in sources)
-        for steps in range(2, max((_num_steps(source) for source in sources), default=1) + 1):
-            finer = Counter(_cut(source, steps) for source in sources)
-            if len(finer) > MAX_GROUPS:
-                break
-            self._steps, beginnings = steps, finer
-        ranked = sorted(beginnings.items(), key=lambda item: (-item[1], item[0]))
-        self.names = [name for name, _ in ranked[:MAX_GROUPS]]
-        """Names of the groups, the most frequent first."""
-        self._numbers = {name: number for number, name in enumerate(self.names)}
-
-    def number(self, source: str) -> int:
-        """Index of a source's group in `names`; `len(names)` for all other sources, also unknown ones."""
-        return self._numbers.get(_cut(source, self._steps), len(self.names))
 
 
 def group_sources(sources: dict[str, Tally], limit: int) -> dict[str, Tally]:

@@ -1,0 +1,98 @@
+"""Map of embeddings for Embedding Atlas: a Parquet file with each text, its vector, and its place on a plane.
+
+The plane is the one in which embeddings differ most: their first two principal components (Pearson, 1901). With mean m
+and covariance C = 1/n sum_i (x_i - m)(x_i - m)^T, a vector x of length 1 is placed at (u_1, u_2)^T (x - m), where u_1
+and u_2 are the eigenvectors of C with the largest eigenvalues. Unlike the places of UMAP or t-SNE, these depend on no
+random start, and each follows from its vector alone, so that batches are placed one after the other.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from scipy.linalg import eigh
+
+from declutr.common import seeding
+from declutr.embedding.output import Note, finite_vectors, rows_of, unit_vectors
+from declutr.embedding.units import Shape, shaped
+from declutr.trainer.data.plan import permute
+
+PLANE_ROWS = 5_000
+"""Texts that fit the plane; all are placed on it."""
+SHARE = b"share of the variance"
+"""Key of the file's metadata: the share of the variance within the plane, in [0, 1]."""
+_LEAST_SHARE = 1e-12  # of the largest eigenvalue
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Plane through embeddings."""
+
+    mean: NDArray[np.float64]
+    """`(size,)`."""
+    axes: NDArray[np.float64]
+    """`(size, 2)`, of length 1; the second is null if the embeddings lie on a line."""
+    share: float
+    """Share of the variance within the plane, in [0, 1]; 1 if there is no variance."""
+
+    def place(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Coordinates `(n, 2)` of vectors `(n, size)`."""
+        return ((vectors - self.mean) @ self.axes).astype(np.float32)
+
+
+def fit_plane(vectors: NDArray[np.float32]) -> Plane:
+    """Fit the plane of vectors `(n, size)`, n and size at least 1. Their order affects rounding only."""
+    mean = vectors.mean(axis=0, dtype=np.float64)
+    centred = vectors - mean
+    count, size = centred.shape
+    # The smaller of the two products has the same eigenvalues: the size comes from a file, and may be any.
+    product = (centred.T @ centred if size <= count else centred @ centred.T) / count
+    order = len(product)
+    variances, columns = eigh(product, subset_by_index=[max(0, order - 2), order - 1])
+    if size > count:  # eigenvectors of the other product, of length 1
+        real = variances > _LEAST_SHARE * variances[-1]  # others are rounding
+        columns = np.where(real, centred.T @ columns / np.sqrt(np.where(real, variances * count, 1.0)), 0.0)
+    axes = np.zeros((size, 2))
+    axes[:, : len(variances)] = columns[:, ::-1]
+    # The sign of an eigenvector is arbitrary: make the number of largest magnitude positive.
+    axes *= np.where(np.take_along_axis(axes, np.abs(axes).argmax(axis=0)[None], axis=0) < 0, -1.0, 1.0)
+    total = float(np.trace(product))
+    return Plane(mean, axes, min(1.0, max(0.0, float(variances.sum()) / total)) if total else 1.0)
+
+
+def sample_rows(num_rows: int, count: int, seed: int = 0) -> NDArray[np.int64]:
+    """Ascending numbers below `num_rows`: `count` of them drawn by (seed, "map"), or all if there are fewer."""
+    drawn = np.arange(min(num_rows, count))
+    if num_rows > count:
+        drawn = np.sort(permute(seeding.key_for(seed, "map"), np.zeros_like(drawn), drawn, num_rows))
+    return drawn
+
+
+def write_map(path: Path, texts: Path, embeddings: Path, note: Note) -> None:
+    """Write the map of a file of at least one embedding, a batch at a time.
+
+    Columns: text, id, source, vector (as in the file of embeddings, of its type), x, y (float32).
+
+    Args:
+        path: file to write.
+        texts: `texts.arrow` of the index, with a row for each embedding.
+        embeddings: file of `declutr embed`.
+        note: its note.
+    """
+    plane = fit_plane(rows_of(unit_vectors(embeddings, note), sample_rows(note.rows, PLANE_ROWS)))
+    with pa.memory_map(str(texts)) as source:
+        table = pa.ipc.open_file(source).read_all()  # mapped, so nothing is read yet
+        vector = pa.list_(pa.from_numpy_dtype(note.config.shape.dtype), note.size)
+        fields = [*(table.schema.field(name) for name in ("text", "id", "source")), pa.field("vector", vector)]
+        schema = pa.schema([*fields, ("x", pa.float32()), ("y", pa.float32())], {SHARE: str(round(plane.share, 6))})
+        start = 0
+        with pq.ParquetWriter(path, schema) as writer:
+            for chunk in finite_vectors(embeddings, note):
+                x, y = plane.place(shaped(chunk.astype(np.float32), Shape(normalise=True))).T
+                vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.ravel(chunk)), note.size)
+                columns = table.slice(start, len(chunk)).select(["text", "id", "source"]).columns
+                writer.write_table(pa.Table.from_arrays([*columns, vectors, pa.array(x), pa.array(y)], schema=schema))
+                start += len(chunk)
