@@ -8,9 +8,8 @@ import numpy as np
 
 from declutr.common.paths import expand
 from declutr.common.storage import hash_file
-from declutr.common.stores.address import child, is_remote
-from declutr.common.stores.files import read_file
-from declutr.common.stores.folders import is_whole
+from declutr.common.stores.address import is_remote
+from declutr.common.stores.folder import Folder
 from declutr.doctor.finding import EVERYWHERE, Finding, make_finding
 from declutr.pipeline.shards.shards import MANIFEST, Manifest, ShardSet
 
@@ -42,9 +41,9 @@ def look(folder: str) -> Seen:
 
 def _look_from_afar(address: str) -> Seen:
     """Look at shards in a store, without fetching them as a run would."""
-    raw = read_file(child(address, MANIFEST)) if is_whole(address) else None
+    raw = Folder(address).read(MANIFEST) if Folder(address).is_whole() else None
     if raw is None:
-        return Seen(error=f"{address}: no complete folder of shards found; send it: declutr push FOLDER {address}")
+        return Seen(error=f"{address}: no complete folder of shards found; send it: declutr copy FOLDER {address}")
     return Seen(hashlib.sha256(raw).hexdigest()[:12], Manifest.model_validate_json(raw).totals["kept_train"])
 
 
