@@ -26,8 +26,8 @@ from declutr.common.credentials import refused_settings
 from declutr.common.lock import RunLockedError
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, write_text
-from declutr.common.stores.address import child, is_remote
-from declutr.common.stores.files import pull_file
+from declutr.common.stores.address import is_remote
+from declutr.common.stores.folder import Folder
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.config import PipelineConfig, config_hash, identity
 from declutr.pipeline.duplicates.config import problems as duplicates_problems
@@ -230,7 +230,7 @@ def _small_files(config: PipelineConfig) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="declutr-") as folder:
         for name in (ESTIMATE, PROGRESS):
             with suppress(OSError):  # they only serve the last message
-                pull_file(child(config.output, name), Path(folder, name), RetryPolicy(total_seconds=0.0))
+                Folder(config.output, RetryPolicy(total_seconds=0.0)).pull(name, Path(folder, name))
         yield Path(folder)
 
 

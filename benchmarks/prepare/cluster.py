@@ -49,8 +49,8 @@ def serve(lab: Lab, corpus: Path) -> Host:
         "        break\n"
         "    except OSError:\n"
         "        time.sleep(0.2)\n"
-        "from declutr.common.stores.folders import main\n"
-        f"sys.exit(main(['push', '{corpus}', 's3://bucket/corpus?{ENDPOINT}']))\n"
+        "from declutr.common.stores.copies import main\n"
+        f"sys.exit(main(['{corpus}', 's3://bucket/corpus?{ENDPOINT}']))\n"
     )
     check(store.run(sys.executable, "-c", script, env=ENVIRONMENT))
     return store

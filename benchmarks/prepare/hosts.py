@@ -161,8 +161,7 @@ def _compare(store: Host, work: Path, name: str, wanted: dict[str, str]) -> None
     line = [
         sys.executable,
         "-m",
-        "declutr.common.stores.folders",
-        "pull",
+        "declutr.common.stores.copies",
         f"s3://bucket/{name}?{ENDPOINT}",
         str(pulled),
     ]

@@ -1,6 +1,6 @@
 """The search on Ray Data or over an object store: one task and one result file a bucket, so that it can continue."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +14,8 @@ from declutr.common.console.logs import get_logger
 from declutr.common.paths import expand
 from declutr.common.session import start_ray
 from declutr.common.storage import atomic_file, hash_json
-from declutr.common.stores.address import child
-from declutr.common.stores.copies import FileRecord
-from declutr.common.stores.files import names, pull_file, push_file
-from declutr.common.stores.folders import local_files
-from declutr.common.stores.retry import RetryPolicy
+from declutr.common.stores.folder import Folder
+from declutr.common.stores.listing import Files
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.documents import Documents, Numbering, number
 from declutr.pipeline.duplicates.keys import KeysError
@@ -31,47 +28,33 @@ _THREADS = 8
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """The store of a search. Each host has one copy of all keys, and sends the pairs that it finds.
+class RemoteKeys:
+    """Keys in an object store. Each host that searches has one copy of all of them, and sends the pairs that it finds.
 
-    Every method raises RemoteError if the store refuses, or did not answer within `storage_retry_seconds`.
+    Every method raises RemoteError if the store refuses, or did not answer in time.
     """
 
-    address: str
+    remote: Folder
     """Folder of the candidates."""
+    files: Files
+    """The keys of all units, by name from there."""
     cache: str
     """Folder for copies, which each host expands."""
-    files: Mapping[str, FileRecord]
-    """The keys of all units, by name from the address."""
-    storage_retry_seconds: float
 
-    @property
-    def _retries(self) -> RetryPolicy:
-        return RetryPolicy(self.storage_retry_seconds)
-
-    def folder(self) -> Path:
+    def copy(self) -> Path:
         """This host's copy of the keys, fetched at the first use.
 
         Raises:
             AlteredError: a file is missing or altered.
         """
-        return local_files(self.address, self.files, expand(self.cache).absolute(), self._retries)
+        return self.remote.cached(expand(self.cache).absolute(), self.files)
 
-    def send(self, pairs: Path) -> None:
-        """Sends the pairs of a bucket."""
-        push_file(pairs, child(self.address, f"{PAIRS}/{pairs.name}"), self._retries)
-
-    def fetch(self, folder: Path) -> None:
+    def fetch_pairs(self, folder: Path) -> None:
         """Fetches the pairs that the store has and the host does not."""
-
-        def fetch(name: str) -> None:
-            pull_file(child(self.address, f"{PAIRS}/{name}"), folder / PAIRS / name, self._retries)
-
-        missing = [
-            name for name in names(child(self.address, PAIRS), self._retries) if not (folder / PAIRS / name).exists()
-        ]
+        pairs = self.remote / PAIRS
+        missing = [name for name in pairs.names() if not (folder / PAIRS / name).exists()]
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(fetch, missing))
+            list(pool.map(lambda name: pairs.pull(name, folder / PAIRS / name), missing))
 
 
 KEYS_PER_BUCKET = 1 << 22
@@ -85,7 +68,7 @@ def find_duplicates(
     units: Sequence[str],
     config: DuplicatesConfig,
     session: SessionConfig | None = None,
-    exchange: Exchange | None = None,
+    keys: RemoteKeys | None = None,
     labels: list[str] | None = None,
 ) -> Path:
     """Finds the documents to drop; continues an earlier search that was stopped.
@@ -95,7 +78,7 @@ def find_duplicates(
         units: names of the units in plan order, which is the order of the corpus.
         config: settings, the same as those of the keys.
         session: where the work runs; without influence on the result.
-        exchange: the store of the keys, if hosts share no folder; `folder` is then this host's copy.
+        keys: the keys in a store, if hosts share no folder; `folder` is then this host's copy.
         labels: labels whose rows are kept, which the result records; None: all.
 
     Returns:
@@ -114,8 +97,8 @@ def find_duplicates(
         return result
     for aside in (folder / PAIRS).glob(".*.tmp"):
         aside.unlink()
-    if exchange is not None:
-        exchange.fetch(folder)
+    if keys is not None:
+        keys.fetch_pairs(folder)
     for left in (folder / PAIRS).glob("*.arrow"):  # left by other settings with more buckets
         if int(left.stem) >= num_buckets:
             left.unlink()
@@ -129,12 +112,12 @@ def find_duplicates(
         start_ray(session.num_cpus, session.address)
         rows = ray.data.from_items([{"bucket": bucket} for bucket in todo], override_num_blocks=len(todo))
         arguments = {"numbering": numbering, "config": config, "num_buckets": num_buckets, "stamp": stamp}
-        arguments["exchange"] = exchange
+        arguments["keys"] = keys
         for done in rows.map(search_bucket, fn_kwargs=arguments, num_cpus=1).iter_rows():
             if done["problem"]:
                 raise KeysError(f"bucket {done['bucket']}: {done['problem']}")
-        if exchange is not None:
-            exchange.fetch(folder)
+        if keys is not None:
+            keys.fetch_pairs(folder)
     pairs = _read_all([pairs_path(folder, bucket) for bucket in range(num_buckets)])
     write_duplicates(result, decide(pairs), Documents(numbering), stamp, labels)
     return result
@@ -151,16 +134,17 @@ def search_bucket(
     config: DuplicatesConfig,
     num_buckets: int,
     stamp: str,
-    exchange: Exchange | None = None,
+    keys: RemoteKeys | None = None,
 ) -> dict[str, Any]:
     """Writes the pairs of a bucket, or returns an error message; Ray Data maps this function over buckets."""
     bucket = int(row["bucket"])
     try:
-        if exchange is not None:
-            numbering = replace(numbering, folder=exchange.folder())
+        if keys is not None:
+            numbering = replace(numbering, folder=keys.copy())
         _write_pairs(bucket, numbering, config, num_buckets, stamp)
-        if exchange is not None:
-            exchange.send(pairs_path(numbering.folder, bucket))
+        if keys is not None:
+            path = pairs_path(numbering.folder, bucket)
+            keys.remote.put(f"{PAIRS}/{path.name}", path)
     except (OSError, KeysError) as error:
         return {"bucket": bucket, "problem": str(error)}
     return {"bucket": bucket, "problem": ""}

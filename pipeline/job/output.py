@@ -13,13 +13,14 @@ from declutr.common.config import Strict
 from declutr.common.lock import LOCK, RunLock
 from declutr.common.storage import fsync_path, hash_json, write_text
 from declutr.common.stores.copies import PLAN
+from declutr.common.stores.listing import Files
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity
 from declutr.pipeline.duplicates.search import find_duplicates
 from declutr.pipeline.duplicates.table import DUPLICATES
 from declutr.pipeline.filters.document_filter import fingerprints
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.estimate import ESTIMATE
-from declutr.pipeline.job.output_store import Files, OutputStore
+from declutr.pipeline.job.output_store import OutputStore
 from declutr.pipeline.job.progress import HEARTBEATS, PROGRESS
 from declutr.pipeline.job.unit_writer import finished_sidecar
 from declutr.pipeline.job.units import Unit, hash_unit
@@ -206,8 +207,10 @@ class Output:
         Raises:
             KeysError: a file of keys is missing, damaged, or was written with other settings.
         """
-        found = find_duplicates(self.folder / CANDIDATES, units, self.config.duplicates, self.session, labels=labels)
-        self._keep(found)
+        duplicates = find_duplicates(
+            self.folder / CANDIDATES, units, self.config.duplicates, self.session, labels=labels
+        )
+        self._keep(duplicates)
 
     def _keep(self, duplicates: Path) -> None:
         duplicates.replace(self.folder / DUPLICATES)

@@ -3,7 +3,7 @@
 The store has the layout of an output folder. An object store has no rename, so a list of the files of a unit, with
 their checksums, is written after them (`sent/STAGE/UNIT.json`). A unit without such a list, or whose files do not have
 the sizes in it, is not finished. The whole output is complete when `.files.json` exists, which is written last, after
-the manifest (src/declutr/common/stores/folders.py); `sent/` and `candidates/` are removed then.
+the manifest (src/declutr/common/stores/folder.py); `sent/` and `candidates/` are removed then.
 """
 
 import re
@@ -20,17 +20,12 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from declutr.common.paths import expand
-from declutr.common.storage import hash_file
-from declutr.common.stores.address import child, is_remote, short_name
-from declutr.common.stores.copies import FileRecord, decoded, encoded, fetch_all
-from declutr.common.stores.files import push_file, read_file, sizes, write_file
-from declutr.common.stores.folders import local_files
-from declutr.common.stores.retry import RetryPolicy
-from declutr.pipeline.duplicates.search import Exchange
+from declutr.common.stores.address import is_remote, short_name
+from declutr.common.stores.folder import Folder
+from declutr.common.stores.listing import FileRecord, Files, decoded, encoded
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.progress import HEARTBEATS
 from declutr.pipeline.job.units import Unit
-from declutr.pipeline.job.worker import CANDIDATES
 from declutr.pipeline.shards.manifest import TOKENIZER
 
 SENT = "sent"
@@ -42,9 +37,6 @@ _COPIES, _TASKS = "copies", "tasks"
 _THREADS = 16
 _SWEEP_SECONDS = 30.0
 
-Files = dict[str, FileRecord]
-"""Files of the output, by name from its address."""
-
 
 @dataclass(frozen=True)
 class OutputStore:
@@ -53,45 +45,25 @@ class OutputStore:
     Every method raises RemoteError if the store refuses, or did not answer within `storage_retry_seconds`.
     """
 
-    address: str
+    remote: Folder
     cache: str
     """`cache` of the configuration; each host expands it."""
-    storage_retry_seconds: float
-
-    @property
-    def retries(self) -> RetryPolicy:
-        """Retries of every request."""
-        return RetryPolicy(self.storage_retry_seconds)
 
     @property
     def cache_dir(self) -> Path:
         """Folder of this host for files of this output."""
-        return expand(self.cache).absolute() / short_name(self.address)
+        return expand(self.cache).absolute() / short_name(self.remote.url)
 
-    def at(self, name: str) -> str:
-        """Address of a file of the output."""
-        return child(self.address, name)
-
-    def send(self, folder: Path, names: Sequence[str]) -> Files:
-        """Sends files of a local folder, in this order; returns their records."""
-        found = {name: FileRecord(hash_file(folder / name), (folder / name).stat().st_size) for name in names}
-        for name in names:
-            push_file(folder / name, self.at(name), self.retries)
-        return found
+    @property
+    def copies(self) -> str:
+        """Folder for the files that the tasks of a host share; each host expands it."""
+        return f"{self.cache}/{short_name(self.remote.url)}/{_COPIES}"
 
     def send_finished(self, stage: str, unit: str, folder: Path, names: Sequence[str]) -> Files:
         """Sends the files of a finished unit, then their list."""
-        sent = self.send(folder, names)
-        write_file(self.at(f"{SENT}/{stage}/{unit}.json"), encoded(sent), self.retries)
+        sent = self.remote.put_all(folder, names)
+        self.remote.put(f"{SENT}/{stage}/{unit}.json", encoded(sent))
         return sent
-
-    def fetch(self, files: Mapping[str, FileRecord], folder: Path) -> None:
-        """Fetches files and compares their checksums.
-
-        Raises:
-            AlteredError: a file is missing or altered.
-        """
-        fetch_all(self.address, files, folder, self.retries)
 
     def finished(self) -> tuple[dict[str, int], dict[tuple[str, str], Files]]:
         """Sizes of everything at the address, and the files of all finished units by stage and unit.
@@ -99,23 +71,15 @@ class OutputStore:
         Raises:
             AlteredError: a list is damaged.
         """
-        there = sizes(self.address, self.retries)
+        there = self.remote.sizes()
         lists = [name for name in there if name.startswith(f"{SENT}/")]
-        found = {}
+        finished = {}
         with ThreadPoolExecutor(_THREADS) as pool:
-            for name, raw in zip(
-                lists, pool.map(lambda name: read_file(self.at(name), self.retries), lists), strict=True
-            ):
-                files = decoded(raw, self.at(name)) if raw else {}
+            for name, raw in zip(lists, pool.map(self.remote.read, lists), strict=True):
+                files = decoded(raw, self.remote.at(name)) if raw else {}
                 if files and holds(there, files):
-                    found[Path(name).parent.name, Path(name).stem] = files
-        return there, found
-
-    def exchange(self, files: Mapping[str, FileRecord]) -> Exchange:
-        """The search for duplicates over candidates, whose files these are."""
-        keys = {name.removeprefix(f"{CANDIDATES}/"): record for name, record in files.items()}
-        cache = f"{self.cache}/{short_name(self.address)}/{_COPIES}"
-        return Exchange(self.at(CANDIDATES), cache, keys, self.storage_retry_seconds)
+                    finished[Path(name).parent.name, Path(name).stem] = files
+        return there, finished
 
     @contextmanager
     def staging_dir(
@@ -128,7 +92,7 @@ class OutputStore:
             own: files that this task needs.
             heartbeats: folder for heartbeats, which exists on the host of the command only.
         """
-        copy = local_files(self.address, shared, self.cache_dir / _COPIES, self.retries)
+        copy = self.remote.cached(self.cache_dir / _COPIES, shared)
         (self.cache_dir / _TASKS).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.cache_dir / _TASKS) as name:
             folder = Path(name)
@@ -137,7 +101,7 @@ class OutputStore:
             if heartbeats.parent.is_dir():
                 heartbeats.mkdir(exist_ok=True)
                 (folder / heartbeats.name).symlink_to(heartbeats)
-            self.fetch(own, folder)
+            self.remote.fetch_all(own, folder)
             yield folder
 
     def sweep(self) -> None:
@@ -165,13 +129,13 @@ def holds(there: Mapping[str, int], files: Mapping[str, FileRecord]) -> bool:
 
 def units_in(listing: Mapping[str, FileRecord], stage: str) -> list[tuple[tuple[str, str], Files]]:
     """The files of a complete output, by unit; those that all units share are one more."""
-    found: dict[tuple[str, str], Files] = {}
+    units: dict[tuple[str, str], Files] = {}
     for name, record in listing.items():
         if match := _OF_UNIT.fullmatch(name):
-            found.setdefault((stage, match[1]), {})[name] = record
+            units.setdefault((stage, match[1]), {})[name] = record
         elif name == INDEX or name.startswith(f"{TOKENIZER}/"):
-            found.setdefault(SHARED, {})[name] = record
-    return list(found.items())
+            units.setdefault(SHARED, {})[name] = record
+    return list(units.items())
 
 
 def made_in(folder: Path, needs: Mapping[str, FileRecord]) -> list[str]:

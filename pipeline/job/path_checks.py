@@ -1,4 +1,4 @@
-"""Problems of the paths in the settings of a preparation, found even if other settings are invalid."""
+"""Problems of the paths in the settings of a preparation, named even if other settings are invalid."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,8 @@ from typing import Any
 from declutr.common.credentials import refusal
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import PathError, expand, folder_problem
-from declutr.common.stores.address import child, is_remote
-from declutr.common.stores.files import remove_file, write_file
-from declutr.common.stores.folders import is_whole
+from declutr.common.stores.address import is_remote
+from declutr.common.stores.folder import Folder
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.shards.manifest import MANIFEST
 
@@ -24,19 +23,19 @@ def look(values: Mapping[str, Any]) -> list[str]:
     paths = corpus.get("paths") if isinstance(corpus, Mapping) else None
     listed = paths if isinstance(paths, list) else []  # other types are reported by the validation of the setting
     local = [path for path in listed if isinstance(path, str) and not is_remote(path)]
-    found = [f"corpus.paths: {problem}" for path in local if (problem := _path_problem(path))]
+    problems = [f"corpus.paths: {problem}" for path in local if (problem := _path_problem(path))]
     output = values.get("output")
     if isinstance(output, str):
-        given = values.get("storage_retry_seconds", _LOOK_SECONDS)
-        seconds = min(given, _LOOK_SECONDS) if isinstance(given, int | float) else _LOOK_SECONDS
-        found += [f"output = {output!r}: {problem}" for problem in output_place_problems(output, listed, seconds)]
+        setting = values.get("storage_retry_seconds", _LOOK_SECONDS)
+        seconds = min(setting, _LOOK_SECONDS) if isinstance(setting, int | float) else _LOOK_SECONDS
+        problems += [f"output = {output!r}: {problem}" for problem in output_place_problems(output, listed, seconds)]
     name = tokenizer.get("name") if isinstance(tokenizer, Mapping) else None
     if isinstance(name, str) and looks_like_a_path(name):
         problem = _path_problem(name)
         if problem is None and not expand(name).is_dir():
             problem = f"no such folder; looked at {expand(name).absolute()}"
-        found += [f"tokenizer.name = {name!r}: {problem}"] if problem else []
-    return found
+        problems += [f"tokenizer.name = {name!r}: {problem}"] if problem else []
+    return problems
 
 
 def output_place_problems(
@@ -56,14 +55,14 @@ def output_place_problems(
         folder = expand(output)
     except PathError as error:
         return [str(error)]
-    found = [
+    problems = [
         f"is inside the input {path!r}, so the same command would read the shards as input; name another folder"
         for path in inputs
         if not _path_problem(path) and (root := expand(path)).is_dir() and _inside(folder, root)
     ]
     finished = (folder / MANIFEST).is_file()  # nothing is written then, so a read-only disk is enough
     problem = None if finished else folder_problem(folder)
-    return [*found, problem] if problem else found
+    return [*problems, problem] if problem else problems
 
 
 def _address_problems(output: str, inputs: Sequence[str], storage_retry_seconds: float) -> list[str]:
@@ -71,21 +70,20 @@ def _address_problems(output: str, inputs: Sequence[str], storage_retry_seconds:
     if refused := refusal(output):
         return [refused]
     here = _bare(output)
-    found = [
+    problems = [
         f"is inside the input {path!r}, so the same command would read the shards as input; name another address"
         for path in inputs
         if is_remote(path) and f"{here}/".startswith(f"{_bare(path)}/")
     ]
     if not here.partition("://")[2].partition("/")[2]:
-        found.append("names no folder in the bucket; add one, like s3://BUCKET/openwebtext")
-    if found:
-        return found
-    retries = RetryPolicy(storage_retry_seconds)
-    probe = child(output, f".declutr-{secrets.token_hex(4)}")
+        problems.append("names no folder in the bucket; add one, like s3://BUCKET/openwebtext")
+    if problems:
+        return problems
+    remote, probe = Folder(output, RetryPolicy(storage_retry_seconds)), f".declutr-{secrets.token_hex(4)}"
     try:
-        if not is_whole(output, retries):  # nothing is written to a complete output, so reading it is enough
-            write_file(probe, b"", retries)
-            remove_file(probe, retries)
+        if not remote.is_whole():  # nothing is written to a complete output, so reading it is enough
+            remote.put(probe, b"")
+            remote.delete(probe)
     except (OSError, NotImplementedError) as error:
         return [f"nothing can be written there: {error}"]
     return []

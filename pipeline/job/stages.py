@@ -14,12 +14,12 @@ from ray.exceptions import WorkerCrashedError
 
 from declutr.common.console.logs import get_logger
 from declutr.common.session import start_ray
-from declutr.common.stores.copies import decoded, encoded
+from declutr.common.stores.listing import Files, decoded, encoded
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.keys import KeysError
 from declutr.pipeline.duplicates.table import DUPLICATES
 from declutr.pipeline.job.output import Output
-from declutr.pipeline.job.output_store import Files, OutputStore, made_in, refuse_missing
+from declutr.pipeline.job.output_store import OutputStore, made_in, refuse_missing
 from declutr.pipeline.job.progress import HEARTBEATS, Progress
 from declutr.pipeline.job.sample import output_engine
 from declutr.pipeline.job.selection import most_frequent_labels, write_selected
@@ -61,10 +61,10 @@ def run_stages(output: Output, units: Sequence[Unit], tokenizer: TokenizerInfo |
 def _run(stage: Stage, output: Output, units: Sequence[Unit], tokenizer: TokenizerInfo | None) -> list[Sidecar]:
     """Processes unfinished units on Ray Data; returns the sidecars of all units in order."""
     config, folder = output.config, output.folder
-    found = [output.finished_sidecar(unit, stage) for unit in units]
-    done = [sidecar for sidecar in found if sidecar]
+    before = [output.finished_sidecar(unit, stage) for unit in units]
+    done = [sidecar for sidecar in before if sidecar]
     sidecars = {sidecar.unit: sidecar for sidecar in done}
-    todo = [unit for unit, sidecar in zip(units, found, strict=True) if sidecar is None]
+    todo = [unit for unit, sidecar in zip(units, before, strict=True) if sidecar is None]
     todo.sort(key=lambda unit: (-unit.weight, unit.name))  # a large unit started last would keep one worker busy alone
     if done:
         get_logger().info("%s: %d of %d units are already finished", stage, len(done), len(units))

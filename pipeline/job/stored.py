@@ -11,29 +11,26 @@ from pathlib import Path
 from declutr.common.cluster import SessionConfig, started_cluster
 from declutr.common.config import ConfigError
 from declutr.common.console.logs import get_logger
-from declutr.common.lock import LOCK
+from declutr.common.lock import LOCK, StoreLock
 from declutr.common.paths import PathError, expand
-from declutr.common.storage import hash_file
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.copies import LISTING, PLAN, FileRecord, encoded, read_listing
-from declutr.common.stores.files import entries, pull_file, push_file, remove_file, remove_tree, write_file
-from declutr.common.stores.lease import Lease
+from declutr.common.stores.copies import PLAN
+from declutr.common.stores.folder import Folder
+from declutr.common.stores.listing import LISTING, FileRecord, Files, record_of
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.config import PipelineConfig
-from declutr.pipeline.duplicates.search import find_duplicates
+from declutr.pipeline.duplicates.search import RemoteKeys, find_duplicates
 from declutr.pipeline.duplicates.table import DUPLICATES
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.estimate import ESTIMATE
 from declutr.pipeline.job.output import Output, PreparePlan
-from declutr.pipeline.job.output_store import SENT, SHARED, Files, OutputStore, holds, units_in
+from declutr.pipeline.job.output_store import SENT, SHARED, OutputStore, holds, units_in
 from declutr.pipeline.job.progress import PROGRESS
 from declutr.pipeline.job.unit_writer import matching_sidecar
 from declutr.pipeline.job.units import Unit
 from declutr.pipeline.job.worker import CANDIDATES
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
 
-_SETTLE_SECONDS = 1.0
-"""Time after which a command looks whether its lease was overwritten; writing a small object takes less."""
 _SINGLE = (PLAN, ESTIMATE, PROGRESS, DUPLICATES, MANIFEST)
 """Files of the command itself, the manifest last."""
 _HELD = ".held"
@@ -49,7 +46,7 @@ class StoredOutput(Output):
 
     def __init__(self, config: PipelineConfig, store: OutputStore, folder: Path) -> None:
         super().__init__(config, folder)
-        self.store = store
+        self.store, self.remote = store, store.remote
         self._there: dict[str, int] = {}
         self._files: dict[tuple[str, str], Files] = {}
         self._listing: Files | None = None
@@ -58,7 +55,7 @@ class StoredOutput(Output):
     @property
     def name(self) -> str:
         """The output in messages."""
-        return self.store.address
+        return self.store.remote.url
 
     @property
     def estimate_path(self) -> Path:
@@ -93,7 +90,7 @@ class StoredOutput(Output):
         Raises:
             RunLockedError: another command holds the address.
         """
-        with Lease(self.store.address, lost, settle_seconds=_SETTLE_SECONDS):
+        with StoreLock(self.remote, lost):
             try:
                 yield
             finally:
@@ -103,35 +100,32 @@ class StoredOutput(Output):
     def refresh(self) -> None:
         """Fetches the small files of the output: plan, tokenizer, sidecars of finished units."""
         self._there, self._files = self.store.finished()
-        self._listing = read_listing(self.store.address, self.store.retries) if LISTING in self._there else None
+        self._listing = self.remote.listing() if LISTING in self._there else None
         for place, files in units_in(self._listing or {}, "select" if self.config.duplicates.enabled else "prepare"):
             if holds(self._there, files):
                 self._files.setdefault(place, files)
         for name in _SINGLE:
+            if name == DUPLICATES and (self.folder / name).exists():  # it never changes, and may be large
+                continue
             if name in self._there and (name != MANIFEST or self._listing is not None):
-                self._pull(name)
-        wanted = {
+                self.remote.pull(name, self.folder / name)
+        missing = {
             name: record
             for place, files in self._files.items()
             for name, record in files.items()
             if (place == SHARED or Path(name).parent.name == "units") and not self._has(name, record)
         }
-        self.store.fetch(wanted, self.folder)
-
-    def _pull(self, name: str) -> None:
-        path = self.folder / name
-        if name != DUPLICATES or not path.exists():  # it never changes, and may be large
-            pull_file(self.store.at(name), path, self.store.retries)
+        self.remote.fetch_all(missing, self.folder)
 
     def _has(self, name: str, record: FileRecord) -> bool:
         path = self.folder / name
-        return path.exists() and hash_file(path) == record.sha256
+        return path.exists() and record_of(path) == record
 
     def write_plan(self, plan: PreparePlan) -> None:
         """Sends the plan unless the store has one."""
         super().write_plan(plan)
         if PLAN not in self._there:
-            push_file(self.folder / PLAN, self.store.at(PLAN), self.store.retries)
+            self.remote.put(PLAN, self.folder / PLAN)
 
     def share(self) -> None:
         """Sends the tokenizer and the index of evaluation sets, unless the store has them."""
@@ -150,11 +144,8 @@ class StoredOutput(Output):
 
     def shared_files(self, stage: str) -> Files:
         """The tokenizer and the index of evaluation sets; to select, also the list of duplicates."""
-        found = dict(self._files[SHARED])
-        if stage == "select":
-            path = self.folder / DUPLICATES
-            found[DUPLICATES] = FileRecord(hash_file(path), path.stat().st_size)
-        return found
+        select = {DUPLICATES: record_of(self.folder / DUPLICATES)} if stage == "select" else {}
+        return self._files[SHARED] | select
 
     def files_of(self, stage: str, unit: str) -> Files:
         """The candidates of a unit, to select from."""
@@ -166,33 +157,31 @@ class StoredOutput(Output):
         Raises:
             KeysError: a file of keys is missing, damaged, or was written with other settings.
         """
-        keys = f"{CANDIDATES}/keys/"
-        files = {
-            name: record
-            for (stage, _), found in self._files.items()
+        names = {
+            name.removeprefix(f"{CANDIDATES}/"): record
+            for (stage, _), files in self._files.items()
             if stage == "prepare"
-            for name, record in found.items()
-            if name.startswith(keys)
+            for name, record in files.items()
+            if name.startswith(f"{CANDIDATES}/keys/")
         }
-        exchange = self.store.exchange(files)
-        given = self.config.duplicates, self.session, exchange, labels
-        self._keep(find_duplicates(exchange.folder(), units, *given))
+        keys = RemoteKeys(self.remote / CANDIDATES, names, self.store.copies)
+        self._keep(find_duplicates(keys.copy(), units, self.config.duplicates, self.session, keys, labels))
 
     def _keep(self, duplicates: Path) -> None:
         super()._keep(duplicates)
-        push_file(self.folder / DUPLICATES, self.store.at(DUPLICATES), self.store.retries)
+        self.remote.put(DUPLICATES, self.folder / DUPLICATES)
 
     def complete(self) -> None:
         """Sends the manifest and then the list of all files, and removes what only the work needed."""
         stage = "select" if self.config.duplicates.enabled else "prepare"
         files = {
             name: record
-            for place, found in self._files.items()
+            for place, sent in self._files.items()
             if place[0] in (stage, SHARED[0])
-            for name, record in found.items()
+            for name, record in sent.items()
         }
-        files |= self.store.send(self.folder, [name for name in _SINGLE if (self.folder / name).is_file()])
-        write_file(self.store.at(LISTING), encoded(dict(sorted(files.items()))), self.store.retries)
+        files |= self.remote.put_all(self.folder, [name for name in _SINGLE if (self.folder / name).is_file()])
+        self.remote.commit(dict(sorted(files.items())))
         self._ended = True
         try:
             self._clear()
@@ -202,15 +191,15 @@ class StoredOutput(Output):
 
     def _clear(self) -> None:
         for name in (CANDIDATES, SENT):
-            remove_tree(self.store.at(name), self.store.retries)
+            (self.remote / name).clear()
 
     def discard(self) -> None:
         """Removes everything at the address, except the lock; a plan at the address shows that it is ours."""
-        for name, is_file in entries(self.store.address, self.store.retries).items():
-            if is_file and name not in ("", LOCK):
-                remove_file(self.store.at(name), self.store.retries)
-            elif not is_file and name:
-                remove_tree(self.store.at(name), self.store.retries)
+        for name, kind in self.remote.kinds().items():
+            if kind == "file" and name not in ("", LOCK):
+                self.remote.delete(name)
+            elif kind != "file" and name:
+                (self.remote / name).clear()
         self._ended = True
         self.store.sweep()
 
@@ -218,7 +207,7 @@ class StoredOutput(Output):
         """Sends the progress of unfinished work. It serves only messages, so an error is not raised."""
         with contextlib.suppress(OSError):
             if (self.folder / PROGRESS).exists():
-                push_file(self.folder / PROGRESS, self.store.at(PROGRESS), RetryPolicy(total_seconds=0.0))
+                Folder(self.remote.url, RetryPolicy(total_seconds=0.0)).put(PROGRESS, self.folder / PROGRESS)
 
 
 @contextlib.contextmanager
@@ -233,7 +222,7 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
         yield Output(config, expand(config.output).absolute())
         return
     try:
-        store = OutputStore(config.output, config.cache, config.storage_retry_seconds)
+        store = OutputStore(Folder(config.output, RetryPolicy(config.storage_retry_seconds)), config.cache)
         store.cache_dir.mkdir(parents=True, exist_ok=True)
     except PathError as error:
         raise ConfigError("prepare", [f"cache: {error}"]) from error
@@ -244,9 +233,9 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
         _remove_unless_held(left)
     with (
         tempfile.TemporaryDirectory(prefix="command-", dir=store.cache_dir) as name,
-        Path(name, _HELD).open("w") as held,
+        Path(name, _HELD).open("w") as lock,
     ):
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         output = StoredOutput(config, store, Path(name))
         output.refresh()
         yield output
@@ -256,6 +245,6 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
 
 def _remove_unless_held(folder: Path) -> None:
     """Removes the folder of a killed command, whose lock the kernel has released."""
-    with contextlib.suppress(OSError), (folder / _HELD).open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.suppress(OSError), (folder / _HELD).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)

@@ -12,14 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.utils import glob_translate
 
 from declutr.common.credentials import redact
 from declutr.common.hub import hub_problem
 from declutr.common.paths import expand
-from declutr.common.stores.address import address_of, filesystem, is_remote, network_errors
-from declutr.common.stores.files import files_below
+from declutr.common.stores.address import (
+    address_of,
+    files_below,
+    filesystem,
+    is_object_store,
+    is_remote,
+    network_errors,
+)
 from declutr.common.stores.retry import explained
 from declutr.pipeline.readers.corpus import END, Input
 from declutr.pipeline.readers.names import is_hidden
@@ -141,7 +146,7 @@ def _find_remote(given: str) -> Iterator[Input]:
             parts = path.split("/")
             num_plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
             root = "/".join(parts[:num_plain])
-            if isinstance(files, ArrowFSWrapper):
+            if is_object_store(files):
                 pattern, levels = re.compile(glob_translate(path)), None if "**" in path else len(parts) - num_plain
                 below = files_below(files, root, levels)
                 found = {name: one for name, one in below.items() if pattern.match(name)}
@@ -158,7 +163,7 @@ def _find_remote(given: str) -> Iterator[Input]:
                     address_of(files, path, given, query), path.rsplit("/", 1)[-1], entry["size"], searched=False
                 )
                 return
-            below_it = isinstance(files, ArrowFSWrapper)
+            below_it = is_object_store(files)
             found = files_below(files, path) if below_it else files.find(path, detail=True)
         for name in sorted(found):
             relative = name.removeprefix(root).lstrip("/")

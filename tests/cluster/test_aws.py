@@ -11,8 +11,7 @@ import yaml
 from ray.autoscaler._private.providers import _NODE_PROVIDERS, _get_node_provider
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from declutr.common.stores.address import child
-from declutr.common.stores.files import names, write_file
+from declutr.common.stores.folder import Folder
 
 ROOT = Path(__file__).resolve().parents[2]
 boto3 = pytest.importorskip("boto3", reason="boto3 is not installed")
@@ -135,8 +134,8 @@ def test_aws_template_starts_and_exposes_what_is_documented():
     assert "WorkerRole" in of_the_head["iam:PassRole"]
     assert set(outputs) == {"SecurityGroup", "Bucket"}
     run = f"s3://{outputs['Bucket']}/runs/base"
-    write_file(child(run, "note"), b"found without a key in the address")
-    assert names(run) == ["note"]
+    Folder(run).put("note", b"found without a key in the address")
+    assert Folder(run).names() == ["note"]
 
 
 @pytest.mark.slow

@@ -341,7 +341,7 @@ def test_documented_claim_is_the_one_the_job_mounts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["pipeline/prepare.py", "trainer/train.py", "src/declutr/common/stores/folders.py"])
+@pytest.mark.parametrize("script", ["pipeline/prepare.py", "trainer/train.py", "src/declutr/common/stores/copies.py"])
 def test_scripts_run_from_the_home_folder(script, tmp_path):
     """As `ray submit` runs them: the file alone, copied home, with the package installed elsewhere."""
     config = {"prepare": "configs/openwebtext.yaml", "train": "configs/declutr-base.yaml"}

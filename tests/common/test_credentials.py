@@ -9,7 +9,7 @@ from declutr.cli.main import main as declutr
 from declutr.common.config import ConfigError, load_config
 from declutr.common.credentials import redact, refusal
 from declutr.common.stores.address import filesystem
-from declutr.common.stores.files import read_file
+from declutr.common.stores.folder import Folder
 from declutr.common.stores.retry import RemoteError
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import main as prepare_main
@@ -52,7 +52,7 @@ def test_credentials_are_refused_and_not_shown(address):
     with pytest.raises(PermissionError) as caught:
         filesystem(address)
     with pytest.raises(RemoteError) as other:
-        read_file(address)
+        Folder(address).read("")
     assert SECRET not in f"{caught.value} {other.value}"
 
 
@@ -72,8 +72,8 @@ def commands(address):
         (prepare_main, ["prepare", f"corpus.paths={address}", "corpus.kind=nothing"]),
         (train_main, ["train", f"run={address}"]),
         (train_main, ["train", f"data={address}", "--print-config"]),
-        (declutr, ["push", ".", address]),
-        (declutr, ["pull", address, "here"]),
+        (declutr, ["copy", ".", address]),
+        (declutr, ["copy", address, "here"]),
         (declutr, ["inspect", address]),
         (declutr, ["embed", "model", address, "--output", "x"]),
         (declutr, ["prepare", "CONFIG", f"corpus.paths=[{address}]"]),

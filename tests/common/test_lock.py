@@ -1,4 +1,4 @@
-"""One command a run folder, also after a kill -9 and over hosts."""
+"""One command a run, in a folder or in a store, also after a kill -9 and over hosts."""
 
 import fcntl
 import json
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from subprocess import PIPE
 
@@ -14,121 +15,182 @@ import pytest
 from damagedjson import DAMAGED
 from diskcalls import disk_calls
 from messages import all_of
+from s3server import s3_server
 from waiting import until
 
-from declutr.common.lock import LOCK, RunLock, RunLockedError, this_process
+from declutr.common.lock import LOCK, RunLock, RunLockedError, StoreLock, this_process
+from declutr.common.stores.folder import Folder
 
-HOLD = "import sys; from pathlib import Path; from declutr.common.lock import RunLock\n"
-HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.stdin.read()"
+LOCKS = {"folder": "RunLock(Path(place), {lost})", "store": "StoreLock(Folder(f'file://{{place}}'), {lost})"}
+NAMES = "from pathlib import Path; from declutr.common.lock import RunLock, StoreLock; "
+NAMES += "from declutr.common.stores.folder import Folder; import sys; place = sys.argv[1]\n"
 
 
-def start(folder):
+def start(folder, kind="folder"):
     """A command that holds the folder until its input ends."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], **pipes)
+    script = f"{NAMES}with {LOCKS[kind].format(lost='print')}: print('held', flush=True); sys.stdin.read()"
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True
+    )
+
+
+@pytest.fixture(params=LOCKS)
+def kind(request):
+    """The lock of a folder, and the one of a store, here of the same folder."""
+    return request.param
 
 
 @pytest.fixture
-def holder(tmp_path):
-    process = start(tmp_path)
+def holder(tmp_path, kind):
+    process = start(tmp_path, kind)
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
     process.wait()
 
 
-def take(folder, lost=lambda: None):
-    with RunLock(folder, lost):
-        assert (folder / LOCK).exists()
+def lock_of(folder, kind, lost=lambda: None, **options):
+    return (
+        RunLock(folder, lost, **options) if kind == "folder" else StoreLock(Folder(f"file://{folder}"), lost, **options)
+    )
 
 
-def test_a_second_command_is_refused_and_told_whose_the_run_is(tmp_path, holder):
+def take(folder, kind="folder"):
+    with lock_of(folder, kind):
+        assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_second_command_is_refused_and_told_whose_the_run_is(tmp_path, holder, kind):
     with pytest.raises(RunLockedError, match=all_of("another command", f"pid {holder.pid}")):
-        take(tmp_path)
+        take(tmp_path, kind)
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == holder.pid
 
 
-def test_the_lock_of_a_killed_command_is_taken_over_at_once(tmp_path, holder):
+def test_the_lock_of_a_killed_command_is_taken_over_at_once(tmp_path, holder, kind):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert (tmp_path / LOCK).exists()
-    take(tmp_path)
-    assert not (tmp_path / LOCK).exists()
+    take(tmp_path, kind)
 
 
-def test_the_lock_of_a_killed_command_whose_parent_has_not_noticed_is_taken_over(tmp_path, holder):
+def test_the_lock_of_a_killed_command_whose_parent_has_not_noticed_is_taken_over(tmp_path, holder, kind):
     holder.kill()
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # the process is a zombie
-    take(tmp_path)
+    take(tmp_path, kind)
 
 
-def test_a_stopped_command_still_holds_its_lock(tmp_path, holder):
+def test_a_stopped_command_still_holds_its_lock(tmp_path, holder, kind):
     holder.send_signal(signal.SIGSTOP)
     with pytest.raises(RunLockedError):
-        take(tmp_path)
+        take(tmp_path, kind)
 
 
 @pytest.mark.usefixtures("holder")
-def test_a_pid_that_is_used_again_is_not_the_holder(tmp_path):
+def test_a_pid_that_is_used_again_is_not_the_holder(tmp_path, kind):
     record = json.loads((tmp_path / LOCK).read_text())
     (tmp_path / LOCK).write_text(json.dumps(record | {"pid": os.getpid()}))
-    take(tmp_path)
+    take(tmp_path, kind)
 
 
-@pytest.mark.usefixtures("holder")
-def test_heartbeat_decides_where_processes_of_the_same_host_name_are_not_seen(tmp_path):
+@pytest.mark.parametrize("other", [{"host": "elsewhere"}, {"processes": "another", "pid": os.getpid()}])
+@pytest.mark.parametrize("behind_seconds", [-3600, 0, 61])  # the holder's clock
+@pytest.mark.parametrize(("age_seconds", "refused"), [(5, True), (70, False), (-86400, False)])
+def test_heartbeat_decides_for_other_hosts_by_the_clock_of_the_storage(
+    tmp_path, kind, other, age_seconds, refused, behind_seconds
+):
     """Two containers may have one host name; the number of the other's process says nothing here."""
-    record = json.loads((tmp_path / LOCK).read_text()) | {"processes": "another", "pid": os.getpid()}
-    (tmp_path / LOCK).write_text(json.dumps(record))
-    with pytest.raises(RunLockedError, match="another command works here"):
-        take(tmp_path)
-    old = time.time() - 61
-    os.utime(tmp_path / LOCK, (old, old))
-    take(tmp_path)
-
-
-def test_heartbeat_on_other_host_decides_liveness(tmp_path, holder):
-    record = json.loads((tmp_path / LOCK).read_text()) | {"host": "elsewhere"}
-    (tmp_path / LOCK).write_text(json.dumps(record))
-    with pytest.raises(RunLockedError, match="host elsewhere"):
-        take(tmp_path)
-    holder.kill()
-    holder.wait()
-    old = time.time() - 61
-    os.utime(tmp_path / LOCK, (old, old))
-    take(tmp_path)
-
-
-def test_lock_with_a_date_in_the_future_is_stale(tmp_path, holder):
-    record = json.loads((tmp_path / LOCK).read_text()) | {"host": "elsewhere"}
-    holder.kill()
-    holder.wait()
-    (tmp_path / LOCK).write_text(json.dumps(record))
-    ahead = time.time() + 86400
-    os.utime(tmp_path / LOCK, (ahead, ahead))
-    take(tmp_path)
+    with lock_of(tmp_path, kind):
+        record = json.loads((tmp_path / LOCK).read_text()) | other
+    renewed = time.time() - age_seconds
+    (tmp_path / LOCK).write_text(json.dumps(record | {"beat": renewed - behind_seconds}))
+    os.utime(tmp_path / LOCK, (renewed, renewed))
+    if refused:
+        with pytest.raises(RunLockedError, match=f"host {record['host']}"):
+            take(tmp_path, kind)
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    else:
+        take(tmp_path, kind)
 
 
 INSIDE = {"nested deeply inside": b'{"x": ' + b"[" * 100_000}
 
 
 @pytest.mark.parametrize("content", [b"", *DAMAGED.values(), *INSIDE.values()], ids=["empty", *DAMAGED, *INSIDE])
-def test_a_damaged_lock_is_nobodys(tmp_path, log, content):
+def test_a_damaged_lock_is_nobodys(tmp_path, log, content, kind):
     (tmp_path / LOCK).write_bytes(content)
-    take(tmp_path)
+    take(tmp_path, kind)
     assert len(log) == bool(content)
     assert all("lock.json is damaged" in line for line in log)
-    assert not (tmp_path / LOCK).exists()
 
 
-def test_lock_that_was_lost_is_reported_and_the_new_one_left_alone(tmp_path):
-    told = []
-    with RunLock(tmp_path, lambda: told.append("lost"), beat_seconds=0.02):
-        other = json.loads((tmp_path / LOCK).read_text()) | {"token": "another"}
-        (tmp_path / LOCK).write_text(json.dumps(other))
-        until(lambda: told)
-    assert told == ["lost"]
-    assert json.loads((tmp_path / LOCK).read_text())["token"] == "another"
+def test_lock_is_renewed_and_its_loss_reported(tmp_path, kind):
+    lost = threading.Event()
+    with lock_of(tmp_path, kind, lost.set, beat_seconds=0.02):
+        os.utime(tmp_path / LOCK, (0, 0))
+        until(lambda: (tmp_path / LOCK).stat().st_mtime > 0)
+        record = msgspec.json.encode(this_process("another's")).decode()
+        while not lost.is_set():  # a renewal on its way may take its place once
+            (tmp_path / "new").write_text(record)
+            (tmp_path / "new").rename(tmp_path / LOCK)
+            lost.wait(0.2)
+    assert json.loads((tmp_path / LOCK).read_text())["token"] == "another's"
+
+
+def test_of_commands_that_enter_a_store_at_the_same_moment_one_stays():
+    """Each reads the lock only while it meets no entry of another command."""
+    with s3_server() as address:
+        remote, barrier, winners, refused = Folder(address("run")), threading.Barrier(4), [], []
+        done = threading.Event()
+
+        def enter():
+            barrier.wait()
+            try:
+                with StoreLock(remote, lambda: None) as lock:
+                    winners.append(lock)
+                    done.wait()
+            except RunLockedError as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=enter) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(winners) + len(refused) == 4)
+        assert len(winners) == 1
+        assert remote.names() == [LOCK]
+        done.set()
+        for thread in threads:
+            thread.join()
+        assert remote.names() == []
+
+
+def test_ctrl_c_while_a_lock_is_written_leaves_none(tmp_path, kind):
+    lock = lock_of(tmp_path, kind)
+    write = lock._write
+
+    def interrupted():
+        write()
+        raise KeyboardInterrupt
+
+    lock._write = interrupted
+    with pytest.raises(KeyboardInterrupt), lock:
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("age_seconds", [5, 70])
+def test_an_entry_of_a_command_that_was_killed_is_waited_for_a_minute(tmp_path, monkeypatch, age_seconds):
+    monkeypatch.setattr("declutr.common.lock._ATTEMPTS", 3)
+    entry = tmp_path / f".{LOCK}.killed"
+    entry.write_bytes(b"{}")
+    written = time.time() - age_seconds
+    os.utime(entry, (written, written))
+    if age_seconds < 60:
+        with pytest.raises(RunLockedError, match="same time"):
+            take(tmp_path, "store")
+        assert list(tmp_path.iterdir()) == [entry]
+    else:
+        take(tmp_path, "store")
 
 
 def point(link, target):
@@ -139,17 +201,17 @@ def point(link, target):
 
 
 def test_a_storage_that_is_away_for_a_while_takes_no_lock(tmp_path, log):
-    disk, away, run, told = tmp_path / "disk", tmp_path / "away", tmp_path / "run", []
+    disk, away, run, losses = tmp_path / "disk", tmp_path / "away", tmp_path / "run", []
     disk.mkdir()
     away.write_text("")
     point(run, disk)
-    with RunLock(run, lambda: told.append("lost"), beat_seconds=0.02):
+    with RunLock(run, lambda: losses.append("lost"), beat_seconds=0.02):
         point(run, away)
         until(lambda: any("Not a directory" in line for line in log))
         os.utime(disk / LOCK, (0, 0))
         point(run, disk)
         until(lambda: (disk / LOCK).stat().st_mtime > 0)
-    assert told == []
+    assert losses == []
     assert not (disk / LOCK).exists()
 
 
@@ -178,8 +240,7 @@ def test_stale_lock_is_taken_by_one_of_many_commands(tmp_path):
     assert not (tmp_path / LOCK).exists()
 
 
-MEET = "import sys; from pathlib import Path; from declutr.common.lock import RunLock\n"
-MEET += "print('ready', flush=True)\nwith RunLock(Path(sys.argv[1]), print): print('held', flush=True)"
+MEET = f"{NAMES}print('ready', flush=True)\nwith {LOCKS['folder'].format(lost='print')}: print('held', flush=True)"
 
 
 @pytest.mark.parametrize("unlinked", [False, True])

@@ -226,7 +226,7 @@ def test_why_of_other_shards_names_both_digests_and_the_setting(run, shards, cap
     assert main(["why", str(folder), "--step", "2", f"data={tmp_path / 'none'}"]) == 1
     assert f"data = {tmp_path / 'none'}" in capsys.readouterr().err
     assert main(["why", str(folder), "--step", "2", "data=s3://bucket/x"]) == 1
-    assert "declutr pull s3://bucket/x FOLDER" in capsys.readouterr().err
+    assert "declutr copy s3://bucket/x FOLDER" in capsys.readouterr().err
     assert main(["why", str(folder), "--step", "2", "batch_documents=1000000000000"]) == 1
     assert "batch_documents = 1000000000000: " in capsys.readouterr().err
     document = ShardSet(shards["documents"], "train").take(np.array([0]))["id"][0].as_py().hex()

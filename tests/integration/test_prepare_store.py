@@ -11,13 +11,10 @@ from preparing import checksums
 from s3server import s3_server
 
 from declutr.common.config import ConfigError
-from declutr.common.lock import LOCK, RunLockedError
+from declutr.common.lock import LOCK, RunLockedError, StoreLock
 from declutr.common.session import start_ray
-from declutr.common.stores.address import child
-from declutr.common.stores.copies import pull_all
-from declutr.common.stores.files import modified, names, read_file, remove_file, sizes, write_file
-from declutr.common.stores.folders import is_whole
-from declutr.common.stores.lease import Lease
+from declutr.common.stores.copies import fetch_all
+from declutr.common.stores.folder import Folder
 from declutr.pipeline.prepare import main, plan_ahead, prepare
 from declutr.pipeline.shards.manifest import ShardError
 from declutr.pipeline.shards.shards import check_shards
@@ -47,7 +44,7 @@ def config_of(corpus, output, cache, **changes):
 
 
 def pulled(address, folder):
-    pull_all(address, folder)
+    fetch_all(Folder(address), folder)
     return checksums(folder)
 
 
@@ -62,12 +59,6 @@ def local(corpus, tmp_path_factory):
 def bucket():
     with s3_server() as address:
         yield address
-
-
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch):
-    """Commands do not wait a second for others that start at the same moment."""
-    monkeypatch.setattr("declutr.pipeline.job.stored._SETTLE_SECONDS", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +78,7 @@ def test_the_bytes_are_those_of_a_folder(corpus, bucket, tmp_path, duplicates):
     assert manifest == prepare(config_of(corpus, tmp_path / "out", tmp_path / "cache", duplicates=duplicates))
     assert pulled(address, tmp_path / "pulled") == checksums(tmp_path / "out")
     assert check_shards(tmp_path / "pulled", full=True) == []
-    assert not {"candidates", "sent", LOCK} & set(names(address))
+    assert not {"candidates", "sent", LOCK} & set(Folder(address).names())
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
     assert prepare(config) == manifest
 
@@ -98,41 +89,41 @@ def test_a_stopped_command_continues_and_makes_only_what_is_missing(corpus, buck
     config = config_of(corpus, address, tmp_path / "cache")
     with pytest.raises(ShardError, match="max_error_rate"):
         prepare(config.model_copy(update={"max_error_rate": 0.0}))
-    there = sizes(address)
-    assert not is_whole(address)
+    there = Folder(address).sizes()
+    assert not Folder(address).is_whole()
     assert "manifest.json" not in there
     kept = "train-00000.arrow"
-    remove_file(child(address, "sent/select/00001.json"))
-    write_file(child(address, "train-00002.arrow"), b"cut off")
-    remove_file(child(address, "candidates/keys/00003.arrow"))
-    before = modified(child(address, kept))
+    Folder(address).delete("sent/select/00001.json")
+    Folder(address).put("train-00002.arrow", b"cut off")
+    Folder(address).delete("candidates/keys/00003.arrow")
+    before = Folder(address).modified(kept)
     prepare(config)
     assert pulled(address, tmp_path / "pulled") == local
-    assert modified(child(address, kept)) == before
+    assert Folder(address).modified(kept) == before
 
 
 def test_lost_shards_of_a_complete_output_are_made_again(corpus, bucket, tmp_path, local):
     address = bucket("lost")
     config = config_of(corpus, address, tmp_path / "cache")
     prepare(config)
-    before = modified(child(address, "train-00001.arrow"))
-    remove_file(child(address, "train-00000.arrow"))
+    before = Folder(address).modified("train-00001.arrow")
+    Folder(address).delete("train-00000.arrow")
     prepare(config)
     assert pulled(address, tmp_path / "pulled") == local
-    assert modified(child(address, "train-00001.arrow")) == before
+    assert Folder(address).modified("train-00001.arrow") == before
 
 
 def test_other_settings_or_foreign_files_are_refused(corpus, bucket, tmp_path):
     address = bucket("refused")
-    write_file(child(address, "mine.txt"), b"mine")
+    Folder(address).put("mine.txt", b"mine")
     with pytest.raises(ConfigError, match=all_of("`prepare`", "files")):
         prepare(config_of(corpus, address, tmp_path / "cache"))
-    remove_file(child(address, "mine.txt"))
+    Folder(address).delete("mine.txt")
     prepare(config_of(corpus, address, tmp_path / "cache"))
-    there = sizes(address)
+    there = Folder(address).sizes()
     with pytest.raises(ConfigError, match=all_of("seed", "here 1", "there 0")):
         prepare(config_of(corpus, address, tmp_path / "cache", seed=1))
-    assert sizes(address) == there
+    assert Folder(address).sizes() == there
 
 
 def test_a_cache_that_cannot_be_written_is_named(corpus, bucket):
@@ -142,31 +133,31 @@ def test_a_cache_that_cannot_be_written_is_named(corpus, bucket):
 
 def test_a_second_command_is_refused_and_changes_nothing(corpus, bucket, tmp_path):
     address = bucket("twice")
-    with Lease(address, lambda: None):
-        there = names(address)
+    with StoreLock(Folder(address), lambda: None):
+        there = Folder(address).names()
         with pytest.raises(RunLockedError, match=all_of("another command", "host", "pid")):
             prepare(config_of(corpus, address, tmp_path / "cache"))
-        assert names(address) == there
+        assert Folder(address).names() == there
 
 
 def test_a_corpus_of_which_nothing_is_kept_leaves_nothing(bucket, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "too short"}\n')
     with pytest.raises(ConfigError, match="none of 1 documents"):
         prepare(config_of(tmp_path / "a.jsonl", bucket("nothing"), tmp_path / "cache"))
-    assert sizes(bucket("nothing")) == {}
-    assert LOCK not in names(bucket("nothing"))
+    assert Folder(bucket("nothing")).sizes() == {}
+    assert LOCK not in Folder(bucket("nothing")).names()
 
 
 def test_plan_writes_nothing_there_and_its_estimate_reaches_the_output(corpus, bucket, tmp_path, capsys):
     address = bucket("planned")
     config = config_of(corpus, address, tmp_path / "cache")
     made = plan_ahead(config)
-    assert sizes(address) == {}
+    assert Folder(address).sizes() == {}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"prepare": config.model_dump(mode="json")}))
     assert main([str(path)]) == 0
     says(capsys.readouterr().out, f"documents {made.documents}")
-    assert json.loads(read_file(child(address, "estimate.json")))["documents"] == made.documents
+    assert json.loads(Folder(address).read("estimate.json"))["documents"] == made.documents
 
 
 def fails(config, words):
@@ -191,14 +182,14 @@ def test_a_store_that_refuses_writes_ends_in_words_and_nothing_is_lost(
         config = config_of(corpus, address("out"), tmp_path / "cache", storage_retry_seconds=1)
         faults.refuse(status, code, methods=("PUT", "POST"), after=after)
         fails(config, words)
-        assert not is_whole(address("out"))
-        before = [name for name in names(address("out")) if name.endswith(".arrow")]
+        assert not Folder(address("out")).is_whole()
+        before = [name for name in Folder(address("out")).names() if name.endswith(".arrow")]
         faults.clear()
         if not after:
-            assert sizes(address("out")) == {}
+            assert Folder(address("out")).sizes() == {}
             return
         prepare(config)
-        assert set(before) <= set(names(address("out")))
+        assert set(before) <= set(Folder(address("out")).names())
         assert pulled(address("out"), tmp_path / "pulled") == local
 
 

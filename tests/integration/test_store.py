@@ -16,10 +16,8 @@ from declutr.cli.main import main
 from declutr.common.config import ConfigError
 from declutr.common.lock import LOCK
 from declutr.common.storage import hash_file
-from declutr.common.stores.address import child
-from declutr.common.stores.copies import pull_all
-from declutr.common.stores.files import names, read_file, write_file
-from declutr.common.stores.folders import is_whole, push_folder
+from declutr.common.stores.copies import fetch_all
+from declutr.common.stores.folder import Folder
 from declutr.encoders.loading import load_encoder
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, steps_in
 from declutr.trainer.driver.checks import problems
@@ -41,7 +39,7 @@ CHANGES = {
 @pytest.fixture(scope="module")
 def bucket(data):
     with s3_server() as address:
-        push_folder(data, address("data"))
+        Folder(address("data")).send(data)
         yield address
         ray.shutdown()
 
@@ -55,7 +53,7 @@ def kill_after_the_first_checkpoint(config, address):
     driver, _ = runs.start_command("declutr.trainer.train", config, config.parent)
     deadline = time.monotonic() + 200
     try:
-        while not is_whole(child(address, "checkpoints/step-00000025")):
+        while not (Folder(address) / "checkpoints/step-00000025").is_whole():
             assert driver.poll() is None, driver.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -71,7 +69,7 @@ def kill_after_the_first_checkpoint(config, address):
 def test_a_killed_run_goes_on_on_another_host_in_the_same_bits(data, bucket, tmp_path, capsys):
     config = runs.write_config(tmp_path / "train.yaml", train=values(bucket, tmp_path, "one"))
     kill_after_the_first_checkpoint(config, bucket("runs/one"))
-    assert read_file(child(bucket("runs/one"), LOCK)) is not None  # of a process that is known to be gone
+    assert Folder(bucket("runs/one")).read(LOCK) is not None  # of a process that is known to be gone
 
     second = runs.TrainConfig.model_validate(values(bucket, tmp_path, "other"))
     summary = run_training(second)
@@ -79,8 +77,8 @@ def test_a_killed_run_goes_on_on_another_host_in_the_same_bits(data, bucket, tmp
     run_training(runs.train_config(data, local, **CHANGES, scaling={"num_workers": 0}))
 
     back = tmp_path / "back"
-    pull_all(bucket("runs/one"), back)
-    assert summary["export"] == child(bucket("runs/one"), "export")
+    fetch_all(Folder(bucket("runs/one")), back)
+    assert summary["export"] == Folder(bucket("runs/one")).at("export")
     assert runs.steps_of(back) == runs.steps_of(local)
     assert runs.steps_of(back, "validation") == runs.steps_of(local, "validation")
     assert steps_in(back / "checkpoints") == steps_in(local / "checkpoints")
@@ -89,27 +87,27 @@ def test_a_killed_run_goes_on_on_another_host_in_the_same_bits(data, bucket, tmp
             paths = [checkpoint_path(run / "checkpoints", step) / name for run in (back, local)]
             assert hash_file(paths[0]) == hash_file(paths[1]), (step, name)
     assert hash_file(back / "export" / "model.safetensors") == hash_file(local / "export" / "model.safetensors")
-    assert LOCK not in names(bucket("runs/one"))
+    assert LOCK not in Folder(bucket("runs/one")).names()
 
     changed = runs.TrainConfig.model_validate(values(bucket, tmp_path, "third", steps=STEPS + 1))
     with pytest.raises(ConfigError, match="another configuration"):
         run_training(changed)
     assert problems(second) == []
     assert main(["checkpoints", bucket("runs/one")]) == 1
-    says(capsys.readouterr().err, "declutr pull s3://")
+    says(capsys.readouterr().err, "declutr copy s3://")
     assert run_folder(second.run, second.cache).parent == tmp_path / "other"
 
 
 def test_a_run_without_a_checkpoint_takes_other_settings(bucket, tmp_path):
     address = bucket("runs/begun")
     begun = runs.train_config(bucket("data"), address, cache=str(tmp_path / "host"), optim={"lr": 0.1})
-    write_file(child(address, "resume_settings.json"), json.dumps(begun.resume_settings()).encode())
+    Folder(address).put("resume_settings.json", json.dumps(begun.resume_settings()).encode())
     other = begun.model_copy(update={"optim": begun.optim.model_copy(update={"lr": 0.01})})
     folder = run_folder(address, other.cache)
     folder.mkdir(parents=True)
     (folder / "resume_settings.json").write_text(json.dumps(begun.resume_settings()))
     assert problems(other) == []
-    write_file(child(address, "checkpoints/step-00000025/state.json"), b"{}")
+    Folder(address).put("checkpoints/step-00000025/state.json", b"{}")
     says(problems(other), "another configuration", "optim.lr")
 
 
@@ -127,10 +125,10 @@ def test_a_run_that_ends_early_is_whole_in_the_store(bucket, tmp_path):
     )
     summary = run_training(one)
     assert (summary["ended"], summary["steps"], summary["exported_step"]) == ("early", 2, 1)
-    assert json.loads(read_file(child(address, "summary.json"))) == summary
-    assert is_whole(child(address, "export"))
+    assert json.loads(Folder(address).read("summary.json")) == summary
+    assert (Folder(address) / "export").is_whole()
     assert run_training(other) == summary
     back = tmp_path / "back"
-    pull_all(address, back)
+    fetch_all(Folder(address), back)
     checkpoint = checkpoint_path(back / "checkpoints", 2)
     assert load_encoder(str(checkpoint)).size == load_encoder(str(back / "export")).size, "with the run's own tokenizer"

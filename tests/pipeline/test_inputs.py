@@ -18,8 +18,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hubserver import SHA, hub_server
 from s3server import s3_server
 
-from declutr.common.stores.address import filesystem
-from declutr.common.stores.files import files_below, write_file
+from declutr.common.stores.address import files_below, filesystem
+from declutr.common.stores.folder import Folder
 from declutr.pipeline.job.units import hash_unit, plan_units, read_unit
 from declutr.pipeline.media.media_rows import label_of
 from declutr.pipeline.readers.corpus import Blob, FilesCorpus, HubCorpus, ReadFailure
@@ -56,7 +56,7 @@ def bucket():
     """Address of a bucket on an S3 server of this machine, and the options that follow it."""
     with s3_server() as address:
         for name, data in CONTENTS.items():
-            write_file(address(name), data)
+            Folder(address("")).put(name, data)
         root, _, query = address("").partition("/?")
         yield root, f"?{query}"
 
@@ -263,7 +263,7 @@ def test_label_of_a_folder_may_hold_an_exclamation_mark(source, label):
 def test_a_folder_and_globs_of_a_store_have_the_files_of_this_machine(bucket, place, found):
     root, query = bucket
     for name in ("a.jsonl", "b/b.jsonl", "c/c.jsonl"):
-        write_file(f"{root}/three/{name}{query}", b'{"text": "one"}')
+        Folder(f"{root}/three{query}").put(name, b'{"text": "one"}')
     corpus = FilesCorpus(kind="files", paths=[f"{root}/three{place}{query}"])
     units, problems = plan_units(corpus, None)
     assert [part.source[-7] for unit in units for part in unit.parts] == list(found)

@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 from states import state_of
 from waiting import until
 
-from declutr.common.stores.address import child
-from declutr.common.stores.files import names, read_file, remove_file, write_file
-from declutr.common.stores.folders import is_whole, push_folder
+from declutr.common.stores.folder import Folder
 from declutr.common.stores.retry import RemoteError, RetryPolicy
 from declutr.pipeline.shards.shards import ShardError, ShardSet
 from declutr.trainer.checkpoints import checkpoint
@@ -32,7 +30,7 @@ ONCE = RetryPolicy(total_seconds=0.0)
 
 def host(tmp_path, name, address=None):
     """The run as one host sees it."""
-    return RunStore(address or f"file://{tmp_path}/there", tmp_path / name / "run", ONCE)
+    return RunStore(Folder(address or f"file://{tmp_path}/there", ONCE), tmp_path / name / "run")
 
 
 def make(store, step, score=None, value=None):
@@ -58,11 +56,11 @@ def weight(store, step):
 
 
 def there(store):
-    return checkpoint.steps_among(names(child(store.address, "checkpoints")))
+    return checkpoint.steps_among((store.remote / "checkpoints").names())
 
 
 def place(store, step):
-    return child(store.address, f"checkpoints/step-{step:08d}")
+    return store.remote / f"checkpoints/step-{step:08d}"
 
 
 def test_another_host_goes_on_where_the_first_one_was(tmp_path):
@@ -125,8 +123,8 @@ def test_damaged_checkpoint_in_the_store_is_passed_over_and_replaced(tmp_path, l
     one, other = host(tmp_path, "one"), host(tmp_path, "other")
     for step in (1, 2, 3, 4):
         save(one, step, keep_last=4)
-    remove_file(child(place(one, 4), ".files.json"))  # killed on its way
-    write_file(child(place(one, 3), "encoder.safetensors"), b"altered")
+    place(one, 4).delete(".files.json")  # killed on its way
+    place(one, 3).put("encoder.safetensors", b"altered")
     assert other.fetch()[1].step == 2
     assert [line for line in log if "skipping" in line and "step-00000003" in line]
     assert local(other) == [2]
@@ -142,7 +140,7 @@ def test_files_of_killed_writers_are_cleared_away(tmp_path):
     one = host(tmp_path, "one")
     for step in (1, 2, 3):
         save(one, step, keep_last=3)
-    remove_file(child(place(one, 2), ".files.json"))
+    place(one, 2).delete(".files.json")
     save(one, 4, keep_last=2)
     assert there(one) == [3, 4]
 
@@ -183,8 +181,8 @@ def test_an_outage_is_waited_out_while_the_training_goes_on(tmp_path, log):
     gate.unlink()
     saver.wait()
     saver.close()
-    assert is_whole(place(one, 1))
-    assert read_file(child(one.address, METRICS)) == b"{}\n"
+    assert place(one, 1).is_whole()
+    assert one.remote.read(METRICS) == b"{}\n"
     says(log[-1], "step 1", "written")
     with pytest.raises(RemoteError):
         host(tmp_path, "one", "nosuch://x/y").fetch()
@@ -194,7 +192,7 @@ def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
     text = " ".join(f"word{number}" for number in range(120))
     write_prepared(tmp_path / "data", [[Row(f"{text} {number}") for number in range(6)]])
     address = f"file://{tmp_path}/there"
-    push_folder(tmp_path / "data", address)
+    Folder(address).send(tmp_path / "data")
     config = runs.train_config(address, tmp_path / "run", cache=str(tmp_path / "cache"))
     folder = data_folder(config.data, config.cache)
     assert folder.parent == tmp_path / "cache"
@@ -208,7 +206,7 @@ def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
 
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "data" / "note").write_text("not what the run began with")
-    push_folder(tmp_path / "data", address)
+    Folder(address).send(tmp_path / "data")
     from declutr.trainer.data import chunks
 
     chunks._shards.clear()  # another process
@@ -216,10 +214,10 @@ def test_shards_are_fetched_by_whoever_reads_them(tmp_path):
         read_chunk(rows, mine, 0)
 
 
-def test_a_folder_that_was_pushed_as_a_whole_is_no_run(tmp_path):
+def test_a_folder_that_was_copied_as_a_whole_is_no_run(tmp_path):
     one = host(tmp_path, "one")
     make(one, 1)
-    push_folder(one.folder, one.address)
+    one.remote.send(one.folder)
     with pytest.raises(RemoteError, match=all_of("as a whole", "another address")):
         one.fetch()
     assert local(one) == [1]

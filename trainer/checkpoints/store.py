@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from declutr.common.console.logs import get_logger
-from declutr.common.stores.address import child, is_remote
-from declutr.common.stores.files import names, pull_file, push_file, read_file, remove_file, size_of
-from declutr.common.stores.folders import is_whole, pull_folder, push_folder, remove_folder
+from declutr.common.stores.address import is_remote
+from declutr.common.stores.folder import Folder
 from declutr.common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy
 from declutr.trainer.checkpoints import checkpoint, ranking, retention
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
@@ -26,12 +25,12 @@ from declutr.trainer.metrics.metrics import METRICS
 if TYPE_CHECKING:  # the driver needs no torch
     from declutr.trainer.parallel.communicator import Communicator
 
-Found = tuple[Path, RunState] | None
+Newest = tuple[Path, RunState] | None
 
 
 def store_of(address: str, folder: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> "RunStore | None":
     """The store of the run at `address`, which is `run` of the configuration; None for a run in a folder."""
-    return RunStore(address, folder, retries) if is_remote(address) else None
+    return RunStore(Folder(address, retries), folder) if is_remote(address) else None
 
 
 def fetch_run(store: "RunStore", expected: Mapping[str, str], comm: "Communicator") -> None:
@@ -44,8 +43,8 @@ def fetch_run(store: "RunStore", expected: Mapping[str, str], comm: "Communicato
         RemoteError: the store refuses, or did not answer in time.
         UnreadableError: the disk of this host fails.
     """
-    found = store.fetch(expected=expected) if comm.rank == 0 else None
-    step = comm.all_reduce_max(0 if found is None else found[1].step)
+    newest = store.fetch(expected=expected) if comm.rank == 0 else None
+    step = comm.all_reduce_max(0 if newest is None else newest[1].step)
     if step and comm.rank != 0:
         store.fetch_step(step)
 
@@ -59,14 +58,18 @@ def after_save(address: str, folder: Path, config: CheckpointConfig, score: str)
 class RunStore:
     """A run in an object store, with the same layout as in a folder.
 
-    Every method raises RemoteError if the store refuses, or did not answer within the time of `retries`.
+    Every method raises RemoteError if the store refuses, or did not answer in time.
+
+    Attributes:
+        remote: the run in the store.
+        folder: its copy on this host.
     """
 
-    def __init__(self, address: str, folder: Path, retries: RetryPolicy) -> None:
-        self.address, self.folder, self._retries = address, folder, retries
+    def __init__(self, remote: Folder, folder: Path) -> None:
+        self.remote, self.folder = remote, folder
         self._states: dict[int, RunState] = {}  # states read so far
 
-    def fetch(self, files: Sequence[str] = (), expected: Mapping[str, str] | None = None) -> Found:
+    def fetch(self, files: Sequence[str] = (), expected: Mapping[str, str] | None = None) -> Newest:
         """Fetches the metrics, the given files and the newest checkpoint that verifies; returns that checkpoint.
 
         They replace the local files and checkpoints.
@@ -79,10 +82,10 @@ class RunStore:
             RemoteError: also if the address holds something other than a run.
             UnreadableError: the disk of this host fails.
         """
-        if is_whole(self.address, self._retries):  # then its checkpoints have no file lists
-            raise RemoteError(f"{self.address} holds a folder that was pushed as a whole: name another address")
+        if self.remote.is_whole():  # then its checkpoints have no file lists
+            raise RemoteError(f"{self.remote.url} holds a folder that was copied as a whole: name another address")
         for name in (METRICS, *files):
-            if not pull_file(child(self.address, name), self.folder / name, self._retries):
+            if not self.remote.pull(name, self.folder / name):
                 (self.folder / name).unlink(missing_ok=True)
         return self._fetch_first(list(reversed(self._steps())), expected)
 
@@ -98,9 +101,7 @@ class RunStore:
             AlteredError: it does not verify.
         """
         self._discard_all_but(step)
-        pull_folder(
-            self._place(step), checkpoint.checkpoint_path(self.folder / CHECKPOINTS, step), self._retries, renew=True
-        )
+        self._there(step).get(self._here(step), renew=True)
 
     def save(self, config: CheckpointConfig, score: str, step: int) -> None:
         """Sends the metrics and then a local checkpoint, and deletes checkpoints in the store that are not kept.
@@ -110,41 +111,38 @@ class RunStore:
         self.send(
             METRICS, *(f"{TENSORBOARD}/{path.name}" for path in sorted((self.folder / TENSORBOARD).glob("*"))[-1:])
         )
-        place = self._place(step)
-        if is_whole(place, self._retries):  # skipped as broken at the start; the run has now reached its step again
-            remove_folder(place, self._retries)
+        if self._there(step).is_whole():  # skipped as broken at the start; the run has now reached its step again
+            self._there(step).clear()
         self._states.pop(step, None)
-        for missed in self._missed(config, score, step):
-            push_folder(
-                checkpoint.checkpoint_path(self.folder / CHECKPOINTS, missed), self._place(missed), self._retries
-            )
-        push_folder(checkpoint.checkpoint_path(self.folder / CHECKPOINTS, step), place, self._retries)
+        for unsent in (*self._missed(config, score, step), step):
+            self._there(unsent).send(self._here(unsent))
         try:
             self._prune(config, score, step)
         except OSError as error:  # the next call deletes them
-            get_logger().warning("old checkpoints of %s cannot be deleted now (%s)", self.address, error)
+            get_logger().warning("old checkpoints of %s cannot be deleted now (%s)", self.remote.url, error)
 
     def send(self, *files: str) -> None:
         """Sends files of the run's folder; files missing here are deleted in the store."""
         for name in files:
             if (self.folder / name).is_file():
-                push_file(self.folder / name, child(self.address, name), self._retries)
+                self.remote.put(name, self.folder / name)
             else:
-                remove_file(child(self.address, name), self._retries)
+                self.remote.delete(name)
 
     def send_folder(self, name: str) -> str:
         """Sends a folder of the run, whole or not at all; returns its address.
 
         Sizes in the store are compared with the local ones; a file that was lost there is sent again.
         """
-        address, local = child(self.address, name), self.folder / name
-        push_folder(local, address, self._retries)
+        remote, local = self.remote / name, self.folder / name
+        remote.send(local)
+        sizes = remote.sizes()
         for path in sorted(path for path in local.rglob("*") if path.is_file()):
-            place = child(address, path.relative_to(local).as_posix())
-            if size_of(place, self._retries) != path.stat().st_size:
-                get_logger().warning("%s is missing or truncated: sending it again", place)
-                push_file(path, place, self._retries)
-        return address
+            file = path.relative_to(local).as_posix()
+            if sizes.get(file) != path.stat().st_size:
+                get_logger().warning("%s is missing or truncated: sending it again", remote.at(file))
+                remote.put(file, path)
+        return remote.url
 
     def _missed(self, config: CheckpointConfig, score: str, newest: int) -> list[int]:
         """Steps before the newest whose checkpoint is kept, and is whole on this host and not in the store."""
@@ -159,34 +157,36 @@ class RunStore:
         keep = retention.kept(self._scores(steps, score), config)
         for step in steps:
             if step not in keep:
-                remove_folder(self._place(step), self._retries)
+                self._there(step).clear()
                 self._states.pop(step, None)
 
     def _steps(self) -> list[int]:
         """Steps with a checkpoint in the store, whole or not, in order."""
-        return checkpoint.steps_among(names(child(self.address, CHECKPOINTS), self._retries))
+        return checkpoint.steps_among((self.remote / CHECKPOINTS).names())
 
-    def _place(self, step: int) -> str:
-        return child(child(self.address, CHECKPOINTS), checkpoint.checkpoint_path(Path(), step).name)
+    def _there(self, step: int) -> Folder:
+        return self.remote / f"{CHECKPOINTS}/{self._here(step).name}"
+
+    def _here(self, step: int) -> Path:
+        return checkpoint.checkpoint_path(self.folder / CHECKPOINTS, step)
 
     def _scores(self, steps: Sequence[int], score: str) -> dict[int, float | None]:
         """Scores of the whole checkpoints among these; None if one was not validated."""
-        found: dict[int, float | None] = {}
+        scores: dict[int, float | None] = {}
         for step in steps:
             if step not in self._states:
-                place = self._place(step)
+                there = self._there(step)
                 try:
-                    if not is_whole(place, self._retries):
+                    if not there.is_whole():
                         continue
-                    raw = read_file(child(place, STATE), self._retries)
-                    self._states[step] = RunState.model_validate_json(raw or b"")
+                    self._states[step] = RunState.model_validate_json(there.read(STATE) or b"")
                 except (AlteredError, ValidationError) as error:
-                    get_logger().warning("skipping a broken checkpoint: %s: %s", place, error)
+                    get_logger().warning("skipping a broken checkpoint: %s: %s", there.url, error)
                     continue
-            found[step] = self._states[step].scores.get(score)
-        return found
+            scores[step] = self._states[step].scores.get(score)
+        return scores
 
-    def _fetch_first(self, steps: Sequence[int], expected: Mapping[str, str] | None = None) -> Found:
+    def _fetch_first(self, steps: Sequence[int], expected: Mapping[str, str] | None = None) -> Newest:
         """Fetches the first of these that verifies; deletes all local checkpoints if none does."""
         for step in steps:
             try:
@@ -196,8 +196,8 @@ class RunStore:
             except AlteredError as error:
                 get_logger().warning("skipping a broken checkpoint: %s", error)
                 continue
-            if found := checkpoint.find_latest(self.folder / CHECKPOINTS, expected, verify=False):  # just verified
-                return found
+            if newest := checkpoint.find_latest(self.folder / CHECKPOINTS, expected, verify=False):  # just verified
+                return newest
         self._discard_all_but(None)
         return None
 
@@ -208,4 +208,4 @@ class RunStore:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for other in checkpoint.steps_in(folder):
                 if other != step:
-                    checkpoint.discard(checkpoint.checkpoint_path(folder, other))
+                    checkpoint.discard(self._here(other))

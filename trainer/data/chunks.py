@@ -8,6 +8,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from declutr.common.stores.address import is_remote
+from declutr.common.stores.folder import Folder
 from declutr.pipeline.shards.manifest import MANIFEST
 from declutr.pipeline.shards.shards import ShardError, ShardSet
 from declutr.trainer.data.plan import Plan
@@ -95,10 +97,7 @@ def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> 
         for missing, place in zip(folders, rank_plan.places, strict=False):
             if missing.exists():
                 continue
-            from declutr.common.stores.address import is_remote  # slow to import, and most tasks do not need it
-            from declutr.common.stores.folders import local_copy
-
-            if is_remote(place) and local_copy(place, missing.parent) != missing:
+            if is_remote(place) and Folder(place).cached(missing.parent) != missing:
                 raise ShardError(f"{place} holds other shards than at the start of the run")
         _shards[opened] = ShardSet(folder, "train", look=False, part=rank_plan.part, others=others)
     epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from declutr.common.config import config_yaml
 from declutr.common.console.logs import get_logger
-from declutr.common.lock import RunLock
+from declutr.common.lock import RunLock, StoreLock
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.lease import Lease
+from declutr.common.stores.folder import Folder
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
@@ -116,7 +116,7 @@ def _lock_and_fetch(config: TrainConfig, signals: Signals, stack: contextlib.Exi
     run.mkdir(parents=True, exist_ok=True)
     stack.enter_context(RunLock(run, lost))
     if store := store_of(config.run, run):
-        stack.enter_context(Lease(config.run, lost))
+        stack.enter_context(StoreLock(Folder(config.run), lost))
         store.fetch(_FILES)
 
 
@@ -162,7 +162,7 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
             add_seconds(run, time.monotonic() - began)
             if store is not None:  # after a signal, do not wait ten minutes for a store that does not answer
                 hurried = RetryPolicy(total_seconds=config.scaling.shutdown_grace_seconds)
-                _send_at_the_end(store if signals.received is None else RunStore(config.run, run, hurried))
+                _send_at_the_end(store if signals.received is None else RunStore(Folder(config.run, hurried), run))
         if store is not None:
             store.fetch()
         if done < steps:

@@ -6,8 +6,8 @@ from typing import Any
 from declutr.common.config import flat_keys
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import DamagedError, hash_json, read_record
-from declutr.common.stores.address import child, is_remote
-from declutr.common.stores.files import names
+from declutr.common.stores.address import is_remote
+from declutr.common.stores.folder import Folder
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_among, steps_in
 from declutr.trainer.checkpoints.state import joint_hash
@@ -53,7 +53,7 @@ def _has_checkpoints(config: TrainConfig, run: Path) -> bool:
     """True if the run has a checkpoint, whole or not; of a run in a store, whose copy here may lack them, there."""
     if not is_remote(config.run):
         return bool(steps_in(run / CHECKPOINTS))
-    return bool(steps_among(names(child(config.run, CHECKPOINTS))))
+    return bool(steps_among((Folder(config.run) / CHECKPOINTS).names()))
 
 
 def read_resume_settings(run: Path) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote, short_name
-from declutr.common.stores.folders import local_copy
+from declutr.common.stores.folder import Folder
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.setup.config import TrainConfig
 
@@ -40,7 +40,7 @@ def training_set(config: TrainConfig) -> ShardSet:
 @lru_cache
 def _copy(address: str, cache: str) -> Path:
     """Fetches the copy; a process looks at the store once."""
-    return local_copy(address, expand(cache).absolute())
+    return Folder(address).cached(expand(cache).absolute())
 
 
 def run_folder(run: str, cache: str) -> Path:

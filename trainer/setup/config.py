@@ -51,7 +51,7 @@ class TrainConfig(Strict):
     """Folder of the run (checkpoints, metrics, export), or an address, such as s3://bucket/runs/mine, if hosts share no
     folder. Repeat the command to resume."""
     data: Data
-    """Folder of prepared shards, or the address to which `declutr push` sent it, which each host downloads once.
+    """Folder of prepared shards, or the address to which `declutr copy` sent it, which each host downloads once.
     Several corpora: `[{path: FOLDER, weight: 2}, {path: FOLDER, weight: 1}]`."""
     cache: str = "~/.cache/declutr"
     """Folder on each host for copies of data at addresses; nothing in it is permanent."""

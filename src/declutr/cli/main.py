@@ -58,8 +58,10 @@ _COMMANDS = {
         "SHARDS | RUN [RUN ...] [--output FOLDER]: write a page on a prepared corpus, or on runs",
         "declutr.cli.inspect:run_report",
     ),
-    "push": ("FOLDER ADDRESS: copy a folder to an object store, with checksums", "declutr.common.stores.folders:push"),
-    "pull": ("ADDRESS FOLDER: copy a folder or a run from an object store", "declutr.common.stores.folders:pull"),
+    "copy": (
+        "FROM TO: a folder or a run to or from an object store, with checksums",
+        "declutr.common.stores.copies:main",
+    ),
     "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),
 }
 
@@ -70,6 +72,8 @@ _REPLACED: dict[str, str] = {
     "whiten": "declutr adapt ENCODER CORPUS --steps 0 --output DIR tries the closed form alone",
     "explore": "declutr index EMBEDDINGS --output INDEX --parquet MAP.parquet, then "
     "uvx embedding-atlas MAP.parquet --text text --x x --y y",
+    "push": "declutr copy FOLDER ADDRESS",
+    "pull": "declutr copy ADDRESS FOLDER",
 }
 """What to type instead of a command that earlier versions had."""
 _REPLACED_OPTIONS: dict[tuple[str, str], str] = {
@@ -125,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     read = given if command in _READ_FOLDERS else given[:1] if command in ("embed", "search") else []
     if address := next((one for one in read if one.startswith(_STORES)), None):
-        print(f"declutr {command} reads folders: declutr pull {address} FOLDER, then name that folder", file=sys.stderr)
+        print(f"declutr {command} reads folders: declutr copy {address} FOLDER, then name that folder", file=sys.stderr)
         return 1
     if argv is None:
         if command in _RELAYED:

@@ -74,7 +74,7 @@ def _asked(address: str) -> str | None:
     """Sends one request a process and address, in a thread, because a DNS lookup may take longer than the timeout."""
     from huggingface_hub import get_session
 
-    found: list[str | None] = []
+    answers: list[str | None] = []
     session = get_session()  # before the timeout starts: on a busy machine this takes as long as an answer
 
     refused = (OSError, ValueError, client_error())
@@ -84,14 +84,14 @@ def _asked(address: str) -> str | None:
             _ = urlsplit(address).port  # raises ValueError for addresses that crash the client
             session.head(address, timeout=2 * PATIENCE_SECONDS)  # the wait below ends first, with its own message
         except refused as error:
-            found.append(f"{address} is not reached ({error or type(error).__name__})")
+            answers.append(f"{address} is not reached ({error or type(error).__name__})")
         else:
-            found.append(None)
+            answers.append(None)
 
     thread = threading.Thread(target=ask, name="declutr-hub", daemon=True)
     thread.start()
     thread.join(PATIENCE_SECONDS)
-    return found[0] if found else f"{address} does not answer within {PATIENCE_SECONDS:.0f} s"
+    return answers[0] if answers else f"{address} does not answer within {PATIENCE_SECONDS:.0f} s"
 
 
 def client_error() -> type[Exception]:

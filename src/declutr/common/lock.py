@@ -1,28 +1,37 @@
-"""Lock of a run or output folder: one command at a time holds it, and kill -9 of the holder releases it.
+"""Locks of a run or an output, in a folder or in an object store: one command at a time works there.
 
-On the holder's host, the lock is held while the process exists; on another host, while its heartbeat is recent. The
-check and the write happen under flock, so of two simultaneous commands one is refused.
+On the holder's host, the lock is held while the process exists, so kill -9 releases it; on another host, while its
+heartbeat is recent by the clock of the storage. The check and the write exclude other commands: in a folder by flock.
+In a store each command first writes an entry of its own and then lists all entries. Stores list what was written before
+(S3 since 2020, Google Storage), so of two commands at least one meets the other's entry, and only a command that meets
+none goes on. This needs no conditional write, which Arrow's clients do not have.
 """
 
 import contextlib
 import fcntl
+import math
 import os
+import random
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Self, TextIO
+from typing import Self
 
 import msgspec
 
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import DamagedError, decode_record
+from declutr.common.stores.folder import Folder
+from declutr.common.stores.retry import RetryPolicy
 from declutr.common.watcher import Watcher
 
 LOCK = "lock.json"
-_BEAT_SECONDS = 5.0
 _STALE_SECONDS = 60.0
+_ENTRY = f".{LOCK}."
+"""Start of the names of the entries of commands that are about to read and write the lock of a store."""
+_ATTEMPTS = 8  # pauses of up to 0.1, 0.2 ... 12.8 s
 
 
 class RunLockedError(RuntimeError):
@@ -43,8 +52,74 @@ class Holder(msgspec.Struct, frozen=True):
     """Random identifier of this command."""
 
 
-class RunLock(Watcher):
-    """Holds a run folder while its block runs.
+class _Lock(Watcher):
+    """Holds a place while its block runs.
+
+    Raises:
+        RunLockedError: on entering, a running command holds the place.
+    """
+
+    _ADVICE: str
+
+    def __init__(self, place: str, lost: Callable[[], None], beat_seconds: float) -> None:
+        super().__init__(beat_seconds, "declutr-lock")
+        self._place, self._lost = place, lost
+        self._holder = this_process(secrets.token_hex(8))
+
+    def __enter__(self) -> Self:
+        try:
+            with self._alone():
+                _refuse(self._place, self._read(), self._age_seconds, self._ADVICE)
+                self._write()
+        except (KeyboardInterrupt, SystemExit):  # a process that goes on, as a notebook does, must not hold the lock
+            self._release()
+            raise
+        return super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        try:
+            self._release()
+        except OSError as error:  # must not hide the reason why the run ended; without its process the lock is free
+            get_logger().warning("the lock of %s could not be removed (%s)", self._place, error)
+
+    def look(self) -> bool:
+        """Renews the lock; False when it is lost."""
+        try:
+            if self._mine():
+                self._renew()
+                return True
+        except OSError as error:  # the storage does not answer: the next call may succeed
+            get_logger().debug("the heartbeat of %s could not be written: %s", self._place, error)
+            return True
+        self._lost()
+        return False
+
+    def _mine(self) -> bool:
+        holder = self._read()
+        return holder is not None and holder.token == self._holder.token
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def _read(self) -> Holder | None:
+        raise NotImplementedError
+
+    def _write(self) -> None:
+        raise NotImplementedError
+
+    def _renew(self) -> None:
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        raise NotImplementedError
+
+    def _age_seconds(self) -> float:
+        raise NotImplementedError
+
+
+class RunLock(_Lock):
+    """Holds a folder while its block runs.
 
     Args:
         run: the folder; it must exist.
@@ -56,53 +131,113 @@ class RunLock(Watcher):
         RunLockedError: on entering, if a running command holds the lock.
     """
 
-    def __init__(self, run: Path, lost: Callable[[], None], beat_seconds: float = _BEAT_SECONDS) -> None:
-        super().__init__(beat_seconds, "declutr-lock")
-        self._path, self._lost = run / LOCK, lost
-        self._token = secrets.token_hex(8)
+    _ADVICE = "wait for it, stop it, or name another folder"
+
+    def __init__(self, run: Path, lost: Callable[[], None], beat_seconds: float = 5.0) -> None:
+        super().__init__(str(run), lost, beat_seconds)
+        self._path = run / LOCK
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        named = False  # it may be unlinked between opening and locking
+        while not named:
+            with self._path.open("ab") as stream:  # closing it releases the flock
+                fcntl.flock(stream, fcntl.LOCK_EX)
+                with contextlib.suppress(FileNotFoundError):
+                    named = os.fstat(stream.fileno()).st_ino == self._path.stat().st_ino
+                if named:
+                    yield
+
+    def _read(self) -> Holder | None:
+        with contextlib.suppress(FileNotFoundError):
+            return read_holder(self._path.read_bytes(), str(self._path))
+        return None
+
+    def _write(self) -> None:
+        with self._path.open("wb") as stream:
+            stream.write(msgspec.json.encode(self._holder))
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def _renew(self) -> None:
+        os.utime(self._path)
+
+    def _release(self) -> None:
+        with self._alone():
+            if self._mine():
+                self._path.unlink()
+
+    def _age_seconds(self) -> float:
+        return _age_seconds(self._path)
+
+
+class StoreLock(_Lock):
+    """Holds an address of an object store while its block runs.
+
+    Args:
+        remote: the address of a run or of an output.
+        lost: called from a thread when another command has taken over the address, because this one could not renew
+            its lock for more than a minute.
+        beat_seconds: time between two heartbeats.
+
+    Raises:
+        RunLockedError: on entering, a running command holds the address, or others start at the same time.
+        RemoteError: on entering, the store refuses or does not answer.
+    """
+
+    _ADVICE = "wait until it ends (a minute if its host is gone), or name another address"
+
+    def __init__(self, remote: Folder, lost: Callable[[], None], beat_seconds: float = 10.0) -> None:
+        super().__init__(remote.url, lost, beat_seconds)
+        self._remote, self._entry = remote, f"{_ENTRY}{self._holder.token}"
 
     def __enter__(self) -> Self:
-        with _open_locked(self._path) as stream:
-            _refuse(self._path, stream.buffer)
-            self._write(stream)
-        return super().__enter__()
+        super().__enter__()
+        self._remote = Folder(self._remote.url, RetryPolicy(total_seconds=0.0))  # the next heartbeat is a retry
+        return self
 
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
         try:
-            with _open_locked(self._path) as stream:
-                holder = self._read(stream)
-                if holder is not None and holder.token == self._token:
-                    self._path.unlink()
-        except OSError as error:  # must not hide the reason why the run ended; without its process the lock is free
-            get_logger().warning("the lock %s could not be removed (%s)", self._path, error.strerror)
+            for attempt in range(_ATTEMPTS):
+                self._remote.put(self._entry, b"{}")
+                if not self._others():
+                    yield
+                    return
+                self._remote.delete(self._entry)
+                time.sleep(random.uniform(0, 0.1 * 2**attempt))  # so that one of those that met comes back alone
+            raise RunLockedError(f"{self._place}: several commands start here at the same time; run one of them again")
+        finally:
+            self._remote.delete(self._entry)
 
-    def _write(self, stream: TextIO) -> None:
-        stream.seek(0)
-        stream.truncate()
-        stream.write(msgspec.json.encode(this_process(self._token)).decode())
-        stream.flush()
-        os.fsync(stream.fileno())
+    def _others(self) -> bool:
+        """True if another command is entering. An entry of more than a minute was left by one that was killed."""
+        now, entering = self._remote.modified(self._entry), False
+        for name in self._remote.names():
+            if name.startswith(_ENTRY) and name != self._entry and (at := self._remote.modified(name)) is not None:
+                if now is not None and now - at > _STALE_SECONDS:
+                    self._remote.delete(name)
+                else:
+                    entering = True
+        return entering
 
-    def _read(self, stream: TextIO) -> Holder | None:
-        stream.seek(0)
-        return read_holder(stream.buffer.read(), str(self._path))
+    def _read(self) -> Holder | None:
+        return read_holder(self._remote.read(LOCK) or b"", self._remote.at(LOCK))
 
-    def look(self) -> bool:
-        """Renews the lock; False when it is lost."""
-        try:
-            with self._path.open() as stream:
-                holder = self._read(stream)
-            if holder is not None and holder.token == self._token:
-                os.utime(self._path)
-                return True
-        except FileNotFoundError:
-            pass
-        except OSError as error:  # the storage does not answer: the next call may succeed
-            get_logger().debug("the heartbeat of %s could not be written: %s", self._path, error.strerror)
-            return True
-        self._lost()
-        return False
+    def _write(self) -> None:
+        content = msgspec.structs.asdict(self._holder) | {"beat": time.time()}
+        self._remote.put(LOCK, msgspec.json.encode(content))
+
+    def _renew(self) -> None:
+        self._write()
+
+    def _release(self) -> None:
+        if self._mine():
+            self._remote.delete(LOCK)
+
+    def _age_seconds(self) -> float:
+        now, renewed = self._remote.modified(self._entry), self._remote.modified(LOCK)
+        return math.inf if now is None or renewed is None else now - renewed
 
 
 def refuse_held(run: Path) -> None:
@@ -111,28 +246,9 @@ def refuse_held(run: Path) -> None:
     Raises:
         RunLockedError: as `RunLock`.
     """
-    with contextlib.suppress(FileNotFoundError), (run / LOCK).open("rb") as stream:
-        _refuse(run / LOCK, stream)
-
-
-def _refuse(path: Path, stream: BinaryIO) -> None:
-    stream.seek(0)
-    holder = read_holder(stream.read(), str(path))
-    if holder is not None and is_alive(holder, lambda: _age_seconds(path)):
-        raise RunLockedError(f"{refusal(path.parent, holder)}; wait for it, stop it, or name another folder")
-
-
-def _open_locked(path: Path) -> TextIO:
-    """Opens the file under flock, creating it if necessary; closing it releases the flock."""
-    while True:
-        stream = path.open("a+", encoding="utf-8")
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        try:
-            if os.fstat(stream.fileno()).st_ino == path.stat().st_ino:
-                return stream
-        except FileNotFoundError:
-            pass
-        stream.close()  # it was released and unlinked between the two calls
+    path = run / LOCK
+    with contextlib.suppress(FileNotFoundError):
+        _refuse(str(run), read_holder(path.read_bytes(), str(path)), lambda: _age_seconds(path), RunLock._ADVICE)
 
 
 def read_holder(raw: bytes, name: str) -> Holder | None:
@@ -158,9 +274,11 @@ def this_process(token: str) -> Holder:
     )
 
 
-def refusal(run: str | Path, holder: Holder) -> str:
-    """An error message that names the holder of a run or of an output folder."""
-    return f"{run}: another command works here (host {holder.host}, pid {holder.pid}, since {holder.since})"
+def _refuse(place: str, holder: Holder | None, age_seconds: Callable[[], float], advice: str) -> None:
+    """Raises RunLockedError if a holder is alive."""
+    if holder is not None and is_alive(holder, age_seconds):
+        who = f"host {holder.host}, pid {holder.pid}, since {holder.since}"
+        raise RunLockedError(f"{place}: another command works here ({who}); {advice}")
 
 
 def is_alive(holder: Holder, age_seconds: Callable[[], float]) -> bool:

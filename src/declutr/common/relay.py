@@ -50,19 +50,19 @@ def relay() -> None:
     another thread has started.
     """
     global _parent
-    taken: set[int] = {
+    numbers: set[int] = {
         number
         for number in (*_FORWARDED, signal.SIGTSTP)
         if number in (signal.SIGTERM, signal.SIGINT) or signal.getsignal(number) != signal.SIG_IGN
     }
-    taken.add(signal.SIGCHLD)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, taken)  # a signal waits until both processes can take it
+    numbers.add(signal.SIGCHLD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # a signal waits until both processes can take it
     parent, caller = os.getpid(), os.environ.pop(CALLER, None)
     child = os.fork()
     if child:
         if caller:
             end_with(int(caller))
-        _forward(child, taken)
+        _forward(child, numbers)
     _parent = parent
     os.setsid()
     end_with(parent)
@@ -99,11 +99,11 @@ class _Parent(Watcher):
         _kill_orphan(self._parent)
 
 
-def _forward(child: int, taken: set[int]) -> NoReturn:
+def _forward(child: int, numbers: set[int]) -> NoReturn:
     """Forwards signals until the child has ended; as process 1 of a container it also takes in orphans."""
     signal.signal(signal.SIGCHLD, lambda *_: None)  # macOS discards a signal whose default is to be ignored
     while True:
-        number = signal.sigwait(taken)
+        number = signal.sigwait(numbers)
         if number == signal.SIGCHLD:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == child:

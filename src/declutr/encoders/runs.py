@@ -132,7 +132,7 @@ def _tokenizer_of(path: Path, data: str) -> Any:
         raise EncoderError(
             f"{path} needs the tokenizer of its run's shards, which are at data = {redact(data)}. No address that a "
             f"run names is opened, because the run may come from someone else; if you trust this one: "
-            f"declutr pull {redact(child(data, TOKENIZER))} {folder}"
+            f"declutr copy {redact(child(data, TOKENIZER))} {folder}"
         )
     if not folder.is_dir() and not (folder := expand(data) / TOKENIZER).is_dir():
         raise EncoderError(

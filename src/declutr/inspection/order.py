@@ -138,7 +138,7 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     places = data_places(config)
     remedy = {name: f"add {data_key(name)}={replacement(task)}" for name, task in config.tasks().items()}
     problems = [
-        f"{key} = {place} is an address, which is not opened: declutr pull {place} FOLDER, then {remedy[name]}"
+        f"{key} = {place} is an address, which is not opened: declutr copy {place} FOLDER, then {remedy[name]}"
         for name, some in places.items()
         for key, place in some.items()
         if is_remote(place)

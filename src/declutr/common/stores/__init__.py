@@ -1,1 +1,1 @@
-"""Object stores: addresses, files and folders in them, retries, checked copies."""
+"""Object stores: addresses, folders at them, retries, and the command that copies folders."""

@@ -7,13 +7,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.fs
-from fsspec.core import url_to_fs
-from fsspec.implementations.arrow import ArrowFSWrapper
-
 from declutr.common.credentials import refusal
-from declutr.common.hub import client_error
 
 _ARROW_PROTOCOLS = ("s3", "gs", "gcs")
 _GOOGLE_RETRY_SECONDS = 15
@@ -30,20 +24,27 @@ def filesystem(address: str) -> tuple[Any, str, str]:
     Raises:
         PermissionError: the address holds credentials.
     """
-    if found := refusal(address):
-        raise PermissionError(found)
+    if problem := refusal(address):
+        raise PermissionError(problem)
     scheme, _, rest = address.partition("://")
     if scheme in _ARROW_PROTOCOLS:  # not `urlsplit`, for which a # in a name would end it
         place, _, query = rest.partition("?")
         netloc, slash, path = place.partition("/")
         return _arrow(scheme, netloc, query), f"{netloc.rpartition('@')[2]}{slash}{path}", query
+    from fsspec.core import url_to_fs
+
     files, path = url_to_fs(address)
     return files, path, ""
 
 
-def address_of(files: Any, name: str, given: str, query: str) -> str:
-    """The address of a file of this file system, found under the address `given`."""
-    scheme, _, rest = given.partition("://")
+def is_object_store(files: Any) -> bool:
+    """Returns True for a file system of S3 or Google Storage, whose files are objects: they need no folder."""
+    return isinstance(files, _wrapper())
+
+
+def address_of(files: Any, name: str, address: str, query: str) -> str:
+    """The address of a file of this file system, found under `address`."""
+    scheme, _, rest = address.partition("://")
     if scheme in _ARROW_PROTOCOLS:
         user, at, _ = rest.partition("?")[0].partition("/")[0].rpartition("@")
         return f"{scheme}://{user}{at}{name}{query and '?'}{query}"
@@ -62,15 +63,52 @@ def short_name(url: str, *parts: bytes) -> str:
     return f"{posixpath.basename(url.partition('?')[0].rstrip('/'))}-{digest[:16]}"
 
 
+def files_below(files: Any, folder: str, levels: int | None = None) -> dict[str, dict[str, Any]]:
+    """Facts of all files below a folder by name; fsspec's `find` and `glob` leave out folders that cannot be listed.
+
+    Args:
+        files: the file system.
+        folder: path in it; none are in one that does not exist.
+        levels: levels of folders to look into, 1: the folder alone; None: all.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+    below, waiting = dict[str, dict[str, Any]](), [(folder, 1)]
+    while waiting:
+        here, level = waiting.pop()
+        try:
+            inside = files.ls(here, detail=True)
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        for facts in inside:
+            name = str(facts["name"])
+            if facts["type"] == "file":
+                below[name] = facts
+            elif name.rstrip("/") != here.rstrip("/") and level != levels:
+                waiting.append((name, level + 1))
+    return below
+
+
 @lru_cache
-def _arrow(scheme: str, netloc: str, query: str) -> ArrowFSWrapper:
+def _wrapper() -> type[Any]:
+    from fsspec.implementations.arrow import ArrowFSWrapper  # imports pyarrow, for which most commands do not wait
+
+    wrapper: type[Any] = ArrowFSWrapper
+    return wrapper
+
+
+@lru_cache
+def _arrow(scheme: str, netloc: str, query: str) -> Any:
     """Opens one connection a process. Credentials come from the environment, the endpoint from it or the address."""
     # a file below 5 MiB then takes one request to S3, not three; Google's library would retry for 15 minutes in silence
     option, value = ("allow_delayed_open", "true") if scheme == "s3" else ("retry_limit_seconds", _GOOGLE_RETRY_SECONDS)
     if option not in query:
         query += f"{query and '&'}{option}={value}"
-    files, _ = pa.fs.FileSystem.from_uri(f"{scheme}://{netloc}{query and '?'}{query}")
-    return ArrowFSWrapper(files)
+    import pyarrow.fs
+
+    files, _ = pyarrow.fs.FileSystem.from_uri(f"{scheme}://{netloc}{query and '?'}{query}")
+    return _wrapper()(files)
 
 
 @contextmanager
@@ -81,8 +119,11 @@ def network_errors() -> Iterator[None]:
         OSError: an error of these libraries, or a protocol that is unknown or not installed.
     """
     # Imported here because it takes half a second.
+    import pyarrow as pa
     from aiohttp import ClientError
     from huggingface_hub.errors import HFValidationError
+
+    from declutr.common.hub import client_error
 
     try:
         yield

@@ -1,128 +1,38 @@
-"""Copies of folders of an object store, replaced as a whole or not at all, and the list of their files with checksums.
+"""`declutr copy FROM TO`: a folder between this host and an object store, with checksums, as a whole or not at all.
 
-Next to a copy FOLDER, `.FOLDER.pulled` lists the files that were fetched. So the next `pull` can tell a file that it
-may replace from one that a user created or changed.
-
-The list is written last and marks the folder as complete. Functions with an address raise RemoteError if the store
-refuses, or did not answer within the time of `retries`.
+Next to a fetched folder FOLDER, `.FOLDER.pulled` lists the files that were fetched. So the next `copy` can tell a file
+that it may replace from one that a user created or changed.
 """
 
+import argparse
 import fcntl
 import os
-import re
 import stat
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from unicodedata import category
 
-import msgspec
-
-from declutr.common.console.logs import get_logger
+from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import excerpt
-from declutr.common.storage import atomic_folder, hash_file, put_back, write_text
-from declutr.common.stores.address import child
-from declutr.common.stores.files import entries, fetch_file, read_file
-from declutr.common.stores.retry import DEFAULT_RETRIES, AlteredError, RemoteError, RetryPolicy
-
-LISTING = ".files.json"
-_DRIVE = re.compile(r"[A-Za-z]:")
-
-
-class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The SHA-256 and the size of a file."""
-
-    sha256: str
-    num_bytes: int
-
-
-class _Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    files: dict[str, FileRecord]
-
-
-def encoded(files: dict[str, FileRecord]) -> bytes:
-    """Encodes a list."""
-    return msgspec.json.encode(_Listing(files))
-
-
-def decoded(raw: bytes, where: str) -> dict[str, FileRecord]:
-    """Decodes a list.
-
-    Raises:
-        AlteredError: the content is not such a list, or it names a file that must not be written here.
-    """
-    try:
-        found = msgspec.json.decode(raw, type=_Listing).files
-    except msgspec.DecodeError as error:
-        raise AlteredError(f"{where} is not a list of files: {error}") from error
-    refuse_names(found, where)
-    return found
-
-
-def refuse_names(names: Iterable[str], where: str) -> None:
-    """Checks names (folders separated by `/`) before any of them is written as a file.
-
-    Raises:
-        AlteredError: a name leads out of its folder on some system, has an empty part or control characters, or uses
-            another file as a folder.
-    """
-    known = set(names)
-    for name in sorted(known):
-        parts = name.split("/")
-        parents = {"/".join(parts[:depth]) for depth in range(1, len(parts))}
-        leaves = not set(parts).isdisjoint({"", ".", ".."}) or "\\" in name or any(map(_DRIVE.match, parts))
-        if leaves or any(category(one) in ("Cc", "Cs") for one in name) or not parents.isdisjoint(known):
-            raise AlteredError(f"{where} names a file that is outside the folder or cannot exist in a folder: {name!r}")
-
-
-def records(folder: Path) -> dict[str, FileRecord]:
-    """The files of a folder of this host."""
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: FileRecord(hash_file(path), path.stat().st_size) for name, path in paths.items()}
-
-
-def read_listing(url: str, retries: RetryPolicy) -> dict[str, FileRecord] | None:
-    """The files of a complete folder; None if its list is missing.
-
-    Raises:
-        AlteredError: see `decoded`.
-    """
-    raw = read_file(child(url, LISTING), retries)
-    return None if raw is None else decoded(raw, child(url, LISTING))
-
-
-def tree(url: str, retries: RetryPolicy) -> dict[str, FileRecord | None]:
-    """All files below an address with the records of their lists; None for files in no list.
-
-    Raises:
-        AlteredError: a list is invalid, or a name must not be written here.
-    """
-    listing = read_listing(url, retries)
-    if listing is not None:
-        return dict(listing)
-    found: dict[str, FileRecord | None] = {}
-    children = entries(url, retries)
-    refuse_names(children, url)
-    for name, is_file in children.items():
-        if is_file:
-            found[name] = None
-        else:
-            found |= {f"{name}/{below}": record for below, record in tree(child(url, name), retries).items()}
-    return found
-
+from declutr.common.paths import expand
+from declutr.common.storage import atomic_folder, put_back, write_text
+from declutr.common.stores.address import is_remote
+from declutr.common.stores.folder import Folder
+from declutr.common.stores.listing import FileRecord, Files, decoded, encoded, records, refuse_names
+from declutr.common.stores.retry import AlteredError, RemoteError
 
 PLAN = "plan.json"
 """The first file of a preparation's output."""
-_FETCHES = 8  # parallel fetches, because a store limits the speed of each stream
 
 
-def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> int:
+def fetch_all(remote: Folder, local: Path) -> int:
     """Fetches everything at an address, then replaces the earlier copy; unchanged files are not fetched again.
 
-    Returns the number of files fetched.
-
     The address names a folder that was sent whole, or a folder of such folders and further files, like a run. `local`
-    is new, empty, or an unchanged copy that `pull` made.
+    is new, empty, or an unchanged copy that this function made.
+
+    Returns:
+        The number of files fetched.
 
     Raises:
         FileNotFoundError: nothing exists at that address.
@@ -133,12 +43,13 @@ def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> i
     local = Path(os.path.realpath(local))
     if local.is_mount():
         raise RemoteError(f"{local} is a mount point, which cannot be replaced; name a folder in it")
-    wanted = tree(url, retries)
-    if not wanted:
-        raise FileNotFoundError(f"{url}: nothing found; check the address")
-    if wanted.get(PLAN, wanted) is None:  # there, and in no list; the list of a finished output names it
+    available = _tree(remote)
+    if not available:
+        raise FileNotFoundError(f"{remote.url}: nothing found; check the address")
+    if available.get(PLAN, available) is None:  # there, and in no list; the list of a finished output names it
         raise RemoteError(
-            f"{url} holds an unfinished preparation, so nothing was fetched; repeat its `declutr prepare`, or delete it"
+            f"{remote.url} holds an unfinished preparation, so nothing was fetched; repeat its `declutr prepare`, or "
+            "delete it"
         )
     local.parent.mkdir(parents=True, exist_ok=True)
     mark = local.with_name(f".{local.name}.pulled")
@@ -146,29 +57,47 @@ def pull_all(url: str, local: Path, retries: RetryPolicy = DEFAULT_RETRIES) -> i
         fcntl.flock(lock, fcntl.LOCK_EX)
         put_back(local)
         stamps = _stamps(local)
-        here = _replaceable(local, mark, wanted)
-        new = [name for name, record in wanted.items() if record is None or here.get(name) != record]
-        if here != wanted:
-            get_logger().info("fetching %d of %d files from %s", len(new), len(wanted), url)
+        here = _replaceable(local, mark, available)
+        new = [name for name, record in available.items() if record is None or here.get(name) != record]
+        if here != available:
+            get_logger().info("fetching %d of %d files from %s", len(new), len(available), remote.url)
             with atomic_folder(local, replace=True) as aside:
-                here = fetch_all(url, wanted, aside, retries, local, here)
+                here = remote.fetch_all(available, aside, local, here)
                 if _stamps(local) != stamps:
                     raise RemoteError(f"{local} changed during the fetch and was not replaced; name a new folder")
         write_text(mark, encoded(here).decode())
     return len(new)
 
 
+def _tree(remote: Folder) -> dict[str, FileRecord | None]:
+    """All files below an address with the records of their lists; None for files in no list.
+
+    Raises:
+        AlteredError: a list is invalid, a name must not be written here, or an entry is neither a file nor a folder.
+    """
+    listing = remote.listing()
+    if listing is not None:
+        return dict(listing)
+    files, kinds = dict[str, FileRecord | None](), remote.kinds()
+    refuse_names(kinds, remote.url)
+    if special := {name: kind for name, kind in kinds.items() if kind not in ("file", "directory")}:
+        raise AlteredError(f"{remote.url}: these entries are neither files nor folders: {special}")
+    for name, kind in kinds.items():
+        files |= {name: None} if kind == "file" else {f"{name}/{x}": y for x, y in _tree(remote / name).items()}
+    return files
+
+
 def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
     """Size and modification time of everything in a folder except its subfolders."""
-    found = ((path, path.lstat()) for path in folder.rglob("*"))
-    return {path: (at.st_size, at.st_mtime_ns) for path, at in found if not stat.S_ISDIR(at.st_mode)}
+    facts = ((path, path.lstat()) for path in folder.rglob("*"))
+    return {path: (at.st_size, at.st_mtime_ns) for path, at in facts if not stat.S_ISDIR(at.st_mode)}
 
 
-def _replaceable(local: Path, mark: Path, wanted: Mapping[str, FileRecord | None]) -> dict[str, FileRecord]:
+def _replaceable(local: Path, mark: Path, available: Mapping[str, FileRecord | None]) -> Files:
     """The files of a folder that may be replaced without losing a user's file.
 
     Raises:
-        RemoteError: it is not a folder, or it holds files that `pull` did not fetch.
+        RemoteError: it is not a folder, or it holds files that `copy` did not fetch.
     """
     if not local.exists():
         return {}
@@ -181,43 +110,56 @@ def _replaceable(local: Path, mark: Path, wanted: Mapping[str, FileRecord | None
     ]
     here = records(local) if not foreign else {}
     fetched = decoded(mark.read_bytes(), str(mark)) if mark.is_file() else {}
-    foreign += [name for name, record in here.items() if record not in (fetched.get(name), wanted.get(name))]
+    foreign += [name for name, record in here.items() if record not in (fetched.get(name), available.get(name))]
     if foreign:
         raise RemoteError(
-            f"{local} holds files that `declutr pull` did not fetch, or that have changed since: {excerpt(foreign)}. "
+            f"{local} holds files that `declutr copy` did not fetch, or that have changed since: {excerpt(foreign)}. "
             "Nothing was fetched or deleted: name a new folder, or delete this one yourself"
         )
     return here
 
 
-def fetch_all(
-    url: str,
-    wanted: Mapping[str, FileRecord | None],
-    aside: Path,
-    retries: RetryPolicy,
-    before: Path | None = None,
-    here: Mapping[str, FileRecord] | None = None,
-) -> dict[str, FileRecord]:
-    """Fetches the wanted files of a folder to `aside`, several at a time; returns the files that it holds now.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `copy FROM TO`; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="declutr copy", description="Copy a folder to an object store or from there, with checksums."
+    )
+    address = "a folder, or an address: s3://..., gs://... or another protocol of fsspec"
+    parser.add_argument("source", metavar="FROM", help=address)
+    parser.add_argument("target", metavar="TO", help=f"{address}; a folder is new, or the unchanged copy of before")
+    arguments = parser.parse_args(argv)
+    source, target = arguments.source, arguments.target
+    setup_logging("copy")
+    try:
+        if is_remote(source) == is_remote(target):
+            which = "both are addresses: copy to a folder, then" if is_remote(source) else "neither is an address: use"
+            raise NotADirectoryError(f"{source}, {target}: {which} {'from it' if is_remote(source) else '`cp -r`'}")
+        if is_remote(target):
+            folder = expand(source)
+            if not folder.is_dir():
+                raise NotADirectoryError(f"{folder} is not a folder")
+            for path in sorted(folder.rglob("*")):
+                if not path.is_file() and (path.is_symlink() or not path.is_dir()):
+                    get_logger().warning("%s is not sent: it is a link to a folder, a broken link, or not a file", path)
+            get_logger().info("sending %s to %s", _size(folder), target)
+            number = Folder(target).send(folder)
+        else:
+            folder = expand(target)
+            number = fetch_all(Folder(source), folder)
+        sys.stdout.write(
+            f"{target}: {_size(folder)}, {number:,} of them {'sent' if is_remote(target) else 'fetched'}\n"
+        )
+    except OSError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
 
-    The record of a wanted file is None if its size and checksum are unknown. Files that an earlier copy, `before`,
-    already has are linked instead of fetched; `here` has the records of its files.
 
-    Raises:
-        AlteredError: a file is missing or differs from its list.
-        RemoteError: the store refuses, or did not answer in time.
-    """
+def _size(folder: Path) -> str:
+    """Number and size of the files of a folder, as text."""
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return f"{sum(sizes) / 2**20:,.1f} MiB in {len(sizes):,} files"
 
-    def fetch(name: str) -> FileRecord:
-        target, expected = aside / name, wanted[name]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if before is not None and here is not None and expected is not None and here.get(name) == expected:
-            target.hardlink_to(before / name)
-            return expected
-        found = FileRecord(*fetch_file(child(url, name), target, retries))
-        if expected is not None and found != expected:
-            raise AlteredError(f"{child(url, name)} is truncated or altered (checksum differs)")
-        return found
 
-    with ThreadPoolExecutor(_FETCHES) as pool:
-        return dict(zip(wanted, pool.map(fetch, wanted), strict=True))
+if __name__ == "__main__":
+    sys.exit(main())
