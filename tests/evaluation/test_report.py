@@ -18,7 +18,7 @@ from declutr.evaluation.report.content import gather, lengths_chart
 from declutr.evaluation.report.examples import find_clusters
 from declutr.evaluation.report.header import header, readiness
 from declutr.evaluation.report.markup import Html, markup, tag, visible
-from declutr.evaluation.report.page import write_report
+from declutr.report.corpus import write_corpus_page
 from declutr.evaluation.report.survey import BINS_PER_OCTAVE, NUM_BINS, survey
 from declutr.evaluation.report.tally import MAX_NAMES, Tallies, Tally, tally_columns
 from declutr.pipeline.shards.ledger import SCHEMA, ledger_entries

@@ -14,7 +14,7 @@ from PIL import Image
 
 from declutr.cli.main import main
 from declutr.evaluation.report.content import bar_charts, gather
-from declutr.evaluation.report.page import write_report
+from declutr.report.corpus import write_corpus_page
 from declutr.evaluation.report.rows import thumbnail
 from declutr.pipeline.shards.shards import ShardSet
 

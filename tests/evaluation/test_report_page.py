@@ -2,7 +2,7 @@
 
 import pytest
 
-from declutr.evaluation.report.page import write_report
+from declutr.report.corpus import write_corpus_page
 
 
 @pytest.fixture(scope="module")

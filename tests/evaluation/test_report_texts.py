@@ -10,7 +10,7 @@ from textshards import prepare_rows
 
 from declutr.cli.main import main
 from declutr.evaluation.report.content import bar_charts, gather
-from declutr.evaluation.report.page import write_report
+from declutr.report.corpus import write_corpus_page
 from declutr.evaluation.report.rows import TextLengths
 from declutr.pipeline.shards.content import LABELS
 from declutr.pipeline.shards.shards import ShardSet

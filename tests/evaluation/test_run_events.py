@@ -1,4 +1,4 @@
-"""Starts, failures, alarms and counts on the page of a run, from its files."""
+"""Starts, failures, alarms and counts on the page of a run, from its files; a fork has none of its origin."""
 
 import json
 import re
@@ -6,8 +6,10 @@ import time
 
 import pytest
 
-from declutr.inspection.runs.page import write_run_report
-from declutr.inspection.runs.record import read_runs
+from declutr.common.storage import write_json
+from declutr.report.runs import write_runs_page
+from declutr.report.record import read_runs
+from declutr.trainer.checkpoints.state import FORK
 from declutr.trainer.driver.failure import GroupFailure
 from declutr.trainer.driver.summary import FAILURES
 from declutr.trainer.metrics.loggers import TENSORBOARD
@@ -31,7 +33,7 @@ def write_run(folder, lines, starts=(), data="gone"):
 
 
 def page_of(folder):
-    return re.sub(r"<[^>]+>", " ", write_run_report([folder]).read_text())
+    return re.sub(r"<[^>]+>", " ", write_runs_page([folder]).read_text())
 
 
 def starts_of(folder):
@@ -88,7 +90,7 @@ def test_starts_without_a_file_of_tensorboard_are_those_of_the_metrics(tmp_path)
     assert starts_of(tmp_path) == [(1.0, 0, f"2 worker(s), {told}"), (5.0, 1, f"3 worker(s), {told}")]
     assert "2 start(s)" in page_of(tmp_path)
     bars = re.findall(
-        r'<rect[^>]*y="20" width="([\d.]+)%" height="8" class="s0"', write_run_report([tmp_path]).read_text()
+        r'<rect[^>]*y="20" width="([\d.]+)%" height="8" class="s0"', write_runs_page([tmp_path]).read_text()
     )
     assert bars == ["12.50", "50.00"]
 
@@ -98,3 +100,26 @@ def test_updates_that_a_task_left_out_are_counted(tmp_path):
     lines = [line("step", n, n, skipped=main, image_skipped=image) for n, (main, image) in enumerate(steps, 1)]
     write_run(tmp_path, lines)
     assert "1 step(s) without an update because of a bad loss, 2 of the task image." in page_of(tmp_path)
+
+
+def test_a_fork_counts_nothing_of_its_origin(tmp_path):
+    corpora = [{"path": "a", "weight": 1}, {"path": "b", "weight": 1}]
+    rows = {"corpus_1_rows": 30, "corpus_2_rows": 10, "skipped": True}
+    parent = [line("start", 1, 0.0, workers=8), *(line("step", n, n, loss=1.0, **rows) for n in range(1, 41))]
+    parent.append(line("alarm", 40, 40.0, alarm="collapse", text="step 40: collapsed"))
+    rows = {"corpus_1_rows": 5, "corpus_2_rows": 15, "skipped": False}
+    own = [line("start", 41, 5001.0, workers=2), *(line("step", n, 4961.0 + n, loss=1.0, **rows) for n in (41, 42, 43))]
+    write_run(tmp_path, [*parent, *own], starts=[5000.0], data=corpora)
+    write_json(tmp_path / FORK, {"from": "/runs/first", "step": 40})
+    (run,) = read_runs([tmp_path])
+    assert run.span_seconds == (BEGAN + 5000.0, BEGAN + 5004.0)
+    assert [(event.kind, event.text) for event in run.events] == [("start", "2 worker(s), first worker on host0")]
+    page = page_of(tmp_path)
+    assert "Forked from /runs/first after its step 40. Not ended: step 43 is the newest" in page
+    assert "No alarm." in page
+    assert "1 start(s), 0 failure(s), 0 step(s) without an update" in page
+    assert re.search(r"\b15 +25\.00%", page)
+    assert re.search(r"\b45 +75\.00%", page)
+    assert 'class="origin"' in write_runs_page([tmp_path]).read_text()
+    (tmp_path / FORK).unlink()
+    assert "step 40: collapsed" in page_of(tmp_path)

@@ -15,8 +15,8 @@ from declutr.common.config import config_yaml
 from declutr.common.storage import write_json
 from declutr.inspection.order import read_order
 from declutr.inspection.runs.line_chart import short, ticks
-from declutr.inspection.runs.page import write_run_report
-from declutr.inspection.runs.record import read_runs
+from declutr.report.runs import write_runs_page
+from declutr.report.record import read_runs
 from declutr.inspection.runs.span_lengths import span_lengths
 from declutr.trainer.driver.failure import GroupFailure
 from declutr.trainer.driver.summary import SUMMARY
@@ -73,7 +73,7 @@ def two(shards, tmp_path_factory):
         stream.write(json.dumps(alarm) + "\n")
     with (training / METRICS).open("a") as stream:
         stream.write('{"kind": "step", "step": 651, "lo')
-    return ended, training, write_run_report([ended, training], top / "page")
+    return ended, training, write_runs_page([ended, training], top / "page")
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_numbers_of_a_hostile_file_do_not_break_the_page(two, tmp_path, line):
         stream.write(line + "\n")
     (tmp_path / "run" / "failures.log").write_text("=== 9999-99-99 99:99:99 X, after step 1: <b>odd</b>\n")
     (tmp_path / "run" / "tensorboard" / "events.out.tfevents.99999999999999999.5.<b>x.1").touch()
-    page = write_run_report([tmp_path / "run"]).read_text()
+    page = write_runs_page([tmp_path / "run"]).read_text()
     assert "&lt;b&gt;odd&lt;/b&gt;" in page
     assert page.count("<figure>") < 120
 
@@ -230,7 +230,7 @@ def test_a_run_without_steps_has_a_page(shards, tmp_path):
     folder = write_run(tmp_path / "run", shards)
     (folder / METRICS).write_text("")
     shutil.rmtree(folder / "tensorboard")
-    page = write_run_report([folder]).read_text()
+    page = write_runs_page([folder]).read_text()
     assert "step 0 of 700 is the newest in the metrics, written never" in page
     (run,) = read_runs([folder])
     assert [event.kind for event in run.events] == ["failure"]

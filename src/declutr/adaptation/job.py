@@ -16,7 +16,7 @@ from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross
 from declutr.adaptation.config import BATCH_DOCUMENTS, LONG_TOKENS, WINDOW_TOKENS, AdaptConfig, located, prepare_config
 from declutr.adaptation.documents import all_documents, held_out_documents
 from declutr.adaptation.measures import F64, Passages, make_passages
-from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, page, write_result
+from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, write_adaptation_page, write_result
 from declutr.adaptation.scores import (
     DISTANT,
     PAIRS,
@@ -47,6 +47,7 @@ from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
+from declutr.report.page import unavailable
 from declutr.trainer.driver.model_card import CARD
 from declutr.trainer.metrics.judged_pairs import StsError, read_pairs
 
@@ -339,7 +340,12 @@ class _Adaptation:
         elif place.exists():
             shutil.rmtree(place)
         write_result(result, self.output)
-        write_text(self.output / REPORT, page(result))
+        page = self.output / REPORT
+        if reason := unavailable():
+            page.unlink(missing_ok=True)  # it would show an earlier verdict
+            get_logger().warning("%s is not written: %s; the same command then writes it", page, reason)
+        else:
+            write_adaptation_page(result, page)
         return result
 
     def _general(self, encoder: TransformerEncoder | None) -> tuple[Comparison | None, str]:

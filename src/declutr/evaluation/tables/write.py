@@ -1,13 +1,10 @@
-"""Tables of results as Markdown and as a page."""
+"""Tables of results as Markdown and JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from declutr.common.storage import write_json, write_text
-from declutr.evaluation.report.charts import draw_bar
-from declutr.evaluation.report.markup import Html, join, tag
-from declutr.evaluation.report.page import document
 from declutr.evaluation.senteval.runner.harness import Evaluated
 from declutr.evaluation.tables.blocks import Block, Cell, ModelRow, compare
 from declutr.evaluation.tables.literature import PublishedModel, literature
@@ -59,61 +56,6 @@ def _plain(text: str) -> str:
     return " ".join(kept.split())
 
 
-def page(blocks: Sequence[Block], told: Remarks) -> str:
-    """Return the whole document. Equal blocks give equal text."""
-    links = [tag("a", block.short, href=f"#{block.name}") for block in blocks]
-    sections = [
-        tag("section", tag("h2", block.title, id=f"{block.name}-head"), _table(block, told), id=block.name)
-        for block in blocks
-    ]
-    notes = [join(tag("h2", title), tag("ul", *(tag("li", line) for line in lines))) for title, lines in told.parts()]
-    body = tag(
-        "body",
-        tag(
-            "header",
-            tag("p", "Sentence encoders", class_="kind"),
-            tag("h1", "SentEval"),
-            tag(
-                "p",
-                "Higher is better, except alignment and uniformity. ",
-                tag("span", class_="swatch kept"),
-                "scored here ",
-                tag("span", class_="swatch dropped"),
-                "published, copied from the papers",
-                class_="lead",
-            ),
-        ),
-        tag("nav", *links, aria_label="Tables"),
-        tag("main", *sections, tag("section", *notes, id="remarks")),
-        tag("footer", "Made by ", tag("code", "declutr evaluate"), "."),
-    )
-    return document("SentEval: sentence encoders compared", body)
-
-
-def _table(block: Block, told: Remarks) -> Html:
-    head = tag(
-        "tr", tag("th", "", scope="col"), *(tag("th", name, scope="col", class_="number") for name in block.columns)
-    )
-    rows = [
-        tag("tr", tag("th", _name(row, told), scope="row"), *(_cell(cell, row, block.percent) for cell in row.cells))
-        for row in block.rows
-    ]
-    inner = tag("table", tag("thead", head), tag("tbody", *rows))
-    return tag("div", inner, class_="scroll", tabindex="0", role="region", aria_label=block.title)
-
-
-def _name(row: ModelRow, told: Remarks) -> Html:
-    label = tag("bdi", row.label, class_="label")
-    return join(label, tag("small", f"published ({told.numbers[row.source]})")) if row.source else label
-
-
-def _cell(cell: Cell, row: ModelRow, percent: bool) -> Html:
-    bar = None
-    if percent and cell.value is not None and not cell.signed:
-        bar = draw_bar(max(cell.value, 0.0), 100.0, "dropped" if row.source else "kept")
-    return tag("td", shown(cell, percent), *([bar] if bar else []), class_="number")
-
-
 Starts = Mapping[tuple[str, str], str]
 """Label of the pretrained row, by label and source of a row; both have the same source."""
 _PREFERRED = ("mean of the two", "mean, without SNLI", "all 28", "downstream", "without SNLI", "probing")
@@ -121,11 +63,10 @@ _PREFERRED = ("mean of the two", "mean, without SNLI", "all 28", "downstream", "
 
 
 def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
-    """Write all three files; return the Markdown of the encoders alone, for a terminal."""
+    """Write `scores.md` and `scores.json`; return the Markdown of the encoders alone, for a terminal."""
     published = literature()
-    blocks, told = _blocks(evaluated, published), remarks(evaluated, published)
-    write_text(folder / "scores.md", markdown(blocks, told))
-    write_text(folder / "scores.html", page(blocks, told))
+    blocks = tables(evaluated, published)
+    write_text(folder / "scores.md", markdown(blocks, remarks(evaluated, published)))
     encoders = [
         {
             "encoder": one.encoder,
@@ -147,10 +88,10 @@ def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
             "tables": [asdict(block) for block in blocks],
         },
     )
-    return markdown(_blocks(evaluated, ()), remarks(evaluated, ()))
+    return markdown(tables(evaluated, ()), remarks(evaluated, ()))
 
 
-def _blocks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> tuple[Block, ...]:
+def tables(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> tuple[Block, ...]:
     """Build the tables with their difference columns."""
     starts = {(one.encoder, ""): one.pretrained for one in evaluated}
     starts |= {(model.model, model.source): model.pretrained for model in published}

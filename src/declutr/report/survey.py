@@ -3,7 +3,10 @@
 Memory grows with the number of duplicates (16 bytes each) and, up to a limit, of sources.
 """
 
-from dataclasses import dataclass, field
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from declutr.common import seeding
-from declutr.evaluation.report.tally import Tallies, tally_columns
+from declutr.pipeline.readers.names import bare_suffix
 from declutr.pipeline.shards.ledger import ledger_batches
 from declutr.pipeline.shards.manifest import SPLITS, Manifest, ShardError
 from declutr.pipeline.shards.windows import shortest_document
@@ -27,9 +30,158 @@ _MATCH = r"(?s)^(?P<name>.+): (?P<words>.*) \((?P<number>\d+) in all\)$"
 """Form in which pipeline/filters/document_filter.py writes it."""
 _PLACE_SHIFT = 40
 CONTAMINATED = "contaminated"
-"""Fate of documents that share text with an evaluation set."""
+"""Reason to drop documents that share text with an evaluation set."""
 
 I64 = NDArray[np.int64]
+
+
+MAX_NAMES = 100_000
+"""Largest number of names between batches. When there are more, the half with the most text stays and the others join
+the rest. Sources are read one after the other, so a source is rarely dropped before it is complete."""
+_PENDING_ROWS = 500_000
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Counts of documents of one kind, read and kept."""
+
+    read: int = 0
+    text_bytes: int = 0
+    kept: int = 0
+    kept_tokens: int = 0
+
+
+_SUMS = tuple(column.name for column in fields(Tally))
+
+
+def total(tallies: Iterable[Tally]) -> Tally:
+    """Sum of tallies."""
+    return Tally(*map(sum, zip(*map(astuple, tallies), strict=True)))
+
+
+def tally_columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
+    """Columns to sum over rows of a ledger, named as `Tally`'s fields."""
+    kept = pc.is_in(batch.column("status"), pa.array(SPLITS)).cast(pa.int64())
+    size = batch.column("text_bytes")
+    tokens = pc.fill_null(batch.column("num_tokens"), 0)
+    read = pa.repeat(pa.scalar(1, pa.int64()), batch.num_rows)
+    return dict(zip(_SUMS, (read, size, kept, pc.multiply(tokens, kept)), strict=True))
+
+
+@dataclass
+class Tallies:
+    """Tallies by name."""
+
+    num_left: int = 0
+    """Number of dropped names; their documents are in `rest`."""
+    rest: Tally = field(default_factory=Tally)
+    _pending: list[pa.Table] = field(default_factory=list)
+
+    def add(self, names: pa.Array, columns: dict[str, pa.Array]) -> None:
+        """Adds rows: their names and their `tally_columns`."""
+        self._pending.append(_grouped(pa.table({"name": names} | columns)))
+        if sum(len(table) for table in self._pending) > _PENDING_ROWS:
+            self._settle()
+
+    def _settle(self) -> None:
+        table = _grouped(pa.concat_tables(self._pending))
+        if len(table) > MAX_NAMES:
+            table = table.sort_by([("text_bytes", "descending"), ("name", "ascending")])
+            left = table.slice(MAX_NAMES // 2)
+            self.num_left += len(left)
+            self.rest = total([self.rest, Tally(*(pc.sum(left.column(name)).as_py() for name in _SUMS))])
+            table = table.slice(0, MAX_NAMES // 2).combine_chunks()
+        self._pending = [table]
+
+    def all(self) -> dict[str, Tally]:
+        """Every name with its tally, without the dropped names; "" for a missing name."""
+        if not self._pending:
+            return {}
+        self._settle()
+        names, *sums = (self._pending[0].column(name).to_pylist() for name in ("name", *_SUMS))
+        return {name or "": Tally(*row) for name, row in zip(names, zip(*sums, strict=True), strict=True)}
+
+    def largest(self, groups: dict[str, Tally], limit: int) -> list[tuple[str, Tally]]:
+        """The groups of names with the most kept tokens, and all others as one row."""
+        ranked = sorted(groups.items(), key=lambda item: (-item[1].kept_tokens, -item[1].text_bytes, item[0]))
+        num_left = self.num_left + len(ranked[limit:])
+        rest = total([self.rest, *(tally for _, tally in ranked[limit:])])
+        return ranked[:limit] + ([(f"({num_left:,} others)", rest)] if num_left else [])
+
+
+def _grouped(table: pa.Table) -> pa.Table:
+    """One row a name."""
+    sums = table.group_by("name").aggregate([(name, "sum") for name in _SUMS])
+    return sums.select(["name", *(f"{name}_sum" for name in _SUMS)]).rename_columns(["name", *_SUMS])
+
+
+MAX_GROUPS = 8
+"""Number of colours and shapes that a reader can distinguish."""
+OTHERS = "other sources"
+_STEP = re.compile(r"[/!]")
+"""Separators of folders, and of an archive and its member."""
+
+
+class Grouping:
+    """Groups sources by the beginnings of their names, one group for each colour of the map.
+
+    Names are cut at a separator (`/`, `!`), as late as possible with at most `MAX_GROUPS` different beginnings. If the
+    cut at the first separator already gives more, the most frequent beginnings are groups and the others share one.
+    """
+
+    def __init__(self, sources: Sequence[str]) -> None:
+        self._steps = 1
+        beginnings = Counter(_cut(source, 1) for source in sources)
+        for steps in range(2, max((_num_steps(source) for source in sources), default=1) + 1):
+            finer = Counter(_cut(source, steps) for source in sources)
+            if len(finer) > MAX_GROUPS:
+                break
+            self._steps, beginnings = steps, finer
+        ranked = sorted(beginnings.items(), key=lambda item: (-item[1], item[0]))
+        self.names = [name for name, _ in ranked[:MAX_GROUPS]]
+        """Names of the groups, the most frequent first."""
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+
+    def number(self, source: str) -> int:
+        """Index of a source's group in `names`; `len(names)` for all other sources, also unknown ones."""
+        return self._numbers.get(_cut(source, self._steps), len(self.names))
+
+
+def group_sources(sources: dict[str, Tally], limit: int) -> dict[str, Tally]:
+    """The sources themselves if there are at most `limit`, otherwise sums over common folders.
+
+    The sums are named `folder/ (n files)`, `*.txt (n files)` or as a single file. There are more than `limit` only
+    where there are more top folders.
+    """
+    if len(sources) <= limit:
+        return sources
+    depths = range(max(map(_num_steps, sources)), 0, -1)
+    steps = next((steps for steps in depths if len({_cut(name, steps) for name in sources}) <= limit), 0)
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in sources:
+        beginning = _cut(name, steps or 1)
+        if beginning != name:
+            beginning += "/"
+        elif not steps:
+            beginning = f"*{bare_suffix(name)}"
+        groups[beginning].append(name)
+    sums: dict[str, Tally] = {}
+    for beginning, names in groups.items():
+        alone = len(names) == 1 and not beginning.endswith("/")
+        label = names[0] if alone else f"{beginning} ({len(names):,} file{'s' * (len(names) > 1)})"
+        sums[label] = total(sources[name] for name in names)
+    return sums
+
+
+def _num_steps(source: str) -> int:
+    """Steps of a source: its folders and its last name."""
+    return len(_STEP.findall(source)) + 1
+
+
+def _cut(source: str, steps: int) -> str:
+    """The source up to its step of this number."""
+    places = [match.start() for match in _STEP.finditer(source)]
+    return source[: places[steps - 1]] if len(places) >= steps else source
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -119,18 +271,18 @@ class Survey:
 
     def _measure(self, column: pa.Array, codes: I64, names: list[str]) -> None:
         """Adds the lengths of the documents that were tokenized."""
-        known = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
-        lengths = column.take(pa.array(known)).to_numpy()
+        measured = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+        lengths = column.take(pa.array(measured)).to_numpy()
         octaves = np.log2(np.maximum(lengths, 1) / self.shortest)
         bins = np.clip(np.floor(octaves * BINS_PER_OCTAVE).astype(np.int64) + NUM_BINS // 2, 0, NUM_BINS - 1)
         bands = np.digitize(lengths, self.limits)
-        for code in np.unique(codes[known]):
-            mine = codes[known] == code
-            found = np.bincount(bins[mine], minlength=NUM_BINS)
-            documents = np.bincount(bands[mine], minlength=len(self.limits) + 1)
-            tokens = np.bincount(bands[mine], weights=lengths[mine], minlength=len(self.limits) + 1).astype(np.int64)
+        for code in np.unique(codes[measured]):
+            rows, num_bands = codes[measured] == code, len(self.limits) + 1
+            documents = np.bincount(bands[rows], minlength=num_bands)
+            tokens = np.bincount(bands[rows], weights=lengths[rows], minlength=num_bands).astype(np.int64)
             name = names[code]
-            self.lengths[name] = self.lengths.get(name, np.zeros(NUM_BINS, np.int64)) + found
+            counts = np.bincount(bins[rows], minlength=NUM_BINS)
+            self.lengths[name] = self.lengths.get(name, np.zeros(NUM_BINS, np.int64)) + counts
             self.bands[name] = self.bands.get(name, 0) + np.stack([documents, tokens], 1)
 
     def _match(self, batch: pa.RecordBatch) -> None:
@@ -140,12 +292,12 @@ class Survey:
         details = batch.column("detail").filter(noted)
         if not len(details):
             return
-        found = pc.extract_regex(details, _MATCH)
+        parts = pc.extract_regex(details, _MATCH)
         kept = pc.not_equal(statuses.filter(noted), CONTAMINATED)
         columns = {
-            "name": pc.fill_null(pc.struct_field(found, "name"), ""),
-            "number": pc.fill_null(pc.struct_field(found, "number").cast(pa.int64()), 0),
-            "words": pc.coalesce(pc.struct_field(found, "words"), details),
+            "name": pc.fill_null(pc.struct_field(parts, "name"), ""),
+            "number": pc.fill_null(pc.struct_field(parts, "number").cast(pa.int64()), 0),
+            "words": pc.coalesce(pc.struct_field(parts, "words"), details),
             "kept": kept.cast(pa.int64()),
             "dropped": pc.invert(kept).cast(pa.int64()),
         }
@@ -170,10 +322,10 @@ class Survey:
 
     def _link(self, details: pa.Array, unit: int, ordinals: I64) -> None:
         """Records which document is kept instead of a removed duplicate."""
-        found = pc.extract_regex(details, _KEPT_COPY)
-        valid = np.flatnonzero(found.is_valid().to_numpy(zero_copy_only=False))
+        copies = pc.extract_regex(details, _KEPT_COPY)
+        valid = np.flatnonzero(copies.is_valid().to_numpy(zero_copy_only=False))
         if len(valid):
-            kept = found.take(pa.array(valid))
+            kept = copies.take(pa.array(valid))
             units, places = (kept.field(name).cast(pa.int64()).to_numpy() for name in ("unit", "ordinal"))
             self._copies.append((unit << _PLACE_SHIFT) + ordinals[valid])
             self._kept_places.append((units << _PLACE_SHIFT) + places)
@@ -193,16 +345,16 @@ def survey(folder: Path, manifest: Manifest) -> Survey:
     geometry = manifest.geometry
     shortest = shortest_document(geometry, manifest.short_documents)
     limits = sorted({shortest, geometry.max_tokens, geometry.min_document_tokens})
-    found = Survey(shortest, limits, int(manifest.config.get("seed", 0)))
+    sums = Survey(shortest, limits, int(manifest.config.get("seed", 0)))
     for ledger in manifest.ledgers:
         path = folder / ledger.name
         start = line = 0
         for batch in ledger_batches(path):
-            line = found.add(batch, int(path.stem), start, line)
+            line = sums.add(batch, int(path.stem), start, line)
             start += batch.num_rows
-    counted = {status: tally.read for status, tally in found.statuses.all().items()}
+    counted = {status: tally.read for status, tally in sums.statuses.all().items()}
     totals = {"train": manifest.totals["kept_train"], "held-out": manifest.totals["kept_held_out"]}
-    told = totals | manifest.dropped | manifest.failed
-    if counted != {status: number for status, number in told.items() if number}:
-        raise ShardError(f"{folder}: the ledgers count {counted}, the manifest says {told}; prepare it again")
-    return found
+    expected = totals | manifest.dropped | manifest.failed
+    if counted != {status: number for status, number in expected.items() if number}:
+        raise ShardError(f"{folder}: the ledgers count {counted}, the manifest says {expected}; prepare it again")
+    return sums
