@@ -162,7 +162,7 @@ def _facts(one: Comparison) -> dict[str, Any]:
 
 def write_adaptation_page(result: Result, path: Path) -> None:
     """Writes the page of a result."""
-    from declutr.report.charts import Chart, draw_intervals  # loads matplotlib
+    from declutr.report.charts import draw_intervals  # loads matplotlib
 
     measures = [name for name in MEANING if name in result.rows[0].scores] if result.rows else []
     charts = []
@@ -173,7 +173,7 @@ def write_adaptation_page(result: Result, path: Path) -> None:
             for name, pair in differences
         ]
         title = f"Difference to the start: {MEANING[measure]}"
-        charts.append(Chart(title, "the figures are in the table", draw_intervals(f"difference-{measure}", points)))
+        charts.append(draw_intervals(f"difference-{measure}", title, points))
     write_page(
         path,
         "adaptation.html",

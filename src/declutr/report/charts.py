@@ -80,12 +80,13 @@ class Chart:
 
 
 def draw_histogram(
-    name: str, axis: str, edges: F64, series: Mapping[Role, NDArray[np.int64]], marks: Mapping[int, str]
-) -> Markup:
+    name: str, title: str, axis: str, edges: F64, series: Mapping[Role, NDArray[np.int64]], marks: Mapping[int, str]
+) -> Chart:
     """Draws stacked counts over bins of a logarithmic axis, without the empty bins at both ends.
 
     Args:
         name: unique on the page.
+        title: name of the counts.
         axis: name of the quantity on the axis.
         edges: `(num_bins + 1,)`, ascending, positive.
         series: `(num_bins,)` counts by their role, at least one.
@@ -122,7 +123,8 @@ def draw_histogram(
         side, shift = ("right", -5) if value > middle else ("left", 5)
         place = {"xytext": (shift, 0), "textcoords": "offset points", "ha": side, "va": "center"}
         axes.annotate(marks[value], (value, height), fontsize=8.5, color=COLOURS["ink"], **place)
-    return _svg(figure, name)
+    sums = ", ".join(f"{int(counts.sum()):,} {role}" for role, counts in series.items())
+    return Chart(title, "; ".join([sums, *(f"line at {text}" for text in marks.values())]), _svg(figure, name))
 
 
 def draw_curves(name: str, title: str, curves: Sequence[Curve], alarms: Sequence[int] = ()) -> Chart:
@@ -152,11 +154,12 @@ def draw_curves(name: str, title: str, curves: Sequence[Curve], alarms: Sequence
     return Chart(title, "; ".join(curve.words for curve in curves), _svg(figure, name))
 
 
-def draw_intervals(name: str, rows: Sequence[tuple[str, float, tuple[float, float] | None]]) -> Markup:
+def draw_intervals(name: str, title: str, rows: Sequence[tuple[str, float, tuple[float, float] | None]]) -> Chart:
     """Draws differences in points as dots with their 95% intervals around a line at 0.
 
     Args:
         name: unique on the page.
+        title: name of the measure.
         rows: a name of ours, the difference and its interval.
     """
     figure, axes = _figure(8, 0.7 + 0.3 * len(rows))
@@ -170,7 +173,7 @@ def draw_intervals(name: str, rows: Sequence[tuple[str, float, tuple[float, floa
     axes.yaxis.grid(visible=False)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
     axes.set_xlabel("points")
-    return _svg(figure, name)
+    return Chart(title, "the figures are in the table", _svg(figure, name))
 
 
 def short(value: float) -> str:

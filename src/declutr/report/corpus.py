@@ -254,7 +254,7 @@ def write_corpus_page(folder: Path, output: Path | None = None) -> Path:
     marks = {geometry.max_tokens: "longest span", geometry.min_document_tokens: "room for all anchors"}
     marks[content.survey.shortest] = "shortest document kept"
     labels = {} if content.media else {limit: f"{limit:,}: {marks[limit]}" for limit in content.survey.limits}
-    axis = f"{content.unit} (logarithmic)"
+    bins, title = content.survey.bin_edges(), f"Number of {content.noun} by {content.unit}"
     path = (output or folder / REPORT) / "report.html"
     settings = yaml.safe_dump(content.manifest.config, sort_keys=False, allow_unicode=True, width=math.inf)
     write_page(
@@ -267,7 +267,9 @@ def write_corpus_page(folder: Path, output: Path | None = None) -> Path:
         lines=glance(content),
         settings=redact(settings),
         measured=int(sum(counts.sum() for counts in series.values())),
-        drawing=None if content.texts else draw_histogram("lengths", axis, content.survey.bin_edges(), series, labels),
+        drawing=None
+        if content.texts
+        else draw_histogram("lengths", title, f"{content.unit} (logarithmic)", bins, series, labels),
         shown_characters=SHOWN_CHARACTERS,
     )
     return path
