@@ -35,6 +35,7 @@ from declutr.common.bootstrap import MIN_ROWS, Comparison
 from declutr.common.config import validated
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
+from declutr.common.extras import missing_extra
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
@@ -47,7 +48,6 @@ from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
-from declutr.report.page import unavailable
 from declutr.trainer.driver.model_card import CARD
 from declutr.trainer.metrics.judged_pairs import StsError, read_pairs
 
@@ -341,9 +341,9 @@ class _Adaptation:
             shutil.rmtree(place)
         write_result(result, self.output)
         page = self.output / REPORT
-        if reason := unavailable():
+        if lack := missing_extra("report", f"{page} is not written"):
             page.unlink(missing_ok=True)  # it would show an earlier verdict
-            get_logger().warning("%s is not written: %s; the same command then writes it", page, reason)
+            get_logger().warning("%s, and the same command writes it", lack)
         else:
             write_adaptation_page(result, page)
         return result

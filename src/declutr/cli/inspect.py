@@ -16,12 +16,12 @@ def run_report(arguments: list[str]) -> int:
     parser.add_argument("folder", type=path_argument, nargs="+", help="output folder of `prepare`, or folders of runs")
     parser.add_argument("--output", type=path_argument, help="folder of report.html (FOLDER/report)")
     given = parser.parse_args(arguments)
+    from declutr.common.extras import missing_extra
     from declutr.pipeline.shards.shards import ShardError
-    from declutr.report.page import unavailable
     from declutr.report.record import RunError, is_run
 
-    if reason := unavailable():
-        return refused(reason)
+    if lack := missing_extra("report", "declutr report"):
+        return refused(lack)
     try:
         if any(map(is_run, given.folder)) or len(given.folder) > 1:
             from declutr.report.runs import write_runs_page

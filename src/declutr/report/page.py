@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,12 +43,6 @@ class Label:
     bar: float | None = None
     role: Role = "kept"
     note: str = ""
-
-
-def unavailable() -> str | None:
-    """Why no page can be written here, and the remedy; None if pages can be written."""
-    absent = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
-    return f'a page needs {" and ".join(absent)}: pip install "declutr-ray[report]"' if absent else None
 
 
 def write_page(path: Path, template: str, title: str, pictures: bool = False, **values: Any) -> None:
