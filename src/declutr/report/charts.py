@@ -35,6 +35,7 @@ COLOURS = {
     "ink": "#1f2328",
     "muted": "#57606a",
     "line": "#d7dde3",
+    "ground": "#ffffff",
 }
 """Colours of the light scheme of style.css, by the name of its variable."""
 RUNS = ("kept", "short", "dropped", "failed", "s4", "s5", "s6", "s7")
@@ -117,12 +118,15 @@ def draw_histogram(
     highest = max(1.0, float(below.max()))
     axes.set_ylim(0, highest * (1.08 + 0.1 * len(marks)))
     middle = math.sqrt(edges[0] * edges[-1])
-    for number, value in enumerate(sorted(marks)):
+    box = {"facecolor": COLOURS["ground"], "edgecolor": "none", "pad": 1}  # hides the line of another mark
+    for number, value in enumerate(sorted(marks, reverse=True)):
         height = highest * (1.05 + 0.1 * number)
         axes.plot([value, value], [0, height], color=COLOURS["ink"], linewidth=1, linestyle=(0, (4, 3)))
         side, shift = ("right", -5) if value > middle else ("left", 5)
-        place = {"xytext": (shift, 0), "textcoords": "offset points", "ha": side, "va": "center"}
-        axes.annotate(marks[value], (value, height), fontsize=8.5, color=COLOURS["ink"], **place)
+        text = axes.annotate(
+            marks[value], (value, height), (shift, 0), textcoords="offset points", bbox=box, fontsize=8.5
+        )
+        text.set(ha=side, va="center", color=COLOURS["ink"])
     sums = ", ".join(f"{int(counts.sum()):,} {role}" for role, counts in series.items())
     return Chart(title, "; ".join([sums, *(f"line at {text}" for text in marks.values())]), _svg(figure, name))
 
