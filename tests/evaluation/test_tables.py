@@ -13,8 +13,7 @@ from declutr.evaluation.senteval.runner.harness import Evaluated
 from declutr.evaluation.senteval.scores.results import RECALLS, Report, TaskResult, averages
 from declutr.evaluation.tables.blocks import compare
 from declutr.evaluation.tables.literature import literature
-from declutr.evaluation.tables.remarks import remarks
-from declutr.evaluation.tables.write import markdown, write_tables
+from declutr.evaluation.tables.write import markdown, remarks, write_tables
 from declutr.report.page import write_scores_page
 
 HOSTILE = "<script>alert(1)</script>|a*b"

@@ -116,25 +116,6 @@ def test_a_page_says_the_figures_of_an_adaptation(tmp_path):
     assert "Before, another document: It is better." in page.text
 
 
-def test_ink_and_ground_have_enough_contrast(pages):
-    """WCAG AA: 4.5 between text and ground."""
-    style = re.search("<style>(.*?)</style>", pages["corpus"].read_text(), re.DOTALL)[1]
-
-    def light(colour):
-        parts = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
-        return float(
-            np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722]
-        )
-
-    schemes = style.split("@media", 1)
-    for scheme in (schemes[0], schemes[1].split("\n* {")[0]):
-        colours = dict(re.findall(r"--(\w+): (#\w{6});", scheme))
-        for name in ("ink", "muted", "link"):
-            low, high = sorted((light(colours[name]), light(colours["ground"])))
-            assert (high + 0.05) / (low + 0.05) >= 4.5, name
-    assert {name: colours for name, colours in COLOURS.items() if f"--{name}: {colours};" not in style} == {}
-
-
 def drawn(svg, colour):
     """`(n, 2)` points of each path of a colour, in pixels from the top left."""
     paths = [

@@ -101,20 +101,20 @@ def test_page_has_the_facts_of_the_files(two, tmp_path):
     assert source == write_runs_page(two, tmp_path / "again").read_text()
 
 
-@pytest.mark.parametrize(("data", "told"), [("gone", "data = gone"), ("$NOWHERE/shards", "data = $NOWHERE/shards: ")])
-def test_page_needs_no_shards_and_names_the_reason(two, tmp_path, data, told):
+@pytest.mark.parametrize(("data", "message"), [("gone", "data = gone"), ("$NO/shards", "data = $NO/shards: ")])
+def test_page_needs_no_shards_and_names_the_reason(two, tmp_path, data, message):
     shutil.copytree(two[0], tmp_path / "run")
     config = (tmp_path / "run" / "config.yaml").read_text()
     (tmp_path / "run" / "config.yaml").write_text(re.sub("^data: .*$", f"data: {data}", config, flags=re.MULTILINE))
     assert main(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report" / "report.html").read_text()
-    assert f"Without the length of the run: run: {told}" in checked(page).text
+    assert f"Without the length of the run: run: {message}" in checked(page).text
     assert "All settings" in page
     assert "optim.lr" in page
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
         (["a", "missing"], "missing: is no run"),
         (["a", "a"], "a: is named twice"),
@@ -124,14 +124,14 @@ def test_page_needs_no_shards_and_names_the_reason(two, tmp_path, data, told):
         (["broken"], "summary.json"),
     ],
 )
-def test_report_refuses_what_is_no_run(two, tmp_path, capsys, names, told):
+def test_report_refuses_what_is_no_run(two, tmp_path, capsys, names, message):
     shutil.copytree(two[0], tmp_path / "a")
     shutil.copytree(two[0], tmp_path / "damaged")
     shutil.copytree(two[0], tmp_path / "broken")
     (tmp_path / "damaged" / "config.yaml").write_text("[")
     (tmp_path / "broken" / SUMMARY).write_text('{"steps": "x"}')
     assert main(["report", *(str(tmp_path / name) for name in names), "--output", str(tmp_path / "out")]) == 1
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -170,7 +170,7 @@ def line(kind, step, seconds, **values):
 def logged(folder, lines, data="gone"):
     """A run of these lines."""
     (folder / "config.yaml").write_text(f"run: {folder}\ndata: {json.dumps(data)}\n")
-    (folder / METRICS).write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (folder / METRICS).write_text("".join(json.dumps(values) + "\n" for values in lines))
     return folder
 
 

@@ -55,7 +55,7 @@ class Curve:
     Attributes:
         label: name of the run.
         colour: number of its colour.
-        x: `(n,)` places, finite, at least one.
+        x: `(n,)` places, finite, at floor one.
         y: `(n,)` values, finite.
     """
 
@@ -90,7 +90,7 @@ def draw_histogram(
         title: name of the counts.
         axis: name of the quantity on the axis.
         edges: `(num_bins + 1,)`, ascending, positive.
-        series: `(num_bins,)` counts by their role, at least one.
+        series: `(num_bins,)` counts by their role, at floor one.
         marks: texts of ours by the value at which they have a line. All are drawn.
     """
     marked = np.clip(np.searchsorted(edges, [*marks]) - 1, 0, len(edges) - 2).astype(int).tolist()
@@ -100,9 +100,9 @@ def draw_histogram(
     figure, axes = _figure(8, 3.3)
     below = np.zeros(len(edges) - 1)
     # a row in ten thousand would be less than a pixel high, and gone
-    least = 0.004 * max(int(np.sum([*series.values()], axis=0).max()), 1)
+    floor = 0.004 * max(int(np.sum([*series.values()], axis=0).max()), 1)
     for role, counts in series.items():
-        heights = np.where(counts[bins] > 0, np.maximum(counts[bins], least), 0)
+        heights = np.where(counts[bins] > 0, np.maximum(counts[bins], floor), 0)
         axes.bar(edges[:-1], heights, np.diff(edges) * 0.94, below, align="edge", color=COLOURS[role])
         below = below + heights
     axes.set_xscale("log")
@@ -137,7 +137,7 @@ def draw_curves(name: str, title: str, curves: Sequence[Curve], alarms: Sequence
     Args:
         name: unique on the page.
         title: name of the quantity.
-        curves: those of all runs, at least one.
+        curves: those of all runs, at floor one.
         alarms: steps with a line.
     """
     figure, axes = _figure(4.7, 2.3)

@@ -21,8 +21,18 @@ from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import TOO_SHORT
 from declutr.report.examples import SHOWN_CHARACTERS, Clusters, Example, find_clusters, kept_examples, rejected_examples
 from declutr.report.page import REPORT, Role, share, write_page
-from declutr.report.rows import TextSurvey, survey_texts
-from declutr.report.survey import CONTAMINATED, NUM_BINS, Matches, Survey, Tally, group_sources, survey, total
+from declutr.report.survey import (
+    CONTAMINATED,
+    NUM_BINS,
+    Matches,
+    Survey,
+    Tally,
+    TextSurvey,
+    group_sources,
+    survey,
+    survey_texts,
+    total,
+)
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.registry import DEFAULT
 from declutr.trainer.objectives.span_config import SpanConfig

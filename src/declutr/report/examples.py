@@ -1,26 +1,31 @@
 """Example documents of a prepared corpus: some kept ones, and some for each reason for which documents are not kept."""
 
+import base64
 import gzip
 import json
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from declutr.common import seeding
+from declutr.pipeline.media.images import PILLOW_ERRORS
 from declutr.pipeline.shards.content import LABELS
 from declutr.pipeline.shards.ledger import REJECTED, Entry, entries_at
 from declutr.pipeline.shards.manifest import TOKENIZER, Manifest
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.report.rows import thumbnail
 from declutr.report.survey import I64, Survey, unit_and_ordinal
 
 SHOWN_CHARACTERS = 600
 _KEPT_EXAMPLES = 4
 _KEPT_PICTURES = 24
+THUMBNAIL_PIXELS = 96
+"""Longest side of a thumbnail."""
 _TOKENS_READ = 1_000
 """More than 600 characters in any language, and bounded whatever the length of the document."""
 
@@ -75,6 +80,35 @@ def _text(decoder: Tokenizer, row: dict[str, Any]) -> str:
     texts = [decoder.decode(row["tokens"][start:end]).strip() for start, end in bounds if start < _TOKENS_READ]
     labels = [f"{LABELS[label]}: " if label >= 0 else "" for label in row["labels"][: len(texts)]]
     return "\n".join(label + text for label, text in zip(labels, texts, strict=True))
+
+
+def thumbnail(row: dict[str, Any]) -> str | None:
+    """A small PNG of a row as a data URI: the image, or the energies of a clip; None if it cannot be decoded.
+
+    It is encoded again from pixels, so no byte of the corpus reaches the browser.
+    """
+    from PIL import Image  # imported here because reports of texts do not need it
+
+    try:
+        if "image" in row:
+            with Image.open(BytesIO(row["image"]), formats=["PNG"]) as opened:
+                picture = opened.convert("RGB")
+            picture.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+        else:
+            frames = np.asarray(row["frames"], np.float64).reshape(row["num_frames"], -1)
+            picture = Image.fromarray(_grey(frames)).resize((2 * THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+        encoded = BytesIO()
+        Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(encoded, "PNG")
+    except (Image.DecompressionBombError, *PILLOW_ERRORS):
+        return None
+    return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
+
+
+def _grey(frames: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Energies `(num_frames, num_mel_bins)` as an image with time to the right and low bands below."""
+    low, high = float(frames.min()), float(frames.max())
+    scaled = (frames - low) / max(high - low, 1e-9) * 255
+    return np.ascontiguousarray(scaled.T[::-1].astype(np.uint8))
 
 
 def rejected_examples(folder: Path, survey: Survey) -> dict[str, list[Example]]:

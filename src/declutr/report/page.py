@@ -53,15 +53,11 @@ def write_page(path: Path, template: str, title: str, pictures: bool = False, **
     from markupsafe import Markup
 
     style = (files(__package__) / "style.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     images = "img-src data:; " if pictures else ""
-    policy = f"default-src 'none'; {images}style-src {policy_hash(style)}; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; {images}style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     page = _environment().get_template(template)
     write_text(path, page.render(title=title, policy=policy, style=Markup(style), **values))
-
-
-def policy_hash(text: str) -> str:
-    """Source expression that permits exactly this style or script in a Content-Security-Policy."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def shown(value: Any) -> Any:
@@ -105,9 +101,8 @@ def _environment() -> "Environment":
 def write_scores_page(evaluated: Sequence["Evaluated"], path: Path) -> None:
     """Writes the page of encoders' scores beside published ones."""
     from declutr.evaluation.tables.literature import literature
-    from declutr.evaluation.tables.remarks import remarks
+    from declutr.evaluation.tables.write import remarks, tables
     from declutr.evaluation.tables.write import shown as cell
-    from declutr.evaluation.tables.write import tables
 
     published = literature()
     blocks, lines = tables(evaluated, published), remarks(evaluated, published)

@@ -1,11 +1,11 @@
-"""Sums over the ledgers of a prepared corpus, read once in batches: counts, lengths, sources, languages.
+"""Sums over a prepared corpus, read once in batches: its ledgers, and of short texts also its shards.
 
 Memory grows with the number of duplicates (16 bytes each) and, up to a limit, of sources.
 """
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 
@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.pipeline.readers.names import bare_suffix
+from declutr.pipeline.shards.content import LABELS, MEDIA_KINDS
 from declutr.pipeline.shards.ledger import ledger_batches
 from declutr.pipeline.shards.manifest import SPLITS, Manifest, ShardError
+from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.shards.windows import shortest_document
 
 BINS_PER_OCTAVE = 4
@@ -29,6 +31,7 @@ _KEPT_COPY = r"^(?P<unit>\d+):(?P<ordinal>\d+) is kept"
 _MATCH = r"(?s)^(?P<name>.+): (?P<words>.*) \((?P<number>\d+) in all\)$"
 """Form in which pipeline/filters/document_filter.py writes it."""
 _PLACE_SHIFT = 40
+_ROWS = 10_000
 CONTAMINATED = "contaminated"
 """Reason to drop documents that share text with an evaluation set."""
 
@@ -115,36 +118,8 @@ def _grouped(table: pa.Table) -> pa.Table:
     return sums.select(["name", *(f"{name}_sum" for name in _SUMS)]).rename_columns(["name", *_SUMS])
 
 
-MAX_GROUPS = 8
-"""Number of colours and shapes that a reader can distinguish."""
-OTHERS = "other sources"
 _STEP = re.compile(r"[/!]")
 """Separators of folders, and of an archive and its member."""
-
-
-class Grouping:
-    """Groups sources by the beginnings of their names, one group for each colour of the map.
-
-    Names are cut at a separator (`/`, `!`), as late as possible with at most `MAX_GROUPS` different beginnings. If the
-    cut at the first separator already gives more, the most frequent beginnings are groups and the others share one.
-    """
-
-    def __init__(self, sources: Sequence[str]) -> None:
-        self._steps = 1
-        beginnings = Counter(_cut(source, 1) for source in sources)
-        for steps in range(2, max((_num_steps(source) for source in sources), default=1) + 1):
-            finer = Counter(_cut(source, steps) for source in sources)
-            if len(finer) > MAX_GROUPS:
-                break
-            self._steps, beginnings = steps, finer
-        ranked = sorted(beginnings.items(), key=lambda item: (-item[1], item[0]))
-        self.names = [name for name, _ in ranked[:MAX_GROUPS]]
-        """Names of the groups, the most frequent first."""
-        self._numbers = {name: number for number, name in enumerate(self.names)}
-
-    def number(self, source: str) -> int:
-        """Index of a source's group in `names`; `len(names)` for all other sources, also unknown ones."""
-        return self._numbers.get(_cut(source, self._steps), len(self.names))
 
 
 def group_sources(sources: dict[str, Tally], limit: int) -> dict[str, Tally]:
@@ -358,3 +333,68 @@ def survey(folder: Path, manifest: Manifest) -> Survey:
     if counted != {status: number for status, number in expected.items() if number}:
         raise ShardError(f"{folder}: the ledgers count {counted}, the manifest says {expected}; prepare it again")
     return sums
+
+
+class TextLengths(Counter[int]):
+    """Numbers of texts of one role by length in tokens."""
+
+    @property
+    def mean(self) -> float:
+        """Mean length."""
+        return sum(length * number for length, number in self.items()) / max(1, self.total())
+
+    def quantile(self, part: float) -> int:
+        """Smallest length that at least this share of the texts does not exceed."""
+        lengths = sorted(self)
+        sums = np.cumsum([self[length] for length in lengths])
+        return lengths[int(np.searchsorted(sums, part * sums[-1]))]
+
+
+@dataclass
+class TextSurvey:
+    """Figures of all rows of short texts of a folder. Made by `survey_texts`."""
+
+    lengths: dict[str, TextLengths] = field(default_factory=dict)
+    """By role: sentence, premise, or the label of a hypothesis."""
+    hypotheses: Counter[int] = field(default_factory=Counter)
+    """Rows by number of hypotheses."""
+
+    def add(self, rows: pa.Table, first_role: str) -> None:
+        """Adds rows of a shard; the first text of each has this role."""
+        starts, offsets = _flat(rows, "starts")
+        labels, _ = _flat(rows, "labels")
+        ends = np.append(starts[1:], 0)
+        ends[offsets[1:] - 1] = rows.column("num_tokens").to_numpy()
+        sizes = ends - starts
+        for label in np.unique(labels).tolist():
+            role = first_role if label < 0 else LABELS[label]
+            values, counts = np.unique(sizes[labels == label], return_counts=True)
+            lengths = dict(zip(values.tolist(), counts.tolist(), strict=True))
+            self.lengths.setdefault(role, TextLengths()).update(lengths)
+        numbers, counts = np.unique(np.diff(offsets) - 1, return_counts=True)
+        self.hypotheses.update(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
+
+
+def survey_texts(folder: Path, manifest: Manifest) -> TextSurvey | None:
+    """Reads the rows of all shards; None if they hold documents, images or audio.
+
+    Raises:
+        ShardError: a shard differs from the manifest.
+    """
+    kind = manifest.content.kind
+    if kind == "documents" or kind in MEDIA_KINDS:
+        return None
+    survey = TextSurvey()
+    for split in SPLITS:
+        shards = ShardSet(folder, split)
+        for first in range(0, shards.num_documents, _ROWS):
+            rows = np.arange(first, min(first + _ROWS, shards.num_documents))
+            survey.add(shards.take(rows), "sentence" if kind == "sentences" else "premise")
+    return survey
+
+
+def _flat(rows: pa.Table, name: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+    """Values and offsets of a list column of one chunk."""
+    column = rows.column(name).chunk(0)
+    offsets = column.offsets.to_numpy().astype(np.int64)
+    return column.flatten().to_numpy(), offsets - offsets[0]
