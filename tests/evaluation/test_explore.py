@@ -19,8 +19,8 @@ from declutr.embedding.index import SearchIndex
 from declutr.encoders.loading import load_encoder
 from declutr.evaluation.explore.explorer import MAX_QUERY_CHARACTERS, Explorer, fit_plane, sample_rows
 from declutr.evaluation.explore.server import TOKEN_HEADER
-from declutr.common.console.terminal import visible
-from declutr.report.survey import MAX_GROUPS, Grouping
+from declutr.evaluation.report.markup import visible
+from declutr.evaluation.report.tally import MAX_GROUPS, Grouping
 
 
 @pytest.fixture(scope="module")

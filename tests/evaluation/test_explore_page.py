@@ -6,7 +6,7 @@ from messages import says
 
 from declutr.embedding.index import SearchIndex
 from declutr.encoders.loading import load_encoder
-from declutr.common.console.terminal import visible
+from declutr.evaluation.report.markup import visible
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from declutr.embedding.config import EmbedError
 from declutr.embedding.index import NO_TEXT, Hit, SearchIndex
 from declutr.embedding.output import Stored
 from declutr.encoders.protocol import SentenceEncoder
-from declutr.common.console.terminal import visible
-from declutr.report.survey import OTHERS, Grouping
+from declutr.evaluation.report.markup import visible
+from declutr.evaluation.report.tally import OTHERS, Grouping
 from declutr.trainer.data.plan import permute
 
 

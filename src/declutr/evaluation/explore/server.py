@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from declutr.evaluation.explore.explorer import ExploreError, Explorer, Json
-from declutr.report.page import policy_hash
+from declutr.evaluation.report.markup import policy_hash
 
 ADDRESS = "127.0.0.1"
 TOKEN_HEADER = "X-Declutr-Token"
@@ -174,7 +174,7 @@ def _page() -> tuple[str, str]:
 
     The policy names the style and the script by their hashes. The script may contact only the page's own server.
     """
-    report, here = files("declutr.report"), files(__package__)
+    report, here = files("declutr.evaluation.report"), files(__package__)
     style = "".join(place.read_text(encoding="utf-8") for place in (report / "style.css", here / "page.css"))
     script = "".join((here / name).read_text(encoding="utf-8") for name in ("map.js", "page.js"))
     html = (here / "page.html").read_text(encoding="utf-8")
