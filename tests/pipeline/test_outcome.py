@@ -4,7 +4,6 @@ import pytest
 from corpora import files
 from messages import says
 
-from declutr.report.corpus import gather, glance
 from declutr.pipeline.config import identity
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
 from declutr.pipeline.job.output import plan_of
@@ -13,6 +12,7 @@ from declutr.pipeline.job.worker import write_unit
 from declutr.pipeline.prepare import problems
 from declutr.pipeline.readers.skipped import Skipped
 from declutr.pipeline.shards.manifest import build_manifest, load_manifest
+from declutr.report.corpus import gather, glance
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from messages import says
 from textshards import prepare_rows
 
 from declutr.common.config import config_yaml
-from declutr.report.runs import write_runs_page
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.report.runs import write_runs_page
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics

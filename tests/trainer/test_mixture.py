@@ -15,8 +15,8 @@ from textshards import prepare_rows
 
 from declutr.cli.main import main
 from declutr.common.storage import hash_file
-from declutr.report.runs import write_runs_page
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.report.runs import write_runs_page
 from declutr.trainer.data.mixture import MOST_TURNS, turns, whole_shares
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.driver.checks import problems

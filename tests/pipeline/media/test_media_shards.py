@@ -13,7 +13,6 @@ from messages import all_of, says
 from PIL import Image
 
 from declutr.common.storage import hash_file
-from declutr.report.corpus import gather, glance
 from declutr.inspection.locate import locate
 from declutr.pipeline.job.outcome import labels_hint, summary
 from declutr.pipeline.job.units import plan_units
@@ -23,6 +22,7 @@ from declutr.pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
 from declutr.pipeline.shards.media import media_problem
 from declutr.pipeline.shards.schema import media_schema
 from declutr.pipeline.shards.shards import ShardSet, check_shards
+from declutr.report.corpus import gather, glance
 
 BAD_IMAGES = [b"text", png(1)[:60], png(2)[:900], b"GIF89a" + b"\1" * 40, animated()[:200], b"BM" + b"\7" * 80]
 BAD_SOUNDS = [b"text", sound(tone())[:50], sound(tone(), format="FLAC")[:90], b"OggS" + b"\1" * 90, b"RIFF" * 20]
