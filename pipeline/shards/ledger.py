@@ -22,7 +22,7 @@ into sentences, it has one row for each sentence, with the offset of the documen
 import gzip
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -237,6 +237,23 @@ def find_entries(folder: Path, wanted: str) -> Iterator[tuple[str, int, Entry]]:
             for index in np.flatnonzero(found.to_numpy(zero_copy_only=False)).tolist():
                 yield path.stem, ordinal + index, Entry(**batch.slice(index, 1).to_pylist()[0])
             ordinal += batch.num_rows
+
+
+def entries_at(folder: Path, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Entry]:
+    """Rows of ledgers by unit number and ordinal. An ordinal beyond the end of its unit is absent."""
+    ordinals_of: dict[int, list[int]] = {}
+    for unit, ordinal in set(places):
+        ordinals_of.setdefault(unit, []).append(ordinal)
+    entries: dict[tuple[int, int], Entry] = {}
+    for unit, ordinals in sorted(ordinals_of.items()):
+        start = 0
+        path = folder / LEDGERS / f"{unit:05d}.arrow"
+        for batch in ledger_batches(path) if path.exists() else ():
+            for ordinal in ordinals:
+                if start <= ordinal < start + batch.num_rows:
+                    entries[unit, ordinal] = Entry(**batch.slice(ordinal - start, 1).to_pylist()[0])
+            start += batch.num_rows
+    return entries
 
 
 def _hex_prefix(wanted: str) -> bytes | None:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import unicodedata
 
 import pytest
 import tinyruns as runs
@@ -38,15 +37,6 @@ def test_search_shows_what_it_finds(index, capsys):
     told = capsys.readouterr().out
     assert "⟨U+001B⟩[2J⟨U+202E⟩" in told
     assert all(line.isprintable() for line in told.splitlines())
-
-
-def test_inspect_shows_reasons_and_names(prepared, capsys):
-    """Ledger reasons, details and sources of a corpus that was written against its reader."""
-    folder, _ = prepared
-    for more in ([], ["--document", "web.tar!page.html"], ["--document", "<script>alert(1)</script>\u202e.jsonl"]):
-        main(["inspect", str(folder), "--documents", "0", *more])
-        for text in capsys.readouterr():
-            assert not {unicodedata.category(each) for each in text if each != "\n"} & {"Cc", "Cf", "Cs"}
 
 
 def test_names_of_files_steer_nothing(tmp_path, capsys):

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from browser import start_browser
 from folders import encoder_folder
 from messages import says
+from pages import checked
 from sentevalsets import write_sets
 
 from declutr.cli.main import main
@@ -50,6 +50,7 @@ def test_two_encoders_give_one_table(scored):
     assert tables["downstream"]["columns"] == ["SST2", "STS-B", "Δ mean"]  # of published rows
     assert all(cell["marked"] for row in own for cell in row["cells"][:-1])  # these are not the published data
     says((scored / "scores.md").read_text(), "not the published")
+    assert "hashed-words:16" in checked((scored / "scores.html").read_text()).text
 
 
 def test_second_command_in_one_output_is_refused(folder, tmp_path, capsys):
@@ -131,22 +132,6 @@ def test_other_data_are_not_scored_unasked(folder, tmp_path, capsys):
     assert main(given) == 1
     assert "REFUSED" in capsys.readouterr().out
     assert "spearman" not in "".join(path.read_text() for path in tmp_path.rglob("*.json") if path.is_file())
-
-
-@pytest.mark.slow
-def test_evaluate_page_is_shown_in_a_browser(scored, tmp_path):
-    with start_browser(tmp_path) as browser:
-        browser.open(scored / "scores.html")
-        assert browser.messages() == []
-        assert browser.requests() == [(scored / "scores.html").as_uri()]
-        widths = (
-            "return [...document.querySelectorAll('#sts-all tbody td')].filter(c => c.querySelector('svg')).map(c =>"
-            " [parseFloat(c.textContent), c.querySelectorAll('rect')[1].getBoundingClientRect().width /"
-            " c.querySelectorAll('rect')[0].getBoundingClientRect().width])"
-        )
-        cells = browser.run(widths)
-        assert len(cells) > 10
-        assert all(width == pytest.approx(max(value, 0) / 100, abs=0.01) for value, width in cells)
 
 
 def test_pooling_of_the_command_replaces_the_encoders_own(folder, tmp_path, capsys):

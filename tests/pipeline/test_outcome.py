@@ -4,8 +4,6 @@ import pytest
 from corpora import files
 from messages import says
 
-from declutr.evaluation.report.content import gather
-from declutr.evaluation.report.header import header
 from declutr.pipeline.config import identity
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
 from declutr.pipeline.job.output import plan_of
@@ -14,6 +12,7 @@ from declutr.pipeline.job.worker import write_unit
 from declutr.pipeline.prepare import problems
 from declutr.pipeline.readers.skipped import Skipped
 from declutr.pipeline.shards.manifest import build_manifest, load_manifest
+from declutr.report.corpus import gather, glance
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_skipped_files_are_in_manifest_message_and_report(made, caplog):
     assert sidecar.counts.failed == {"unreadable": 1}
     told = summary(manifest, "out")
     says(told, "2 .html", "'b.html'", "1 unreadable", "'gone.jsonl'")
-    page = str(header(gather(folder)))
+    page = "\n".join(glance(gather(folder)))
     says(page, "2 .html")
     assert "trafilatura" in page
     assert "text_file" in page

@@ -14,8 +14,8 @@ from messages import says
 from textshards import prepare_rows
 
 from declutr.common.config import config_yaml
-from declutr.inspection.runs.page import write_run_report
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.report.runs import write_runs_page
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics
@@ -95,7 +95,7 @@ def test_a_planted_failure_is_named_once_with_its_remedy(sentences, tmp_path, ca
     assert alarm["step"] <= 50
     assert alarm["figure"] != alarm["limit"]
     assert caplog.text.count(alarm["text"].partition(": ")[2]) == 1
-    head = write_run_report([tmp_path / "run"]).read_text().partition("Losses")[0]
+    head = write_runs_page([tmp_path / "run"]).read_text().partition("Losses")[0]
     sentences_of_page = [html.unescape(one) for one in re.findall(r'<li class="alarm">(.*?)</li>', head)]
     assert sentences_of_page.count(alarm["text"]) == 1
     for part in (f"step {alarm['step']}: ", *told):

@@ -15,8 +15,8 @@ from textshards import prepare_rows
 
 from declutr.cli.main import main
 from declutr.common.storage import hash_file
-from declutr.inspection.runs.page import write_run_report
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.report.runs import write_runs_page
 from declutr.trainer.data.mixture import MOST_TURNS, turns, whole_shares
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.driver.checks import problems
@@ -244,7 +244,7 @@ def test_run_on_two_corpora_logs_the_rows_of_each_and_why_finds_them(corpora, tr
     state = json.loads((trained / "checkpoints" / "step-00000012" / "state.json").read_text())
     held_out = [ShardSet(corpora[name], "held-out").num_documents for name in ("one", "two")]
     assert len(state["reported"]["rows"]) == sum(held_out) // 2 > max(held_out) // 2
-    page = write_run_report([trained]).read_text()
+    page = write_runs_page([trained]).read_text()
     says(page, str(corpora["one"]), "80.21%")
     card = (trained / "export" / "README.md").read_text()
     says(card, "corpus 2 (out)", "20.0% of the rows", "19 in 12 steps")

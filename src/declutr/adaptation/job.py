@@ -16,7 +16,7 @@ from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross
 from declutr.adaptation.config import BATCH_DOCUMENTS, LONG_TOKENS, WINDOW_TOKENS, AdaptConfig, located, prepare_config
 from declutr.adaptation.documents import all_documents, held_out_documents
 from declutr.adaptation.measures import F64, Passages, make_passages
-from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, page, write_result
+from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, write_adaptation_page, write_result
 from declutr.adaptation.scores import (
     DISTANT,
     PAIRS,
@@ -35,6 +35,7 @@ from declutr.common.bootstrap import MIN_ROWS, Comparison
 from declutr.common.config import validated
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
+from declutr.common.extras import missing_extra
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
@@ -339,7 +340,12 @@ class _Adaptation:
         elif place.exists():
             shutil.rmtree(place)
         write_result(result, self.output)
-        write_text(self.output / REPORT, page(result))
+        page = self.output / REPORT
+        if lack := missing_extra("report", f"{page} is not written"):
+            page.unlink(missing_ok=True)  # it would show an earlier verdict
+            get_logger().warning("%s, and the same command writes it", lack)
+        else:
+            write_adaptation_page(result, page)
         return result
 
     def _general(self, encoder: TransformerEncoder | None) -> tuple[Comparison | None, str]:

@@ -1,7 +1,6 @@
 """The result of an adaptation: every row of the table, the verdict, what was lost; its JSON file and its page."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +12,7 @@ from declutr.adaptation.scores import MEANING, PAIRS, STATISTICS, Values, Verdic
 from declutr.common.bootstrap import Comparison
 from declutr.common.storage import write_json
 from declutr.encoders.transformer import TransformerEncoder
-from declutr.evaluation.report.markup import Html, join, table, tag
-from declutr.evaluation.report.page import document
+from declutr.report.page import write_page
 from declutr.trainer.driver.model_card import Card, called
 
 RESULT = "result.json"
@@ -162,25 +160,32 @@ def _facts(one: Comparison) -> dict[str, Any]:
     return {"value": None if math.isnan(one.difference) else one.difference, "low": low, "high": high, "rows": one.rows}
 
 
-_ROW, _LEFT, _WIDTH = 26, 34, 62
-"""Height of a row in pixels; percent of the width left of the picture, and of the picture."""
+def write_adaptation_page(result: Result, path: Path) -> None:
+    """Writes the page of a result."""
+    from declutr.report.charts import draw_intervals  # loads matplotlib
 
-
-def page(result: Result) -> str:
-    """The page as HTML."""
     measures = [name for name in MEANING if name in result.rows[0].scores] if result.rows else []
-    parts = [tag("h2", "Verdict"), tag("p", result.sentence), tag("p", result.general)]
-    if result.looks > 1:
-        parts.append(tag("p", _looks(result.looks)))
-    if result.rows:
-        parts += [tag("h2", "Test"), tag("p", f"Scored {_held_out(result)}."), _table(result.rows, measures)]
-        for measure in measures:
-            parts += [tag("h3", f"Difference to the start: {MEANING[measure]}"), _picture(result.rows, measure)]
-    if result.examples:
-        parts += [tag("h2", "Passages whose nearest passage changed"), *map(_example, result.examples)]
-    facts = ", ".join(f"{name.replace('_', ' ')} {value:,.0f}" for name, value in result.facts.items())
-    body = tag("body", tag("header", tag("h1", "Adaptation")), tag("main", *parts), tag("footer", facts))
-    return document(f"Adaptation: {result.verdict.outcome}", body)
+    charts = []
+    for measure in measures:
+        differences = [(row.name, row.differences[measure]) for row in result.rows if measure in row.differences]
+        points = [
+            (name, 100 * pair.difference, pair.interval and (100 * pair.interval[0], 100 * pair.interval[1]))
+            for name, pair in differences
+        ]
+        title = f"Difference to the start: {MEANING[measure]}"
+        charts.append(draw_intervals(f"difference-{measure}", title, points))
+    write_page(
+        path,
+        "adaptation.html",
+        f"Adaptation: {result.verdict.outcome}",
+        sections={"verdict": "Verdict", "test": "Test", "examples": "Passages whose nearest passage changed"},
+        result=result,
+        looks=_looks(result.looks) if result.looks > 1 else "",
+        held_out=_held_out(result),
+        heads=["", *(f"{measure} (difference to the start, 95% interval)" for measure in measures)],
+        rows=[[row.name, *(_shown(row, measure) for measure in measures)] for row in result.rows],
+        charts=charts,
+    )
 
 
 def _looks(looks: int) -> str:
@@ -190,12 +195,6 @@ def _looks(looks: int) -> str:
     )
 
 
-def _table(rows: Sequence[Row], measures: Sequence[str]) -> Html:
-    shown: list[list[object]] = [[row.name, *(_shown(row, measure) for measure in measures)] for row in rows]
-    heads = ["", *(f"{measure} (difference to the start, 95% interval)" for measure in measures)]
-    return table("Percent. Baselines need no training.", heads, shown)
-
-
 def _shown(row: Row, measure: str) -> str:
     """A score in percent, and its difference to the start with the interval."""
     one, told = row.differences.get(measure), f"{100 * row.scores[measure]:.1f}"
@@ -203,42 +202,3 @@ def _shown(row: Row, measure: str) -> str:
         told += f" ({100 * one.difference:+.1f}"
         told += f" [{100 * one.interval[0]:+.1f}, {100 * one.interval[1]:+.1f}])" if one.interval else ")"
     return told
-
-
-def _picture(rows: Sequence[Row], measure: str) -> Html:
-    """Differences as points with their intervals, in points of percent, around a line at 0."""
-    found = [(row.name, row.differences[measure]) for row in rows if measure in row.differences]
-    ends = [100 * end for _, one in found for end in (*(one.interval or ()), one.difference, 0.0)]
-    low, high = min(ends), max(ends)
-    scale = _WIDTH / max(1e-9, high - low)
-
-    def place(value: float) -> str:
-        return f"{_LEFT + (100 * value - low) * scale:.3f}%"
-
-    height = _ROW * len(found) + 30
-    parts = [tag("line", x1=place(0), x2=place(0), y1="0", y2=f"{height - 24}", class_="axis")]
-    for number, (name, one) in enumerate(found):
-        y = f"{_ROW * number + _ROW / 2:.0f}"
-        parts.append(tag("text", name, x=f"{_LEFT - 2}%", y=y, dy="0.32em", class_="tick end"))
-        if one.interval:
-            parts.append(
-                tag("line", x1=place(one.interval[0]), x2=place(one.interval[1]), y1=y, y2=y, class_="interval")
-            )
-        parts.append(tag("circle", cx=place(one.difference), cy=y, r="4", class_="kept"))
-    for value in (low, 0.0, high):
-        x = f"{_LEFT + (value - low) * scale:.3f}%"
-        parts.append(tag("text", f"{value:+.1f}", x=x, y=f"{height - 6}", class_="tick middle"))
-    title = tag("title", f"Differences to the start in points, {measure}; the figures are in the table")
-    return tag("svg", title, *parts, role="img", class_="histogram", height=f"{height}")
-
-
-def _example(example: SearchExample) -> Html:
-    def told(one: tuple[str, bool]) -> Html:
-        return join(tag("strong", "same document: " if one[1] else "another document: "), one[0])
-
-    return tag(
-        "section",
-        tag("p", tag("strong", "Passage: "), example.passage),
-        tag("p", "Before, ", told(example.before)),
-        tag("p", "After, ", told(example.after)),
-    )

@@ -135,11 +135,13 @@ def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
 def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
     """Score all encoders and write the tables; return whether every encoder was scored."""
     from declutr.common.cluster import SessionConfig
+    from declutr.common.extras import missing_extra
     from declutr.common.lock import RunLock
     from declutr.encoders.cut import sizes_of, with_cuts
     from declutr.evaluation.senteval.data.taskdata import sentence_rows
     from declutr.evaluation.senteval.runner.harness import evaluate
     from declutr.evaluation.tables.write import write_tables
+    from declutr.report.page import write_scores_page
 
     if not any(inspection.usable for inspection in inspections):
         sys.stderr.write("nothing was scored: the chosen tasks have no usable data\n")
@@ -151,6 +153,8 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
         texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
         vocabulary = {word for text in texts for word in text.split()}
     given.output.mkdir(parents=True, exist_ok=True)
+    page = given.output / "scores.html"
+    lack = missing_extra("report", f"{page} is not written")
     # another call would remove embeddings that this one reads, and replace its tables
     with RunLock(given.output, lambda: say(f"{given.output}: another command has taken over")):
         for name in names:
@@ -173,10 +177,14 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
                 failed.append(name)
                 sys.stderr.write(f"not scored: {name}: no task has a score; the table gives the reasons\n")
             shown = write_tables(evaluated, given.output)  # after each encoder, so that a long call can be watched
+            if lack is None:
+                write_scores_page(evaluated, page)
     if evaluated:
-        print(
-            f"\n{shown}\n{given.output / 'scores.html'} compares with published numbers; also: scores.md, scores.json"
-        )
+        compared = f"{page} compares with published numbers; also: scores.md, scores.json"
+        if lack is not None:
+            page.unlink(missing_ok=True)  # it would show earlier scores
+            compared = f"{page.with_suffix('.md')} compares with published numbers; also: scores.json. {lack}"
+        print(f"\n{shown}\n{compared}")
     if failed and len(names) > 1:
         sys.stderr.write(f"{len(failed)} of {len(names)} encoders were not scored: {', '.join(failed)}\n")
     return not failed

@@ -16,18 +16,21 @@ def run_report(arguments: list[str]) -> int:
     parser.add_argument("folder", type=path_argument, nargs="+", help="output folder of `prepare`, or folders of runs")
     parser.add_argument("--output", type=path_argument, help="folder of report.html (FOLDER/report)")
     given = parser.parse_args(arguments)
-    from declutr.inspection.runs.record import RunError, is_run
+    from declutr.common.extras import missing_extra
     from declutr.pipeline.shards.shards import ShardError
+    from declutr.report.record import RunError, is_run
 
+    if lack := missing_extra("report", "declutr report"):
+        return refused(lack)
     try:
         if any(map(is_run, given.folder)) or len(given.folder) > 1:
-            from declutr.inspection.runs.page import write_run_report
+            from declutr.report.runs import write_runs_page
 
-            print(write_run_report(given.folder, given.output))
+            print(write_runs_page(given.folder, given.output))
         else:
-            from declutr.evaluation.report.page import write_report
+            from declutr.report.corpus import write_corpus_page
 
-            print(write_report(given.folder[0], given.output))
+            print(write_corpus_page(given.folder[0], given.output))
     except (ShardError, RunError) as error:
         return refused(error)
     return 0

@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from declutr.evaluation.report.examples import entries_at
 from declutr.inspection.describe import DescribeError
 from declutr.inspection.rows import media_lines, text_lines
 from declutr.pipeline.duplicates.table import OTHER_LABEL, removed
 from declutr.pipeline.job.selection import REASONS
 from declutr.pipeline.shards.content import size_noun
-from declutr.pipeline.shards.ledger import find_entries
+from declutr.pipeline.shards.ledger import entries_at, find_entries
 from declutr.pipeline.shards.manifest import SPLITS, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 

@@ -1,1 +1,1 @@
-"""Tables of several encoders' scores next to published ones: Markdown, JSON and a page."""
+"""Tables of several encoders' scores next to published ones: Markdown and JSON."""

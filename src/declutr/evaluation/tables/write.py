@@ -1,17 +1,93 @@
-"""Tables of results as Markdown and as a page."""
+"""Tables of results as Markdown and JSON, with remarks: missing scores, warnings, marks, doubts, sources."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from declutr.common.storage import write_json, write_text
-from declutr.evaluation.report.charts import draw_bar
-from declutr.evaluation.report.markup import Html, join, tag
-from declutr.evaluation.report.page import document
+from declutr.evaluation.senteval.data.taskdata import MARKS
+from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.runner.harness import Evaluated
 from declutr.evaluation.tables.blocks import Block, Cell, ModelRow, compare
 from declutr.evaluation.tables.literature import PublishedModel, literature
-from declutr.evaluation.tables.remarks import Remarks, remarks
+
+
+@dataclass(frozen=True)
+class Remarks:
+    """Remark lines by kind, and the number of each paper; a kind without lines is not shown."""
+
+    missing: tuple[str, ...]
+    marks: tuple[str, ...]
+    warnings: tuple[str, ...]
+    sources: tuple[str, ...]
+    numbers: Mapping[str, int]
+    differences: tuple[str, ...]
+
+    def parts(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Titles and lines of the kinds that have lines."""
+        kinds = (
+            ("Difference Δ", self.differences),
+            ("Marked *", self.marks),
+            ("Warnings", self.warnings),
+            ("Not scored, and in no average", self.missing),
+            ("Published numbers", self.sources),
+        )
+        return tuple((title, lines) for title, lines in kinds if lines)
+
+
+def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> Remarks:
+    """Collect the remarks."""
+    marks, warnings, missing = [], [], []
+    for scored in evaluated:
+        encoder, reports = scored.encoder, list(scored.reports.values())
+        results = [item for report in reports for item in report.results.items()]
+        own = _grouped((MARKS[score.standing], name) for name, score in results if not score.comparable)
+        marks += [f"{encoder}: {_labels(names)}: {why}" for why, names in own.items()]
+        warnings += [f"{encoder}: {warning}" for warning in scored.warnings]
+        of_tasks = _grouped((warning, name) for name, score in results for warning in score.warnings)
+        warnings += [f"{encoder}, {_labels(names)}: {warning}" for warning, names in of_tasks.items()]
+        gone = _grouped((reason, name) for report in reports for name, reason in report.missing.items())
+        missing += [f"{encoder}: {_labels(names)}: {reason}" for reason, names in gone.items()]
+    doubts = _grouped(
+        (f"{model.source}, {_labels(model.doubted)}: {model.doubt}", model.model) for model in published if model.doubt
+    )
+    marks += [f"{', '.join(names)} in {doubt}" for doubt, names in doubts.items()]
+    numbers = {source: number for number, source in enumerate(dict.fromkeys(one.source for one in published), start=1)}
+    names = {one.encoder for one in evaluated}
+    differences = [
+        f"{one.encoder}: to {one.pretrained}"
+        + ("" if one.pretrained in names else ", which was not scored in this call")
+        for one in evaluated
+        if one.pretrained and one.pretrained != one.encoder
+    ]
+    differences += [f"{model.model}, published: to {model.pretrained}" for model in published if model.pretrained]
+    return Remarks(
+        tuple(missing), tuple(marks), tuple(warnings), _sources(published, numbers), numbers, tuple(differences)
+    )
+
+
+def _sources(published: Sequence[PublishedModel], numbers: Mapping[str, int]) -> tuple[str, ...]:
+    """Papers with their numbers and their aggregation of STS."""
+    ways = {"mean": "mean of subsets", "wmean": "weighted mean", "all": "all pairs"}
+    found = dict.fromkeys(
+        (model.source, f"STS12-16 by {ways[model.sts]}" if model.split == "test" else "validation pairs of STS-B")
+        for model in published
+    )
+    return tuple(
+        f"{numbers[source]}: {source}; {way}; copied from the paper, not computed here" for source, way in found
+    )
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, None]]:
+    """Names by remark, each once, in order of appearance."""
+    found: dict[str, dict[str, None]] = {}
+    for remark, name in pairs:
+        found.setdefault(remark, {})[name] = None
+    return found
+
+
+def _labels(names: Iterable[str]) -> str:
+    return ", ".join(find(name).label for name in names)
 
 
 def markdown(blocks: Sequence[Block], told: Remarks) -> str:
@@ -59,61 +135,6 @@ def _plain(text: str) -> str:
     return " ".join(kept.split())
 
 
-def page(blocks: Sequence[Block], told: Remarks) -> str:
-    """Return the whole document. Equal blocks give equal text."""
-    links = [tag("a", block.short, href=f"#{block.name}") for block in blocks]
-    sections = [
-        tag("section", tag("h2", block.title, id=f"{block.name}-head"), _table(block, told), id=block.name)
-        for block in blocks
-    ]
-    notes = [join(tag("h2", title), tag("ul", *(tag("li", line) for line in lines))) for title, lines in told.parts()]
-    body = tag(
-        "body",
-        tag(
-            "header",
-            tag("p", "Sentence encoders", class_="kind"),
-            tag("h1", "SentEval"),
-            tag(
-                "p",
-                "Higher is better, except alignment and uniformity. ",
-                tag("span", class_="swatch kept"),
-                "scored here ",
-                tag("span", class_="swatch dropped"),
-                "published, copied from the papers",
-                class_="lead",
-            ),
-        ),
-        tag("nav", *links, aria_label="Tables"),
-        tag("main", *sections, tag("section", *notes, id="remarks")),
-        tag("footer", "Made by ", tag("code", "declutr evaluate"), "."),
-    )
-    return document("SentEval: sentence encoders compared", body)
-
-
-def _table(block: Block, told: Remarks) -> Html:
-    head = tag(
-        "tr", tag("th", "", scope="col"), *(tag("th", name, scope="col", class_="number") for name in block.columns)
-    )
-    rows = [
-        tag("tr", tag("th", _name(row, told), scope="row"), *(_cell(cell, row, block.percent) for cell in row.cells))
-        for row in block.rows
-    ]
-    inner = tag("table", tag("thead", head), tag("tbody", *rows))
-    return tag("div", inner, class_="scroll", tabindex="0", role="region", aria_label=block.title)
-
-
-def _name(row: ModelRow, told: Remarks) -> Html:
-    label = tag("bdi", row.label, class_="label")
-    return join(label, tag("small", f"published ({told.numbers[row.source]})")) if row.source else label
-
-
-def _cell(cell: Cell, row: ModelRow, percent: bool) -> Html:
-    bar = None
-    if percent and cell.value is not None and not cell.signed:
-        bar = draw_bar(max(cell.value, 0.0), 100.0, "dropped" if row.source else "kept")
-    return tag("td", shown(cell, percent), *([bar] if bar else []), class_="number")
-
-
 Starts = Mapping[tuple[str, str], str]
 """Label of the pretrained row, by label and source of a row; both have the same source."""
 _PREFERRED = ("mean of the two", "mean, without SNLI", "all 28", "downstream", "without SNLI", "probing")
@@ -121,11 +142,10 @@ _PREFERRED = ("mean of the two", "mean, without SNLI", "all 28", "downstream", "
 
 
 def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
-    """Write all three files; return the Markdown of the encoders alone, for a terminal."""
+    """Write `scores.md` and `scores.json`; return the Markdown of the encoders alone, for a terminal."""
     published = literature()
-    blocks, told = _blocks(evaluated, published), remarks(evaluated, published)
-    write_text(folder / "scores.md", markdown(blocks, told))
-    write_text(folder / "scores.html", page(blocks, told))
+    blocks = tables(evaluated, published)
+    write_text(folder / "scores.md", markdown(blocks, remarks(evaluated, published)))
     encoders = [
         {
             "encoder": one.encoder,
@@ -147,10 +167,10 @@ def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
             "tables": [asdict(block) for block in blocks],
         },
     )
-    return markdown(_blocks(evaluated, ()), remarks(evaluated, ()))
+    return markdown(tables(evaluated, ()), remarks(evaluated, ()))
 
 
-def _blocks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> tuple[Block, ...]:
+def tables(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> tuple[Block, ...]:
     """Build the tables with their difference columns."""
     starts = {(one.encoder, ""): one.pretrained for one in evaluated}
     starts |= {(model.model, model.source): model.pretrained for model in published}

@@ -1,27 +1,31 @@
 """Example documents of a prepared corpus: some kept ones, and some for each reason for which documents are not kept."""
 
+import base64
 import gzip
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from declutr.common import seeding
-from declutr.evaluation.report.rows import thumbnail
-from declutr.evaluation.report.survey import I64, Survey, unit_and_ordinal
+from declutr.pipeline.media.images import PILLOW_ERRORS
 from declutr.pipeline.shards.content import LABELS
-from declutr.pipeline.shards.ledger import LEDGERS, REJECTED, Entry, ledger_batches
+from declutr.pipeline.shards.ledger import REJECTED, Entry, entries_at
 from declutr.pipeline.shards.manifest import TOKENIZER, Manifest
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.report.survey import I64, Survey, unit_and_ordinal
 
 SHOWN_CHARACTERS = 600
 _KEPT_EXAMPLES = 4
 _KEPT_PICTURES = 24
+THUMBNAIL_PIXELS = 96
+"""Longest side of a thumbnail."""
 _TOKENS_READ = 1_000
 """More than 600 characters in any language, and bounded whatever the length of the document."""
 
@@ -53,8 +57,8 @@ def kept_examples(folder: Path, manifest: Manifest) -> list[Example]:
         return []
     zero = np.zeros(1, np.uint64)
     media = manifest.tokenizer is None
-    wanted = _KEPT_PICTURES if media else _KEPT_EXAMPLES
-    drawn = seeding.unit(seeding.words(int(manifest.config.get("seed", 0)), "report", zero, zero, wanted))[0]
+    examples = _KEPT_PICTURES if media else _KEPT_EXAMPLES
+    drawn = seeding.unit(seeding.words(int(manifest.config.get("seed", 0)), "report", zero, zero, examples))[0]
     rows = np.unique(np.floor(drawn * number).astype(np.int64))
     if media:
         return [
@@ -62,11 +66,10 @@ def kept_examples(folder: Path, manifest: Manifest) -> list[Example]:
             for row in ShardSet(folder, "train").take(rows).to_pylist()
         ]
     decoder = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json"))
-    found = []
-    for row in ShardSet(folder, "train").take(rows).to_pylist():
-        text = _text(decoder, row)
-        found.append(Example(row["source"], row["offset"], row["num_tokens"], None, None, text[:SHOWN_CHARACTERS]))
-    return found
+    return [
+        Example(row["source"], row["offset"], row["num_tokens"], None, None, _text(decoder, row)[:SHOWN_CHARACTERS])
+        for row in ShardSet(folder, "train").take(rows).to_pylist()
+    ]
 
 
 def _text(decoder: Tokenizer, row: dict[str, Any]) -> str:
@@ -79,36 +82,48 @@ def _text(decoder: Tokenizer, row: dict[str, Any]) -> str:
     return "\n".join(label + text for label, text in zip(labels, texts, strict=True))
 
 
-def rejected_examples(folder: Path, found: Survey) -> dict[str, list[Example]]:
+def thumbnail(row: dict[str, Any]) -> str | None:
+    """A small PNG of a row as a data URI: the image, or the energies of a clip; None if it cannot be decoded.
+
+    It is encoded again from pixels, so no byte of the corpus reaches the browser.
+    """
+    from PIL import Image  # imported here because reports of texts do not need it
+
+    try:
+        if "image" in row:
+            with Image.open(BytesIO(row["image"]), formats=["PNG"]) as opened:
+                picture = opened.convert("RGB")
+            picture.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+        else:
+            frames = np.asarray(row["frames"], np.float64).reshape(row["num_frames"], -1)
+            picture = Image.fromarray(_grey(frames)).resize((2 * THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+        encoded = BytesIO()
+        Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(encoded, "PNG")
+    except (Image.DecompressionBombError, *PILLOW_ERRORS):
+        return None
+    return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
+
+
+def _grey(frames: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Energies `(num_frames, num_mel_bins)` as an image with time to the right and low bands below."""
+    low, high = float(frames.min()), float(frames.max())
+    scaled = (frames - low) / max(high - low, 1e-9) * 255
+    return np.ascontiguousarray(scaled.T[::-1].astype(np.uint8))
+
+
+def rejected_examples(folder: Path, survey: Survey) -> dict[str, list[Example]]:
     """The documents that the survey drew for each reason; with text where `write_rejected` was on."""
-    every = [drawn for some in found.drawn.values() for drawn in some]
+    every = [drawn for rows in survey.drawn.values() for drawn in rows]
     entries = entries_at(folder, ((drawn.unit, drawn.ordinal) for drawn in every))
     texts = _rejected_texts(folder, {(drawn.unit, drawn.line) for drawn in every})
     examples: dict[str, list[Example]] = {}
-    for reason, some in found.drawn.items():
-        for drawn in sorted(some, key=lambda one: (one.unit, one.ordinal)):
+    for reason, rows in survey.drawn.items():
+        for drawn in sorted(rows, key=lambda row: (row.unit, row.ordinal)):
             entry = entries[drawn.unit, drawn.ordinal]
             text = texts.get((drawn.unit, drawn.line))
-            shown = Example(entry.source, entry.offset, entry.num_tokens, entry.text_bytes, entry.detail, text)
-            examples.setdefault(reason, []).append(shown)
+            example = Example(entry.source, entry.offset, entry.num_tokens, entry.text_bytes, entry.detail, text)
+            examples.setdefault(reason, []).append(example)
     return examples
-
-
-def entries_at(folder: Path, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Entry]:
-    """Rows of ledgers by unit number and ordinal. An ordinal beyond the end of its unit is absent."""
-    wanted: dict[int, list[int]] = {}
-    for unit, ordinal in set(places):
-        wanted.setdefault(unit, []).append(ordinal)
-    found: dict[tuple[int, int], Entry] = {}
-    for unit, ordinals in sorted(wanted.items()):
-        start = 0
-        path = folder / LEDGERS / f"{unit:05d}.arrow"
-        for batch in ledger_batches(path) if path.exists() else ():
-            for ordinal in ordinals:
-                if start <= ordinal < start + batch.num_rows:
-                    found[unit, ordinal] = Entry(**batch.slice(ordinal - start, 1).to_pylist()[0])
-            start += batch.num_rows
-    return found
 
 
 def _rejected_texts(folder: Path, lines: set[tuple[int, int]]) -> dict[tuple[int, int], str]:
@@ -118,10 +133,10 @@ def _rejected_texts(folder: Path, lines: set[tuple[int, int]]) -> dict[tuple[int
         path = folder / REJECTED / f"{unit:05d}.jsonl.gz"
         if not path.exists():
             continue
-        wanted = {line for number, line in lines if number == unit}
+        numbers = {line for number, line in lines if number == unit}
         with gzip.open(path, "rb") as stream:
-            for number, line in enumerate(islice(stream, max(wanted) + 1)):
-                if number in wanted:
+            for number, line in enumerate(islice(stream, max(numbers) + 1)):
+                if number in numbers:
                     texts[unit, number] = str(json.loads(line)["text"])[:SHOWN_CHARACTERS]
     return texts
 
@@ -148,25 +163,14 @@ class Clusters:
     """`(num_clusters,)` documents of each, at least 2."""
     largest: list[Cluster]
 
-    def by_size(self) -> list[tuple[str, int]]:
-        """Number of clusters of 2, 3, 4, 5-8, 9-16 ... documents, up to the largest."""
-        rows = []
-        low = 2
-        while low <= (int(self.sizes.max()) if len(self.sizes) else 0):
-            high = low if low < 5 else 2 * (low - 1)
-            number = int(((self.sizes >= low) & (self.sizes <= high)).sum())
-            rows.append((str(low) if low == high else f"{low:,}–{high:,}", number))
-            low = high + 1
-        return rows
 
-
-def find_clusters(folder: Path, found: Survey) -> Clusters:
+def find_clusters(folder: Path, survey: Survey) -> Clusters:
     """Groups the removed duplicates by the document that is kept instead of them."""
-    copies, kept = found.copies
+    copies, kept = survey.copies
     places, groups, counts = np.unique(kept, return_inverse=True, return_counts=True)
     largest = np.argsort(-counts, kind="stable")[:_SHOWN_CLUSTERS]
     members = {int(group): copies[groups == group][:_SHOWN_COPIES].tolist() for group in largest}
-    shown = [*places[largest].tolist(), *(place for some in members.values() for place in some)]
+    shown = [*places[largest].tolist(), *(place for group in members.values() for place in group)]
     entries = entries_at(folder, map(unit_and_ordinal, shown))
     return Clusters(
         sizes=counts.astype(np.int64) + 1,

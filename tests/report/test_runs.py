@@ -1,29 +1,29 @@
-"""The page of `declutr report RUN ...`, in a real browser, against the files of the runs."""
+"""What the page of runs shows of the files in their folders."""
 
 import json
 import random
 import re
 import shutil
-from dataclasses import replace
+import time
 
 import pytest
 import tinyruns as runs
+from pages import checked
 from textshards import prepare_rows
 
 from declutr.cli.main import main
 from declutr.common.config import config_yaml
 from declutr.common.storage import write_json
-from declutr.inspection.order import read_order
-from declutr.inspection.runs.line_chart import short, ticks
-from declutr.inspection.runs.page import write_run_report
-from declutr.inspection.runs.record import read_runs
-from declutr.inspection.runs.span_lengths import span_lengths
+from declutr.report.charts import short
+from declutr.report.record import read_runs
+from declutr.report.runs import write_runs_page
 from declutr.trainer.driver.failure import GroupFailure
 from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.step_metrics import StepMetrics
 
+BEGAN = 1_700_000_000.0
 HOSTILE = "<script>document.title='run'</script>\u202e"
 SPEED = {"tokens_per_second": 5e4, "data_wait_share": 0.01, "mfu": None, "peak_memory_mib": 600.0}
 VERDICT = {"score": "mrr", "start": 0.25, "exported": 0.5, "difference": 0.25, "rows": 115, "measurable": True}
@@ -63,7 +63,7 @@ def write_run(folder, shards, steps=700, **changes):
 
 @pytest.fixture(scope="module")
 def two(shards, tmp_path_factory):
-    """Two runs of the same name, of which the first has ended and the other still writes a line; and their page."""
+    """Two runs of the same name, of which the first has ended and the other still writes a line."""
     top = tmp_path_factory.mktemp("runs")
     ended, training = write_run(top / "a" / "<b>run", shards), write_run(top / "b" / "<b>run", shards, 650, seed=3)
     summary = {"steps": 700, "ended": "last step", "seconds": 12.0, "verdict": VERDICT, "exported_step": 700}
@@ -73,52 +73,15 @@ def two(shards, tmp_path_factory):
         stream.write(json.dumps(alarm) + "\n")
     with (training / METRICS).open("a") as stream:
         stream.write('{"kind": "step", "step": 651, "lo')
-    return ended, training, write_run_report([ended, training], top / "page")
+    return ended, training
 
 
-@pytest.mark.slow
-def test_page_loads_without_complaint_and_asks_the_network_for_nothing(browser, two):
-    page = two[2]
-    for width, dark in ((1200, False), (320, True)):
-        browser.open(page, width=width, dark=dark)
-        assert browser.messages() == []
-        assert browser.requests() == [page.as_uri()]
-        assert browser.run("return document.title").startswith("Run report: a/<b>run, b/<b>run")
-        assert browser.run("return document.querySelectorAll('script, img, iframe, object, link, b').length") == 0
-        assert "<script>document.title='run'</script>⟨U+202E⟩" in browser.run("return document.body.innerText")
-        assert browser.overflow() == 0
-        browser.run("document.querySelectorAll('details').forEach(e => e.open = true)")
-        assert browser.overflow() == 0
-        charts = browser.boxes("svg.histogram")
-        assert len(charts) > 12
-        assert all(chart[0] > 0.6 * min(width, 360) and chart[1] > 150 for chart in charts)
-        stroke = "return getComputedStyle(document.querySelector('#loss polyline')).stroke"
-        assert browser.run(stroke) == ("rgb(90, 169, 220)" if dark else "rgb(31, 111, 168)")
-    unnamed = """
-        return [...document.querySelectorAll('svg[role=img]')].filter(e =>
-            !e.getAttribute('aria-labelledby').split(' ').every(i => document.getElementById(i)?.textContent)).length"""
-    assert browser.run(unnamed) == 0
-    ids = "const ids = [...document.querySelectorAll('[id]')].map(e => e.id); return ids.length - new Set(ids).size"
-    assert browser.run(ids) == 0
-
-
-@pytest.mark.slow
-def test_curves_are_drawn_at_their_values(browser, two):
-    browser.open(two[2])
-    script = """
-        const chart = [...document.querySelectorAll('figure')].find(f => f.textContent.startsWith(arguments[0]));
-        const line = chart.querySelectorAll('polyline')[0].getBoundingClientRect();
-        const at = [...chart.querySelectorAll('text.end')].map(t => [t.textContent, t.getBoundingClientRect()]);
-        return [line.top, line.bottom, at.map(([v, b]) => [parseFloat(v), b.top + b.height / 2])]"""
-    top, bottom, axis = browser.run(script, "uniformity (log")
-    (low, low_y), (high, high_y) = axis[0], axis[-1]
-    scale = (high_y - low_y) / (high - low)
-    assert (top, bottom) == pytest.approx((low_y + scale * (0 - low), low_y + scale * (-3 * 601 / 700 - low)), abs=2.5)
-
-
-def test_page_has_the_facts_of_the_files(two):
-    page = two[2].read_text()
-    text = re.sub(r"<[^>]+>", " ", page)
+def test_page_has_the_facts_of_the_files(two, tmp_path):
+    source = write_runs_page(two, tmp_path).read_text()
+    page = checked(source)
+    text = page.text
+    assert text.startswith("Run report: a/<b>run, b/<b>run")
+    assert "<script>document.title='run'</script>⟨U+202E⟩" in text
     assert VERDICT["sentence"] in text
     assert "+0.1250 to +0.3750" in text
     assert "Ended after step 700 of 700 (last step): 12 s." in text
@@ -126,66 +89,32 @@ def test_page_has_the_facts_of_the_files(two):
     assert "no verdict before the run ends" in text
     assert text.count("2 start(s), 1 failure(s), 1 step(s) without an update") == 2
     assert "step 40: collapsed" in text
-    assert re.search(r"seed\s+0\s+3\s", text)
+    assert re.search(r"seed 0 3 ", text)
     assert "optim.lr" not in text  # equal in both
-    row = re.search(r"loss: a/&lt;b&gt;run</th>(.*?)</tr>", page)[1]
+    row = re.search(r"loss: a/&lt;b&gt;run</th>(.*?)</tr>", source)[1]
     losses = [8.0 / step for step in range(1, 701) if step not in (500, 600)] + [1000.0]
     figures = (8.0, 8.0 / 700, sum(losses) / 699, 8.0 / 700, 1000.0)
     assert re.findall(r">([^<]+)</td>", row) == [*map(short, figures), "699"]
+    words = [attrs["aria-label"] for _, attrs in page.elements if attrs.get("role") == "img"]
+    assert "loss: a/<b>run: first 8, last 0.01143, lowest 0.01143, highest 1000;" in words[0]
+    assert len(words) == 12
+    assert source == write_runs_page(two, tmp_path / "again").read_text()
 
 
-def no_file(shards):
-    next(shards.glob("train-*.arrow")).unlink()
-
-
-def no_arrow(shards):
-    next(shards.glob("train-*.arrow")).write_bytes(b"damaged")
-
-
-def shorter(shards):
-    manifest = json.loads((shards / "manifest.json").read_text())
-    manifest["geometry"] |= {"max_tokens": 8}
-    (shards / "manifest.json").write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize(
-    ("data", "damage", "told"),
-    [
-        ("gone", None, "data = gone"),
-        ("$NOWHERE_AT_ALL/shards", None, "data = $NOWHERE_AT_ALL/shards: "),
-        (None, no_file, "Without its span lengths: run: "),
-        (None, no_arrow, "Without its span lengths: run: "),
-        (None, shorter, "spans.max_tokens = 64: "),
-    ],
-)
-def test_page_needs_no_shards_and_names_the_reason(two, shards, tmp_path, data, damage, told):
+@pytest.mark.parametrize(("data", "message"), [("gone", "data = gone"), ("$NO/shards", "data = $NO/shards: ")])
+def test_page_needs_no_shards_and_names_the_reason(two, tmp_path, data, message):
     shutil.copytree(two[0], tmp_path / "run")
     config = (tmp_path / "run" / "config.yaml").read_text()
-    if damage:
-        damage(shutil.copytree(shards, tmp_path / "shards"))
-    changed = re.sub("^data: .*$", f"data: {data or tmp_path / 'shards'}", config, flags=re.MULTILINE)
-    (tmp_path / "run" / "config.yaml").write_text(changed)
+    (tmp_path / "run" / "config.yaml").write_text(re.sub("^data: .*$", f"data: {data}", config, flags=re.MULTILINE))
     assert main(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report" / "report.html").read_text()
-    assert told in page
-    assert "Span lengths" not in page
+    assert f"Without the length of the run: run: {message}" in checked(page).text
     assert "All settings" in page
     assert "optim.lr" in page
 
 
-def test_span_lengths_follow_their_law_unless_the_settings_differ(two):
-    (task,) = read_order(two[0]).tasks.values()
-    spans = task.config.spans.model_copy(update={"anchor_beta": (1, 5), "positive_beta": (5, 1)})
-    other = replace(task, config=task.config.model_copy(update={"spans": spans}))
-    for found in (*span_lengths(task), *span_lengths(other)):
-        assert found.distance < 1.63 / found.number**0.5, found.kind  # 1% of the distances are larger
-        assert found.found.sum() == pytest.approx(1)
-        assert found.law.sum() == pytest.approx(1, abs=1e-6)
-        assert abs((found.middle * (found.found - found.law)).sum()) < 1
-
-
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
         (["a", "missing"], "missing: is no run"),
         (["a", "a"], "a: is named twice"),
@@ -195,14 +124,14 @@ def test_span_lengths_follow_their_law_unless_the_settings_differ(two):
         (["broken"], "summary.json"),
     ],
 )
-def test_report_refuses_what_is_no_run(two, tmp_path, capsys, names, told):
+def test_report_refuses_what_is_no_run(two, tmp_path, capsys, names, message):
     shutil.copytree(two[0], tmp_path / "a")
     shutil.copytree(two[0], tmp_path / "damaged")
     shutil.copytree(two[0], tmp_path / "broken")
     (tmp_path / "damaged" / "config.yaml").write_text("[")
     (tmp_path / "broken" / SUMMARY).write_text('{"steps": "x"}')
     assert main(["report", *(str(tmp_path / name) for name in names), "--output", str(tmp_path / "out")]) == 1
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -220,25 +149,72 @@ def test_numbers_of_a_hostile_file_do_not_break_the_page(two, tmp_path, line):
     with (tmp_path / "run" / METRICS).open("a") as stream:
         stream.write(line + "\n")
     (tmp_path / "run" / "failures.log").write_text("=== 9999-99-99 99:99:99 X, after step 1: <b>odd</b>\n")
-    (tmp_path / "run" / "tensorboard" / "events.out.tfevents.99999999999999999.5.<b>x.1").touch()
-    page = write_run_report([tmp_path / "run"]).read_text()
-    assert "&lt;b&gt;odd&lt;/b&gt;" in page
+    page = write_runs_page([tmp_path / "run"]).read_text()
+    assert "<b>odd</b>" in checked(page).text
     assert page.count("<figure>") < 120
 
 
 def test_a_run_without_steps_has_a_page(shards, tmp_path):
     folder = write_run(tmp_path / "run", shards)
     (folder / METRICS).write_text("")
-    shutil.rmtree(folder / "tensorboard")
-    page = write_run_report([folder]).read_text()
+    page = write_runs_page([folder]).read_text()
     assert "step 0 of 700 is the newest in the metrics, written never" in page
     (run,) = read_runs([folder])
     assert [event.kind for event in run.events] == ["failure"]
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.2, -3.1), (1e-9, 5e-9), (0.0, 1e6), (-7.0, 2000.0)])
-def test_ticks_are_few_round_and_inside(low, high):
-    found = ticks(low, high)
-    assert 2 <= len(found) <= 6
-    assert all(low - 1e-6 * (high - low) <= tick <= high + 1e-6 * (high - low) for tick in found)
-    assert all(float(f"{tick:.4g}") == pytest.approx(tick) for tick in found)
+def line(kind, step, seconds, **values):
+    return {"kind": kind, "step": step, "time": BEGAN + seconds, **values}
+
+
+def logged(folder, lines, data="gone"):
+    """A run of these lines."""
+    (folder / "config.yaml").write_text(f"run: {folder}\ndata: {json.dumps(data)}\n")
+    (folder / METRICS).write_text("".join(json.dumps(values) + "\n" for values in lines))
+    return folder
+
+
+@pytest.fixture
+def zone(monkeypatch):
+    """Sets the time zone of this process."""
+
+    def set_to(name):
+        monkeypatch.setenv("TZ", name)
+        time.tzset()
+
+    yield set_to
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_a_failure_has_its_moment_in_every_time_zone(tmp_path, zone):
+    logged(tmp_path, [])
+    zone("Asia/Kolkata")
+    GroupFailure("worker 1 died", "death", "trace").log(tmp_path, 30)
+    zone("America/Sao_Paulo")
+    (run,) = read_runs([tmp_path])
+    (event,) = run.events
+    assert (event.kind, event.step, event.text) == ("failure", 30, "worker 1 died")
+    assert event.time == pytest.approx(time.time(), abs=60)
+
+
+def test_counts_and_moments_are_those_of_the_lines(tmp_path):
+    corpora = [{"path": "a", "weight": 1}, {"path": "b", "weight": 1}]
+    steps = [(True, False), (False, True), (False, True), (False, False)]
+    lines = [line("start", 1, 1.0, workers=2)]
+    lines += [
+        line("step", n, n, skipped=main, image_skipped=image, corpus_1_rows=5, corpus_2_rows=15)
+        for n, (main, image) in enumerate(steps, 1)
+    ]
+    lines += [line("start", 5, 8.0, workers=3), line("step", 5, 9.0, corpus_1_rows=5, corpus_2_rows=15)]
+    logged(tmp_path, lines, corpora)
+    (run,) = read_runs([tmp_path])
+    starts = [(event.time - BEGAN, event.step, event.text) for event in run.events if event.kind == "start"]
+    assert starts == [(1.0, 0, "2 worker(s)"), (8.0, 4, "3 worker(s)")]
+    page = checked(write_runs_page([tmp_path]).read_text()).text
+    assert "2 start(s), 0 failure(s), 1 step(s) without an update because of a bad loss, 2 of the task image." in page
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(BEGAN + 9.0))
+    assert f"step 5 is the newest in the metrics, written {moment}." in page
+    assert "No alarm." in page
+    assert re.search(r"\b25 25\.00%", page)
+    assert re.search(r"\b75 75\.00%", page)

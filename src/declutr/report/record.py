@@ -1,10 +1,9 @@
 """A run as its files tell it, also while it still trains."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,13 @@ from declutr.common.config import flat_keys
 from declutr.common.storage import DamagedError, read_record
 from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.trainer.driver.summary import FAILURES, MOMENT, SUMMARY
-from declutr.trainer.metrics.loggers import TENSORBOARD
 from declutr.trainer.metrics.metrics import read_metrics
 
 F64 = NDArray[np.float64]
 
 _MOST, _LARGEST = 10**15, 1e300
 _LAST_MOMENT = 2**32  # seconds since 1970
-_FAILURE = re.compile(
-    r"^=== (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:([+-]\d{4})|\S+), after step (\d+): (.*)$", re.MULTILINE
-)
-_START = re.compile(r"events\.out\.tfevents\.(\d+(?:\.\d{6})?)\.(.+?)\.\d+(?:\.\d+)?")
+_FAILURE = re.compile(r"^=== (\S+ \S+ \S+), after step (\d+): (.*)$", re.MULTILINE)
 
 
 class RunError(ValueError):
@@ -98,22 +93,14 @@ class RunRecord:
 
     def series(self, kind: str, name: str) -> tuple[F64, F64]:
         """Steps and values of a metric, without those that were not finite."""
-        found = [(line["step"], line[name]) for line in self.of_kind(kind) if line.get(name) is not None]
-        values = np.array(found, np.float64).reshape(-1, 2)
+        points = [(line["step"], line[name]) for line in self.of_kind(kind) if line.get(name) is not None]
+        values = np.array(points, np.float64).reshape(-1, 2)
         return values[:, 0], values[:, 1]
 
     @property
     def last_step(self) -> int:
         """The newest step in the metrics; 0 before the first."""
         return max((line["step"] for line in self.of_kind("step")), default=0)
-
-    @property
-    def span_seconds(self) -> tuple[float, float]:
-        """First and last moment of the run that the files tell of, in seconds since 1970."""
-        moments = [
-            one for one in (*(event.time for event in self.events), *(line["time"] for line in self.lines)) if one
-        ]
-        return (min(moments), max(moments)) if moments else (0.0, 0.0)
 
 
 def is_run(path: Path) -> bool:
@@ -129,13 +116,13 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """
     wrong = [f"{path}: is no run (it has no config.yaml)" for path in paths if not is_run(path)]
     absolute = [path.resolve() for path in paths]
-    wrong += [f"{path}: is named twice" for path in sorted({one for one in absolute if absolute.count(one) > 1})]
+    wrong += [f"{path}: is named twice" for path in sorted({path for path in absolute if absolute.count(path) > 1})]
     if wrong:
         raise RunError("\n".join(wrong))
     parts = 1  # of the path, as many as tell the runs apart
-    while len({one.parts[-parts:] for one in absolute}) < len(absolute):
+    while len({path.parts[-parts:] for path in absolute}) < len(absolute):
         parts += 1
-    return [_read(path, "/".join(one.parts[-parts:])) for path, one in zip(paths, absolute, strict=True)]
+    return [_read(path, "/".join(whole.parts[-parts:])) for path, whole in zip(paths, absolute, strict=True)]
 
 
 def _read(folder: Path, name: str) -> RunRecord:
@@ -152,42 +139,22 @@ def _read(folder: Path, name: str) -> RunRecord:
         summary = None
     except DamagedError as error:
         raise RunError(f"{error}; the run's `declutr train` command writes it again") from error
-    events = [*_starts(folder, lines), *_failures(folder), *_alarms(lines)]
+    events = [*_failures(folder), *_logged(lines)]
     if summary is not None and lines:
         events.append(Event(lines[-1]["time"], "end", summary.steps, summary.why or summary.ended))
-    events.sort(key=lambda one: one.time)
+    events.sort(key=lambda event: event.time)
     return RunRecord(folder, name, flat_keys(settings), lines, summary, events)
 
 
 def _sound(line: dict[str, Any]) -> dict[str, Any]:
     """A line whose numbers can be drawn, and whose time is one of this century or 0."""
-    found = {
+    numbers = {
         name: None if isinstance(value, int | float) and not abs(value) < _LARGEST else value
         for name, value in line.items()
     }
     moment = line.get("time")
-    known = isinstance(moment, int | float) and 0 <= moment < _LAST_MOMENT
-    return {**found, "step": line["step"], "time": moment if known else 0.0}
-
-
-def _starts(folder: Path, lines: Sequence[dict[str, Any]]) -> Iterator[Event]:
-    """Starts of the training loop: those with a file of events, whose lines a later one may have replaced, and others.
-
-    A line of a start is written after its first step, and a start that failed before has none.
-    """
-    found = [_START.fullmatch(path.name) for path in sorted((folder / TENSORBOARD).glob("events.*"))]
-    hosts = {float(one[1]): one[2] for one in found if one and float(one[1]) < _LAST_MOMENT}
-    logged = {line["time"]: line for line in lines if line["kind"] == "start" and line["time"]}
-    for moment, after in pairwise([*sorted(hosts), np.inf]):
-        line = logged.pop(next((one for one in sorted(logged) if moment <= one < after), None), {})
-        done = max((one["step"] for one in lines if one["kind"] == "step" and one["time"] < moment), default=0)
-        yield Event(moment, "start", done, f"{_workers(line)}first worker on {hosts[moment]}")
-    for moment, line in logged.items():
-        yield Event(moment, "start", line["step"] - 1, f"{_workers(line)}no file of TensorBoard")
-
-
-def _workers(line: Mapping[str, Any]) -> str:
-    return f"{line['workers']:g} worker(s), " if line.get("workers") else ""
+    sound = isinstance(moment, int | float) and 0 <= moment < _LAST_MOMENT
+    return {**numbers, "step": line["step"], "time": moment if sound else 0.0}
 
 
 def _failures(folder: Path) -> Iterator[Event]:
@@ -195,15 +162,19 @@ def _failures(folder: Path) -> Iterator[Event]:
         text = (folder / FAILURES).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return
-    for moment, offset, step, summary in _FAILURE.findall(text):
-        try:  # earlier versions wrote the name of the zone: read as local time
-            when = datetime.strptime(moment + offset, MOMENT + ("%z" if offset else "")).timestamp()
+    for moment, step, summary in _FAILURE.findall(text):
+        try:
+            when = datetime.strptime(moment, f"{MOMENT} %z").timestamp()
         except (ValueError, OverflowError):
             when = 0.0
         yield Event(when, "failure", int(step[-15:]), summary)
 
 
-def _alarms(lines: Sequence[dict[str, Any]]) -> Iterator[Event]:
+def _logged(lines: Sequence[dict[str, Any]]) -> Iterator[Event]:
+    """Starts, which write their line after their first step, and alarms."""
     for line in lines:
         if line["kind"] == "alarm":
             yield Event(line["time"], "alarm", line["step"], str(line.get("text")))
+        elif line["kind"] == "start":
+            workers = f"{line['workers']:g} worker(s)" if line.get("workers") else "training loop"
+            yield Event(line["time"], "start", line["step"] - 1, workers)

@@ -1,1 +1,0 @@
-"""A page about a prepared corpus, for the person who decides whether to train on it."""

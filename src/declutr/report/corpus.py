@@ -1,0 +1,285 @@
+"""The page of a prepared corpus: its contents in figures and examples, and what they say before a training."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from declutr.common.bootstrap import MIN_ROWS
+from declutr.common.credentials import redact
+from declutr.pipeline.job.outcome import labels_hint, lines_hint
+from declutr.pipeline.readers.skipped import describe_skipped
+from declutr.pipeline.shards.content import size_noun
+from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
+from declutr.pipeline.shards.shards import ShardSet, check_shards
+from declutr.pipeline.shards.windows import TOO_SHORT
+from declutr.report.examples import SHOWN_CHARACTERS, Clusters, Example, find_clusters, kept_examples, rejected_examples
+from declutr.report.page import REPORT, Role, share, write_page
+from declutr.report.survey import (
+    CONTAMINATED,
+    NUM_BINS,
+    Matches,
+    Survey,
+    Tally,
+    TextSurvey,
+    group_sources,
+    survey,
+    survey_texts,
+    total,
+)
+from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.registry import DEFAULT
+from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.setup.coverage import Coverage, coverage
+
+_SHOWN_NAMES = 20
+_SHOWN_SETS = 40
+_PASSES = 3
+_BATCH = 16
+"""Documents of the paper's batch, and the default."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """A prepared corpus in figures and examples. Made by `gather`.
+
+    Attributes:
+        name: of its folder.
+        prepared: time of its manifest.
+        manifest: of its shards.
+        survey: sums over its ledgers.
+        clusters: of duplicates.
+        kept: examples of kept rows.
+        rejected: examples of others, by reason.
+        statuses: documents by split, or by the reason why they are not kept.
+        texts: figures of short texts; None for documents, images and audio.
+        coverage: tokens that three passes of DeCLUTR read; None without training documents.
+    """
+
+    name: str
+    prepared: datetime
+    manifest: Manifest
+    survey: Survey
+    clusters: Clusters
+    kept: list[Example]
+    rejected: dict[str, list[Example]]
+    statuses: dict[str, Tally]
+    texts: TextSurvey | None
+    coverage: Coverage | None
+
+    @property
+    def noun(self) -> str:
+        """Noun for its rows."""
+        return self.manifest.noun
+
+    @property
+    def media(self) -> bool:
+        """True for images and clips, False for texts."""
+        return self.manifest.tokenizer is None
+
+    @property
+    def unit(self) -> str:
+        """Noun for the sizes of its rows: tokens, pixels or frames."""
+        return size_noun(self.manifest.content.kind)
+
+    @property
+    def kept_tally(self) -> Tally:
+        """All kept documents."""
+        return total(self.statuses.get(split, Tally()) for split in SPLITS)
+
+    def reasons(self) -> list[tuple[str, Role, Tally]]:
+        """Reasons for which documents are not kept, the most frequent first."""
+
+        def role(reason: str) -> Role:
+            return "failed" if reason in self.manifest.failed else "short" if reason == TOO_SHORT else "dropped"
+
+        rows = [(reason, role(reason), tally) for reason, tally in self.statuses.items() if reason not in SPLITS]
+        return sorted(rows, key=lambda row: (-row[2].read, row[0]))
+
+    def sources(self) -> list[tuple[str, Tally]]:
+        """The sources with the most kept tokens, by folder where there are many, and the rest as one."""
+        sources = self.survey.sources
+        return sources.largest(group_sources(sources.all(), _SHOWN_NAMES), _SHOWN_NAMES)
+
+    def languages(self) -> list[tuple[str, Tally]]:
+        """Languages by kept tokens; empty when no language was determined."""
+        rows = self.survey.languages.largest(self.survey.languages.all(), _SHOWN_NAMES)
+        return [(name or "not determined", tally) for name, tally in rows] if any(name for name, _ in rows) else []
+
+    def contaminated(self) -> tuple[int, list[Matches]]:
+        """Documents dropped because they share text with an evaluation set, and the matches by set."""
+        matches = sorted(self.survey.matches.values(), key=lambda match: (-match.kept - match.dropped, match.name))
+        return self.statuses.get(CONTAMINATED, Tally()).read, matches[:_SHOWN_SETS]
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Numbers of rows by name, such as a label, by the title of their table; at most 20 names, then the others."""
+        manifest, counts = self.manifest, dict[str, dict[str, int]]()
+        if self.texts is not None and manifest.labels:
+            numbers = sorted(self.texts.hypotheses.items())
+            counts["Premises by number of hypotheses"] = {f"{number} hypotheses": rows for number, rows in numbers}
+        counts[f"Kept {'hypotheses' if self.texts else manifest.noun} by label"] = manifest.labels
+        counts[f"Kept {manifest.noun} that were changed"] = manifest.notes
+        return {title: _most(names) for title, names in counts.items() if names}
+
+    def bands(self) -> Iterator[tuple[str, list[int], int, int]]:
+        """Documents kept, too short and dropped otherwise between each two limits, and all documents and tokens."""
+        limits = self.survey.limits
+        sums = {kind: np.zeros((len(limits) + 1, 2), np.int64) for kind in ("kept", TOO_SHORT, "other")}
+        for status, counts in self.survey.bands.items():
+            sums["kept" if status in SPLITS else TOO_SHORT if status == TOO_SHORT else "other"] += counts
+        names = [f"under {limits[0]:,}", *(f"{low:,} to {high - 1:,}" for low, high in pairwise(limits))]
+        for row, name in enumerate([*names, f"{limits[-1]:,} and more"]):
+            documents, tokens = (sum(int(counts[row, column]) for counts in sums.values()) for column in (0, 1))
+            yield name, [int(counts[row, 0]) for counts in sums.values()], documents, tokens
+
+
+def _most(counts: Mapping[str, int]) -> dict[str, int]:
+    """The most frequent names, and all others as one."""
+    order = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    first, others = order[:_SHOWN_NAMES], order[_SHOWN_NAMES:]
+    rest = {f"({len(others):,} others)": sum(number for _, number in others)} if others else {}
+    return dict(first) | rest
+
+
+def gather(folder: Path) -> Content:
+    """Reads the contents of a report.
+
+    Raises:
+        ShardError: a file is missing or damaged, or the ledgers contradict the manifest.
+    """
+    manifest = load_manifest(folder)
+    if problems := check_shards(folder):
+        raise ShardError("\n".join(problems))
+    sums = survey(folder, manifest)
+    return Content(
+        name=folder.absolute().name,
+        prepared=datetime.fromtimestamp(int((folder / MANIFEST).stat().st_mtime), UTC),
+        manifest=manifest,
+        survey=sums,
+        clusters=find_clusters(folder, sums),
+        kept=kept_examples(folder, manifest),
+        rejected=rejected_examples(folder, sums),
+        statuses=sums.statuses.all(),
+        texts=survey_texts(folder, manifest),
+        coverage=_coverage(folder, manifest),
+    )
+
+
+def _coverage(folder: Path, manifest: Manifest) -> Coverage | None:
+    """Tokens that three passes read with the spans of the shards' geometry."""
+    if manifest.content.kind != "documents" or not manifest.totals["kept_train"]:
+        return None
+    geometry = manifest.geometry
+    spans = SpanConfig(
+        num_anchors=geometry.num_anchors,
+        max_tokens=geometry.max_tokens,
+        min_tokens=min(geometry.min_tokens, geometry.max_tokens),
+    )
+    run = RunContext(spans=spans, short_documents=manifest.short_documents)
+    return coverage(DEFAULT, run, ShardSet(folder, "train"), _PASSES)
+
+
+def glance(content: Content) -> list[str]:
+    """Findings that matter before training starts."""
+    totals, kept, noun = content.manifest.totals, content.kept_tally, content.noun
+    part = "their bytes" if content.media else "the text"
+    lines = [
+        readiness(content),
+        f"{share(totals['kept'], totals['read'])} of the {noun} and "
+        f"{share(kept.text_bytes, totals['text_bytes'])} of {part} are kept.",
+    ]
+    if totals["kept"]:
+        of_text = f"a token stands for {kept.text_bytes / max(1, totals['num_tokens']):.2f} bytes of text."
+        if content.media:
+            of_text = f"its file has {kept.text_bytes / totals['kept']:,.0f} bytes on average."
+        mean = totals["num_tokens"] / totals["kept"]
+        lines.append(f"A kept {noun.removesuffix('s')} has {mean:,.0f} {content.unit} on average; {of_text}")
+    if totals["failed"]:
+        lines.append(f"{totals['failed']:,} {noun} could not be read: see the places below before training.")
+    hints = (
+        lines_hint(totals["read"], content.manifest.dropped, content.manifest.config, content.survey.sources.all()),
+        labels_hint(content.manifest),
+        *describe_skipped(content.manifest.skipped),
+    )
+    return lines + [f"{hint}." for hint in hints if hint]
+
+
+def readiness(content: Content) -> str:
+    """One sentence: yes, or what to change first."""
+    obstacles, totals, read = list(_obstacles(content)), content.manifest.totals, content.coverage
+    if obstacles:
+        return f"Worth training on? Not yet: {'; '.join(obstacles)}."
+    about = ""
+    if read is not None:
+        about = (
+            f", of which three passes read {share(read.read_tokens, read.num_tokens)} of the tokens "
+            f"({read.pass_tokens / read.num_documents:,.0f} of {read.num_tokens / read.num_documents:,.0f} tokens of a "
+            "document a pass)"
+        )
+    return (
+        f"Worth training on? Nothing here speaks against it: {totals['kept_train']:,} training {content.noun}{about}, "
+        f"and {totals['kept_held_out']:,} held out to measure the result. `declutr train CONFIG --plan` estimates time "
+        "and memory."
+    )
+
+
+def _obstacles(content: Content) -> Iterator[str]:
+    """Reasons not to train yet, each with its remedy."""
+    totals, noun = content.manifest.totals, content.noun
+    if totals["kept_train"] < _BATCH:
+        yield f"{totals['kept_train']:,} training {noun} are less than a batch of {_BATCH}; add more"
+    if totals["kept_held_out"] < 2 * MIN_ROWS:
+        yield (
+            f"{totals['kept_held_out']:,} held-out {noun} do not show whether training helped, which needs "
+            f"{2 * MIN_ROWS}; increase validation_fraction or add {noun}"
+        )
+    kept, text_bytes = content.kept_tally.text_bytes, totals["text_bytes"]
+    if 2 * kept < text_bytes and (reasons := content.reasons()):
+        part = "bytes" if content.media else "text"
+        yield f"only {share(kept, text_bytes)} of the {part} is kept, most is lost as {reasons[0][0]}"
+
+
+def write_corpus_page(folder: Path, output: Path | None = None) -> Path:
+    """Writes `report.html` on a corpus to `output`, or to its folder `report`; returns the page.
+
+    The same corpus with the same times of its files gives the same bytes.
+
+    Raises:
+        ShardError: files that are missing or damaged, or ledgers that contradict the manifest.
+    """
+    from declutr.report.charts import draw_histogram  # loads matplotlib
+
+    content = gather(folder)
+    lengths, geometry, none = content.survey.lengths, content.manifest.geometry, np.zeros(NUM_BINS, np.int64)
+    series: dict[Role, NDArray[np.int64]] = dict.fromkeys(("kept", "short", "dropped"), none)
+    for status, counts in lengths.items():
+        role: Role = "kept" if status in SPLITS else "short" if status == TOO_SHORT else "dropped"
+        series[role] = series[role] + counts
+    marks = {geometry.max_tokens: "longest span", geometry.min_document_tokens: "room for all anchors"}
+    marks[content.survey.shortest] = "shortest document kept"
+    labels = {} if content.media else {limit: f"{limit:,}: {marks[limit]}" for limit in content.survey.limits}
+    bins, title = content.survey.bin_edges(), f"Number of {content.noun} by {content.unit}"
+    path = (output or folder / REPORT) / "report.html"
+    settings = yaml.safe_dump(content.manifest.config, sort_keys=False, allow_unicode=True, width=math.inf)
+    write_page(
+        path,
+        "corpus.html",
+        f"Corpus report: {content.name}",
+        pictures=content.media,
+        content=content,
+        totals=content.manifest.totals,
+        lines=glance(content),
+        settings=redact(settings),
+        measured=int(sum(counts.sum() for counts in series.values())),
+        drawing=None
+        if content.texts
+        else draw_histogram("lengths", title, f"{content.unit} (logarithmic)", bins, series, labels),
+        shown_characters=SHOWN_CHARACTERS,
+    )
+    return path

@@ -1,0 +1,423 @@
+"""What the page of a corpus counts and shows, against the folder it was made from."""
+
+import base64
+import gzip
+import io
+import json
+import re
+import unicodedata
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from mediafiles import png, sound, tone
+from mediashards import prepare_media
+from messages import says
+from pages import checked
+from PIL import Image
+from prepared import Row, write_prepared
+from textshards import prepare_rows
+
+from declutr.cli.main import main
+from declutr.pipeline.shards.content import LABELS
+from declutr.pipeline.shards.ledger import SCHEMA, ledger_entries
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.report.corpus import gather, glance, readiness, write_corpus_page
+from declutr.report.examples import find_clusters, thumbnail
+from declutr.report.survey import (
+    BINS_PER_OCTAVE,
+    MAX_NAMES,
+    NUM_BINS,
+    Survey,
+    Tallies,
+    Tally,
+    TextLengths,
+    group_sources,
+    survey,
+    tally_columns,
+)
+
+HOSTILE = '"><script>alert(1)<'
+
+
+@pytest.fixture(scope="module")
+def content(prepared):
+    return gather(prepared[0])
+
+
+def entries(folder):
+    return [entry for path in sorted((folder / "ledger").glob("*.arrow")) for entry in ledger_entries(path)]
+
+
+def test_fates_are_those_of_the_ledgers_to_the_byte(prepared, content):
+    rows = entries(prepared[0])
+    for status, tally in content.statuses.items():
+        matching = [row for row in rows if row.status == status]
+        assert (tally.read, tally.text_bytes) == (len(matching), sum(row.text_bytes for row in matching))
+    totals = prepared[1].totals
+    assert sum(tally.read for tally in content.statuses.values()) == totals["read"] == len(rows)
+    kept = content.kept_tally
+    assert (kept.kept, kept.kept_tokens) == (totals["kept"], totals["num_tokens"])
+    assert [(reason, role) for reason, role, _ in content.reasons()][:2] == [
+        ("too_short", "short"),
+        ("duplicate", "dropped"),
+    ]
+    assert ("invalid_json", "failed") in [(reason, role) for reason, role, _ in content.reasons()]
+
+
+def test_sources_are_counted_by_archive_and_file(prepared, content):
+    rows = entries(prepared[0])
+    sources = dict(content.sources())
+    assert set(sources) == {"web.tar", "a.jsonl", "b.jsonl", "<script>alert(1)</script>\u202e.jsonl"}
+    matching = [row for row in rows if row.source == "b.jsonl"]
+    expected = [row for row in matching if row.row is not None]
+    assert (sources["b.jsonl"].read, sources["b.jsonl"].kept) == (len(matching), len(expected))
+    assert sources["b.jsonl"].kept_tokens == sum(row.num_tokens for row in expected)
+    assert {name: tally.read for name, tally in content.languages()} == {
+        "en": 63,
+        "de": 5,
+        "xx": 1,
+        "not determined": 2,
+    }
+
+
+def test_lengths_fall_on_the_right_side_of_the_limits(prepared, content):
+    rows = [row for row in entries(prepared[0]) if row.num_tokens is not None]
+    limit = prepared[1].geometry.min_document_tokens
+    lengths, first = content.survey.lengths, NUM_BINS // 2
+    assert content.survey.bin_edges()[first] == limit
+    assert sum(int(counts.sum()) for counts in lengths.values()) == len(rows)
+    assert lengths["too_short"][first:].sum() == lengths["train"][:first].sum() == 0
+    documents = [sum(row.num_tokens < 16 for row in rows), 0, sum(row.num_tokens >= limit for row in rows)]
+    bands = list(content.bands())
+    assert [name for name, *_ in bands] == ["under 16", "16 to 31", "32 and more"]
+    assert [number for _, _, number, _ in bands] == documents
+    assert bands[0][1] == [0, documents[0], 0]
+    assert sum(tokens for *_, tokens in bands) == sum(row.num_tokens for row in rows)
+
+
+@pytest.mark.parametrize("limit", [32, 2048, 1000, 7])
+def test_a_length_next_to_the_limit_is_in_the_bin_next_to_it(limit):
+    survey_ = Survey(limit, [limit], 0)
+    survey_._measure(pa.array([limit - 1, limit, None, limit + 1], pa.int64()), np.zeros(4, np.int64), ["train"])
+    assert survey_.lengths["train"][NUM_BINS // 2 - 1] == 1
+    assert survey_.lengths["train"][NUM_BINS // 2 : NUM_BINS // 2 + BINS_PER_OCTAVE].sum() == 2
+    assert survey_.bin_edges()[NUM_BINS // 2] == limit
+
+
+def test_clusters_have_their_members(content):
+    clusters = content.clusters
+    assert sorted(clusters.sizes.tolist()) == [3, 7]
+    largest, other = clusters.largest
+    assert (largest.size, largest.kept.source, largest.kept.offset) == (7, "web.tar!page.html", 3)
+    assert [(copy.source, copy.offset) for copy in other.copies] == [("b.jsonl", 6), ("b.jsonl", 7)]
+
+
+def test_a_kept_copy_that_is_nowhere_is_told(tmp_path):
+    text = "one two three four five six seven " * 8
+    units = [[Row(text), Row(text, "duplicate", detail="00009:4 is kept, similarity 1.00")]]
+    manifest = write_prepared(tmp_path / "out", units)
+    (cluster,) = find_clusters(tmp_path / "out", survey(tmp_path / "out", manifest)).largest
+    assert cluster.kept is None
+    says(write_corpus_page(tmp_path / "out").read_text(), "not in", "ledgers")
+
+
+def test_matches_are_counted_by_evaluation_set(content):
+    (match,) = content.survey.matches.values()
+    assert (match.name, match.kept, match.dropped, match.most) == ("sts12", 1, 1, 3)
+
+
+def test_examples_are_of_their_reason_and_carry_their_text(prepared, content):
+    folder = prepared[0]
+    files = sorted((folder / "rejected").iterdir())
+    written = [json.loads(line) for path in files for line in gzip.decompress(path.read_bytes()).splitlines()]
+    for reason, examples in content.rejected.items():
+        assert 1 <= len(examples) <= 3
+        for example in examples:
+            (same,) = [text for text in written if (text["source"], text["offset"]) == (example.source, example.offset)]
+            assert same["reason"] == reason
+            assert example.text == same["text"][:600]
+    assert len(content.kept) == len({example.offset for example in content.kept})
+    texts = {(row.source, row.offset) for row in entries(folder) if row.status == "train"}
+    assert {(example.source, example.offset) for example in content.kept} <= texts
+
+
+def test_without_rejected_texts_there_are_places(tmp_path):
+    units = [[Row("word " * 60), Row("few", "too_short")]]
+    write_prepared(tmp_path / "out", units, write_rejected=False)
+    page = checked(write_corpus_page(tmp_path / "out").read_text())
+    assert "a.jsonl:1" in page.text
+    assert "write_rejected: true" in page.text
+    assert "few" not in page.text
+
+
+def test_the_page_has_the_totals_of_the_manifest_and_its_settings(prepared, tmp_path):
+    before = (prepared[0] / "manifest.json").stat().st_mtime
+    source = write_corpus_page(prepared[0], tmp_path).read_text()
+    assert (prepared[0] / "manifest.json").stat().st_mtime == before
+    numbers = re.findall(r'id="total-(\w+)">([\d,]+)<', source)
+    assert {name: int(number.replace(",", "")) for name, number in numbers} == {
+        name: prepared[1].totals[name] for name in ("read", "kept", "dropped", "failed", "num_tokens")
+    }
+    page = checked(source)
+    for line in glance(gather(prepared[0])):
+        assert " ".join(line.split()) in page.text
+    assert "max_tokens: 16" in page.text
+    assert "<script>document.title='run'</script>" in page.text
+    assert "a.jsonl:59 invalid_json:" in page.text
+    lengths = [float(attrs["value"]) for name, attrs in page.elements if name == "meter"]
+    reasons = [tally.read for _, _, tally in gather(prepared[0]).reasons()]
+    assert lengths[: len(reasons)] == pytest.approx([number / reasons[0] for number in reasons], abs=1e-4)
+    assert source == write_corpus_page(prepared[0], tmp_path / "again").read_text()
+
+
+def test_ledgers_that_contradict_the_manifest_are_an_error(tmp_path, capsys):
+    folder = tmp_path / "out"
+    manifest = write_prepared(folder, [[Row("word " * 60), Row("few", "too_short")]])
+    wrong = manifest.model_copy(update={"dropped": {"empty": 1}})
+    (folder / "manifest.json").write_text(wrong.model_dump_json())
+    assert main(["report", str(folder)]) == 1
+    assert "the ledgers count" in capsys.readouterr().err
+    (folder / "manifest.json").write_text(manifest.model_dump_json())
+    (folder / manifest.ledgers[0].name).unlink()
+    assert main(["report", str(folder)]) == 1
+    assert "is missing" in capsys.readouterr().err
+    (folder / "manifest.json").unlink()
+    assert main(["report", str(folder)]) == 1
+
+
+def test_a_corpus_with_nothing_to_tell_has_a_short_page(tmp_path, capsys):
+    write_prepared(tmp_path / "out", [[Row("word " * 60)]])
+    assert main(["report", str(tmp_path / "out"), "--output", str(tmp_path / "page")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page" / "report.html")
+    page = (tmp_path / "page" / "report.html").read_text()
+    says(page, "Every document", "kept")
+    assert re.findall(r'<section id="(\w+)"', page) == ["lengths", "reasons", "sources", "examples"]
+
+
+def batch_of(names, tokens):
+    columns = {field.name: pa.nulls(len(names), field.type) for field in SCHEMA}
+    columns["status"] = pa.array(["train" if n % 2 else "too_short" for n in range(len(names))])
+    columns["text_bytes"], columns["num_tokens"] = pa.array(tokens, pa.int64()), pa.array(tokens, pa.int64())
+    return pa.record_batch(columns), pa.array(names)
+
+
+@pytest.mark.slow
+def test_more_sources_than_are_held_lose_their_names_only():
+    tallies = Tallies()
+    number = 3 * MAX_NAMES
+    for start in range(0, number, 50_000):
+        names = ["large" if n % 100 == 1 else f"{n}.txt" for n in range(start, start + 50_000)]
+        batch, column = batch_of(names, [1000 if name == "large" else 1 for name in names])
+        tallies.add(column, tally_columns(batch))
+    large, (name, others) = tallies.largest(tallies.all(), 1)
+    assert large == ("large", Tally(3_000, 3_000_000, 3_000, 3_000_000))
+    assert name == f"({number - 3_000:,} others)"
+    assert (others.read, others.kept_tokens) == (number - 3_000, number // 2 - 3_000)
+    assert len(tallies.all()) <= MAX_NAMES
+
+
+def test_the_report_answers_whether_to_train(content):
+    """Each obstacle is named with its remedy; without one, the tokens that a run would read."""
+    totals = content.manifest.totals
+    message = readiness(content)
+    says(message, "Not yet")
+    says(message, f"{totals['kept_held_out']} held-out documents")
+    assert message in glance(content)
+    enough = content.manifest.model_copy(update={"totals": totals | {"kept_train": 900, "kept_held_out": 200}})
+    kept = replace(content, manifest=enough, statuses={"train": content.kept_tally})
+    says(readiness(kept), "900 training documents")
+    read = content.coverage
+    says(readiness(kept), "three passes", f"{100 * read.share:.1f}%")
+    few = enough.model_copy(update={"totals": enough.totals | {"kept_train": 15, "kept_held_out": 199}})
+    message = readiness(replace(kept, manifest=few))
+    says(message, "15 training documents", "batch of 16")
+    says(message, "199 held-out documents")
+    lost = enough.model_copy(update={"totals": enough.totals | {"text_bytes": 3 * content.kept_tally.text_bytes}})
+    says(readiness(replace(content, manifest=lost)), "too_short")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a.jsonl", "b/c.txt"], {"a.jsonl": 1, "b/c.txt": 1}),
+        ([f"logs/{n}.txt" for n in range(900)] + ["a.jsonl"], {"logs/ (900 files)": 900, "a.jsonl": 1}),
+        (
+            [f"x/{year}/{n}.txt" for year in (2019, 2020) for n in range(30)],
+            {"x/2019/ (30 files)": 30, "x/2020/ (30 files)": 30},
+        ),
+        (
+            [f"{n}.txt.gz" for n in range(1500)] + [f"{n}.html" for n in range(7)] + [f"d/{n}.txt" for n in range(40)],
+            {"*.txt (1,500 files)": 1500, "*.html (7 files)": 7, "d/ (40 files)": 40},
+        ),
+        ([f"{n}" for n in range(30)], {"* (30 files)": 30}),
+        ([f"only/{n}/a.txt" for n in range(30)], {"only/ (30 files)": 30}),
+    ],
+)
+def test_sources_are_grouped_as_deep_as_there_are_few_enough(names, expected):
+    groups = group_sources({name: Tally(1, 10, 1, 5) for name in names}, 20)
+    assert {name: tally.read for name, tally in groups.items()} == expected
+
+
+def test_the_report_names_folders_and_its_totals_close(tmp_path):
+    rows = [Row(f"word{n} " * 40, source=f"logs/{n}.txt") for n in range(60)] + [Row("a b " * 40, source="all.jsonl")]
+    rows += [Row(f"x{n} " * 40, source=f"top{n}/a.txt") for n in range(30)]
+    manifest = write_prepared(tmp_path / "shards", [rows])
+    sources = gather(tmp_path / "shards").sources()
+    assert sources[0][0] == "logs/ (60 files)"
+    assert sources[-1][0] == "(12 others)"
+    assert len(sources) == 21
+    assert sum(tally.read for _, tally in sources) == manifest.totals["read"]
+
+
+def test_inspect_shows_reasons_and_names(prepared, capsys):
+    """Ledger reasons, details and sources of a corpus that was written against its reader."""
+    folder, _ = prepared
+    for more in ([], ["--document", "web.tar!page.html"], ["--document", "<script>alert(1)</script>\u202e.jsonl"]):
+        main(["inspect", str(folder), "--documents", "0", *more])
+        for text in capsys.readouterr():
+            assert not {unicodedata.category(sign) for sign in text if sign != "\n"} & {"Cc", "Cf", "Cs"}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """60 images of two sizes with three labels, one of them hostile; two that are no images."""
+    labels = ["cat", "dog", HOSTILE]
+    files = {f"{labels[n % 3]}/{n}.png": png(n, (40, 30) if n % 4 else (20, 21)) for n in range(60)}
+    files |= {"cat/\u202ebad.png": b"x", f"{HOSTILE}/bad.png": b"x"}
+    return prepare_media(tmp_path_factory.mktemp("images"), "images", files)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    files = {f"{n % 2}_{n}.wav": sound(tone(0.2 + 0.05 * n, number=n)) for n in range(12)}
+    files["0_silent.wav"] = sound(np.zeros((9000, 1)))
+    return prepare_media(tmp_path_factory.mktemp("clips"), {"kind": "audio", "label": r"^(\d)"}, files)
+
+
+def pictures_of(page):
+    data = [attrs["src"].partition(",")[2] for name, attrs in page.elements if name == "img"]
+    return [Image.open(io.BytesIO(base64.b64decode(text))) for text in data]
+
+
+def test_images_are_shown_by_thumbnails_and_labels(images, tmp_path, capsys):
+    folder, manifest = images
+    content = gather(folder)
+    assert content.counts()["Kept images by label"] == manifest.labels == {"cat": 20, "dog": 20, HOSTILE: 20}
+    assert [(reason, tally.read) for reason, _, tally in content.reasons()] == [("not_an_image", 2)]
+    page = checked(write_corpus_page(folder, tmp_path).read_text())
+    assert "img-src" in page.policy()
+    assert 10 <= len(pictures_of(page)) <= 24
+    assert all(picture.size in ((40, 30), (20, 21)) for picture in pictures_of(page))
+    assert HOSTILE in page.text
+    assert "Number of images by pixels" in page.text
+    assert "oken" not in page.text
+    assert main(["inspect", str(folder)]) == 0
+    message = capsys.readouterr().out
+    says(message, "62 images read", "60 kept", "0 dropped", "2 failed")
+    says(message, "images", "3 labels")
+    assert "pixels," in message
+    assert "tokenizer" not in message
+    row = ShardSet(folder, "train").take(np.array([5])).to_pylist()[0]
+    assert main(["inspect", str(folder), "--document", f"{row['source']}:0"]) == 0
+    message = capsys.readouterr().out
+    assert f"{row['width']} x {row['height']} pixels" in message
+    assert f"label {row['label']!r}" in message
+
+
+def test_clips_are_shown_by_their_energies(clips, tmp_path, capsys):
+    folder, manifest = clips
+    statuses = gather(folder).statuses
+    frames = [1 + (int(16_000 * (0.2 + 0.05 * n)) - 400) // 160 for n in range(12)]
+    assert statuses["train"].kept_tokens + statuses["held-out"].kept_tokens == sum(frames)
+    page = checked(write_corpus_page(folder, tmp_path).read_text())
+    pictures = pictures_of(page)
+    assert len(pictures) >= 5
+    grey = np.asarray(pictures[0].convert("L"))
+    assert grey.min() < 10 < 245 < grey.max()
+    assert "silent" in page.text
+    assert f"Largest clip {manifest.totals['longest_tokens']} frames" in page.text
+    assert main(["inspect", str(folder), "--document", "0_silent.wav"]) == 0
+    message = capsys.readouterr().out
+    says(message, "dropped: silent", "9000 samples", "0")
+    says(message, "bytes", "not decoded")
+    assert main(["inspect", str(folder)]) == 0
+    assert "frames, energies" in capsys.readouterr().out
+
+
+def test_a_thumbnail_is_encoded_again():
+    data = png(1, (300, 200))
+    marked = data[:33] + b"\x00\x00\x00\x04tEXthtml\xf1\xf1\xf1\xf1" + data[33:]
+    uri = thumbnail({"image": marked})
+    assert uri is None or b"html" not in base64.b64decode(uri.partition(",")[2])
+    uri = thumbnail({"image": data})
+    assert Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size == (96, 64)
+    assert thumbnail({"image": data[:500]}) is None
+    assert thumbnail({"image": b"GIF89a"}) is None
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """60 premises with one to four hypotheses of growing length; some pairs are dropped."""
+    rows = [
+        {"premise": f"Premise {n} " + "word " * (n % 40), "hypothesis": f"{'It is so. ' * k} {k}", "label": k % 3}
+        for n in range(60)
+        for k in range(1 + n % 4)
+    ]
+    rows += [{"premise": "x", "hypothesis": "<script>alert(1)</script>", "label": "-"}] * 3
+    rows += [{"premise": "<script>alert(2)</script>", "hypothesis": "y", "label": 0}]
+    return prepare_rows(tmp_path_factory.mktemp("report") / "pairs", "pairs", rows)
+
+
+def test_lengths_labels_and_numbers_are_those_of_the_shards(pairs, tmp_path, capsys):
+    folder, manifest = pairs
+    content = gather(folder)
+    lengths, numbers = {}, Counter()
+    for split in ("train", "held-out"):
+        shards = ShardSet(folder, split)
+        for row in shards.take(np.arange(shards.num_documents)).to_pylist():
+            sizes = np.diff([*row["starts"], row["num_tokens"]]).tolist()
+            for size, label in zip(sizes, row["labels"], strict=True):
+                lengths.setdefault("premise" if label < 0 else LABELS[label], Counter())[size] += 1
+            numbers[len(sizes) - 1] += 1
+    assert content.texts.lengths == lengths
+    assert content.texts.hypotheses == numbers
+    assert content.counts() == {
+        "Premises by number of hypotheses": {f"{number} hypotheses": count for number, count in numbers.items()},
+        "Kept hypotheses by label": manifest.labels,
+    }
+    page = checked(write_corpus_page(folder, tmp_path).read_text()).text
+    for message in ("Lengths of texts in tokens", "Premises by number of hypotheses", "no_gold_label", "entailment: "):
+        assert message in page
+    assert "spans up to" not in page
+    assert "Histogram" not in page
+    assert main(["inspect", str(folder), "--documents", "2"]) == 0
+    message = capsys.readouterr().out
+    says(message, "rows of pairs")
+    assert len(re.findall(r"^    premise +\d+ tokens  \S", message, re.MULTILINE)) == 2
+    entry = ShardSet(folder, "train").take(np.array([3]))["id"].to_pylist()[0].hex()
+    assert main(["inspect", str(folder), "--document", entry]) == 0
+    assert "    entailment " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lengths", [[3], [1, 2], [5] * 99 + [70], list(range(1, 1001))])
+def test_quantiles_are_those_of_numpy(lengths):
+    texts = TextLengths(lengths)
+    for part in (0.5, 0.95, 0.99, 1.0):
+        assert texts.quantile(part) == np.quantile(lengths, part, method="inverted_cdf")
+    assert texts.mean == np.mean(lengths)
+
+
+def test_sentences_have_lengths_but_no_labels(tmp_path, capsys):
+    rows = [{"text": f"Sentence {n}. " * (n % 5)} for n in range(40)]
+    folder, manifest = prepare_rows(tmp_path / "s", "sentences", rows)
+    assert manifest.dropped == {"empty": 8}
+    content = gather(folder)
+    assert content.texts.lengths.keys() == {"sentence"}
+    assert content.texts.lengths["sentence"].total() == 32
+    assert content.counts() == {}
+    assert "one text a row" in write_corpus_page(folder).read_text()
+    assert main(["inspect", str(folder)]) == 0
+    assert "    sentence " in capsys.readouterr().out
