@@ -282,7 +282,7 @@ def _query_row(start: TransformerEncoder, run: Path, encoder: Path) -> dict[str,
     documents = held_out_documents(config, run / "data", int(seed))["test"]
     cut = [(place, *one) for place, document in enumerate(documents) for one in _paragraphs(document.text)]
     owners, queries, texts = (list(column) for column in zip(*cut, strict=True))
-    before, after = (_found(one, owners, queries, texts) for one in (start, load_transformer(str(run / "encoder"))))
+    before, after = (_hits(one, owners, queries, texts) for one in (start, load_transformer(str(run / "encoder"))))
     difference = compare(before, after, int(seed), share)
     row = {"source": source, "seed": int(seed), "queries": len(queries), "before": 100 * difference.before}
     return row | points(difference)
@@ -299,7 +299,7 @@ def _paragraphs(text: str) -> list[tuple[str, str]]:
     return [found[place] for place in sorted(set(places))]
 
 
-def _found(encoder: TransformerEncoder, owners: list[int], queries: list[str], texts: list[str]) -> F64:
+def _hits(encoder: TransformerEncoder, owners: list[int], queries: list[str], texts: list[str]) -> F64:
     """`(n, 2)` sentences of each document whose paragraph has the highest cosine, and sentences of it."""
     scores = unit_rows(encoder.encode(queries)) @ unit_rows(encoder.encode(texts)).T
     best = (scores >= np.diagonal(scores)[:, None]).sum(axis=1) == 1

@@ -218,7 +218,8 @@ class Workload:
             pooling=self.pooling,
             compile=compiled,
         )
-        return Encoder(config, _model(self.size, config, self.seed), self.seed).train().to(self.device)
+        encoder = Encoder(config, _model(self.size, config, self.seed), self.seed).train()
+        return encoder if self.device == _CPU else encoder.to(self.device)  # fake tensors cannot be moved
 
     def padded_model(self) -> PreTrainedModel:
         """Build transformers' model with the same weights, its own dropout layers, and torch's fused attention."""
