@@ -84,7 +84,7 @@ def test_documents_name_benchmarks_that_exist():
     ]
     assert len(commands) > 10
     assert lacking == []
-    named = set(re.findall(r"[\w-]+_(?:epyc|xeon|h200)-[\w-]+\.json", text))
+    named = set(re.findall(r"[\w-]+_(?:epyc|xeon|h100|h200)-[\w-]+\.json", text))
     assert named == {path.name for path in (folder / "results").iterdir()}
 
 
