@@ -1,13 +1,14 @@
-"""Options and figures of benchmarks: every published number carries its hardware, versions, commit and command."""
+"""Options, clocks and figures of benchmarks; a published number carries hardware, versions, commit and command."""
 
 import argparse
 import json
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,23 +17,39 @@ from numpy.typing import NDArray
 from declutr.common.storage import write_text
 from declutr.reproduction import provenance
 
+MIB = 2**20
+_STATUS = Path("/proc/self/status")
+
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Make a parser with the options of every benchmark."""
-    kind = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, formatter_class=kind)
-    made.add_argument("--json", type=Path, metavar="OUT", help="file for the figures, which are also printed")
-    made.add_argument("--commit", help="commit of the code, if run outside a git checkout")
-    made.add_argument("--seed", type=int, default=0, help="seed of weights, documents, spans and masks")
-    return made
+    layout = argparse.RawDescriptionHelpFormatter
+    options = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=description, formatter_class=layout
+    )
+    options.add_argument("--json", type=Path, metavar="OUT", help="file for the figures, which are also printed")
+    options.add_argument("--commit", help="commit of the code, if run outside a git checkout")
+    options.add_argument("--seed", type=int, default=0, help="seed of weights, documents, spans and masks")
+    return options
 
 
 def add_device(options: argparse.ArgumentParser) -> None:
-    """Add the options of benchmarks that run an encoder."""
+    """Add the options of benchmarks that run an encoder on a device of choice."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     options.add_argument("--device", choices=("cpu", "cuda"), default=default)
     options.add_argument("--precision", choices=("fp32", "bf16"), help="default: bf16 on cuda, fp32 on cpu")
-    options.add_argument("--spans", type=int, nargs=2, metavar=("MIN", "MAX"), help="tokens per span, no special ones")
+
+
+def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the arguments; `facts` of the result is taken before the benchmark itself loads the machine."""
+    settings = options.parse_args(arguments)
+    settings.facts = provenance.facts([options.prog, *sys.argv[1:]], settings.commit)
+    return settings
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that decide what is measured."""
+    return {key: value for key, value in vars(options).items() if key not in ("json", "commit", "facts")}
 
 
 def autocast_type(precision: str | None, device: str) -> torch.dtype | None:
@@ -48,29 +65,56 @@ def now() -> NDArray[np.float64]:
 
 def ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     """Quotients of the seconds of two sides that took turns, their median and their range."""
-    found = [one / own for one, own in zip(theirs, ours, strict=True)]
+    quotients = [other / own for other, own in zip(theirs, ours, strict=True)]
     return {
-        "ratios": [round(ratio, 4) for ratio in found],
-        "ratio_median": round(statistics.median(found), 4),
-        "ratio_range": [round(min(found), 4), round(max(found), 4)],
+        "ratios": [round(ratio, 4) for ratio in quotients],
+        "ratio_median": round(statistics.median(quotients), 4),
+        "ratio_range": [round(min(quotients), 4), round(max(quotients), 4)],
     }
 
 
-def facts(name: str, commit: str | None) -> dict[str, Any]:
-    """Hardware, versions, commit and command of this benchmark."""
-    return provenance.facts(["python -m", f"benchmarks.{name}", *sys.argv[1:]], commit)
+def finish(device: torch.device) -> float:
+    """Wait for the device; return wall seconds, for differences."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
-def figure(value: float, unit: str, kind: Literal["measured", "computed", "assumed"], how: str) -> dict[str, Any]:
-    """A number with its kind and origin."""
-    return {"value": float(f"{value:.4g}"), "unit": unit, "kind": kind, "how": how}
+def reset_peak(device: torch.device) -> float:
+    """Start a measurement of memory; return the MiB in use now."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / MIB
+    reset = Path("/proc/self/clear_refs")
+    if reset.exists():  # Linux: the peak of this program alone; ru_maxrss also covers the program that started it
+        reset.write_text("5", encoding="ascii")
+        return _status("VmRSS")
+    return _largest()
 
 
-def publish(figures: dict[str, Any], path: Path | None) -> None:
-    """Print the figures, and write them to a file if requested."""
-    text = json.dumps(figures, indent=2) + "\n"
-    if path is not None:
-        write_text(path, text)
+def peak(device: torch.device) -> float:
+    """Maximum MiB in use since `reset_peak`: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() / MIB
+    return _status("VmHWM") if _STATUS.exists() else _largest()
+
+
+def _status(name: str) -> float:
+    (line,) = (line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) / 1024
+
+
+def _largest() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def publish(figures: dict[str, Any], options: argparse.Namespace) -> None:
+    """Print the figures with the facts of this process, and write them to the file of `--json`."""
+    text = json.dumps({**figures, **options.facts}, indent=2) + "\n"
+    if options.json is not None:
+        write_text(options.json, text)
     print(text, end="", flush=True)
 
 

@@ -8,41 +8,40 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks import record
 from benchmarks.chaos.fault import FaultRow
-from benchmarks.chaos.matrix import FAULTS, SHORT, SHORT_STEPS, STEPS, chains, opened
-from benchmarks.record import facts, parser, publish
+from benchmarks.chaos.faults import FAULTS
+from benchmarks.chaos.matrix import SHORT, SHORT_STEPS, STEPS, chains, opened
 
 _AWAY_SECONDS, _SHORT_AWAY_SECONDS = 30.0, 4.0
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the matrix."""
-    options = parser("chaos", __doc__)
-    options.add_argument("--short", action="store_true", help="some faults, in shared runs: at most 5 minutes")
-    options.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], metavar="NAME", help="faults")
-    options.add_argument("--steps", type=int, help=f"steps of each run ({STEPS}; short: {SHORT_STEPS})")
-    options.add_argument("--patience", type=float, default=1, help="multiplies every timeout, for busy machines")
-    given = options.parse_args()
-    given.steps = given.steps or (SHORT_STEPS if given.short else STEPS)
-    names = given.only or (SHORT if given.short else [fault.name for fault in FAULTS])
+    parser = record.parser("chaos", __doc__)
+    parser.add_argument("--short", action="store_true", help="some faults, in shared runs: at most 5 minutes")
+    parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], metavar="NAME", help="faults")
+    parser.add_argument("--steps", type=int, help=f"steps of each run ({STEPS}; short: {SHORT_STEPS})")
+    parser.add_argument("--patience", type=float, default=1, help="multiplies every timeout, for busy machines")
+    options = record.parse(parser, arguments)
+    steps = options.steps or (SHORT_STEPS if options.short else STEPS)
+    names = options.only or (SHORT if options.short else [fault.name for fault in FAULTS])
     chosen = [fault for fault in FAULTS if fault.name in names]
     begun = time.monotonic()
-    record = facts("chaos", given.commit)
-    away_seconds = _SHORT_AWAY_SECONDS if given.short else _AWAY_SECONDS
-    with opened(given.seed, given.steps, away_seconds, given.patience) as bench:
+    away_seconds = _SHORT_AWAY_SECONDS if options.short else _AWAY_SECONDS
+    with opened(options.seed, steps, away_seconds, options.patience) as bench:
         rows = [FaultRow(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
         bench.undisturbed()
-        for group in chains([fault for fault in chosen if fault.possible], given.short):
+        for group in chains([fault for fault in chosen if fault.possible], options.short):
             rows += bench.chain(group)
     rows.sort(key=lambda row: [fault.name for fault in FAULTS].index(row.name))
     figures = {
-        **record,
-        "steps": given.steps,
+        "steps": steps,
         "seconds": round(time.monotonic() - begun, 1),
         "left_behind": bench.left_behind,
         "faults": [_rounded(asdict(row)) for row in rows],
     }
-    publish(figures, given.json)
+    record.publish(figures, options)
     print(table(rows))
     for line in bench.left_behind:
         print(f"left behind: {line}")

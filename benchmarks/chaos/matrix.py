@@ -13,9 +13,8 @@ from typing import Any
 
 import yaml
 
-from benchmarks.chaos.census import Census, title
 from benchmarks.chaos.fault import End, Fault, FaultRow, compare, fail, observe
-from benchmarks.chaos.faults import files, nodes, processes
+from benchmarks.chaos.faults import FAULTS
 from benchmarks.chaos.place import (
     Nodes,
     environment,
@@ -27,11 +26,10 @@ from benchmarks.chaos.place import (
     train_values,
     write_corpus,
 )
-from benchmarks.chaos.run import ChaosError, Run, Snapshot
+from benchmarks.chaos.run import Census, ChaosError, Run, Snapshot, title
 from benchmarks.record import progress
 from declutr.common import seeding
 
-FAULTS = (*processes.FAULTS, *processes.KILLS, *files.FAULTS, *processes.SKIPPING, *nodes.FAULTS)
 # Faults of the short form.
 SHORT = (
     "worker_killed",

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.chaos.census import Census, family
-from benchmarks.chaos.run import ATTACHED, ROOT, Run
+from benchmarks.chaos.run import ATTACHED, ROOT, Census, Run, family
 from declutr.common import seeding
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 

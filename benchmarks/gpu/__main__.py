@@ -19,7 +19,6 @@ import argparse
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,14 @@ from typing import Any
 import torch
 
 from benchmarks import record
-from benchmarks.workload import models, packed
+from benchmarks.workload import Workload, add_options, seconds_of_steps
+from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
 from declutr.trainer.model.kernel_choice import Kernels
 from declutr.trainer.model.language_model import drops_attention
 from declutr.trainer.setup.torch_settings import repeat_bits
+from declutr.trainer.step.step import TrainStep
 
 _DEVICE = torch.device("cuda", 0)  # as tensors name it: encoders keep their kernels by device
 # bfloat16 has 8 bits. Counted on a CPU with 12 layers of the larger weights: 0.018 and 0.038 from float32; without any
@@ -45,14 +46,14 @@ _CHECKS = ("kernel", "dropout", "compiled", "syncs", "time")
 _BENCHMARKS: dict[str, tuple[str, ...]] = {  # module and options; {} is an option of this command
     "repeat": ("gpu.repeat", "--model={model}", "--documents={documents}"),
     "step": ("step", "--device=cuda", "--model={model}", "--documents={documents}", "--compile"),
-    "batch": ("step.batch", "--device=cuda"),
-    "embed": ("evaluate.embed",),
+    "batch": ("batch", "--device=cuda"),
+    "embed": ("embed",),
 }
 
 
-def kernel_against_groups(workload: packed.Workload, documents: int) -> dict[str, Any]:
+def kernel_against_groups(workload: Workload, documents: int) -> dict[str, Any]:
     """Compare the kernel with groups."""
-    encoder = _encoder(workload, compiled=False)
+    encoder = workload.encoder()
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.mul_(_LARGER if parameter.dim() > 1 else 1)
@@ -81,21 +82,27 @@ def _counted(attend: Callable[..., Any], calls: list[str]) -> Callable[..., Any]
     return counted
 
 
-def compiled_against_eager(workload: packed.Workload, documents: int) -> dict[str, Any]:
+def compiled_against_eager(workload: Workload, documents: int) -> dict[str, Any]:
     """Compare the compiled encoder with the one that is not."""
-    eager, compiled = (_values(_encoder(workload, compiled=one), workload, documents) for one in (False, True))
+    eager, compiled = (_values(workload.encoder(mode), workload, documents) for mode in (False, True))
     return _compared(compiled, eager)
 
 
-def without_syncs(workload: packed.Workload, documents: int) -> dict[str, Any]:
-    """Take steps in which a wait for the GPU is an error."""
-    train_step = workload.train_step(_encoder(workload, compiled=True), late=True)
-    batches = [workload.batch(step * documents, documents) for step in range(_WARM_UP + 2)]
+def _warm(workload: Workload, documents: int, count: int) -> tuple[TrainStep, list[RankBatch]]:
+    """A compiled train step after its warm-up, and the batches of the next steps."""
+    train_step = workload.train_step(workload.encoder(compiled=True), late=True)
+    batches = [workload.batch(step * documents, documents) for step in range(_WARM_UP + count)]
     for step, batch in enumerate(batches[:_WARM_UP], start=1):
         train_step.begin({"": batch}, step).read()
+    return train_step, batches[_WARM_UP:]
+
+
+def without_syncs(workload: Workload, documents: int) -> dict[str, Any]:
+    """Take steps in which a wait for the GPU is an error."""
+    train_step, batches = _warm(workload, documents, 2)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pending = [train_step.begin({"": batch}, _WARM_UP + 1) for batch in batches[_WARM_UP:]]
+        pending = [train_step.begin({"": batch}, _WARM_UP + 1) for batch in batches]
     except RuntimeError as error:
         return {"passed": False, "why": str(error)}
     finally:
@@ -103,20 +110,11 @@ def without_syncs(workload: packed.Workload, documents: int) -> dict[str, Any]:
     return {"passed": True, "loss": pending[-1].read().loss}
 
 
-def timed(workload: packed.Workload, documents: int, folder: Path) -> dict[str, Any]:
+def timed(workload: Workload, documents: int, folder: Path) -> dict[str, Any]:
     """Time steps, and write a table and a trace of their kernels."""
-    train_step = workload.train_step(_encoder(workload, compiled=True), late=True)
-    batches = [workload.batch(step * documents, documents) for step in range(_WARM_UP + _TIMED)]
-    for step, batch in enumerate(batches[:_WARM_UP], start=1):
-        train_step.begin({"": batch}, step).read()
+    train_step, batches = _warm(workload, documents, _TIMED)
     torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for step, batch in enumerate(batches[_WARM_UP:], start=_WARM_UP + 1):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        train_step.begin({"": batch}, step)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
+    seconds = seconds_of_steps(train_step, batches, first=_WARM_UP + 1)
     with torch.profiler.profile() as profile:
         for batch in batches[-_PROFILED:]:
             train_step.begin({"": batch}, 1)
@@ -125,10 +123,10 @@ def timed(workload: packed.Workload, documents: int, folder: Path) -> dict[str, 
     profile.export_chrome_trace(str(folder / "trace.json"))
     table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=30)
     (folder / "kernels.txt").write_text(table, encoding="utf-8")
-    timed_batches = [batch.tokens for batch in batches[_WARM_UP:]]
+    packed = [batch.tokens for batch in batches]
     model = train_step.encoder.model
-    flops = sum(step_flops(model, linear_weights(model), each.lengths, len(each.labels)) for each in timed_batches)
-    tokens, peak = sum(each.num_tokens for each in timed_batches), peak_flops(gpu_name(_DEVICE), half=True)
+    flops = sum(step_flops(model, linear_weights(model), spans.lengths, len(spans.labels)) for spans in packed)
+    tokens, peak = sum(spans.num_tokens for spans in packed), peak_flops(gpu_name(_DEVICE), half=True)
     return {
         "passed": True,
         "seconds": round(statistics.median(seconds), 5),
@@ -138,12 +136,7 @@ def timed(workload: packed.Workload, documents: int, folder: Path) -> dict[str, 
     }
 
 
-def _encoder(workload: packed.Workload, compiled: bool) -> Encoder:
-    size, dropout, seed = workload.size, workload.dropout, workload.seed
-    return models.encoder(size, dropout, seed, workload.attention_dropout, compiled=compiled).to(_DEVICE)
-
-
-def _values(encoder: Encoder, workload: packed.Workload, documents: int, half: bool = True) -> list[torch.Tensor]:
+def _values(encoder: Encoder, workload: Workload, documents: int, half: bool = True) -> list[torch.Tensor]:
     """Embeddings of a batch, and the gradient of their sum with that of the MLM loss."""
     batch = workload.batch(0, documents).tokens
     encoder.zero_grad(set_to_none=True)
@@ -160,23 +153,21 @@ def _compared(found: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[s
     return {"passed": all(differences[name] <= most for name, most in _TOLERANCES.items()), **differences}
 
 
-def _benchmark(name: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _benchmark(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run another benchmark in a process; its figures are in the folder."""
     torch.cuda.empty_cache()
-    module, *options = (option.format(**vars(given)) for option in _BENCHMARKS[name])
-    command = [sys.executable, "-m", f"benchmarks.{module}", *options, "--json", str(folder / f"{name}.json")]
-    done = subprocess.run(command, check=False)
-    return {"passed": done.returncode == 0, "exit": done.returncode}
+    module, *arguments = (part.format(**vars(options)) for part in _BENCHMARKS[name])
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--json", str(folder / f"{name}.json")]
+    ended = subprocess.run(command, check=False)
+    return {"passed": ended.returncode == 0, "exit": ended.returncode}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Check, measure, print and write."""
-    options = record.parser("gpu", __doc__)
-    options.add_argument("--model", choices=models.SIZES, default="roberta-base")
-    options.add_argument("--documents", type=int, default=16)
-    options.add_argument("--spans", type=int, nargs=2, metavar=("MIN", "MAX"), default=[32, 512])
-    options.add_argument("--only", nargs="+", choices=[*_CHECKS, *_BENCHMARKS], help="parts to run; default: all")
-    given = options.parse_args(arguments)
+    parser = record.parser("gpu", __doc__)
+    add_options(parser, "roberta-base", 16, (32, 512))
+    parser.add_argument("--only", nargs="+", choices=[*_CHECKS, *_BENCHMARKS], help="parts to run; default: all")
+    options = record.parse(parser, arguments)
     if not torch.cuda.is_available():
         sys.exit(
             f"no GPU: torch {torch.__version__} finds no CUDA device. Run this on a machine with an NVIDIA GPU, and "
@@ -184,34 +175,33 @@ def main(arguments: list[str] | None = None) -> None:
             "`python -m benchmarks.gpu.budget` counts what a step asks of one"
         )
     repeat_bits()  # as the trainer does
-    folder = given.json.with_suffix("") if given.json else Path("runs/gpu")
-    parts = {name: part for name, part in _parts(given, folder).items() if not given.only or name in given.only}
-    found: dict[str, Any] = {}
+    folder = options.json.with_suffix("") if options.json else Path("runs/gpu")
+    parts = {name: part for name, part in _parts(options, folder).items() if not options.only or name in options.only}
+    results: dict[str, Any] = {}
     for name, part in parts.items():
         record.progress(f"{name} ...")
         try:
-            found[name] = part()
+            results[name] = part()
         except RuntimeError as error:  # of torch: too little memory, or an operation that cannot repeat its bits
-            found[name] = {"passed": False, "why": str(error).partition("\n")[0]}
-        record.progress(f"{name}: {found[name]}")
-    mfu = found.get("time", {}).get("mfu")
-    figures = {"benchmark": "gpu", "model": given.model, "documents": given.documents, "mfu": mfu, **found}
-    record.publish({**figures, **record.facts("gpu", given.commit)}, given.json)
-    if failed := [name for name, part in found.items() if not part["passed"]]:
+            results[name] = {"passed": False, "why": str(error).partition("\n")[0]}
+        record.progress(f"{name}: {results[name]}")
+    figures = {"benchmark": "gpu", "model": options.model, "documents": options.documents}
+    record.publish({**figures, "mfu": results.get("time", {}).get("mfu"), **results}, options)
+    if failed := [name for name, part in results.items() if not part["passed"]]:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def _parts(given: argparse.Namespace, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
-    dropping = packed.Workload.of(given, "cuda", "bf16", dropout=0.1, attention_dropout=0.0)
-    plain = packed.Workload.of(given, "cuda", "bf16", dropout=0.0)
-    with_attention_dropout = packed.Workload.of(given, "cuda", "bf16", dropout=0.1, attention_dropout=0.1)
+def _parts(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    dropping = Workload.of(options, "cuda", "bf16", dropout=0.1, attention_dropout=0.0)
+    plain = Workload.of(options, "cuda", "bf16", dropout=0.0)
+    with_attention_dropout = Workload.of(options, "cuda", "bf16", dropout=0.1, attention_dropout=0.1)
     return {
-        "kernel": lambda: kernel_against_groups(plain, given.documents),
-        "dropout": lambda: kernel_against_groups(with_attention_dropout, given.documents),
-        "compiled": lambda: compiled_against_eager(dropping, given.documents),
-        "syncs": lambda: without_syncs(dropping, given.documents),
-        "time": lambda: timed(dropping, given.documents, folder),
-        **{name: lambda name=name: _benchmark(name, given, folder) for name in _BENCHMARKS},  # type: ignore[misc]
+        "kernel": lambda: kernel_against_groups(plain, options.documents),
+        "dropout": lambda: kernel_against_groups(with_attention_dropout, options.documents),
+        "compiled": lambda: compiled_against_eager(dropping, options.documents),
+        "syncs": lambda: without_syncs(dropping, options.documents),
+        "time": lambda: timed(dropping, options.documents, folder),
+        **{name: lambda name=name: _benchmark(name, options, folder) for name in _BENCHMARKS},  # type: ignore[misc]
     }
 
 

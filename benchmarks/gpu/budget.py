@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensorMode
 from benchmarks import record
 from benchmarks.gpu.fusion import Plan, planned
 from benchmarks.gpu.traffic import Traffic, counting
-from benchmarks.workload import models, packed
+from benchmarks.workload import Workload, add_options
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.model import encoder as encoders
 from declutr.trainer.model import kernels
@@ -54,7 +54,7 @@ _BANDWIDTHS = {  # bytes a second, from vendors' data sheets; names as in traine
 }
 
 
-def measure(workload: packed.Workload, documents: int, compiled: bool) -> dict[str, Any]:
+def measure(workload: Workload, documents: int, compiled: bool) -> dict[str, Any]:
     """Count one step."""
     batch, mode = workload.batch(0, documents), FakeTensorMode()
     with ExitStack() as stack:
@@ -100,9 +100,9 @@ def _milliseconds(traffic: Traffic, flops: float) -> dict[str, Any]:
     return found
 
 
-def _encoder(workload: packed.Workload) -> Encoder:
+def _encoder(workload: Workload) -> Encoder:
     """The encoder whose attention is the kernel of a GPU."""
-    encoder = models.encoder(workload.size, workload.dropout, workload.seed, workload.attention_dropout)
+    encoder = workload.encoder()
     drops = drops_attention(encoder.model.config)
     dropping = (
         importlib.import_module("declutr.trainer.model.dropout_attention").attend_dropout if drops else None
@@ -132,26 +132,22 @@ def _autocast_as_on_a_gpu() -> Iterator[None]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Count, print and write."""
-    options = record.parser("gpu.budget", __doc__)
-    options.add_argument("--model", choices=models.SIZES, default="roberta-base")
-    options.add_argument("--documents", type=int, default=16)
-    options.add_argument("--spans", type=int, nargs=2, metavar=("MIN", "MAX"), default=[32, 512])
-    options.add_argument("--dropout", type=float, default=0.1)
-    options.add_argument("--attention-dropout", type=float, default=0.0)
-    given = options.parse_args(arguments)
-    workload = packed.Workload.of(
-        given, "cpu", "bf16", dropout=given.dropout, attention_dropout=given.attention_dropout
-    )
+    parser = record.parser("gpu.budget", __doc__)
+    add_options(parser, "roberta-base", 16, (32, 512))
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--attention-dropout", type=float, default=0.0)
+    options = record.parse(parser, arguments)
+    rates = {"dropout": options.dropout, "attention_dropout": options.attention_dropout}
+    workload = Workload.of(options, "cpu", "bf16", **rates)
     figures = {
         "benchmark": "budget",
-        "model": given.model,
-        "documents": given.documents,
-        "tokens": workload.batch(0, given.documents).spans.num_tokens,
-        **measure(workload, given.documents, compiled=True),
-        "eager": measure(workload, given.documents, compiled=False),
-        **record.facts("gpu.budget", given.commit),
+        "model": options.model,
+        "documents": options.documents,
+        "tokens": workload.batch(0, options.documents).spans.num_tokens,
+        **measure(workload, options.documents, compiled=True),
+        "eager": measure(workload, options.documents, compiled=False),
     }
-    record.publish(figures, given.json)
+    record.publish(figures, options)
 
 
 if __name__ == "__main__":

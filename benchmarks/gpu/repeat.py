@@ -8,19 +8,16 @@ has its own process, and the modes take turns.
 """
 
 import argparse
-import hashlib
 import multiprocessing
 import os
 import statistics
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
 
-from benchmarks import record
-from benchmarks.workload import models, packed
+from benchmarks import record, workload
 from declutr.trainer.setup.torch_settings import repeat_bits
 
 _WARM_UP = 10
@@ -34,59 +31,47 @@ def steps(options: argparse.Namespace, rate: float, deterministic: bool) -> tupl
         repeat_bits()
     else:
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG")  # set by the package; for an ordinary process of torch
-    workload = packed.Workload.of(options, "cuda", "bf16", dropout=0.1, attention_dropout=rate)
-    encoder = models.encoder(workload.size, workload.dropout, workload.seed, rate, compiled=True).to(workload.device)
-    train_step = workload.train_step(encoder, late=True)
-    batches = [workload.batch(step * options.documents, options.documents) for step in range(options.steps)]
-    seconds = []
-    for step, batch in enumerate(batches, start=1):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        train_step.begin({"": batch}, step)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    found = hashlib.sha256()
-    for parameter in encoder.parameters():
-        found.update(parameter.detach().cpu().numpy().tobytes())
-    return found.hexdigest()[:16], statistics.median(seconds[_WARM_UP:])
+    setting = workload.Workload.of(options, "cuda", "bf16", dropout=0.1, attention_dropout=rate)
+    train_step = setting.train_step(setting.encoder(compiled=True), late=True)
+    batches = [setting.batch(step * options.documents, options.documents) for step in range(options.steps)]
+    seconds = workload.seconds_of_steps(train_step, batches, first=1)
+    return workload.checksum(train_step)[:16], statistics.median(seconds[_WARM_UP:])
 
 
 def measure(options: argparse.Namespace, rate: float) -> dict[str, Any]:
     """Take the steps of both modes in turns."""
     modes = {"free": False, "deterministic": True}
-    found: dict[str, list[tuple[str, float]]] = {mode: [] for mode in modes}
+    rounds: dict[str, list[tuple[str, float]]] = {mode: [] for mode in modes}
     context = multiprocessing.get_context("spawn")
     for _ in range(options.rounds):
         for mode, deterministic in modes.items():
             with ProcessPoolExecutor(1, context) as pool:
-                found[mode].append(pool.submit(steps, options, rate, deterministic).result())
-    seconds = {mode: [one for _, one in rounds] for mode, rounds in found.items()}
+                rounds[mode].append(pool.submit(steps, options, rate, deterministic).result())
+    seconds = {mode: [time for _, time in ends] for mode, ends in rounds.items()}
     return {
-        "repeats": {mode: len({digest for digest, _ in rounds}) == 1 for mode, rounds in found.items()},
-        "seconds": {mode: [round(one, 5) for one in each] for mode, each in seconds.items()},
+        "repeats": {mode: len({digest for digest, _ in ends}) == 1 for mode, ends in rounds.items()},
+        "seconds": {mode: [round(time, 5) for time in times] for mode, times in seconds.items()},
         **record.ratios(seconds["deterministic"], seconds["free"]),
     }
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
-    options = record.parser("gpu.repeat", __doc__)
-    options.add_argument("--model", choices=models.SIZES, default="roberta-base")
-    options.add_argument("--documents", type=int, default=16)
-    options.add_argument("--spans", type=int, nargs=2, metavar=("MIN", "MAX"), default=[32, 512])
-    options.add_argument("--steps", type=int, default=30)
-    options.add_argument("--rounds", type=int, default=3)
-    given = options.parse_args(arguments)
-    if given.steps <= _WARM_UP:
-        options.error(f"--steps {given.steps}: the first {_WARM_UP} steps are not timed, so there must be more")
+    parser = record.parser("gpu.repeat", __doc__)
+    workload.add_options(parser, "roberta-base", 16, (32, 512))
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = record.parse(parser, arguments)
+    if options.steps <= _WARM_UP:
+        parser.error(f"--steps {options.steps}: the first {_WARM_UP} steps are not timed, so there must be more")
     if not torch.cuda.is_available():
         sys.exit(f"no GPU: torch {torch.__version__} finds no CUDA device")
-    figures: dict[str, Any] = {"benchmark": "gpu.repeat", "model": given.model, "documents": given.documents}
+    figures: dict[str, Any] = {"benchmark": "gpu.repeat", "model": options.model, "documents": options.documents}
     for name, rate in _RATES.items():
         record.progress(f"{name} ...")
-        figures[name] = measure(given, rate)
+        figures[name] = measure(options, rate)
         record.progress(f"{name}: {figures[name]}")
-    record.publish({**figures, **record.facts("gpu.repeat", given.commit)}, given.json)
+    record.publish(figures, options)
     if failed := [name for name in _RATES if not figures[name]["repeats"]["deterministic"]]:
         sys.exit(f"equal steps have other bits: {', '.join(failed)}")
 

@@ -48,7 +48,7 @@ class Mutant:
     @property
     def package(self) -> str:
         """The package of the file."""
-        return self.file.split("/")[0]
+        return self.file.removeprefix("src/declutr/").split("/")[0]
 
     def planted(self, root: Path) -> str:
         """The content of the changed file.
@@ -79,7 +79,7 @@ def read_mutants(path: Path) -> list[Mutant]:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = (*("pipeline", "trainer", "benchmarks", "tests", "configs", "deploy", "docs"),)
+COPIED = ("pipeline", "trainer", "src", "benchmarks", "tests", "configs", "deploy", "docs")
 """Folders that the tests of a mutant have."""
 _LIBRARIES = ("pytest", "torch", "transformers", "pyarrow.parquet", "pydantic", "ray.data", "ray.train")
 _FAST = "not ray and not dist and not slow and not gpu and not cluster"
@@ -99,8 +99,8 @@ _RESULTS = {0: "survived", 1: "killed", 2: "killed"}  # by pytest's status; 2: a
 def copy_project(folder: Path) -> None:
     """Copies the project's code and tests."""
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    shutil.copytree(ROOT / "src", folder / "src", symlinks=True)
+        ignored = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "Makefile", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder / name)
 

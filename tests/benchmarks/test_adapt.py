@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.adapt.queries import _found, _paragraphs
-from benchmarks.adapt.references import REFERENCES, _changed
+from benchmarks.adapt import REFERENCES, _changed, _hits, _paragraphs, main
 from declutr.adaptation.config import AdaptConfig, train_config
 from declutr.trainer.setup.config import TrainConfig
 
@@ -36,5 +35,13 @@ class Plane:
 
 
 def test_found_counts_sentences_of_each_document_that_find_their_paragraph():
-    hits = _found(Plane(), [0, 0, 2], ["0.0", "1.0", "2.0"], ["0.1", "2.1", "1.4"])
+    hits = _hits(Plane(), [0, 0, 2], ["0.0", "1.0", "2.0"], ["0.1", "2.1", "1.4"])
     assert hits.tolist() == [[1, 2], [0, 1]]
+
+
+def test_runs_need_a_corpus(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--start", str(tmp_path)])
+    assert "--corpus" in capsys.readouterr().err
+    main(["--start", str(tmp_path), "--work", str(tmp_path), "--calibrate", "1"])  # of finished runs, and there is none
+    assert '"calibration": []' in capsys.readouterr().out

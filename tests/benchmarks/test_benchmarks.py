@@ -10,29 +10,22 @@ from pathlib import Path
 import cpukernel  # noqa: F401 - registers the kernels
 import numpy as np
 import pytest
-import ray
 import torch
 from messages import all_of, says
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import memory
-from benchmarks.evaluate import embed
+from benchmarks import batch, embed, feed, prepare, record, step, workload
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import repeat
-from benchmarks.prepare import __main__ as prepare
-from benchmarks.scale import __main__ as scale
-from benchmarks.scale import shards
-from benchmarks.step import __main__ as step
-from benchmarks.step import batch, feed, sharding
-from benchmarks.workload import models, packed, texts
+from declutr.pipeline.shards.content import NO_LABEL
 from declutr.pipeline.shards.schema import shard_schema
-from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry, window_starts
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.data.plan import permute
 from declutr.trainer.model import flops, kernels
 from declutr.trainer.model.kernel_choice import Kernels
 from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.objectives.text_packing import Texts
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"hardware", "versions", "commit", "command"}
@@ -80,16 +73,6 @@ def test_benchmark_of_batches_has_figures(tmp_path):
         assert one["embedding_state_mib"] >= one["span_embeddings_mib"]
 
 
-@pytest.mark.dist
-def test_benchmark_of_sharding_has_figures(tmp_path):
-    tiny = ["--model", "tiny", "--spans", "8", "24", "--documents", "3", "--steps", "2"]
-    found = figures(sharding.main, tmp_path, *tiny, "--processes", "2")
-    assert 0.49 < found["kept_ratio"] < 0.52
-    assert found["loss_abs_diff"] < 1e-4
-    assert found["time_ratio_median"] > 0
-    assert [rank["tokens"] > 0 for rank in found["ranks"]] == [True, True]
-
-
 def test_benchmark_of_embedding_has_figures(tmp_path):
     counts = ["--num-sentences", "60", "--num-paragraphs", "3", "--vocab-size", "500", "--rounds", "1"]
     found = figures(embed.main, tmp_path, "--model", "tiny", "--device", "cpu", *counts)
@@ -105,23 +88,6 @@ def test_benchmark_of_the_collator_has_figures(tmp_path):
     assert found["short_spans"]["tokens_per_step"] < found["paper_spans"]["tokens_per_step"]
 
 
-@pytest.mark.ray
-def test_benchmark_of_scale_has_figures(tmp_path):
-    """Small, but every part; every figure says what it is worth."""
-    sizes = ("--documents", "20000", "--ranks", "16", "--shards", "40", "--batch", "256", "--sample", "300")
-    few = ("--chunks", "1", "--rows", "32", "64", "--model", "tiny", "--tasks", "10", "--groups", "2")
-    found = figures(scale.main, tmp_path, *sizes, *few)
-    assert not ray.is_initialized()
-    parts = [found[name] for name in ("plan", "manifest", "loss", "checkpoint", "ray")] + [*found["control"].values()]
-    kinds = {one["kind"] for part in parts for one in part.values() if "kind" in one}
-    assert kinds == {"measured", "computed", "assumed"}
-    assert found["manifest"]["shards"] | {"value": 40, "how": "20000 documents"} == found["manifest"]["shards"]
-    assert found["checkpoint"]["size"]["value"] == pytest.approx(67750 * 12 / 2**30, rel=1e-3)
-    assert found["loss"]["rows"]["value"] == 1024
-    assert found["control"]["heartbeats"]["hosts_calls"]["value"] == 2 * 2 / 0.5, "two hosts of eight ranks"
-    assert found["manifest"]["files_opened_a_step"]["value"] == 0, "40 shards stay open"
-
-
 def test_the_order_of_a_billion_runs_backwards():
     """Exact where an epoch ends and another begins, too; and the check is able to fail."""
     size = 10**9
@@ -132,20 +98,12 @@ def test_the_order_of_a_billion_runs_backwards():
     assert not np.array_equal(permute(8, epochs, images, size, inverse=True), items)
 
 
-def test_a_wide_folder_is_what_prepare_would_leave(tmp_path):
-    shards.make_shards(tmp_path / "wide", 3, 20)
-    found = ShardSet(tmp_path / "wide", "train")
-    assert found.num_documents == 60
-    assert all("ledger" in problem for problem in check_shards(tmp_path / "wide"))
-    assert found.take(np.array([59, 0])).column("offset").to_pylist() == [19, 0]
-
-
 @pytest.mark.slow
 def test_needs_neither_ray_nor_data(tmp_path):
     """A whole run in an empty folder, without Ray and sentence-transformers."""
     code = (
         "import sys; sys.modules['ray'] = sys.modules['sentence_transformers'] = None\n"
-        "import benchmarks.step.__main__ as step, benchmarks.step.batch, benchmarks.step.feed\n"
+        "import benchmarks.step as step, benchmarks.batch, benchmarks.feed\n"
         "assert not [name for name in sys.modules if name.startswith('ray.')]\n"
         f"step.main({[*TINY, '--documents', '1', '--steps', '1', '--warm-up', '0']!r})\n"
     )
@@ -159,13 +117,52 @@ def test_needs_neither_ray_nor_data(tmp_path):
     assert "not importable" in found["sentence_transformers"]["reason"]
 
 
+@pytest.mark.parametrize("content", ["images", "audio"])
+def test_benchmark_of_feeding_clips_has_figures(tmp_path, content):
+    found = figures(feed.main, tmp_path, "--content", content, "--documents", "2", "--seconds", "0.01")
+    assert (found["content"], found["rows_per_step"]) == (content, 2)
+    assert found["rows_per_second_per_core"] > 0
+
+
+@pytest.mark.slow
+def test_benchmark_of_simcse_batches_has_figures(tmp_path):
+    sizes = ("--sizes", "4", "8", "--microbatch-tokens", "100")
+    found = figures(batch.main, tmp_path, *TINY, "--objective", "simcse", *sizes)
+    assert found["objective"] == "simcse"
+    assert found["sizes"]["8"]["microbatches"] > found["sizes"]["4"]["microbatches"] > 1
+    assert found["sizes"]["8"]["spans"] == 16
+    assert found["ratio_16384_to_64"] is None
+    assert found["grad_rel_diff"] < 1e-3
+
+
+@pytest.mark.parametrize(("pairs", "labels"), [(False, [NO_LABEL]), (True, [NO_LABEL, 0, 1, 2])])
+def test_rows_have_the_lengths_of_real_texts(pairs, labels):
+    rows = workload.text_rows(2, 400, pairs, 1000, seed=1)
+    assert rows.slice(5, 3).equals(workload.text_rows(7, 3, pairs, 1000, seed=1))
+    assert all(row == labels for row in rows.column("labels").to_pylist())
+    read = Texts(rows)
+    assert read.sizes.min() >= 1
+    assert read.tokens.min() >= 4
+    assert read.tokens.max() < 999
+    first = read.sizes[read.first]
+    known = workload._PREMISE if pairs else workload._SENTENCE
+    assert abs(np.median(first) - known[10]) <= 2
+    assert len({row["id"] for row in rows.to_pylist()}) == 400
+
+
+@pytest.mark.parametrize(("objective", "of_a_row"), [("simcse", 1), ("scd", 1), ("scl", 4)])
+def test_rows_fit_the_objective(objective, of_a_row):
+    setting = workload.TextWorkload("tiny", SpanConfig(), 0, objective=workload.OBJECTIVES[objective])
+    assert [len(labels) for labels in setting.rows(0, 2).column("labels").to_pylist()] == [of_a_row] * 2
+
+
 def test_documents_are_shards_rows():
     spans = SpanConfig(min_tokens=8, max_tokens=64)
-    table = texts.documents(3, 5, spans, 1000, seed=1)
+    table = workload.documents(3, 5, spans, 1000, seed=1)
     assert table.schema.equals(
         shard_schema(1000, Geometry(num_anchors=2, max_tokens=64), "made up"), check_metadata=True
     )
-    assert table.slice(2, 2).equals(texts.documents(5, 2, spans, 1000, seed=1))
+    assert table.slice(2, 2).equals(workload.documents(5, 2, spans, 1000, seed=1))
     lengths = table.column("num_tokens").to_pylist()
     assert min(lengths) >= spans.min_document_tokens
     for row in table.to_pylist():
@@ -174,13 +171,13 @@ def test_documents_are_shards_rows():
         assert min(row["tokens"]) >= 4
         assert max(row["tokens"]) < 999
     assert len(set(table.column("id").to_pylist())) == 5
-    assert not texts.documents(3, 5, spans, 1000, seed=2).equals(table)
+    assert not workload.documents(3, 5, spans, 1000, seed=2).equals(table)
 
 
 def test_flops_of_a_forward_equal_torchs_count():
     """The formula's linear and head terms against torch's own counter; attention, at these sizes, is a few percent."""
-    workload = packed.Workload("tiny", SpanConfig(min_tokens=20, max_tokens=24), 0)
-    made, batch_ = workload.encoder(), workload.batch(0, 2).spans
+    setting = workload.Workload("tiny", SpanConfig(min_tokens=20, max_tokens=24), 0)
+    made, batch_ = setting.encoder(), setting.batch(0, 2).spans
     with FlopCounterMode(display=False) as counted:
         made(batch_)
     expected = flops.step_flops(made.model, flops.linear_weights(made.model), batch_.lengths, len(batch_.labels)) / 3
@@ -196,7 +193,7 @@ def test_peaks_of_known_gpus_are_the_published_ones():
 
 
 def test_embedding_state_is_what_lives_at_one_time():
-    with memory.EmbeddingState({10}, 4) as counted:
+    with batch.EmbeddingState({10}, 4) as counted:
         first = torch.ones(10, 4)
         second = first + 1
         del first
@@ -208,10 +205,10 @@ def test_embedding_state_is_what_lives_at_one_time():
 
 
 def test_peak_sees_what_was_freed():
-    before = memory.reset_peak(torch.device("cpu"))
+    before = record.reset_peak(torch.device("cpu"))
     block = torch.ones(64 * 2**20 // 4)
     del block
-    assert memory.peak(torch.device("cpu")) - before > 60
+    assert record.peak(torch.device("cpu")) - before > 60
 
 
 @pytest.mark.ray
@@ -249,16 +246,15 @@ def wrong(*given):
 )
 def test_gpu_kernel_check_fails_if_the_kernel_is_wrong_or_not_called(monkeypatch, device, attend, told):
     """On the CPU, whose kernel stands for that of a GPU: also if it is kept for another device than that of tensors."""
-    workload = packed.Workload("tiny", SpanConfig(max_tokens=20, min_tokens=8), 0)
     monkeypatch.setattr(gpu, "_DEVICE", torch.device(device))
 
-    def encoder(*_, **__):
-        made = models.encoder("tiny", 0.0, 0)
-        made._kernels[torch.device(device), False] = Kernels(attend)
-        return made
+    class WithKernel(workload.Workload):
+        def encoder(self, compiled=False):
+            encoder = super().encoder(compiled)
+            encoder._kernels[torch.device(device), False] = Kernels(attend)
+            return encoder
 
-    monkeypatch.setattr(gpu, "_encoder", encoder)
-    found = gpu.kernel_against_groups(workload, 4)
+    found = gpu.kernel_against_groups(WithKernel("tiny", SpanConfig(max_tokens=20, min_tokens=8), 0), 4)
     assert found["passed"] == (told is None)
     assert told in (None, "differs") or told in found["why"]
 

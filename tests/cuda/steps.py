@@ -18,14 +18,17 @@ import fakegpu
 if __name__ == "__main__":
     fakegpu.load(sys.argv[1])
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.step.clip_step import ClipSetting
-from benchmarks.workload import models, packed
+from benchmarks.feed import Clips
+from benchmarks.workload import OBJECTIVES, SIZES, TextWorkload, Workload
+from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.model import kernels
+from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.model.kernel_choice import Kernels
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.span_config import SpanConfig
@@ -46,6 +49,27 @@ WORKERS = Communicator(rank=1, size=4)
 
 
 @dataclass(frozen=True)
+class ClipWorkload(Workload):
+    """Encoder, rows and frontend of VisualCSE's or AudioCSE's task; `spans` has no effect."""
+
+    content: str = "images"
+
+    def batch(self, first: int, count: int) -> RankBatch:
+        """A batch of made-up images, or of sounds of 0.3 to 10.24 s."""
+        clips = Clips.of(self.content, count, self.seed + first, mixed=True)
+        return clips.collator.collate(clips.rows, np.zeros(count, np.int64))
+
+    def frontend(self) -> Frontend:
+        """The frontend, with weights drawn from the seed; a sound has places for 1,024 frames."""
+        config = Clips.of(self.content, 0, 0).collator.frontend
+        high, wide = config.patch_size
+        shape, normal = (high * wide, (1024 // high) * (128 // wide)), (0.0, 1.0)
+        if self.content == "images":
+            shape, normal = (3 * high * wide, (config.image_size // high) * (config.image_size // wide)), (0.5, 0.5)
+        return Frontend(config, *shape, int(SIZES[self.size]["hidden_size"]), self.seed, normal)
+
+
+@dataclass(frozen=True)
 class Case:
     """A train step.
 
@@ -62,7 +86,7 @@ class Case:
         mistake: a module in place of the projection that does what must not be.
     """
 
-    workloads: tuple[packed.Workload, ...]
+    workloads: tuple[Workload, ...]
     tokens: int | None = None
     comm: Communicator = field(default_factory=Communicator)
     kernel: bool = True
@@ -74,9 +98,9 @@ class Case:
     mistake: nn.Module | None = None
 
 
-def spans(attention: float = 0.0, pooling: Any = "mean", half: bool = True, **objective: Any) -> packed.Workload:
+def spans(attention: float = 0.0, pooling: Any = "mean", half: bool = True, **objective: Any) -> Workload:
     """DeCLUTR on documents."""
-    return packed.Workload(
+    return Workload(
         "tiny",
         SpanConfig(min_tokens=16, max_tokens=64),
         0,
@@ -88,18 +112,18 @@ def spans(attention: float = 0.0, pooling: Any = "mean", half: bool = True, **ob
     )
 
 
-def texts(kind: str) -> packed.Workload:
+def texts(kind: str) -> Workload:
     """SimCSE, SCD or SCL, with dropped attention weights as in their papers."""
     given = argparse.Namespace(model="tiny", spans=[16, 64], seed=0)
-    return packed.TextWorkload.of(
-        given, "cpu", "bf16", objective=packed.OBJECTIVES[kind], dropout=0.1, attention_dropout=0.1, pooling="cls"
+    return TextWorkload.of(
+        given, "cpu", "bf16", objective=OBJECTIVES[kind], dropout=0.1, attention_dropout=0.1, pooling="cls"
     )
 
 
-def clips(content: Any) -> ClipSetting:
+def clips(content: Any) -> ClipWorkload:
     """VisualCSE's or AudioCSE's task on images or sounds."""
     given = argparse.Namespace(model="tiny", spans=[16, 64], seed=0)
-    return ClipSetting.of(
+    return ClipWorkload.of(
         given, "cpu", "bf16", objective=SupconConfig(), dropout=0.1, attention_dropout=0.0, pooling="cls",
         content=content,
     )  # fmt: skip
@@ -146,9 +170,9 @@ CASES = {
     "declutr, a loss by name": Case(
         (spans(loss={"kind": "pytorch_metric_learning", "loss": "NTXentLoss"}),), late=False
     ),
-    **{kind: Case((texts(kind),)) for kind in packed.OBJECTIVES},
-    **{f"{kind}, in groups": Case((texts(kind),), kernel=False) for kind in packed.OBJECTIVES},
-    **{f"{kind}, microbatches": Case((texts(kind),), tokens=100) for kind in packed.OBJECTIVES},
+    **{kind: Case((texts(kind),)) for kind in OBJECTIVES},
+    **{f"{kind}, in groups": Case((texts(kind),), kernel=False) for kind in OBJECTIVES},
+    **{f"{kind}, microbatches": Case((texts(kind),), tokens=100) for kind in OBJECTIVES},
     **{content: Case((clips(content),)) for content in ("images", "audio")},
     **{f"{content}, microbatches": Case((clips(content),), tokens=500) for content in ("images", "audio")},
     "simcse and images": Case((texts("simcse"), clips("images"))),
@@ -160,7 +184,7 @@ CASES = {
         (spans(),), comm=replace(WORKERS, deterministic=True), reduce="deterministic", late=False
     ),
     "4 workers, share": Case((spans(),), comm=WORKERS, shared_rows=1),
-    **{f"4 workers, {kind}, share": Case((texts(kind),), comm=WORKERS, shared_rows=1) for kind in packed.OBJECTIVES},
+    **{f"4 workers, {kind}, share": Case((texts(kind),), comm=WORKERS, shared_rows=1) for kind in OBJECTIVES},
     "4 workers, images, share": Case((clips("images"),), comm=WORKERS, shared_rows=1),
     **{f"mistake: {name}": Case((spans(),), mistake=Mistake(change)) for name, change in MISTAKES.items()},
 }
@@ -178,7 +202,7 @@ def train_step(case: Case, gpu: Any) -> TrainStep:
     tasks, modules = [], list[nn.Module]()
     for number, one in enumerate(case.workloads):
         objective = gpu.moved(one.loss(encoder.embedding_size))
-        frontend = gpu.moved(one.frontend()) if isinstance(one, ClipSetting) else None
+        frontend = gpu.moved(one.frontend()) if isinstance(one, ClipWorkload) else None
         modules += [each for each in (objective, frontend) if each is not None]
         tasks.append(
             TrainTask(
@@ -219,9 +243,7 @@ def equal_workers() -> Iterator[None]:
 
 def result(case: Case) -> dict[str, Any]:
     """Waits of the second step, `error`, and the number of parameters of the encoder that have a gradient."""
-    batches = [
-        one.batches(1, ROWS)[0] if isinstance(one, ClipSetting) else one.batch(0, ROWS) for one in case.workloads
-    ]
+    batches = [workload.batch(0, ROWS) for workload in case.workloads]
     with fakegpu.fake_gpu() as gpu:
         try:
             made = train_step(case, gpu)
@@ -239,7 +261,7 @@ def result(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     """Takes every case."""
-    assert models.SIZES["tiny"]["num_hidden_layers"] == 2
+    assert SIZES["tiny"]["num_hidden_layers"] == 2
     dist.init_process_group("fake", store=FakeStore(), rank=WORKERS.rank, world_size=WORKERS.size)
     with equal_workers():
         found = {name: result(case) for name, case in CASES.items() if len(sys.argv) < 3 or name in sys.argv[2:]}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.evaluate.embed import documentation, paragraphs_of, sentences_of, write_encoder
+from benchmarks.embed import documentation, paragraphs_of, sentences_of, write_encoder
 from declutr.encoders.loading import load_encoder, pack_linears
 from declutr.encoders.protocol import vectors_fingerprint
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import tinyruns as runs
 import yaml
+from lab import Lab, missing
 from safetensors.numpy import load_file
-
-from benchmarks.prepare.lab import Lab, missing
 
 ADDRESSES = {"head": "10.77.0.1", "worker1": "10.77.0.2", "worker2": "10.77.0.3", "laptop": "10.77.0.9"}
 STEPS, KILLED_AT = 60, 25

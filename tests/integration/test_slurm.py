@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import tinyruns as runs
+from lab import Lab, missing
 from safetensors.numpy import load_file
 from waiting import until
-
-from benchmarks.prepare.lab import Lab, missing
 
 NODES = {"node1": "10.79.0.1", "node2": "10.79.0.2"}
 STEPS, STOPPED_AT = 400, 10  # a stop takes a second or two, this many steps several

@@ -7,9 +7,8 @@ import psutil
 import pyarrow as pa
 import pytest
 from messages import all_of, says
-from shardfolders import GEOMETRY, LENGTHS, tokens_of, write
+from shardfolders import GEOMETRY, LENGTHS, TOKENIZER, tokens_of, write
 
-from benchmarks.scale.shards import TOKENIZER
 from declutr.pipeline.readers.corpus import document_id
 from declutr.pipeline.shards.ledger import LedgerFile
 from declutr.pipeline.shards.manifest import Counts, Shard, Sidecar, build_manifest, data_hash, sum_counts

@@ -2,14 +2,26 @@
 
 import numpy as np
 
-from benchmarks.scale.shards import TOKENIZER
 from declutr.pipeline.readers.corpus import document_id
 from declutr.pipeline.shards.ledger import Entry, LedgerWriter
 from declutr.pipeline.shards.manifest import Counts, Sidecar, build_manifest
 from declutr.pipeline.shards.schema import shard_schema
 from declutr.pipeline.shards.windows import Geometry
 from declutr.pipeline.shards.writer import ShardWriter
+from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
+# facts of a tokenizer that shards need, without any text
+TOKENIZER = TokenizerInfo(
+    kind="train",
+    fingerprint="made up",
+    vocab_size=1000,
+    bos_token_id=0,
+    eos_token_id=2,
+    pad_token_id=1,
+    mask_token_id=4,
+    unk_token_id=3,
+    special_ids=[0, 1, 2, 3, 4],
+)
 GEOMETRY = Geometry(num_anchors=1, max_tokens=4)
 LENGTHS = [8 + number % 13 for number in range(57)]
 

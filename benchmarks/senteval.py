@@ -5,67 +5,174 @@ task. The time covers everything after the embeddings: features, folds, classifi
 transformer with random weights from a fixed seed and a bag of hashed words. Neither needs a download, and both are the
 same everywhere.
 
-    python -m benchmarks.evaluate --senteval CHECKOUT --json OUT
+    python -m benchmarks.senteval --senteval CHECKOUT --json OUT
 
 On complete data the official preset takes long: MR alone is 410 fits of seconds each. With `--keep FOLDER` the same
 command resumes with the task that was interrupted, and processes with different `--encoders` share their measurements.
+
+A checkout (read at 5d6dc11) does not run on current Python and numpy versions, nor without CUDA. While it runs,
+`.cuda()` leaves everything on the CPU, `torch.device("cuda")` is the CPU, `inspect.getargspec` exists, and ragged
+arrays become object arrays. Its computations are unchanged.
 """
 
 import argparse
+import contextlib
+import importlib
+import inspect
 import os
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks import record
-from benchmarks.evaluate.embed import SIZES, write_encoder
-from benchmarks.evaluate.official import Checkout
+from benchmarks.embed import SIZES, write_encoder
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import SentenceEncoder
 from declutr.encoders.words import HashedWords
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data.checking import inspect
-from declutr.evaluation.senteval.data.taskdata import Inspection, sentence_rows, sentences
+from declutr.evaluation.senteval.data import checking
+from declutr.evaluation.senteval.data.taskdata import EMPTY, Inspection, TaskData, sentence_rows, sentences
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.runner.plan import choose_tasks
 from declutr.evaluation.senteval.runner.vectors import embed_all, texts_hash
 from declutr.evaluation.senteval.scores.results import headline
 from declutr.evaluation.senteval.scores.scoring import Embeddings, cost, score
 
+Array = NDArray[Any]
+Scores = dict[str, float]
 _HUNDREDTHS = ("acc", "devacc", "f1")  # already in percent; correlations are not
 _SHORT = {"num_folds": 2, "max_epoch": 2, "epoch_size": 1, "tenacity": 0}
 
 
+class _Over:
+    """Module as released code sees it, with some names replaced."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self._module, self._names = module, names
+
+    def __getattr__(self, name: str) -> Any:
+        names = self.__dict__["_names"]
+        return names[name] if name in names else getattr(self.__dict__["_module"], name)
+
+
+class Checkout:
+    """The released code itself.
+
+    Args:
+        folder: folder of the checkout.
+        data: folder with `downstream` and `probing`, which it reads with its own loaders.
+    """
+
+    name = "facebookresearch/SentEval"
+
+    def __init__(self, folder: Path, data: Path) -> None:
+        if not (folder / "senteval" / "engine.py").is_file():
+            raise ValueError(f"{folder}: not a checkout of facebookresearch/SentEval: senteval/engine.py is missing")
+        self.data = data
+        sys.path.insert(0, str(folder))
+        try:
+            self.engine: ModuleType = importlib.import_module("senteval.engine")
+        finally:
+            sys.path.remove(str(folder))
+
+    def score(
+        self, data: TaskData, rows: Mapping[str, int], embeddings: Array, config: ClassifierConfig
+    ) -> tuple[Scores, Array]:
+        """Return a task's scores, and its wall and processor seconds."""
+        started: list[Array] = []
+
+        def batcher(_: Any, batch: Sequence[Sequence[str]]) -> Array:
+            return embeddings[[rows[" ".join(words) or EMPTY] for words in batch]]
+
+        classifier = {
+            "nhid": config.num_hidden,
+            "optim": config.optimizer,
+            "batch_size": config.batch_size,
+            "tenacity": config.tenacity,
+            "epoch_size": config.epoch_size,
+            "dropout": config.dropout,
+            "max_epoch": config.max_epoch,
+        }
+        params = {"task_path": str(self.data), "usepytorch": True, "kfold": config.num_folds, "classifier": classifier}
+        with _today():
+            engine = self.engine.SE({**params, "seed": config.seed}, batcher, lambda *_: started.append(record.now()))
+            results = engine.eval(data.task.name)
+            elapsed = record.now() - started[-1]
+        return _flat(results), elapsed
+
+
+def _flat(results: Mapping[str, Any]) -> Scores:
+    """Rename the released code's results to this project's names."""
+    if "all" in results:
+        kinds = ("spearman", "pearson")
+        return {f"{kind}.{way}": float(results["all"][kind][way]) for kind in kinds for way in ("mean", "wmean")}
+    names = ("acc", "devacc", "f1", "devpearson", "pearson", "spearman", "mse")
+    return {name: float(results[name]) for name in names if name in results}
+
+
+@contextlib.contextmanager
+def _today() -> Iterator[None]:
+    """Apply the shims while released code runs."""
+
+    def stay(self: Any, *_: Any, **__: Any) -> Any:
+        return self
+
+    def ragged(values: Any, *arguments: Any, **options: Any) -> Array:
+        try:
+            return np.array(values, *arguments, **options)
+        except ValueError:
+            return np.array(values, dtype=object)
+
+    cuda = _Over(torch.cuda, is_available=lambda: True, manual_seed=lambda _: None)
+    seen = _Over(torch, device=lambda _: torch.device("cpu"), cuda=cuda)
+    replaced = {
+        "torch": (torch, seen),
+        "np": (np, _Over(np, array=ragged)),
+        "inspect": (inspect, _Over(inspect, getargspec=inspect.getfullargspec)),
+    }
+    with contextlib.ExitStack() as stack:
+        for owner in (torch.Tensor, torch.nn.Module):
+            stack.enter_context(patch.object(owner, "cuda", stay))
+        for path, module in list(sys.modules.items()):
+            for name, (real, shim) in replaced.items() if path.partition(".")[0] == "senteval" else ():
+                if getattr(module, name, None) is real:
+                    stack.enter_context(patch.object(module, name, shim))
+        yield
+
+
 def main(arguments: list[str] | None = None, official: Checkout | None = None) -> None:
     """Measure, print and write; `official` is the other side, by default the checkout."""
-    given = _options().parse_args(arguments)
-    data = given.data or given.senteval / "data"
-    config = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
-    if given.short:
+    options = record.parse(_parser(), arguments)
+    data = options.data or options.senteval / "data"
+    config = ClassifierConfig.official() if options.preset == "official" else ClassifierConfig.prototyping()
+    if options.short:
         config = config.model_copy(update=_SHORT)
     torch.set_num_threads(1)
-    facts = record.facts("evaluate", given.commit)
-    official = official or Checkout(given.senteval, data)
-    inspections, left_out = _at_hand(choose_tasks(given.tasks.split(",")), data, config)
+    official = official or Checkout(options.senteval, data)
+    inspections, left_out = _at_hand(choose_tasks(options.tasks.split(",")), data, config)
     if not inspections:
-        raise SystemExit(f"{data}: no data for any task of {given.tasks}; give their folder with --data FOLDER")
-    quick = choose_tasks(given.quick.split(",")) if given.quick else ()
+        raise SystemExit(f"{data}: no data for any task of {options.tasks}; give their folder with --data FOLDER")
+    quick = choose_tasks(options.quick.split(",")) if options.quick else ()
     rows = sentence_rows(found.data for found in inspections if found.data)
     figures: dict[str, Any] = {
         "official": official.name,
-        "preset": "short" if given.short else given.preset,
+        "preset": "short" if options.short else options.preset,
         "data": {found.task.name: found.standing for found in inspections},
         "left_out": left_out,
     }
     measured: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = given.keep or Path(name)
-        for encoder in _encoders(given, folder, list(rows)):
+        folder = options.keep or Path(name)
+        for encoder in _encoders(options, folder, list(rows)):
             embeddings = embed_all(encoder, list(rows), folder / "embeddings", record.progress).take(
                 np.arange(len(rows))
             )
@@ -78,14 +185,14 @@ def main(arguments: list[str] | None = None, official: Checkout | None = None) -
                 if not path.is_file():
                     found = _task(inspection, encoder.name, rows, embeddings, chosen, official, turn)
                     preset = "prototyping" if task in quick else figures["preset"]
-                    write_json(path, {**found, "preset": preset, "commit": facts["commit"]})
+                    write_json(path, {**found, "preset": preset, "commit": options.facts["commit"]})
                 measured.append(read_json(path))
     record.progress("\n".join(table(measured)))
-    record.publish({**figures, **_totals(measured), "tasks": measured, **facts}, given.json)
+    record.publish({**figures, **_totals(measured), "tasks": measured}, options)
 
 
-def _options() -> argparse.ArgumentParser:
-    options = record.parser("evaluate", __doc__)
+def _parser() -> argparse.ArgumentParser:
+    options = record.parser("senteval", __doc__)
     options.add_argument(
         "--senteval", type=Path, required=True, metavar="DIR", help="checkout of facebookresearch/SentEval"
     )
@@ -109,7 +216,7 @@ def _at_hand(names: Sequence[str], data: Path, config: ClassifierConfig) -> tupl
     found, left_out = [], {}
     for name in names:
         task = find(name)
-        inspection = inspect(task, data, allow_unchecked=True)
+        inspection = checking.inspect(task, data, allow_unchecked=True)
         if task.procedure == "retrieval":
             left_out[name] = "the released code reads pickles, which are never opened here"
         elif not inspection.usable:
@@ -119,18 +226,18 @@ def _at_hand(names: Sequence[str], data: Path, config: ClassifierConfig) -> tupl
     return sorted(found, key=lambda one: cost(one.data, "procedure", config) if one.data else 0), left_out
 
 
-def _encoders(given: argparse.Namespace, folder: Path, texts: list[str]) -> list[SentenceEncoder]:
+def _encoders(options: argparse.Namespace, folder: Path, texts: list[str]) -> list[SentenceEncoder]:
     made: list[SentenceEncoder] = []
-    for kind in given.encoders.split(","):
+    for kind in options.encoders.split(","):
         if kind == "hashed-words":
-            made.append(HashedWords(given.hashed_size, given.seed))
+            made.append(HashedWords(options.hashed_size, options.seed))
         elif kind == "transformer":
-            made_of = [given.model, given.vocab_size, given.seed, texts_hash(texts)]
+            made_of = [options.model, options.vocab_size, options.seed, texts_hash(texts)]
             model = folder / f"encoder-{hash_json(made_of)[:16]}"
             if not model.is_dir():
                 with atomic_folder(model) as aside:
                     some = texts[:: max(1, len(texts) // 50_000)]
-                    write_encoder(aside, given.model, some, given.vocab_size, given.seed)
+                    write_encoder(aside, options.model, some, options.vocab_size, options.seed)
             made.append(load_encoder(str(model), device="cpu"))
         else:
             raise SystemExit(f"--encoders {kind}: must be transformer or hashed-words")

@@ -1,11 +1,11 @@
-"""`benchmarks.quality.lower_layers`."""
+"""`declutr.reproduction.lower_layers`."""
 
 import pytest
 from folders import encoder_folder
 from messages import all_of
 from transformers import AutoModel
 
-from benchmarks.quality import lower_layers
+from declutr.reproduction import lower_layers
 
 
 def test_lower_layers_are_those_of_the_source(tmp_path):

@@ -1,6 +1,6 @@
 """Time of `declutr embed`'s encoder against SentenceTransformer.encode, on the same weights and texts.
 
-    python -m benchmarks.evaluate.embed --json OUT [--model minilm] [--sentences FILE] [--rounds N]
+    python -m benchmarks.embed --json OUT [--model minilm] [--sentences FILE] [--rounds N]
 
 Two workloads, many short sentences and some long paragraphs, come from the documentation of the installed Python
 packages or from a file of sentences. Both sides tokenize, encode and give one float32 array on the same cores, in turns
@@ -121,44 +121,43 @@ def compare(
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
-    options = record.parser("evaluate.embed", __doc__)
-    options.add_argument("--model", choices=SIZES, default="minilm", help="size of the encoder")
-    options.add_argument("--sentences", type=Path, help="file with one sentence per line; default: documentation")
-    options.add_argument("--num-sentences", type=int, default=20_000)
-    options.add_argument("--num-paragraphs", type=int, default=2_000)
-    options.add_argument("--vocab-size", type=int, default=16_000)
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    given = options.parse_args(arguments)
+    parser = record.parser("embed", __doc__)
+    parser.add_argument("--model", choices=SIZES, default="minilm", help="size of the encoder")
+    parser.add_argument("--sentences", type=Path, help="file with one sentence per line; default: documentation")
+    parser.add_argument("--num-sentences", type=int, default=20_000)
+    parser.add_argument("--num-paragraphs", type=int, default=2_000)
+    parser.add_argument("--vocab-size", type=int, default=16_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    options = record.parse(parser, arguments)
     from sentence_transformers import SentenceTransformer
 
-    facts = record.facts("evaluate.embed", given.commit)
-    if given.sentences:
-        lines = given.sentences.read_text(encoding="utf-8").splitlines()
-        sentences = list(dict.fromkeys(line.strip() for line in lines if line.strip()))[: given.num_sentences]
+    if options.sentences:
+        lines = options.sentences.read_text(encoding="utf-8").splitlines()
+        sentences = list(dict.fromkeys(line.strip() for line in lines if line.strip()))[: options.num_sentences]
     else:
-        sentences = sentences_of(documentation(), given.num_sentences)
-    workloads = {"sentences": sentences, "paragraphs": paragraphs_of(sentences, given.num_paragraphs)}
+        sentences = sentences_of(documentation(), options.num_sentences)
+    workloads = {"sentences": sentences, "paragraphs": paragraphs_of(sentences, options.num_paragraphs)}
     with tempfile.TemporaryDirectory() as name:
-        write_encoder(Path(name), given.model, sentences, given.vocab_size, given.seed)
-        theirs = SentenceTransformer(name, device=given.device)
-        ours = load_encoder(name, device=given.device)
+        write_encoder(Path(name), options.model, sentences, options.vocab_size, options.seed)
+        theirs = SentenceTransformer(name, device=options.device)
+        ours = load_encoder(name, device=options.device)
         sides: dict[str, Callable[[list[str]], NDArray[np.float32]]] = {
             "sentence_transformers": lambda texts: np.asarray(theirs.encode(texts, show_progress_bar=False)),
             "ours": ours.encode,
         }
-        measured = {kind: compare(sides, texts, given.rounds) for kind, texts in workloads.items() if texts}
-    ratios = {f"ratio_{kind}": found["ratio_median"] for kind, found in measured.items()}
+        measured = {kind: compare(sides, texts, options.rounds) for kind, texts in workloads.items() if texts}
+    ratios = {f"ratio_{kind}": figures["ratio_median"] for kind, figures in measured.items()}
     figures = {
-        "model": given.model,
-        "device": given.device,
+        "model": options.model,
+        "device": options.device,
         "ratio": min(ratios.values()),
         **ratios,
-        "max_abs_diff": max(found["max_abs_diff"] for found in measured.values()),
+        "max_abs_diff": max(figures["max_abs_diff"] for figures in measured.values()),
         **measured,
-        **facts,
     }
-    record.publish(figures, given.json)
+    record.publish(figures, options)
 
 
 if __name__ == "__main__":

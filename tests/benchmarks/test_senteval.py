@@ -1,4 +1,4 @@
-"""`python -m benchmarks.evaluate` on small data: the same scores on both sides, and its figures are there."""
+"""`python -m benchmarks.senteval` on small data: the same scores on both sides, and its figures are there."""
 
 import json
 import os
@@ -10,8 +10,9 @@ from released import Plain
 from sentevalsets import write_sets
 from threads import one_thread
 
-from benchmarks.evaluate import __main__ as evaluate
+from benchmarks import senteval
 
+ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = os.environ.get("SENTEVAL")
 __all__ = ["one_thread"]
 KEYS = {"ratio", "ratio_wall", "max_abs_score_diff", "tasks", "commit", "hardware", "versions", "left_out", "official"}
@@ -23,7 +24,7 @@ def figures(tmp_path, *arguments, official=None):
     path = tmp_path / "figures.json"
     write_sets(tmp_path / "data", rows=24)  # 5 % of a fold is one row at least
     own = ["--data", str(tmp_path / "data"), "--json", str(path), "--short", "--vocab-size", "300", "--model", "tiny"]
-    evaluate.main([*own, *arguments], official)
+    senteval.main([*own, *arguments], official)
     found = json.loads(path.read_text())
     assert found.keys() >= KEYS
     return found
@@ -50,9 +51,9 @@ def test_benchmark_of_evaluation_equals_the_plain_writing(tmp_path):
 
 def test_without_data_there_is_no_figure(tmp_path):
     with pytest.raises(SystemExit, match=all_of("no data", "all")):
-        evaluate.main(["--data", str(tmp_path), "--senteval", "plain", "--short"], Plain())
+        senteval.main(["--data", str(tmp_path), "--senteval", "plain", "--short"], Plain())
     with pytest.raises(ValueError, match="not a checkout"):
-        evaluate.main(["--data", str(tmp_path), "--senteval", str(tmp_path)])
+        senteval.main(["--data", str(tmp_path), "--senteval", str(tmp_path)])
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="SENTEVAL names no checkout of facebookresearch/SentEval")
@@ -61,3 +62,9 @@ def test_benchmark_of_evaluation_equals_the_released_code(tmp_path):
     assert found["official"] == "facebookresearch/SentEval"
     assert found["max_abs_diff_of_any_score"] < 0.3
     assert len(found["tasks"]) == 9
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("evaluate_*.json")), ids=str)
+def test_document_shows_the_table_of_the_file(path):
+    text = (ROOT / "docs/evidence/benchmarks.md").read_text()
+    assert [line for line in senteval.table(json.loads(path.read_text())["tasks"]) if line not in text] == []

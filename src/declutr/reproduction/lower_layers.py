@@ -1,4 +1,4 @@
-"""The lower layers of an encoder as a small start: python -m benchmarks.quality.lower_layers ENCODER 3 FOLDER."""
+"""The lower layers of an encoder as a small start: python -m declutr.reproduction.lower_layers ENCODER 3 FOLDER."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ from declutr.trainer.model.load_report import silence
 
 def main(arguments: list[str] | None = None) -> None:
     """Write the folder."""
-    options = argparse.ArgumentParser(prog="python -m benchmarks.quality.lower_layers", description=__doc__)
+    options = argparse.ArgumentParser(prog="python -m declutr.reproduction.lower_layers", description=__doc__)
     options.add_argument("source", type=Path, help="folder of an encoder of BERT's or RoBERTa's family")
     options.add_argument("layers", type=int, help="layers to keep")
     options.add_argument("target", type=Path, help="new folder")

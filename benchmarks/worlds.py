@@ -1,6 +1,6 @@
 """Bits and cost of `scaling.elastic_determinism`: the same training with several numbers of workers.
 
-    python -m benchmarks.step.worlds --json OUT [--model demo] [--worlds 1 2 3 7] [--steps 6] [--processes 2]
+    python -m benchmarks.worlds --json OUT [--model demo] [--worlds 1 2 3 7] [--steps 6] [--processes 2]
 
 Each number of workers trains from the same weights; one training changes its workers from 2 to 3 to 1 through
 checkpoints. The processes run on this machine's CPUs over gloo, one thread each. Ratios are those of deterministic
@@ -9,7 +9,7 @@ memory in a separate training, and the bytes that a worker gives to exchanges in
 """
 
 import argparse
-import hashlib
+import json
 import statistics
 import tempfile
 import time
@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 
-from benchmarks import gloo, memory, record
-from benchmarks.workload import models, packed
+from benchmarks import record, workload
+from declutr.common.storage import write_text
 from declutr.trainer.checkpoints import checkpoint, weights
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.data.batches import RankBatch
@@ -37,38 +38,47 @@ from declutr.trainer.step.step import TrainStep
 _CHANGES = [2, 3, 1]
 
 
+def in_processes(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run `work(comm, *arguments)` in `size` processes with one thread each; return the answers, as JSON, by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        # "forkserver" for the same reason as in trainer/verify.py
+        start_processes(_rank, (folder, size, work, arguments), nprocs=size, start_method="forkserver")
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def _rank(rank: int, folder: str, size: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
+    try:
+        write_text(Path(folder) / f"{rank}.json", json.dumps(work(Communicator(rank, size), *arguments)))
+    finally:
+        dist.destroy_process_group()
+
+
 def train_step_of(options: argparse.Namespace, comm: Communicator, deterministic: bool) -> TrainStep:
     """The train step of a worker, with weights drawn from the seed."""
-    workload = packed.Workload.of(options, dropout=options.dropout)
-    made = workload.train_step(
-        workload.encoder(), options.microbatch_tokens, replace(comm, deterministic=deterministic)
+    setting = workload.Workload.of(options, dropout=options.dropout)
+    train_step = setting.train_step(
+        setting.encoder(), options.microbatch_tokens, replace(comm, deterministic=deterministic)
     )
     if not deterministic:
-        return made
-    parameters = [p for group in made.optimizer.param_groups for p in group["params"]]
-    reducer = FixedPointReducer(made.comm, parameters, -(-options.documents // options.unit) + 1)
-    return replace(made, tasks=(replace(made.tasks[0], reducer=reducer),))
+        return train_step
+    parameters = [p for group in train_step.optimizer.param_groups for p in group["params"]]
+    reducer = FixedPointReducer(train_step.comm, parameters, -(-options.documents // options.unit) + 1)
+    return replace(train_step, tasks=(replace(train_step.tasks[0], reducer=reducer),))
 
 
 def batch_of(options: argparse.Namespace, comm: Communicator, step: int, deterministic: bool) -> RankBatch:
     """A worker's share of a step's batch."""
-    workload = packed.Workload.of(options)
+    setting = workload.Workload.of(options)
     unit = options.unit if deterministic else None
     plan = Plan(options.seed, options.documents, options.documents, unit)
     start, end = plan.slice(comm.rank, comm.size)
-    rows = workload.rows(step * options.documents, options.documents).slice(start, end - start)
+    rows = setting.rows(step * options.documents, options.documents).slice(start, end - start)
     epochs = np.zeros(len(rows), np.int64)
     if unit is None:
-        return workload.collator().collate(rows, epochs)
-    return collate_canonical(workload.collator(), rows, epochs, start // unit, unit)
-
-
-def checksum(train_step: TrainStep) -> str:
-    """SHA-256 of the encoder's parameters."""
-    found = hashlib.sha256()
-    for parameter in train_step.encoder.parameters():
-        found.update(parameter.detach().numpy().tobytes())
-    return found.hexdigest()
+        return setting.collator().collate(rows, epochs)
+    return collate_canonical(setting.collator(), rows, epochs, start // unit, unit)
 
 
 def train(
@@ -81,13 +91,13 @@ def train(
 ) -> dict[str, Any]:
     """Take the steps first..last, from the checkpoint of the step before and with one after the last if needed."""
     cpu = torch.device("cpu")
-    before = memory.reset_peak(cpu)
+    before = record.reset_peak(cpu)
     train_step = train_step_of(options, comm, deterministic)
     if folder is not None and first > 1:
         weights.load(checkpoint.checkpoint_path(Path(folder), first - 1), [train_step])
     for step in range(first, last + 1):
         train_step.step({"": batch_of(options, comm, step, deterministic)}, step)
-    grown = memory.peak(cpu) - before
+    grown = record.peak(cpu) - before
     if folder is not None:
         contents = weights.collect([train_step], keep=comm.rank == 0)
         if comm.rank == 0:
@@ -95,7 +105,7 @@ def train(
             state = RunState(**done, config_hash="", data_hash="", scores={}, files={})
             checkpoint.save(Path(folder), state, contents)
         comm.all_reduce_max(0)  # the next workers read it
-    return {"checksum": checksum(train_step), "mib": grown}
+    return {"checksum": workload.checksum(train_step), "mib": grown}
 
 
 def turns(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -115,11 +125,11 @@ def turns(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 def _exchanged(work: Callable[[], Any]) -> int:
     """Bytes of the tensors that this worker gives to all-reduces during `work`."""
-    found, reduce = 0, dist.all_reduce
+    total, reduce = 0, dist.all_reduce
 
     def counting(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        nonlocal found
-        found += tensor.numel() * tensor.element_size()
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
         return reduce(tensor, *arguments, **named)
 
     dist.all_reduce = counting
@@ -127,7 +137,7 @@ def _exchanged(work: Callable[[], Any]) -> int:
         work()
     finally:
         dist.all_reduce = reduce
-    return found
+    return total
 
 
 def changing(options: argparse.Namespace) -> str:
@@ -135,41 +145,38 @@ def changing(options: argparse.Namespace) -> str:
     cuts = [options.steps * number // len(_CHANGES) for number in range(len(_CHANGES) + 1)]
     with tempfile.TemporaryDirectory() as folder:
         for size, begin, end in zip(_CHANGES, cuts[:-1], cuts[1:], strict=True):
-            ranks = gloo.run(size, train, options, True, begin + 1, end, folder)
+            ranks = in_processes(size, train, options, True, begin + 1, end, folder)
     return str(ranks[0]["checksum"])
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
-    options = record.parser("step.worlds", __doc__)
-    options.add_argument(
-        "--spans", type=int, nargs=2, metavar=("MIN", "MAX"), default=[32, 128], help="tokens, no special ones"
-    )
-    options.add_argument("--model", choices=models.SIZES, default="demo")
-    options.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 3, 7], help="numbers of workers")
-    options.add_argument("--processes", type=int, default=2, help="workers of the ratios")
-    options.add_argument("--documents", type=int, default=16, help="documents per step, over all workers")
-    options.add_argument("--unit", type=int, default=1, help="documents of a canonical microbatch")
-    options.add_argument("--microbatch-tokens", type=int, help="default: a worker's whole share")
-    options.add_argument("--steps", type=int, default=6, help="steps of each training, at least 3")
-    options.add_argument("--dropout", type=float, default=0.1)
-    given = options.parse_args(arguments)
-    if given.steps < len(_CHANGES):
-        options.error(f"--steps {given.steps} is too small; give at least {len(_CHANGES)}")
-    trained = {size: gloo.run(size, train, given, True, 1, given.steps) for size in given.worlds}
+    parser = record.parser("worlds", __doc__)
+    workload.add_options(parser, "demo", 16, (32, 128))
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 3, 7], help="numbers of workers")
+    parser.add_argument("--processes", type=int, default=2, help="workers of the ratios")
+    parser.add_argument("--unit", type=int, default=1, help="documents of a canonical microbatch")
+    parser.add_argument("--microbatch-tokens", type=int, help="default: a worker's whole share")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each training, at least 3")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    options = record.parse(parser, arguments)
+    if options.steps < len(_CHANGES):
+        parser.error(f"--steps {options.steps} is too small; give at least {len(_CHANGES)}")
+    trained = {size: in_processes(size, train, options, True, 1, options.steps) for size in options.worlds}
     worlds: list[dict[str, Any]] = [
         {"world": size, "checksum": checksum} for size, ranks in trained.items() for checksum in _distinct(ranks)
     ]
-    worlds.append({"world": " -> ".join(map(str, _CHANGES)), "checksum": changing(given)})
-    ordinary = gloo.run(given.processes, train, given, False, 1, given.steps)
-    deterministic = trained.get(given.processes) or gloo.run(given.processes, train, given, True, 1, given.steps)
-    measured = gloo.run(given.processes, turns, given)[0]
+    worlds.append({"world": " -> ".join(map(str, _CHANGES)), "checksum": changing(options)})
+    ordinary = in_processes(options.processes, train, options, False, 1, options.steps)
+    deterministic = trained.get(options.processes) or in_processes(
+        options.processes, train, options, True, 1, options.steps
+    )
+    measured = in_processes(options.processes, turns, options)[0]
     plain, fixed = measured["seconds"]
     ratios = record.ratios(fixed, plain)
-    settings = {key: value for key, value in vars(given).items() if key not in ("json", "commit")}
     figures = {
         "benchmark": "worlds",
-        **settings,
+        **record.settings_of(options),
         "worlds": worlds,
         "equal": len({world["checksum"] for world in worlds}) == 1,
         "ordinary_checksum": ordinary[0]["checksum"],
@@ -180,9 +187,8 @@ def main(arguments: list[str] | None = None) -> None:
         "seconds": {"ordinary": statistics.median(plain), "bitwise": statistics.median(fixed)},
         "mib": {"ordinary": [r["mib"] for r in ordinary], "bitwise": [r["mib"] for r in deterministic]},
         "bytes": {"ordinary": measured["bytes"][0], "bitwise": measured["bytes"][1]},
-        **record.facts("step.worlds", given.commit),
     }
-    record.publish(figures, given.json)
+    record.publish(figures, options)
 
 
 def _distinct(ranks: list[dict[str, Any]]) -> list[str]:

@@ -1,1 +1,0 @@
-"""Adaptation of an encoder to documents, compared with other trainings: does it help, and is the verdict right?"""

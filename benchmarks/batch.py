@@ -1,0 +1,182 @@
+"""Peak memory of one step as the batch grows and the microbatch does not.
+
+    python -m benchmarks.batch --json OUT [--sizes 16 64 256 1024 4096] [--model demo]
+    python -m benchmarks.batch --objective simcse --json OUT
+
+Each size runs in a separate process: first a small step, which creates the optimizer's state, then a step of that many
+documents or sentences. Its peak is reported above the memory that the process held after loading its libraries. It
+includes weights, gradients, optimizer state and the batch; tensors with a row per span or anchor are also counted
+separately. If the whole batch fits at once, its gradient without microbatches is compared with the one with them.
+"""
+
+import argparse
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import record
+from benchmarks.workload import OBJECTIVES, SIZES, TextWorkload, Workload
+from declutr.trainer.data.batches import RankBatch
+from declutr.trainer.step.step import TrainStep
+
+ROWS = {"declutr": (16, 64, 256, 1024, 4096), "simcse": (64, 256, 1024, 4096, 16384)}
+# 64 documents fill a microbatch (13,000 tokens), and so do 64 sentences in two views (2,894 tokens with seed 0): with a
+# larger one, the growth from 64 on would be that of the microbatch.
+_MICROBATCH_TOKENS = {"declutr": 8192, "simcse": 2900}
+_FIRST = 16  # documents of the step that creates the optimizer's state
+# glibc returns freed memory to the system, so that the peak is memory in use and not memory kept by its heap.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+
+
+class EmbeddingState(TorchDispatchMode):
+    """Counter of the bytes of tensors with a row for each span, anchor or embedding of the batch.
+
+    Args:
+        num_rows: possible numbers of rows of such a tensor.
+        size: width of an embedding.
+
+    Attributes:
+        peak_bytes: maximum of bytes alive at one time.
+    """
+
+    def __init__(self, num_rows: set[int], size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._rows = num_rows
+        self._size = size
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count its results."""
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and self._counts(leaf):
+                storage = leaf.untyped_storage()
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+                self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
+        return result
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        if tensor.ndim < 2 or tensor.shape[0] not in self._rows:
+            return False
+        return tensor[0].numel() in (self._size, 2 * self._size)  # one embedding, or an anchor's and its positive's
+
+
+def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
+    """Measure one size in this process."""
+    device = torch.device(options.device)
+    workload = workload_of(options)
+    if device.type == "cuda":
+        torch.zeros(1, device=device)  # so that CUDA's own memory is not counted
+    before = record.reset_peak(device)
+    encoder = workload.encoder()
+    train_step = workload.train_step(encoder, options.microbatch_tokens)
+    train_step.step({"": workload.batch(0, min(_FIRST, count))}, 1)
+    measured = workload.batch(0, count)
+    record.reset_peak(device)
+    begun = time.perf_counter()
+    rows = {measured.spans.num_spans, measured.num_rows, 2 * measured.num_rows}
+    with EmbeddingState(rows, encoder.embedding_size) as counted:
+        train_step.step({"": measured}, 2)
+    figures: dict[str, Any] = {
+        "peak_mib": round(record.peak(device) - before, 1),
+        "embedding_state_mib": round(counted.peak_bytes / record.MIB, 2),
+        "span_embeddings_mib": round(measured.spans.num_spans * encoder.embedding_size * 4 / record.MIB, 2),
+        "seconds": round(time.perf_counter() - begun, 3),
+        "tokens": measured.spans.num_tokens,
+        "spans": measured.spans.num_spans,
+        "microbatches": len(train_step.tasks[0].microbatch.cut(measured.spans)),
+    }
+    if count <= options.direct_limit:
+        figures["grad_rel_diff"] = difference(train_step, measured, options.microbatch_tokens)
+    return figures
+
+
+def workload_of(options: argparse.Namespace) -> Workload:
+    """Build the workload of the objective; SimCSE has the settings of its unsupervised run."""
+    if options.objective == "declutr":
+        return Workload.of(options, options.device, options.precision, dropout=options.dropout)
+    settings = {"objective": OBJECTIVES[options.objective], "dropout": options.dropout, "pooling": "cls"}
+    return TextWorkload.of(options, options.device, options.precision, **settings)
+
+
+def difference(train_step: TrainStep, batch: RankBatch, microbatch_tokens: int) -> float:
+    """Largest difference of gradient entries between microbatches and the whole batch, over the largest entry."""
+    gradients = []
+    for limit in (microbatch_tokens, None):
+        train_step.optimizer.zero_grad(set_to_none=True)
+        train_step.tasks[0].microbatch.max_tokens = limit
+        train_step.gradients({"": batch}, 4)
+        parameters = train_step.encoder.named_parameters()
+        gradients.append({name: p.grad.clone() for name, p in parameters if p.grad is not None})
+    cut, direct = gradients
+    largest = max(float(gradient.abs().max()) for gradient in direct.values())
+    return max(float((cut[name] - gradient).abs().max()) for name, gradient in direct.items()) / largest
+
+
+def in_own_process(options: argparse.Namespace, count: int) -> dict[str, Any]:
+    """Measure one size in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    with patch.dict(os.environ, _ALLOCATOR), ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(measure, options, count).result()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print and write."""
+    parser = record.parser("batch", __doc__)
+    record.add_device(parser)
+    parser.add_argument("--objective", choices=tuple(ROWS), default="declutr")
+    known = "; ".join(f"{name}: {' '.join(map(str, sizes))}" for name, sizes in ROWS.items())
+    parser.add_argument("--sizes", type=int, nargs="+", help=f"documents or sentences per step; default: {known}")
+    parser.add_argument("--model", choices=SIZES, help="default: demo on cpu, distilroberta on cuda")
+    parser.add_argument(
+        "--spans", type=int, nargs=2, metavar=("MIN", "MAX"), help="tokens; default: 8 64 on cpu, 32 512 on cuda"
+    )
+    parser.add_argument("--microbatch-tokens", type=int, help="default: 8192 on cpu (simcse 2900), 65536 on cuda")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument(
+        "--direct-limit", type=int, help="compare gradients up to this many rows; default: 64, simcse 256"
+    )
+    options = record.parse(parser, arguments)
+    small = options.device == "cpu"
+    options.model = options.model or ("demo" if small else "distilroberta")
+    options.spans = options.spans or ([8, 64] if small else [32, 512])
+    if options.direct_limit is None:
+        options.direct_limit = 64 if options.objective == "declutr" else 256
+    options.microbatch_tokens = options.microbatch_tokens or (_MICROBATCH_TOKENS[options.objective] if small else 65536)
+    by_size = {}
+    for size in options.sizes or ROWS[options.objective]:
+        by_size[size] = in_own_process(options, size)
+        record.progress(f"{size} rows: {by_size[size]}")
+    peaks = {size: figures["peak_mib"] for size, figures in by_size.items()}
+    differences = [figures["grad_rel_diff"] for figures in by_size.values() if "grad_rel_diff" in figures]
+    settings = ("objective", "model", "device", "spans", "dropout", "microbatch_tokens")
+    figures = {
+        "benchmark": "batch",
+        **{name: getattr(options, name) for name in settings},
+        "precision": "bf16" if record.autocast_type(options.precision, options.device) else "fp32",
+        "peak_mib": peaks,
+        "ratio_4096_to_64": _growth(peaks, 4096),
+        "ratio_16384_to_64": _growth(peaks, 16384),
+        "grad_rel_diff": max(differences, default=None),
+        "sizes": by_size,
+    }
+    record.publish(figures, options)
+
+
+def _growth(peaks: dict[int, float], size: int) -> float | None:
+    """The peak of this size over that of 64; None if one was not measured."""
+    return round(peaks[size] / peaks[64], 4) if {64, size} <= peaks.keys() else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Faults, grouped by the part of a run that they hit."""

@@ -1,1 +1,0 @@
-"""Speed and equality of embedding and of SentEval."""

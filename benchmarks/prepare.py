@@ -1,0 +1,316 @@
+"""Throughput of preparation, from compressed JSONL to shards, against `datasets` and against the tokenizer alone.
+
+    python -m benchmarks.prepare --json OUT [--corpus 'FOLDER/*.jsonl.gz'] [--tokenizer FOLDER] [--rounds 5]
+
+Without a corpus, the documentation of the installed packages is written to compressed JSONL, and a byte-level BPE is
+trained on it. All programs take turns in every round. MiB count normalised text in UTF-8. Programs that preparation is
+compared with run in processes that start together; each loads its libraries, and for the limit its texts, before it
+waits for the others, so start-up is not measured.
+"""
+
+import argparse
+import glob
+import gzip
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from importlib.util import find_spec
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+import yaml
+from tokenizers import Tokenizer
+
+from benchmarks import record
+from benchmarks.embed import documentation
+from declutr.common.console.logs import setup_logging
+from declutr.common.session import start_ray
+from declutr.common.watcher import Watcher
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.filters.document_filter import normalise
+from declutr.pipeline.prepare import prepare
+from declutr.pipeline.shards.manifest import Manifest
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName
+from declutr.pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
+from declutr.pipeline.tokenizer.engine import choose_engine
+from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer, train_tokenizer
+
+_SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+_PROGRAMS = ("warm", "cold", "datasets", "our_engine", "tiktoken", "tokenizers")
+_DEMO_FILES = 8
+_DEMO_VOCABULARY = 16_384
+_BATCH = 256
+_GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_start: list[Barrier] = []  # in a process of `at_once`: the barrier that all of them pass together
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print and write."""
+    parser = record.parser("prepare", __doc__)
+    parser.add_argument("--corpus", metavar="GLOB", help="compressed JSONL with the key text")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="a saved tokenizer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=2, help="processes per side")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, help="longest span; documents hold at least 4 times that"
+    )
+    options = record.parse(parser, arguments)
+    setup_logging("benchmark")
+    with tempfile.TemporaryDirectory(prefix="declutr-benchmark-") as folder:
+        record.publish(measure(options, Path(folder)), options)
+
+
+def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Measure all figures."""
+    paths, tokenizer, corpus = inputs(options, work)
+    start_ray(options.workers)
+    settings = {
+        "paths": paths,
+        "tokenizer": tokenizer,
+        "workers": options.workers,
+        "min_tokens": 4 * options.max_tokens,
+    }
+    choice = choose_engine(Path(tokenizer), "auto")
+    settings |= {"stock": False, "engine": choice.engine, "prefix": BatchTokenizer.load(Path(tokenizer)).prefix}
+    manifest = ours(options, settings, work / "warm-up")[1]  # Ray's workers start and import once
+    mib = manifest.totals["text_bytes"] / record.MIB
+    rates: dict[str, list[float]] = {name: [] for name in _PROGRAMS}
+    peaks = []
+    for number in range(options.rounds):
+        where = work / f"round-{number}"
+        with WorkerMemory() as memory:
+            rates["warm"].append(mib / ours(options, settings, where / "warm")[0])
+        peaks.append(memory.peak_mib)
+        rates["cold"].append(mib / command(options, settings, where / "cold"))
+        rates["our_engine"].append(mib / engine_alone(settings, where / "limit"))
+        if choice.engine == "tiktoken":
+            rates["tiktoken"].append(mib / engine_alone(settings | {"stock": True}, where / "limit"))
+        if choice.engine != "tokenizers":
+            rates["tokenizers"].append(mib / engine_alone(settings | {"engine": "tokenizers"}, where / "limit"))
+        if find_spec("datasets"):
+            found = at_once(datasets, [settings], where / "datasets")[0]
+            if (found["documents"], found["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
+                raise RuntimeError(f"`datasets` kept other documents or tokens: {found}, ours: {manifest.totals}")
+            rates["datasets"].append(mib / found["seconds"])
+        record.progress(f"round {number}: " + ", ".join(f"{k} {v[-1]:.1f} MiB/s" for k, v in rates.items() if v))
+    return {
+        "benchmark": "prepare",
+        "corpus": corpus,
+        "text_mib": round(mib, 1),
+        "documents": {key: manifest.totals[key] for key in ("read", "kept", "num_tokens")},
+        "workers": options.workers,
+        "engine": choice.engine,
+        "engine_reason": choice.reason,
+        "mib_per_s": _median(rates["warm"]),
+        "ratio_vs_datasets": _ratio(rates["warm"], rates["datasets"])["median"],
+        "share_of_limit": _ratio(rates["warm"], rates["tiktoken"] or rates["our_engine"])["median"],
+        "peak_rss_mib": max((peak for peak in peaks if peak is not None), default=None),
+        "ratio_vs_datasets_rounds": _ratio(rates["warm"], rates["datasets"]),
+        "share_of_limit_rounds": _ratio(rates["warm"], rates["tiktoken"] or rates["our_engine"]),
+        "engine_ratio_vs_tokenizers_rounds": _ratio(rates["our_engine"], rates["tokenizers"]),
+        "share_of_our_engine_rounds": _ratio(rates["warm"], rates["our_engine"]),
+        "with_ray_start": {
+            "mib_per_s": _median(rates["cold"]),
+            "ratio_vs_datasets": _ratio(rates["cold"], rates["datasets"]),
+            "share_of_limit": _ratio(rates["cold"], rates["tiktoken"] or rates["our_engine"]),
+            "start_seconds": _median([mib / c - mib / w for c, w in zip(rates["cold"], rates["warm"], strict=True)]),
+        },
+        "rates_mib_per_s": {name: [round(rate, 2) for rate in found] for name, found in rates.items()},
+    }
+
+
+def inputs(options: argparse.Namespace, work: Path) -> tuple[list[str], str, str]:
+    """Files of the corpus, folder of the tokenizer, and a description of the corpus.
+
+    Raises:
+        SystemExit: `--corpus` matches no file.
+    """
+    pattern = options.corpus or str(_SHARED / "corpus" / "*.jsonl.gz")
+    paths = sorted(str(Path(path).resolve()) for path in glob.glob(str(Path(pattern).expanduser())))  # noqa: PTH207
+    if options.corpus and not paths:
+        raise SystemExit(f"--corpus {options.corpus!r} matches no file")
+    kind = "files given" if options.corpus else "shared corpora"
+    if not paths:
+        kind, paths = "documentation of the installed packages", _demo_corpus(work / "corpus")
+    real = _SHARED / "tokenizers" / "roberta-base"
+    if options.tokenizer or real.is_dir():
+        tokenizer = load_tokenizer(options.tokenizer or str(real))
+    else:
+        tokenizer = train_tokenizer(texts_of(paths), _DEMO_VOCABULARY)
+    folder = work / f"tokenizer-{fingerprint(tokenizer)[:8]}"
+    tokenizer.save_pretrained(str(folder))
+    return paths, str(folder), kind
+
+
+def _demo_corpus(folder: Path) -> list[str]:
+    """Write the documentation of the installed packages as compressed JSONL."""
+    folder.mkdir()
+    texts = list(documentation())
+    paths = [str(folder / f"{number}.jsonl.gz") for number in range(_DEMO_FILES)]
+    for number, path in enumerate(paths):
+        with gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as stream:
+            stream.writelines(json.dumps({"text": text}) + "\n" for text in texts[number::_DEMO_FILES])
+    return paths
+
+
+def _config(options: argparse.Namespace, settings: dict[str, Any], output: Path) -> dict[str, Any]:
+    """The `prepare` section for this project."""
+    return {
+        "output": str(output),
+        "corpus": {"kind": "files", "paths": settings["paths"]},
+        "tokenizer": {"kind": "pretrained", "name": settings["tokenizer"]},
+        "geometry": {"num_anchors": 2, "max_tokens": options.max_tokens},
+        "session": {"num_cpus": options.workers},
+    }
+
+
+def ours(options: argparse.Namespace, settings: dict[str, Any], output: Path) -> tuple[float, Manifest]:
+    """Time `prepare` in a running session; return seconds and manifest."""
+    begun = time.perf_counter()
+    manifest = prepare(PipelineConfig.model_validate(_config(options, settings, output)))
+    return time.perf_counter() - begun, manifest
+
+
+def command(options: argparse.Namespace, settings: dict[str, Any], output: Path) -> float:
+    """Time the command, including the start of Python and Ray."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    config = output.parent / "config.yaml"
+    config.write_text(yaml.safe_dump({"prepare": _config(options, settings, output)}), encoding="utf-8")
+    begun = time.perf_counter()
+    line = [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - begun
+
+
+def engine_alone(settings: dict[str, Any], cache: Path) -> float:
+    """Time the engine alone, in as many processes, on texts in memory."""
+    shares = [settings | {"share": share} for share in range(settings["workers"])]
+    return max(float(found["seconds"]) for found in at_once(limit, shares, cache))
+
+
+def texts_of(paths: list[str]) -> Iterator[str]:
+    """Normalised texts of compressed JSONL files, in order."""
+    for path in paths:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            yield from (normalise(json.loads(line)["text"]) for line in lines)
+
+
+def datasets(settings: dict[str, Any]) -> dict[str, Any]:
+    """`load_dataset`, `map` and `filter` in typical use, tokenizing the same texts to the same ids."""
+    import datasets as library
+    from transformers import AutoTokenizer
+
+    library.disable_progress_bars()
+    tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
+    prefix, workers = settings["prefix"], settings["workers"]
+    options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+    options["verbose"] = False  # no warnings about texts longer than a model's positions
+
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+        texts = [prefix + text if (text := " ".join(raw.split())) else "" for raw in batch["text"]]
+        ids = tokenizer(texts, **options)["input_ids"]
+        return {"input_ids": ids, "num_tokens": [len(row) for row in ids]}
+
+    _start[0].wait()
+    begun = time.perf_counter()
+    loaded = library.load_dataset("json", data_files=settings["paths"], split="train")
+    rows = loaded.map(tokenize, batched=True, num_proc=workers, remove_columns=loaded.column_names)
+    least = settings["min_tokens"]
+    kept = rows.filter(lambda count: count >= least, input_columns="num_tokens", num_proc=workers)
+    seconds = time.perf_counter() - begun
+    return {"seconds": seconds, "documents": len(kept), "tokens": sum(kept["num_tokens"])}
+
+
+def limit(settings: dict[str, Any]) -> dict[str, Any]:
+    """Run the tokenizing engine alone on this process's share of the texts, which are in memory.
+
+    The engine is ours, which chooses its pattern by the text. With `stock` it is tiktoken with GPT-2's pattern in
+    typical use.
+    """
+    share, workers = settings["share"], settings["workers"]
+    texts = [text for index, text in enumerate(texts_of(settings["paths"])) if index % workers == share]
+    engine: EngineName = settings["engine"]
+    encoder = BatchTokenizer.load(Path(settings["tokenizer"]), engine)
+    encode: Callable[[list[str]], Any] = encoder.encode
+    if settings["stock"]:
+        plain = ByteLevelBPE(parse(Tokenizer.from_file(str(Path(settings["tokenizer"]) / "tokenizer.json"))))
+        encode = plain.engine(_GPT2_PATTERN).encode_ordinary_batch
+        encode = partial(encode, num_threads=1)
+    encode(texts[:_BATCH])
+    _start[0].wait()
+    begun = time.perf_counter()
+    for start in range(0, len(texts), _BATCH):
+        encode(texts[start : start + _BATCH])
+    return {"seconds": time.perf_counter() - begun}
+
+
+def at_once(
+    work: Callable[[dict[str, Any]], dict[str, Any]], settings: list[dict[str, Any]], cache: Path
+) -> list[dict[str, Any]]:
+    """Call `work` with each of the settings in a fresh process, all started at the same time; return their figures."""
+    # Empty caches in every round, and only the threads of the counted processes.
+    environment = {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    context = multiprocessing.get_context("spawn")
+    with (
+        patch.dict(os.environ, environment),
+        ProcessPoolExecutor(len(settings), context, _join, (context.Barrier(len(settings)),)) as pool,
+    ):
+        return list(pool.map(partial(_call, work), settings))
+
+
+def _join(barrier: Barrier) -> None:
+    _start.append(barrier)
+
+
+def _call(work: Callable[[dict[str, Any]], dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return work(settings)
+    except BaseException:
+        _start[0].abort()  # so that the other processes do not wait for this one
+        raise
+
+
+class WorkerMemory(Watcher):
+    """Peak resident memory of Ray's workers below this process, MiB; None without /proc."""
+
+    def __init__(self) -> None:
+        super().__init__(0.2, "worker-memory")
+        self.peak_mib: float | None = None
+
+    def look(self) -> None:
+        """Reads the peaks of the processes of now."""
+        for process in psutil.Process().children(recursive=True):
+            try:
+                lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
+            except OSError:  # ended meanwhile, or no /proc
+                continue
+            status = dict(line.partition(":")[::2] for line in lines)
+            if status.get("Name", "").strip().startswith("ray::") and "VmHWM" in status:
+                self.peak_mib = max(self.peak_mib or 0.0, round(int(status["VmHWM"].split()[0]) / 1024, 1))
+
+
+def _median(rates: list[float]) -> float:
+    return round(statistics.median(rates), 2)
+
+
+def _ratio(mine: list[float], theirs: list[float]) -> dict[str, Any]:
+    """Median and range of the quotients within each round."""
+    found = [a / b for a, b in zip(mine, theirs, strict=False)]
+    if not found:
+        return {"median": None, "range": None}
+    return {"median": round(statistics.median(found), 3), "range": [round(min(found), 3), round(max(found), 3)]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Throughput of preparation, on one host and on several."""

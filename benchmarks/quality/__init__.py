@@ -1,1 +1,0 @@
-"""Effect of training on the quality of embeddings."""

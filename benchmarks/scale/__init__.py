@@ -1,1 +1,0 @@
-"""Needs of runs that are too large for this machine."""
