@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from declutr.adaptation.whitening import passages
 
 from benchmarks import record
 from declutr.adaptation.candidates import CandidateBuilder
@@ -33,6 +32,7 @@ from declutr.adaptation.job import adapt, load_transformer
 from declutr.adaptation.measures import F64, make_passages, share
 from declutr.adaptation.result import Result, Row
 from declutr.adaptation.scores import DISTANT, HEADINGS, TestSet, Values, choose, compare_stsb, compared, judge
+from declutr.adaptation.whitening import passages
 from declutr.common.bootstrap import Comparison, compare, spearman
 from declutr.common.storage import read_json
 from declutr.encoders.protocol import unit_rows

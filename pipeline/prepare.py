@@ -17,13 +17,12 @@ if __name__ == "__main__":
     relay()  # before the imports below start threads
     end_at_signals()
 
-from declutr.common.cluster import SessionError
-from declutr.common.config import ConfigError, Settings, load_config
+from declutr.common.config import Settings, load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import config_parser
 from declutr.common.credentials import refused_settings
-from declutr.common.lock import RunLockedError
+from declutr.common.errors import ConfigError, RunLockedError, SessionError, ShardError
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, write_text
 from declutr.common.stores.address import is_remote
@@ -44,15 +43,7 @@ from declutr.pipeline.job.stages import run_stages
 from declutr.pipeline.job.stored import open_output
 from declutr.pipeline.job.units import Unit, fit_units, with_file_states
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
-from declutr.pipeline.shards.manifest import (
-    MANIFEST,
-    TOKENIZER,
-    Manifest,
-    ShardError,
-    build_manifest,
-    load_manifest,
-    sum_counts,
-)
+from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Manifest, build_manifest, load_manifest, sum_counts
 from declutr.pipeline.tokenizer.tokenization import PretrainedTokenizer, TokenizerInfo, load_tokenizer
 
 _INTERRUPTED = 130

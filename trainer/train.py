@@ -24,12 +24,13 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed 
 # Processes that a local session starts ahead are of no use here: Ray Train starts its own, with other variables.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
-from declutr.common.config import ConfigError, Settings, load_config
+from declutr.common.config import Settings, load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import config_parser
 from declutr.common.credentials import redact
-from declutr.common.lock import RunLockedError, refuse_held
+from declutr.common.errors import ConfigError, RunLockedError
+from declutr.common.lock import refuse_held
 from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
 from declutr.trainer.driver.checks import refuse, resolve
@@ -107,7 +108,7 @@ def _train(
     wait_for_ray: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Trains; the arguments are those of `run_training`."""
-    from declutr.trainer.driver.failure import TrainingFailedError
+    from declutr.common.errors import TrainingFailedError
     from declutr.trainer.driver.run import run_training
 
     try:
@@ -153,16 +154,15 @@ def _plan(run: ResolvedRun) -> str:
     Raises:
         ConfigError: problems of the run, or of its first steps.
     """
-    from declutr.pipeline.shards.shards import ShardError
+    from declutr.common.errors import EncoderError, ShardError
     from declutr.trainer.driver.estimate import plan_ahead
-    from declutr.trainer.model.language_model import UnfitEncoderError
     from declutr.trainer.setup.torch_settings import refusal
     from declutr.trainer.step.microbatch import MicrobatchError
     from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 
     try:
         return "\n".join(plan_ahead(run).lines()) + "\n"
-    except (ShardError, UnfitEncoderError, NonFiniteLossError, MicrobatchError, OSError) as error:
+    except (ShardError, EncoderError, NonFiniteLossError, MicrobatchError, OSError) as error:
         raise ConfigError("train --plan", [str(error)]) from error
     except RuntimeError as error:
         told = refusal(error)
@@ -209,11 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     early = None if config.scaling.local else _EarlyRay(config)
-    from declutr.common.storage import DamagedError
-    from declutr.pipeline.shards.shards import ShardError
-    from declutr.trainer.checkpoints.checkpoint import CheckpointError
-    from declutr.trainer.driver.failure import TrainingFailedError
-    from declutr.trainer.driver.signals import RunStoppedError, say_stopped
+    from declutr.common.errors import CheckpointError, DamagedError, RunStoppedError, ShardError, TrainingFailedError
+    from declutr.trainer.driver.signals import say_stopped
     from declutr.trainer.driver.summary import neighbours_of
 
     try:

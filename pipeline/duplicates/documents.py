@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from declutr.common.errors import ShardError
 from declutr.pipeline.duplicates.config import DuplicatesConfig
-from declutr.pipeline.duplicates.keys import KeysError, UnitKeys, keys_path, made_with, open_keys
+from declutr.pipeline.duplicates.keys import UnitKeys, keys_path, made_with, open_keys
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -40,13 +41,13 @@ def number(folder: Path, units: Sequence[str], config: DuplicatesConfig) -> tupl
         The numbering, the digest of every unit's keys, and the number of keys.
 
     Raises:
-        KeysError: a file of keys is missing, damaged, or was written with other settings.
+        ShardError: a file of keys is missing, damaged, or was written with other settings.
     """
     counts, digests, num_keys = [0], [], 0
     for unit in units:
         keys = open_keys(folder, unit)
         if keys.made_with != made_with(config):
-            raise KeysError(
+            raise ShardError(
                 f"{keys_path(folder, unit)} was written with other settings ({keys.made_with}, here "
                 f"{made_with(config)}); delete the unit's sidecar, and it is made again"
             )

@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from declutr.common.errors import ShardError
 from declutr.common.storage import atomic_file
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.shingles import band_keys
@@ -43,10 +44,6 @@ _SCHEMA = pa.schema(
 )
 _LABELS = pa.field("labels", pa.large_list(pa.string()))
 _LOWEST = np.uint64(1)
-
-
-class KeysError(ValueError):
-    """A file of keys that is missing, damaged, or was written with other settings."""
 
 
 @dataclass(frozen=True)
@@ -157,16 +154,16 @@ def open_keys(folder: Path, unit: str) -> UnitKeys:
     """Maps a unit's keys into memory.
 
     Raises:
-        KeysError: the file is missing or damaged.
+        ShardError: the file is missing or damaged.
     """
     path = keys_path(folder, unit)
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batch = reader.get_batch(0)
     except (OSError, pa.ArrowInvalid) as error:
-        raise KeysError(f"{path} cannot be read ({error}); delete the unit's sidecar, and it is made again") from error
+        raise ShardError(f"{path} cannot be read ({error}); delete the unit's sidecar, and it is made again") from error
     if not (batch.schema.equals(_SCHEMA) or batch.schema.equals(_SCHEMA.append(_LABELS))):
-        raise KeysError(f"{path} is of another version; delete the unit's sidecar, and it is made again")
+        raise ShardError(f"{path} is of another version; delete the unit's sidecar, and it is made again")
     metadata = batch.schema.metadata
     ids = batch.column("ids").values.buffers()[1]
     ordinals = _flat(batch, "ordinals")

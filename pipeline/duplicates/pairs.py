@@ -59,7 +59,7 @@ def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, nu
     """The pairs found by the keys of one bucket, [bucket, bucket + 1) * 2**64 / num_buckets.
 
     Raises:
-        KeysError: a file of keys is missing or damaged.
+        ShardError: a file of keys is missing or damaged.
     """
     first, stop = bucket * 2**64 // num_buckets, (bucket + 1) * 2**64 // num_buckets
     keys, numbers = documents.with_keys(first, stop)

@@ -11,6 +11,7 @@ import ray
 
 from declutr.common.cluster import SessionConfig
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import ShardError
 from declutr.common.paths import expand
 from declutr.common.session import start_ray
 from declutr.common.storage import atomic_file, hash_json
@@ -18,7 +19,6 @@ from declutr.common.stores.folder import Folder
 from declutr.common.stores.listing import Files
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.documents import Documents, Numbering, number
-from declutr.pipeline.duplicates.keys import KeysError
 from declutr.pipeline.duplicates.pairs import DuplicatePairs, bucket_pairs, decide, join
 from declutr.pipeline.duplicates.table import DUPLICATES, STAMP, stamp_of, write_duplicates
 
@@ -85,7 +85,7 @@ def find_duplicates(
         Path of `duplicates.arrow` (pipeline/duplicates/table.py). Its bytes depend only on keys and settings.
 
     Raises:
-        KeysError: a file of keys is missing, damaged, or was written with other settings.
+        ShardError: a file of keys is missing, damaged, or was written with other settings.
     """
     result = folder / DUPLICATES
     numbering, digests, num_keys = number(folder, units, config)
@@ -115,7 +115,7 @@ def find_duplicates(
         arguments["keys"] = keys
         for done in rows.map(search_bucket, fn_kwargs=arguments, num_cpus=1).iter_rows():
             if done["problem"]:
-                raise KeysError(f"bucket {done['bucket']}: {done['problem']}")
+                raise ShardError(f"bucket {done['bucket']}: {done['problem']}")
         if keys is not None:
             keys.fetch_pairs(folder)
     pairs = _read_all([pairs_path(folder, bucket) for bucket in range(num_buckets)])
@@ -145,7 +145,7 @@ def search_bucket(
         if keys is not None:
             path = pairs_path(numbering.folder, bucket)
             keys.remote.put(f"{PAIRS}/{path.name}", path)
-    except (OSError, KeysError) as error:
+    except (OSError, ShardError) as error:
         return {"bucket": bucket, "problem": str(error)}
     return {"bucket": bucket, "problem": ""}
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from declutr.common.paths import PathError, expand
+from declutr.common.errors import UsageError
+from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, hash_file, hash_json
 from declutr.pipeline.filters.contamination import SCHEMA_VERSION, Contamination, check_of, keys_of, ngram_hashes
 from declutr.pipeline.filters.words import folded_words, hash_folded
@@ -30,7 +31,7 @@ def contamination_problems(config: Contamination) -> list[str]:
     for given in config.paths:
         try:
             root = expand(given)
-        except PathError as error:
+        except UsageError as error:
             found.append(f"filters.contamination.paths: {error}")
             continue
         if not root.exists():

@@ -20,7 +20,8 @@ from typing import Literal
 from pydantic import Field
 
 from declutr.common.config import Strict
-from declutr.common.paths import PathError, expand
+from declutr.common.errors import UsageError
+from declutr.common.paths import expand
 from declutr.pipeline.filters.gopher import Drop
 
 Kind = Literal["cookies", "legal", "navigation", "sharing", "counters"]
@@ -110,7 +111,7 @@ def c4_problems(config: C4Rules) -> list[str]:
         return []
     try:
         path = expand(config.bad_words)
-    except PathError as error:
+    except UsageError as error:
         return [f"filters.c4.bad_words: {error}"]
     try:
         found = _bad_words(path, path.stat().st_mtime_ns)

@@ -205,7 +205,7 @@ class Output:
         """Searches for duplicates among the candidates of all units; records the labels whose rows are kept.
 
         Raises:
-            KeysError: a file of keys is missing, damaged, or was written with other settings.
+            ShardError: a file of keys is missing, damaged, or was written with other settings.
         """
         duplicates = find_duplicates(
             self.folder / CANDIDATES, units, self.config.duplicates, self.session, labels=labels

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from declutr.common.credentials import refusal
+from declutr.common.errors import UsageError
 from declutr.common.hub import looks_like_a_path
-from declutr.common.paths import PathError, expand, folder_problem
+from declutr.common.paths import expand, folder_problem
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
 from declutr.common.stores.retry import RetryPolicy
@@ -53,7 +54,7 @@ def output_place_problems(
     inputs = [path for path in inputs if isinstance(path, str) and not is_remote(path)]
     try:
         folder = expand(output)
-    except PathError as error:
+    except UsageError as error:
         return [str(error)]
     problems = [
         f"is inside the input {path!r}, so the same command would read the shards as input; name another folder"
@@ -101,6 +102,6 @@ def _inside(folder: Path, root: Path) -> bool:
 def _path_problem(path: str) -> str | None:
     try:
         expand(path)
-    except PathError as error:
+    except UsageError as error:
         return str(error)
     return None

@@ -13,10 +13,10 @@ import ray
 from ray.exceptions import WorkerCrashedError
 
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import ShardError
 from declutr.common.session import start_ray
 from declutr.common.stores.listing import Files, decoded, encoded
 from declutr.pipeline.config import PipelineConfig
-from declutr.pipeline.duplicates.keys import KeysError
 from declutr.pipeline.duplicates.table import DUPLICATES
 from declutr.pipeline.job.output import Output
 from declutr.pipeline.job.output_store import OutputStore, made_in, refuse_missing
@@ -25,7 +25,7 @@ from declutr.pipeline.job.sample import output_engine
 from declutr.pipeline.job.selection import most_frequent_labels, write_selected
 from declutr.pipeline.job.units import Unit
 from declutr.pipeline.job.worker import write_unit
-from declutr.pipeline.shards.manifest import ShardError, Sidecar
+from declutr.pipeline.shards.manifest import Sidecar
 from declutr.pipeline.tokenizer.batch_tokenizer import EngineName
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
@@ -53,7 +53,7 @@ def run_stages(output: Output, units: Sequence[Unit], tokenizer: TokenizerInfo |
             output.find_duplicates(
                 [unit.name for unit in units], most_frequent_labels(candidates, output.config.content)
             )
-        except (KeysError, OSError) as error:
+        except (ShardError, OSError) as error:
             raise _stopped("duplicates", output.name, error) from error
     return _run("select", output, units, tokenizer)
 

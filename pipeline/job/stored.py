@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from declutr.common.cluster import SessionConfig, started_cluster
-from declutr.common.config import ConfigError
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import ConfigError, UsageError
 from declutr.common.lock import LOCK, StoreLock
-from declutr.common.paths import PathError, expand
+from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.copies import PLAN
 from declutr.common.stores.folder import Folder
@@ -155,7 +155,7 @@ class StoredOutput(Output):
         """Searches for duplicates among the candidates of all units, with a copy of their keys on each host.
 
         Raises:
-            KeysError: a file of keys is missing, damaged, or was written with other settings.
+            ShardError: a file of keys is missing, damaged, or was written with other settings.
         """
         names = {
             name.removeprefix(f"{CANDIDATES}/"): record
@@ -224,7 +224,7 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
     try:
         store = OutputStore(Folder(config.output, RetryPolicy(config.storage_retry_seconds)), config.cache)
         store.cache_dir.mkdir(parents=True, exist_ok=True)
-    except PathError as error:
+    except UsageError as error:
         raise ConfigError("prepare", [f"cache: {error}"]) from error
     except OSError as error:
         problem = f"cache = {config.cache}: {error.strerror}; name a folder of this host that can be written"

@@ -12,8 +12,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from declutr.common.errors import ShardError
 from declutr.pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, ContentKind, TextKind
-from declutr.pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
 from declutr.pipeline.shards.media import media_problem
 from declutr.pipeline.shards.schema import SCHEMA_VERSION, media_schema
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments

@@ -34,12 +34,9 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 from declutr.common.config import Strict
+from declutr.common.errors import ShardError
 from declutr.common.storage import atomic_file, hash_file
 from declutr.pipeline.readers.corpus import ID_BYTES
-
-
-class ShardError(ValueError):
-    """Shards that are missing, damaged, or different from their manifest."""
 
 
 class Counts(Strict):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from declutr.common.config import Strict, describe
+from declutr.common.errors import ShardError as ShardError
 from declutr.common.storage import hash_json
 from declutr.pipeline.readers.corpus import ReadFailure
 from declutr.pipeline.readers.input_state import InputState
@@ -14,7 +15,6 @@ from declutr.pipeline.readers.skipped import Skip
 from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, noun_of
 from declutr.pipeline.shards.ledger import Counts as Counts
 from declutr.pipeline.shards.ledger import LedgerFile
-from declutr.pipeline.shards.ledger import ShardError as ShardError
 from declutr.pipeline.shards.ledger import sum_counts as sum_counts
 from declutr.pipeline.shards.schema import SCHEMA_VERSION
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments

@@ -9,9 +9,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from declutr.common.errors import ShardError
 from declutr.common.storage import atomic_file, hash_file
 from declutr.pipeline.shards.content import Layout
-from declutr.pipeline.shards.manifest import Shard, ShardError, Split
+from declutr.pipeline.shards.manifest import Shard, Split
 from declutr.pipeline.shards.media import Media, media_arrays
 from declutr.pipeline.shards.schema import geometry_of
 from declutr.pipeline.shards.windows import document_windows

@@ -10,7 +10,8 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from declutr.common import seeding
-from declutr.common.config import ConfigError, Strict
+from declutr.common.config import Strict
+from declutr.common.errors import ConfigError
 from declutr.pipeline.tokenizer import bytelevel, wordpiece
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
 from declutr.pipeline.tokenizer.bytelevel import byte_letters, parse

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from declutr.common.config import ConfigError, Strict
+from declutr.common.config import Strict
+from declutr.common.errors import ConfigError, UsageError
 from declutr.common.hub import hub_or_cache, looks_like_a_path
-from declutr.common.paths import PathError, expand
+from declutr.common.paths import expand
 from declutr.common.storage import hash_json
 
 SPECIAL_ROLES = ("bos", "eos", "cls", "sep", "pad", "mask", "unk")
@@ -84,13 +85,13 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     try:
         path = expand(name)
         if not path.is_dir() and looks_like_a_path(name):
-            raise PathError(f"no such folder; looked at {path.absolute()}")
+            raise UsageError(f"no such folder; looked at {path.absolute()}")
         where = str(path) if path.is_dir() else name
         files = sorted(path.iterdir()) if path.is_dir() else []
         times = tuple(file.stat().st_mtime_ns for file in files)
         with contextlib.nullcontext() if path.is_dir() else hub_or_cache() as unreached:
             tokenizer = _loaded(where, trust_remote_code, times)
-    except PathError as error:
+    except UsageError as error:
         raise ConfigError("tokenizer", [f"tokenizer.name = {name!r}: {error}"]) from error
     except (OSError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -20,19 +20,12 @@ _PLACES = {
     "adapt": "declutr.adaptation.job:adapt",
     "load": "declutr.encoders.loading:load_encoder",
     "embed": "declutr.embedding.job:embed",
-    "AdaptError": "declutr.adaptation.state:AdaptError",
-    "CheckpointError": "declutr.trainer.checkpoints.checkpoint:CheckpointError",
-    "ConfigError": "declutr.common.config:ConfigError",
-    "DamagedError": "declutr.common.storage:DamagedError",
-    "EmbedError": "declutr.embedding.units:EmbedError",
-    "EncoderError": "declutr.encoders.protocol:EncoderError",
-    "PathError": "declutr.common.paths:PathError",
-    "RunLockedError": "declutr.common.lock:RunLockedError",
-    "RunStoppedError": "declutr.trainer.driver.signals:RunStoppedError",
-    "SessionError": "declutr.common.cluster:SessionError",
-    "ShardError": "declutr.pipeline.shards.manifest:ShardError",
-    "TrainingFailedError": "declutr.trainer.driver.failure:TrainingFailedError",
-    "WhiteningError": "declutr.adaptation.whitening:WhiteningError",
+} | {
+    name: f"declutr.common.errors:{name}"
+    for name in (
+        *("CheckpointError", "ConfigError", "DamagedError", "DataError", "DeclutrError", "EncoderError", "RemoteError"),
+        *("RunLockedError", "RunStoppedError", "SessionError", "ShardError", "TrainingFailedError", "UsageError"),
+    )
 }
 __all__ = list(_PLACES)
 

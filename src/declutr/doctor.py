@@ -24,8 +24,9 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from declutr.common.config import ConfigError, load_config
+from declutr.common.config import load_config
 from declutr.common.console.terminal import excerpt
+from declutr.common.errors import ConfigError
 from declutr.common.paths import expand
 from declutr.common.storage import fsync_path
 

@@ -29,10 +29,11 @@ from declutr.adaptation.config import AdaptConfig, located, prepare_config, trai
 from declutr.adaptation.documents import HeldOutDocument, _most, _rows, held_out_documents
 from declutr.adaptation.job import _Adaptation, adapt, load_transformer
 from declutr.adaptation.measures import make_passages
-from declutr.adaptation.state import AdaptError, opened
+from declutr.adaptation.state import opened
 from declutr.adaptation.whitening import WithinSums, whitening
 from declutr.cli.adapt import run_adapt as run
 from declutr.common.config import validated
+from declutr.common.errors import UsageError
 from declutr.common.paths import listed
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows
@@ -108,7 +109,7 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     assert result.sentence in checked((output / "report.html").read_text()).text
     again = adapt(encoder, documents, output, steps=20)
     assert (again.sentence, again.looks) == (result.sentence, 1)
-    with pytest.raises(AdaptError, match=all_of("seed", "another folder")):
+    with pytest.raises(UsageError, match=all_of("seed", "another folder")):
         adapt(encoder, documents, output, steps=20, seed=1)
     given = {"encoder": str(encoder), "corpus": listed(documents), "steps": 20}
     config = located(validated("adapt", AdaptConfig, given))
@@ -282,7 +283,7 @@ def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path)
 
 def test_adapt_refuses_too_few_queries_before_any_work(encoder, tmp_path):
     pairs = asked(tmp_path / "pairs.jsonl", 150)
-    with pytest.raises(AdaptError, match=all_of("--pairs", "its queries are left", "100", "240")):
+    with pytest.raises(UsageError, match=all_of("--pairs", "its queries are left", "100", "240")):
         adapt(encoder, "-", tmp_path / "out", pairs=str(pairs))
     assert not (tmp_path / "out" / "data").exists()
 
@@ -311,14 +312,14 @@ def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):
 
 def test_adapt_leaves_a_folder_alone_that_it_did_not_write(encoder, tmp_path):
     shutil.copytree(encoder, tmp_path / "encoder")
-    with pytest.raises(AdaptError, match=all_of("--output", "encoder", "another folder")):
+    with pytest.raises(UsageError, match=all_of("--output", "encoder", "another folder")):
         adapt(tmp_path / "encoder", "-", tmp_path)
     assert (tmp_path / "encoder" / "config.json").is_file()
 
 
 def test_adapt_refuses_too_few_judged_pairs_before_any_work(encoder, tmp_path):
     (tmp_path / "sts-test.csv").write_text("a\tb\tc\t1\t3.5\tone\tother\n" * 99)
-    with pytest.raises(AdaptError, match=all_of("--stsb", "99 pairs", "100")):
+    with pytest.raises(UsageError, match=all_of("--stsb", "99 pairs", "100")):
         adapt(encoder, "-", tmp_path / "out", stsb=tmp_path)
 
 
@@ -326,7 +327,7 @@ def test_adapt_of_an_encoder_for_short_texts_is_refused(encoder, tmp_path):
     short = tmp_path / "short"
     shutil.copytree(encoder, short)
     BertForMaskedLM(BertConfig.from_pretrained(encoder, max_position_embeddings=40)).save_pretrained(short)
-    with pytest.raises(AdaptError, match=all_of("40 tokens", "64")):
+    with pytest.raises(UsageError, match=all_of("40 tokens", "64")):
         adapt(short, "-", tmp_path / "out")
 
 
@@ -360,7 +361,7 @@ def test_encoder_that_lower_cases_twice_has_the_tokenizer_of_its_file(encoder, t
 def test_adapt_of_an_encoder_that_alone_lower_cases_is_refused_before_any_work(encoder, tmp_path, normalizer):
     folder = lower_casing(encoder, tmp_path / "start", normalizer)
     assert np.array_equal(*load_transformer(str(folder)).encode(["WORD1 Word2", "word1 word2"]))
-    with pytest.raises(AdaptError, match=all_of("do_lower_case", "Lowercase", "tokenizer.json")):
+    with pytest.raises(UsageError, match=all_of("do_lower_case", "Lowercase", "tokenizer.json")):
         adapt(folder, "-", tmp_path / "out")
     assert not (tmp_path / "out" / "data").exists()
 

@@ -6,7 +6,8 @@ import pytest
 from messages import all_of
 
 from declutr.adaptation.config import AdaptConfig
-from declutr.adaptation.state import STATE, AdaptError, opened
+from declutr.adaptation.state import STATE, opened
+from declutr.common.errors import UsageError
 
 CONFIG = AdaptConfig(encoder="models/x", corpus=["texts"], minutes=10)
 
@@ -43,7 +44,7 @@ def test_begin_with_an_encoder_that_has_changed_is_refused(tmp_path):
     for _ in range(2):
         with opened(CONFIG, tmp_path) as state:
             state.begin("first")
-    with opened(CONFIG, tmp_path) as state, pytest.raises(AdaptError, match=all_of("encoder has changed", "folder")):
+    with opened(CONFIG, tmp_path) as state, pytest.raises(UsageError, match=all_of("encoder has changed", "folder")):
         state.begin("second")
 
 
@@ -51,7 +52,7 @@ def test_opened_with_another_encoder_is_refused(tmp_path):
     with opened(CONFIG, tmp_path) as state:
         state.decide_steps(77)
     with (
-        pytest.raises(AdaptError, match=all_of("another encoder", "another folder")),
+        pytest.raises(UsageError, match=all_of("another encoder", "another folder")),
         opened(CONFIG.model_copy(update={"encoder": "models/y"}), tmp_path),
     ):
         pass
@@ -59,5 +60,5 @@ def test_opened_with_another_encoder_is_refused(tmp_path):
 
 def test_opened_with_a_damaged_file_is_refused(tmp_path):
     (tmp_path / STATE).write_text("{")
-    with pytest.raises(AdaptError, match=all_of("damaged", "delete", "candidates")), opened(CONFIG, tmp_path):
+    with pytest.raises(UsageError, match=all_of("damaged", "delete", "candidates")), opened(CONFIG, tmp_path):
         pass

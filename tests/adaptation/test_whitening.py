@@ -12,16 +12,8 @@ from tiny import VOCABULARY, documents
 from torch import nn
 from transformers import AutoTokenizer
 
-from declutr.adaptation.whitening import (
-    WhitenConfig,
-    WhiteningError,
-    WithinSums,
-    load,
-    passages,
-    whiten,
-    whitening,
-    write_whitened,
-)
+from declutr.adaptation.whitening import WhitenConfig, WithinSums, load, passages, whiten, whitening, write_whitened
+from declutr.common.errors import UsageError
 from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.driver.export import write_encoder
@@ -73,13 +65,13 @@ def test_whitening_from_fewer_documents_than_dimensions_is_finite():
 
 
 def test_whitening_without_two_spans_of_a_document_is_refused():
-    with pytest.raises(WhiteningError, match=all_of("5 documents", "one span", "two spans")):
+    with pytest.raises(UsageError, match=all_of("5 documents", "one span", "two spans")):
         whitening(WithinSums.of(*drawn([1] * 5)), 0.25, 0.1)
 
 
 def test_whitening_of_repeated_text_is_refused():
     same = np.repeat(drawn([1] * 3)[0], 4, axis=0)
-    with pytest.raises(WhiteningError, match=all_of("12 spans", "3 documents")):
+    with pytest.raises(UsageError, match=all_of("12 spans", "3 documents")):
         whitening(WithinSums.of(same, np.repeat(np.arange(3), 4)), 0.25, 0.1)
 
 
@@ -154,5 +146,5 @@ def test_whiten_embeds_every_training_document_once(start, tmp_path, monkeypatch
 
 
 def test_whiten_with_another_tokenizer_is_refused(start):
-    with pytest.raises(WhiteningError, match=all_of("transformer", "whitened")):
+    with pytest.raises(UsageError, match=all_of("transformer", "whitened")):
         load(WhitenConfig(encoder="hashed-words:8", shards=str(start[1])))

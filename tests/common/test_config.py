@@ -7,7 +7,8 @@ import pytest
 from messages import all_of, says
 from pydantic import Field, model_validator
 
-from declutr.common.config import ConfigError, Strict, config_yaml, load_config
+from declutr.common.config import Strict, config_yaml, load_config
+from declutr.common.errors import ConfigError
 
 
 class Inner(Strict):

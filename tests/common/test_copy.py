@@ -12,10 +12,11 @@ from waiting import until
 
 from declutr.cli.main import main as declutr
 from declutr.common import storage
+from declutr.common.errors import RemoteError
 from declutr.common.stores.copies import fetch_all, main
 from declutr.common.stores.folder import Folder
 from declutr.common.stores.listing import LISTING
-from declutr.common.stores.retry import RemoteError, RetryPolicy
+from declutr.common.stores.retry import RetryPolicy
 
 HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
 

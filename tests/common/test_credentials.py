@@ -6,11 +6,11 @@ import pytest
 from messages import all_of
 
 from declutr.cli.main import main as declutr
-from declutr.common.config import ConfigError, load_config
+from declutr.common.config import load_config
 from declutr.common.credentials import redact, refusal
+from declutr.common.errors import ConfigError, RemoteError
 from declutr.common.stores.address import filesystem
 from declutr.common.stores.folder import Folder
-from declutr.common.stores.retry import RemoteError
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import main as prepare_main
 from declutr.pipeline.prepare import problems

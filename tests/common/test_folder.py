@@ -11,10 +11,11 @@ from faultystore import faulty_store
 from messages import all_of, says
 from s3server import s3_server
 
+from declutr.common.errors import RemoteError
 from declutr.common.stores.copies import fetch_all
 from declutr.common.stores.folder import Folder
 from declutr.common.stores.listing import LISTING
-from declutr.common.stores.retry import DEFAULT_RETRIES, RemoteError, RetryPolicy, explained
+from declutr.common.stores.retry import DEFAULT_RETRIES, RetryPolicy, explained
 
 HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
 ONCE = RetryPolicy(total_seconds=0.0)

@@ -8,7 +8,7 @@ from huggingface_hub import constants
 from messages import all_of, says
 
 from declutr.common import hub
-from declutr.common.config import ConfigError
+from declutr.common.errors import ConfigError
 from declutr.pipeline.readers.corpus import HubCorpus
 from declutr.pipeline.readers.hub import hub_inputs
 from declutr.pipeline.readers.inputs import find_inputs

@@ -18,7 +18,8 @@ from messages import all_of
 from s3server import s3_server
 from waiting import until
 
-from declutr.common.lock import LOCK, RunLock, RunLockedError, StoreLock, this_process
+from declutr.common.errors import RunLockedError
+from declutr.common.lock import LOCK, RunLock, StoreLock, this_process
 from declutr.common.stores.folder import Folder
 
 LOCKS = {"folder": "RunLock(Path(place), {lost})", "store": "StoreLock(Folder(f'file://{{place}}'), {lost})"}

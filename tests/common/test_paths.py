@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from messages import says
 
+from declutr.common.errors import UsageError
 from declutr.common.hub import looks_like_a_path
-from declutr.common.paths import PathError, expand, folder_problem, path_argument
+from declutr.common.paths import expand, folder_problem, path_argument
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +37,7 @@ def test_a_name_that_exists_is_left_alone(tmp_path, monkeypatch):
 )
 def test_path_that_names_no_place_is_refused(path, monkeypatch):
     monkeypatch.delenv("NOT_SET", raising=False)
-    with pytest.raises(PathError):
+    with pytest.raises(UsageError):
         expand(path)
     with pytest.raises(argparse.ArgumentTypeError):
         path_argument(path)
@@ -47,7 +48,7 @@ def test_path_without_any_home_is_refused():
     code = "from declutr.common.paths import expand\nimport os; os.setuid(54321)\nexpand('~/x')"
     bare = {"PYTHONPATH": str(ROOT / "src"), "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=False)
-    says(done.stderr, ".PathError", "'~/x'", "home folder")
+    says(done.stderr, ".UsageError", "'~/x'", "home folder")
 
 
 def test_folder_problem_names_what_is_in_the_way(tmp_path):

@@ -18,10 +18,11 @@ from messages import all_of, says
 from sentence_transformers import SentenceTransformer
 
 from declutr.cli.main import main
+from declutr.common.errors import UsageError
 from declutr.common.storage import hash_json
 from declutr.embedding.build import build_index
 from declutr.embedding.job import UnitEmbedder
-from declutr.embedding.output import EmbedError, read_note
+from declutr.embedding.output import read_note
 from declutr.embedding.units import EmbedConfig, identify, plan
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import vectors_fingerprint
@@ -129,7 +130,7 @@ def test_embed_of_unreadable_input_stops_or_counts_it(model, expected, tmp_path,
     assert pq.read_table(tmp_path / "two.parquet").column("row").to_pylist() == kept  # skipped records are counted
     with (tmp_path / "two.parquet").open("ab") as stream:
         stream.write(b"x")
-    with pytest.raises(EmbedError, match=all_of("size", "note")):
+    with pytest.raises(UsageError, match=all_of("size", "note")):
         read_note(tmp_path / "two.parquet")
 
 
@@ -146,7 +147,7 @@ def test_a_job_that_is_finished_is_not_done_again_unless_something_changed(model
     assert embed(model, tmp_path / "in.txt", output) == 0
     assert np.abs(vectors(output)[0] - before[0]).max() > 1e-3
     output.write_bytes(b"x")
-    with pytest.raises(EmbedError, match="its size differs"):
+    with pytest.raises(UsageError, match="its size differs"):
         read_note(output)
 
 

@@ -17,9 +17,9 @@ from tinyruns import write_config
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertForPreTraining
 
 from declutr.cli.main import main
+from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json
 from declutr.encoders.loading import load_encoder
-from declutr.encoders.protocol import EncoderError
 from declutr.trainer.checkpoints.checkpoint import ENCODER, checkpoint_path
 
 

@@ -13,9 +13,9 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from declutr.cli.main import main
+from declutr.common.errors import EncoderError
 from declutr.encoders.cut import sizes_of
 from declutr.encoders.loading import load_encoder
-from declutr.encoders.protocol import EncoderError
 from declutr.encoders.transformer import write_transformer
 from declutr.trainer.model.behind import Dense
 

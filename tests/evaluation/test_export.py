@@ -12,8 +12,9 @@ from messages import says
 from tokenizers import Tokenizer
 
 from declutr.cli.main import main
+from declutr.common.errors import EncoderError
 from declutr.encoders.loading import load_encoder
-from declutr.encoders.protocol import EncoderError, unit_rows
+from declutr.encoders.protocol import unit_rows
 from declutr.evaluation.export.job import MEASUREMENT
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")

@@ -10,11 +10,11 @@ import torch
 from folders import encoder_folder
 from messages import all_of
 
+from declutr.common.errors import DamagedError, EncoderError
 from declutr.encoders.loading import load_encoder
-from declutr.encoders.protocol import EncoderError
 from declutr.trainer.checkpoints.checkpoint import ENCODER
 from declutr.trainer.checkpoints.tensorfile import write_tensors
-from declutr.trainer.model.bounds import BoundsError, check_config, check_size, check_steps
+from declutr.trainer.model.bounds import check_config, check_size, check_steps
 
 TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 SENTENCES = "config_sentence_transformers.json"
@@ -200,7 +200,7 @@ def test_tokenizers_in_use_are_within_the_bounds():
     ],
 )
 def test_patterns_that_may_take_exponential_time(pattern):
-    with pytest.raises(BoundsError, match="regular expression"):
+    with pytest.raises(DamagedError, match="regular expression"):
         check_steps({"normalizer": {"type": "Replace", "pattern": {"Regex": pattern}, "content": ""}})
 
 
@@ -208,5 +208,5 @@ def test_large_encoders_in_use_are_within_the_bounds():
     check_config({"hidden_size": 8192, "num_hidden_layers": 126, "num_attention_heads": 128, "rope_theta": 500_000_000})
     check_config({"vocab_size": 262_144, "max_position_embeddings": 1_048_576, "type_vocab_size": 0, "layers": [1, 2]})
     check_size(8_000_000_000, 8_000_000_000)
-    with pytest.raises(BoundsError):
+    with pytest.raises(DamagedError):
         check_size(2**27, 1000)

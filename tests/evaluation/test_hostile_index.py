@@ -10,10 +10,10 @@ import pytest
 from messages import all_of, says
 
 from declutr.cli.main import main
+from declutr.common.errors import UsageError
 from declutr.common.storage import hash_file
 from declutr.embedding.build import build_index
 from declutr.embedding.index import SearchIndex
-from declutr.embedding.units import EmbedError
 
 SIZE, ROWS = 16, 40
 
@@ -139,7 +139,7 @@ def test_a_damaged_list_of_contents_is_told_in_one_line(index, embedded, raw, ca
 def test_an_index_has_no_files_elsewhere(index, name):
     facts = json.loads((index / "index.json").read_text())
     (index / "index.json").write_text(json.dumps(facts | {"files": facts["files"] | {name: "0"}}))
-    with pytest.raises(EmbedError, match=all_of("missing", "altered")):
+    with pytest.raises(UsageError, match=all_of("missing", "altered")):
         SearchIndex(index)
 
 
@@ -148,7 +148,7 @@ def test_embeddings_that_are_not_finite_are_not_indexed(embedded, tmp_path, valu
     array = np.load(embedded)
     array[3, 2] = value
     embedded.write_bytes(npy(array))
-    with pytest.raises(EmbedError, match=all_of("row 3", "finite")):
+    with pytest.raises(UsageError, match=all_of("row 3", "finite")):
         build_index(embedded, tmp_path / "index", map_file=tmp_path / "map.parquet")
     assert [path.name for path in tmp_path.iterdir() if path.name not in ("in.txt", "out.npy", "out.npy.json")] == []
 
@@ -157,7 +157,7 @@ def test_embeddings_that_are_not_finite_are_not_indexed(embedded, tmp_path, valu
 def test_embeddings_of_another_shape_are_not_indexed(embedded, tmp_path, array):
     assert len(npy(array)) == embedded.stat().st_size  # the note would not tell
     embedded.write_bytes(npy(array))
-    with pytest.raises(EmbedError, match=all_of("float32", "(40, 16)")):
+    with pytest.raises(UsageError, match=all_of("float32", "(40, 16)")):
         build_index(embedded, tmp_path / "index")
 
 

@@ -8,15 +8,15 @@ import pytest
 from messages import all_of, says
 
 from declutr.cli.main import main
+from declutr.common.errors import DataError, UsageError
 from declutr.common.storage import hash_file
 from declutr.common.words import lexical_words, num_words
 from declutr.embedding.build import VECTORS_ALONE, WORDS_ALONE, build_index, choose_weight
 from declutr.embedding.index import SearchIndex
 from declutr.embedding.lexical import POSTINGS, WORDS, StoredWords, write_words
-from declutr.embedding.units import EmbedError
 from declutr.encoders.loading import load_encoder
 from declutr.evaluation.retrieval.lexicon import Lexicon
-from declutr.evaluation.retrieval.pairs import PairsError, read_test
+from declutr.evaluation.retrieval.pairs import read_test
 
 ENCODER = "hashed-words:32"
 TEXTS = ["the cat sat on the mat", "a dog barked", "the mat was red", "nobody knows the trouble", "cat cat mat", "zzz"]
@@ -305,7 +305,7 @@ def test_pairs_with_ids_name_texts_of_the_index(embedded, tmp_path):
     choice = choose_weight(SearchIndex(tmp_path / "index"), load_encoder(ENCODER), tmp_path / "p.jsonl")
     assert choice.development + len(choice.values[WORDS_ALONE]) == 40
     (tmp_path / "p.jsonl").write_text(json.dumps({"query": "cat", "id": "n9"}))
-    with pytest.raises(PairsError, match=all_of("1 of 1", "n9")):
+    with pytest.raises(DataError, match=all_of("1 of 1", "n9")):
         choose_weight(SearchIndex(tmp_path / "index"), load_encoder(ENCODER), tmp_path / "p.jsonl")
-    with pytest.raises(EmbedError, match="gives different vectors"):
+    with pytest.raises(UsageError, match="gives different vectors"):
         choose_weight(SearchIndex(tmp_path / "index"), load_encoder("hashed-words:8"), tmp_path / "p.jsonl")

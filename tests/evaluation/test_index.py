@@ -8,9 +8,9 @@ import pytest
 from messages import all_of, says
 
 from declutr.cli.main import main
+from declutr.common.errors import UsageError
 from declutr.embedding.build import build_index
 from declutr.embedding.index import INDEX, SearchIndex, StoredVectors, best_rows
-from declutr.embedding.units import EmbedError
 from declutr.encoders.loading import load_encoder
 
 ANIMALS = ["the cat sat on the mat", "a dog barked", "the mat was red", "nobody knows the trouble", "cat cat mat"]
@@ -99,10 +99,10 @@ def test_another_encoder_and_altered_files_are_refused(embedded, tmp_path, capsy
     assert main(["index", str(embedded), "--output", str(tmp_path / "index")]) == 1
     texts = tmp_path / "index/texts.arrow"
     texts.write_bytes(texts.read_bytes()[:-1] + b"x")
-    with pytest.raises(EmbedError, match=all_of("texts.arrow", "missing", "altered")):
+    with pytest.raises(UsageError, match=all_of("texts.arrow", "missing", "altered")):
         SearchIndex(tmp_path / "index")
     (tmp_path / "index" / INDEX).unlink()
-    with pytest.raises(EmbedError, match="not an index"):
+    with pytest.raises(UsageError, match="not an index"):
         SearchIndex(tmp_path / "index")
 
 
@@ -164,7 +164,7 @@ def test_output_that_a_later_command_would_read_as_an_input_is_refused(tmp_path,
 def test_changed_inputs_are_not_indexed(embedded, tmp_path):
     with (tmp_path / "in.jsonl").open("a") as stream:
         stream.write('{"text": "more", "name": "n5"}\n')
-    with pytest.raises(EmbedError, match="have changed"):
+    with pytest.raises(UsageError, match="have changed"):
         build_index(embedded, tmp_path / "index")
     assert not (tmp_path / "index").exists()
 

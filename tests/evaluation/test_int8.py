@@ -7,9 +7,10 @@ import pytest
 from messages import all_of, says
 
 from declutr.cli.main import main
+from declutr.common.errors import UsageError
 from declutr.embedding.build import build_index
 from declutr.embedding.index import SearchIndex
-from declutr.embedding.units import EmbedError, Shape, shaped
+from declutr.embedding.units import Shape, shaped
 from declutr.encoders.loading import load_encoder
 
 ENCODER = "hashed-words:64"
@@ -105,7 +106,7 @@ def test_vectors_of_another_type_than_the_index_names_are_refused(tmp_path):
     build_index(embed(tmp_path, count=40), tmp_path / "index", dtype="int8")
     path = tmp_path / "index" / "index.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}))
-    with pytest.raises(EmbedError, match=all_of("vectors.npy")):
+    with pytest.raises(UsageError, match=all_of("vectors.npy")):
         SearchIndex(tmp_path / "index")
 
 

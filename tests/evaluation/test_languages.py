@@ -8,9 +8,8 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
-from declutr.common.config import ConfigError
+from declutr.common.errors import ConfigError, EncoderError
 from declutr.encoders.loading import load_encoder
-from declutr.encoders.protocol import EncoderError
 from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, load_tokenizer
 
 TEXTS = ["你好，世界。", "Eine Frau läuft.", "Быстрая лиса", "", "naïve façade ✓ ﬁ", "东京" * 60, "L’été à Noël"]

@@ -8,10 +8,10 @@ import pytest
 from messages import all_of, says
 
 from declutr.cli.main import main
+from declutr.common.errors import UsageError
 from declutr.embedding.build import build_index
 from declutr.embedding.index import SearchIndex
 from declutr.embedding.plane import PLANE_ROWS, SHARE, fit_plane, sample_rows
-from declutr.embedding.units import EmbedError
 
 HOSTILE = (
     "<script>document.title='run'</script> &amp; \u202eright to left\u202c \x00\x1b[31m \x9b \u2066 {} 'quoted'"
@@ -122,5 +122,5 @@ def test_map_in_a_place_that_is_in_use_is_refused(tmp_path, capsys, name, words)
 
 
 def test_map_of_no_text_is_refused(tmp_path):
-    with pytest.raises(EmbedError, match=all_of("--parquet", "no text")):
+    with pytest.raises(UsageError, match=all_of("--parquet", "no text")):
         build_index(embedded(tmp_path, texts=[]), tmp_path / "index", map_file=tmp_path / "map.parquet")

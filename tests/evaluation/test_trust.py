@@ -16,9 +16,9 @@ from messages import all_of, says
 from sentevalsets import write_sets
 
 from declutr.cli.main import main
-from declutr.common.config import ConfigError, load_config
+from declutr.common.config import load_config
+from declutr.common.errors import ConfigError, EncoderError
 from declutr.encoders.loading import load_encoder
-from declutr.encoders.protocol import EncoderError
 from declutr.pipeline.config import PipelineConfig
 from declutr.trainer.checkpoints.checkpoint import ENCODER
 from declutr.trainer.checkpoints.tensorfile import write_tensors

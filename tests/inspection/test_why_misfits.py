@@ -14,11 +14,11 @@ from textshards import prepare_rows
 
 from declutr.cli.main import main
 from declutr.common.config import config_yaml
+from declutr.common.errors import UsageError
 from declutr.inspection.order import read_order
 from declutr.inspection.step_reader import StepReader
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.metrics.metrics import METRICS
-from declutr.trainer.objectives.config import ObjectiveError
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.objective import Declutr
 
@@ -99,5 +99,5 @@ class NeedingConfig(DeclutrConfig):
 def test_an_objective_that_cannot_be_made_is_named(run):
     task = read_order(run).tasks[""]
     other = replace(task, config=task.config.model_copy(update={"objective": NeedingConfig()}))
-    with pytest.raises(ObjectiveError, match=all_of("objective needing", "RuntimeError: cannot embed in 1")):
+    with pytest.raises(UsageError, match=all_of("objective needing", "RuntimeError: cannot embed in 1")):
         StepReader(other, run)

@@ -11,8 +11,9 @@ from broken import flip_a_bit, truncate
 from messages import says
 from transformers import AutoModelForMaskedLM, RobertaConfig
 
-from declutr.common.config import ConfigError, load_config
-from declutr.pipeline.shards.shards import ShardError, load_manifest
+from declutr.common.config import load_config
+from declutr.common.errors import ConfigError, ShardError
+from declutr.pipeline.shards.shards import load_manifest
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.setup.build import load_tokenizer

@@ -6,10 +6,9 @@ import tinyruns as runs
 import torch
 from messages import all_of
 
-from declutr.common.config import ConfigError
+from declutr.common.errors import ConfigError, TrainingFailedError
 from declutr.common.storage import read_json
 from declutr.trainer.driver.device import DEVICE
-from declutr.trainer.driver.failure import TrainingFailedError
 from declutr.trainer.driver.run import run_training
 
 pytestmark = [pytest.mark.ray, pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")]

@@ -13,6 +13,7 @@ from sentence_transformers import SentenceTransformer
 from tiny import declutr, tiny_train_step
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
+from declutr.common.errors import CheckpointError
 from declutr.common.storage import read_json
 from declutr.encoders.loading import load_encoder
 from declutr.trainer.checkpoints import checkpoint
@@ -103,7 +104,7 @@ def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
     shutil.rmtree(copied / "export")
     for path in (copied / "checkpoints").glob("step-*"):
         (path / "state.json").unlink()
-    with pytest.raises(checkpoint.CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
         export(runs.resolved(runs.train_config(data, copied, **runs.FINISHED)))
     assert not (copied / "export").exists()
 

@@ -9,6 +9,7 @@ import torch
 from messages import all_of
 from transformers import AutoTokenizer
 
+from declutr.common.errors import CheckpointError
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
@@ -136,10 +137,10 @@ def test_a_checkpoint_of_another_encoder_is_refused(data, tmp_path):
     run = Run(data)
     path = checkpoint.save(tmp_path, run.state(1), collect([run.train_step]))
     wider = Run(data, encoder={"from_config": {**runs.FROM_CONFIG, "hidden_size": 16}})
-    with pytest.raises(checkpoint.CheckpointError, match=all_of("shape", ", 32]", ", 16]")):
+    with pytest.raises(CheckpointError, match=all_of("shape", ", 32]", ", 16]")):
         load(path, [wider.train_step])
     other = Run(data, encoder={"projection": {"kind": "linear"}})
-    with pytest.raises(checkpoint.CheckpointError, match=all_of("parameters", "differ")):
+    with pytest.raises(CheckpointError, match=all_of("parameters", "differ")):
         load(path, [other.train_step])
     assert set(json.loads((path / "state.json").read_text())["files"]) == {
         "encoder.safetensors",

@@ -8,9 +8,8 @@ from messages import all_of
 from preparing import checksums, config_of
 from volumes import small_volume
 
-from declutr.common.config import ConfigError
+from declutr.common.errors import ConfigError, ShardError
 from declutr.pipeline.prepare import main, prepare
-from declutr.pipeline.shards.manifest import ShardError
 from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]

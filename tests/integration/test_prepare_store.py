@@ -10,13 +10,12 @@ from messages import all_of, says
 from preparing import checksums
 from s3server import s3_server
 
-from declutr.common.config import ConfigError
-from declutr.common.lock import LOCK, RunLockedError, StoreLock
+from declutr.common.errors import ConfigError, RunLockedError, ShardError
+from declutr.common.lock import LOCK, StoreLock
 from declutr.common.session import start_ray
 from declutr.common.stores.copies import fetch_all
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.prepare import main, plan_ahead, prepare
-from declutr.pipeline.shards.manifest import ShardError
 from declutr.pipeline.shards.shards import check_shards
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]

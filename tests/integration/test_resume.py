@@ -9,9 +9,9 @@ from broken import flip_a_bit, remove, truncate
 from messages import all_of, says
 from preparing import checksums
 
-from declutr.common.config import ConfigError
+from declutr.common.errors import CheckpointError, ConfigError
 from declutr.pipeline.shards.shards import load_manifest
-from declutr.trainer.checkpoints.checkpoint import CheckpointError, find_latest, read_state, steps_in
+from declutr.trainer.checkpoints.checkpoint import find_latest, read_state, steps_in
 from declutr.trainer.checkpoints.ranking import find_best
 from declutr.trainer.driver.checks import problems
 from declutr.trainer.train import main, train

@@ -13,7 +13,7 @@ from messages import says
 from s3server import s3_server
 
 from declutr.cli.main import main
-from declutr.common.config import ConfigError
+from declutr.common.errors import ConfigError
 from declutr.common.lock import LOCK
 from declutr.common.storage import hash_file
 from declutr.common.stores.copies import fetch_all

@@ -10,10 +10,10 @@ import ray
 import tinyruns as runs
 from messages import says
 
-from declutr.common.lock import RunLock, RunLockedError
+from declutr.common.errors import RunLockedError, TrainingFailedError
+from declutr.common.lock import RunLock
 from declutr.common.storage import hash_file
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, steps_in
-from declutr.trainer.driver.failure import TrainingFailedError
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.driver.summary import FAILURES, ended_early
 from declutr.trainer.train import main

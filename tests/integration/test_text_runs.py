@@ -10,7 +10,7 @@ from messages import all_of
 from sentence_transformers import SentenceTransformer
 from textruns import SCD, SCL, SIMCSE, write_texts
 
-from declutr.common.config import ConfigError
+from declutr.common.errors import ConfigError
 from declutr.encoders.loading import load_encoder
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import prepare

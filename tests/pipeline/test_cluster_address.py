@@ -10,7 +10,7 @@ import pytest
 from messages import all_of, says
 
 from declutr.common.cluster import cluster_problem, named_cluster, use_network_of
-from declutr.common.config import ConfigError
+from declutr.common.errors import ConfigError
 from declutr.common.session import _short_folder, start_ray
 
 

@@ -7,7 +7,8 @@ import pytest
 import yaml
 from messages import says
 
-from declutr.common.config import ConfigError, load_config
+from declutr.common.config import load_config
+from declutr.common.errors import ConfigError
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity
 from declutr.pipeline.job.path_checks import output_place_problems
 from declutr.pipeline.job.sample import sample_texts

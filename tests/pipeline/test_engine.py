@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from messages import all_of, says
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from declutr.common.config import ConfigError
+from declutr.common.errors import ConfigError
 from declutr.pipeline.tokenizer import bytelevel, engine
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from declutr.pipeline.tokenizer.bytelevel import obstacle, parse

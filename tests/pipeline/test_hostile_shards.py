@@ -10,9 +10,10 @@ import pytest
 from messages import all_of
 from shardfolders import write
 
+from declutr.common.errors import ShardError
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.manifest import load_manifest
-from declutr.pipeline.shards.shards import ShardError, ShardSet
+from declutr.pipeline.shards.shards import ShardSet
 
 READ = """
 import json, sys

@@ -8,7 +8,8 @@ import pytest
 from messages import says
 from volumes import small_volume
 
-from declutr.common.lock import LOCK, RunLock, RunLockedError
+from declutr.common.errors import RunLockedError
+from declutr.common.lock import LOCK, RunLock
 from declutr.pipeline.job.estimate import adopt_estimate, load_estimate
 from declutr.pipeline.job.output import hash_plan, plan_of, write_plan
 from declutr.pipeline.job.units import plan_units, with_file_states

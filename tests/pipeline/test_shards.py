@@ -9,11 +9,12 @@ import pytest
 from messages import all_of, says
 from shardfolders import GEOMETRY, LENGTHS, TOKENIZER, tokens_of, write
 
+from declutr.common.errors import ShardError
 from declutr.pipeline.readers.corpus import document_id
 from declutr.pipeline.shards.ledger import LedgerFile
 from declutr.pipeline.shards.manifest import Counts, Shard, Sidecar, build_manifest, data_hash, sum_counts
 from declutr.pipeline.shards.schema import shard_schema
-from declutr.pipeline.shards.shards import ShardError, ShardSet, check_shards, load_manifest
+from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
 from declutr.pipeline.shards.writer import ShardWriter
 
 

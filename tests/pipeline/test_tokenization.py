@@ -5,7 +5,7 @@ import pytest
 from corpora import sentence
 from transformers import AutoTokenizer
 
-from declutr.common.config import ConfigError
+from declutr.common.errors import ConfigError
 from declutr.pipeline.tokenizer import batch_tokenizer as encoding
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, fingerprint, load_tokenizer, train_tokenizer

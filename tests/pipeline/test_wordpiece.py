@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from messages import all_of, says
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from declutr.common.config import ConfigError
+from declutr.common.errors import ConfigError
 from declutr.pipeline.tokenizer import wordpiece
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement

@@ -7,7 +7,8 @@ from papers import arguments, write_item
 
 from declutr.cli.main import main
 from declutr.common.config import flat_keys
-from declutr.reproduction.item import ReproduceError, item_names, load_item, plan_item
+from declutr.common.errors import UsageError
+from declutr.reproduction.item import item_names, load_item, plan_item
 from declutr.trainer.step.config import OptimConfig
 
 NAMES = item_names()
@@ -200,7 +201,7 @@ def test_steps_of_the_command_replace_epochs_of_the_item(own, tmp_path, settings
     plan = plan_item("terms", changed(own, settings, {"terms": TERMS}), "tiny", *places(tmp_path), change, None)
     assert {(run.config.steps, run.config.epochs) for run in plan.runs} == {expected}
     axes = {"anchors": {"A=1": {"epochs": 2}, "A=2": {}}}
-    with pytest.raises(ReproduceError, match=r"steps cannot be changed for all runs, which differ in epochs"):
+    with pytest.raises(UsageError, match=r"steps cannot be changed for all runs, which differ in epochs"):
         plan_item("terms", changed(own, {}, axes), "tiny", *places(tmp_path), {"steps": 3}, None)
 
 
@@ -226,8 +227,8 @@ def test_start_is_scored_with_the_pooling_that_all_runs_share(own, tmp_path, onl
 def test_start_with_a_prompt_or_where_nothing_starts_from_it_is_refused(own, tmp_path):
     (tmp_path / "start").mkdir()
     start = encoder_folder(tmp_path / "start", "bert", prompts={"query": "find: "}, default_prompt_name="query")
-    with pytest.raises(ReproduceError, match="takes no --start"):
+    with pytest.raises(UsageError, match="takes no --start"):
         plan_item("terms", load_item(str(own)), "tiny", *places(tmp_path), {}, None, start)
     item = changed(own, {"encoder": {"pretrained": "$DECLUTR_START"}}, {"axis": {"a": {}, "b": {"optim.lr": 0.5}}})
-    with pytest.raises(ReproduceError, match=f"--start {start}: puts 'find: ' before each text"):
+    with pytest.raises(UsageError, match=f"--start {start}: puts 'find: ' before each text"):
         plan_item("terms", item, "tiny", *places(tmp_path), {}, None, start)

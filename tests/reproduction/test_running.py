@@ -21,10 +21,11 @@ from tinyruns import GEOMETRY, descendants, prepare_values, wait_gone, write_cor
 from waiting import until
 
 from declutr.cli.main import main
+from declutr.common.errors import UsageError
 from declutr.common.lock import RunLock
 from declutr.evaluation.senteval.runner.plan import VERSIONS
 from declutr.reproduction import provenance
-from declutr.reproduction.item import ReproduceError, load_item, plan_item
+from declutr.reproduction.item import load_item, plan_item
 from declutr.reproduction.running import identity, made_from, run_ready
 
 
@@ -473,7 +474,7 @@ def test_run_of_other_encoders_pairs_or_shards_has_other_scores_and_is_refused(h
     assert identity(*first_run(home, scale=scale)) == before
     write_seen("second") if file == "seen" else write(home / file)
     assert identity(plan, run) != before
-    with pytest.raises(ReproduceError, match="was trained with other settings or data"):
+    with pytest.raises(UsageError, match="was trained with other settings or data"):
         run_ready(run.config)
     shutil.rmtree(home / file.partition("/")[0])  # what is not there now is not compared: it may be made again
     assert not run_ready(run.config)

@@ -11,13 +11,12 @@ from groups import run_group
 from loops import BAD, batch, four_documents, nothing, same, take, tensors, worker
 from messages import all_of, says
 
+from declutr.common.errors import EncoderError, SaveError
 from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.saver import SaveError
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import collect
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics
-from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.model.load_report import LoadReport
 from declutr.trainer.objectives.row_score import RowScore, choosing_rows
 from declutr.trainer.parallel.request import Request
@@ -214,7 +213,7 @@ def test_random_weights_take_no_step(tmp_path, load_report, encoder, refused):
     if refused is None:
         one.refuse_random_weights()
         return
-    with pytest.raises(UnfitEncoderError, match=all_of(refused)):
+    with pytest.raises(EncoderError, match=all_of(refused)):
         one.train()
 
 

@@ -8,7 +8,7 @@ import pytest
 from messages import all_of
 from PIL import Image
 
-from declutr.pipeline.shards.shards import ShardError
+from declutr.common.errors import ShardError
 from declutr.trainer.objectives.supcon.config import CropConfig
 from declutr.trainer.objectives.supcon.crops import VIEWS, Crops
 

@@ -8,16 +8,15 @@ from damagedjson import DAMAGED
 from madeup import STEPS, config_of, finish, save
 from messages import all_of
 
-from declutr.common.config import ConfigError
-from declutr.common.storage import DamagedError
-from declutr.inspection.describe import DescribeError, checkpoint_rows, describe, describe_run
-from declutr.trainer.checkpoints.checkpoint import CheckpointError, find_latest
+from declutr.common.errors import CheckpointError, ConfigError, DamagedError, UsageError
+from declutr.inspection.describe import checkpoint_rows, describe, describe_run
+from declutr.trainer.checkpoints.checkpoint import find_latest
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.driver.summary import add_seconds, ended_early
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
 
 DAMAGES = {"empty": b"", **DAMAGED}
-NAMED = (ConfigError, CheckpointError, DescribeError, DescribeError, DamagedError)
+NAMED = (ConfigError, CheckpointError, UsageError, UsageError, DamagedError)
 """Errors that a command prints as a sentence."""
 STATE = f"checkpoints/step-{STEPS:08d}/state.json"
 

@@ -10,11 +10,11 @@ import torch
 from madeup import config_of, shards
 from messages import says
 
-from declutr.common.storage import DamagedError, read_json
+from declutr.common.errors import DamagedError, TrainingFailedError
+from declutr.common.storage import read_json
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
 from declutr.trainer.driver.checks import ray_problems
 from declutr.trainer.driver.device import DEVICE, choose_device, device_problem, kept_device, recorded_device
-from declutr.trainer.driver.failure import TrainingFailedError
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.setup.torch_settings import refusal, set_up_torch

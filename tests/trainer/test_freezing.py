@@ -6,9 +6,10 @@ from measures import deviation
 from messages import all_of
 from tiny import FAMILIES, HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
+from declutr.common.errors import EncoderError
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.freezing import frozen_parameters
-from declutr.trainer.model.language_model import UnfitEncoderError, load_hf_config, load_model
+from declutr.trainer.model.language_model import load_hf_config, load_model
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.setup.tasks import freeze_unused
 
@@ -35,12 +36,12 @@ def test_frozen_parameters_leave_the_last_layer_and_its_norm(kind):
 
 
 def test_frozen_parameters_of_shared_layers_are_refused():
-    with pytest.raises(UnfitEncoderError, match=all_of("2 layers", "model type albert", "share")):
+    with pytest.raises(EncoderError, match=all_of("2 layers", "model type albert", "share")):
         frozen_parameters(model_of("albert"), 1)
 
 
 def test_frozen_parameters_of_too_many_layers_are_refused():
-    with pytest.raises(UnfitEncoderError, match=all_of("num_trainable_layers = 3", "2 layers", "at most 2")):
+    with pytest.raises(EncoderError, match=all_of("num_trainable_layers = 3", "2 layers", "at most 2")):
         frozen_parameters(model_of("bert"), 3)
 
 

@@ -10,11 +10,12 @@ from messages import all_of, says
 from tiny import VOCABULARY, tiny_encoder
 from transformers import BertConfig, ViTConfig, ViTModel
 
+from declutr.common.errors import EncoderError
 from declutr.trainer.data.patches import PatchBatch
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend, embedding_width, load_vit
-from declutr.trainer.model.language_model import UnfitEncoderError, load_hf_config, load_model
+from declutr.trainer.model.language_model import load_hf_config, load_model
 from declutr.trainer.model.layouts import fitting_layout, patch_problem
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.supcon.config import SupconConfig
@@ -141,14 +142,14 @@ def test_every_channel_has_its_mean_and_deviation():
 )
 def test_a_vit_that_does_not_fit_is_refused(vit, changes, width, message):
     frontend = Frontend(FrontendConfig(**(SIZES | changes), pretrained=str(vit)), 48, 4, width, 0)
-    with pytest.raises(UnfitEncoderError, match=all_of(message)):
+    with pytest.raises(EncoderError, match=all_of(message)):
         load_vit(frontend)
 
 
 def test_another_model_is_no_vit(tmp_path):
     BertConfig().save_pretrained(tmp_path)
     frontend = Frontend(FrontendConfig(**SIZES, pretrained=str(tmp_path)), 48, 4, 16, 0)
-    with pytest.raises(UnfitEncoderError, match=all_of("type bert", "vit")):
+    with pytest.raises(EncoderError, match=all_of("type bert", "vit")):
         load_vit(frontend)
 
 

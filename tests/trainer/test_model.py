@@ -9,16 +9,11 @@ from messages import all_of, says
 from tiny import FAMILIES, VOCABULARY, random_spans, tiny_encoder
 from torch import nn
 
+from declutr.common.errors import EncoderError
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.model.attention import AttentionLayout
 from declutr.trainer.model.config import EncoderConfig
-from declutr.trainer.model.language_model import (
-    UnfitEncoderError,
-    load_hf_config,
-    max_span_tokens,
-    mlm_head,
-    vocabulary_of,
-)
+from declutr.trainer.model.language_model import load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from declutr.trainer.model.layouts import embedding_layout
 
 POOLINGS = ["mean", "cls", "max", "mean_without_cls"]
@@ -195,7 +190,7 @@ def test_encoder_of_two_sources_is_refused(sources):
 
 def test_an_unknown_type_is_named_with_the_nearest_one():
     settings = EncoderConfig(from_config={"model_type": "robberta"})
-    with pytest.raises(UnfitEncoderError) as error:
+    with pytest.raises(EncoderError) as error:
         load_hf_config(settings, 100, {})
     says(error.value, "'robberta'", "`roberta`")
 

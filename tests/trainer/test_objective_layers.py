@@ -13,12 +13,13 @@ from messages import all_of, says
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step, with_task
 from torch import nn
 
+from declutr.common.errors import CheckpointError, UsageError
 from declutr.trainer import verify
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import collect, load, step_parameters
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError
+from declutr.trainer.objectives.base import Gathered, Objective
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.ntxent import ntxent
@@ -132,7 +133,7 @@ def test_layers_of_another_shape_are_refused(tmp_path):
     state = RunState(step=1, documents=5, world_size=1, config_hash="", data_hash="", scores={}, files={})
     path = checkpoint.save(tmp_path, state, collect([train_step]))
     train_step.tasks[0].objective.projector[3] = nn.Linear(12, 9).double()
-    with pytest.raises(checkpoint.CheckpointError, match=all_of("objective.safetensors", "not fit")):
+    with pytest.raises(CheckpointError, match=all_of("objective.safetensors", "not fit")):
         load(path, [train_step])
 
 
@@ -170,7 +171,7 @@ WRONG_TERMS = [
 def test_terms_that_cannot_be_trained_are_refused(terms, said, tokens):
     train_step, batch = setup(Communicator(), tokens)
     train_step.tasks[0].objective.loss = lambda gathered: terms(gathered.views)
-    with pytest.raises(ObjectiveError, match=said) as raised:
+    with pytest.raises(UsageError, match=said) as raised:
         train_step.step({"": batch}, 1)
     assert "objective declutr: `loss` " in str(raised.value)
 
@@ -181,7 +182,7 @@ def detached_on_ranks(comm):
     train_step.tasks[0].objective.loss = lambda gathered: {"contrastive": gathered.views.detach().sum()}
     try:
         train_step.step({"": batch}, 1)
-    except ObjectiveError as error:
+    except UsageError as error:
         return str(error)
     return ""
 
@@ -218,7 +219,7 @@ def test_views_of_another_shape_are_refused():
 )
 def test_facts_that_do_not_fit_the_rows_are_refused(values, said):
     train_step, batch = setup(Communicator())
-    with pytest.raises(ObjectiveError, match=all_of("objective declutr", said)):
+    with pytest.raises(UsageError, match=all_of("objective declutr", said)):
         train_step.step({"": replace(batch, facts={"label": values})}, 1)
 
 
@@ -228,7 +229,7 @@ def facts_on_one_rank(comm):
     facts = {"label": torch.arange(batch.num_rows)} if comm.rank else {}
     try:
         train_step.step({"": replace(batch, facts=facts)}, 1)
-    except ObjectiveError as error:
+    except UsageError as error:
         return str(error)
     return ""
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from messages import says
 from states import state_of
 
+from declutr.common.errors import CheckpointError, UnreadableError
 from declutr.trainer.checkpoints import checkpoint, retention
 from declutr.trainer.checkpoints.config import CheckpointConfig
 from declutr.trainer.checkpoints.retention import kept
@@ -95,10 +96,10 @@ def test_a_file_that_is_longer_or_altered_is_broken(tmp_path):
     raw = bytearray(altered.read_bytes())
     raw[-1] ^= 1
     altered.write_bytes(raw)
-    with pytest.raises(checkpoint.CheckpointError):
+    with pytest.raises(CheckpointError):
         checkpoint.read_state(longer.parent, verify=False)
     assert checkpoint.read_state(altered.parent, verify=False).step == 5
-    with pytest.raises(checkpoint.CheckpointError):
+    with pytest.raises(CheckpointError):
         checkpoint.read_state(altered.parent)
 
 
@@ -133,7 +134,7 @@ def test_unreadable_checkpoint_is_not_a_broken_one(tmp_path, log):
     assert checkpoint.find_latest(tmp_path)[1].step == 4
     says(log[0], "state.json", "Is a directory")
     shutil.rmtree(tmp_path / "step-00000004")
-    with pytest.raises(checkpoint.UnreadableError, match="cannot be read"):
+    with pytest.raises(UnreadableError, match="cannot be read"):
         checkpoint.find_latest(tmp_path)
     retention.prune(tmp_path, CheckpointConfig(keep_last=1), "mrr", 6)
     assert checkpoint.steps_in(tmp_path) == [6], "it may be whole"

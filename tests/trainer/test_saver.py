@@ -11,10 +11,11 @@ from states import state_of
 from volumes import small_volume
 from waiting import until
 
+from declutr.common.errors import SaveError
 from declutr.trainer.checkpoints import checkpoint, saver
 from declutr.trainer.checkpoints.config import CheckpointConfig
 from declutr.trainer.checkpoints.retry import Job, StorageRetry
-from declutr.trainer.checkpoints.saver import SaveError, Saver
+from declutr.trainer.checkpoints.saver import Saver
 
 MIB = 2**20
 

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from states import state_of
 from waiting import until
 
+from declutr.common.errors import RemoteError, ShardError
 from declutr.common.stores.folder import Folder
-from declutr.common.stores.retry import RemoteError, RetryPolicy
-from declutr.pipeline.shards.shards import ShardError, ShardSet
+from declutr.common.stores.retry import RetryPolicy
+from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.config import CheckpointConfig
 from declutr.trainer.checkpoints.saver import Saver

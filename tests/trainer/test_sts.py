@@ -10,11 +10,12 @@ from scipy.stats import spearmanr
 from tiny import VOCAB_SIZE, tiny_encoder
 from torch import nn
 
+from declutr.common.errors import DataError
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.driver.resolved import find_shards
 from declutr.trainer.driver.shard_checks import validation_problems
 from declutr.trainer.metrics.config import SICKR, STSB
-from declutr.trainer.metrics.judged_pairs import FILES, StsError, read_pairs
+from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
 from declutr.trainer.metrics.sts import StsPairs, StsValidator
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.parallel.communicator import Communicator
@@ -122,7 +123,7 @@ def test_a_file_with_notes_and_windows_line_ends_is_read(tmp_path):
 )
 def test_damaged_files_are_named(tmp_path, text, message):
     folder = tmp_path if text is None else write(tmp_path, text)
-    with pytest.raises(StsError, match=all_of(message)) as error:
+    with pytest.raises(DataError, match=all_of(message)) as error:
         read_pairs(folder)
     assert "sts-dev.csv" in str(error.value)
 

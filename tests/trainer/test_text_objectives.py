@@ -12,10 +12,11 @@ from measures import deviation
 from textrows import sentences, text_rows
 from tiny import VOCABULARY, tiny_encoder, tiny_train_step, with_task
 
+from declutr.common.errors import UsageError
 from declutr.trainer.checkpoints.weights import step_parameters
 from declutr.trainer.data.canonical import collate_canonical
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.objectives.base import Gathered, ObjectiveError
+from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.row_shard import SHARED_ROWS
 from declutr.trainer.objectives.scd.config import ScdConfig
@@ -354,7 +355,7 @@ def test_views_with_one_dropout_key_are_refused(name):
     """Equal keys with two rates would nest one view's mask in the other's, which no loss shows."""
     train_step, batch = setup(name)
     first = batch.spans.keys[torch.arange(len(batch.spans.keys)) // 2 * 2]
-    with pytest.raises(ObjectiveError, match="same dropout key"):
+    with pytest.raises(UsageError, match="same dropout key"):
         train_step.step({"": replace(batch, spans=replace(batch.spans, keys=first))}, 1)
 
 

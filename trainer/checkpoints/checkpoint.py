@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from declutr.common.config import first_problem
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import CheckpointError, UnreadableError
 from declutr.common.storage import atomic_folder, read_json, write_json
 from declutr.trainer.checkpoints.state import RunState, has_checksum
 
@@ -36,14 +37,6 @@ ENCODER, OPTIMIZER, OBJECTIVE, FRONTEND, STATE = (
     "frontend.safetensors",
     "state.json",
 )
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is incomplete, altered, or does not fit the run."""
-
-
-class UnreadableError(CheckpointError):
-    """A checkpoint that the storage failed to read; it may be intact."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

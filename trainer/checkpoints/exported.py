@@ -5,7 +5,8 @@ from typing import Any
 
 import msgspec
 
-from declutr.common.storage import DamagedError, hash_json, read_record
+from declutr.common.errors import DamagedError
+from declutr.common.storage import hash_json, read_record
 
 EXPORT = "export"
 SETTINGS = "declutr.json"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import CheckpointError
 from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.checkpoint import CheckpointError
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.parallel.request import Request

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from declutr.common.errors import CheckpointError, UnreadableError
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.config import CheckpointConfig
 
@@ -43,9 +44,9 @@ def prune(folder: Path, config: CheckpointConfig, score: str, newest: int) -> No
     for step in checkpoint.steps_in(folder):
         try:
             state = checkpoint.read_state(checkpoint.checkpoint_path(folder, step), verify=False)
-        except checkpoint.UnreadableError:  # decide at the next call
+        except UnreadableError:  # decide at the next call
             stay.add(step)
-        except checkpoint.CheckpointError:
+        except CheckpointError:
             continue
         else:
             if step > newest:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from declutr.common.console.logs import get_logger
-from declutr.common.stores.retry import RemoteError
+from declutr.common.errors import RemoteError
 from declutr.trainer.checkpoints.checkpoint import Contents
 from declutr.trainer.checkpoints.state import RunState
 

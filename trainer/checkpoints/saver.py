@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import SaveError
 from declutr.trainer.checkpoints import checkpoint, retention
 from declutr.trainer.checkpoints.checkpoint import Contents
 from declutr.trainer.checkpoints.config import CheckpointConfig
@@ -21,10 +22,6 @@ from declutr.trainer.checkpoints.state import RunState
 _NICENESS = 10
 _UNHURRIED_SECONDS = 60.0
 _BEAT_SECONDS = 1.0
-
-
-class SaveError(RuntimeError):
-    """Checkpoints could not be written for longer than the settings allow."""
 
 
 class Saver:

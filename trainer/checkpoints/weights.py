@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from declutr.trainer.checkpoints.checkpoint import ENCODER, FRONTEND, OBJECTIVE, OPTIMIZER, CheckpointError, Contents
+from declutr.common.errors import CheckpointError
+from declutr.trainer.checkpoints.checkpoint import ENCODER, FRONTEND, OBJECTIVE, OPTIMIZER, Contents
 from declutr.trainer.objectives.base import Objective
 from declutr.trainer.parallel.sharding import full_tensor, shard_like
 from declutr.trainer.step.step import TrainStep

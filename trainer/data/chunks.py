@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from declutr.common.errors import ShardError
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.shards.manifest import MANIFEST
-from declutr.pipeline.shards.shards import ShardError, ShardSet
+from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.plan import Plan
 
 _CHUNK_DOCUMENTS = 1024  # tasks with fewer are mostly overhead

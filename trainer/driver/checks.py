@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from declutr.common.cluster import cluster_problem, named_cluster
-from declutr.common.config import ConfigError
 from declutr.common.console.logs import get_logger
-from declutr.common.storage import DamagedError
+from declutr.common.errors import ConfigError, DamagedError
 from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.pipeline.shards.shards import check_shards

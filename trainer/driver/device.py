@@ -10,7 +10,8 @@ from typing import Literal
 import msgspec
 
 from declutr.common.console.logs import get_logger
-from declutr.common.storage import DamagedError, read_record, write_json
+from declutr.common.errors import DamagedError
+from declutr.common.storage import read_record, write_json
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
 from declutr.trainer.checkpoints.store import RunStore
 from declutr.trainer.setup.scaling import ScalingConfig

@@ -6,8 +6,8 @@ import torch
 from safetensors import SafetensorError
 from torch.nn import Dropout
 
-from declutr.common.config import ConfigError
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import ConfigError, EncoderError, UsageError
 from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import TOKENIZER, Manifest
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
@@ -19,17 +19,10 @@ from declutr.trainer.driver.shard_checks import objective_problems
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.freezing import frozen_parameters
-from declutr.trainer.model.language_model import (
-    FAMILIES,
-    UnfitEncoderError,
-    load_hf_config,
-    max_span_tokens,
-    mlm_head,
-    vocabulary_of,
-)
+from declutr.trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from declutr.trainer.model.layouts import drops_by_key, patch_problem
 from declutr.trainer.model.sentences import left_out
-from declutr.trainer.objectives.base import Objective, ObjectiveError
+from declutr.trainer.objectives.base import Objective
 from declutr.trainer.setup.build import build_encoder, build_objective
 from declutr.trainer.setup.build import load_tokenizer as tokenizer_of_shards
 from declutr.trainer.setup.config import TrainConfig
@@ -126,7 +119,7 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
         return [_unloadable(encoder, error)]
     try:
         objective = build_objective(config, built, manifest)
-    except ObjectiveError as error:  # unless the objective's own checks report the same
+    except UsageError as error:  # unless the objective's own checks report the same
         known = config.objective.problems(config.context(manifest.short_documents), manifest)
         return [] if known else [str(error)]
     if wrong := _size_problems(config, built, objective):
@@ -220,7 +213,7 @@ def _frontend_problems(run: ResolvedRun, name: str) -> list[str]:
     encoder = build_encoder(run.config, tokenizer_of_shards(run.data[""][0], run.manifest)[0])
     try:
         frontend = build_frontend(run.config.of_task(name), encoder, run.manifests[name].content)
-    except (UnfitEncoderError, OSError) as error:
+    except (EncoderError, OSError) as error:
         return [str(error).splitlines()[0]]
     problem = patch_problem(encoder, frontend) if frontend is not None else None
     return [f"frontend: {problem}"] if problem else _size_problems(run.config.of_task(name), encoder)

@@ -9,16 +9,8 @@ import numpy as np
 
 from declutr.common.bootstrap import compare
 from declutr.common.console.logs import get_logger
-from declutr.common.storage import (
-    DamagedError,
-    atomic_folder,
-    hash_file,
-    hash_json,
-    put_back,
-    set_aside,
-    write_json,
-    write_text,
-)
+from declutr.common.errors import CheckpointError, DamagedError
+from declutr.common.storage import atomic_folder, hash_file, hash_json, put_back, set_aside, write_json, write_text
 from declutr.trainer.checkpoints import checkpoint, ranking
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS, read_settings
@@ -48,7 +40,7 @@ def export(resolved: ResolvedRun) -> Path:
     folder = run / CHECKPOINTS
     found = _chosen(config, folder)
     if found is None:
-        raise checkpoint.CheckpointError(f"{folder}: holds no whole checkpoint to export")
+        raise CheckpointError(f"{folder}: holds no whole checkpoint to export")
     path, state = found
     put_back(target)
     if target.exists() and (_is_of(target, state) or _is_better(target, config, run, state)):

@@ -25,10 +25,6 @@ _COLLATERAL = re.compile(
 )
 
 
-class TrainingFailedError(RuntimeError):
-    """The run failed before its last step; saved checkpoints are kept, and the same command continues."""
-
-
 @dataclass(frozen=True)
 class GroupFailure:
     """A failure of a group before its last step.

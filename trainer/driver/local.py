@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from declutr.common.errors import RunStoppedError, TrainingFailedError
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.driver.device import Device
-from declutr.trainer.driver.failure import TrainingFailedError
-from declutr.trainer.driver.signals import RunStoppedError, Signals
+from declutr.trainer.driver.signals import Signals
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.stopwatch import Stopwatch

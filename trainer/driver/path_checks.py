@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from declutr.common.errors import ShardError, UsageError
 from declutr.common.hub import looks_like_a_path
-from declutr.common.paths import PathError, expand, folder_problem
+from declutr.common.paths import expand, folder_problem
 from declutr.common.stores.address import is_remote
 from declutr.common.suggestions import suggest
-from declutr.pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
 from declutr.trainer.metrics.loggers import missing_wandb
 from declutr.trainer.objectives.registry import BROKEN, KINDS
 
@@ -44,7 +45,7 @@ def place_problems(values: Mapping[str, Any]) -> list[str]:
         if isinstance(value, str) and not is_remote(value):
             try:
                 problem = problem_of(value)
-            except PathError as error:
+            except UsageError as error:
                 problem = str(error)
             found += [f"{key} = {value}: {problem}"] if problem else []
     found += _logger_problem(values.get("metrics"))
@@ -78,7 +79,7 @@ def _twice(paths: Mapping[str, Any]) -> list[str]:
             continue
         try:
             place = path if is_remote(path) else expand(path).resolve()
-        except PathError:  # reported already
+        except UsageError:  # reported already
             continue
         if place in first:
             found.append(
@@ -102,7 +103,7 @@ def _same_problem(run: Any, data: Any) -> list[str]:
         return []
     try:
         same = run == data or (not is_remote(run + data) and expand(run).resolve() == expand(data).resolve())
-    except PathError:  # reported already
+    except UsageError:  # reported already
         return []
     return [f"run = {run}: is the folder of the shards too (data = {data}); name another folder"] if same else []
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from declutr.common.paths import PathError
-from declutr.common.stores.retry import RemoteError
+from declutr.common.errors import RemoteError, ShardError, UsageError
 from declutr.pipeline.shards.joined import joined_manifest
-from declutr.pipeline.shards.manifest import Manifest, ShardError, load_manifest
+from declutr.pipeline.shards.manifest import Manifest, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints.state import data_hashes, joint_hash
 from declutr.trainer.data.plan import Plan
@@ -116,7 +115,7 @@ def find_shards(config: TrainConfig) -> Found:
         try:
             folder = data_folder(place, config.cache)
             folders[key], manifests[key] = folder, load_manifest(folder)
-        except (ShardError, RemoteError, PathError, OSError) as error:
+        except (ShardError, RemoteError, UsageError, OSError) as error:
             unreadable[key] = f"{key} = {place}: {error}"
     read = {name: some for name, some in tasks.items() if not some.keys() - manifests.keys()}
     return Found(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from declutr.common.config import config_yaml
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import CheckpointError
 from declutr.common.lock import RunLock, StoreLock
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_folder, write_json, write_text
@@ -17,7 +18,7 @@ from declutr.common.stores.folder import Folder
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.exported import EXPORT, read_settings
 from declutr.trainer.checkpoints.ranking import BestScore, history
 from declutr.trainer.checkpoints.store import RunStore, store_of

@@ -5,7 +5,8 @@ from typing import Any
 
 from declutr.common.config import flat_keys
 from declutr.common.console.logs import get_logger
-from declutr.common.storage import DamagedError, hash_json, read_record
+from declutr.common.errors import CheckpointError, DamagedError
+from declutr.common.storage import hash_json, read_record
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
 from declutr.trainer.checkpoints import checkpoint
@@ -123,7 +124,7 @@ def refuse_lost_steps(run: Path, done: int) -> None:
         CheckpointError: the checkpoints are gone or broken.
     """
     if done == 0 and (run / SUMMARY).is_file():
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"{run}: has finished ({SUMMARY}), and no whole checkpoint is in {CHECKPOINTS}: the run would begin again "
             "and replace its results; name another folder, or delete this one"
         )

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from declutr.common.errors import UsageError
 from declutr.common.paths import expand
 from declutr.common.storage import read_json
 from declutr.pipeline.shards.joined import joined_manifest
 from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, data_hash
 from declutr.trainer.metrics.config import STSB
-from declutr.trainer.objectives.config import ObjectiveError
 from declutr.trainer.setup.config import TrainConfig
 
 _FILE = "tokenizer.json"
@@ -93,7 +93,7 @@ def objective_problems(config: TrainConfig) -> list[str]:
     objective = config.objective
     try:
         implementation_of(objective)
-    except ObjectiveError as error:
+    except UsageError as error:
         return [str(error)]
     if objective.mlm and "mlm" not in objective.metrics:
         return [

@@ -12,22 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import RunStoppedError
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _SAME_SECONDS = 1.0
 """Signals within this time are one request: `timeout` sends SIGTERM twice, a closing terminal and its shell SIGHUP."""
-
-
-class RunStoppedError(RuntimeError):
-    """The run stopped on request; the same command continues it.
-
-    Attributes:
-        status: exit status of the command.
-    """
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def say_stopped(reason: KeyboardInterrupt | RunStoppedError) -> int:

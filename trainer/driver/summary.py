@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from declutr.common.console.logs import get_logger
-from declutr.common.storage import DamagedError, Record, read_record, write_json
+from declutr.common.errors import DamagedError
+from declutr.common.storage import Record, read_record, write_json
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.objectives.config import NN_ACCURACY
 

@@ -14,22 +14,15 @@ from typing import Any
 
 import ray
 
-from declutr.common.config import ConfigError
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import ConfigError, RunStoppedError, TrainingFailedError
 from declutr.common.session import start_ray
 from declutr.common.stores.address import child
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.driver.device import Device
-from declutr.trainer.driver.failure import (
-    GroupFailure,
-    TrainingFailedError,
-    blame_memory,
-    blame_nodes,
-    describe,
-    oom_kills,
-)
+from declutr.trainer.driver.failure import GroupFailure, blame_memory, blame_nodes, describe, oom_kills
 from declutr.trainer.driver.group import Fit, build_group, kill_worker
-from declutr.trainer.driver.signals import RunStoppedError, Signals
+from declutr.trainer.driver.signals import Signals
 from declutr.trainer.driver.summary import FAILURES
 from declutr.trainer.driver.watchdog import Hang, Waiting, Watchdog
 from declutr.trainer.metrics.metrics import METRICS, read_last_step

@@ -11,7 +11,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from declutr.common.cluster import named_cluster
-from declutr.common.config import ConfigError
+from declutr.common.errors import ConfigError
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.canonical import collated

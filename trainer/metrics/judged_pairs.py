@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from declutr.common.errors import DataError
 from declutr.trainer.metrics.config import SICKR, STSB
-
-
-class StsError(ValueError):
-    """A file of judged pairs is missing or damaged."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +44,13 @@ def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float,
     """Judgement and texts of each pair of a file, by default STS-B's development set.
 
     Raises:
-        StsError: the file is missing or damaged; the message names it and the line.
+        DataError: the file is missing or damaged; the message names it and the line.
     """
     path, columns = folder / file.name, slice(file.first, file.first + 2)
     try:
         lines = path.read_bytes().decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise StsError(f"{path}: {error}; name the folder of {file.source} with {file.name}") from error
+        raise DataError(f"{path}: {error}; name the folder of {file.source} with {file.name}") from error
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or (file.headed and number == 1):
@@ -63,13 +60,13 @@ def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float,
             score = float(fields[file.score])
             first, second = fields[columns]
         except (ValueError, IndexError) as error:
-            raise StsError(
+            raise DataError(
                 f"{path}, line {number}: expected at least {file.columns} columns separated by tabs, a score in column "
                 f"{file.score + 1}"
             ) from error
         if not file.least <= score <= 5 or not first.strip() or not second.strip():
-            raise StsError(f"{path}, line {number}: a score from {file.least} to 5 and two texts are needed")
+            raise DataError(f"{path}, line {number}: a score from {file.least} to 5 and two texts are needed")
         found.append((score, first, second))
     if len(found) < 2:
-        raise StsError(f"{path}: {len(found)} pairs, at least 2 are needed")
+        raise DataError(f"{path}: {len(found)} pairs, at least 2 are needed")
     return found

@@ -18,8 +18,9 @@ from typing import IO, Any
 import msgspec
 
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import DamagedError
 from declutr.common.extras import missing_extra
-from declutr.common.storage import DamagedError, hash_json, read_record, write_json
+from declutr.common.storage import hash_json, read_record, write_json
 from declutr.trainer.metrics.config import WandbConfig
 
 TENSORBOARD = "tensorboard"

@@ -49,7 +49,7 @@ def read_judged(score: str, folder: Path, tokenizer: Any, max_tokens: int) -> St
         max_tokens: largest number of tokens of a text, specials included; longer ones are cut at the end.
 
     Raises:
-        StsError: see `read_pairs`.
+        DataError: see `read_pairs`.
     """
     pairs = read_pairs(folder, FILES[score])
     texts = [first for _, first, _ in pairs] + [second for _, _, second in pairs]

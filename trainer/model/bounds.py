@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from declutr.common.errors import DamagedError
 from declutr.common.storage import read_json
 
 MIB = 2**20
@@ -46,22 +47,18 @@ _LONG = re.compile(r"[*+]|\{\d*,?\d{2,}\}|\{\d+,\}")
 _REPEAT = re.compile(r"[*+?{]")
 
 
-class BoundsError(ValueError):
-    """A file of a model that is beyond a bound."""
-
-
 def check_folder(folder: Path) -> None:
     """Checks that the files of a model's folder, and of the folders in it, are files of sizes that are read at once.
 
     Raises:
-        BoundsError: one is a pipe, a device or too large, or there are too many.
+        DamagedError: one is a pipe, a device or too large, or there are too many.
     """
     number = 0
     for place in (folder, *(path for path in folder.iterdir() if path.is_dir())):
         for path in place.iterdir():
             number += 1
             if number > MAX_FILES:
-                raise BoundsError(f"{folder} holds more than {MAX_FILES:,} files; a model has a few dozen")
+                raise DamagedError(f"{folder} holds more than {MAX_FILES:,} files; a model has a few dozen")
             if path.exists() and not path.is_dir():
                 check_file(path)
 
@@ -70,41 +67,41 @@ def check_file(path: Path) -> None:
     """Checks one file of a model.
 
     Raises:
-        BoundsError: it is a pipe or a device, or is too large to be read at once.
+        DamagedError: it is a pipe or a device, or is too large to be read at once.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise BoundsError(f"{path} is not a file but a pipe, a socket or a device")
+        raise DamagedError(f"{path} is not a file but a pipe, a socket or a device")
     tokenizer = path.name in _TOKENIZER
     mib = MAX_TOKENIZER_MIB if tokenizer else MAX_SETTINGS_MIB
     if (tokenizer or path.suffix == ".json") and status.st_size > mib * MIB:
-        raise BoundsError(f"{path} has {status.st_size / MIB:,.0f} MiB; it may have {mib}")
+        raise DamagedError(f"{path} has {status.st_size / MIB:,.0f} MiB; it may have {mib}")
 
 
 def check_config(values: Mapping[str, Any]) -> None:
     """Checks the numbers of a `config.json` before a model of these sizes is built.
 
     Raises:
-        BoundsError: a number is not finite or out of its bounds, or the config names code of another place.
+        DamagedError: a number is not finite or out of its bounds, or the config names code of another place.
     """
     for number, (key, value) in enumerate(_leaves(values)):
         if number >= MAX_VALUES:
-            raise BoundsError(f"config.json holds more than {MAX_VALUES:,} values")
+            raise DamagedError(f"config.json holds more than {MAX_VALUES:,} values")
         if "attn_implementation" in key and isinstance(value, str) and "/" in value:
-            raise BoundsError(f"config.json: {key} = {value!r} names code at the hub; remove the key")
+            raise DamagedError(f"config.json: {key} = {value!r} names code at the hub; remove the key")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             if (_COUNT.search(key) or key in _SIZES) and isinstance(value, str):
-                raise BoundsError(f"config.json: {key} = {value[:40]!r} must be a number")
+                raise DamagedError(f"config.json: {key} = {value[:40]!r} must be a number")
             continue
         if not math.isfinite(value):
-            raise BoundsError(f"config.json: {key} = {value} must be finite")
+            raise DamagedError(f"config.json: {key} = {value} must be finite")
         count = _COUNT.search(key)
         most = MAX_OF[count[1] or f"{count[2]}s"] if count else MAX_NUMBER
         if isinstance(value, int) and value > most and "theta" not in key:
             shown = value if value < 10**30 else "a number of many digits"
-            raise BoundsError(f"config.json: {key} = {shown} must be at most {most:,}")
+            raise DamagedError(f"config.json: {key} = {shown} must be at most {most:,}")
         if key in _SIZES and value < 1:
-            raise BoundsError(f"config.json: {key} = {value} must be at least 1")
+            raise DamagedError(f"config.json: {key} = {value} must be at least 1")
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -123,10 +120,10 @@ def check_size(num_weights: int, num_bytes: int) -> None:
     """Compares the weights that a config asks for with the bytes of the files that hold them.
 
     Raises:
-        BoundsError: the files cannot hold most of the weights.
+        DamagedError: the files cannot hold most of the weights.
     """
     if num_weights > num_bytes + MAX_EXTRA_NUMBERS:
-        raise BoundsError(
+        raise DamagedError(
             f"config.json describes {num_weights:,} weights, and its files of weights have {num_bytes:,} bytes; they "
             "belong to different models"
         )
@@ -136,7 +133,7 @@ def check_tokenizer(folder: Path) -> None:
     """Checks `tokenizer.json` and `tokenizer_config.json` of a folder, if it has them.
 
     Raises:
-        BoundsError: a token has an id far beyond the number of tokens, or a regular expression may take exponential
+        DamagedError: a token has an id far beyond the number of tokens, or a regular expression may take exponential
             time.
         ValueError: a file is not JSON.
     """
@@ -153,7 +150,9 @@ def check_tokenizer(folder: Path) -> None:
     tokens = len(ids) + (len(vocabulary) if isinstance(vocabulary, list) else 0)
     largest = max((number for number in ids if isinstance(number, int)), default=0)
     if engine and largest > 2 * tokens + 1_000:
-        raise BoundsError(f"{files[0].parent}: a token has the id {largest:,}, and the tokenizer has {tokens:,} tokens")
+        raise DamagedError(
+            f"{files[0].parent}: a token has the id {largest:,}, and the tokenizer has {tokens:,} tokens"
+        )
     check_steps(engine)
 
 
@@ -161,19 +160,19 @@ def check_steps(engine: Mapping[str, Any]) -> None:
     """Checks the steps of a tokenizer before and behind its model, from `tokenizer.json`.
 
     Raises:
-        BoundsError: a regular expression may take time exponential in the length of a text, or a text may become many
+        DamagedError: a regular expression may take time exponential in the length of a text, or a text may become many
             times as long.
     """
     factor = 1
     if sum(1 for _ in _leaves(engine.get("post_processor"))) > MAX_LONGER:
-        raise BoundsError(f"tokenizer.json: its post_processor has more than {MAX_LONGER} values")
+        raise DamagedError(f"tokenizer.json: its post_processor has more than {MAX_LONGER} values")
     for key, value in _leaves({name: engine.get(name) for name in ("normalizer", "pre_tokenizer")}):
         if key in ("content", "prepend", "replacement") and isinstance(value, str):
             factor *= max(1, len(value))
             if factor > MAX_LONGER:
-                raise BoundsError(f"tokenizer.json: its {key} may make a text more than {MAX_LONGER} times as long")
+                raise DamagedError(f"tokenizer.json: its {key} may make a text more than {MAX_LONGER} times as long")
         if key == "Regex" and isinstance(value, str) and (problem := _pattern_problem(value)):
-            raise BoundsError(f"tokenizer.json: the regular expression {value[:80]!r} {problem}")
+            raise DamagedError(f"tokenizer.json: the regular expression {value[:80]!r} {problem}")
 
 
 def _pattern_problem(pattern: str) -> str | None:

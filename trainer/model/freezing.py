@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from declutr.trainer.model.language_model import FAMILIES, UnfitEncoderError
+from declutr.common.errors import EncoderError
+from declutr.trainer.model.language_model import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,13 +18,13 @@ def frozen_parameters(model: "PreTrainedModel", num_trainable_layers: int | None
     relative positions. A normalisation after the last layer is not.
 
     Raises:
-        UnfitEncoderError: the encoder has fewer layers, or its layers share their weights.
+        EncoderError: the encoder has fewer layers, or its layers share their weights.
     """
     if num_trainable_layers is None:
         return []
     layers = _layers(model)
     if num_trainable_layers > len(layers):
-        raise UnfitEncoderError(
+        raise EncoderError(
             f"num_trainable_layers = {num_trainable_layers}: the encoder has {len(layers)} layers; use at most "
             f"{len(layers)}, or null to train everything"
         )
@@ -40,7 +41,7 @@ def _layers(model: "PreTrainedModel") -> list[nn.Module]:
     for module in model.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
-    raise UnfitEncoderError(
+    raise EncoderError(
         f"num_trainable_layers: the {count} layers of model type {model.config.model_type} share their weights; set it "
         f"to null, or use an encoder of type {', '.join(FAMILIES[:5])}"
     )

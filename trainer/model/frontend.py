@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from declutr.common import seeding
+from declutr.common.errors import EncoderError
 from declutr.common.hub import hub_or_cache
 from declutr.common.paths import expand
 from declutr.trainer.data.patches import PatchBatch
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.model.load_report import silence
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def load_vit(frontend: Frontend) -> None:
     """Copies the embeddings of the ViT that the settings name.
 
     Raises:
-        UnfitEncoderError: the model is no ViT, lacks these weights, or has another width, patch or size.
+        EncoderError: the model is no ViT, lacks these weights, or has another width, patch or size.
         OSError: its files cannot be read.
     """
     from transformers import AutoConfig, ViTModel
@@ -90,7 +90,7 @@ def load_vit(frontend: Frontend) -> None:
     with hub_or_cache(), silence():
         found = AutoConfig.from_pretrained(source)
         if found.model_type != "vit":
-            raise UnfitEncoderError(f"{named}: is of type {found.model_type}, not vit; name a ViT")
+            raise EncoderError(f"{named}: is of type {found.model_type}, not vit; name a ViT")
         width = frontend.cls.shape[0]
         wanted = {
             "hidden_size": width,
@@ -103,12 +103,12 @@ def load_vit(frontend: Frontend) -> None:
             own = own[0] if isinstance(own, (list, tuple)) else own
             if own != value:
                 remedy = "use a ViT as wide as the encoder" if name == "hidden_size" else f"set the frontend's to {own}"
-                raise UnfitEncoderError(f"{named}: its {name} is {own}, and this run needs {value}; {remedy}")
+                raise EncoderError(f"{named}: its {name} is {own}, and this run needs {value}; {remedy}")
         model, info = ViTModel.from_pretrained(
             source, add_pooling_layer=False, dtype=torch.float32, output_loading_info=True
         )
     if missing := sorted(name for name in info["missing_keys"] if name.startswith("embeddings.")):
-        raise UnfitEncoderError(f"{named}: its files lack {', '.join(missing)}")
+        raise EncoderError(f"{named}: its files lack {', '.join(missing)}")
     embeddings = model.embeddings
     with torch.no_grad():
         frontend.patches.weight.copy_(embeddings.patch_embeddings.projection.weight.flatten(1))
@@ -147,7 +147,7 @@ class EmbeddingSwitch:
         """Makes the encoder read `states` while the block runs.
 
         Raises:
-            UnfitEncoderError: the encoder did not read them.
+            EncoderError: the encoder did not read them.
         """
         self._states = states
         try:
@@ -155,7 +155,7 @@ class EmbeddingSwitch:
         finally:
             self._states = None
         if not self._used:
-            raise UnfitEncoderError(f"model type {self._kind} cannot read patches: it has no module for its embeddings")
+            raise EncoderError(f"model type {self._kind} cannot read patches: it has no module for its embeddings")
 
 
 def embedding_width(model: "PreTrainedModel") -> int:

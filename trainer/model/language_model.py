@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from declutr.common import seeding
+from declutr.common.errors import EncoderError
 from declutr.common.hub import hub_or_cache
 from declutr.common.paths import expand
 from declutr.common.suggestions import suggest
@@ -22,10 +23,6 @@ from declutr.trainer.model.load_report import LoadReport, silence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-class UnfitEncoderError(ValueError):
-    """An encoder that cannot be trained here; the message has a remedy."""
 
 
 FAMILIES = (
@@ -50,8 +47,8 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
         ids: `pad_token_id`, `bos_token_id`, ... of the tokenizer; used only from scratch.
 
     Raises:
-        BoundsError: its files ask for more than a model may have.
-        UnfitEncoderError: the model is a decoder or another type without a masked language model.
+        DamagedError: its files ask for more than a model may have.
+        EncoderError: the model is a decoder or another type without a masked language model.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -68,12 +65,12 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
         check_config(given)
         if given["model_type"] not in CONFIG_MAPPING:
             near = suggest(str(given["model_type"]), list(MODEL_FOR_MASKED_LM_MAPPING_NAMES))
-            raise UnfitEncoderError(f"transformers has no model type {given['model_type']!r}{near}")
+            raise EncoderError(f"transformers has no model type {given['model_type']!r}{near}")
         hf = AutoConfig.for_model(given.pop("model_type"), **{"vocab_size": vocabulary_size, **ids, **given})
     own_code = "AutoModelForMaskedLM" in (getattr(hf, "auto_map", None) or {})
     known = hf.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or own_code
     if not known or hf.is_encoder_decoder or getattr(hf, "is_decoder", False):
-        raise UnfitEncoderError(
+        raise EncoderError(
             f"model type {hf.model_type} is not an encoder with a masked language model; "
             f"use one of {', '.join(FAMILIES)}"
         )

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from declutr.common.errors import EncoderError
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.data.patches import PatchBatch
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend
-from declutr.trainer.model.language_model import FAMILIES, UnfitEncoderError, max_span_tokens, mlm_head
+from declutr.trainer.model.language_model import FAMILIES, max_span_tokens, mlm_head
 
 Layout = Literal["packed", "padded"]
 # Relative to the largest entry. For 30 untrained families, rounding was at most 3e-6 and the smallest leak 5e-4.
@@ -36,14 +37,14 @@ def embedding_layout(encoder: Encoder) -> Layout:
         encoder: the encoder with its weights; it is left unchanged.
 
     Raises:
-        UnfitEncoderError: neither layout is correct.
+        EncoderError: neither layout is correct.
     """
     with _Trial(encoder) as trial:
         if trial.equals_alone("packed"):
             return "packed"
         if trial.equals_alone("padded") or trial.is_broken():
             return "padded"
-        raise UnfitEncoderError(_unequal(encoder, "a text's embedding changes with the other texts", trial.why))
+        raise EncoderError(_unequal(encoder, "a text's embedding changes with the other texts", trial.why))
 
 
 def fitting_layout(encoder: Encoder, mlm: bool) -> Layout:
@@ -54,13 +55,13 @@ def fitting_layout(encoder: Encoder, mlm: bool) -> Layout:
         mlm: True if its MLM head is trained.
 
     Raises:
-        UnfitEncoderError: the padded layout or the MLM head is not correct.
+        EncoderError: the padded layout or the MLM head is not correct.
     """
     kind, wanted = encoder.model.config.model_type, encoder.config.layout
     advice = f"use another encoder, for example of type {', '.join(FAMILIES[:5])}"
     with _Trial(encoder) as trial:
         if mlm and not trial.head_is_whole():
-            raise UnfitEncoderError(
+            raise EncoderError(
                 f"model type {kind}: the loss of its MLM head cannot be computed here{trial.why}; train "
                 f"without MLM, or {advice}"
             )
@@ -68,9 +69,9 @@ def fitting_layout(encoder: Encoder, mlm: bool) -> Layout:
             return "packed"
         if not trial.equals_alone("padded"):
             problem = _unequal(encoder, "a span's embedding changes with the other spans", trial.why)
-            raise UnfitEncoderError(f"{problem}; {advice}")
+            raise EncoderError(f"{problem}; {advice}")
         if not trial.trains("padded"):
-            raise UnfitEncoderError(f"model type {kind}: its forward fails in training{trial.why}; {advice}")
+            raise EncoderError(f"model type {kind}: its forward fails in training{trial.why}; {advice}")
         return "padded"
 
 

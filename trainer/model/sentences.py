@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from declutr.common.errors import DamagedError
 from declutr.common.hub import hub_or_cache
-from declutr.common.storage import DamagedError, read_record
+from declutr.common.storage import read_record
 from declutr.trainer.model.behind import Normalize, Step, load_dense
 
 _TAKEN_OVER = ("Transformer", "Pooling", "Dense", "Normalize")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from declutr.common.errors import UsageError as UsageError
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.packing import Vocabulary
@@ -24,7 +25,6 @@ from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
-from declutr.trainer.objectives.config import ObjectiveError as ObjectiveError
 from declutr.trainer.objectives.row_shard import RowShard
 from declutr.trainer.parallel.communicator import Communicator
 
@@ -207,18 +207,18 @@ def implementation_of(config: ObjectiveConfig) -> type[Objective[Any]]:
     """The class that computes an objective; importing it imports torch.
 
     Raises:
-        ObjectiveError: there is no such class.
+        UsageError: there is no such class.
     """
     module, _, name = config.implementation.partition(":")
     try:
         found = getattr(import_module(module), name)
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {error}"
-        raise ObjectiveError(_not_usable(config, why)) from error
+        raise UsageError(_not_usable(config, why)) from error
     if not (isinstance(found, type) and issubclass(found, Objective)):
-        raise ObjectiveError(_not_usable(config, "is not a subclass of Objective"))
+        raise UsageError(_not_usable(config, "is not a subclass of Objective"))
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        raise ObjectiveError(_not_usable(config, f"does not define {', '.join(missing)}"))
+        raise UsageError(_not_usable(config, f"does not define {', '.join(missing)}"))
     return found
 
 

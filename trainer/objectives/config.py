@@ -20,10 +20,6 @@ NN_ACCURACY = "nn_accuracy"
 """Score of images and sounds, after the name of their task: share of held-out rows whose nearest neighbour is right."""
 
 
-class ObjectiveError(ValueError):
-    """An objective violated the objective interface; raised on every rank."""
-
-
 @dataclass(frozen=True)
 class RunContext:
     """The part of a run that an objective may depend on.

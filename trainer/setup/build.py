@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from declutr.common import seeding
+from declutr.common.errors import ShardError, UsageError
 from declutr.common.paths import expand
-from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, ShardError, load_manifest
+from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import fingerprint
@@ -26,7 +27,7 @@ from declutr.trainer.model.language_model import (
 )
 from declutr.trainer.model.layouts import fitting_layout
 from declutr.trainer.model.sentences import read_behind
-from declutr.trainer.objectives.base import Objective, ObjectiveError, Validator, implementation_of
+from declutr.trainer.objectives.base import Objective, Validator, implementation_of
 from declutr.trainer.setup.cache import data_folder
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.task import TrainTask
@@ -56,7 +57,7 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     Weights from scratch are the same on every worker.
 
     Raises:
-        UnfitEncoderError: the encoder cannot be trained.
+        EncoderError: the encoder cannot be trained.
     """
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
@@ -92,7 +93,7 @@ def new_objective(config: TrainConfig, encoder: Encoder, short_documents: ShortD
     """The objective, with the encoder's device and precision; its weights are the same on every worker.
 
     Raises:
-        ObjectiveError: its class cannot be loaded, or its constructor raised an error.
+        UsageError: its class cannot be loaded, or its constructor raised an error.
     """
     run = config.context(short_documents)
     kind = implementation_of(config.objective)
@@ -101,7 +102,7 @@ def new_objective(config: TrainConfig, encoder: Encoder, short_documents: ShortD
         try:
             objective = kind(config.objective, run, encoder.embedding_size)
         except (Exception, SystemExit) as error:  # of any package; a restart would raise it again
-            raise ObjectiveError(
+            raise UsageError(
                 f"objective {config.objective.kind}: {kind.__name__}(...) raised {type(error).__name__}: {error}"
             ) from error
     parameter = next(encoder.parameters())

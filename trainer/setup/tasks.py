@@ -36,8 +36,8 @@ def build_task(
     """The parts of one of `config.tasks()`; the main one has the name "".
 
     Raises:
-        ObjectiveError: its objective cannot be built.
-        UnfitEncoderError: the ViT that it names does not fit.
+        UsageError: its objective cannot be built.
+        EncoderError: the ViT that it names does not fit.
     """
     settings = config.tasks()[name]
     return TrainTask(
@@ -157,7 +157,7 @@ def build_frontend(config: TrainConfig, encoder: Encoder, content: AnyContent) -
         content: content of the task's shards.
 
     Raises:
-        UnfitEncoderError: the ViT that it names does not fit.
+        EncoderError: the ViT that it names does not fit.
     """
     settings = config.context("drop").frontend
     if settings is None or not isinstance(content, ImagesContent | AudioContent):

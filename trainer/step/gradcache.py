@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from declutr.common import seeding
+from declutr.common.errors import UsageError
 from declutr.trainer.data.batches import AnyBatch, RankBatch
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.objectives import measures
-from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError
+from declutr.trainer.objectives.base import Gathered, Objective
 from declutr.trainer.objectives.row_shard import SHARED_ROWS, RowShard
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.contract import facts_code, facts_problem, keys_problem, terms_problem
@@ -92,7 +93,7 @@ class GradCache:
         """Totals over all ranks, by one all-reduce; None on every rank if one of them has `failed`.
 
         Raises:
-            ObjectiveError: the collator's facts do not fit its rows, or their names differ between ranks; or the views
+            UsageError: the collator's facts do not fit its rows, or their names differ between ranks; or the views
                 of a row share a dropout key although they must differ by dropout.
         """
         size, rank = self.comm.size, self.comm.rank
@@ -103,7 +104,7 @@ class GradCache:
         rows, codes = found[:size], found[size:]
         if problem or len(set(codes)) > 1:
             given = ", ".join(batch.facts) or "none"
-            raise ObjectiveError(
+            raise UsageError(
                 f"objective {self.objective.config.kind}: "
                 f"{problem or f'the facts of the collator differ between workers; worker {rank} has {given}'}. "
                 "Correct `collate`, which must give the same facts for any number of rows, also 0"
@@ -197,7 +198,7 @@ class GradCache:
         )
         terms = self.objective.terms(gathered)
         if problem := terms_problem(terms, self.objective.config.metrics, gathered.views):
-            raise ObjectiveError(f"objective {self.objective.config.kind}: `loss` {problem}")
+            raise UsageError(f"objective {self.objective.config.kind}: `loss` {problem}")
         return terms, gathered.detach() if self.objective.remembers else None, measures.spread(table)
 
     def _views(self, spans: Tensor, batch: RankBatch) -> Tensor:

@@ -9,11 +9,12 @@ import numpy as np
 
 from declutr.common.bootstrap import F64
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import SaveError
 from declutr.common.stores.address import child
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.ranking import EarlyStopping
-from declutr.trainer.checkpoints.saver import SaveError, Saver
+from declutr.trainer.checkpoints.saver import Saver
 from declutr.trainer.checkpoints.state import Reported, RunState
 from declutr.trainer.checkpoints.store import after_save
 from declutr.trainer.checkpoints.weights import collect, load

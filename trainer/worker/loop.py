@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import EncoderError, UsageError
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.metrics.loggers import Log, wandb_run
 from declutr.trainer.metrics.metrics import MetricsWriter, memory_mib, rates
 from declutr.trainer.model.flops import gpu_name, peak_flops
-from declutr.trainer.model.language_model import UnfitEncoderError
-from declutr.trainer.objectives.base import ObjectiveError, Validator
+from declutr.trainer.objectives.base import Validator
 from declutr.trainer.objectives.row_score import REPORTED, divide
 from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.setup.config import TrainConfig
@@ -67,7 +67,7 @@ class TrainingLoop:
         Raises:
             NonFiniteLossError: a loss, gradient or embedding is not finite; on every rank.
             SaveError: checkpoints cannot be written; on every rank.
-            UnfitEncoderError: the encoder would start with random instead of pretrained weights; on every rank.
+            EncoderError: the encoder would start with random instead of pretrained weights; on every rank.
         """
         done = self.heartbeat.step = self.checkpointing.resume()
         if done == 0:
@@ -148,7 +148,7 @@ class TrainingLoop:
 
         Raises:
             NonFiniteLossError: a loss, gradient or embedding is not finite; on every rank.
-            ObjectiveError: the score that chooses a checkpoint is missing; on every rank.
+            UsageError: the score that chooses a checkpoint is missing; on every rank.
         """
         if self.validator is None:
             return {}
@@ -163,7 +163,7 @@ class TrainingLoop:
         score = self.config.validation.score
         scores, name, rows = divide(found, self.config.seed, score)
         if self.config.chooses and score not in scores:
-            raise ObjectiveError(
+            raise UsageError(
                 f"validation.score = {score}: the held-out rows have only {', '.join(scores)}, so no checkpoint could "
                 "be chosen by it; set another score or export=last, or prepare more rows"
             )
@@ -195,13 +195,13 @@ class TrainingLoop:
         """Checks this worker's copy of a pretrained encoder; the driver has checked its own.
 
         Raises:
-            UnfitEncoderError: on every rank, if any rank's copy lacks weights.
+            EncoderError: on every rank, if any rank's copy lacks weights.
         """
         encoder = self.config.encoder
         needs_head = self.config.objective.mlm and not encoder.new_mlm_head
         found = self.train_step.encoder.load_report.problems(encoder.pretrained, needs_head)
         if self.train_step.comm.all_reduce_max(len(found)):
-            raise UnfitEncoderError(
+            raise EncoderError(
                 "; ".join(found) or f"encoder.pretrained = {encoder.pretrained}: weights are missing on another worker"
             )
 

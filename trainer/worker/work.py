@@ -7,16 +7,13 @@ from typing import Any
 import torch
 
 from declutr.common.console.logs import get_logger
-from declutr.pipeline.shards.shards import ShardError
-from declutr.trainer.checkpoints.saver import SaveError
+from declutr.common.errors import EncoderError, SaveError, ShardError, UsageError
 from declutr.trainer.checkpoints.state import data_hashes, joint_hash
 from declutr.trainer.checkpoints.store import fetch_run, store_of
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.plan import rows_by_corpus
 from declutr.trainer.data.stream import Prefetcher, batches
-from declutr.trainer.model.language_model import UnfitEncoderError
-from declutr.trainer.objectives.base import ObjectiveError
 from declutr.trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
 from declutr.trainer.setup.cache import run_folder, training_set
 from declutr.trainer.setup.config import TrainConfig
@@ -85,7 +82,7 @@ def work(
             build_task(config, name, encoder, one.manifest, comm, Microbatch.of(config.microbatch_tokens, device))
             for name, one in shards.items()
         ]
-    except (ShardError, UnfitEncoderError, ObjectiveError) as error:
+    except (ShardError, EncoderError, UsageError) as error:
         problem = str(error)
     if comm.all_reduce_max(int(bool(problem))):  # a host may have other packages than the first one
         return _given_up(problem, comm.rank)
@@ -127,7 +124,7 @@ def work(
     )
     try:
         step = loop.train()
-    except (NonFiniteLossError, MicrobatchError, SaveError, UnfitEncoderError, ObjectiveError) as error:
+    except (NonFiniteLossError, MicrobatchError, SaveError, EncoderError, UsageError) as error:
         return {"given_up": str(error)}
     except RuntimeError as error:
         refused = refusal(error)

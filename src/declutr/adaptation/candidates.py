@@ -150,7 +150,7 @@ def cross_fitted(
         shrinkage: weight of the identity.
 
     Raises:
-        WhiteningError: the documents of four folds have no covariance.
+        UsageError: the documents of four folds have no covariance.
     """
     rows = unit_rows(start.embed_ids(passages.ids).astype(np.float64))
     before, after = (np.full(passages.num_documents, np.nan) for _ in range(2))

@@ -53,7 +53,7 @@ def located(config: AdaptConfig) -> AdaptConfig:
     """The settings with absolute paths, because workers run in other folders.
 
     Raises:
-        PathError: a path that cannot exist.
+        UsageError: a path that cannot exist.
     """
     places = {
         name: value and str(expand(value).absolute()) for name in ("pairs", "stsb") for value in [getattr(config, name)]

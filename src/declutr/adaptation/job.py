@@ -29,27 +29,28 @@ from declutr.adaptation.scores import (
     judge,
     moved,
 )
-from declutr.adaptation.state import STATE, AdaptError, State, opened
+from declutr.adaptation.state import STATE, State, opened
 from declutr.adaptation.whitening import WhitenConfig
 from declutr.common.bootstrap import MIN_ROWS, Comparison
 from declutr.common.config import validated
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
+from declutr.common.errors import DataError, EncoderError, UsageError
 from declutr.common.extras import missing_extra
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
 from declutr.encoders.loading import load_encoder
-from declutr.encoders.protocol import EncoderError, missing
+from declutr.encoders.protocol import missing
 from declutr.encoders.transformer import TransformerEncoder
-from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test
+from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
 from declutr.evaluation.retrieval.similarity import STSB_TEST
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.driver.model_card import CARD
-from declutr.trainer.metrics.judged_pairs import StsError, read_pairs
+from declutr.trainer.metrics.judged_pairs import read_pairs
 
 ENCODER, REPORT = "encoder", "report.html"
 _START, _START_IDF = "start", "start + IDF cosine"
@@ -84,9 +85,9 @@ def adapt(
 
     Raises:
         ConfigError: with every problem of the settings, or the corpus cannot be prepared.
-        AdaptError: the folder is of another adaptation, or an input cannot be used.
+        UsageError: the folder is of another adaptation, or an input cannot be used.
         EncoderError: the encoder cannot be loaded.
-        WhiteningError: the documents give no covariance.
+        UsageError: the documents give no covariance.
         ShardError, DamagedError: the corpus or the folder cannot be read.
         SessionError: Ray cannot be started.
         TrainingFailedError: the training cannot continue.
@@ -101,14 +102,14 @@ def adapt(
     with RunLock(output, lambda: get_logger().error(lost)), opened(config, output) as state:
         start = load_transformer(config.encoder, config.trust_remote_code)
         if start.max_tokens < WINDOW_TOKENS:
-            raise AdaptError(
+            raise UsageError(
                 f"{config.encoder}: reads at most {start.max_tokens} tokens of a text, and passages have "
                 f"{WINDOW_TOKENS}; name an encoder that reads longer texts"
             )
         if start.prompt:
-            raise AdaptError(f"{config.encoder}: puts {start.prompt!r} before every text, which passages do not have")
+            raise UsageError(f"{config.encoder}: puts {start.prompt!r} before every text, which passages do not have")
         if fingerprint(start.tokenizer) != fingerprint(load_tokenizer(config.encoder, config.trust_remote_code)):
-            raise AdaptError(
+            raise UsageError(
                 f"{config.encoder}: do_lower_case in its sentence_bert_config.json changes texts before its tokenizer, "
                 "which alone prepares documents; set it to false there, and put a normalizer of type Lowercase into "
                 "its tokenizer.json"
@@ -134,16 +135,16 @@ def _checked(config: AdaptConfig, output: Path) -> RetrievalTest | None:
                     f"--pairs {config.pairs}: {reporting} of its queries are left for the test, which needs at least "
                     f"{MIN_ROWS}; give {_QUERIES} queries or more, or none to use passages of the documents"
                 )
-        except PairsError as error:
+        except DataError as error:
             problems.append(str(error))
     if config.stsb is not None:
         try:
             if (count := len(read_pairs(expand(config.stsb), STSB_TEST))) < MIN_ROWS:
                 problems.append(f"--stsb {config.stsb}: {count} pairs; an interval needs {MIN_ROWS}")
-        except StsError as error:
+        except DataError as error:
             problems.append(f"--stsb: {error}")
     if problems:
-        raise AdaptError("\n".join(problems))
+        raise UsageError("\n".join(problems))
     return pairs
 
 

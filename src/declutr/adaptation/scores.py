@@ -149,7 +149,7 @@ def compare_stsb(before: TransformerEncoder, after: TransformerEncoder, folder: 
     """Spearman correlations of both encoders on STS-B's test set, and the interval of their difference over pairs.
 
     Raises:
-        StsError: the file is missing or damaged.
+        DataError: the file is missing or damaged.
     """
     return compare(stsb_values(before, folder), stsb_values(after, folder), seed, spearman)
 

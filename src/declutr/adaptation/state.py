@@ -10,13 +10,10 @@ from pydantic import Field, ValidationError
 
 from declutr.adaptation.config import AdaptConfig
 from declutr.common.config import Strict
+from declutr.common.errors import UsageError
 from declutr.common.storage import write_text
 
 STATE = "state.json"
-
-
-class AdaptError(ValueError):
-    """An adaptation that cannot start or continue; the message has a remedy."""
 
 
 class _Record(Strict):
@@ -66,10 +63,10 @@ class State:
         """Keeps the fingerprint of the start.
 
         Raises:
-            AdaptError: an earlier start of the same adaptation had another one.
+            UsageError: an earlier start of the same adaptation had another one.
         """
         if self._record.start not in (None, start):
-            raise AdaptError(
+            raise UsageError(
                 f"--output {self.path.parent}: the encoder has changed since this adaptation began; name another folder"
             )
         self._write(start=start)
@@ -93,13 +90,13 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
     """The state of the folder, new or of an earlier start of the same adaptation.
 
     Raises:
-        AdaptError: the folder is of another adaptation, or its file is damaged.
+        UsageError: the folder is of another adaptation, or its file is damaged.
     """
     path = output / STATE
     try:
         record = _Record.model_validate_json(path.read_bytes()) if path.is_file() else _Record(config=config)
     except ValidationError as error:
-        raise AdaptError(
+        raise UsageError(
             f"{path} is damaged: delete it and the folders candidates and encoder, and the same command begins again"
         ) from error
     differing = [
@@ -108,7 +105,7 @@ def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
         if name not in ("minutes", "stsb") and getattr(record.config, name) != getattr(config, name)
     ]
     if differing:
-        raise AdaptError(
+        raise UsageError(
             f"--output {output}: holds an adaptation with another {', '.join(differing)}; name another folder"
         )
     state = State(path, config.minutes, record)

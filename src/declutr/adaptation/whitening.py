@@ -18,6 +18,7 @@ from torch import nn
 
 from declutr.common.config import Strict
 from declutr.common.console.logs import bar
+from declutr.common.errors import UsageError
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.encoders.loading import load_encoder
@@ -32,10 +33,6 @@ from declutr.trainer.model.behind import Dense, Normalize
 from declutr.trainer.model.language_model import vocabulary_of
 
 F64 = NDArray[np.float64]
-
-
-class WhiteningError(ValueError):
-    """Spans from which no whitening can be computed."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +88,18 @@ def whitening(sums: WithinSums, power: float, shrinkage: float) -> F64:
         shrinkage: weight of the identity.
 
     Raises:
-        WhiteningError: no document has two spans, or the spans of each document have the same embedding.
+        UsageError: no document has two spans, or the spans of each document have the same embedding.
     """
     degrees = sums.spans - sums.documents
     if degrees < 1:
-        raise WhiteningError(
+        raise UsageError(
             f"{sums.documents:,} documents with one span each: the covariance within documents needs two spans of a "
             "document; use longer documents or shorter spans"
         )
     values, vectors = np.linalg.eigh(sums.scatter / degrees)
     mean = float(values.mean())
     if not mean > 1e-12:
-        raise WhiteningError(
+        raise UsageError(
             f"the {sums.spans:,} spans of {sums.documents:,} documents have the same embedding as the others of their "
             "document: there is nothing to whiten; check that the documents are not empty or repeated text"
         )
@@ -171,7 +168,7 @@ def whiten(config: WhitenConfig, output: Path, address: str | None = None) -> Wi
     """Writes the whitened encoder to `output`; return the sums from which it was computed.
 
     Raises:
-        WhiteningError: the encoder has another tokenizer than the shards or is no transformer, or there are no training
+        UsageError: the encoder has another tokenizer than the shards or is no transformer, or there are no training
             documents, or they have no covariance.
         EncoderError: the encoder cannot be loaded.
         FileExistsError: `output` exists.
@@ -199,18 +196,18 @@ def load(config: WhitenConfig) -> TransformerEncoder:
     """The encoder of the settings.
 
     Raises:
-        WhiteningError: it has another tokenizer than the shards, or is no transformer.
+        UsageError: it has another tokenizer than the shards, or is no transformer.
     """
     encoder = load_encoder(config.encoder, trust_remote_code=config.trust_remote_code)
     if not isinstance(encoder, TransformerEncoder):
-        raise WhiteningError(f"{config.encoder}: only a transformer can be whitened; word vectors have no layers")
+        raise UsageError(f"{config.encoder}: only a transformer can be whitened; word vectors have no layers")
     if encoder.prompt:
-        raise WhiteningError(f"{config.encoder}: puts {encoder.prompt!r} before every text, which passages do not have")
+        raise UsageError(f"{config.encoder}: puts {encoder.prompt!r} before every text, which passages do not have")
     manifest = load_manifest(Path(config.shards))
     if manifest.content.kind != "documents":
-        raise WhiteningError(f"{config.shards}: holds {manifest.content.kind}; the closed form needs documents")
+        raise UsageError(f"{config.shards}: holds {manifest.content.kind}; the closed form needs documents")
     if fingerprint(encoder.tokenizer) != manifest.text_tokenizer.fingerprint:
-        raise WhiteningError(
+        raise UsageError(
             f"{config.shards}: was prepared with another tokenizer than that of {config.encoder}; prepare the corpus "
             f"with tokenizer.name={config.encoder}"
         )
@@ -230,7 +227,7 @@ def within_sums(config: WhitenConfig, address: str | None = None) -> WithinSums:
 
     num_documents = ShardSet(Path(config.shards), "train").num_documents
     if not num_documents:
-        raise WhiteningError(f"{config.shards}: holds no training documents; prepare more documents")
+        raise UsageError(f"{config.shards}: holds no training documents; prepare more documents")
     starts = range(0, num_documents, _BLOCK_DOCUMENTS)
     resources = ray.cluster_resources()
     gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))

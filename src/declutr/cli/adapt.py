@@ -38,22 +38,24 @@ def run_adapt(arguments: list[str]) -> int:
 
     setup_logging("adapt")
     from declutr.adaptation.job import REPORT, adapt
-    from declutr.adaptation.state import AdaptError
-    from declutr.adaptation.whitening import WhiteningError
-    from declutr.common.cluster import SessionError
-    from declutr.common.config import ConfigError
-    from declutr.common.lock import RunLockedError
-    from declutr.common.storage import DamagedError
-    from declutr.encoders.protocol import EncoderError
-    from declutr.pipeline.shards.manifest import ShardError
-    from declutr.trainer.checkpoints.checkpoint import CheckpointError
-    from declutr.trainer.driver.failure import TrainingFailedError
-    from declutr.trainer.driver.signals import RunStoppedError, say_stopped
+    from declutr.common.errors import (
+        CheckpointError,
+        ConfigError,
+        DamagedError,
+        EncoderError,
+        RunLockedError,
+        RunStoppedError,
+        SessionError,
+        ShardError,
+        TrainingFailedError,
+        UsageError,
+    )
+    from declutr.trainer.driver.signals import say_stopped
 
     try:
         result = adapt(**named)
     except (
-        *(AdaptError, ConfigError, WhiteningError, EncoderError, ShardError, SessionError),
+        *(UsageError, ConfigError, UsageError, EncoderError, ShardError, SessionError),
         *(CheckpointError, DamagedError, RunLockedError, TrainingFailedError),
     ) as error:
         return refused(error)

@@ -11,8 +11,9 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the train section to change")
     parser.add_argument("--config", default="configs/demo.yaml")
     given = parser.parse_intermixed_args(arguments)
-    from declutr.common.config import ConfigError, load_config
+    from declutr.common.config import load_config
     from declutr.common.console.logs import setup_logging
+    from declutr.common.errors import ConfigError
     from declutr.pipeline.config import PipelineConfig
     from declutr.pipeline.job.path_checks import look as look_for_data
     from declutr.trainer.setup.config import TrainConfig
@@ -23,11 +24,8 @@ def run(arguments: list[str]) -> int:
     except ConfigError as error:
         return refused(error)
     from declutr.cli.run_demo import demo
-    from declutr.common.storage import DamagedError
-    from declutr.pipeline.shards.shards import ShardError
-    from declutr.trainer.checkpoints.checkpoint import CheckpointError
-    from declutr.trainer.driver.failure import TrainingFailedError
-    from declutr.trainer.driver.signals import RunStoppedError, say_stopped
+    from declutr.common.errors import CheckpointError, DamagedError, RunStoppedError, ShardError, TrainingFailedError
+    from declutr.trainer.driver.signals import say_stopped
 
     setup_logging("demo")
     try:

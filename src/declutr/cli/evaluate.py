@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, get_args
 
 from declutr.cli.scoring import evaluate_mteb, evaluate_nanobeir, evaluate_pairs, load, say, with_checkpoints
 from declutr.common.console.terminal import refused
+from declutr.common.errors import DataError, EncoderError
 from declutr.common.paths import path_argument
 from declutr.encoders.cut import parse_sizes
-from declutr.encoders.protocol import EncoderError, Pooling
+from declutr.encoders.protocol import Pooling
 
 if TYPE_CHECKING:
     from declutr.evaluation.senteval.data.taskdata import Inspection
@@ -46,10 +47,11 @@ def run(arguments: list[str]) -> int:
         return refused(
             f"--data {given.data}: no such folder; `declutr evaluate --download {given.data}` fetches SentEval's data"
         )
+    from declutr.common.errors import UsageError
     from declutr.evaluation.retrieval import nanobeir
     from declutr.evaluation.senteval.classifier.config import ClassifierConfig
     from declutr.evaluation.senteval.data.checking import inspect, overview
-    from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, UnknownTaskError, find
+    from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, find
     from declutr.evaluation.senteval.runner.plan import SETS, ScoringChoice, choose_tasks
 
     default = [*STS, *TRANSFER] if given.protocol == "simcse" else ["all"]
@@ -60,9 +62,9 @@ def run(arguments: list[str]) -> int:
         nano, words = nanobeir.split_names(given.tasks.split(",") if given.tasks else default)
         names = choose_tasks(words)
         tests = nanobeir.read_nanobeir(data, nano)
-    except nanobeir.NanoError as error:
+    except DataError as error:
         return refused(error)
-    except UnknownTaskError as error:
+    except UsageError as error:
         return refused(f"--tasks: {error}")
     for line in nanobeir.overview(tests):
         say(line)

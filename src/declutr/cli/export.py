@@ -12,8 +12,8 @@ from declutr.common.paths import path_argument
 def run(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
     from declutr.common.config import first_problem
-    from declutr.encoders.protocol import EncoderError
-    from declutr.evaluation.export.config import ExportConfig, ExportError, Target
+    from declutr.common.errors import EncoderError, UsageError
+    from declutr.evaluation.export.config import ExportConfig, Target
 
     parser = argparse.ArgumentParser(
         prog="declutr export", description="Write a smaller or faster form of an encoder, and measure it."
@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> int:
         from declutr.reproduction import provenance
 
         found = export(config, inputs, provenance.facts(["declutr", *sys.argv[1:]]))
-    except (EncoderError, ExportError, FileExistsError) as error:
+    except (EncoderError, UsageError, FileExistsError) as error:
         return refused(error)
     except KeyboardInterrupt:
         refused(f"stopped; {given['output']} was not written")

@@ -16,9 +16,9 @@ def run_report(arguments: list[str]) -> int:
     parser.add_argument("folder", type=path_argument, nargs="+", help="output folder of `prepare`, or folders of runs")
     parser.add_argument("--output", type=path_argument, help="folder of report.html (FOLDER/report)")
     given = parser.parse_args(arguments)
+    from declutr.common.errors import ShardError, UsageError
     from declutr.common.extras import missing_extra
-    from declutr.pipeline.shards.shards import ShardError
-    from declutr.report.record import RunError, is_run
+    from declutr.report.record import is_run
 
     if lack := missing_extra("report", "declutr report"):
         return refused(lack)
@@ -31,7 +31,7 @@ def run_report(arguments: list[str]) -> int:
             from declutr.report.corpus import write_corpus_page
 
             print(write_corpus_page(given.folder[0], given.output))
-    except (ShardError, RunError) as error:
+    except (ShardError, UsageError) as error:
         return refused(error)
     return 0
 
@@ -49,9 +49,9 @@ def run_inspect(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the checkpoints of a run as a JSON list")
     parser.add_argument("--fast", action="store_true", help="compare only the sizes of checkpoints, not checksums")
     given = parser.parse_args(arguments)
-    from declutr.inspection.describe import DescribeError, checkpoint_rows, describe, describe_run
-    from declutr.pipeline.shards.shards import ShardError
-    from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError
+    from declutr.common.errors import CheckpointError, ShardError, UsageError
+    from declutr.inspection.describe import checkpoint_rows, describe, describe_run
+    from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 
     broken = False
     try:
@@ -68,6 +68,6 @@ def run_inspect(arguments: list[str]) -> int:
             lines = describe(given.path, given.documents)
         for line in lines:
             print(line)
-    except (DescribeError, ShardError, CheckpointError) as error:
+    except (UsageError, ShardError, CheckpointError) as error:
         return refused(error)
     return int(broken)

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from declutr.common.cluster import SessionError
-from declutr.common.config import ConfigError
 from declutr.common.console.terminal import shown
 from declutr.common.credentials import refused_argument
-from declutr.common.lock import RunLockedError
-from declutr.common.paths import PathError
+from declutr.common.errors import ConfigError, RunLockedError, SessionError, UsageError
 from declutr.common.relay import end_at_signals, relay
 from declutr.common.suggestions import suggest
 
@@ -139,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with shown():
         try:
             status: int = getattr(import_module(module), function)(arguments[1:])
-        except (OSError, ConfigError, PathError, RunLockedError, SessionError) as error:
+        except (OSError, ConfigError, UsageError, RunLockedError, SessionError) as error:
             if os.environ.get("DECLUTR_LOG", "").upper() == "DEBUG":
                 traceback.print_exc()
             print(f"declutr {command}: {error}", file=sys.stderr)

@@ -22,10 +22,8 @@ def run(arguments: list[str]) -> int:
     """
     options = _parser().parse_intermixed_args(arguments)
     from declutr.common.console.logs import setup_logging
-    from declutr.common.storage import DamagedError
-    from declutr.encoders.protocol import EncoderError
-    from declutr.pipeline.shards.manifest import ShardError
-    from declutr.reproduction.item import ReproduceError, item_names, load_item, plan_item
+    from declutr.common.errors import DamagedError, EncoderError, ShardError, UsageError
+    from declutr.reproduction.item import item_names, load_item, plan_item
 
     if options.item is None:
         print("\n".join(f"{name:28s} {load_item(name).title}" for name in item_names()))
@@ -44,10 +42,9 @@ def run(arguments: list[str]) -> int:
         item, senteval = load_item(options.item), options.senteval or options.data / "senteval"
         places = (options.data, senteval, work)
         plan = plan_item(name, item, options.scale, *places, changes, options.seeds, start, options.only)
+        from declutr.common.errors import CheckpointError, RunStoppedError, TrainingFailedError
         from declutr.reproduction.running import plan_lines, reproduce
-        from declutr.trainer.checkpoints.checkpoint import CheckpointError
-        from declutr.trainer.driver.failure import TrainingFailedError
-        from declutr.trainer.driver.signals import RunStoppedError, say_stopped
+        from declutr.trainer.driver.signals import say_stopped
 
         if not options.plan:
             refuse_held(work)
@@ -62,7 +59,7 @@ def run(arguments: list[str]) -> int:
             return say_stopped(reason)
         except (CheckpointError, DamagedError, TrainingFailedError) as error:
             return refused(error)
-    except (ReproduceError, ShardError, EncoderError) as error:
+    except (UsageError, ShardError, EncoderError) as error:
         return refused(error)
     print(f"{plan.folder / plan.results}.md; also .json")
     return 0

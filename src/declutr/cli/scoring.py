@@ -33,8 +33,8 @@ def load(
     Raises:
         EncoderError: it cannot be loaded, or an option has no effect on it.
     """
+    from declutr.common.errors import EncoderError
     from declutr.encoders.loading import load_encoder
-    from declutr.encoders.protocol import EncoderError
 
     encoder = load_encoder(
         name,
@@ -52,14 +52,15 @@ def load(
 
 def evaluate_pairs(given: argparse.Namespace) -> int:
     """Score baselines and encoders on the user's pairs; return 1 if one could not be scored."""
-    from declutr.evaluation.retrieval.pairs import PairsError, read_test
+    from declutr.common.errors import DataError
+    from declutr.evaluation.retrieval.pairs import read_test
 
     try:
         test = read_test(given.pairs, given.documents)
-    except (PairsError, OSError) as error:
+    except (DataError, OSError) as error:
         return refused(error)
+    from declutr.common.errors import EncoderError
     from declutr.encoders.cut import sizes_of
-    from declutr.encoders.protocol import EncoderError
     from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
     from declutr.evaluation.retrieval.lexicon import Lexicon
 
@@ -83,9 +84,9 @@ def evaluate_mteb(given: argparse.Namespace) -> int:
     """Score all encoders on MTEB's tasks; return 1 if one could not be scored."""
     from importlib.util import find_spec
 
+    from declutr.common.errors import EncoderError
     from declutr.common.hub import stay_offline_unless_it_answers
     from declutr.encoders.cut import sizes_of, with_cuts
-    from declutr.encoders.protocol import EncoderError
 
     if find_spec("mteb") is None:
         sys.stderr.write("--mteb needs MTEB: pip install -e '.[mteb]' in the checkout\n")
@@ -115,9 +116,9 @@ def evaluate_mteb(given: argparse.Namespace) -> int:
 
 def evaluate_nanobeir(given: argparse.Namespace, tests: Sequence["NanoTest"]) -> bool:
     """Score encoders on tests of NanoBEIR and write the table; return whether every encoder was scored."""
+    from declutr.common.errors import DataError, EncoderError
     from declutr.encoders.cut import sizes_of
-    from declutr.encoders.protocol import EncoderError
-    from declutr.evaluation.retrieval.nanobeir import NanoError, score_nanobeir, write_nanobeir
+    from declutr.evaluation.retrieval.nanobeir import score_nanobeir, write_nanobeir
 
     scored, failed, shown = dict[str, Any](), False, ""
     for name in dict.fromkeys([*given.encoders, *([given.pretrained] if given.pretrained else [])]):
@@ -125,7 +126,7 @@ def evaluate_nanobeir(given: argparse.Namespace, tests: Sequence["NanoTest"]) ->
             encoder = load(name, given)
             sizes = sizes_of(encoder, given.sizes)
             found = score_nanobeir(encoder, tests, sizes, say)
-        except (EncoderError, NanoError) as error:
+        except (EncoderError, DataError) as error:
             failed = True
             sys.stderr.write(f"not scored: {error}\n")
             continue

@@ -38,11 +38,9 @@ def run_index(arguments: list[str]) -> int:
             return refused(f"--{name}: is for hybrid indexes; add --hybrid")
     if options.pairs and options.weight is not None:
         return refused(f"--weight {options.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
+    from declutr.common.errors import DataError, EncoderError, UsageError
     from declutr.embedding.build import DEFAULT_WEIGHT, build_index, sentences
-    from declutr.embedding.units import EmbedError
-    from declutr.encoders.protocol import EncoderError
     from declutr.evaluation.retrieval.lexicon import LexicalKind
-    from declutr.evaluation.retrieval.pairs import PairsError
 
     choices: list[WeightChoice] = []
     weight = DEFAULT_WEIGHT if options.weight is None else options.weight
@@ -58,7 +56,7 @@ def run_index(arguments: list[str]) -> int:
             options.open_addresses,
             options.parquet,
         )
-    except (EmbedError, EncoderError, PairsError, OSError) as error:
+    except (UsageError, EncoderError, DataError, OSError) as error:
         return refused(error)
     lines = _described(facts, options.output)
     if options.parquet:
@@ -139,10 +137,9 @@ def run_search(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.top < 1:
         parser.error(f"--top {options.top}: must be at least 1")
+    from declutr.common.errors import EncoderError, UsageError
     from declutr.embedding.index import SearchIndex
-    from declutr.embedding.units import EmbedError
     from declutr.encoders.loading import encoder_of_index
-    from declutr.encoders.protocol import EncoderError
 
     try:
         index = SearchIndex(options.index)
@@ -150,7 +147,7 @@ def run_search(arguments: list[str]) -> int:
             index.weigh(options.weight)
         encoder = encoder_of_index(index.facts.choice, options.model, trust_remote_code=options.trust_remote_code)
         answers = [(query, index.search(encoder, query, options.top)) for query in options.query]
-    except (EmbedError, EncoderError) as error:
+    except (UsageError, EncoderError) as error:
         return refused(error)
     for query, hits in answers:
         if len(answers) > 1:

@@ -16,7 +16,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--documents", type=int, default=8, help="most documents in the batch (8)")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="numbers of workers to try (2 3)")
     given = parser.parse_intermixed_args(arguments)
-    from declutr.common.config import ConfigError, load_config
+    from declutr.common.config import load_config
+    from declutr.common.errors import ConfigError
     from declutr.trainer.driver.path_checks import place_problems
     from declutr.trainer.setup.config import TrainConfig
 
@@ -24,8 +25,8 @@ def run(arguments: list[str]) -> int:
         parser.error("--documents and --processes must be at least 1")
     try:
         config = load_config(given.config, "train", TrainConfig, given.overrides, place_problems)
+        from declutr.common.errors import UsageError
         from declutr.trainer.driver.checks import load_problems, refuse, resolve
-        from declutr.trainer.objectives.base import ObjectiveError
         from declutr.trainer.verify import verify
 
         resolved = resolve(config, of_run=False)
@@ -43,7 +44,7 @@ def run(arguments: list[str]) -> int:
             within = "" if row.within else "  APART"
             print(f"{case.precision:>9s} {case.processes:9d} {cut:>10} {numbers}{within}", flush=True)
             apart += not row.within
-    except ObjectiveError as error:
+    except UsageError as error:
         return refused(error)
     print("all equal up to rounding" if not apart else f"{apart} cases differ by more than rounding")
     return int(apart > 0)

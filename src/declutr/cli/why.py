@@ -21,9 +21,8 @@ def run(arguments: list[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     if given.step is None and given.document is None:
         parser.error("give --step, --document or both")
-    from declutr.common.config import ConfigError
-    from declutr.inspection.order import OrderError, read_order
-    from declutr.pipeline.shards.manifest import ShardError
+    from declutr.common.errors import ConfigError, ShardError, UsageError
+    from declutr.inspection.order import read_order
 
     try:
         order = read_order(given.run, given.overrides)
@@ -32,16 +31,16 @@ def run(arguments: list[str]) -> int:
                 print(line)
             return 0
         order.check_step(given.step)
+        from declutr.common.errors import UsageError
         from declutr.inspection.views import step_lines
-        from declutr.trainer.objectives.config import ObjectiveError
 
         as_logged = True
         try:
             for line, right in step_lines(order, given.step, given.document, None if given.full else _SHOWN_CHARACTERS):
                 as_logged &= right
                 print(line)
-        except ObjectiveError as error:
+        except UsageError as error:
             return refused(error)
-    except (ConfigError, OrderError, ShardError) as error:
+    except (ConfigError, UsageError, ShardError) as error:
         return refused(error)
     return int(not as_logged)

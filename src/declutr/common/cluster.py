@@ -69,10 +69,6 @@ def use_network_of(address: str) -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes a name for a prefix without `=`
 
 
-class SessionError(RuntimeError):
-    """No Ray session could be started on this machine."""
-
-
 class SessionConfig(Strict):
     """The place where the work runs, without influence on results."""
 

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from declutr.common.credentials import redact, refused_settings, shown_value
+from declutr.common.credentials import refused_settings, shown_value
+from declutr.common.errors import ConfigError
 from declutr.common.overrides import apply_overrides
 from declutr.common.suggestions import choices_of, number_problems, suggest, unknown_key
 from declutr.common.yamlfile import YamlError, read_yaml_file
@@ -25,14 +26,6 @@ class Strict(BaseModel):
 
     alternatives: ClassVar[tuple[str, ...]] = ()
     """Settings of which one is given; an override of one replaces the others of the file."""
-
-
-class ConfigError(ValueError):
-    """All problems of a configuration, one line each: key, value, limit, remedy."""
-
-    def __init__(self, title: str, problems: Sequence[str]) -> None:
-        self.problems = [redact(problem) for problem in problems]
-        super().__init__("\n".join([f"{title}: {len(self.problems)} problem(s)", *(f"  - {p}" for p in self.problems)]))
 
 
 Config = TypeVar("Config", bound=Strict)

@@ -48,7 +48,7 @@ class UnreadableError(CheckpointError):
     """A checkpoint that the storage failed to read; it may be intact."""
 
 
-class SaveError(CheckpointError):
+class SaveError(DeclutrError, RuntimeError):
     """Checkpoints can no longer be written."""
 
 

@@ -22,7 +22,8 @@ from typing import Self
 import msgspec
 
 from declutr.common.console.logs import get_logger
-from declutr.common.storage import DamagedError, decode_record
+from declutr.common.errors import DamagedError, RunLockedError
+from declutr.common.storage import decode_record
 from declutr.common.stores.folder import Folder
 from declutr.common.stores.retry import RetryPolicy
 from declutr.common.watcher import Watcher
@@ -32,10 +33,6 @@ _STALE_SECONDS = 60.0
 _ENTRY = f".{LOCK}."
 """Start of the names of the entries of commands that are about to read and write the lock of a store."""
 _ATTEMPTS = 8  # pauses of up to 0.1, 0.2 ... 12.8 s
-
-
-class RunLockedError(RuntimeError):
-    """Another command holds this folder."""
 
 
 class Holder(msgspec.Struct, frozen=True):

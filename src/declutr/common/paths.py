@@ -7,38 +7,36 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from declutr.common.errors import UsageError
+
 _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
 _NEARLY_AN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:(?:\\|/(?!/))")
-
-
-class PathError(ValueError):
-    """A path that cannot exist on this machine."""
 
 
 def expand(path: str) -> Path:
     """Expands `~` and `$VARIABLES` in a user's path; a path that exists as written is not changed.
 
     Raises:
-        PathError: the path is empty, starts like a Windows path or an address with one slash, or names an unknown
+        UsageError: the path is empty, starts like a Windows path or an address with one slash, or names an unknown
             variable or user.
     """
     if not path.strip():
-        raise PathError("an empty path; name a file or a folder")
+        raise UsageError("an empty path; name a file or a folder")
     if "\0" in path:
-        raise PathError(f"{path!r} holds a NUL character")
+        raise UsageError(f"{path!r} holds a NUL character")
     if os.path.lexists(path):
         return Path(path)
     if _NEARLY_AN_ADDRESS.match(path):
-        raise PathError(
+        raise UsageError(
             f"{path!r} is neither an address (protocol://bucket/name, with two slashes) nor a path of this machine; "
             f"write ./{path} if a folder has that name"
         )
     expanded = str(expand_known(path))
     if unset := _VARIABLE.search(expanded):
-        raise PathError(f"{path!r}: {unset[0]} is not set")
+        raise UsageError(f"{path!r}: {unset[0]} is not set")
     if expanded.startswith("~"):
         who = expanded.partition("/")[0]
-        raise PathError(f"{path!r}: no home folder {who} exists; write the full path")
+        raise UsageError(f"{path!r}: no home folder {who} exists; write the full path")
     return Path(expanded)
 
 
@@ -56,7 +54,7 @@ def path_argument(text: str) -> Path:
     """A path from a command line, expanded if the shell has not done it (`--output=~/x`)."""
     try:
         return expand(text)
-    except PathError as error:
+    except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
-from declutr.common.cluster import SessionError, cluster_problem, named_cluster
-from declutr.common.config import ConfigError
+from declutr.common.cluster import cluster_problem, named_cluster
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import ConfigError, SessionError
 
 # Ray reads these when it is imported or started, so they are set before `import ray`.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

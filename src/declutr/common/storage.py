@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from declutr.common.errors import DamagedError
+
 Record = TypeVar("Record")
 
 
@@ -140,10 +142,6 @@ def hash_json(value: Any) -> str:
     """SHA-256 of a JSON value, independent of key order and spacing."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-class DamagedError(ValueError):
-    """A file whose content differs from what the project writes."""
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:

@@ -14,17 +14,18 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from declutr.common.bootstrap import Comparison, compare
+from declutr.common.errors import DataError, UsageError
 from declutr.common.storage import atomic_file, atomic_folder, hash_file, hash_json, write_json
 from declutr.embedding.index import INDEX, NO_TEXT, SCHEMA, TEXTS, VECTORS, Hybrid, IndexFacts, SearchIndex, StoredTexts
 from declutr.embedding.job import would_read
 from declutr.embedding.lexical import write_words
 from declutr.embedding.output import CHUNK_ROWS, numbered, read_note, rows_of, unit_vectors, write_npy_header
 from declutr.embedding.plane import write_map
-from declutr.embedding.units import EmbedConfig, EmbedError, Shape, VectorType, corpus_of, identify, keyed, plan, shaped
+from declutr.embedding.units import EmbedConfig, Shape, VectorType, corpus_of, identify, keyed, plan, shaped
 from declutr.encoders.protocol import SentenceEncoder
 from declutr.evaluation.retrieval.compare import MEASURES, SEED, measures
 from declutr.evaluation.retrieval.lexicon import LexicalKind
-from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, join_pairs, read_pairs
+from declutr.evaluation.retrieval.pairs import RetrievalTest, join_pairs, read_pairs
 from declutr.pipeline.job.units import Unit, plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document
 
@@ -80,29 +81,29 @@ def build_index(
         map_file: Parquet file to write for Embedding Atlas, which appears with the index.
 
     Raises:
-        EmbedError: the note is missing, the inputs have changed since, or `map_file` cannot be used.
+        UsageError: the note is missing, the inputs have changed since, or `map_file` cannot be used.
         FileExistsError: `output` exists.
     """
     note = read_note(embeddings)
     config = note.config.model_copy(update={"output": embeddings.absolute()})
     if not open_addresses and (far := [path for path in config.inputs if "://" in path]):
-        raise EmbedError(
+        raise UsageError(
             f"{embeddings}: its note names {far[0]}, which is not opened, because it may come from someone else; if "
             "you trust it: --open-addresses"
         )
     units = plan(config)
     precision = note.precision or config.choice.precision
     if note.job != hash_json(identify(config, units, note.fingerprint, precision)):
-        raise EmbedError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
+        raise UsageError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
-        raise EmbedError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
+        raise UsageError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
     is_int8 = config.shape.dtype == "int8"
     dtype = dtype or ("int8" if is_int8 else "float32")
     if map_file:
         _check_map_file(map_file, output, config, note.rows)
     with atomic_folder(output) as aside:
         if _write_texts(aside / TEXTS, units, config, source_field) != note.rows:
-            raise EmbedError(
+            raise UsageError(
                 f"{embeddings}: its inputs have another number of texts than it has embeddings; embed again"
             )
         with (aside / VECTORS).open("wb") as stream:
@@ -138,18 +139,18 @@ def build_index(
 
 
 def _check_map_file(map_file: Path, output: Path, config: EmbedConfig, rows: int) -> None:
-    """Raise EmbedError if the map has no text, or its file another name than .parquet, or a place that is in use."""
+    """Raise UsageError if the map has no text, or its file another name than .parquet, or a place that is in use."""
     if map_file.suffix != ".parquet":
-        raise EmbedError(f"--parquet {map_file}: must end in .parquet")
+        raise UsageError(f"--parquet {map_file}: must end in .parquet")
     if map_file.exists():
-        raise EmbedError(f"--parquet {map_file}: exists already; name another file")
+        raise UsageError(f"--parquet {map_file}: exists already; name another file")
     if map_file.resolve().is_relative_to(output.resolve()):
-        raise EmbedError(f"--parquet {map_file}: is in the folder of the index; name a file elsewhere")
+        raise UsageError(f"--parquet {map_file}: is in the folder of the index; name a file elsewhere")
     for path in (path for path in config.inputs if "://" not in path):
         if would_read(path, config, [map_file]):
-            raise EmbedError(f"--parquet {map_file}: is in the input {path}; name a file elsewhere")
+            raise UsageError(f"--parquet {map_file}: is in the input {path}; name a file elsewhere")
     if not rows:
-        raise EmbedError(f"--parquet {map_file}: {NO_TEXT}; omit it")
+        raise UsageError(f"--parquet {map_file}: {NO_TEXT}; omit it")
 
 
 _RECALL_QUERIES, _RECALL_TOP = 100, 10
@@ -195,7 +196,7 @@ def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig, source_
             for (record, key), source in zip(records, _sources(unit, config, source_field), strict=False):
                 record_number = next(number)
                 if source and (source.source, source.offset) != (record.source, record.offset):
-                    raise EmbedError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
+                    raise UsageError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
                 if isinstance(record, Document) and (key is None or isinstance(key, Document)):
                     text, origin = record.text.removesuffix("\r"), source.text if source else record.source
                     names = {"id": key.text if key else None, "source": origin}
@@ -219,14 +220,14 @@ def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> 
     """Choose the weight of a hybrid index on pairs of `query` and `text`, or of `query` and `id`, of its texts.
 
     Raises:
-        PairsError: the file cannot be used, or names a text or an id that the index does not have.
-        EmbedError: the encoder did not make the index.
+        DataError: the file cannot be used, or names a text or an id that the index does not have.
+        UsageError: the encoder did not make the index.
     """
     index.check(encoder)
     test = _test(index, pairs)
     halves = {which: test.half(which, SEED) for which in ("development", "test")}
     if not all(half.queries for half in halves.values()):
-        raise PairsError(f"--pairs {pairs}: has {len(test.queries)} queries, too few to choose a weight and report it")
+        raise DataError(f"--pairs {pairs}: has {len(test.queries)} queries, too few to choose a weight and report it")
     by_weight = _measured(index, encoder, halves["development"], WEIGHTS)
     means = [measured[:, MEASURES.index(CHOOSING)].mean() for measured in by_weight]
     weight = WEIGHTS[int(np.argmax(means))]

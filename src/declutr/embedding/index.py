@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict, first_problem
+from declutr.common.errors import UsageError
 from declutr.common.storage import hash_file
 from declutr.embedding.lexical import StoredWords
 from declutr.embedding.output import CHUNK_ROWS, mapped
-from declutr.embedding.units import EmbedError, Shape, VectorType, shaped
+from declutr.embedding.units import Shape, VectorType, shaped
 from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, unit_rows
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 
@@ -95,7 +96,7 @@ class StoredTexts:
     """Memory-mapped file of texts.
 
     Raises:
-        EmbedError: the file is cut off, altered, or holds something else.
+        UsageError: the file is cut off, altered, or holds something else.
     """
 
     def __init__(self, path: Path, rows: int) -> None:
@@ -117,7 +118,7 @@ class StoredTexts:
         """Text of a row.
 
         Raises:
-            EmbedError: the part of the file with this row is altered.
+            UsageError: the part of the file with this row is altered.
         """
         batch, place = divmod(row, CHUNK_ROWS)
         values: dict[str, Any] = self._batch(batch).slice(place, 1).to_pylist()[0]
@@ -139,8 +140,8 @@ class StoredTexts:
             self._checked[number] = batch
         return self._checked[number]
 
-    def _wrong(self, why: str) -> EmbedError:
-        return EmbedError(f"{self._path} is cut off, altered, or not of `declutr index` ({why}); build the index again")
+    def _wrong(self, why: str) -> UsageError:
+        return UsageError(f"{self._path} is cut off, altered, or not of `declutr index` ({why}); build the index again")
 
 
 class StoredVectors:
@@ -149,7 +150,7 @@ class StoredVectors:
     int8 vectors are compared with queries that are not rounded, so a search computes their cosines to float32.
 
     Raises:
-        EmbedError: the file is cut off, altered, or of another shape or type, or a number is not finite.
+        UsageError: the file is cut off, altered, or of another shape or type, or a number is not finite.
     """
 
     def __init__(self, path: Path, rows: int, size: int, dtype: VectorType) -> None:
@@ -157,7 +158,7 @@ class StoredVectors:
         self._vectors = mapped(path, rows, size, dtype)
         chunks = (self._vectors[start : start + CHUNK_ROWS] for start in range(0, rows, CHUNK_ROWS))
         if not self._is_int8 and not all(np.isfinite(chunk).all() for chunk in chunks):
-            raise EmbedError(f"{path} holds numbers that are not finite; build the index again")
+            raise UsageError(f"{path} holds numbers that are not finite; build the index again")
 
     def cosines(self, queries: NDArray[np.float32]) -> NDArray[np.float32]:
         """`(queries, rows)` cosines of queries `(queries, size)` of length 1."""
@@ -209,7 +210,7 @@ class SearchIndex:
     `facts` are given while the index is being built; otherwise they are read and the files are compared with them.
 
     Raises:
-        EmbedError: the folder holds no index, or one that is incomplete, altered, or of another version.
+        UsageError: the folder holds no index, or one that is incomplete, altered, or of another version.
     """
 
     def __init__(self, folder: Path, facts: IndexFacts | None = None) -> None:
@@ -224,34 +225,34 @@ class SearchIndex:
         """Replace the weight of the words.
 
         Raises:
-            EmbedError: the index has no words.
+            UsageError: the index has no words.
         """
         if self._words is None:
-            raise EmbedError(f"--weight {weight:g}: the index has no words; build it again with `--hybrid`")
+            raise UsageError(f"--weight {weight:g}: the index has no words; build it again with `--hybrid`")
         self.weight = weight
 
     def search(self, encoder: SentenceEncoder, query: str, top: int = 10) -> list[Hit]:
         """Find the best texts, best first.
 
         Raises:
-            EmbedError: the encoder did not make the index, or index or query are empty, or no word is known.
+            UsageError: the encoder did not make the index, or index or query are empty, or no word is known.
         """
         self.check(encoder)
         if not query.strip():
-            raise EmbedError(EMPTY)
+            raise UsageError(EMPTY)
         if not self.facts.rows:
-            raise EmbedError(NO_TEXT)
+            raise UsageError(NO_TEXT)
         return self.hits(self.embed(encoder, query), top, query)
 
     def check(self, encoder: SentenceEncoder) -> None:
         """Check that an encoder made this index.
 
         Raises:
-            EmbedError: another encoder made the index.
+            UsageError: another encoder made the index.
         """
         size = min(encoder.size, self.facts.shape.dimensions or encoder.size)
         if encoder.fingerprint != self.facts.fingerprint or size != self.facts.size:
-            raise EmbedError(
+            raise UsageError(
                 f"the index was made with {self.facts.choice.model} ({self.facts.fingerprint[:12]}); {encoder.name} "
                 f"({encoder.fingerprint[:12]}) gives different vectors; use the encoder of the index, or embed the "
                 "texts again and build it from them"
@@ -270,17 +271,17 @@ class SearchIndex:
         """Texts best for a vector `(size,)` of length 1 and, in a hybrid index, for the words of a query; best first.
 
         Raises:
-            EmbedError: the vector is null, and no text has a word of the query.
+            UsageError: the vector is null, and no text has a word of the query.
         """
         if self._words is None:
             if not vector.any():
-                raise EmbedError(NO_WORD)
+                raise UsageError(NO_WORD)
             (rows,), (cosines,) = self.nearest(vector[None], top)
             stored = zip(self.texts(rows.tolist()), cosines.tolist(), strict=True)
             return [Hit(**vars(text), score=cosine, cosine=cosine, lexical=None) for text, cosine in stored]
         cosines, lexical = self.parts(vector, query)
         if not vector.any() and not lexical.any():
-            raise EmbedError(f"{NO_WORD}, and no text of the index has a word of it")
+            raise UsageError(f"{NO_WORD}, and no text of the index has a word of it")
         scores = cosines + np.float32(self.weight) * lexical
         rows = best_rows(scores, top)
         parts = zip(*(part[rows].tolist() for part in (scores, cosines, lexical)), strict=True)
@@ -316,16 +317,16 @@ class SearchIndex:
 def _checked_facts(folder: Path) -> IndexFacts:
     """Facts about the index in a folder, after a check that its files are whole."""
     if not (folder / INDEX).is_file():
-        raise EmbedError(f"{folder} is not an index; make one with `declutr index EMBEDDINGS --output FOLDER`")
+        raise UsageError(f"{folder} is not an index; make one with `declutr index EMBEDDINGS --output FOLDER`")
     try:
         facts = IndexFacts.model_validate_json((folder / INDEX).read_bytes())
     except (OSError, ValidationError) as error:
         why = error.strerror if isinstance(error, OSError) else first_problem(error, IndexFacts)
-        raise EmbedError(
+        raise UsageError(
             f"{folder / INDEX} is not an index of this version of `declutr index` ({why}); build the index again: "
             "`declutr index EMBEDDINGS --output FOLDER`"
         ) from error
     for name, digest in facts.files.items():
         if not _FILE.fullmatch(name) or not (folder / name).is_file() or hash_file(folder / name) != digest:
-            raise EmbedError(f"{folder}: {name} is missing or altered; build the index again")
+            raise UsageError(f"{folder}: {name} is missing or altered; build the index again")
     return facts

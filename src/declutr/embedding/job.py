@@ -14,31 +14,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from declutr.common.config import ConfigError, validated
+from declutr.common.config import validated
 from declutr.common.console.logs import bar, get_logger
+from declutr.common.errors import ConfigError, EncoderError, UsageError
 from declutr.common.paths import expand, listed
 from declutr.common.storage import hash_json, write_text
 from declutr.common.suggestions import suggest
 from declutr.embedding.output import Note, assemble, note_path, read_note
-from declutr.embedding.units import (
-    EmbedConfig,
-    EmbeddingSidecar,
-    EmbedError,
-    Shape,
-    embed_unit,
-    finished,
-    identify,
-    located,
-    plan,
-)
-from declutr.encoders.protocol import (
-    EncoderChoice,
-    EncoderError,
-    SentenceEncoder,
-    missing,
-    precision_of,
-    vectors_fingerprint,
-)
+from declutr.embedding.units import EmbedConfig, EmbeddingSidecar, Shape, embed_unit, finished, identify, located, plan
+from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, missing, precision_of, vectors_fingerprint
 from declutr.pipeline.job.units import Unit
 
 SMALL_MIB = 16
@@ -73,7 +57,7 @@ def embed(
 
     Raises:
         ConfigError: with every problem of the settings.
-        EmbedError: inputs that cannot be read, an output that cannot be written, or a worker that keeps dying.
+        UsageError: inputs that cannot be read, an output that cannot be written, or a worker that keeps dying.
         EncoderError: the model cannot be loaded.
     """
     values = {"model": str(model), "inputs": listed(inputs), "output": expand(str(output)), **settings}
@@ -89,11 +73,11 @@ def embed(
     config = located(validated("embed", EmbedConfig, parts | values))
     for path in (path for path in config.inputs if "://" not in path):
         if would_read(path, config, [config.output, note_path(config.output)]):
-            raise EmbedError(f"--output {config.output}: is in the input {path}; name a file elsewhere")
+            raise UsageError(f"--output {config.output}: is in the input {path}; name a file elsewhere")
     try:
         return _embed(config, plan(config))
     except OSError as error:  # a full disk, or storage that is not reachable
-        raise EmbedError(
+        raise UsageError(
             f"{config.output}: {error}. Finished units are kept; run the same command to continue"
         ) from error
 
@@ -129,14 +113,14 @@ def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
 
     encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
-        raise EmbedError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")
+        raise UsageError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")
     identities = identify(config, units, encoder.fingerprint, precision_of(encoder))
     if done := _done(config.output, hash_json(identities)):
         get_logger().info("%s is already complete; nothing to embed", config.output)
         return done
     folder = config.output.absolute().with_name(f".{config.output.name}.parts")
     if config.output.exists() and not note_path(config.output).exists() and not folder.is_dir():
-        raise EmbedError(f"--output {config.output}: exists and is not of `declutr embed`; name another file")
+        raise UsageError(f"--output {config.output}: exists and is not of `declutr embed`; name another file")
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder, config.output):
         return _embedded(config, units, identities, folder, encoder)
@@ -147,7 +131,7 @@ def _alone(folder: Path, output: Path) -> Iterator[None]:
     """Lock the folder of the parts for this command, until it or its process ends.
 
     Raises:
-        EmbedError: another command holds the lock.
+        UsageError: another command holds the lock.
     """
     path = folder / _LOCK
     with path.open("w") as stream:
@@ -157,7 +141,7 @@ def _alone(folder: Path, output: Path) -> Iterator[None]:
         except BlockingIOError:
             locked = False
         if not locked:
-            raise EmbedError(f"--output {output}: another `declutr embed` is writing it; wait, or name another file")
+            raise UsageError(f"--output {output}: another `declutr embed` is writing it; wait, or name another file")
         yield
 
 
@@ -191,7 +175,7 @@ def _done(output: Path, job: str) -> Note | None:
         return None
     try:
         note = read_note(output)
-    except EmbedError:  # the note is damaged, or its output is missing
+    except UsageError:  # the note is damaged, or its output is missing
         return None
     return note if note.job == job else None
 
@@ -249,17 +233,17 @@ def embed_on_ray(
     newly embedded texts and newly read input bytes.
 
     Raises:
-        EmbedError: no session can be started, a unit cannot be embedded, or workers keep dying.
+        UsageError: no session can be started, a unit cannot be embedded, or workers keep dying.
     """
     if not todo:
         return
-    from declutr.common.cluster import SessionError
+    from declutr.common.errors import SessionError
     from declutr.common.session import start_ray
 
     try:
         start_ray()
     except SessionError as error:
-        raise EmbedError(str(error)) from error
+        raise UsageError(str(error)) from error
     import ray  # after the session, which keeps it quiet
     from ray.exceptions import RayActorError, WorkerCrashedError
 
@@ -280,12 +264,12 @@ def embed_on_ray(
     try:
         for row in rows.iter_rows():
             if row["problem"]:
-                raise EmbedError(row["problem"])
+                raise UsageError(row["problem"])
             sidecar = EmbeddingSidecar.model_validate_json(row["sidecar"])
             report(sidecar.written, sizes[sidecar.unit])
             yield sidecar
     except (RayActorError, WorkerCrashedError) as error:
-        raise EmbedError(
+        raise UsageError(
             f"workers keep dying ({error}). Finished units are kept; run the same command to continue"
         ) from error
 
@@ -315,6 +299,6 @@ class UnitEmbedder:
         unit = Unit.model_validate_json(row["unit"])
         try:
             sidecar = embed_unit(unit, self._folder, self._config, row["identity"], self._encoder)
-        except (OSError, EmbedError) as error:  # if raised here, users would see a traceback of Ray
+        except (OSError, UsageError) as error:  # if raised here, users would see a traceback of Ray
             return {"sidecar": "", "problem": f"{error}. Finished units are kept; run the same command to continue"}
         return {"sidecar": sidecar.model_dump_json(), "problem": ""}

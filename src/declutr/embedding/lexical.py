@@ -14,8 +14,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
+from declutr.common.errors import UsageError
 from declutr.common.words import lexical_words
-from declutr.embedding.units import EmbedError
 from declutr.evaluation.retrieval.lexicon import LexicalKind, Lexicon, query_weights
 
 WORDS, POSTINGS = "words.arrow", "postings.arrow"
@@ -48,7 +48,7 @@ class StoredWords:
     """Words of an index of that many rows.
 
     Raises:
-        EmbedError: a file is cut off, altered, or names texts that the index does not have.
+        UsageError: a file is cut off, altered, or names texts that the index does not have.
     """
 
     def __init__(self, folder: Path, rows: int, kind: LexicalKind) -> None:
@@ -102,5 +102,5 @@ def _read(path: Path, schema: pa.Schema) -> pa.RecordBatch:
     return batch
 
 
-def _wrong(path: Path, why: str) -> EmbedError:
-    return EmbedError(f"{path} is cut off, altered, or not of `declutr index` ({why}); build the index again")
+def _wrong(path: Path, why: str) -> UsageError:
+    return UsageError(f"{path} is cut off, altered, or not of `declutr index` ({why}); build the index again")

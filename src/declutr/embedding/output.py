@@ -11,8 +11,9 @@ from numpy.typing import DTypeLike, NDArray
 from pydantic import ValidationError
 
 from declutr.common.config import Strict, first_problem
+from declutr.common.errors import UsageError
 from declutr.common.storage import atomic_file
-from declutr.embedding.units import EmbedConfig, EmbeddingSidecar, EmbedError, Shape, part_schema, shaped
+from declutr.embedding.units import EmbedConfig, EmbeddingSidecar, Shape, part_schema, shaped
 from declutr.encoders.protocol import Precision
 
 CHUNK_ROWS = 4096
@@ -22,14 +23,14 @@ def mapped(path: Path, rows: int, size: int, dtype: str) -> NDArray[Any]:
     """Map the vectors `(rows, size)` of an .npy file; pickled objects are never read.
 
     Raises:
-        EmbedError: the file is cut off, altered, or of another shape or type.
+        UsageError: the file is cut off, altered, or of another shape or type.
     """
     try:
         vectors: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, OSError, EOFError, SyntaxError, TypeError, OverflowError) as error:
-        raise EmbedError(f"{path} cannot be read as vectors ({error})") from error
+        raise UsageError(f"{path} cannot be read as vectors ({error})") from error
     if vectors.shape != (rows, size) or vectors.dtype != np.dtype(dtype):
-        raise EmbedError(f"{path} holds {vectors.shape} of {vectors.dtype}, expected {(rows, size)} of {dtype}")
+        raise UsageError(f"{path} holds {vectors.shape} of {vectors.dtype}, expected {(rows, size)} of {dtype}")
     return vectors
 
 
@@ -61,18 +62,18 @@ def read_note(output: Path) -> Note:
     """Read the note of a file of embeddings.
 
     Raises:
-        EmbedError: the note is missing, or was written for another file.
+        UsageError: the note is missing, or was written for another file.
     """
     path = note_path(output)
     if not output.is_file():
-        raise EmbedError(f"{output}: no such file; name a file that `declutr embed` has written")
+        raise UsageError(f"{output}: no such file; name a file that `declutr embed` has written")
     try:
         note = Note.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         why = error.strerror if isinstance(error, OSError) else first_problem(error, Note)
-        raise EmbedError(f"{output}: has no note {path.name} of `declutr embed` next to it ({why})") from error
+        raise UsageError(f"{output}: has no note {path.name} of `declutr embed` next to it ({why})") from error
     if output.stat().st_size != note.num_bytes:
-        raise EmbedError(f"{output}: its size differs from its note {path.name}; embed again")
+        raise UsageError(f"{output}: its size differs from its note {path.name}; embed again")
     return note
 
 
@@ -127,12 +128,12 @@ def finite_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
     """Yield chunks of embeddings of up to `CHUNK_ROWS` rows, as they are in the file.
 
     Raises:
-        EmbedError: a number is not finite, or the file has other embeddings than its note says.
+        UsageError: a number is not finite, or the file has other embeddings than its note says.
     """
     start = 0
     for chunk in _stored(embeddings, note):
         if len(bad := np.flatnonzero(~np.isfinite(chunk).all(axis=1))):
-            raise EmbedError(f"{embeddings}: the embedding of row {start + bad[0]:,} is not finite; embed again")
+            raise UsageError(f"{embeddings}: the embedding of row {start + bad[0]:,} is not finite; embed again")
         yield chunk
         start += len(chunk)
 
@@ -165,6 +166,6 @@ def _stored(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
                 yield column.flatten().to_numpy().reshape(len(column), note.size)
                 rows += len(column)
     except (pa.ArrowException, IndexError, ValueError, AttributeError) as error:
-        raise EmbedError(f"{embeddings}: cannot read {note.rows:,} embeddings from it ({error})") from error
+        raise UsageError(f"{embeddings}: cannot read {note.rows:,} embeddings from it ({error})") from error
     if rows != note.rows:
-        raise EmbedError(f"{embeddings}: holds {rows:,} embeddings, but its note says {note.rows:,}; embed again")
+        raise UsageError(f"{embeddings}: holds {rows:,} embeddings, but its note says {note.rows:,}; embed again")

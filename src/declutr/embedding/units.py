@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import UsageError
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.encoders.protocol import AnyPrecision, EncoderChoice, SentenceEncoder
@@ -34,10 +35,6 @@ from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 Format = Literal["auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv"]
 VectorType = Literal["float32", "int8"]
 """Type of the vectors of an index."""
-
-
-class EmbedError(ValueError):
-    """Texts that cannot be read, settings that contradict each other, or an output that cannot be written."""
 
 
 class Shape(Strict):
@@ -90,7 +87,7 @@ def plan(config: EmbedConfig) -> list[Unit]:
     """Plan the units of the inputs, with the states of their files.
 
     Raises:
-        EmbedError: every problem that can be found before any work.
+        UsageError: every problem that can be found before any work.
     """
     problems = []
     if config.output.suffix not in (".npy", ".parquet"):
@@ -110,7 +107,7 @@ def plan(config: EmbedConfig) -> list[Unit]:
             problem = problem.replace(ours, theirs)
         problems.append(problem)
     if problems:
-        raise EmbedError("\n".join(problems))
+        raise UsageError("\n".join(problems))
     for line in describe_skipped(skipped.kinds()):
         get_logger().warning(line)
     return with_file_states(units)
@@ -172,7 +169,7 @@ def embed_unit(
     `report` is called with the numbers of newly embedded texts and newly read input bytes.
 
     Raises:
-        EmbedError: a record cannot be read and is not to be skipped, or an embedding is not finite.
+        UsageError: a record cannot be read and is not to be skipped, or an embedding is not finite.
     """
     schema = part_schema(encoder.size, config)
     skipped: Counter[str] = Counter()
@@ -192,7 +189,7 @@ def embed_unit(
                         ids.append(key.text if isinstance(key, Document) else "")
                     else:
                         if not config.skip_bad:
-                            raise EmbedError(
+                            raise UsageError(
                                 f"{problem.source} at {problem.offset}: {problem.reason}: {problem.message}. "
                                 "--skip-bad skips and counts records that cannot be read"
                             )
@@ -202,7 +199,7 @@ def embed_unit(
                 if rows:
                     values, finite = embed_distinct(encoder, texts, config.shape)
                     if len(bad := np.flatnonzero(~finite)):
-                        raise EmbedError(
+                        raise UsageError(
                             f"{unit.name}: the embedding of record {rows[bad[0]]:,} is not finite in "
                             f"{config.shape.dtype}; the encoder is broken, or --dtype float32 is needed"
                         )
@@ -275,7 +272,7 @@ def keyed(unit: Unit, records: Iterator[Record], config: EmbedConfig) -> Iterato
     for record, key in itertools.zip_longest(records, read_unit(unit, corpus_of(config, config.id_field))):
         if record is None or key is None or (record.source, record.offset) != (key.source, key.offset):
             place = record or key
-            raise EmbedError(f"{place.source} at {place.offset}: cannot pair texts with ids")
+            raise UsageError(f"{place.source} at {place.offset}: cannot pair texts with ids")
         yield record, key
 
 

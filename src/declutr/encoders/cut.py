@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_json
-from declutr.encoders.protocol import EncoderError, SentenceEncoder, vectors_fingerprint
+from declutr.encoders.protocol import SentenceEncoder, vectors_fingerprint
 
 
 @dataclass(frozen=True)

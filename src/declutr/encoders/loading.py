@@ -15,27 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
+from declutr.common.errors import DamagedError, EncoderError
 from declutr.common.hub import cache_only
 from declutr.common.paths import expand
 from declutr.encoders.onnx import SETTINGS as ONNX_SETTINGS
 from declutr.encoders.onnx import OnnxEncoder
 from declutr.encoders.pretrained import load_pretrained
-from declutr.encoders.protocol import (
-    AnyPrecision,
-    EncoderChoice,
-    EncoderError,
-    LongTexts,
-    Pooling,
-    SentenceEncoder,
-    no_encoder,
-)
+from declutr.encoders.protocol import AnyPrecision, EncoderChoice, LongTexts, Pooling, SentenceEncoder, no_encoder
 from declutr.encoders.runs import load_run, start_of
 from declutr.encoders.static import StaticEncoder, is_static
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.encoders.words import SUFFIXES, HashedWords, WordVectors
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.exported import EXPORT
-from declutr.trainer.model.bounds import BoundsError, check_folder, check_tokenizer
+from declutr.trainer.model.bounds import check_folder, check_tokenizer
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import max_span_tokens
 from declutr.trainer.torch_private import can_pack_linear, pack_linear, packed_linear
@@ -163,7 +156,7 @@ def _exported(
     try:
         check_folder(path)
         check_tokenizer(path)
-    except (BoundsError, OSError, ValueError) as error:
+    except (DamagedError, OSError, ValueError) as error:
         raise EncoderError(f"{path} is not loaded: {error}") from error
     return kind(path)
 

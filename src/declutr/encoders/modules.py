@@ -13,9 +13,10 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 from torch import nn
 
 from declutr.common.console.logs import get_logger
+from declutr.common.errors import EncoderError
 from declutr.common.hub import hub_problem
 from declutr.common.storage import read_json
-from declutr.encoders.protocol import MOST_PROMPT, EncoderError, Pooling, missing, near
+from declutr.encoders.protocol import MOST_PROMPT, Pooling, missing, near
 from declutr.encoders.weights import DAMAGE
 from declutr.trainer.model.behind import Normalize, load_dense, modules_of
 

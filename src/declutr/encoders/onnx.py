@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_file, hash_json, read_json
-from declutr.encoders.protocol import MOST_PROMPT, EncoderError, texts_of
+from declutr.encoders.protocol import MOST_PROMPT, texts_of
 
 GRAPH = "model.onnx"
 SETTINGS = "declutr_onnx.json"

@@ -9,22 +9,15 @@ from tokenizers import normalizers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig
 
 from declutr.common import seeding
+from declutr.common.errors import DamagedError, EncoderError
 from declutr.common.hub import hub_problem
 from declutr.encoders.modules import Recipe, read_recipe
-from declutr.encoders.protocol import EncoderError, Pooling
+from declutr.encoders.protocol import Pooling
 from declutr.encoders.weights import broken_file, bytes_of_weights, check_weights, explain
 from declutr.pipeline.tokenizer.tokenization import sentencepiece_problem
-from declutr.trainer.model.bounds import (
-    BoundsError,
-    check_config,
-    check_folder,
-    check_size,
-    check_steps,
-    check_tokenizer,
-)
+from declutr.trainer.model.bounds import check_config, check_folder, check_size, check_steps, check_tokenizer
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.language_model import UnfitEncoderError
 from declutr.trainer.model.layouts import embedding_layout
 
 Loaded = tuple[Encoder, Any, Recipe | None, tuple[str, ...]]
@@ -38,8 +31,8 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
         if local:
             check_folder(Path(name))
             if (Path(name) / "adapter_config.json").exists():  # transformers would fetch its base from the hub
-                raise BoundsError("it is an adapter of another model; merge it into that model and save both")
-    except (BoundsError, OSError) as error:
+                raise DamagedError("it is an adapter of another model; merge it into that model and save both")
+    except (DamagedError, OSError) as error:
         raise EncoderError(f"{name} is not loaded: {error}") from error
     recipe = read_recipe(name, pooling)
     if recipe and recipe.size and seed is not None:
@@ -73,7 +66,7 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
                 model = AutoModel.from_config(config, dtype=torch.float32, **_without_pooler(config), **trust)
     except EncoderError:
         raise
-    except BoundsError as error:
+    except DamagedError as error:
         raise EncoderError(f"{name} is not loaded: {error}") from error
     except Exception as error:  # transformers and tokenizers raise any kind for files that they did not write
         broken = (broken_file(folder) or sentencepiece_problem(folder)) if local else ""
@@ -89,7 +82,7 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
         )
     try:
         layout = embedding_layout(encoder)
-    except UnfitEncoderError as error:
+    except EncoderError as error:
         raise EncoderError(
             f"{name}: {error}. Batches of it would give wrong embeddings; take another encoder"
         ) from error

@@ -17,10 +17,6 @@ from declutr.common.suggestions import suggest
 Precision = Literal["fp32", "bf16"]
 
 
-class EncoderError(ValueError):
-    """A folder, file or name that cannot be loaded as an encoder."""
-
-
 class SentenceEncoder(Protocol):
     """Converter of texts to embeddings."""
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from declutr.common.credentials import redact
+from declutr.common.errors import EncoderError, UnreadableError
 from declutr.common.hub import cache_only
 from declutr.common.paths import expand
 from declutr.common.storage import read_json
@@ -14,7 +15,7 @@ from declutr.common.stores.address import child, is_remote
 from declutr.common.yamlfile import read_yaml_file
 from declutr.encoders.modules import Recipe
 from declutr.encoders.pretrained import Loaded
-from declutr.encoders.protocol import EncoderError, Pooling
+from declutr.encoders.protocol import Pooling
 from declutr.encoders.weights import explain
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
@@ -38,7 +39,7 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
     if (path / CHECKPOINTS).is_dir():
         try:
             found = checkpoint.find_latest(path / CHECKPOINTS)
-        except checkpoint.UnreadableError as error:
+        except UnreadableError as error:
             raise EncoderError(str(error)) from error
         if found is None:
             raise EncoderError(f"{path}: the run has no complete checkpoint yet")
@@ -67,7 +68,7 @@ def _cached_encoder(config: TrainConfig, tokenizer: Any, weights: Path) -> Encod
     """Build the encoder without asking the hub for the name in `encoder.pretrained`.
 
     Raises:
-        BoundsError: it has many more weights than the checkpoint's file.
+        DamagedError: it has many more weights than the checkpoint's file.
         EncoderError: its files are neither in a folder nor in the hub's cache.
     """
     name = config.encoder.pretrained

@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_file, hash_json, read_json
-from declutr.encoders.protocol import EncoderError, texts_of
+from declutr.encoders.protocol import texts_of
 
 MODULE = "StaticEmbedding"
 TABLE, WEIGHT = "model.safetensors", "embedding.weight"

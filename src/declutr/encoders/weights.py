@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from declutr.common.console.terminal import excerpt
+from declutr.common.errors import EncoderError
 from declutr.common.storage import read_json
-from declutr.encoders.protocol import EncoderError
 
 DAMAGE = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
 """Errors that the libraries raise for files that are damaged, cut short, or of another model."""

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common import seeding
+from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_file, hash_json
-from declutr.encoders.protocol import EncoderError, texts_of
+from declutr.encoders.protocol import texts_of
 
 SUFFIXES = (".vec", ".txt", ".vec.gz", ".txt.gz")
 _WORD = re.compile(r"\w+|[^\w\s]")

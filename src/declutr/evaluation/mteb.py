@@ -11,8 +11,9 @@ from mteb.models.model_meta import ModelMeta, ScoringFunction
 from mteb.similarity_functions import cos_sim, pairwise_cos_sim
 from numpy.typing import NDArray
 
+from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json
-from declutr.encoders.protocol import EncoderError, SentenceEncoder
+from declutr.encoders.protocol import SentenceEncoder
 
 SCORES = "mteb.json"
 

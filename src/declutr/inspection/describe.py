@@ -9,7 +9,7 @@ import numpy as np
 
 from declutr.common.config import first_problem
 from declutr.common.console.terminal import age
-from declutr.common.storage import DamagedError
+from declutr.common.errors import CheckpointError, DamagedError, UsageError
 from declutr.common.yamlfile import read_yaml_file
 from declutr.inspection.rows import media_lines, text_lines
 from declutr.pipeline.shards.content import size_noun
@@ -24,15 +24,11 @@ from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.setup.config import TrainConfig
 
 
-class DescribeError(ValueError):
-    """A path without shards, run, checkpoint or exported encoder."""
-
-
 def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
     """Describe shards (with some of their rows), a checkpoint or an exported encoder, in lines.
 
     Raises:
-        DescribeError: `path` holds none of these.
+        UsageError: `path` holds none of these.
         ShardError: a manifest that cannot be read.
         CheckpointError: a checkpoint that is incomplete or altered.
     """
@@ -44,11 +40,11 @@ def describe(path: Path, num_documents: int = 3) -> Iterator[str]:
         try:
             settings = read_settings(path)
         except DamagedError as error:
-            raise DescribeError(f"{error}; the run's `declutr train` command exports the encoder again") from error
+            raise UsageError(f"{error}; the run's `declutr train` command exports the encoder again") from error
         yield f"Exported encoder after {settings.step} steps, pooling {settings.pooling}"
         yield f"  its card: {path / 'README.md'}"
     else:
-        raise DescribeError(f"{path}: found no manifest of shards, run, checkpoint or exported encoder")
+        raise UsageError(f"{path}: found no manifest of shards, run, checkpoint or exported encoder")
 
 
 def _shards(path: Path, num_documents: int) -> Iterator[str]:
@@ -136,16 +132,16 @@ def checkpoint_rows(run: Path, verify: bool = True) -> list[CheckpointRow]:
     """List the checkpoints of a run, oldest first; reads all of their bytes, without `verify` only their sizes.
 
     Raises:
-        DescribeError: `run` has no folder of checkpoints, or unreadable settings.
+        UsageError: `run` has no folder of checkpoints, or unreadable settings.
     """
     folder = run / CHECKPOINTS
     if not folder.is_dir():
-        raise DescribeError(f"{run}: is no run; only a run has checkpoints to list")
+        raise UsageError(f"{run}: is no run; only a run has checkpoints to list")
     try:
         config = TrainConfig.stored(read_yaml_file(run / "config.yaml"))
     except (OSError, ValueError, RecursionError) as error:
         reason = first_problem(error, TrainConfig) if isinstance(error, ValueError) else error
-        raise DescribeError(f"{run}: its config.yaml cannot be read ({reason})") from error
+        raise UsageError(f"{run}: its config.yaml cannot be read ({reason})") from error
     now = time.time()
     score = config.validation.score
     steps = checkpoint.steps_in(folder)
@@ -165,7 +161,7 @@ def _row(path: Path, step: int, now: float, verify: bool) -> CheckpointRow | Non
     row = CheckpointRow(step, None, age, sum(file.st_size for file in files), None, None, None, {}, [])
     try:
         state = checkpoint.read_state(path, verify)
-    except checkpoint.CheckpointError as error:
+    except CheckpointError as error:
         if not path.is_dir():
             return None
         return replace(row, broken=str(error).removeprefix(f"{path}: ").splitlines()[0])

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from declutr.inspection.describe import DescribeError
+from declutr.common.errors import UsageError
 from declutr.inspection.rows import media_lines, text_lines
 from declutr.pipeline.duplicates.table import OTHER_LABEL, removed
 from declutr.pipeline.job.selection import REASONS
@@ -21,7 +21,7 @@ def locate(folder: Path, wanted: str) -> Iterator[str]:
     `wanted` is an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
 
     Raises:
-        DescribeError: no document matches the name.
+        UsageError: no document matches the name.
         ShardError: a manifest that cannot be read.
     """
     manifest = load_manifest(folder)
@@ -59,7 +59,7 @@ def locate(folder: Path, wanted: str) -> Iterator[str]:
         tails = ("/".join(parts[start:]) for start in range(1, len(parts)))
         shorter = next((tail for tail in tails if any(find_entries(folder, tail))), "")
         near = f"; sources are named from inside their folder, so try {shorter}" if shorter else ""
-        raise DescribeError(
+        raise UsageError(
             f"{folder}: no document matches {wanted!r}{near}; give an id (at least 8 hexadecimal digits), a source or "
             "SOURCE:OFFSET from the ledger"
         )

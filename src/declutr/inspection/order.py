@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from declutr.common.config import ConfigError, first_problem, load_config
+from declutr.common.config import first_problem, load_config
+from declutr.common.errors import ConfigError, ShardError, UsageError
 from declutr.common.overrides import apply_overrides
-from declutr.common.paths import PathError
 from declutr.common.stores.address import is_remote
 from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.pipeline.shards.ledger import find_entries
-from declutr.pipeline.shards.manifest import SPLITS, Manifest, ShardError
+from declutr.pipeline.shards.manifest import SPLITS, Manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.driver.resolved import data_key, data_places
@@ -22,10 +22,6 @@ from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.geometry import with_geometry
 
 _MOST_READS = 10**7
-
-
-class OrderError(ValueError):
-    """A run whose order cannot be found, or a step or document that it does not have."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +59,10 @@ class RunOrder:
         """Check that the run has a step.
 
         Raises:
-            OrderError: it has not.
+            UsageError: it has not.
         """
         if not 1 <= step <= self.last_step:
-            raise OrderError(f"--step {step}: the run has the steps 1 to {self.last_step:,}")
+            raise UsageError(f"--step {step}: the run has the steps 1 to {self.last_step:,}")
 
     def logged_digest(self, task: str, step: int) -> int | None:
         """Digest of a task's batch in the run's metrics; None if the step is not there."""
@@ -78,7 +74,7 @@ class RunOrder:
         """Describe every step that reads the documents which `wanted` names: an id, a source or SOURCE:OFFSET.
 
         Raises:
-            OrderError: no document has this name.
+            UsageError: no document has this name.
         """
         found = False
         for name, task in self.tasks.items():
@@ -90,7 +86,7 @@ class RunOrder:
                     continue
                 corpus, _ = task.plan.place_of(row)
                 if (times := task.plan.rows_read(self.last_step)[corpus] // task.shards.sizes[corpus]) > _MOST_READS:
-                    raise OrderError(
+                    raise UsageError(
                         f"--document {wanted}: {self.last_step:,} steps read it about {times:,} times, and at most "
                         f"{_MOST_READS:,} are listed; add steps=N with fewer"
                     )
@@ -104,7 +100,7 @@ class RunOrder:
                 yield f"  {past:,} of the {self.taken:,} steps taken read it, {len(steps):,} of all {self.last_step:,}"
         if not found:
             folders = ", ".join(str(folder) for task in self.tasks.values() for folder in task.shards.folders)
-            raise OrderError(
+            raise UsageError(
                 f"{folders}: no document matches {wanted!r}; give an id (at least 8 hexadecimal digits), a source or "
                 "SOURCE:OFFSET, as --step shows them"
             )
@@ -132,7 +128,7 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
 
     Raises:
         ConfigError: settings that cannot be used.
-        OrderError: no run, or shards that are missing or do not fit it.
+        UsageError: no run, or shards that are missing or do not fit it.
     """
     config = _read_config(path, overrides)
     places = data_places(config)
@@ -148,13 +144,13 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
         try:
             if not any(map(is_remote, task.places)):
                 shards[name] = training_set(task)
-        except (ShardError, PathError, OSError) as error:
+        except (ShardError, UsageError, OSError) as error:
             problems.append(
                 f"{data_key(name)} = {' and '.join(task.places)}: {error}; start in the folder in which the run was "
                 f"started, or {remedy[name]}"
             )
     if problems:
-        raise OrderError("\n".join(problems))
+        raise UsageError("\n".join(problems))
     folder = path if path.is_dir() else run_folder(config.run, config.cache)
     config = with_geometry(config, folder, {name: one.manifest for name, one in shards.items()})
     tasks = {name: TaskOrder(one, shards[name], one.plan(shards[name].sizes)) for name, one in config.tasks().items()}
@@ -173,9 +169,9 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
         if most > size
     ]
     if wrong:
-        raise OrderError("\n".join(wrong))
+        raise UsageError("\n".join(wrong))
     if problem := fork_problem(folder):
-        raise OrderError(f"{folder}: {problem}")
+        raise UsageError(f"{folder}: {problem}")
     newest = read_last_step(folder / METRICS)
     return RunOrder(folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0)
 
@@ -201,15 +197,15 @@ def _read_config(path: Path, overrides: Sequence[str]) -> TrainConfig:
     try:
         values = read_yaml_file(path / "config.yaml")
         if not isinstance(values, dict):
-            raise OrderError(f"{path / 'config.yaml'} holds no settings; name a run, or the YAML file of one")
+            raise UsageError(f"{path / 'config.yaml'} holds no settings; name a run, or the YAML file of one")
         if problems := apply_overrides(values, overrides, TrainConfig.alternatives):
             raise ConfigError(str(path), problems)
         return TrainConfig.stored(values)
     except FileNotFoundError as error:
-        raise OrderError(f"{path}: has no config.yaml; name the folder of a run, or the YAML file of one") from error
+        raise UsageError(f"{path}: has no config.yaml; name the folder of a run, or the YAML file of one") from error
     except (YamlError, RecursionError) as error:
-        raise OrderError(f"{path}: its config.yaml cannot be read ({error})") from error
-    except (OrderError, ConfigError):
+        raise UsageError(f"{path}: its config.yaml cannot be read ({error})") from error
+    except (UsageError, ConfigError):
         raise
     except ValueError as error:
-        raise OrderError(f"{path}: its config.yaml cannot be used ({first_problem(error, TrainConfig)})") from error
+        raise UsageError(f"{path}: its config.yaml cannot be used ({first_problem(error, TrainConfig)})") from error

@@ -12,15 +12,16 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from declutr.common.errors import UsageError
 from declutr.common.paths import expand
-from declutr.inspection.order import OrderError, TaskOrder
+from declutr.inspection.order import TaskOrder
 from declutr.trainer.checkpoints.exported import EXPORT
 from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.language_model import load_hf_config, max_span_tokens
-from declutr.trainer.objectives.base import Objective, ObjectiveError, implementation_of
+from declutr.trainer.objectives.base import Objective, implementation_of
 from declutr.trainer.objectives.declutr.collator import SpanCollator
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 from declutr.trainer.setup.build import load_tokenizer
@@ -62,8 +63,8 @@ class StepReader:
         run: folder of the run, whose exported encoder has the positions of the run's.
 
     Raises:
-        ObjectiveError: the objective cannot be loaded.
-        OrderError: the encoder's number of positions, which may cut long spans, is not to be found.
+        UsageError: the objective cannot be loaded.
+        UsageError: the encoder's number of positions, which may cut long spans, is not to be found.
         ShardError: the tokenizer is not that of the shards.
     """
 
@@ -81,7 +82,7 @@ class StepReader:
             try:
                 self.objective: Objective[Any] = kind(config.objective, context, 1)
             except (Exception, SystemExit) as error:  # of any package
-                raise ObjectiveError(
+                raise UsageError(
                     f"objective {config.objective.kind}: {kind.__name__}(...) raised {type(error).__name__}: {error}"
                 ) from error
         self.collator: Collator = self.objective.collator(vocabulary, room)
@@ -139,7 +140,7 @@ def _positions(encoder: EncoderConfig, tokenizer: Any, run: Path) -> int:
     """Positions of the encoder, specials included, from local files alone and without code that a file names.
 
     Raises:
-        OrderError: no local file has them.
+        UsageError: no local file has them.
     """
     from transformers import AutoConfig, AutoModelForMaskedLM
 
@@ -158,7 +159,7 @@ def _positions(encoder: EncoderConfig, tokenizer: Any, run: Path) -> int:
             return max_span_tokens(AutoModelForMaskedLM.from_config(hf, trust_remote_code=False))
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise OrderError(
+        raise UsageError(
             f"encoder.pretrained = {encoder.pretrained}: its number of positions, which cuts longer spans, cannot be "
             f"read from this machine ({reason}); add encoder.pretrained=FOLDER"
         ) from error

@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from declutr.common.console.terminal import shorten
-from declutr.inspection.order import OrderError, RunOrder, TaskOrder, entries, replacement
+from declutr.common.errors import UsageError
+from declutr.inspection.order import RunOrder, TaskOrder, entries, replacement
 from declutr.inspection.step_reader import ReadRow, StepReader
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.data.patches import PatchBatch
@@ -26,8 +27,8 @@ def step_lines(
         most: characters of a text to show; None: all.
 
     Raises:
-        ObjectiveError: an objective cannot be loaded.
-        OrderError: the step does not read the document, or an encoder cannot be found.
+        UsageError: an objective cannot be loaded.
+        UsageError: the step does not read the document, or an encoder cannot be found.
         ShardError: shards that are damaged.
     """
     shown = False
@@ -51,7 +52,7 @@ def step_lines(
         if wanted is None:
             yield _compared(order, name, step, digest)
     if not shown:
-        raise OrderError(
+        raise UsageError(
             f"--document {document}: step {step} does not read it; --document alone shows the steps that do"
         )
 

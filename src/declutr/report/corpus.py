@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.credentials import redact
+from declutr.common.errors import ShardError
 from declutr.pipeline.job.outcome import labels_hint, lines_hint
 from declutr.pipeline.readers.skipped import describe_skipped
 from declutr.pipeline.shards.content import size_noun
-from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, ShardError, load_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import TOO_SHORT
 from declutr.report.examples import SHOWN_CHARACTERS, Clusters, Example, find_clusters, kept_examples, rejected_examples

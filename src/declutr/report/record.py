@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common.config import flat_keys
-from declutr.common.storage import DamagedError, read_record
+from declutr.common.errors import DamagedError, UsageError
+from declutr.common.storage import read_record
 from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.trainer.driver.summary import FAILURES, MOMENT, SUMMARY
 from declutr.trainer.metrics.metrics import read_metrics
@@ -22,10 +23,6 @@ F64 = NDArray[np.float64]
 _MOST, _LARGEST = 10**15, 1e300
 _LAST_MOMENT = 2**32  # seconds since 1970
 _FAILURE = re.compile(r"^=== (\S+ \S+ \S+), after step (\d+): (.*)$", re.MULTILINE)
-
-
-class RunError(ValueError):
-    """A folder that is not a run, or whose files cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +109,13 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """The runs in some folders.
 
     Raises:
-        RunError: a folder is not a run, is named twice, or has settings that cannot be read.
+        UsageError: a folder is not a run, is named twice, or has settings that cannot be read.
     """
     wrong = [f"{path}: is no run (it has no config.yaml)" for path in paths if not is_run(path)]
     absolute = [path.resolve() for path in paths]
     wrong += [f"{path}: is named twice" for path in sorted({path for path in absolute if absolute.count(path) > 1})]
     if wrong:
-        raise RunError("\n".join(wrong))
+        raise UsageError("\n".join(wrong))
     parts = 1  # of the path, as many as tell the runs apart
     while len({path.parts[-parts:] for path in absolute}) < len(absolute):
         parts += 1
@@ -129,16 +126,16 @@ def _read(folder: Path, name: str) -> RunRecord:
     try:
         settings = read_yaml_file(folder / "config.yaml")
     except (YamlError, OSError, RecursionError) as error:
-        raise RunError(f"{folder / 'config.yaml'}: {error}") from error
+        raise UsageError(f"{folder / 'config.yaml'}: {error}") from error
     if not isinstance(settings, dict):
-        raise RunError(f"{folder / 'config.yaml'} holds no settings")
+        raise UsageError(f"{folder / 'config.yaml'} holds no settings")
     lines = [line for line in map(_sound, read_metrics(folder)) if 0 <= line["step"] < _MOST]
     try:
         summary = read_record(folder / SUMMARY, _Summary)
     except FileNotFoundError:
         summary = None
     except DamagedError as error:
-        raise RunError(f"{error}; the run's `declutr train` command writes it again") from error
+        raise UsageError(f"{error}; the run's `declutr train` command writes it again") from error
     events = [*_failures(folder), *_logged(lines)]
     if summary is not None and lines:
         events.append(Event(lines[-1]["time"], "end", summary.steps, summary.why or summary.ended))

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from declutr.common.config import ConfigError
-from declutr.inspection.order import OrderError, RunOrder, read_order
-from declutr.pipeline.shards.manifest import ShardError
+from declutr.common.errors import ConfigError, ShardError, UsageError
+from declutr.inspection.order import RunOrder, read_order
 from declutr.report.charts import RUNS, Chart, Curve, draw_curves, short
 from declutr.report.page import REPORT, Label, write_page
-from declutr.report.record import RunError, RunRecord, read_runs
+from declutr.report.record import RunRecord, read_runs
 from declutr.trainer.objectives.row_score import REPORTED
 
 _OPTIMIZER = ("lr", "grad_norm")
@@ -52,16 +51,16 @@ def write_runs_page(folders: Sequence[Path], output: Path | None = None) -> Path
     """Writes `report.html` on runs to `output`, or to the folder `report` of the first; returns the page.
 
     Raises:
-        RunError: a folder is not a run, has files that cannot be read, or there are too many.
+        UsageError: a folder is not a run, has files that cannot be read, or there are too many.
     """
     if len(folders) > len(RUNS):
-        raise RunError(f"{len(folders)} runs: a page compares at most {len(RUNS)}; name fewer")
+        raise UsageError(f"{len(folders)} runs: a page compares at most {len(RUNS)}; name fewer")
     runs = read_runs(folders)
     orders, reasons = dict[str, RunOrder](), list[str]()
     for run in runs:
         try:
             orders[run.name] = read_order(run.folder)
-        except (OrderError, ConfigError, ShardError, OSError) as error:
+        except (UsageError, ConfigError, ShardError, OSError) as error:
             reasons.append(f"Without the length of the run: {run.name}: {str(error).splitlines()[0]}")
     hidden = {*_OPTIMIZER, *_SPEED, *_BATCH, *_NOT_SHOWN}
     losses = ["loss", *(name for name in _names(runs, "step") if name not in hidden and not _CORPUS_ROWS.search(name))]

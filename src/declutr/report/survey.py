@@ -15,10 +15,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from declutr.common import seeding
+from declutr.common.errors import ShardError
 from declutr.pipeline.readers.names import bare_suffix
 from declutr.pipeline.shards.content import LABELS, MEDIA_KINDS
 from declutr.pipeline.shards.ledger import ledger_batches
-from declutr.pipeline.shards.manifest import SPLITS, Manifest, ShardError
+from declutr.pipeline.shards.manifest import SPLITS, Manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.shards.windows import shortest_document
 

@@ -10,13 +10,14 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from declutr.common.config import ConfigError, Strict, describe, load_config
+from declutr.common.config import Strict, describe, load_config
+from declutr.common.errors import ConfigError, EncoderError, UsageError
 from declutr.common.suggestions import suggest
 from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.encoders.modules import read_recipe
-from declutr.encoders.protocol import EncoderError, Pooling
+from declutr.encoders.protocol import Pooling
 from declutr.evaluation.senteval.data.loading import task_files
-from declutr.evaluation.senteval.data.tasks import UnknownTaskError, find
+from declutr.evaluation.senteval.data.tasks import find
 from declutr.evaluation.senteval.runner.plan import choose_tasks
 from declutr.pipeline.config import PipelineConfig
 from declutr.trainer.checkpoints.exported import EXPORT
@@ -33,10 +34,6 @@ Settings = dict[str, Any]
 Axes = Mapping[str, Mapping[str, Settings]]
 """Changes of settings by axis and label."""
 Config = TypeVar("Config", bound=Strict)
-
-
-class ReproduceError(ValueError):
-    """An item that cannot be reproduced: one sentence."""
 
 
 class Column(Strict):
@@ -59,7 +56,7 @@ class Column(Strict):
             raise ValueError("give one of tasks and mean_of")
         try:
             choose_tasks(self.tasks)
-        except UnknownTaskError as error:
+        except UsageError as error:
             raise ValueError(f"tasks: {error}") from error
         return self
 
@@ -284,21 +281,21 @@ def plan_item(
         only: labels whose cells are run, or names of cells; none: all.
 
     Raises:
-        ReproduceError: the item lacks the scale or takes no start, or settings of a run are wrong.
+        UsageError: the item lacks the scale or takes no start, or settings of a run are wrong.
     """
     if scale not in item.scales:
-        raise ReproduceError(f"{name} has no scale {scale}; it has {', '.join(item.scales)}")
+        raise UsageError(f"{name} has no scale {scale}; it has {', '.join(item.scales)}")
     settings, work = item.scales[scale], work.resolve()
     for key in ("run", "seed"):
         if key in changes:
-            raise ReproduceError(f"{key} is set by the command: --work and --seeds change it")
+            raise UsageError(f"{key} is set by the command: --work and --seeds change it")
     if not item.axes and (changes or seeds):
-        raise ReproduceError(f"{name} trains nothing: it takes neither settings nor --seeds")
+        raise UsageError(f"{name} trains nothing: it takes neither settings nor --seeds")
     cells, folder = item.cells(scale), work / f"{name}-{scale}"
     _refuse_varied(changes, cells)
     labels = dict.fromkeys(label for cell in cells for label in (*cell.labels.values(), cell.name))
     for problem in _unknown("--only", only, labels, f"label of {name}"):
-        raise ReproduceError(problem)
+        raise UsageError(problem)
 
     encoder = start.resolve() if start else work / "start" / EXPORT
     places = {"$DECLUTR_DATA": data.resolve(), "$DECLUTR_SENTEVAL": senteval.resolve(), "$DECLUTR_WORK": work}
@@ -309,7 +306,7 @@ def plan_item(
         try:
             config = load_config(source.config, section, model, words)
         except ConfigError as error:
-            raise ReproduceError(f"{what}: {'; '.join(error.problems)} ({source.config})") from error
+            raise UsageError(f"{what}: {'; '.join(error.problems)} ({source.config})") from error
         return _placed(config, places)
 
     def planned(cell: Cell, seed: int) -> PlannedRun:
@@ -329,7 +326,7 @@ def plan_item(
         if cell.encoder is None or seed == seeds[0]  # an encoder that is not trained is scored once
     ]
     if len({run.folder for run in runs}) < len(runs):
-        raise ReproduceError(f"{name}: two runs would have one folder; give each label and seed once")
+        raise UsageError(f"{name}: two runs would have one folder; give each label and seed once")
     if settings.start and any(run.cell.encoder for run in runs):
         trained = (planned(cell, seeds[0]).config for cell in cells if cell.encoder is None)
         poolings = {config.encoder.pooling for config in trained if config}
@@ -379,7 +376,7 @@ def _refuse_varied(changes: Settings, cells: Sequence[Cell]) -> None:
     exclusive = {*TrainConfig.alternatives}
     for key, varied in product(changes, dict.fromkeys(key for cell in cells for key in cell.settings)):
         if _overlap(key, varied) or {key, varied} <= exclusive:
-            raise ReproduceError(
+            raise UsageError(
                 f"{key} cannot be changed for all runs, which differ in {varied}; change a copy of its file"
             )
 
@@ -387,13 +384,13 @@ def _refuse_varied(changes: Settings, cells: Sequence[Cell]) -> None:
 def _refuse_start(name: str, start: Path, scale: Scale, runs: Sequence[PlannedRun], encoder: Path) -> None:
     """Refuses an encoder from which not all runs start, or that puts a text before each one."""
     if scale.start is None or any(run.config and run.config.encoder.pretrained != str(encoder) for run in runs):
-        raise ReproduceError(f"{name} takes no --start: the encoder of its runs is not {START}")
+        raise UsageError(f"{name} takes no --start: the encoder of its runs is not {START}")
     try:
         recipe = read_recipe(str(encoder), "mean")  # the runs decide the pooling
     except EncoderError as error:
-        raise ReproduceError(f"--start: {error}") from error
+        raise UsageError(f"--start: {error}") from error
     if recipe and recipe.prompt:
-        raise ReproduceError(
+        raise UsageError(
             f"--start {start}: puts {recipe.prompt!r} before each text, and its runs would not; name an encoder "
             "without a default prompt"
         )
@@ -471,15 +468,15 @@ def load_item(name: str) -> Item:
         name: of an item, or a path to a file with one.
 
     Raises:
-        ReproduceError: there is no such item, or its file has a problem.
+        UsageError: there is no such item, or its file has a problem.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else ITEMS / f"{name}.yaml"
     if not path.is_file():
         names = item_names()
-        raise ReproduceError(f"no item {name}{suggest(name, names)}; the items are {', '.join(names)}")
+        raise UsageError(f"no item {name}{suggest(name, names)}; the items are {', '.join(names)}")
     try:
         return Item.model_validate(read_yaml_file(path))
     except YamlError as error:
-        raise ReproduceError(f"{path} is not YAML that can be used: {error}") from error
+        raise UsageError(f"{path} is not YAML that can be used: {error}") from error
     except ValidationError as error:
-        raise ReproduceError(f"{path}: {'; '.join(describe(error, Item))}") from error
+        raise UsageError(f"{path}: {'; '.join(describe(error, Item))}") from error

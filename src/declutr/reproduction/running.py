@@ -19,6 +19,7 @@ import yaml
 
 from declutr.common.cluster import SessionConfig
 from declutr.common.config import flat_keys
+from declutr.common.errors import CheckpointError, TrainingFailedError, UsageError
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand
 from declutr.common.relay import CALLER
@@ -33,12 +34,11 @@ from declutr.evaluation.senteval.runner.plan import VERSIONS, ScoringChoice
 from declutr.evaluation.senteval.scores.results import Protocol, dev_headline, headline
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
 from declutr.pipeline.shards.manifest import MANIFEST, data_hash, load_manifest
-from declutr.reproduction.item import Column, ItemPlan, PlannedRun, ReproduceError
+from declutr.reproduction.item import Column, ItemPlan, PlannedRun
 from declutr.reproduction.provenance import lasting_facts
 from declutr.reproduction.table import write_results
-from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, CheckpointError, checkpoint_path, find_latest, steps_in
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, find_latest, steps_in
 from declutr.trainer.checkpoints.exported import EXPORT
-from declutr.trainer.driver.failure import TrainingFailedError
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.driver.run_checks import changes
 from declutr.trainer.driver.summary import SUMMARY
@@ -55,7 +55,7 @@ def made_from(config: TrainConfig) -> dict[str, Any]:
     """What decides a run: settings by dotted key, and contents (hashes) of the shards, encoders and pairs it reads.
 
     Raises:
-        ReproduceError: a file cannot be read.
+        UsageError: a file cannot be read.
     """
     validation, best = config.validation, config.export == "best"
     values = flat_keys(config.resume_settings())
@@ -79,7 +79,7 @@ def encoder_content(name: str) -> str:
     """Hash of an encoder's files; of a run, those of its export or else of its newest checkpoint, as it is loaded.
 
     Raises:
-        ReproduceError: a file cannot be read.
+        UsageError: a file cannot be read.
     """
     place = expand(re.sub(r"^untrained(@\d+)?:", "", name))
     if (place / EXPORT).is_dir():
@@ -96,7 +96,7 @@ def _content(place: Path, pattern: str = "*") -> str:
         files = [path for path in paths if path.is_file() and path.name[0] != "."]
         return _hashed(place, tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
     except OSError as error:
-        raise ReproduceError(f"{place}: cannot be read ({error.strerror})") from error
+        raise UsageError(f"{place}: cannot be read ({error.strerror})") from error
 
 
 @cache
@@ -122,7 +122,7 @@ def run_ready(config: TrainConfig) -> bool:
     """True if a run, or the start, has finished. What is not on this machine now is not compared.
 
     Raises:
-        ReproduceError: its folder has a run of other settings or data.
+        UsageError: its folder has a run of other settings or data.
     """
     run, now = Path(config.run), made_from(config)
     if _record(config).is_file():
@@ -131,12 +131,12 @@ def run_ready(config: TrainConfig) -> bool:
             key: before[key] for key, value in now.items() if _ABSENT in (value, *_listed(value)) and key in before
         }
         if changed := changes(before, now | absent):
-            raise ReproduceError(
+            raise UsageError(
                 f"{run}: was trained with other settings or data ({'; '.join(changed)}); delete it, or name another "
                 "--work"
             )
     elif steps_in(run / CHECKPOINTS) or (run / SUMMARY).is_file():
-        raise ReproduceError(f"{run}: has a run, and no {_record(config).name} beside it; name another --work")
+        raise UsageError(f"{run}: has a run, and no {_record(config).name} beside it; name another --work")
     return (run / SUMMARY).is_file()
 
 
@@ -148,7 +148,7 @@ def shards_ready(config: PipelineConfig) -> bool:
     """True if the shards are complete.
 
     Raises:
-        ReproduceError: they were prepared with other settings.
+        UsageError: they were prepared with other settings.
         ShardError: their manifest is damaged.
     """
     if not (Path(config.output) / MANIFEST).is_file():
@@ -156,7 +156,7 @@ def shards_ready(config: PipelineConfig) -> bool:
     manifest = load_manifest(Path(config.output))
     if manifest.config_hash != config_hash(config):
         others = ", ".join(differing_keys(config, manifest.config))
-        raise ReproduceError(f"{config.output}: was prepared with other settings ({others}); name another --work")
+        raise UsageError(f"{config.output}: was prepared with other settings ({others}); name another --work")
     return True
 
 
@@ -195,7 +195,7 @@ def plan_lines(plan: ItemPlan) -> list[str]:
     """The plan as text.
 
     Raises:
-        ReproduceError: a folder has shards or a run of other settings or data.
+        UsageError: a folder has shards or a run of other settings or data.
     """
     for run in plan.runs:
         if run.config is not None:
@@ -262,7 +262,7 @@ def reproduce(
         say: receives progress lines.
 
     Raises:
-        ReproduceError: the start cannot be trained or nothing can be scored; or runs failed, after all others have
+        UsageError: the start cannot be trained or nothing can be scored; or runs failed, after all others have
             finished.
         RunLockedError: another command works in the folder.
         RunStoppedError: this process received a signal; the same command continues.
@@ -281,7 +281,7 @@ def reproduce(
                     say(f"failed: {problem}")
             if plan.start is not None and shards.output in plan.start.places:  # later shards may use its tokenizer
                 if shards.output in lacking:
-                    raise ReproduceError(f"the start cannot be trained: {lacking[shards.output]}")
+                    raise UsageError(f"the start cannot be trained: {lacking[shards.output]}")
                 _train(plan.start, say)
         if plan.start is not None:
             _train(plan.start, say)
@@ -302,7 +302,7 @@ def reproduce(
         text = write_results(plan, scores_by_run(plan, scorer.data), command, failed)
     if failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
-        raise ReproduceError(f"{len(failed)} of {len(plan.runs)} runs failed, the others are scored: {reasons}")
+        raise UsageError(f"{len(failed)} of {len(plan.runs)} runs failed, the others are scored: {reasons}")
     return text
 
 
@@ -369,21 +369,19 @@ class Scorer:
         say: receives progress lines.
 
     Raises:
-        ReproduceError: a task has no usable data.
+        UsageError: a task has no usable data.
     """
 
     def __init__(self, plan: ItemPlan, folder: Path, allow_unchecked: bool, say: Say) -> None:
         if not plan.columns:
-            raise ReproduceError(f"nothing can be scored: {'; '.join(plan.unscored.values())}; name --senteval")
+            raise UsageError(f"nothing can be scored: {'; '.join(plan.unscored.values())}; name --senteval")
         tasks = tuple(dict.fromkeys(task for column in plan.columns.values() for task in column.names))
         self._plan, self._say = plan, say
         self._tasks = [inspect(find(task), folder, allow_unchecked) for task in tasks]
         if unusable := [task for task in self._tasks if not task.usable]:
             reasons = "; ".join(f"{task.task.label}: {task.reason}" for task in unusable)
             remedy = "" if allow_unchecked else "; --allow-unchecked scores other data than the published ones"
-            raise ReproduceError(
-                f"{len(unusable)} of {len(tasks)} tasks cannot be scored in {folder} ({reasons}){remedy}"
-            )
+            raise UsageError(f"{len(unusable)} of {len(tasks)} tasks cannot be scored in {folder} ({reasons}){remedy}")
         used = {_protocol(task, column) for column in plan.columns.values() for task in column.names
                 if not _by_subset(task)}  # fmt: skip
         self._choice = ScoringChoice(
@@ -399,7 +397,7 @@ class Scorer:
         """The numbers of a finished run by column, and the warnings of their scoring.
 
         Raises:
-            ReproduceError: a number is missing.
+            UsageError: a number is missing.
             EncoderError: the encoder cannot be loaded.
         """
         columns = self._plan.columns
@@ -429,7 +427,7 @@ class Scorer:
         name, pooling = (encoder.name, encoder.pooling) if encoder else (str(run.folder / "run"), None)
         if encoder is None and checkpoint == "last":
             if (last := find_latest(run.folder / "run" / CHECKPOINTS)) is None:
-                raise ReproduceError(f"{name}: no checkpoint is left; delete the folder, and the command trains again")
+                raise UsageError(f"{name}: no checkpoint is left; delete the folder, and the command trains again")
             name = str(last[0])
         configs = [other.config for other in self._plan.runs if other.config]
         local = bool(configs) and all(config.scaling.local for config in configs)  # all in this process, without Ray
@@ -444,12 +442,12 @@ def number_of(task: str, column: Column, evaluated: Evaluated) -> float:
     """The number of a task, in percent.
 
     Raises:
-        ReproduceError: it is missing.
+        UsageError: it is missing.
     """
     protocol = next(iter(evaluated.reports)) if _by_subset(task) else _protocol(task, column)
     report = evaluated.reports[protocol]
     if task not in report.results:
-        raise ReproduceError(f"{evaluated.encoder}: no score on {task}: {report.missing.get(task, 'unknown')}")
+        raise UsageError(f"{evaluated.encoder}: no score on {task}: {report.missing.get(task, 'unknown')}")
     scores = report.results[task].scores
     if _by_subset(task):
         return 100 * scores[f"spearman.{column.number.replace('all_dev', 'all').replace('dev', 'mean')}"]

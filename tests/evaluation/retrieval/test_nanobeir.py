@@ -12,9 +12,10 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
 from declutr.cli.evaluate import run
+from declutr.common.errors import DataError
 from declutr.encoders.cut import CutEncoder
 from declutr.encoders.loading import load_encoder
-from declutr.evaluation.retrieval.nanobeir import NAMES, NanoError, read_nanobeir, score_nanobeir, split_names
+from declutr.evaluation.retrieval.nanobeir import NAMES, read_nanobeir, score_nanobeir, split_names
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_nanobeir_set_has_thirteen_names_and_leaves_the_other_words():
     assert split_names(["sts", "NanoBEIR", "MR"]) == (NAMES, ["sts", "MR"])
     assert len(NAMES) == 13
     assert split_names(["nanofiqa2018", "NanoFiQA2018"]) == (("NanoFiQA2018",), [])
-    with pytest.raises(NanoError, match=all_of("'NanoFIQA'", "`NanoFiQA2018`")):
+    with pytest.raises(DataError, match=all_of("'NanoFIQA'", "`NanoFiQA2018`")):
         split_names(["NanoFIQA"])
 
 
@@ -97,7 +98,7 @@ def test_nanobeir_of_poor_files_names_the_file(tmp_path, part, change, facts):
         path.write_bytes(change)
     elif change:
         pq.write_table(pa.table(change), path)
-    with pytest.raises(NanoError, match=all_of(facts)):
+    with pytest.raises(DataError, match=all_of(facts)):
         read_nanobeir(tmp_path, ("NanoNQ",))
 
 

@@ -8,8 +8,9 @@ import pytest
 from messages import all_of, says
 
 from declutr.cli.evaluate import run
+from declutr.common.errors import DataError
 from declutr.evaluation.retrieval.compare import MEASURES, RetrievalScores, differences
-from declutr.evaluation.retrieval.pairs import PairsError, read_test
+from declutr.evaluation.retrieval.pairs import read_test
 
 
 def jsonl(path, rows):
@@ -47,27 +48,27 @@ def test_read_test_of_csv_with_documents_searches_all_of_them(tmp_path):
     ],
 )
 def test_read_test_of_a_poor_file_names_the_place(tmp_path, rows, told):
-    with pytest.raises(PairsError, match=all_of(told)):
+    with pytest.raises(DataError, match=all_of(told)):
         read_test(jsonl(tmp_path / "pairs.jsonl", rows))
 
 
 def test_read_test_of_csv_refuses_a_text_that_a_comma_would_cut(tmp_path):
     (tmp_path / "pairs.csv").write_text("query,text\na,b,\nwhat,it is this, and that\n")
-    with pytest.raises(PairsError, match=all_of("line 3", "quotes", "','")):
+    with pytest.raises(DataError, match=all_of("line 3", "quotes", "','")):
         read_test(tmp_path / "pairs.csv")
 
 
 def test_read_test_names_pairs_without_a_document(tmp_path):
     pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": "a", "id": n} for n in range(8)])
     documents = jsonl(tmp_path / "documents.jsonl", [{"id": n, "text": f"text {n}"} for n in range(2)])
-    with pytest.raises(PairsError, match=all_of("6 of 8 pairs", "line 3: 2", "1 more")):
+    with pytest.raises(DataError, match=all_of("6 of 8 pairs", "line 3: 2", "1 more")):
         read_test(pairs, documents)
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", b"{"), ("a.jsonl", b"\xff\n"), ("a.csv", b"\xff,\n1,2\n")])
 def test_read_test_of_another_format_says_so(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(PairsError, match="UTF-8"):
+    with pytest.raises(DataError, match="UTF-8"):
         read_test(tmp_path / name)
 
 

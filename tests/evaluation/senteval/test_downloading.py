@@ -9,11 +9,12 @@ from fileserver import file_server
 from messages import all_of, says
 
 from declutr.cli.main import main
+from declutr.common.errors import DataError, RemoteError
 from declutr.evaluation.senteval.data.checking import known_hashes
-from declutr.evaluation.senteval.data.download import TransferError, download, fetch, sources, transfers
+from declutr.evaluation.senteval.data.download import download, fetch, sources, transfers
 from declutr.evaluation.senteval.data.lines import git_sha1
 from declutr.evaluation.senteval.data.loading import task_files
-from declutr.evaluation.senteval.data.snli_archive import SnliError, make_split, tokenize
+from declutr.evaluation.senteval.data.snli_archive import make_split, tokenize
 from declutr.evaluation.senteval.data.tasks import ALL_TASKS, TASKS, find
 
 TEXT = b"".join(b"%06d a line\n" % number for number in range(5000))
@@ -46,19 +47,19 @@ def test_a_broken_connection_begins_again_and_the_third_break_ends_it(server, tm
     assert (tmp_path / "there/file").read_bytes() == TEXT
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["file"]
     server.break_after = [1000] * 3
-    with pytest.raises(TransferError, match=all_of("1,000 of 70,000 bytes", "same command")):
+    with pytest.raises(RemoteError, match=all_of("1,000 of 70,000 bytes", "same command")):
         fetch(f"{server.address}/file", tmp_path / "file", MEBI)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 def test_download_of_a_wrong_size_hash_or_address_leaves_nothing(server, tmp_path):
-    with pytest.raises(TransferError, match="69,999"):
+    with pytest.raises(RemoteError, match="69,999"):
         fetch(f"{server.address}/file", tmp_path / "file", len(TEXT) - 1)
-    with pytest.raises(TransferError, match="404"):
+    with pytest.raises(RemoteError, match="404"):
         fetch(f"{server.address}/nowhere", tmp_path / "file", MEBI)
-    with pytest.raises(TransferError, match=all_of("SHA-1", "published file has 0000")):
+    with pytest.raises(RemoteError, match=all_of("SHA-1", "published file has 0000")):
         fetch(f"{server.address}/file", tmp_path / "file", MEBI, "0000")
-    with pytest.raises(TransferError, match=all_of("file:///etc/passwd", "http://")):
+    with pytest.raises(RemoteError, match=all_of("file:///etc/passwd", "http://")):
         fetch("file:///etc/passwd", tmp_path / "file", MEBI)
     assert not list(tmp_path.iterdir())
     (tmp_path / "right").write_bytes(TEXT)
@@ -152,12 +153,12 @@ def test_snli_is_made_from_its_zip(tmp_path):
         "s1.dev": "A `` man '' is n't here . \nA dog . \n",
         "s2.dev": "He ca n't : no . \nCaf\u00e9 ( x ) ! \n",
     }
-    with pytest.raises(SnliError, match=all_of("s2.test", "snli_1.0.zip", "SHA-1", "expected 0000")):
+    with pytest.raises(DataError, match=all_of("s2.test", "snli_1.0.zip", "SHA-1", "expected 0000")):
         make_split(archive, "test", tmp_path / "out", {"s2.test": "0000"})
-    with pytest.raises(SnliError, match=r"has columns gold, "):
+    with pytest.raises(DataError, match=r"has columns gold, "):
         make_split(snli_zip(archive, HEADER.replace("gold_label", "gold")), "test", tmp_path / "out", {})
     archive.write_bytes(b"no zip")
-    with pytest.raises(SnliError, match=all_of("broken", "SNLI")):
+    with pytest.raises(DataError, match=all_of("broken", "SNLI")):
         make_split(archive, "test", tmp_path / "out", {})
     assert len(list((tmp_path / "out").iterdir())) == 3  # nothing of test, not even half
 

@@ -8,7 +8,7 @@ from messages import all_of, says
 from sentevalsets import write_sets
 
 from declutr.common.cluster import SessionConfig
-from declutr.encoders.protocol import EncoderError
+from declutr.common.errors import EncoderError
 from declutr.encoders.words import HashedWords
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.checking import inspect

@@ -10,12 +10,12 @@ from sentevaldata import write
 from translations import FOLDER, write_translations
 
 from declutr.cli.main import main
+from declutr.common.errors import DataError, MissingDataError
 from declutr.encoders.loading import load_encoder
 from declutr.evaluation.senteval.data.checking import inspect, known_hashes, published
 from declutr.evaluation.senteval.data.download import download
 from declutr.evaluation.senteval.data.lines import git_sha1
 from declutr.evaluation.senteval.data.loading import load, task_files
-from declutr.evaluation.senteval.data.taskdata import DataError, MissingDataError
 from declutr.evaluation.senteval.data.tasks import ALL_TASKS, LANGUAGES, STSB_MULTI, TASKS, find
 from declutr.evaluation.senteval.runner.plan import SETS, choose_tasks
 from declutr.evaluation.senteval.scores.similarity import cosines

@@ -6,8 +6,8 @@ import pytest
 from messages import all_of
 from sentevaldata import write_binary
 
+from declutr.common.errors import MissingDataError
 from declutr.evaluation.senteval.data.loading import load, task_files
-from declutr.evaluation.senteval.data.taskdata import MissingDataError
 from declutr.evaluation.senteval.data.tasks import TASKS, find
 
 

@@ -7,11 +7,12 @@ from released import Plain
 from sentevaldata import write_retrieval
 from sentevalsets import write_sets
 
+from declutr.common.errors import UsageError
 from declutr.encoders.words import HashedWords
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.loading import load
 from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences
-from declutr.evaluation.senteval.data.tasks import PROBING, STS, TASKS, TRANSFER, UnknownTaskError, find
+from declutr.evaluation.senteval.data.tasks import PROBING, STS, TASKS, TRANSFER, find
 from declutr.evaluation.senteval.runner.plan import ScoringChoice, choose_tasks, methods
 from declutr.evaluation.senteval.scores.scoring import cost, method_for, needs_fits, score
 
@@ -90,7 +91,7 @@ def test_tasks_are_chosen_by_name_label_and_set():
     assert choose_tasks(["sts-b", "TREC", "Tense"]) == ("TREC", "STSBenchmark", "Tense")
     assert set(choose_tasks(["probing", "sts"])) == {*PROBING, *STS}
     assert set(choose_tasks(["transfer"])) == set(TRANSFER)
-    with pytest.raises(UnknownTaskError, match="no task 'STS11'"):
+    with pytest.raises(UsageError, match="no task 'STS11'"):
         choose_tasks(["STS11"])
 
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of
 
+from declutr.common.errors import ShardError
 from declutr.pipeline.duplicates import pairs as pairs_module
 from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
-from declutr.pipeline.duplicates.keys import KeysError, keys_path, open_keys, write_keys
+from declutr.pipeline.duplicates.keys import keys_path, open_keys, write_keys
 from declutr.pipeline.duplicates.pairs import DuplicatePairs, decide, join
 from declutr.pipeline.duplicates.shingles import Signer, shingles
 
@@ -205,9 +206,9 @@ def test_keys_are_whole_or_refused(tmp_path, write):
     assert (keys.ordinals.tolist(), keys.signatures.shape, len(keys.keys)) == ([1], (1, 125), 26)
     assert np.all(keys.keys[1:] >= keys.keys[:-1])
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(KeysError, match=all_of("00000.arrow")):
+    with pytest.raises(ShardError, match=all_of("00000.arrow")):
         open_keys(tmp_path, "00000")
-    with pytest.raises(KeysError, match=all_of("00001.arrow")):
+    with pytest.raises(ShardError, match=all_of("00001.arrow")):
         open_keys(tmp_path, "00001")
     with pytest.raises(ValueError, match="ascending"):
         write_keys(tmp_path, "00000", DuplicatesConfig(), [bytes(16)] * 2, [1, 1])

@@ -10,9 +10,9 @@ from messages import all_of
 from preparing import checksums
 
 from declutr.common.cluster import SessionConfig
+from declutr.common.errors import ShardError
 from declutr.pipeline.duplicates import search as search_module
 from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
-from declutr.pipeline.duplicates.keys import KeysError
 from declutr.pipeline.duplicates.search import find_duplicates, pairs_path
 from declutr.pipeline.duplicates.table import DUPLICATES, removed
 
@@ -95,7 +95,7 @@ def test_a_stopped_search_continues_to_the_same_bytes(units, write, found, tmp_p
 def test_results_of_other_settings_or_keys_are_not_taken(units, write, tmp_path):
     names = write(tmp_path, units, CONFIG)
     find_duplicates(tmp_path, names, CONFIG)
-    with pytest.raises(KeysError, match=all_of("near: 3 words, 25 bands of 5", "exact: yes", "near: no")):
+    with pytest.raises(ShardError, match=all_of("near: 3 words, 25 bands of 5", "exact: yes", "near: no")):
         find_duplicates(tmp_path, names, DuplicatesConfig())
     strict = DuplicatesConfig(near=NearConfig(similarity=0.99))
     find_duplicates(tmp_path, names, strict)

@@ -11,8 +11,9 @@ from messages import all_of, says
 from PIL import Image
 from pydantic import ValidationError
 
-from declutr.common.config import ConfigError, load_config
+from declutr.common.config import load_config
 from declutr.common.config_docs import annotated_yaml
+from declutr.common.errors import ConfigError
 from declutr.pipeline.config import PipelineConfig, identity
 
 BASE = {"output": "out", "corpus": {"kind": "files", "paths": ["in"]}}

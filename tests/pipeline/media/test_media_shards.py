@@ -12,13 +12,14 @@ from mediafiles import animated, claimed_png, picture, png, sound, spread, store
 from messages import all_of, says
 from PIL import Image
 
+from declutr.common.errors import ShardError
 from declutr.common.storage import hash_file
 from declutr.inspection.locate import locate
 from declutr.pipeline.job.outcome import labels_hint, summary
 from declutr.pipeline.job.units import plan_units
 from declutr.pipeline.readers.blobs import with_labels
 from declutr.pipeline.readers.corpus import Blob
-from declutr.pipeline.shards.manifest import MANIFEST, ShardError, load_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
 from declutr.pipeline.shards.media import media_problem
 from declutr.pipeline.shards.schema import media_schema
 from declutr.pipeline.shards.shards import ShardSet, check_shards

@@ -6,7 +6,8 @@ import pytest
 from messages import all_of
 from pydantic import ValidationError
 
-from declutr.common.config import ConfigError, load_config
+from declutr.common.config import load_config
+from declutr.common.errors import ConfigError
 from declutr.pipeline.config import PipelineConfig, config_hash, identity
 from declutr.pipeline.prepare import main
 from declutr.pipeline.shards.content import DocumentsContent

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 from messages import says
 
+from declutr.common.errors import ShardError
 from declutr.common.storage import hash_file
 from declutr.pipeline.config import config_hash, identity
 from declutr.pipeline.duplicates.search import find_duplicates
@@ -16,7 +17,7 @@ from declutr.pipeline.job.selection import write_selected
 from declutr.pipeline.job.units import plan_units
 from declutr.pipeline.job.worker import CANDIDATES, write_unit
 from declutr.pipeline.shards.integrity import content_problem, load_index, schema_problem
-from declutr.pipeline.shards.manifest import MANIFEST, ShardError, build_manifest, load_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, build_manifest, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry
 

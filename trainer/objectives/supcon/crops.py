@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 
 from declutr.common import seeding
-from declutr.pipeline.shards.shards import ShardError, document_keys
+from declutr.common.errors import ShardError
+from declutr.pipeline.shards.shards import document_keys
 from declutr.trainer.objectives.supcon.config import CropConfig
 
 VIEWS = "views"

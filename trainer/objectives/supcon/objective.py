@@ -6,11 +6,12 @@ Legend: M rows of the global batch, D embedding size.
 import torch
 from torch import Tensor, nn
 
+from declutr.common.errors import UsageError
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.frontend import Frontend
-from declutr.trainer.objectives.base import Gathered, Objective, ObjectiveError, Validator
+from declutr.trainer.objectives.base import Gathered, Objective, Validator
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.simcse.infonce import infonce
 from declutr.trainer.objectives.supcon.collator import ClipCollator
@@ -34,7 +35,7 @@ class Supcon(Objective[SupconConfig]):
         """Builds the collator that cuts two views of each clip into patches."""
         del vocabulary, max_content
         if self.run.frontend is None:
-            raise ObjectiveError("objective supcon reads patches: a task with images or sounds has a frontend")
+            raise UsageError("objective supcon reads patches: a task with images or sounds has a frontend")
         return ClipCollator(self.config, self.run.frontend, self.run.seed)
 
     def clip_validator(

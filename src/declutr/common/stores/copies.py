@@ -14,12 +14,12 @@ from pathlib import Path
 
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import excerpt
+from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_folder, put_back, write_text
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
 from declutr.common.stores.listing import FileRecord, Files, decoded, encoded, records, refuse_names
-from declutr.common.stores.retry import AlteredError, RemoteError
 
 PLAN = "plan.json"
 """The first file of a preparation's output."""

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from declutr.common.credentials import redact
+from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.storage import atomic_file, atomic_folder, fsync_path
 from declutr.common.stores.address import (
     child,
@@ -32,15 +33,7 @@ from declutr.common.stores.address import (
     short_name,
 )
 from declutr.common.stores.listing import LISTING, FileRecord, Files, decoded, encoded, record_of, records, refuse_names
-from declutr.common.stores.retry import (
-    DEFAULT_RETRIES,
-    AlteredError,
-    Answer,
-    RemoteError,
-    RetryPolicy,
-    explained,
-    with_retries,
-)
+from declutr.common.stores.retry import DEFAULT_RETRIES, Answer, RetryPolicy, explained, with_retries
 
 _CHUNK_BYTES = 8 * 2**20
 _FETCHES = 8  # parallel fetches, because a store limits the speed of each stream

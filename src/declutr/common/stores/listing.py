@@ -7,8 +7,8 @@ from unicodedata import category
 
 import msgspec
 
+from declutr.common.errors import AlteredError
 from declutr.common.storage import hash_file
-from declutr.common.stores.retry import AlteredError
 
 LISTING = ".files.json"
 """Name of the list in its folder."""

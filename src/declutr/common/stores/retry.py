@@ -9,6 +9,7 @@ from typing import TypeVar
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
 from declutr.common.credentials import redact
+from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.stores.address import network_errors
 
 # Errors that a retry does not change, as Arrow words them.
@@ -49,14 +50,6 @@ _REMEDIES = {
 }
 
 Answer = TypeVar("Answer")
-
-
-class RemoteError(OSError):
-    """A file or folder that cannot be sent or fetched; the message names it, the cause and a remedy."""
-
-
-class AlteredError(RemoteError):
-    """Remote content that is missing or differs from what was sent; a retry does not help."""
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,6 @@ from declutr.pipeline.readers.corpus import TextField
 Target = Literal["onnx", "onnx-int8", "static"]
 
 
-class ExportError(ValueError):
-    """Settings that contradict each other, texts that cannot be read, or an output that cannot be written."""
-
-
 class ExportConfig(Strict):
     """Settings of one export."""
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.onnx.errors import OnnxExporterError
 
 from declutr.common.console.terminal import shorten
+from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_file, write_json
 from declutr.encoders.onnx import GRAPH, SETTINGS
-from declutr.encoders.protocol import EncoderError
 from declutr.encoders.transformer import TransformerEncoder
 
 OPSETS = 23, 20

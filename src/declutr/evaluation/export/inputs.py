@@ -8,10 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from declutr.common.errors import UsageError
 from declutr.common.paths import folder_problem
 from declutr.encoders.protocol import missing
-from declutr.evaluation.export.config import ExportConfig, ExportError
-from declutr.evaluation.retrieval.pairs import PairsError, RetrievalTest, read_test
+from declutr.evaluation.export.config import ExportConfig
+from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
 from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure
 
@@ -44,7 +45,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
     """Read the data of an export.
 
     Raises:
-        ExportError: every problem of the settings and the data.
+        UsageError: every problem of the settings and the data.
     """
     problems: list[str] = []
     corpus: list[str] = []
@@ -64,23 +65,24 @@ def read_inputs(config: ExportConfig) -> Inputs:
     if config.corpus:
         try:
             corpus, told = _texts(config)
-        except (ExportError, OSError) as error:
+        except (UsageError, OSError) as error:
             problems.append(f"--corpus {' '.join(config.corpus)}: {error}")
     if config.stsb is not None:
+        from declutr.common.errors import DataError
         from declutr.evaluation.retrieval.similarity import STSB_TEST  # loads torch
-        from declutr.trainer.metrics.judged_pairs import StsError, read_pairs
+        from declutr.trainer.metrics.judged_pairs import read_pairs
 
         try:
             judged = [text for _, *both in read_pairs(config.stsb, STSB_TEST) for text in both]
-        except StsError as error:
+        except DataError as error:
             problems.append(f"--stsb: {error}")
     if config.pairs is not None:
         try:
             test = read_test(config.pairs)
-        except (PairsError, OSError) as error:
+        except (DataError, OSError) as error:
             problems.append(str(error))
     if problems:
-        raise ExportError("\n".join(problems))
+        raise UsageError("\n".join(problems))
     return Inputs(corpus, judged or ([*test.queries, *test.texts] if test else []), test, told)
 
 
@@ -98,17 +100,17 @@ def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
     """Texts of files, folders and globs, and `Inputs.told`.
 
     Raises:
-        ExportError: nothing can be read.
+        UsageError: nothing can be read.
     """
     settings = {"kind": "files", "paths": config.corpus, "text_field": config.text_field}
     try:
         corpus = FilesCorpus.model_validate(settings)
     except ValidationError as error:
-        raise ExportError(error.errors()[0]["msg"]) from error
+        raise UsageError(error.errors()[0]["msg"]) from error
     units, problems = plan_units(corpus, 1)
     if problems:
         told = "; ".join(problem.removeprefix("corpus.paths: ") for problem in problems)
-        raise ExportError(told.replace("corpus.text_field", "--text-field"))
+        raise UsageError(told.replace("corpus.text_field", "--text-field"))
     found, characters = list[str](), 0
     failures: Counter[str] = Counter()
     first: ReadFailure | None = None
@@ -125,5 +127,5 @@ def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
                 first = first or record
     if not found:
         why = f"; {failures.total():,} records cannot be read, the first: {first}" if first else ""
-        raise ExportError(f"holds no text{why}{_FIELD if failures['no_text_field'] else ''}")
+        raise UsageError(f"holds no text{why}{_FIELD if failures['no_text_field'] else ''}")
     return found, {"read": len(found), "skipped": dict(sorted(failures.items())), "cut": cut}

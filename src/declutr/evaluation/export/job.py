@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from declutr.common.errors import EncoderError
 from declutr.common.storage import atomic_folder, read_json, write_json, write_text
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.onnx import GRAPH, SETTINGS, padded
-from declutr.encoders.protocol import EncoderError, SentenceEncoder, unit_rows
+from declutr.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.encoders.static import TABLE
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.export.card import card

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json
-from declutr.encoders.protocol import EncoderError, SentenceEncoder
+from declutr.encoders.protocol import SentenceEncoder
 from declutr.encoders.static import MODULE, TABLE, WEIGHT
 from declutr.encoders.transformer import TransformerEncoder
 

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, paired_interval
+from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json, write_text
-from declutr.encoders.protocol import EncoderError, SentenceEncoder, unit_rows
+from declutr.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.lexicon import NAMES, Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest

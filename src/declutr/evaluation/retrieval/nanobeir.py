@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from declutr.common.errors import DataError
 from declutr.common.storage import hash_file, hash_json, write_json, write_text
 from declutr.common.suggestions import suggest
 from declutr.encoders.protocol import SentenceEncoder, unit_rows
@@ -39,10 +40,6 @@ _PARTS = ("corpus", "queries", "qrels")
 NDCG = MEASURES.index("ndcg@10")
 
 
-class NanoError(ValueError):
-    """An unknown name, or files that are missing or cannot be used."""
-
-
 @dataclass(frozen=True)
 class NanoTest:
     """One of the 13 tests.
@@ -64,12 +61,12 @@ def split_names(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """The tests that some of the words name, in the order of `NAMES`, and the other words.
 
     Raises:
-        NanoError: a word begins like a name and is none.
+        DataError: a word begins like a name and is none.
     """
     known = {name.lower(): (name,) for name in NAMES} | {SET: NAMES}
     mine = [word for word in words if word.lower().startswith("nano")]
     if wrong := next((word for word in mine if word.lower() not in known), None):
-        raise NanoError(f"--tasks: there is no {wrong!r}{suggest(wrong, [*NAMES, SET])}; {SET} has {', '.join(NAMES)}")
+        raise DataError(f"--tasks: there is no {wrong!r}{suggest(wrong, [*NAMES, SET])}; {SET} has {', '.join(NAMES)}")
     chosen = {name for word in mine for name in known[word.lower()]}
     return tuple(name for name in NAMES if name in chosen), [word for word in words if word not in mine]
 
@@ -78,7 +75,7 @@ def read_nanobeir(folder: Path, names: Sequence[str]) -> list[NanoTest]:
     """Read tests from `folder/nanobeir`.
 
     Raises:
-        NanoError: files are missing, too large or damaged, or a test is empty; with all problems.
+        DataError: files are missing, too large or damaged, or a test is empty; with all problems.
     """
     root, found, problems = folder / SET, list[NanoTest](), list[str]()
     parts = {name: {part: _files(root, name, part) for part in _PARTS} for name in names}
@@ -93,10 +90,10 @@ def read_nanobeir(folder: Path, names: Sequence[str]) -> list[NanoTest]:
         try:
             if not lacking[name]:
                 found.append(_read(name, parts[name]))
-        except NanoError as error:
+        except DataError as error:
             problems.append(str(error))
     if problems:
-        raise NanoError("\n".join(problems))
+        raise DataError("\n".join(problems))
     return found
 
 
@@ -111,7 +108,7 @@ def _read(name: str, parts: Mapping[str, list[Path]]) -> NanoTest:
         else:
             left_out += 1
     if not judged:
-        raise NanoError(f"{name}: none of its {left_out} judgements names a query and a document of its files")
+        raise DataError(f"{name}: none of its {left_out} judgements names a query and a document of its files")
     asked = [key for key in queries if key in judged]
     test = RetrievalTest([queries[key] for key in asked], list(documents.values()), [sorted(judged[k]) for k in asked])
     digest = hash_json([hash_file(path) for paths in parts.values() for path in paths])
@@ -133,20 +130,20 @@ def _rows(name: str, paths: Sequence[Path], columns: tuple[str, str]) -> list[tu
     for path in paths:
         try:
             if (size := path.stat().st_size) > MOST_BYTES:
-                raise NanoError(f"{name}: {path} has {size:,} bytes; at most {MOST_BYTES:,} are read")
+                raise DataError(f"{name}: {path} has {size:,} bytes; at most {MOST_BYTES:,} are read")
             table = pq.ParquetFile(path).read(list(columns))
             if missing := [column for column in columns if column not in table.column_names]:
-                raise NanoError(f"{name}: {path} has no column {' and no column '.join(missing)}")
+                raise DataError(f"{name}: {path} has no column {' and no column '.join(missing)}")
             kinds = [table.column(column).type for column in columns]
             if not all(pa.types.is_string(kind) or pa.types.is_large_string(kind) for kind in kinds):
-                raise NanoError(
+                raise DataError(
                     f"{name}: {path} has {' and '.join(map(str, kinds))} in {', '.join(columns)}, not texts"
                 )
             rows += zip(*(table.column(column).to_pylist() for column in columns), strict=True)
         except (OSError, pa.ArrowException) as error:
-            raise NanoError(f"{name}: {path} is not Parquet, or damaged ({error})") from error
+            raise DataError(f"{name}: {path} is not Parquet, or damaged ({error})") from error
     if any(value is None for row in rows for value in row):
-        raise NanoError(f"{name}: {paths[0].parent} has rows without {' or '.join(columns)}")
+        raise DataError(f"{name}: {paths[0].parent} has rows without {' or '.join(columns)}")
     return rows
 
 
@@ -170,13 +167,13 @@ def score_nanobeir(
         say: receives progress lines.
 
     Raises:
-        NanoError: an embedding is not finite.
+        DataError: an embedding is not finite.
     """
     found: dict[int, dict[str, F64]] = {size: {} for size in (*sizes, encoder.size)}
     for one in tests:
         queries, texts = encoder.encode(one.test.queries), encoder.encode(one.test.texts)
         if not (np.isfinite(queries).all() and np.isfinite(texts).all()):
-            raise NanoError(f"{encoder.name}: {one.name} has no score, because embeddings are not finite")
+            raise DataError(f"{encoder.name}: {one.name} has no score, because embeddings are not finite")
         for size, scores in found.items():
             cosines = unit_rows(queries[:, :size]) @ unit_rows(texts[:, :size]).T
             scores[one.name] = measures(cosines, one.test.relevant).mean(axis=0)

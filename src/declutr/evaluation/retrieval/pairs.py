@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.common.console.terminal import excerpt, shorten
+from declutr.common.errors import DataError
 from declutr.common.storage import hash_json
 from declutr.common.suggestions import suggest
 
@@ -20,10 +21,6 @@ MOST_BYTES = 2**30
 _CSV = (".csv", ".tsv")
 _MOST_NAMED, _MOST_CHARACTERS = 5, 80
 Half = Literal["development", "test"]
-
-
-class PairsError(ValueError):
-    """A file of pairs or documents that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
     documents are searched, also those that no pair names; documents with the same text are one.
 
     Raises:
-        PairsError: a file is missing, too large or damaged, lacks a column, or a pair names no document.
+        DataError: a file is missing, too large or damaged, lacks a column, or a pair names no document.
     """
     rows = read_pairs(pairs, ("text",) if documents is None else ("id",))[0]
     if documents is None:
@@ -78,7 +75,7 @@ def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
         texts = list(found)
     queries, relevant = join_pairs(pairs, rows, number, str(documents))
     if len(texts) < 2:
-        raise PairsError(f"--pairs {pairs}: there is one text to search; a retrieval test needs at least two")
+        raise DataError(f"--pairs {pairs}: there is one text to search; a retrieval test needs at least two")
     return RetrievalTest(queries, texts, relevant)
 
 
@@ -90,15 +87,15 @@ def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id")) -> tuple[list[
     """Read the pairs of a file, and the first of `keys` that it has as a column.
 
     Raises:
-        PairsError: the file is missing, too large or damaged, or lacks a column.
+        DataError: the file is missing, too large or damaged, or lacks a column.
     """
     rows = list(_rows(pairs))
     if not rows:
-        raise PairsError(f"--pairs {pairs}: holds no pairs")
+        raise DataError(f"--pairs {pairs}: holds no pairs")
     names = set(rows[0][1])
     key = next((key for key in keys if key in names), keys[0])
     if missing := [name for name in ("query", key) if name not in names]:
-        raise PairsError(_missing(pairs, missing, names, keys))
+        raise DataError(_missing(pairs, missing, names, keys))
     return [(line, _text(pairs, line, row, "query"), _text(pairs, line, row, key)) for line, row in rows], key
 
 
@@ -114,7 +111,7 @@ def join_pairs(
         where: the name of the texts.
 
     Raises:
-        PairsError: a pair names none of the texts.
+        DataError: a pair names none of the texts.
     """
     relevant: dict[str, set[int]] = {}
     unknown = []
@@ -124,7 +121,7 @@ def join_pairs(
         else:
             unknown.append(f"line {line}: {shorten(wanted, _MOST_CHARACTERS)}")
     if unknown:
-        raise PairsError(
+        raise DataError(
             f"--pairs {pairs}: {len(unknown):,} of {len(rows):,} pairs name no document of {where}: "
             f"{excerpt(unknown, _MOST_NAMED)}"
         )
@@ -144,20 +141,20 @@ def _text(path: Path, line: int, row: dict[str, Any], name: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and name == "id":
         value = str(value)
     if not isinstance(value, str) or not value.strip():
-        raise PairsError(f"{path}, line {line}: `{name}` must be a text, not {str(value)[:40]!r}")
+        raise DataError(f"{path}, line {line}: `{name}` must be a text, not {str(value)[:40]!r}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise PairsError(f"{path}, line {line}: `{name}` holds half of a character (a lone surrogate)") from error
+        raise DataError(f"{path}, line {line}: `{name}` holds half of a character (a lone surrogate)") from error
     return value
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of a file with the numbers of their lines."""
     if not path.is_file():
-        raise PairsError(f"{path}: there is no such file")
+        raise DataError(f"{path}: there is no such file")
     if (size := path.stat().st_size) > MOST_BYTES:
-        raise PairsError(f"{path}: has {size:,} bytes; at most {MOST_BYTES:,} are read")
+        raise DataError(f"{path}: has {size:,} bytes; at most {MOST_BYTES:,} are read")
     try:
         with path.open(encoding="utf-8-sig", newline="") as stream:
             if path.suffix in _CSV:
@@ -165,7 +162,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 reader = csv.DictReader(stream, delimiter="\t" if path.suffix == ".tsv" else ",")
                 for row in reader:
                     if any(cell.strip() for cell in row.pop(None, [])):  # cells beyond those of the first line
-                        raise PairsError(
+                        raise DataError(
                             f"{path}, line {reader.line_num}: more cells than the first line has; put quotes around a "
                             f"text that holds {reader.reader.dialect.delimiter!r}"
                         )
@@ -175,8 +172,8 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if text.strip():
                     row = json.loads(text)
                     if not isinstance(row, dict):
-                        raise PairsError(f"{path}, line {line}: a {type(row).__name__}, not an object with names")
+                        raise DataError(f"{path}, line {line}: a {type(row).__name__}, not an object with names")
                     yield line, row
     except (UnicodeDecodeError, json.JSONDecodeError, csv.Error, RecursionError) as error:
         kind = "CSV" if path.suffix in _CSV else "JSON Lines"
-        raise PairsError(f"{path}: is not {kind} in UTF-8 ({error})") from error
+        raise DataError(f"{path}: is not {kind} in UTF-8 ({error})") from error

@@ -18,7 +18,7 @@ def stsb_values(encoder: SentenceEncoder, folder: Path) -> NDArray[np.float64]:
     """`(N, 2)` cosine and judgement of each pair of STS-B's test set.
 
     Raises:
-        StsError: the file is missing or damaged.
+        DataError: the file is missing or damaged.
     """
     pairs = read_pairs(folder, STSB_TEST)
     gold = np.array([score for score, _, _ in pairs])

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from declutr.common.console.terminal import excerpt
+from declutr.common.errors import DataError, MissingDataError
 from declutr.evaluation.senteval.data.loading import load
-from declutr.evaluation.senteval.data.taskdata import DataError, Inspection, MissingDataError, TaskData
+from declutr.evaluation.senteval.data.taskdata import Inspection, TaskData
 from declutr.evaluation.senteval.data.tasks import SentEvalTask
 
 UNCHECKED = "--allow-unchecked scores your own data; such scores are marked as not comparable with published ones"

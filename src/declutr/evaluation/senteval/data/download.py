@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from declutr.common.console.terminal import excerpt
+from declutr.common.errors import DataError, RemoteError
 from declutr.common.storage import atomic_file
 from declutr.evaluation.senteval.data.checking import known_hashes
 from declutr.evaluation.senteval.data.lines import git_sha1
 from declutr.evaluation.senteval.data.loading import task_files
-from declutr.evaluation.senteval.data.snli_archive import FILES, SnliError, make_split
+from declutr.evaluation.senteval.data.snli_archive import FILES, make_split
 from declutr.evaluation.senteval.data.tasks import find
 
 _MAX_FILE_BYTES = 256 << 20
@@ -34,10 +35,6 @@ _TIMEOUT_SECONDS = 60
 _ATTEMPTS = 3
 _BELOW = "downstream/"
 """Folder of the data of which names in the archive lack the name."""
-
-
-class TransferError(OSError):
-    """A file that could not be fetched completely."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +65,10 @@ def fetch(url: str, target: Path, max_bytes: int, expected: str = "") -> None:
         expected: git's SHA-1 of the content; "" if unknown.
 
     Raises:
-        TransferError: the file was not found, is too large, broke off three times, or has another hash.
+        RemoteError: the file was not found, is too large, broke off three times, or has another hash.
     """
     if not url.startswith(("http://", "https://")):
-        raise TransferError(f"{url}: is no address that starts with http:// or https://")
+        raise RemoteError(f"{url}: is no address that starts with http:// or https://")
     request = urllib.request.Request(url, headers={"User-Agent": "declutr", "Accept-Encoding": "identity"})
     last = ""
     for _ in range(_ATTEMPTS):
@@ -79,16 +76,16 @@ def fetch(url: str, target: Path, max_bytes: int, expected: str = "") -> None:
             with atomic_file(target) as aside:
                 _receive(request, aside, max_bytes)
                 if expected and (found := git_sha1(aside)) != expected:
-                    raise TransferError(f"{url}: has git SHA-1 {found}, but the published file has {expected}")
-        except TransferError:
+                    raise RemoteError(f"{url}: has git SHA-1 {found}, but the published file has {expected}")
+        except RemoteError:
             raise
         except urllib.error.HTTPError as error:
-            raise TransferError(f"{url}: {error.code} {error.reason}") from error
+            raise RemoteError(f"{url}: {error.code} {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
             last = str(error)
         else:
             return
-    raise TransferError(f"{url}: {last}; run the same command again")
+    raise RemoteError(f"{url}: {last}; run the same command again")
 
 
 def _receive(request: urllib.request.Request, path: Path, max_bytes: int) -> None:
@@ -97,7 +94,7 @@ def _receive(request: urllib.request.Request, path: Path, max_bytes: int) -> Non
         while chunk := answer.read(_CHUNK_BYTES):
             size += len(chunk)
             if size > max_bytes:
-                raise TransferError(f"{request.full_url}: exceeds the limit of {max_bytes:,} bytes")
+                raise RemoteError(f"{request.full_url}: exceeds the limit of {max_bytes:,} bytes")
             stream.write(chunk)
     if length is not None and size != int(length):
         raise OSError(f"the connection ended after {size:,} of {int(length):,} bytes")
@@ -141,7 +138,7 @@ def _fetch_file(folder: Path, path: str, url: str, tell: Callable[[str], None]) 
     tell(f"{path} from {url}")
     try:
         fetch(url, folder / path, _MAX_FILE_BYTES, known_hashes()[path])
-    except TransferError as error:
+    except RemoteError as error:
         return Fetched(path, "failed", str(error))
     return Fetched(path, "fetched")
 
@@ -156,7 +153,7 @@ def _fetch_archive(folder: Path, url: str, paths: Sequence[str], tell: Callable[
     try:
         fetch(url, local, _MAX_ARCHIVE_BYTES)
         yield from _take(local, folder, missing)
-    except (TransferError, tarfile.TarError, EOFError) as error:
+    except (RemoteError, tarfile.TarError, EOFError) as error:
         yield from (Fetched(path, "failed", str(error)) for path in missing if not (folder / path).exists())
     finally:
         _discard(local)
@@ -197,7 +194,7 @@ def _make_snli(folder: Path, url: str, tell: Callable[[str], None]) -> Iterator[
         for split in list(missing):
             make_split(local, split, folder / below, hashes)
             yield from (Fetched(path, "fetched") for path in missing.pop(split))
-    except (TransferError, SnliError) as error:
+    except (RemoteError, DataError) as error:
         yield from (Fetched(path, "failed", str(error)) for paths in missing.values() for path in paths)
     finally:
         _discard(local)

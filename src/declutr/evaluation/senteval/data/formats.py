@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from declutr.common.errors import DataError
 from declutr.evaluation.senteval.data.lines import parse_lines, read_lines
-from declutr.evaluation.senteval.data.taskdata import DataError
 
 WordList = list[str]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from declutr.evaluation.senteval.data.taskdata import DataError
+from declutr.common.errors import DataError
 
 Parsed = TypeVar("Parsed")
 

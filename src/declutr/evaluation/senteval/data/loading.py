@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common.console.terminal import excerpt
+from declutr.common.errors import DataError, MissingDataError
 from declutr.evaluation.senteval.data import formats
 from declutr.evaluation.senteval.data.formats import SplitRows
 from declutr.evaluation.senteval.data.lines import git_sha1
 from declutr.evaluation.senteval.data.retrieval_files import SPLITS, read_retrieval, refuse_pickles
-from declutr.evaluation.senteval.data.taskdata import EMPTY, DataError, MissingDataError, Split, TaskData
+from declutr.evaluation.senteval.data.taskdata import EMPTY, Split, TaskData
 from declutr.evaluation.senteval.data.tasks import LANGUAGES, SentEvalTask
 
 _BINARY = {  # class 1, class 0

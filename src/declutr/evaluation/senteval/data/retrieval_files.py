@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from declutr.common.errors import DataError
 from declutr.evaluation.senteval.data.formats import SplitRows
 from declutr.evaluation.senteval.data.lines import read_lines
-from declutr.evaluation.senteval.data.taskdata import DataError
 
 CAPTIONS_PER_IMAGE = 5
 SPLITS = {"train": "train", "dev": "valid", "test": "test"}

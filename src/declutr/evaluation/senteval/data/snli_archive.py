@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from declutr.common.errors import DataError
 from declutr.common.storage import atomic_file
 from declutr.evaluation.senteval.data.lines import git_sha1
 
@@ -69,17 +70,13 @@ _COLUMNS = ("gold_label", "sentence1", "sentence2")
 _MAX_LINE_CHARACTERS = 1 << 20
 
 
-class SnliError(ValueError):
-    """A zip that is not SNLI 1.0, or files that are not the published ones."""
-
-
 def make_split(archive: Path, split: str, folder: Path, hashes: dict[str, str]) -> None:
     """Write `labels.<split>`, `s1.<split>` and `s2.<split>` into `folder`, all three or none.
 
     `hashes` has the required git SHA-1 of each file, by name; a file without one is not checked.
 
     Raises:
-        SnliError: the zip lacks the split or has other columns, or a file has another hash.
+        DataError: the zip lacks the split or has other columns, or a file has another hash.
     """
     paths = [folder / f"{name}.{split}" for name in FILES]
     with atomic_file(paths[0]) as labels, atomic_file(paths[1]) as first, atomic_file(paths[2]) as second:
@@ -91,7 +88,7 @@ def make_split(archive: Path, split: str, folder: Path, hashes: dict[str, str]) 
         for path, aside in zip(paths, (labels, first, second), strict=True):
             expected = hashes.get(path.name, "")
             if expected and (found := git_sha1(aside)) != expected:
-                raise SnliError(f"{path.name} made from {archive.name} has git SHA-1 {found}, expected {expected}")
+                raise DataError(f"{path.name} made from {archive.name} has git SHA-1 {found}, expected {expected}")
 
 
 def _pairs(archive: Path, name: str) -> Iterator[tuple[str, str, str]]:
@@ -101,14 +98,14 @@ def _pairs(archive: Path, name: str) -> Iterator[tuple[str, str, str]]:
             members = [member for member in opened.namelist() if member.rsplit("/", 1)[-1] == name]
             members = [member for member in members if "__MACOSX" not in member]
             if len(members) != 1:
-                raise SnliError(f"{archive.name} holds {len(members)} files named {name}, expected one")
+                raise DataError(f"{archive.name} holds {len(members)} files named {name}, expected one")
             with opened.open(members[0]) as stream, io.TextIOWrapper(stream, encoding="utf-8", newline="\n") as lines:
                 header = lines.readline(_MAX_LINE_CHARACTERS).rstrip("\n").split("\t")
                 if (header[0], *header[5:7]) != _COLUMNS:
-                    raise SnliError(f"{name} has columns {', '.join(header[:7])}, unlike SNLI 1.0")
+                    raise DataError(f"{name} has columns {', '.join(header[:7])}, unlike SNLI 1.0")
                 while line := lines.readline(_MAX_LINE_CHARACTERS):
                     cells = line.rstrip("\n").split("\t")
                     if cells[0] != "-":
                         yield cells[0], cells[5], cells[6]
     except (zipfile.BadZipFile, IndexError, UnicodeDecodeError) as error:
-        raise SnliError(f"{archive.name} is broken or not SNLI 1.0: {error}") from error
+        raise DataError(f"{archive.name} is broken or not SNLI 1.0: {error}") from error

@@ -16,14 +16,6 @@ EMPTY = "."
 """Replacement for a line without words: SentEval's examples and DeCLUTR's script embed a full stop for it."""
 
 
-class DataError(ValueError):
-    """Data that SentEval's loader would not read."""
-
-
-class MissingDataError(DataError):
-    """The task has no data files."""
-
-
 @dataclass(frozen=True)
 class Split:
     """Rows of one split, or of one subset of an STS task, in the order SentEval gives them to its classifiers."""

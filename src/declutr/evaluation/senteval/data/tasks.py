@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from declutr.common.errors import UsageError
 from declutr.common.suggestions import suggest
 
 Group = Literal["downstream", "probing", "multilingual"]
@@ -117,20 +118,16 @@ STSB_MULTI: tuple[str, ...] = tuple(task.name for task in TRANSLATED)
 _BY_NAME = {name.lower(): task for task in ALL_TASKS for name in (task.name, task.label)}
 
 
-class UnknownTaskError(ValueError):
-    """A name that matches no task."""
-
-
 def find(name: str, others: Collection[str] = ()) -> SentEvalTask:
     """Find the task of that name or label, in any case; `others` are further names to suggest (sets of tasks).
 
     Raises:
-        UnknownTaskError: no task matches; the message has the nearest name and lists all names.
+        UsageError: no task matches; the message has the nearest name and lists all names.
     """
     task = _BY_NAME.get(name.lower())
     if task is None:
         near = suggest(name, [*(known for task in ALL_TASKS for known in (task.name, task.label)), *others])
-        raise UnknownTaskError(
+        raise UsageError(
             f"no task {name!r}{near}{' There' if near else '; there'} are "
             f"{', '.join(dict.fromkeys([*(task.name for task in ALL_TASKS), *others]))}"
         )

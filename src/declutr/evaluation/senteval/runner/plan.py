@@ -99,7 +99,7 @@ def choose_tasks(words: Sequence[str]) -> tuple[str, ...]:
     """Resolve names, labels and sets (`SETS`) to tasks, in the order of the tables.
 
     Raises:
-        UnknownTaskError: a name that matches no task and no set.
+        UsageError: a name that matches no task and no set.
     """
     chosen = {name for word in words for name in SETS.get(word.lower()) or (find(word, SETS).name,)}
     return tuple(task.name for task in ALL_TASKS if task.name in chosen)

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from declutr.common.errors import EncoderError
 from declutr.common.storage import atomic_file
-from declutr.encoders.protocol import EncoderError, SentenceEncoder, vectors_fingerprint
+from declutr.encoders.protocol import SentenceEncoder, vectors_fingerprint
 
 PART_ROWS = 16_384
 

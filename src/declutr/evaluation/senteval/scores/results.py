@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from declutr.common.errors import DataError
 from declutr.evaluation.senteval.data.taskdata import Inspection, Standing
 from declutr.evaluation.senteval.data.tasks import DOWNSTREAM, LANGUAGES, PROBING, STS, STSB_MULTI, TRANSFER, find
 
@@ -61,19 +62,15 @@ def headline(task: str, scores: Scores, protocol: Literal["senteval", "simcse"] 
     return scores["acc"]
 
 
-class NoDevScoreError(ValueError):
-    """A task without dev data has no dev score."""
-
-
 def dev_headline(task: str, scores: Scores) -> float:
     """Number on dev data, in percent: the one by which a choice may be made.
 
     Raises:
-        NoDevScoreError: the task has test data alone.
+        DataError: the task has test data alone.
     """
     procedure = find(task).procedure
     if procedure == "similarity":
-        raise NoDevScoreError(f"{task} has no dev score, because it has test data alone")
+        raise DataError(f"{task} has no dev score, because it has test data alone")
     if procedure in ("relatedness", "cosine"):  # a regression has no Spearman on dev
         return 100 * (scores["devspearman"] if "devspearman" in scores else scores["devpearson"])
     return scores["devacc"] / (len(RECALLS) if procedure == "retrieval" else 1)
@@ -166,7 +163,7 @@ class TaskResult:
         """The same number on dev data.
 
         Raises:
-            NoDevScoreError: the task has none.
+            DataError: the task has none.
         """
         return dev_headline(self.task, self.scores)
 
