@@ -20,9 +20,9 @@ if __name__ == "__main__":
 from declutr.common.config import Settings, load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
-from declutr.common.console.terminal import config_parser
+from declutr.common.console.terminal import answered, config_parser
 from declutr.common.credentials import refused_settings
-from declutr.common.errors import ConfigError, RunLockedError, SessionError, ShardError
+from declutr.common.errors import ConfigError, ShardError
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, write_text
 from declutr.common.stores.address import is_remote
@@ -225,6 +225,7 @@ def _small_files(config: PipelineConfig) -> Iterator[Path]:
         yield Path(folder)
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `prepare CONFIG [key=value ...] [--print-config]`; returns the exit status."""
     parser = config_parser("prepare", "From a corpus to Arrow shards.")
@@ -245,9 +246,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write("\n".join(plan_ahead(config).lines()) + "\n")
             return 0
         manifest = prepare(config, verify_inputs=arguments.verify_inputs)
-    except (ConfigError, ShardError, RunLockedError, SessionError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
     except (KeyboardInterrupt, SystemExit) as stopped:  # Ctrl-C, or another signal
         sys.stderr.write("prepare: stopped; finished work is kept, the same command continues\n")
         return _INTERRUPTED if isinstance(stopped, KeyboardInterrupt) else int(stopped.code or 0)

@@ -27,9 +27,9 @@ os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 from declutr.common.config import Settings, load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
-from declutr.common.console.terminal import config_parser
+from declutr.common.console.terminal import answered, config_parser
 from declutr.common.credentials import redact
-from declutr.common.errors import ConfigError, RunLockedError
+from declutr.common.errors import ConfigError
 from declutr.common.lock import refuse_held
 from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
@@ -178,6 +178,7 @@ def _storage_error(error: OSError, run: str) -> str:
     return f"{error}; {remedy}"
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `train CONFIG [key=value ...] [--print-config]`; returns the exit status."""
     parser = config_parser("train", "From shards to a sentence encoder.")
@@ -186,40 +187,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("train")
-    try:  # before loading torch and Ray, which takes many seconds on a busy machine
-        config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)
-        if arguments.print_config:
-            shown = config
-            if not any(map(is_remote, _data_places(config))):
-                shown = with_geometry(config, run_folder(config.run, config.cache), find_shards(config).manifests)
-            sys.stdout.write(annotated_yaml(shown))
-            if left := unknown(shown):
-                get_logger().warning(
-                    "data = %s: its shards cannot be read now. A run takes %s from them; the values shown are "
-                    "defaults, so remove them before you use this output as a config file",
-                    redact(", ".join(config.places)),
-                    ", ".join(left),
-                )
-            return 0
-        resolved = _examine(config)
-        if arguments.plan:
-            sys.stdout.write(_plan(resolved or resolve(config)))
-            return 0
-    except (ConfigError, RunLockedError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+    # before loading torch and Ray, which takes many seconds on a busy machine
+    config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)
+    if arguments.print_config:
+        shown = config
+        if not any(map(is_remote, _data_places(config))):
+            shown = with_geometry(config, run_folder(config.run, config.cache), find_shards(config).manifests)
+        sys.stdout.write(annotated_yaml(shown))
+        if left := unknown(shown):
+            get_logger().warning(
+                "data = %s: its shards cannot be read now. A run takes %s from them; the values shown are "
+                "defaults, so remove them before you use this output as a config file",
+                redact(", ".join(config.places)),
+                ", ".join(left),
+            )
+        return 0
+    resolved = _examine(config)
+    if arguments.plan:
+        sys.stdout.write(_plan(resolved or resolve(config)))
+        return 0
     early = None if config.scaling.local else _EarlyRay(config)
-    from declutr.common.errors import CheckpointError, DamagedError, RunStoppedError, ShardError, TrainingFailedError
-    from declutr.trainer.driver.signals import say_stopped
     from declutr.trainer.driver.summary import neighbours_of
 
     try:
         summary = _train(config, resolved, _began(), early.wait if early else None)
-    except (ConfigError, ShardError, CheckpointError, DamagedError, TrainingFailedError, RunLockedError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    except (KeyboardInterrupt, RunStoppedError) as reason:
-        return say_stopped(reason)
     finally:
         if early:
             early.end()

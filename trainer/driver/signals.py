@@ -5,27 +5,16 @@ announce the end of a job with SIGUSR1.
 """
 
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import RunStoppedError
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _SAME_SECONDS = 1.0
 """Signals within this time are one request: `timeout` sends SIGTERM twice, a closing terminal and its shell SIGHUP."""
-
-
-def say_stopped(reason: KeyboardInterrupt | RunStoppedError) -> int:
-    """Says on stderr that a command stopped on request; returns its exit status, 130 for Ctrl-C outside of a run."""
-    if isinstance(reason, RunStoppedError):
-        sys.stderr.write(f"{reason}\n")
-        return reason.status
-    sys.stderr.write("stopped; the same command continues\n")
-    return 130
 
 
 class Signals:

@@ -3,7 +3,6 @@
 import argparse
 from typing import get_args
 
-from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 
 
@@ -38,29 +37,8 @@ def run_adapt(arguments: list[str]) -> int:
 
     setup_logging("adapt")
     from declutr.adaptation.job import REPORT, adapt
-    from declutr.common.errors import (
-        CheckpointError,
-        ConfigError,
-        DamagedError,
-        EncoderError,
-        RunLockedError,
-        RunStoppedError,
-        SessionError,
-        ShardError,
-        TrainingFailedError,
-        UsageError,
-    )
-    from declutr.trainer.driver.signals import say_stopped
 
-    try:
-        result = adapt(**named)
-    except (
-        *(UsageError, ConfigError, UsageError, EncoderError, ShardError, SessionError),
-        *(CheckpointError, DamagedError, RunLockedError, TrainingFailedError),
-    ) as error:
-        return refused(error)
-    except (KeyboardInterrupt, RunStoppedError) as reason:
-        return say_stopped(reason)
+    result = adapt(**named)
     for row in result.rows:
         scores = ", ".join(f"{measure} {100 * score:.1f}" for measure, score in row.scores.items())
         print(f"{row.name:32s} {scores}")

@@ -3,7 +3,6 @@
 import argparse
 from typing import get_args
 
-from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 
 
@@ -46,10 +45,7 @@ def run_embed(arguments: list[str]) -> int:
     names = options.pop("text_field") or ["text"]
     options["text_field"] = names if len(names) > 1 else names[0]
     setup_logging("embed")
-    try:
-        note = embed(**options)
-    except ValueError as error:
-        return refused(error)
+    note = embed(**options)
     for reason, number in note.skipped.items():
         print(f"skipped: {number:,} {reason}")
     print(f"{options['output']}: {note.rows:,} embeddings of {note.size} numbers ({options['dtype']})")

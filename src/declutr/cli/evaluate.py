@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from declutr.cli.scoring import evaluate_mteb, evaluate_nanobeir, evaluate_pairs, load, say, with_checkpoints
 from declutr.common.console.terminal import refused
-from declutr.common.errors import DataError, EncoderError
+from declutr.common.errors import EncoderError
 from declutr.common.paths import path_argument
 from declutr.encoders.cut import parse_sizes
 from declutr.encoders.protocol import Pooling
@@ -31,10 +31,7 @@ def run(arguments: list[str]) -> int:
     parser = _parser()
     given = parser.parse_intermixed_args(arguments)
     given.encoders = with_checkpoints(given.encoders)
-    try:
-        given.sizes = None if given.sizes is None else parse_sizes(given.sizes)
-    except EncoderError as error:
-        return refused(error)
+    given.sizes = None if given.sizes is None else parse_sizes(given.sizes)
     if given.mteb is not None:
         if not given.encoders or given.pretrained:
             parser.error("--mteb takes one ENCODER or more, and no --pretrained")
@@ -62,8 +59,6 @@ def run(arguments: list[str]) -> int:
         nano, words = nanobeir.split_names(given.tasks.split(",") if given.tasks else default)
         names = choose_tasks(words)
         tests = nanobeir.read_nanobeir(data, nano)
-    except DataError as error:
-        return refused(error)
     except UsageError as error:
         return refused(f"--tasks: {error}")
     for line in nanobeir.overview(tests):

@@ -1,18 +1,14 @@
 """`declutr export`."""
 
 import argparse
-import signal
 import sys
 from typing import get_args
 
-from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 
 
 def run(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
-    from declutr.common.config import first_problem
-    from declutr.common.errors import EncoderError, UsageError
     from declutr.evaluation.export.config import ExportConfig, Target
 
     parser = argparse.ArgumentParser(
@@ -41,22 +37,15 @@ def run(arguments: list[str]) -> int:
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     if len(names := given.get("text_field", [])) == 1:
         given["text_field"] = names[0]
-    try:
-        from declutr.evaluation.export.inputs import read_inputs
+    from declutr.common.config import validated
+    from declutr.evaluation.export.inputs import read_inputs
 
-        config = ExportConfig.model_validate(given)
-        inputs = read_inputs(config)
-        from declutr.evaluation.export.job import export
-        from declutr.reproduction import provenance
+    config = validated("export", ExportConfig, given)
+    inputs = read_inputs(config)
+    from declutr.evaluation.export.job import export
+    from declutr.reproduction import provenance
 
-        found = export(config, inputs, provenance.facts(["declutr", *sys.argv[1:]]))
-    except (EncoderError, UsageError, FileExistsError) as error:
-        return refused(error)
-    except KeyboardInterrupt:
-        refused(f"stopped; {given['output']} was not written")
-        return 128 + signal.SIGINT
-    except ValueError as error:
-        return refused(first_problem(error, ExportConfig))
+    found = export(config, inputs, provenance.facts(["declutr", *sys.argv[1:]]))
     told = [f"{found['bytes']:,} bytes", f"{found['texts_per_second']['export']:,} texts a second"]
     told.append(f"{found['speedup']:.2f} times as fast as {found['compared_with']} in float32")
     if found["cosine"] is not None:

@@ -16,23 +16,19 @@ def run_report(arguments: list[str]) -> int:
     parser.add_argument("folder", type=path_argument, nargs="+", help="output folder of `prepare`, or folders of runs")
     parser.add_argument("--output", type=path_argument, help="folder of report.html (FOLDER/report)")
     given = parser.parse_args(arguments)
-    from declutr.common.errors import ShardError, UsageError
     from declutr.common.extras import missing_extra
     from declutr.report.record import is_run
 
     if lack := missing_extra("report", "declutr report"):
         return refused(lack)
-    try:
-        if any(map(is_run, given.folder)) or len(given.folder) > 1:
-            from declutr.report.runs import write_runs_page
+    if any(map(is_run, given.folder)) or len(given.folder) > 1:
+        from declutr.report.runs import write_runs_page
 
-            print(write_runs_page(given.folder, given.output))
-        else:
-            from declutr.report.corpus import write_corpus_page
+        print(write_runs_page(given.folder, given.output))
+    else:
+        from declutr.report.corpus import write_corpus_page
 
-            print(write_corpus_page(given.folder[0], given.output))
-    except (ShardError, UsageError) as error:
-        return refused(error)
+        print(write_corpus_page(given.folder[0], given.output))
     return 0
 
 
@@ -49,25 +45,21 @@ def run_inspect(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the checkpoints of a run as a JSON list")
     parser.add_argument("--fast", action="store_true", help="compare only the sizes of checkpoints, not checksums")
     given = parser.parse_args(arguments)
-    from declutr.common.errors import CheckpointError, ShardError, UsageError
     from declutr.inspection.describe import checkpoint_rows, describe, describe_run
     from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 
     broken = False
-    try:
-        if given.document:
-            from declutr.inspection.locate import locate
+    if given.document:
+        from declutr.inspection.locate import locate
 
-            lines = locate(given.path, given.document)
-        elif given.json or given.fast or (given.path / CHECKPOINTS).is_dir():
-            rows = checkpoint_rows(given.path, verify=not given.fast)
-            broken = bool(rows) and rows[-1].broken is not None
-            listed = json.dumps([asdict(row) for row in rows], indent=2)
-            lines = iter([listed]) if given.json else describe_run(given.path, rows, not given.fast)
-        else:
-            lines = describe(given.path, given.documents)
-        for line in lines:
-            print(line)
-    except (UsageError, ShardError, CheckpointError) as error:
-        return refused(error)
+        lines = locate(given.path, given.document)
+    elif given.json or given.fast or (given.path / CHECKPOINTS).is_dir():
+        rows = checkpoint_rows(given.path, verify=not given.fast)
+        broken = bool(rows) and rows[-1].broken is not None
+        listed = json.dumps([asdict(row) for row in rows], indent=2)
+        lines = iter([listed]) if given.json else describe_run(given.path, rows, not given.fast)
+    else:
+        lines = describe(given.path, given.documents)
+    for line in lines:
+        print(line)
     return int(broken)

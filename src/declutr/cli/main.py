@@ -1,15 +1,12 @@
 """Console command `declutr`. A sub-command and its libraries are imported when it runs."""
 
-import os
 import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from declutr.common.console.terminal import shown
+from declutr.common.console.terminal import answered, shown
 from declutr.common.credentials import refused_argument
-from declutr.common.errors import ConfigError, RunLockedError, SessionError, UsageError
 from declutr.common.relay import end_at_signals, relay
 from declutr.common.suggestions import suggest
 
@@ -134,14 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_at_signals()
     module, _, function = _COMMANDS[command][1].partition(":")
     with shown():
-        try:
-            status: int = getattr(import_module(module), function)(arguments[1:])
-        except (OSError, ConfigError, UsageError, RunLockedError, SessionError) as error:
-            if os.environ.get("DECLUTR_LOG", "").upper() == "DEBUG":
-                traceback.print_exc()
-            print(f"declutr {command}: {error}", file=sys.stderr)
-            return 1
-    return status
+        run: Callable[[list[str]], int] = getattr(import_module(module), function)
+        return answered(run)(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ def run(arguments: list[str]) -> int:
     """
     options = _parser().parse_intermixed_args(arguments)
     from declutr.common.console.logs import setup_logging
-    from declutr.common.errors import DamagedError, EncoderError, ShardError, UsageError
     from declutr.reproduction.item import item_names, load_item, plan_item
 
     if options.item is None:
@@ -38,29 +37,19 @@ def run(arguments: list[str]) -> int:
         return refused(f"--start {start}: has no config.json; name the folder of an encoder of transformers")
     if problem := folder_problem(work):
         return refused(f"--work {work}: {problem}")
-    try:
-        item, senteval = load_item(options.item), options.senteval or options.data / "senteval"
-        places = (options.data, senteval, work)
-        plan = plan_item(name, item, options.scale, *places, changes, options.seeds, start, options.only)
-        from declutr.common.errors import CheckpointError, RunStoppedError, TrainingFailedError
-        from declutr.reproduction.running import plan_lines, reproduce
-        from declutr.trainer.driver.signals import say_stopped
+    item, senteval = load_item(options.item), options.senteval or options.data / "senteval"
+    places = (options.data, senteval, work)
+    plan = plan_item(name, item, options.scale, *places, changes, options.seeds, start, options.only)
+    from declutr.reproduction.running import plan_lines, reproduce
 
-        if not options.plan:
-            refuse_held(work)
-            refuse_held(plan.folder)
-        print("\n".join(plan_lines(plan)), flush=True)
-        if options.plan:
-            return 0
-        setup_logging("reproduce")
-        try:
-            print(f"\n{reproduce(plan, work, senteval, options.allow_unchecked, arguments, _say)}")
-        except (KeyboardInterrupt, RunStoppedError) as reason:
-            return say_stopped(reason)
-        except (CheckpointError, DamagedError, TrainingFailedError) as error:
-            return refused(error)
-    except (UsageError, ShardError, EncoderError) as error:
-        return refused(error)
+    if not options.plan:
+        refuse_held(work)
+        refuse_held(plan.folder)
+    print("\n".join(plan_lines(plan)), flush=True)
+    if options.plan:
+        return 0
+    setup_logging("reproduce")
+    print(f"\n{reproduce(plan, work, senteval, options.allow_unchecked, arguments, _say)}")
     print(f"{plan.folder / plan.results}.md; also .json")
     return 0
 

@@ -52,13 +52,9 @@ def load(
 
 def evaluate_pairs(given: argparse.Namespace) -> int:
     """Score baselines and encoders on the user's pairs; return 1 if one could not be scored."""
-    from declutr.common.errors import DataError
     from declutr.evaluation.retrieval.pairs import read_test
 
-    try:
-        test = read_test(given.pairs, given.documents)
-    except (DataError, OSError) as error:
-        return refused(error)
+    test = read_test(given.pairs, given.documents)
     from declutr.common.errors import EncoderError
     from declutr.encoders.cut import sizes_of
     from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
@@ -95,10 +91,7 @@ def evaluate_mteb(given: argparse.Namespace) -> int:
     from declutr.evaluation.mteb import choose_mteb, score_mteb, write_mteb
 
     scores, failed = dict[str, dict[str, float]](), False
-    try:
-        tasks = choose_mteb(given.mteb.split(","))
-    except EncoderError as error:
-        return refused(error)
+    tasks = choose_mteb(given.mteb.split(","))
     for name in given.encoders:
         try:
             encoder = load(name, given)

@@ -38,26 +38,22 @@ def run_index(arguments: list[str]) -> int:
             return refused(f"--{name}: is for hybrid indexes; add --hybrid")
     if options.pairs and options.weight is not None:
         return refused(f"--weight {options.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
-    from declutr.common.errors import DataError, EncoderError, UsageError
     from declutr.embedding.build import DEFAULT_WEIGHT, build_index, sentences
     from declutr.evaluation.retrieval.lexicon import LexicalKind
 
     choices: list[WeightChoice] = []
     weight = DEFAULT_WEIGHT if options.weight is None else options.weight
     lexical: LexicalKind | None = (options.lexical or "idf") if options.hybrid else None
-    try:
-        facts = build_index(
-            options.embeddings,
-            options.output,
-            options.source_field,
-            options.dtype,
-            lexical,
-            _chooser(options, choices) if options.pairs else weight,
-            options.open_addresses,
-            options.parquet,
-        )
-    except (UsageError, EncoderError, DataError, OSError) as error:
-        return refused(error)
+    facts = build_index(
+        options.embeddings,
+        options.output,
+        options.source_field,
+        options.dtype,
+        lexical,
+        _chooser(options, choices) if options.pairs else weight,
+        options.open_addresses,
+        options.parquet,
+    )
     lines = _described(facts, options.output)
     if options.parquet:
         import pyarrow.parquet as pq
@@ -137,18 +133,14 @@ def run_search(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.top < 1:
         parser.error(f"--top {options.top}: must be at least 1")
-    from declutr.common.errors import EncoderError, UsageError
     from declutr.embedding.index import SearchIndex
     from declutr.encoders.loading import encoder_of_index
 
-    try:
-        index = SearchIndex(options.index)
-        if options.weight is not None:
-            index.weigh(options.weight)
-        encoder = encoder_of_index(index.facts.choice, options.model, trust_remote_code=options.trust_remote_code)
-        answers = [(query, index.search(encoder, query, options.top)) for query in options.query]
-    except (UsageError, EncoderError) as error:
-        return refused(error)
+    index = SearchIndex(options.index)
+    if options.weight is not None:
+        index.weigh(options.weight)
+    encoder = encoder_of_index(index.facts.choice, options.model, trust_remote_code=options.trust_remote_code)
+    answers = [(query, index.search(encoder, query, options.top)) for query in options.query]
     for query, hits in answers:
         if len(answers) > 1:
             print(f"# {query}")

@@ -2,8 +2,6 @@
 
 import argparse
 
-from declutr.common.console.terminal import refused
-
 
 def run(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
@@ -17,34 +15,26 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="numbers of workers to try (2 3)")
     given = parser.parse_intermixed_args(arguments)
     from declutr.common.config import load_config
-    from declutr.common.errors import ConfigError
     from declutr.trainer.driver.path_checks import place_problems
     from declutr.trainer.setup.config import TrainConfig
 
     if given.documents < 1 or min(given.processes) < 1:
         parser.error("--documents and --processes must be at least 1")
-    try:
-        config = load_config(given.config, "train", TrainConfig, given.overrides, place_problems)
-        from declutr.common.errors import UsageError
-        from declutr.trainer.driver.checks import load_problems, refuse, resolve
-        from declutr.trainer.verify import verify
+    config = load_config(given.config, "train", TrainConfig, given.overrides, place_problems)
+    from declutr.trainer.driver.checks import load_problems, refuse, resolve
+    from declutr.trainer.verify import verify
 
-        resolved = resolve(config, of_run=False)
-        refuse(load_problems(resolved))
-    except ConfigError as error:
-        return refused(error)
+    resolved = resolve(config, of_run=False)
+    refuse(load_problems(resolved))
     print("gradient of one batch, compared with 1 process and the whole batch at once")
     heads = ("precision", "processes", "microbatch", "loss diff", "largest", "relative")
     print("".join(f"{head:>11s}" for head in heads))
     apart = 0
-    try:
-        for row in verify(resolved.config, given.documents, given.processes):
-            case, cut = row.case, row.case.microbatch_tokens or "whole"
-            numbers = f"{row.loss:10.1e} {row.absolute:10.1e} {row.relative:10.1e}"
-            within = "" if row.within else "  APART"
-            print(f"{case.precision:>9s} {case.processes:9d} {cut:>10} {numbers}{within}", flush=True)
-            apart += not row.within
-    except UsageError as error:
-        return refused(error)
+    for row in verify(resolved.config, given.documents, given.processes):
+        case, cut = row.case, row.case.microbatch_tokens or "whole"
+        numbers = f"{row.loss:10.1e} {row.absolute:10.1e} {row.relative:10.1e}"
+        within = "" if row.within else "  APART"
+        print(f"{case.precision:>9s} {case.processes:9d} {cut:>10} {numbers}{within}", flush=True)
+        apart += not row.within
     print("all equal up to rounding" if not apart else f"{apart} cases differ by more than rounding")
     return int(apart > 0)

@@ -2,7 +2,6 @@
 
 import argparse
 
-from declutr.common.console.terminal import refused
 from declutr.common.paths import path_argument
 
 _SHOWN_CHARACTERS = 160
@@ -21,26 +20,18 @@ def run(arguments: list[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     if given.step is None and given.document is None:
         parser.error("give --step, --document or both")
-    from declutr.common.errors import ConfigError, ShardError, UsageError
     from declutr.inspection.order import read_order
 
-    try:
-        order = read_order(given.run, given.overrides)
-        if given.step is None:
-            for line in order.document_lines(given.document):
-                print(line)
-            return 0
-        order.check_step(given.step)
-        from declutr.common.errors import UsageError
-        from declutr.inspection.views import step_lines
+    order = read_order(given.run, given.overrides)
+    if given.step is None:
+        for line in order.document_lines(given.document):
+            print(line)
+        return 0
+    order.check_step(given.step)
+    from declutr.inspection.views import step_lines
 
-        as_logged = True
-        try:
-            for line, right in step_lines(order, given.step, given.document, None if given.full else _SHOWN_CHARACTERS):
-                as_logged &= right
-                print(line)
-        except UsageError as error:
-            return refused(error)
-    except (ConfigError, UsageError, ShardError) as error:
-        return refused(error)
+    as_logged = True
+    for line, right in step_lines(order, given.step, given.document, None if given.full else _SHOWN_CHARACTERS):
+        as_logged &= right
+        print(line)
     return int(not as_logged)

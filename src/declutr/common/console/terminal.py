@@ -1,15 +1,19 @@
 """Output to a terminal: visible control characters (file names may hold escape sequences), short names, refusals."""
 
 import argparse
+import functools
 import io
 import os
 import re
 import signal
 import sys
+import traceback
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TextIO, cast
+from typing import Any, NoReturn, ParamSpec, TextIO, cast
+
+from declutr.common.errors import DeclutrError, RunStoppedError
 
 
 def config_parser(section: str, description: str) -> argparse.ArgumentParser:
@@ -30,6 +34,34 @@ def refused(reason: object) -> int:
     """Write the reason to stderr; return exit status 1."""
     sys.stderr.write(f"{reason}\n")
     return 1
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def answered(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """The command with a sentence on stderr and an exit status in place of an error that is the user's to mend.
+
+    The status is 1, or that of a run that stopped on request, or 130 after Ctrl-C. `DECLUTR_LOG=DEBUG` shows where an
+    error came from. Other errors are faults of this code and pass.
+    """
+
+    @functools.wraps(command)
+    def run(*arguments: Arguments.args, **settings: Arguments.kwargs) -> int:
+        try:
+            return command(*arguments, **settings)
+        except RunStoppedError as reason:
+            refused(reason)
+            return reason.status
+        except (DeclutrError, OSError) as error:
+            if os.environ.get("DECLUTR_LOG", "").upper() == "DEBUG":
+                traceback.print_exc()
+            return refused(error)
+        except KeyboardInterrupt:
+            refused("stopped; the same command continues")
+            return 128 + signal.SIGINT
+
+    return run
 
 
 def age(seconds: float) -> str:
