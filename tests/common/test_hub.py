@@ -10,8 +10,8 @@ from messages import all_of, says
 from declutr.common import hub
 from declutr.common.errors import ConfigError
 from declutr.pipeline.readers.corpus import HubCorpus
-from declutr.pipeline.readers.hub import hub_inputs
 from declutr.pipeline.readers.inputs import find_inputs
+from declutr.pipeline.readers.planning import hub_inputs
 from declutr.pipeline.readers.skipped import Skipped
 from declutr.pipeline.tokenizer.tokenization import load_tokenizer
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from declutr.common import seeding
-from declutr.trainer.objectives.declutr.distant import DISTANT
+from declutr.trainer.objectives.declutr.objective import DISTANT
 
 
 @pytest.mark.parametrize(

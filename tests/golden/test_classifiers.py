@@ -9,8 +9,8 @@ from declutr.evaluation.senteval.classifier import protocols
 from declutr.evaluation.senteval.classifier.classifier import examples
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.classifier.features import pair_table, table
-from declutr.evaluation.senteval.scores.relatedness import Pairs, bins, relatedness
 from declutr.evaluation.senteval.scores.retrieval import recalls
+from declutr.evaluation.senteval.scores.scoring import Pairs, bins, relatedness
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures(one_thread.__name__)]
 PRESETS = {"default": ClassifierConfig.official(), "prototyping": ClassifierConfig.prototyping()}

@@ -18,7 +18,7 @@ from textshards import prepare_rows
 from declutr.cli.main import main
 from declutr.common.config import config_yaml
 from declutr.inspection.order import read_order
-from declutr.inspection.step_reader import StepReader
+from declutr.inspection.views import StepReader
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.packedbatch import DIGEST

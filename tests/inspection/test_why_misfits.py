@@ -16,7 +16,7 @@ from declutr.cli.main import main
 from declutr.common.config import config_yaml
 from declutr.common.errors import UsageError
 from declutr.inspection.order import read_order
-from declutr.inspection.step_reader import StepReader
+from declutr.inspection.views import StepReader
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.metrics.metrics import METRICS
 from declutr.trainer.objectives.declutr.config import DeclutrConfig

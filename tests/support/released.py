@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks import record
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.taskdata import Split, TaskData
-from declutr.evaluation.senteval.scores.relatedness import bins
+from declutr.evaluation.senteval.scores.scoring import bins
 
 Array = NDArray[Any]
 Scores = dict[str, float]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prepared import Row, write_prepared
 from tinyruns import span_validator
 
-from declutr.trainer.objectives.declutr.distant import DISTANT, place_distant
+from declutr.trainer.objectives.declutr.objective import DISTANT, place_distant
 from declutr.trainer.objectives.declutr.spans import draw, pair_lengths
 from declutr.trainer.objectives.span_config import SpanConfig
 from declutr.trainer.setup.build import build_encoder, load_tokenizer

@@ -7,9 +7,8 @@ import time
 import pytest
 
 from declutr.trainer.worker.channel import EVERY_SECONDS, ControlChannel, newest, period
+from declutr.trainer.worker.entry import Listener, Mailbox
 from declutr.trainer.worker.heartbeat import Heartbeat
-from declutr.trainer.worker.listener import Listener
-from declutr.trainer.worker.mailbox import Mailbox
 
 SECONDS = 300.0
 

@@ -21,19 +21,16 @@ from declutr.pipeline.shards.content import ENTAILMENT
 from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.objectives.base import Gathered
-from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.config import MatryoshkaConfig, RunContext
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.matryoshka import MatryoshkaConfig
 from declutr.trainer.objectives.scd.config import ScdConfig
 from declutr.trainer.objectives.scd.objective import Scd
 from declutr.trainer.objectives.scl.config import SclConfig
-from declutr.trainer.objectives.scl.contrast import contrast
-from declutr.trainer.objectives.scl.objective import Scl
+from declutr.trainer.objectives.scl.objective import Scl, contrast
 from declutr.trainer.objectives.simcse.config import SimcseConfig
 from declutr.trainer.objectives.simcse.objective import Simcse
 from declutr.trainer.objectives.supcon.config import SupconConfig
-from declutr.trainer.objectives.supcon.loss import supcon
-from declutr.trainer.objectives.supcon.objective import Supcon
+from declutr.trainer.objectives.supcon.objective import Supcon, supcon
 from declutr.trainer.setup.build import build_encoder, load_tokenizer
 
 ROWS, SIZE = 9, 12

@@ -19,9 +19,8 @@ from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.data.chunks import fetched, rank_plan, read_chunk
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.objectives.supcon.collator import ClipCollator
+from declutr.trainer.objectives.supcon.collator import ClipCollator, Mixup, clips_of, mixture
 from declutr.trainer.objectives.supcon.config import SupconConfig
-from declutr.trainer.objectives.supcon.mixup import Mixup, clips_of, mixture
 
 CLIPS = clip_rows([9, 4, 13, 2, 7, 5, 8], labels="wxyz")
 

@@ -19,8 +19,7 @@ from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.frontend import embedding_width
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
-from declutr.trainer.objectives.supcon.neighbours import nearest_accuracy
-from declutr.trainer.objectives.supcon.objective import Supcon
+from declutr.trainer.objectives.supcon.objective import Supcon, nearest_accuracy
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.tasks import new_frontend

@@ -15,8 +15,7 @@ from declutr.trainer.objectives.simcse.config import SimcseConfig
 from declutr.trainer.objectives.simcse.infonce import infonce
 from declutr.trainer.objectives.simcse.objective import Simcse
 from declutr.trainer.objectives.supcon.config import SupconConfig
-from declutr.trainer.objectives.supcon.loss import supcon
-from declutr.trainer.objectives.supcon.objective import Supcon
+from declutr.trainer.objectives.supcon.objective import Supcon, supcon
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.gradcache import GlobalCounts, GradCache
 

@@ -14,8 +14,7 @@ from waiting import until
 from declutr.common.errors import SaveError
 from declutr.trainer.checkpoints import checkpoint, saver
 from declutr.trainer.checkpoints.config import CheckpointConfig
-from declutr.trainer.checkpoints.retry import Job, StorageRetry
-from declutr.trainer.checkpoints.saver import Saver
+from declutr.trainer.checkpoints.saver import Job, Saver, StorageRetry
 
 MIB = 2**20
 

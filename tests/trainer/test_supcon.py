@@ -6,7 +6,7 @@ from measures import deviation
 
 from declutr.trainer.objectives.declutr.ntxent import ntxent
 from declutr.trainer.objectives.supcon.config import SupconConfig
-from declutr.trainer.objectives.supcon.loss import supcon
+from declutr.trainer.objectives.supcon.objective import supcon
 
 
 def rows(number, seed=0):

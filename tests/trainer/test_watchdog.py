@@ -11,8 +11,8 @@ from messages import says
 from declutr.trainer.driver.watchdog import Watchdog
 from declutr.trainer.worker.backend import _signalled, listen
 from declutr.trainer.worker.channel import ControlChannel
+from declutr.trainer.worker.entry import Listener
 from declutr.trainer.worker.heartbeat import Heartbeat
-from declutr.trainer.worker.listener import Listener
 from declutr.trainer.worker.stopwatch import Stopwatch, describe_start
 
 

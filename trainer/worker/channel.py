@@ -1,7 +1,7 @@
 """The control channel between the driver and its workers, in Ray's key-value store: no extra process, port or file.
 
 One worker of each host writes the heartbeats (trainer/worker/heartbeat.py) of all workers there
-(trainer/worker/mailbox.py), twice a second, and less often in a group of over 256 workers; the driver writes a stop
+(trainer/worker/entry.py), twice a second, and less often in a group of over 256 workers; the driver writes a stop
 notice. A write takes about a millisecond of a thread alongside the training.
 """
 

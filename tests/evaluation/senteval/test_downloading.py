@@ -11,10 +11,9 @@ from messages import all_of, says
 from declutr.cli.main import main
 from declutr.common.errors import DataError, RemoteError
 from declutr.evaluation.senteval.data.checking import known_hashes
-from declutr.evaluation.senteval.data.download import download, fetch, sources, transfers
+from declutr.evaluation.senteval.data.download import download, fetch, make_split, sources, tokenize, transfers
 from declutr.evaluation.senteval.data.lines import git_sha1
 from declutr.evaluation.senteval.data.loading import task_files
-from declutr.evaluation.senteval.data.snli_archive import make_split, tokenize
 from declutr.evaluation.senteval.data.tasks import ALL_TASKS, TASKS, find
 
 TEXT = b"".join(b"%06d a line\n" % number for number in range(5000))

@@ -9,7 +9,7 @@ from declutr.evaluation.senteval.classifier import protocols
 from declutr.evaluation.senteval.classifier.classifier import examples
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.classifier.features import pair_table, table
-from declutr.evaluation.senteval.scores.relatedness import Pairs, bins, relatedness
+from declutr.evaluation.senteval.scores.scoring import Pairs, bins, relatedness
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = ClassifierConfig(

@@ -3,8 +3,14 @@ import sys
 
 import pytest
 
-from declutr.pipeline.filters.document_filter import DocumentFilter, FiltersConfig, problems
-from declutr.pipeline.filters.language import LanguageRule, identify, known_languages
+from declutr.pipeline.filters.document_filter import (
+    DocumentFilter,
+    FiltersConfig,
+    LanguageRule,
+    identify,
+    known_languages,
+    problems,
+)
 
 SENTENCES = {
     "en": [

@@ -1,24 +1,243 @@
 """SupCon and SimCLR over two views of images or sounds.
 
 Legend: M rows of the global batch, D embedding size.
+
+Accuracy of nearest neighbours among held-out images or sounds, before and after training.
+
+Legend: N held-out rows, H embedding size.
+
+Contrastive loss with several positives, in tiles.
+
+Legend: N rows, D embedding size.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from declutr.common.errors import UsageError
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
+from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.objectives.base import Gathered, Objective, Validator
-from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.config import NN_ACCURACY, RunContext
+from declutr.trainer.objectives.held_out import HELD_OUT_EPOCH, compute_together, held_out_rows
+from declutr.trainer.objectives.row_shard import RowShard, tile_rows, tiles_of
 from declutr.trainer.objectives.simcse.infonce import infonce
-from declutr.trainer.objectives.supcon.collator import ClipCollator
-from declutr.trainer.objectives.supcon.config import SupconConfig
-from declutr.trainer.objectives.supcon.loss import by_rank_of_class, supcon
-from declutr.trainer.objectives.supcon.neighbours import neighbour_validator
+from declutr.trainer.objectives.supcon.collator import ClipCollator, label_keys
+from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
+from declutr.trainer.objectives.supcon.crops import NUM_VIEWS
 from declutr.trainer.parallel.communicator import Communicator
+
+
+def supcon(
+    embeddings: Tensor, labels: Tensor, temperature: float, tile: int | None = None, row_shard: RowShard | None = None
+) -> Tensor:
+    """Mean over i of -1/|P_i| sum_{p in P_i} log(exp(s_ip) / sum_{a != i} exp(s_ia)), s_ij = cos(z_i, z_j) / t.
+
+    L_out of Khosla et al. (2020), eq. 2. P_i are the other rows with the label of i. With each label on two rows it is
+    NT-Xent. The loss and its gradient hold a few tiles of the N x N scores at a time.
+
+    Args:
+        embeddings: `(N, D)`.
+        labels: `(N,)` int64; every label has at least two rows.
+        temperature: t.
+        tile: rows and columns of a tile; None: by device. The result does not depend on it.
+        row_shard: this worker's rows, whose gradient is computed, while that of others is 0; None: all.
+    """
+    with torch.autocast(embeddings.device.type, enabled=False):
+        embeddings = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
+        rows = F.normalize(embeddings, dim=-1)
+        size = tile or tile_rows(rows.device)
+        value: Tensor = _TiledSupCon.apply(rows, labels, temperature, size, row_shard)  # type: ignore[no-untyped-call]
+        return value
+
+
+class _TiledSupCon(torch.autograd.Function):
+    """The loss of unit rows. Scores are symmetric, so a tile serves its rows and, without a row shard, its columns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, labels: Tensor, temperature: float, size: int, row_shard: RowShard | None
+    ) -> Tensor:
+        if row_shard is None:
+            log_sums, positive, counts = _sums(rows, labels, temperature, size)
+        else:
+            log_sums, positive, counts = row_shard.complete(
+                lambda: torch.stack(_sums(rows, labels, temperature, size, row_shard)), rows, numbers=3
+            )
+        ctx.save_for_backward(rows, labels, log_sums, counts)
+        ctx.settings = temperature, size, row_shard
+        return (log_sums - positive / counts).mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
+        rows, labels, log_sums, counts = ctx.saved_tensors
+        temperature, size, row_shard = ctx.settings
+        gradient = torch.zeros_like(rows)
+        factor = upstream / (len(rows) * temperature)
+        with torch.autocast(rows.device.type, enabled=False):
+            for first, second, scores, same in _tiles(rows, labels, temperature, size, row_shard):
+                pushes = (scores - log_sums[first, None]).exp_() - same / counts[first, None]
+                pushes += (scores - log_sums[None, second]).exp_() - same / counts[None, second]
+                pushes *= factor
+                # On the diagonal, the transposed scores are in the same tile.
+                gradient[first].addmm_(pushes, rows[second])
+                if row_shard is None and second != first:
+                    gradient[second].addmm_(pushes.T, rows[first])
+        return gradient, None, None, None, None
+
+
+def _sums(
+    rows: Tensor, labels: Tensor, temperature: float, size: int, row_shard: RowShard | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(N,)` logsumexp of each row's scores, sum of its positives' scores, their number; or of a row shard alone."""
+    log_sums = rows.new_full((len(rows),), torch.finfo(rows.dtype).min)
+    positive, counts = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
+    for first, second, scores, same in _tiles(rows, labels, temperature, size, row_shard):
+        for part, axis in ((first, 1), (second, 0)) if row_shard is None and first != second else ((first, 1),):
+            torch.logaddexp(log_sums[part], scores.logsumexp(dim=axis), out=log_sums[part])
+            positive[part] += scores.where(same, 0).sum(dim=axis)
+            counts[part] += same.sum(dim=axis)
+    return log_sums, positive, counts
+
+
+def _tiles(
+    rows: Tensor, labels: Tensor, temperature: float, size: int, row_shard: RowShard | None
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Tiles on and above the diagonal: scores, the lowest number for a row with itself, and the mask of positives.
+
+    With a row shard: all columns for this worker's rows.
+    """
+    parts = tiles_of(0, len(rows), size)
+    for number, first in enumerate(parts if row_shard is None else row_shard.tiles(len(rows), size)):
+        for second in parts[number:] if row_shard is None else parts:
+            scores = (rows[first] @ rows[second].T).div_(temperature)
+            same = labels[first, None] == labels[None, second]
+            if -scores.shape[0] < (offset := first.start - second.start) < scores.shape[1]:
+                scores.diagonal(offset).fill_(torch.finfo(scores.dtype).min)
+                same.diagonal(offset).fill_(False)
+            yield first, second, scores, same
+
+
+def by_rank_of_class(first: Tensor, second: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Cross entropy over cos(f1_i, f2_j) / t, whose target is the rank of i's label among the labels of the batch.
+
+    `new_supcon` of the released VisualCSE: the target is i's own second view, or one of its class, only by chance.
+
+    Args:
+        first: `(M, D)` first views.
+        second: `(M, D)` second views.
+        labels: `(M,)` int64.
+        temperature: t.
+    """
+    ranks = torch.unique(labels, return_inverse=True)[1]
+    scores = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T
+    return F.cross_entropy(scores / temperature, ranks)
+
+
+_CHUNK = 32  # rows in one forward
+
+
+def nearest_accuracy(queries: Tensor, candidates: Tensor, labels: NDArray[np.int64] | None) -> float | None:
+    """Share of rows whose nearest neighbour, by cosine, is right; ties count against the encoder.
+
+    With labels, the neighbour of a row is another row, and right if it has the same label; rows with a label of their
+    own are left out. Without, it is right if it is the other view of the same row.
+
+    Args:
+        queries: `(N, H)` first views.
+        candidates: `(N, H)` second views.
+        labels: `(N,)`; None: without.
+
+    Returns:
+        The share; None if no row has a right and a wrong neighbour.
+    """
+    scores = F.normalize(queries, dim=-1) @ F.normalize(candidates, dim=-1).T
+    groups = torch.arange(len(scores)) if labels is None else torch.from_numpy(labels)
+    same = groups[:, None] == groups
+    others = ~same
+    if labels is not None:
+        same.fill_diagonal_(False)
+    judged = same.any(dim=1) & others.any(dim=1)
+    right = scores.where(same, -torch.inf).amax(dim=1) > scores.where(others, -torch.inf).amax(dim=1)
+    return float(right[judged].double().mean()) if bool(judged.any()) else None
+
+
+@dataclass(frozen=True)
+class NeighbourValidator:
+    """Scores the encoder behind a task's frontend on held-out rows, shared among the workers; without head and dropout.
+
+    Attributes:
+        collator: cuts rows into patches.
+        frontend: hidden states of patches.
+        shards: held-out rows.
+        rows: `(N,)` their numbers.
+        labelled: true: whole images and sounds are compared by their labels. false: two views as in training.
+        comm: the workers.
+        device: device of the encoder.
+    """
+
+    collator: ClipCollator
+    frontend: Frontend
+    shards: ShardSet
+    rows: NDArray[np.int64]
+    labelled: bool
+    comm: Communicator
+    device: torch.device
+
+    def scores(self, encoder: Encoder) -> dict[str, float] | None:
+        """The accuracy; empty if it says nothing about these rows, None if embeddings are not finite."""
+        table = self.shards.take(self.rows)
+        epochs = np.full(len(table), HELD_OUT_EPOCH, np.int64)
+
+        def embed(some: slice) -> Tensor:
+            batch = self.collator.collate(self.views(table.slice(some.start, some.stop - some.start)), epochs[some])
+            return encoder.embed(batch.spans.to(self.device), self.frontend).flatten().reshape(-1, NUM_VIEWS * width)
+
+        width = encoder.output_size
+        found = compute_together(encoder, len(table), NUM_VIEWS * width, embed, self.comm, self.device, _CHUNK)
+        if not bool(found.isfinite().all()):
+            return None
+        first, second = found.split(width, dim=1)
+        accuracy = nearest_accuracy(first, second, label_keys(table) if self.labelled else None)
+        return {} if accuracy is None else {NN_ACCURACY: accuracy}
+
+    def views(self, rows: pa.Table) -> pa.Table:
+        """Rows whose labels are compared, with whole images as views; others as they are."""
+        return self.collator.fetch.crops.whole(rows) if self.labelled and "image" in rows.column_names else rows
+
+
+def neighbour_validator(
+    config: SupconConfig,
+    seed: int,
+    frontend: Frontend,
+    held_out: ShardSet,
+    max_documents: int,
+    comm: Communicator,
+    device: torch.device,
+) -> NeighbourValidator | None:
+    """The validator of a task; None without labels if both views of a sound are equal, as they are without dropout."""
+    content = held_out.manifest.content
+    labelled = getattr(content, "label", None) is not None
+    masked = not config.masks.shared and (config.masks.freq_mask or config.masks.time_mask)
+    if content.kind == "audio" and not (labelled or masked):
+        return None
+    plain = config.model_copy(update={"mixup": 0.0, **({"masks": MaskConfig()} if labelled else {})})
+    rows = held_out_rows(held_out, max_documents, seed)
+    collator = ClipCollator(plain, frontend.config, seed)
+    return NeighbourValidator(collator, frontend, held_out, rows, labelled, comm, device)
 
 
 class Supcon(Objective[SupconConfig]):

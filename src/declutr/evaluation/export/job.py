@@ -1,25 +1,198 @@
-"""`declutr export`: an encoder as a graph or a table, measured before its folder takes its name."""
+"""`declutr export`: an encoder as a graph or a table, measured before its folder takes its name.
 
-from collections.abc import Sequence
+The card of an export: its measurement, and how to use it.
+
+Measurement of an export: agreement with its encoder, scores of both, bytes, and texts a second on this machine.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from declutr.common.bootstrap import compare, spearman
 from declutr.common.errors import EncoderError
 from declutr.common.storage import atomic_folder, read_json, write_json, write_text
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.onnx import GRAPH, SETTINGS, padded
 from declutr.encoders.protocol import SentenceEncoder, unit_rows
-from declutr.encoders.static import TABLE
+from declutr.encoders.static import TABLE, StaticEncoder
 from declutr.encoders.transformer import TransformerEncoder
-from declutr.evaluation.export.card import card
 from declutr.evaluation.export.config import ExportConfig
 from declutr.evaluation.export.inputs import Inputs
-from declutr.evaluation.export.measure import Yardstick, measure
 from declutr.evaluation.export.static import write_static
-from declutr.evaluation.retrieval.similarity import general_sentences
+from declutr.evaluation.retrieval.compare import differences, score_encoder
+from declutr.evaluation.retrieval.lexicon import Lexicon
+from declutr.evaluation.retrieval.pairs import RetrievalTest
+from declutr.evaluation.retrieval.similarity import general_sentences, stsb_values
+
+_ROUNDS = 5
+_ALONE = 32
+_SEED = 0
+TORCH = "torch"
+"""Name of the encoder itself among the sides of the timing."""
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """Texts and data on which encoder and export are compared.
+
+    Attributes:
+        texts: on which vectors and seconds are compared.
+        stsb: folder of STS-B; None without.
+        test: the user's retrieval test; None without.
+    """
+
+    texts: Sequence[str]
+    stsb: Path | None = None
+    test: RetrievalTest | None = None
+
+
+def measure(
+    before: SentenceEncoder,
+    after: SentenceEncoder,
+    floats: Mapping[str, SentenceEncoder],
+    yardstick: Yardstick,
+) -> dict[str, Any]:
+    """Figures of an export.
+
+    Args:
+        before: the encoder.
+        after: the export.
+        floats: other forms in float32, by name; the fastest of them and `before` is what the export is compared with.
+        yardstick: texts and data.
+    """
+    texts = list(yardstick.texts)
+    first, second = before.encode(texts), after.encode(texts)
+    alone = np.concatenate([after.encode([text]) for text in texts[:_ALONE]])
+    found: dict[str, Any] = {"texts": len(texts), "size_before": before.size, "size": after.size}
+    if not isinstance(after, StaticEncoder):
+        cosines = (unit_rows(first.astype(np.float64)) * unit_rows(second.astype(np.float64))).sum(axis=1)
+        filled = cosines[np.abs(first).max(axis=1) > 0]
+        found |= {"cosine": float(filled.mean()), "cosine_least": float(filled.min())}
+    else:  # principal components are another basis
+        found |= {"cosine": None, "cosine_least": None}
+    found["difference_alone"] = float(np.abs(alone - second[:_ALONE]).max())
+    if yardstick.stsb is not None:
+        one = compare(stsb_values(before, yardstick.stsb), stsb_values(after, yardstick.stsb), _SEED, spearman)
+        found |= {"stsb_before": 100 * one.before, "stsb_after": 100 * one.after}
+        found["stsb_interval"] = one.interval and [100 * end for end in one.interval]
+    if yardstick.test is not None:
+        lexicon = Lexicon(yardstick.test.texts)
+        rows = [score_encoder(yardstick.test, each, lexicon)[0] for each in (before, after)]
+        found["pairs"] = {
+            name: {"before": one.before, "after": one.after, "interval": one.interval}
+            for name, one in differences(*rows).items()
+        }
+    return found | _timed({TORCH: before, **floats}, after, texts)
+
+
+def _timed(floats: Mapping[str, SentenceEncoder], after: SentenceEncoder, texts: list[str]) -> dict[str, Any]:
+    """Texts a second of every side, in turns, and the quotients of the fastest in float32 and the export."""
+    sides = {**floats, "export": after}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(_ROUNDS + 1):  # the first round warms up
+        for name in sorted(sides, reverse=bool(number % 2)):
+            begun = time.perf_counter()
+            sides[name].encode(texts)
+            if number:
+                seconds[name].append(max(time.perf_counter() - begun, 1e-9))
+    fastest = min(floats, key=lambda name: statistics.median(seconds[name]))
+    ratios = [one / own for one, own in zip(seconds[fastest], seconds["export"], strict=True)]
+    return {
+        "texts_per_second": {name: round(len(texts) / statistics.median(each), 1) for name, each in seconds.items()},
+        "compared_with": fastest,
+        "speedup": round(statistics.median(ratios), 3),
+        "speedup_range": [round(min(ratios), 3), round(max(ratios), 3)],
+    }
+
+
+_TITLES = {
+    "onnx": "as a graph in ONNX",
+    "onnx-int8": "as a graph in ONNX in 8-bit integers",
+    "static": "as a table of token vectors",
+}
+_GRAPH = """    import numpy as np, onnxruntime
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file("tokenizer.json")
+    rows = tokenizer.encode_batch(["A sentence.", "Another one."])
+    inputs = {{"input_ids": [row.ids for row in rows], "attention_mask": [row.attention_mask for row in rows]}}
+    inputs = {{name: np.array(value, np.int64) for name, value in inputs.items()}}
+    embeddings = onnxruntime.InferenceSession("model.onnx").run(["sentence_embedding"], inputs)[0]
+
+Pooling, dense layers and normalisation are inside the graph.{prompt}
+"""
+_INTEGERS = """
+The ranges of activations are fixed, so that the embedding of a text does not depend on the texts beside it. Processors
+without VNNI compute it more slowly and may round differently. The matrix products are operations of onnxruntime.
+"""
+_TABLE = """    from sentence_transformers import SentenceTransformer
+    embeddings = SentenceTransformer("path/to/this/folder").encode(["A sentence."])
+"""
+
+
+def card(config: ExportConfig, figures: dict[str, Any]) -> str:
+    """Text of the card.
+
+    Args:
+        config: settings of the export.
+        figures: its measurement.
+    """
+    table = config.to == "static"
+    head = "---\nlibrary_name: sentence-transformers\npipeline_tag: sentence-similarity\n---\n" if table else ""
+    use = _TABLE if table else _GRAPH.format(prompt=_prompt(figures["prompt"]))
+    integers = _INTEGERS if config.to == "onnx-int8" else ""
+    rows = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in _rows(figures))
+    hardware = figures["hardware"]
+    low, high = figures["speedup_range"]
+    return f"""{head}# {Path(config.model).name} {_TITLES[config.to]}
+
+{use}{integers}
+## Measurement
+| | encoder | export |
+| --- | ---: | ---: |
+{rows}
+
+{figures["speedup"]:.2f} times as fast ({low:.2f} to {high:.2f}) as {figures["compared_with"]} in float32, on
+{figures["texts"]} texts{_ranges(figures)}, in turns within one process, tokenization included.
+*Hardware:* {hardware["cpu"]}, {hardware["threads"]} threads, load {hardware["load_average"]}.
+`measurement.json` has all figures, versions and the command.
+"""
+
+
+def _prompt(prompt: str) -> str:
+    return f"\nPut this prompt before every text: {prompt!r}." if prompt else ""
+
+
+def _ranges(figures: dict[str, Any]) -> str:
+    same = figures.get("texts_of_ranges")
+    return f" ({same} of them set the ranges of the integers, which flatters the cosine)" if same else ""
+
+
+def _rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Name of a figure, and its values of encoder and export."""
+    before = figures["bytes_before"]
+    rows = [
+        ("bytes of weights", f"{before:,}" if before else "", f"{figures['bytes']:,}"),
+        ("numbers of an embedding", str(figures["size_before"]), str(figures["size"])),
+    ]
+    if figures["cosine"] is not None:
+        rows.append(("cosine to the encoder, mean", "", f"{figures['cosine']:.4f}"))
+        rows.append(("cosine to the encoder, least", "", f"{figures['cosine_least']:.4f}"))
+    if "stsb_before" in figures:
+        rows.append(("STS-B test, Spearman", f"{figures['stsb_before']:.2f}", f"{figures['stsb_after']:.2f}"))
+    for name, one in figures.get("pairs", {}).items():
+        rows.append((f"{name} of your pairs, %", f"{100 * one['before']:.1f}", f"{100 * one['after']:.1f}"))
+    speeds = figures["texts_per_second"]
+    rows.append(("texts a second", f"{speeds['torch']:,}", f"{speeds['export']:,}"))
+    return rows
+
 
 MEASUREMENT = "measurement.json"
 _TEXTS = 512
