@@ -228,13 +228,7 @@ def _small_files(config: PipelineConfig) -> Iterator[Path]:
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `prepare CONFIG [key=value ...] [--print-config]`; returns the exit status."""
-    parser = config_parser("prepare", "From a corpus to Arrow shards.")
-    parser.add_argument("--plan", action="store_true", help="estimate documents, tokens, disk and time, then stop")
-    parser.add_argument(
-        "--verify-inputs",
-        action="store_true",
-        help="compare every byte of the inputs with those of finished work, not only times and samples",
-    )
+    parser = config_parser("prepare")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("prepare")
     try:

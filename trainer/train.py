@@ -181,10 +181,7 @@ def _storage_error(error: OSError, run: str) -> str:
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `train CONFIG [key=value ...] [--print-config]`; returns the exit status."""
-    parser = config_parser("train", "From shards to a sentence encoder.")
-    parser.add_argument(
-        "--plan", action="store_true", help="estimate time, memory and the share of tokens that is read"
-    )
+    parser = config_parser("train")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("train")
     # before loading torch and Ray, which takes many seconds on a busy machine

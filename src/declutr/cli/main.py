@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from declutr.common.console.terminal import answered, shown
+from declutr.common.console.terminal import answered, config_parser, shown
 from declutr.common.credentials import refused_argument
 from declutr.common.relay import end_at_signals, relay
 from declutr.common.suggestions import suggest
@@ -129,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command in _RELAYED:
             relay()
         end_at_signals()
+    if command in ("prepare", "train") and {"-h", "--help"} & set(given):  # before the command's libraries are loaded
+        config_parser(command).parse_args(["--help"])
     module, _, function = _COMMANDS[command][1].partition(":")
     with shown():
         run: Callable[[list[str]], int] = getattr(import_module(module), function)
