@@ -219,10 +219,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.write("".join(f"; {told}" for told in (summary["verdict"]["sentence"], *neighbours_of(summary))))
     exported = "" if summary["exported_step"] == summary["steps"] else f" (step {summary['exported_step']})"
     sys.stdout.write(f"; encoder in {summary['export']}{exported}\n")
-    if compared := summary.get("estimate"):
-        from declutr.trainer.driver.estimate import score
-
-        sys.stdout.write(score(compared) + "\n")
     return 0
 
 

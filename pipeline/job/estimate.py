@@ -1,4 +1,4 @@
-"""Estimate of the result and duration of a preparation from a sample, and its comparison with the outcome."""
+"""Estimate of the result and duration of a preparation from a sample."""
 
 import math
 import os
@@ -11,11 +11,10 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from declutr.common.config import Strict
 from declutr.common.console.logs import get_logger
-from declutr.common.storage import write_text
 from declutr.pipeline.config import PipelineConfig, identity
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
 from declutr.pipeline.job.sample import output_engine
@@ -25,15 +24,14 @@ from declutr.pipeline.job.units import Unit, read_unit
 from declutr.pipeline.job.worker import decide_records
 from declutr.pipeline.readers.corpus import MIB, ReadFailure
 from declutr.pipeline.shards.content import ContentKind, bytes_noun, noun_of, size_noun
-from declutr.pipeline.shards.manifest import SPLITS, Manifest
+from declutr.pipeline.shards.manifest import SPLITS
 from declutr.pipeline.shards.media import Clip, Image, Media
 from declutr.pipeline.shards.schema import UINT16_VOCABULARY
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
-ESTIMATE = "estimate.json"
 _SAMPLE_SECONDS = 20.0
 _LEAST_SECONDS = 60.0
-"""Shortest duration that is compared; below it, the start of Ray's workers dominates, which no sample shows."""
+"""Shortest duration that is shown in minutes."""
 _RANGED = ("documents", "kept", "num_tokens", "text_bytes")
 """Estimates that are shown with a range."""
 _ROW_BYTES = 64
@@ -61,8 +59,6 @@ class Estimate(Strict):
     shard_bytes: int
     num_cpus: int
     """CPUs for which `seconds` holds: session.num_cpus, or all CPUs of this machine."""
-    plan_hash: str = ""
-    """Hash of its plan (pipeline/job/output.py)."""
     seconds: float
     """Duration on `num_cpus` CPUs, without Ray's start."""
     deviations: dict[str, float] = Field(default_factory=dict)
@@ -96,33 +92,6 @@ class Estimate(Strict):
             return None
         value = getattr(self, name)
         return max(0, round(value - 2 * deviation)), round(value + 2 * deviation)
-
-    def against(self, manifest: Manifest, seconds: float | None) -> list[tuple[str, int, int]]:
-        """Name, estimate and outcome of all comparable figures.
-
-        Args:
-            manifest: the result.
-            seconds: duration, if known. Less than a minute is not compared.
-        """
-        totals, kind = manifest.totals, manifest.content.kind
-        found = [
-            (noun_of(kind), self.documents, totals["read"]),
-            ("kept", self.kept, totals["kept"]),
-            (f"num {size_noun(kind)}", self.num_tokens, totals["num_tokens"]),
-            (f"bytes of {bytes_noun(kind)}", self.text_bytes, totals["text_bytes"]),
-            ("shard bytes", self.shard_bytes, sum(shard.num_bytes for shard in manifest.shards)),
-        ]
-        return found + (
-            [] if seconds is None or seconds < _LEAST_SECONDS else [("seconds", round(self.seconds), round(seconds))]
-        )
-
-    def score(self, manifest: Manifest, seconds: float | None = None) -> str:
-        """One line with each estimate and its deviation from the outcome."""
-        told = [
-            f"{name} {expected:,} ({expected / max(1, came) - 1:+.0%})"
-            for name, expected, came in self.against(manifest, seconds)
-        ]
-        return "estimated before: " + ", ".join(told)
 
     @property
     def _reasons(self) -> str:
@@ -213,31 +182,3 @@ def _totals_of(
         found += SampleTotals(1, int(kept), size, entry.text_bytes, num_texts=num_texts, media_bytes=media_bytes)
         seen.add(entry, kept)
     return found
-
-
-def keep_estimate(made: Estimate, path: Path) -> None:
-    """Writes an estimate to a path outside the output, from where `prepare` adopts it."""
-    try:
-        write_text(path, made.model_dump_json(indent=1) + "\n")
-    except OSError as error:
-        get_logger().warning("the estimate could not be saved for the final report: %s", error)
-
-
-def adopt_estimate(folder: Path, plan_hash: str, path: Path) -> None:
-    """Moves an estimate of the same plan from a path outside the output folder into it."""
-    found = _load(path)
-    if found is not None and found.plan_hash == plan_hash:
-        write_text(folder / ESTIMATE, path.read_text(encoding="utf-8"))
-        path.unlink(missing_ok=True)
-
-
-def load_estimate(folder: Path) -> Estimate | None:
-    """The estimate of `--plan` in an output folder; None if `--plan` did not run."""
-    return _load(folder / ESTIMATE)
-
-
-def _load(path: Path) -> Estimate | None:
-    try:
-        return Estimate.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, ValidationError):
-        return None

@@ -151,22 +151,3 @@ class Progress(Watcher):
         self._bar.close()
         self._log.close()
         shutil.rmtree(self._folder / HEARTBEATS, ignore_errors=True)
-
-
-def seconds_spent(folder: Path) -> float | None:
-    """Seconds of all stages, over all runs on a folder; None without a progress file."""
-    try:
-        lines = (folder / PROGRESS).read_bytes().splitlines()
-    except FileNotFoundError:
-        return None
-    total, stage, last = 0.0, "", 0.0
-    for line in lines:
-        try:
-            told = json.loads(line)
-            now, seconds = str(told["stage"]), float(told["seconds"])
-        except (ValueError, TypeError, KeyError):  # cut off by a kill or a full disk
-            continue
-        if now != stage or seconds < last:  # another stage, or another run
-            total += last
-        stage, last = now, seconds
-    return total + last

@@ -22,7 +22,6 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.search import RemoteKeys, find_duplicates
 from declutr.pipeline.duplicates.table import DUPLICATES
 from declutr.pipeline.filters.evaluation_sets import INDEX
-from declutr.pipeline.job.estimate import ESTIMATE
 from declutr.pipeline.job.output import Output, PreparePlan
 from declutr.pipeline.job.output_store import SENT, SHARED, OutputStore, holds, units_in
 from declutr.pipeline.job.progress import PROGRESS
@@ -31,7 +30,7 @@ from declutr.pipeline.job.units import Unit
 from declutr.pipeline.job.worker import CANDIDATES
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
 
-_SINGLE = (PLAN, ESTIMATE, PROGRESS, DUPLICATES, MANIFEST)
+_SINGLE = (PLAN, PROGRESS, DUPLICATES, MANIFEST)
 """Files of the command itself, the manifest last."""
 _HELD = ".held"
 
@@ -56,11 +55,6 @@ class StoredOutput(Output):
     def name(self) -> str:
         """The output in messages."""
         return self.store.remote.url
-
-    @property
-    def estimate_path(self) -> Path:
-        """Path of the estimate of `--plan` in the cache of this host."""
-        return self.store.cache_dir.with_name(f"{self.store.cache_dir.name}.{ESTIMATE}")
 
     @property
     def session(self) -> SessionConfig:

@@ -24,7 +24,6 @@ from declutr.trainer.checkpoints.ranking import BestScore, history
 from declutr.trainer.checkpoints.store import RunStore, store_of
 from declutr.trainer.driver.checks import load_problems, ray_problems, refuse, resolve
 from declutr.trainer.driver.device import DEVICE, choose_device
-from declutr.trainer.driver.estimate import find_estimate
 from declutr.trainer.driver.remarks import corpora_remarks, validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.driver.run_checks import other_checkpoints, refuse_lost_steps
@@ -190,8 +189,6 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
         "verdict": exported.verdict,
         **first_and_last_scores(run),
     }
-    if planned := find_estimate(resolved):
-        summary["estimate"] = planned.against(run)
     write_json(run / SUMMARY, summary)
     if store is not None:
         store.send(*_FILES)
