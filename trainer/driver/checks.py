@@ -20,7 +20,6 @@ from declutr.trainer.driver.shard_checks import (
     data_problems,
     kind_problem,
     objective_problems,
-    tokenizer_problem,
     validation_problems,
 )
 from declutr.trainer.driver.summary import SUMMARY
@@ -86,8 +85,6 @@ def _manifest_problems(config: TrainConfig, shards: Found) -> list[str]:
             found += [f"{prefix}{line}" for line in _misfits(config, name, manifests)] if name else []
     if kind_problem(config, main) is None:
         found += validation_problems(config, shards.corpora, shards.scored)
-    if problem := tokenizer_problem(config, main, shards.data[""][0]):
-        found.append(problem)
     return found
 
 
