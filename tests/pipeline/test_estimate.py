@@ -8,7 +8,7 @@ import pytest
 from messages import says
 
 from declutr.pipeline.job import estimate as estimating
-from declutr.pipeline.job.strata import MAX_STRATA, chunks, draw_strata
+from declutr.pipeline.job.estimate import MAX_STRATA, chunks, draw_strata
 from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.prepare import plan_ahead
 

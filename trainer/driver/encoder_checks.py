@@ -16,12 +16,12 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.data.tokenrates import limit
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.driver.shard_checks import objective_problems
+from declutr.trainer.model.behind import left_out
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.freezing import frozen_parameters
 from declutr.trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from declutr.trainer.model.layouts import drops_by_key, patch_problem
-from declutr.trainer.model.sentences import left_out
 from declutr.trainer.objectives.base import Objective
 from declutr.trainer.setup.build import build_encoder, build_objective
 from declutr.trainer.setup.build import load_tokenizer as tokenizer_of_shards

@@ -22,11 +22,17 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.exported import EXPORT, read_settings
 from declutr.trainer.checkpoints.ranking import BestScore, history
 from declutr.trainer.checkpoints.store import RunStore, store_of
-from declutr.trainer.driver.checks import load_problems, ray_problems, refuse, resolve
+from declutr.trainer.driver.checks import (
+    load_problems,
+    other_checkpoints,
+    ray_problems,
+    refuse,
+    refuse_lost_steps,
+    resolve,
+)
 from declutr.trainer.driver.device import DEVICE, choose_device
 from declutr.trainer.driver.remarks import corpora_remarks, validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.driver.run_checks import other_checkpoints, refuse_lost_steps
 from declutr.trainer.driver.signals import Signals
 from declutr.trainer.driver.summary import (
     FAILURES,

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from declutr.common.errors import UsageError
-from declutr.pipeline.shards.joined import joined_manifest
-from declutr.pipeline.shards.manifest import Manifest, data_hash
+from declutr.pipeline.shards.manifest import Manifest, data_hash, joined_manifest
 from declutr.trainer.metrics.config import STSB
 from declutr.trainer.setup.config import TrainConfig
 

@@ -17,6 +17,7 @@ from declutr.pipeline.tokenizer.tokenization import fingerprint
 from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.metrics.sts import StsValidator, read_judged, together
+from declutr.trainer.model.behind import read_behind
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import (
     load_hf_config,
@@ -26,7 +27,6 @@ from declutr.trainer.model.language_model import (
     vocabulary_of,
 )
 from declutr.trainer.model.layouts import fitting_layout
-from declutr.trainer.model.sentences import read_behind
 from declutr.trainer.objectives.base import Objective, Validator, implementation_of
 from declutr.trainer.setup.cache import data_folder
 from declutr.trainer.setup.config import TrainConfig
