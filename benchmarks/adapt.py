@@ -159,7 +159,9 @@ def _calibrations(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for repetition in range(options.calibrate):
             first, second = _swapped(development, rng), _swapped(test, rng)
             for gain, found in outcomes.items():
-                found.append(_outcome(_planted(first, gain, rng), _planted(second, gain, rng), repetition))
+                chosen_on, judged_on = _planted(first, gain, rng), _planted(second, gain, rng)
+                chosen = choose([name for name in chosen_on if name != "start"], chosen_on, DISTANT, repetition)
+                found.append(judge(judged_on["start"], judged_on[chosen], DISTANT, repetition).outcome)
         yield {
             "run": state.parent.name,
             "repetitions": options.calibrate,
@@ -183,12 +185,6 @@ def _planted(half: dict[str, Values], gain: float, rng: np.random.Generator) -> 
         name: values if name == "start" else {DISTANT: values[DISTANT] + rng.exponential(gain, len(values[DISTANT]))}
         for name, values in half.items()
     }
-
-
-def _outcome(development: dict[str, Values], test: dict[str, Values], seed: int) -> str:
-    names = [name for name in development if name != "start"]
-    chosen = choose(names, development, DISTANT, seed)
-    return judge(test["start"], test[chosen], DISTANT, seed).outcome
 
 
 def _query_row(start: TransformerEncoder, run: Path, encoder: Path) -> dict[str, Any]:

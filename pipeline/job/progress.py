@@ -113,19 +113,12 @@ class Progress(Watcher):
         with self._lock:
             self._show()
 
-    def _under_way(self) -> Done:
-        """Work of unfinished units so far."""
-        total = Done()
+    def _show(self) -> None:
+        now = self._done
         for path in (self._folder / HEARTBEATS).glob("[0-9]*"):
             if path.name not in self._finished:
-                try:
-                    total += Done.model_validate_json(path.read_bytes())
-                except (OSError, ValidationError):
-                    continue
-        return total
-
-    def _show(self) -> None:
-        now = self._done + self._under_way()
+                with contextlib.suppress(OSError, ValidationError):  # just replaced or removed
+                    now += Done.model_validate_json(path.read_bytes())
         seconds = time.monotonic() - self._started
         rate = (now.num_bytes - self._before.num_bytes) / seconds
         line = {

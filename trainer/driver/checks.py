@@ -214,7 +214,9 @@ def run_problems(config: TrainConfig, run: Path, shards: Found) -> list[str]:
     """
     if problem := fork_problem(run):
         return [f"run = {config.run}: {problem}"]
-    if not _has_checkpoints(config, run) or any(key.startswith("validation.") for key in shards.unreadable):
+    remote = is_remote(config.run)  # the copy here may lack its checkpoints
+    began = steps_among((Folder(config.run) / CHECKPOINTS).names()) if remote else steps_in(run / CHECKPOINTS)
+    if not began or any(key.startswith("validation.") for key in shards.unreadable):
         return []
     before = read_resume_settings(run)
     changed = [] if before is None else changes(before, config.resume_settings())
@@ -237,13 +239,6 @@ def fork_problem(run: Path) -> str | None:
         "was made by `train --fork` of an earlier version (fork.json), whose runs this version does not continue; "
         "start a new run with the weights of an export, encoder.pretrained=RUN/export"
     )
-
-
-def _has_checkpoints(config: TrainConfig, run: Path) -> bool:
-    """True if the run has a checkpoint, whole or not; of a run in a store, whose copy here may lack them, there."""
-    if not is_remote(config.run):
-        return bool(steps_in(run / CHECKPOINTS))
-    return bool(steps_among((Folder(config.run) / CHECKPOINTS).names()))
 
 
 def read_resume_settings(run: Path) -> dict[str, Any] | None:
