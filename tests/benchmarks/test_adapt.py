@@ -1,20 +1,9 @@
-"""The settings of the reference trainings, and the queries cut from test documents."""
+"""The queries cut from test documents."""
 
 import numpy as np
 import pytest
 
-from benchmarks.adapt import REFERENCES, _changed, _hits, _paragraphs, main
-from declutr.adaptation.config import AdaptConfig, train_config
-from declutr.trainer.setup.config import TrainConfig
-
-
-@pytest.mark.parametrize("name", REFERENCES)
-def test_settings_of_every_reference_are_valid(name, tmp_path):
-    config = AdaptConfig(encoder=str(tmp_path), corpus=["a.jsonl"])
-    settings = train_config(config, tmp_path / "data", tmp_path / "run", 5, "mean").model_dump(exclude_unset=True)
-    changed = TrainConfig.model_validate(_changed(settings, REFERENCES[name]))
-    assert changed.steps == 5
-    assert changed.encoder.new_mlm_head == (name == "MLM"), "an encoder of sentences has no head"
+from benchmarks.adapt import _hits, _paragraphs, main
 
 
 def test_paragraphs_of_a_document_are_cut_after_their_first_sentence():

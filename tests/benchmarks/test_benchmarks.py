@@ -14,7 +14,7 @@ import torch
 from messages import all_of, says
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import batch, embed, feed, prepare, record, step, workload
+from benchmarks import batch, embed, prepare, record, step, workload
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import repeat
 from declutr.pipeline.shards.content import NO_LABEL
@@ -82,12 +82,6 @@ def test_benchmark_of_embedding_has_figures(tmp_path):
     assert min(map(len, embed.paragraphs_of(["A sentence."], 2))) >= 2400
 
 
-def test_benchmark_of_the_collator_has_figures(tmp_path):
-    found = figures(feed.main, tmp_path, "--documents", "2", "--seconds", "0.01")
-    assert found["tokens_per_second_per_core"] == found["paper_spans"]["tokens_per_second_per_core"] > 0
-    assert found["short_spans"]["tokens_per_step"] < found["paper_spans"]["tokens_per_step"]
-
-
 def test_the_order_of_a_billion_runs_backwards():
     """Exact where an epoch ends and another begins, too; and the check is able to fail."""
     size = 10**9
@@ -103,7 +97,7 @@ def test_needs_neither_ray_nor_data(tmp_path):
     """A whole run in an empty folder, without Ray and sentence-transformers."""
     code = (
         "import sys; sys.modules['ray'] = sys.modules['sentence_transformers'] = None\n"
-        "import benchmarks.step as step, benchmarks.batch, benchmarks.feed\n"
+        "import benchmarks.step as step, benchmarks.batch\n"
         "assert not [name for name in sys.modules if name.startswith('ray.')]\n"
         f"step.main({[*TINY, '--documents', '1', '--steps', '1', '--warm-up', '0']!r})\n"
     )
@@ -115,13 +109,6 @@ def test_needs_neither_ray_nor_data(tmp_path):
     assert found["hardware"]["cores"] >= 1
     assert found["ratio_vs_sentence_transformers"] is None
     assert "not importable" in found["sentence_transformers"]["reason"]
-
-
-@pytest.mark.parametrize("content", ["images", "audio"])
-def test_benchmark_of_feeding_clips_has_figures(tmp_path, content):
-    found = figures(feed.main, tmp_path, "--content", content, "--documents", "2", "--seconds", "0.01")
-    assert (found["content"], found["rows_per_step"]) == (content, 2)
-    assert found["rows_per_second_per_core"] > 0
 
 
 @pytest.mark.slow
