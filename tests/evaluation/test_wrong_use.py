@@ -85,7 +85,7 @@ SETTINGS = [
     (["learning_rate=1e-3"], "did you mean `optim.lr`?"),
     (["prepare.seed=1"], "it is a setting of the section `prepare`, which only `declutr prepare` reads"),
     (["geometry.max_tokens=8"], "it is a setting of the section `prepare`"),
-    (["spans=[", "a", "]"], "  - override spans: the shell cuts it at its spaces; put it into quotes"),
+    (["spans=[", "a", "]"], "override ']' is not of the form key=value (no spaces around =, quotes around a value"),
     (["epochs=.inf"], "epochs = inf: Input should be a finite number"),
     (["optim.weight_decay=.inf"], "optim.weight_decay = inf: Input should be a finite number"),
     (["optim.lr=1e308"], "optim.lr = '1e308': must be at most"),
