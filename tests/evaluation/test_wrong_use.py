@@ -115,7 +115,7 @@ OTHERS = [
     (["--verson"], "there is no command '--verson'"),
     (["prepare", "good.yaml", "prepare.output="], "write `output`"),
     (["prepare", "good.yaml", "train.epochs=3"], "a setting of the section `train`, which only `declutr train` reads"),
-    (["prepare", "good.yaml", "corpus.paths=[", "docs", "]"], "put it into quotes: 'corpus.paths=[ docs ]'"),
+    (["prepare", "good.yaml", "corpus.paths=[", "docs", "]"], "override ']' is not of the form key=value (no spaces"),
     (["prepare", "good.yaml", "output="], "output = None: is empty"),
     (["prepare", "good.yaml", "output=docs/out"], "is inside the input 'docs'"),
     (["prepare", "good.yaml", "output=/proc/nope"], "nothing can be written in /proc"),
