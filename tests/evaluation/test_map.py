@@ -23,7 +23,7 @@ TEXTS += [HOSTILE, "a zebra", "-----", "cat " * 400]  # a text without a word ha
 
 def embedded(folder, *options, texts=TEXTS, suffix=".npy"):
     (folder / "in").mkdir()
-    rows = [{"text": text, "key": f"k{number}", "from": HOSTILE} for number, text in enumerate(texts)]
+    rows = [{"text": text, "key": f"k{number}"} for number, text in enumerate(texts)]
     (folder / "in/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = folder / f"out{suffix}"
     assert main(["embed", "hashed-words:16", str(folder / "in"), "--output", str(output), *options]) == 0
@@ -38,7 +38,7 @@ def stored(output):
 @pytest.mark.parametrize(("suffix", "options"), [(".npy", []), (".parquet", ["--id-field", "key"])])
 def test_map_has_texts_vectors_and_places(tmp_path, capsys, dtype, suffix, options):
     output, file = embedded(tmp_path, "--dtype", dtype, *options, suffix=suffix), tmp_path / "new folder/map.parquet"
-    command = ["index", str(output), "--output", str(tmp_path / "index"), "--source-field", "from"]
+    command = ["index", str(output), "--output", str(tmp_path / "index")]
     assert main([*command, "--parquet", str(file)]) == 0
     table = pq.read_table(file)
     share = float(table.schema.metadata[SHARE])
@@ -46,7 +46,7 @@ def test_map_has_texts_vectors_and_places(tmp_path, capsys, dtype, suffix, optio
     assert table.column_names == ["text", "id", "source", "vector", "x", "y"]
     assert table["text"].to_pylist() == TEXTS
     assert table["id"].to_pylist() == [f"k{number}" if options else None for number in range(len(TEXTS))]
-    assert set(table["source"].to_pylist()) == {HOSTILE}
+    assert set(table["source"].to_pylist()) == {"a.jsonl"}
     vectors = np.stack(table["vector"].to_numpy())
     assert vectors.dtype == dtype
     np.testing.assert_array_equal(vectors, stored(output))
