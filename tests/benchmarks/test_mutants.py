@@ -1,6 +1,10 @@
 """The list of planted bugs fits the code."""
 
-from benchmarks.mutants.__main__ import COPIED, ROOT, read_mutants
+from pathlib import Path
+
+from benchmarks.mutants.__main__ import COPIED, read_mutants
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_planted_bug_can_be_planted_and_tested_in_a_copy():
