@@ -1,4 +1,4 @@
-"""The benchmarks run for real on tiny models: keys and equality, never times."""
+"""The benchmarks run for real on tiny models: keys, equality and budgets, never times."""
 
 import gzip
 import json
@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 import torch
 from messages import all_of, says
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import batch, embed, feed, prepare, record, step, workload
+from benchmarks.adapt import REFERENCES, _changed, _hits, _paragraphs, main
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import repeat
+from benchmarks.gpu import budget, repeat
+from benchmarks.gpu.traffic import counting
+from benchmarks.mutants.__main__ import COPIED, read_mutants
+from declutr.adaptation.config import AdaptConfig, train_config
 from declutr.pipeline.shards.content import NO_LABEL
 from declutr.pipeline.shards.schema import shard_schema
 from declutr.pipeline.shards.windows import Geometry, window_starts
@@ -26,6 +31,7 @@ from declutr.trainer.model import flops, kernels
 from declutr.trainer.model.kernel_choice import Kernels
 from declutr.trainer.objectives.span_config import SpanConfig
 from declutr.trainer.objectives.text_packing import Texts
+from declutr.trainer.setup.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"hardware", "versions", "commit", "command"}
@@ -267,3 +273,128 @@ def test_a_machine_without_a_gpu_is_told_what_to_do(capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--only", "nothing"])
     says(capsys.readouterr().err, "kernel", "dropout")
+
+
+MOST_GIGABYTES, MOST_OPERATIONS = 71, 1240
+MOST_EAGER_GIGABYTES, MOST_EAGER_OPERATIONS = 130, 1780
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    path = tmp_path_factory.mktemp("budget") / "budget.json"
+    budget.main(["--json", str(path)])
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_a_step_stays_within_its_budget(found):
+    assert found["gigabytes"] <= MOST_GIGABYTES
+    assert found["operations"] <= MOST_OPERATIONS
+    assert found["syncs"] == 0
+    assert (found["graphs"], found["breaks"]) == (3, 0), "embeddings, layers, and the loss of the head"
+    assert found["eager"]["gigabytes"] <= MOST_EAGER_GIGABYTES
+    assert found["eager"]["operations"] <= MOST_EAGER_OPERATIONS
+    assert found["eager"]["syncs"] == 0
+
+
+@pytest.mark.slow
+def test_computed_times_are_those_of_products_and_of_the_bandwidth(found):
+    """On an H100, 989 TFLOP/s and 3.35 TB/s; a step takes the time of both."""
+    times = found["milliseconds"]["H100"]
+    assert times["step"] == pytest.approx(times["products"] + times["others"], abs=0.11)
+    assert times["mfu"] == pytest.approx(0.65 * times["products"] / times["step"], rel=0.01)
+    rest = found["gigabytes"] - found["largest"]["products"]
+    assert times["others"] == pytest.approx(rest / (0.85 * 3.35), rel=0.01)
+
+
+def test_a_wait_is_counted():
+    """Reads of values, results whose shape is a value, and copies from the CPU; planning on the CPU is none."""
+    mode = FakeTensorMode()
+    on_gpu = mode.from_tensor(torch.ones(4))
+    planned = torch.arange(4)
+    with counting(mode) as traffic:
+        on_gpu + on_gpu
+        planned.tolist()
+        assert not traffic.syncs
+        assert float(on_gpu.sum()) == 1.0
+        on_gpu.tolist()
+        on_gpu[planned]
+        on_gpu.new_tensor([1.0])
+    # a fake tensor reads a list item by item
+    assert traffic.syncs == {"__float__": 1, "item": 4, "index": 1, "new_tensor": 1}
+
+
+def test_budget_bytes_equal_a_plain_count():
+    """Each tensor once for each kernel: views are free, look-ups read the rows that they name."""
+    mode = FakeTensorMode()
+    table, rows = mode.from_tensor(torch.ones(1000, 8)), mode.from_tensor(torch.zeros(5, dtype=torch.int64))
+    with counting(mode) as traffic:
+        torch.nn.functional.embedding(rows, table)
+    assert sum(traffic.bytes.values()) == 2 * 5 * 8 * 4 + 5 * 8
+    with counting(mode) as traffic:
+        table.t() + 1
+    assert (sum(traffic.operations.values()), sum(traffic.bytes.values())) == (1, 2 * 1000 * 8 * 4)
+
+
+def test_an_optimizer_without_a_result_is_counted():
+    """A fused AdamW reads weight, gradient and two moments, and writes all but the gradient."""
+    mode = FakeTensorMode()
+    with mode:
+        weight = torch.nn.Parameter(torch.empty(1000))
+        weight.grad = torch.empty(1000)
+        optimizer = torch.optim.AdamW([weight], fused=True)
+    with counting(mode) as traffic:
+        with traffic.pausing():
+            optimizer.step()
+        optimizer.step()
+    assert traffic.bytes["_fused_adamw_"] == 7 * 1000 * 4 + 4  # and the number of the step
+    assert traffic.operations["_fused_adamw_"] == 1
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_settings_of_every_reference_are_valid(name, tmp_path):
+    config = AdaptConfig(encoder=str(tmp_path), corpus=["a.jsonl"])
+    settings = train_config(config, tmp_path / "data", tmp_path / "run", 5, "mean").model_dump(exclude_unset=True)
+    changed = TrainConfig.model_validate(_changed(settings, REFERENCES[name]))
+    assert changed.steps == 5
+    assert changed.encoder.new_mlm_head == (name == "MLM"), "an encoder of sentences has no head"
+
+
+def test_paragraphs_of_a_document_are_cut_after_their_first_sentence():
+    rest = " ".join(f"word{n}" for n in range(30))
+    whole = "This is a first sentence of some words. " + rest
+    text = "\n".join(["A heading", whole, "Too short a paragraph to search. It has no rest."] + [whole] * 20)
+    found = _paragraphs(text)
+    assert len(found) == 8
+    assert set(found) == {("This is a first sentence of some words.", rest)}
+    assert _paragraphs("A heading") == []
+
+
+class Plane:
+    """Encodes a text as the direction that its number names."""
+
+    def encode(self, texts):
+        return np.array([[np.cos(float(text)), np.sin(float(text))] for text in texts])
+
+
+def test_found_counts_sentences_of_each_document_that_find_their_paragraph():
+    hits = _hits(Plane(), [0, 0, 2], ["0.0", "1.0", "2.0"], ["0.1", "2.1", "1.4"])
+    assert hits.tolist() == [[1, 2], [0, 1]]
+
+
+def test_runs_need_a_corpus(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--start", str(tmp_path)])
+    assert "--corpus" in capsys.readouterr().err
+    main(["--start", str(tmp_path), "--work", str(tmp_path), "--calibrate", "1"])  # of finished runs, and there is none
+    assert '"calibration": []' in capsys.readouterr().out
+
+
+def test_every_planted_bug_can_be_planted_and_tested_in_a_copy():
+    mutants = read_mutants(ROOT / "benchmarks" / "mutants" / "mutants.yaml")
+    assert len(mutants) > 400
+    for one in mutants:
+        assert one.planted(ROOT) != (ROOT / one.file).read_text()
+        for name in (one.file, *(test.split("::")[0] for test in one.tests)):
+            assert name.split("/")[0] in COPIED
+            assert (ROOT / name).exists(), name

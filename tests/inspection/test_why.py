@@ -1,10 +1,12 @@
-"""`declutr why` against what the workers of a run read, for every method."""
+"""`declutr why` against what the workers of a run read, and of runs and shards that do not fit."""
 
 import json
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,11 +14,12 @@ import tinyruns as runs
 import torch
 from mediafiles import png, sound, tone
 from mediashards import prepare_media
-from messages import says
+from messages import all_of, says
 from textshards import prepare_rows
 
 from declutr.cli.main import main
 from declutr.common.config import config_yaml
+from declutr.common.errors import UsageError
 from declutr.inspection.order import read_order
 from declutr.inspection.views import StepReader
 from declutr.pipeline.shards.shards import ShardSet
@@ -25,6 +28,8 @@ from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.data.stream import batches
 from declutr.trainer.metrics.metrics import METRICS, find_step
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.declutr.objective import Declutr
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_collator, build_encoder, load_tokenizer
 from declutr.trainer.setup.cache import run_folder
@@ -276,3 +281,84 @@ def test_a_step_is_found_in_a_long_file_without_reading_it(tmp_path):
     for step in (0, 12_345, 20_001, 10**9):
         assert find_step(path, step) is None
     assert find_step(tmp_path / "none", 1) is None
+
+
+ALL_STEPS, TAKEN = 12, 9
+
+
+@pytest.fixture(scope="module")
+def misfits(tmp_path_factory):
+    rng = random.Random(0)
+    documents = [{"text": " ".join(rng.choices("abcdefghij", k=rng.randint(90, 200)))} for _ in range(30)]
+    return prepare_rows(tmp_path_factory.mktemp("forks") / "made", "documents", documents, geometry=runs.GEOMETRY)[0]
+
+
+@pytest.fixture
+def short_run(misfits, tmp_path):
+    """A run that has taken nine of twelve steps."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(config_yaml(runs.train_config(misfits, folder, steps=ALL_STEPS)))
+    lines = [{"kind": "step", "step": step, "time": 0.0, "batch_digest": 1} for step in range(1, TAKEN + 1)]
+    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_the_order_of_a_run_that_an_earlier_version_forked_is_not_shown(short_run, capsys):
+    """Its first steps are those of another run."""
+    (short_run / "fork.json").write_text('{"from": "/runs/first", "step": 4}')
+    for view in (["--step", "5"], ["--document", "0" * 32]):
+        assert main(["why", str(short_run), *view]) == 1
+        says(capsys.readouterr().err, short_run, "fork.json", "encoder.pretrained=RUN/export")
+
+
+def test_a_step_whose_line_is_damaged_was_taken(short_run, capsys):
+    lines = (short_run / METRICS).read_text().splitlines()
+    lines[5] = lines[5][:20]
+    (short_run / METRICS).write_text("\n".join(lines) + "\n")
+    assert main(["why", str(short_run), "--step", "6"]) == 0
+    shown = capsys.readouterr().out
+    says(shown, "the step was taken", "no whole line")
+    assert "not taken yet" not in shown
+
+
+def test_shards_prepared_for_shorter_spans_are_refused_with_the_setting(misfits, short_run, tmp_path, capsys):
+    shutil.copytree(misfits, tmp_path / "again")
+    manifest = json.loads((tmp_path / "again" / "manifest.json").read_text())
+    manifest["geometry"] |= {"max_tokens": 8}
+    (tmp_path / "again" / "manifest.json").write_text(json.dumps(manifest))
+    for view in (["--step", "1"], ["--document", "0" * 32]):
+        assert main(["why", str(short_run), *view, f"data={tmp_path / 'again'}"]) == 1
+        says(capsys.readouterr().err, "spans.max_tokens = 16", "at most 8", "add data=FOLDER")
+
+
+@pytest.mark.parametrize("offset", ["9" * 19, "9" * 5000, "²"])
+def test_an_offset_that_no_file_has_names_no_document(misfits, short_run, capsys, offset):
+    source = ShardSet(misfits, "train").take(np.array([0]))["source"][0].as_py()
+    assert main(["why", str(short_run), "--document", f"{source}:{offset}"]) == 1
+    assert "no document matches" in capsys.readouterr().err
+
+
+def test_a_variable_that_is_not_set_is_named_with_its_setting(short_run, capsys):
+    assert main(["why", str(short_run), "--step", "1", "data=$NOWHERE_AT_ALL/shards"]) == 1
+    says(capsys.readouterr().err, "data = $NOWHERE_AT_ALL/shards", "$NOWHERE_AT_ALL is not set", "add data=FOLDER")
+
+
+class Needing(Declutr):
+    """An objective of a package that refuses an embedding of one number."""
+
+    def __init__(self, config, short_run, embedding_size):
+        super().__init__(config, short_run, embedding_size)
+        raise RuntimeError(f"cannot embed in {embedding_size}")
+
+
+class NeedingConfig(DeclutrConfig):
+    implementation: ClassVar[str] = f"{__name__}:Needing"
+    kind: str = "needing"
+
+
+def test_an_objective_that_cannot_be_made_is_named(short_run):
+    task = read_order(short_run).tasks[""]
+    other = replace(task, config=task.config.model_copy(update={"objective": NeedingConfig()}))
+    with pytest.raises(UsageError, match=all_of("objective needing", "RuntimeError: cannot embed in 1")):
+        StepReader(other, short_run)

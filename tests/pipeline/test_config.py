@@ -1,19 +1,29 @@
+"""Settings of every kind of content: what is needed, what is refused, and what makes up their identity."""
+
+import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
-from messages import says
+from mediafiles import png, sound, spread, stored, tone
+from messages import all_of, says
+from PIL import Image
+from pydantic import ValidationError
 
 from declutr.common.config import load_config
+from declutr.common.config_docs import annotated_yaml
 from declutr.common.errors import ConfigError
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity
 from declutr.pipeline.job.path_checks import output_place_problems
 from declutr.pipeline.job.sample import sample_texts
 from declutr.pipeline.job.units import fit_units, plan_units
 from declutr.pipeline.prepare import main, problems
+from declutr.pipeline.shards.content import DocumentsContent
+from declutr.pipeline.shards.shards import ShardSet
 
 
 @pytest.fixture
@@ -152,3 +162,201 @@ def test_an_address_that_cannot_take_the_shards_is_found_before_any_work(make_co
 def test_an_address_inside_an_input_is_refused():
     (found,) = output_place_problems("s3://bucket/in/out/?region=x", ["s3://bucket/in/", "s3://bucket/i", "here"])
     says(found, "input 's3://bucket/in/'")
+
+
+MEDIA = {"output": "out", "corpus": {"kind": "files", "paths": ["in"]}}
+
+
+def test_no_tokenizer_is_needed_and_texts_still_need_one():
+    config = PipelineConfig.model_validate(MEDIA | {"content": "images"})
+    assert config.tokenizer is None
+    assert identity(config).keys() == {
+        "corpus", "content", "duplicates", "write_rejected", "validation_fraction", "unit_mib", "record_batch_rows",
+        "seed",
+    }  # fmt: skip
+    for content in ("documents", "sentences", "pairs"):
+        with pytest.raises(ValidationError, match=r"tokenizer\n  Field required"):
+            PipelineConfig.model_validate(MEDIA | {"content": content})
+
+
+def test_a_missing_tokenizer_is_told_with_other_problems(tmp_path):
+    (tmp_path / "c.yaml").write_text("prepare: {output: out, corpus: {kind: files, paths: [in]}, seed: -1}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(tmp_path / "c.yaml"), "prepare", PipelineConfig)
+    assert [problem.partition(" ")[0] for problem in caught.value.problems] == ["tokenizer:", "seed"]
+    says(caught.value, "missing", "default")
+
+
+def test_printed_settings_can_be_given_back(tmp_path):
+    config = PipelineConfig.model_validate(MEDIA | {"content": {"kind": "audio", "label": r"^(\d)_"}})
+    lines = "".join(f"  {line}\n" for line in annotated_yaml(config).splitlines())
+    (tmp_path / "c.yaml").write_text(f"prepare:\n{lines}")
+    assert load_config(str(tmp_path / "c.yaml"), "prepare", PipelineConfig) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tokenizer": {"kind": "train", "vocab_size": 300}}, ("tokenizer", "no effect", "content.kind = images")),
+        ({"geometry": {"max_tokens": 64}}, ("geometry", "no effect", "content.kind = images")),
+        ({"short_documents": "shrink_spans"}, ("short_documents", "no effect")),
+        ({"filters": {"gopher": {}}}, ("filters.gopher", "texts", "content.kind = images")),
+        ({"filters": {"language": {"keep": ["en"]}}}, ("filters.language", "texts")),
+        ({"filters": {"contamination": {"paths": ["x"]}}}, ("filters.contamination", "texts")),
+        ({"filters": {"normalise_whitespace": False}}, ("filters.normalise_whitespace", "texts")),
+        ({"duplicates": {"near": {}}}, ("duplicates.near", "words", "exact")),
+        ({"corpus": {"kind": "python_docs"}}, ("corpus.kind = python_docs", "no images")),
+        ({"corpus": MEDIA["corpus"] | {"text_field": "x"}}, ("content.image", "Parquet")),
+        ({"corpus": MEDIA["corpus"] | {"format": "jsonl"}}, ("corpus.format = jsonl", "no effect")),
+        ({"content": {"kind": "images", "label": "(a)(b)"}}, ("2 groups", "label")),
+        ({"content": {"kind": "images", "label": "cats"}}, "0 groups"),
+        ({"content": {"kind": "images", "label": "(a"}}, "regular expression"),
+        ({"content": {"kind": "images", "max_labels": 0}}, ("greater than", "1")),
+        ({"content": {"kind": "images", "max_labels": 2, "label": None}}, ("content.label = null", "no labels")),
+        ({"content": {"kind": "images", "max_labels": 2}, "duplicates": {"exact": False}}, "duplicates.exact=true"),
+        ({"content": {"kind": "images", "shortest_edge": 0}}, ("greater than", "8")),
+        ({"content": {"kind": "audio", "max_seconds": 0}}, "greater than 0"),
+        ({"content": {"kind": "audio", "shortest_edge": 8}}, "Extra inputs"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, told):
+    with pytest.raises(ValidationError, match=all_of(told)):
+        PipelineConfig.model_validate(MEDIA | {"content": "images"} | changes)
+
+
+PREPARE = """
+import json, resource, sys
+from pathlib import Path
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.job.worker import write_unit
+config = PipelineConfig.model_validate(json.loads(sys.argv[1]))
+units, _ = plan_units(config.corpus, config.unit_mib, None, config.content)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for unit in units:
+    counts = write_unit(unit, Path(config.output), config, None, None).counts
+modules = [name for name in ("torch", "transformers.modeling_utils") if name in sys.modules]
+print(json.dumps([counts.model_dump(), before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, modules]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units")
+@pytest.mark.parametrize("kind", ["images", "audio"])
+def test_memory_does_not_grow_with_the_corpus(kind, tmp_path):
+    """80 MiB of stored rows, one sound of a claimed hour and a large image need far less."""
+    if kind == "images":
+        some = [png(n, (256, 256)) for n in range(20)]
+        files = {f"a/{n}.png": some[n % 20] for n in range(400)}
+        files["a/large.jpg"] = stored(Image.new("RGB", (6000, 4000), "red"), "JPEG")
+    else:
+        some = [sound(tone(8.0, 8000, n), 8000) for n in range(20)]
+        files = {f"a/{n}.wav": some[n % 20] for n in range(200)}
+        files["a/long.flac"] = sound(tone(600.0, 8000), 8000, format="FLAC")
+    values = {"output": str(tmp_path / "out"), "duplicates": {"exact": False}, "content": kind}
+    values["corpus"] = {"kind": "files", "paths": [str(spread(tmp_path / "in", files))]}
+    values["unit_mib"] = 1024
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE, json.dumps(values)], capture_output=True, text=True, cwd=root, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    counts, before, most, modules = json.loads(done.stdout)
+    assert counts["kept"] == len(files)
+    assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.arrow")) > 70 << 20
+    assert (most - before) / 1024 < 260
+    assert modules == []
+
+
+def test_tasks_for_texts_import_no_decoders():
+    code = "import sys, declutr.pipeline.job.worker, declutr.pipeline.prepare; print(*sys.modules)"
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert not {"PIL", "soundfile", "transformers.audio_utils", "scipy.signal"} & set(done.stdout.split())
+
+
+BASE = {
+    "output": "out",
+    "corpus": {"kind": "files", "paths": ["a.jsonl"]},
+    "tokenizer": {"kind": "train", "vocab_size": 300},
+}
+
+
+def test_documents_are_the_default():
+    plain = PipelineConfig.model_validate(BASE)
+    assert plain.content == DocumentsContent()
+    for content in ("documents", {"kind": "documents"}):
+        named = PipelineConfig.model_validate(BASE | {"content": content})
+        assert identity(named) == identity(plain)
+
+
+def test_a_kind_alone_is_a_section():
+    short, long = (PipelineConfig.model_validate(BASE | {"content": c}) for c in ("pairs", {"kind": "pairs"}))
+    assert short == long
+    assert config_hash(short) == config_hash(long)
+    assert identity(short)["content"]["premise"] == "premise"
+    assert not {"geometry", "short_documents"} & identity(short).keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"content": "sentences", "geometry": {"max_tokens": 64}},
+            ("geometry", "no effect", "content.kind = sentences"),
+        ),
+        ({"content": "pairs", "short_documents": "shrink_spans"}, ("short_documents", "no effect", "content.kind")),
+        ({"content": "pairs", "filters": {"gopher": {}}}, ("filters.gopher", "long documents")),
+        ({"content": "triples", "filters": {"c4": {}}}, ("filters.c4", "long documents")),
+        ({"content": "triples", "filters": {"repetition": {}}}, "filters.repetition"),
+        ({"content": "pairs", "filters": {"boilerplate": {}}}, "filters.boilerplate"),
+        ({"content": "pairs", "corpus": {"kind": "python_docs"}}, ("corpus.kind = python_docs", "no pairs")),
+        ({"content": "pairs", "corpus": BASE["corpus"] | {"text_field": "x"}}, "content.premise"),
+        ({"content": "triples", "corpus": BASE["corpus"] | {"format": "text"}}, ("corpus.format = text", "no columns")),
+        ({"content": {"kind": "pairs", "premise": "label"}}, "same key"),
+    ],
+)
+def test_settings_of_texts_that_do_not_fit_are_refused(changes, told):
+    with pytest.raises(ValidationError, match=all_of(told)):
+        PipelineConfig.model_validate(BASE | changes)
+
+
+def test_all_problems_are_told_at_once(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "prepare: {output: o, corpus: {kind: files, paths: [a]}, tokenizer: {kind: train, vocab_size: 300}}"
+    )
+    with pytest.raises(ConfigError) as error:
+        load_config(str(path), "prepare", PipelineConfig, ["content=pairs", "geometry.num_anchors=3", "filters.c4={}"])
+    assert len(error.value.problems) == 2
+    with pytest.raises(ConfigError, match=all_of("documents, sentences, pairs, triples")):
+        load_config(str(path), "prepare", PipelineConfig, ["content=sentence"])
+    with pytest.raises(ConfigError, match=r"content\.required_labels"):
+        load_config(str(path), "prepare", PipelineConfig, ["content={kind: pairs, required_labels: [entails]}"])
+    with pytest.raises(ConfigError, match=r"content\.language"):
+        load_config(str(path), "prepare", PipelineConfig, ["content={kind: sentences, language: English}"])
+    found = load_config(str(path), "prepare", PipelineConfig, ["content.kind=pairs", "content.premise=sentence1"])
+    assert found.content.premise == "sentence1"
+
+
+def test_a_printed_config_can_be_used_again(tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "prepare: {output: o, corpus: {kind: files, paths: [a]}, tokenizer: {kind: train, vocab_size: 300}, "
+        "content: {kind: pairs, required_labels: [entailment]}}"
+    )
+    assert main([str(path), "--print-config"]) == 0
+    again = tmp_path / "again.yaml"
+    again.write_text("prepare:\n" + textwrap.indent(capsys.readouterr().out, "  "))
+    before, after = (load_config(str(one), "prepare", PipelineConfig) for one in (path, again))
+    assert before == after
+
+
+def test_shards_of_documents_have_no_columns_of_texts(tmp_path, make_texts, prepare_units, write_jsonl):
+    path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"number {n} " * 40} for n in range(5)))
+    config = make_texts("documents", path, geometry={"num_anchors": 1, "max_tokens": 8})
+    _, _, folder = prepare_units(config)
+    schema = ShardSet(folder, "train").take([0]).schema
+    assert schema.names == ["id", "tokens", "windows", "num_tokens", "source", "offset"]
+    keys = {b"schema_version", b"tokenizer_fingerprint", b"vocab_size", b"num_anchors", b"max_tokens"}
+    assert schema.metadata.keys() == keys
