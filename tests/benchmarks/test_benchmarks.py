@@ -67,16 +67,22 @@ def test_benchmark_of_a_step_has_figures(tmp_path):
 
 
 @pytest.mark.slow
-def test_benchmark_of_batches_has_figures(tmp_path):
-    found = figures(batch.main, tmp_path, *TINY, "--sizes", "2", "8", "--microbatch-tokens", "100")
-    assert found["peak_mib"].keys() == {"2", "8"}
+@pytest.mark.parametrize(
+    ("objective", "sizes", "ratio", "within"),
+    [("declutr", ("2", "8"), "ratio_4096_to_64", 1e-4), ("simcse", ("4", "8"), "ratio_16384_to_64", 1e-3)],
+)
+def test_benchmark_of_batches_has_figures(tmp_path, objective, sizes, ratio, within):
+    own = () if objective == "declutr" else ("--objective", objective)
+    found = figures(batch.main, tmp_path, *TINY, *own, "--sizes", *sizes, "--microbatch-tokens", "100")
+    assert found["peak_mib"].keys() == {*sizes}
     assert all(peak > 0 for peak in found["peak_mib"].values())
-    assert found["ratio_4096_to_64"] is None
-    assert found["sizes"]["8"]["microbatches"] > found["sizes"]["2"]["microbatches"] > 1
-    assert found["grad_rel_diff"] < 1e-4
-    for size in ("2", "8"):
-        one = found["sizes"][size]
-        assert one["embedding_state_mib"] >= one["span_embeddings_mib"]
+    assert found[ratio] is None
+    assert found["sizes"][sizes[1]]["microbatches"] > found["sizes"][sizes[0]]["microbatches"] > 1
+    assert found["grad_rel_diff"] < within
+    if objective == "simcse":
+        assert (found["objective"], found["sizes"]["8"]["spans"]) == ("simcse", 16)
+    else:
+        assert all(one["embedding_state_mib"] >= one["span_embeddings_mib"] for one in found["sizes"].values())
 
 
 def test_benchmark_of_embedding_has_figures(tmp_path):
@@ -128,17 +134,6 @@ def test_benchmark_of_feeding_clips_has_figures(tmp_path, content):
     found = figures(feed.main, tmp_path, "--content", content, "--documents", "2", "--seconds", "0.01")
     assert (found["content"], found["rows_per_step"]) == (content, 2)
     assert found["rows_per_second_per_core"] > 0
-
-
-@pytest.mark.slow
-def test_benchmark_of_simcse_batches_has_figures(tmp_path):
-    sizes = ("--sizes", "4", "8", "--microbatch-tokens", "100")
-    found = figures(batch.main, tmp_path, *TINY, "--objective", "simcse", *sizes)
-    assert found["objective"] == "simcse"
-    assert found["sizes"]["8"]["microbatches"] > found["sizes"]["4"]["microbatches"] > 1
-    assert found["sizes"]["8"]["spans"] == 16
-    assert found["ratio_16384_to_64"] is None
-    assert found["grad_rel_diff"] < 1e-3
 
 
 @pytest.mark.parametrize(("pairs", "labels"), [(False, [NO_LABEL]), (True, [NO_LABEL, 0, 1, 2])])

@@ -74,16 +74,16 @@ def test_config_values_are_replaced_by_overrides(load):
     assert config.name == "b"
 
 
-def test_a_section_can_be_replaced(load):
-    assert load("train: {name: a, inner: {size: 2}}", "inner={rate: 2}").inner == Inner(rate=2)
-
-
-def test_an_override_may_open_an_absent_section(load):
-    assert load("train: {name: a}", "inner.size=9").inner.size == 9
-
-
-def test_a_key_left_empty_takes_section_overrides(load):
-    assert load("train:\n  name: a\n  inner:\n", "inner.size=9").inner.size == 9
+@pytest.mark.parametrize(
+    ("text", "override", "inner"),
+    [
+        ("train: {name: a, inner: {size: 2}}", "inner={rate: 2}", Inner(rate=2)),
+        ("train: {name: a}", "inner.size=9", Inner(size=9)),
+        ("train:\n  name: a\n  inner:\n", "inner.size=9", Inner(size=9)),
+    ],
+)
+def test_sections_are_replaced_opened_and_filled(load, text, override, inner):
+    assert load(text, override).inner == inner
 
 
 def test_config_reports_every_problem_at_once(load):
@@ -112,10 +112,7 @@ def test_override_without_key_or_value_is_refused(load, text):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (
-            ["inputs=[", "a", "]"],
-            ("inputs", "spaces", "quotes", "'inputs=[ a ]'"),
-        ),
+        (["inputs=[", "a", "]"], ("inputs", "spaces", "quotes", "'inputs=[ a ]'")),
         (["inputs=[a,", "b]", "low=2"], ("quotes", "'inputs=[a, b]'")),
         (["animal={kind:", "sheep}"], ("quotes", "'animal={kind: sheep}'")),
         (["low", "=", "2"], ("low", "low=2", "spaces")),
@@ -136,11 +133,6 @@ def test_a_bracket_that_is_never_closed_leaves_the_other_overrides(load):
     says(other, "lwo", "unknown key", "`low`")
 
 
-def test_override_that_is_not_yaml_is_refused(load):
-    (found,) = problems(load, "train: {name: a}", "inputs=[1")
-    says(found, "inputs", "'[1'", "YAML")
-
-
 def test_unknown_key_without_a_near_one_lists_the_known(load):
     first, second = problems(load, "train: {name: a, zzzzz: 1, yyyyy: 2}")
     says(first, "zzzzz", "unknown key", "animal, inner, inputs, name, seed, extra, low, high, named")
@@ -151,10 +143,7 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        (
-            "prepare.output=x",
-            ("prepare.output", "unknown key", "`prepare`", "`declutr"),
-        ),
+        ("prepare.output=x", ("prepare.output", "unknown key", "`prepare`", "`declutr")),
         ("unit_mib=8", ("unit_mib", "unknown key", "`prepare`", "`declutr prepare`")),
         ("nmae=b", ("nmae", "unknown key", "`name`")),
         ("inner.sise=1", ("inner.sise", "unknown key", "`inner.size`")),
@@ -239,18 +228,16 @@ def test_config_of_bytes_that_are_no_text_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("run.yml", ["`{folder}/run.yaml`"]), (".", ["is a folder"]), ("low=1", ["config file", "first"])],
+    [
+        *[("run.yml", ["`{folder}/run.yaml`"]), (".", ["is a folder"]), ("low=1", ["config file", "first"])],
+        ("nowhere.yaml", ["no such", "nowhere.yaml"]),
+    ],
 )
 def test_name_of_no_config_file_brings_a_suggestion(tmp_path, name, told):
     (tmp_path / "run.yaml").write_text("train: {}")
     with pytest.raises(ConfigError) as error:
         load_config(str(tmp_path / name), "train", Outer)
     says(error.value, *[part.format(folder=tmp_path) for part in told])
-
-
-def test_missing_file_says_where_it_looked(tmp_path):
-    with pytest.raises(ConfigError, match=all_of("no such", "nowhere.yaml")):
-        load_config(str(tmp_path / "nowhere.yaml"), "train", Outer)
 
 
 def test_printed_configuration_reads_back(load):

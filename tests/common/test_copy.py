@@ -11,7 +11,6 @@ from volumes import small_volume
 from waiting import until
 
 from declutr.cli.main import main as declutr
-from declutr.common import storage
 from declutr.common.errors import RemoteError
 from declutr.common.stores.copies import fetch_all, main
 from declutr.common.stores.folder import Folder
@@ -196,19 +195,6 @@ def test_a_kill_between_the_two_renames_loses_nothing(sent, tmp_path):
     fetch_all(Folder(sent[1]), copy)
     assert contents(copy) == contents(sent[0])
     assert not list(tmp_path.glob(".copy*.tmp"))
-
-
-def test_a_folder_that_cannot_take_its_name_leaves_the_old_one(tmp_path):
-    def fail():
-        with storage.atomic_folder(tmp_path / "run", replace=True) as aside:
-            (aside / "b").write_text("new")
-            aside.rename(tmp_path / "stolen")
-
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/a").write_text("old")
-    with pytest.raises(FileNotFoundError):
-        fail()
-    assert (tmp_path / "run/a").read_text() == "old"
 
 
 @pytest.mark.parametrize("left_bytes", [0, 2**20])

@@ -69,16 +69,12 @@ def test_a_second_command_is_refused_and_told_whose_the_run_is(tmp_path, holder,
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == holder.pid
 
 
-def test_the_lock_of_a_killed_command_is_taken_over_at_once(tmp_path, holder, kind):
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    assert (tmp_path / LOCK).exists()
-    take(tmp_path, kind)
-
-
-def test_the_lock_of_a_killed_command_whose_parent_has_not_noticed_is_taken_over(tmp_path, holder, kind):
+@pytest.mark.parametrize("noticed", [True, False])
+def test_the_lock_of_a_killed_command_is_taken_over_at_once(tmp_path, holder, kind, noticed):
+    """Also while the process is a zombie, because its parent has not noticed."""
     holder.kill()
-    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # the process is a zombie
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | (0 if noticed else os.WNOWAIT))
+    assert (tmp_path / LOCK).exists()
     take(tmp_path, kind)
 
 

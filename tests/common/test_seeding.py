@@ -19,11 +19,7 @@ from declutr.trainer.objectives.declutr.objective import DISTANT
     [
         ([0] * 4, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
         ([2**32 - 1] * 4, 2**64 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            0x299F31D0A4093822,
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
+        ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], 0x299F31D0A4093822, "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )
 def test_philox_gives_the_known_answers(counter, key, answer):

@@ -286,19 +286,12 @@ def test_a_step_is_found_in_a_long_file_without_reading_it(tmp_path):
 ALL_STEPS, TAKEN = 12, 9
 
 
-@pytest.fixture(scope="module")
-def misfits(tmp_path_factory):
-    rng = random.Random(0)
-    documents = [{"text": " ".join(rng.choices("abcdefghij", k=rng.randint(90, 200)))} for _ in range(30)]
-    return prepare_rows(tmp_path_factory.mktemp("forks") / "made", "documents", documents, geometry=runs.GEOMETRY)[0]
-
-
 @pytest.fixture
-def short_run(misfits, tmp_path):
+def short_run(shards, tmp_path):
     """A run that has taken nine of twelve steps."""
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "config.yaml").write_text(config_yaml(runs.train_config(misfits, folder, steps=ALL_STEPS)))
+    (folder / "config.yaml").write_text(config_yaml(runs.train_config(shards["documents"], folder, steps=ALL_STEPS)))
     lines = [{"kind": "step", "step": step, "time": 0.0, "batch_digest": 1} for step in range(1, TAKEN + 1)]
     (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -322,8 +315,8 @@ def test_a_step_whose_line_is_damaged_was_taken(short_run, capsys):
     assert "not taken yet" not in shown
 
 
-def test_shards_prepared_for_shorter_spans_are_refused_with_the_setting(misfits, short_run, tmp_path, capsys):
-    shutil.copytree(misfits, tmp_path / "again")
+def test_shards_prepared_for_shorter_spans_are_refused_with_the_setting(shards, short_run, tmp_path, capsys):
+    shutil.copytree(shards["documents"], tmp_path / "again")
     manifest = json.loads((tmp_path / "again" / "manifest.json").read_text())
     manifest["geometry"] |= {"max_tokens": 8}
     (tmp_path / "again" / "manifest.json").write_text(json.dumps(manifest))
@@ -333,22 +326,17 @@ def test_shards_prepared_for_shorter_spans_are_refused_with_the_setting(misfits,
 
 
 @pytest.mark.parametrize("offset", ["9" * 19, "9" * 5000, "²"])
-def test_an_offset_that_no_file_has_names_no_document(misfits, short_run, capsys, offset):
-    source = ShardSet(misfits, "train").take(np.array([0]))["source"][0].as_py()
+def test_an_offset_that_no_file_has_names_no_document(shards, short_run, capsys, offset):
+    source = ShardSet(shards["documents"], "train").take(np.array([0]))["source"][0].as_py()
     assert main(["why", str(short_run), "--document", f"{source}:{offset}"]) == 1
     assert "no document matches" in capsys.readouterr().err
-
-
-def test_a_variable_that_is_not_set_is_named_with_its_setting(short_run, capsys):
-    assert main(["why", str(short_run), "--step", "1", "data=$NOWHERE_AT_ALL/shards"]) == 1
-    says(capsys.readouterr().err, "data = $NOWHERE_AT_ALL/shards", "$NOWHERE_AT_ALL is not set", "add data=FOLDER")
 
 
 class Needing(Declutr):
     """An objective of a package that refuses an embedding of one number."""
 
-    def __init__(self, config, short_run, embedding_size):
-        super().__init__(config, short_run, embedding_size)
+    def __init__(self, config, run, embedding_size):
+        super().__init__(config, run, embedding_size)
         raise RuntimeError(f"cannot embed in {embedding_size}")
 
 

@@ -6,17 +6,10 @@ from pathlib import Path
 
 import pytest
 from corpora import sentence
+from preparing import prepare_here
 
-from declutr.pipeline.config import PipelineConfig, config_hash, identity
-from declutr.pipeline.duplicates.search import find_duplicates
-from declutr.pipeline.duplicates.table import DUPLICATES
-from declutr.pipeline.job.selection import most_frequent_labels, write_selected
-from declutr.pipeline.job.units import plan_units, read_unit
-from declutr.pipeline.job.worker import CANDIDATES, write_unit
-from declutr.pipeline.readers.skipped import Skipped
-from declutr.pipeline.shards.ledger import ledger_entries
-from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
-from declutr.pipeline.shards.shards import ShardSet, check_shards
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
 TOKENIZER = {"kind": "train", "vocab_size": 300, "sample_mib": 0.1}
@@ -63,43 +56,21 @@ def make_media(tmp_path: Path):
 
 
 @pytest.fixture
-def rows_of():
-    """Reads the records of a corpus, with content."""
+def write_config(tmp_path: Path):
+    """Writes settings into a file for the command; returns its path."""
 
-    def read(config: PipelineConfig) -> list:
-        units, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
-        assert problems == []
-        return [record for unit in units for record in read_unit(unit, config.corpus, config.content)]
+    def write(config: PipelineConfig) -> str:
+        (tmp_path / "config.yaml").write_text(json.dumps({"prepare": config.model_dump(mode="json")}))
+        return str(tmp_path / "config.yaml")
 
-    return read
-
-
-def prepared(config: PipelineConfig, folder: Path, tokenizer):
-    """Prepares all units in this process: the manifest and the ledger."""
-    skipped = Skipped()
-    units, problems = plan_units(config.corpus, config.unit_mib, skipped, config.content)
-    assert problems == []
-    sidecars = [write_unit(unit, folder, config, tokenizer) for unit in units]
-    if config.duplicates.enabled:
-        names, labels = [unit.name for unit in units], most_frequent_labels(sidecars, config.content)
-        table = find_duplicates(folder / CANDIDATES, names, config.duplicates, labels=labels)
-        table.replace(folder / DUPLICATES)
-        sidecars = [write_selected(unit, folder, config, tokenizer) for unit in units]
-    facts = config.geometry, identity(config), config_hash(config), skipped.kinds()
-    manifest = build_manifest(sidecars, tokenizer, *facts)
-    (folder / MANIFEST).write_text(manifest.model_dump_json())
-    assert check_shards(folder, full=True) == []
-    ledger = [entry for path in sorted((folder / "ledger").glob("*.arrow")) for entry in ledger_entries(path)]
-    totals = manifest.totals
-    assert totals["read"] == len(ledger) == totals["kept"] + totals["dropped"] + totals["failed"]
-    return manifest, ledger
+    return write
 
 
 @pytest.fixture
 def prepare_units(output):
     """Prepares texts: the manifest, the ledger and the folder."""
     folder, tokenizer = output
-    return lambda config: (*prepared(config, folder, tokenizer), folder)
+    return lambda config: (*prepare_here(config, folder, tokenizer), folder)
 
 
 @pytest.fixture
@@ -109,7 +80,7 @@ def prepare_media(tmp_path: Path):
     def run(config: PipelineConfig, folder: Path | None = None):
         folder = folder or tmp_path / "out"
         folder.mkdir(exist_ok=True)
-        manifest, ledger = prepared(config, folder, None)
+        manifest, ledger = prepare_here(config, folder, None)
         return manifest, {(entry.source, entry.offset): entry for entry in ledger}, folder
 
     return run
@@ -128,20 +99,3 @@ def decode(tokenizer):
         return rows
 
     return read
-
-
-@pytest.fixture
-def write_jsonl():
-    """Writes objects, or lines given as bytes; returns the path."""
-
-    def write(path: Path, *rows) -> Path:
-        lines = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
-        path.write_bytes(b"\n".join(lines))
-        return path
-
-    return write
-
-
-@pytest.fixture
-def make_pair():
-    return lambda premise, hypothesis, label: {"premise": premise, "hypothesis": hypothesis, "label": label}

@@ -36,12 +36,6 @@ def encoders(folder):
     return BatchTokenizer.load(folder), BatchTokenizer.load(folder, "tiktoken")
 
 
-def test_our_own_tokenizer_is_tiktokens(folder):
-    assert choose_engine(folder, "auto", ["some text " * 100]).engine == "tiktoken"
-    assert choose_engine(folder, "tiktoken").engine == "tiktoken"
-    assert choose_engine(folder, "tokenizers").engine == "tokenizers"
-
-
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(max_size=200) | st.text(alphabet=" \n\t\xa0'aé1!s東", max_size=60))
 def test_any_text_gets_the_same_ids(encoders, text):
@@ -71,17 +65,10 @@ def test_long_texts_are_cut_where_whitespace_is_single(encoders, monkeypatch):
     texts = ["one  two \n three\n\n four it's " * 50, " \n a" * 100]
     expected = encoders[0].encode(texts)
     monkeypatch.setattr("declutr.pipeline.tokenizer.batch_tokenizer._PIECE_CHARACTERS", 7)
+    monkeypatch.setattr("declutr.pipeline.tokenizer.batch_tokenizer._BATCH_CHARACTERS", 50)
     for encoder in encoders:
         for ids, right in zip(encoder.encode(texts), expected, strict=True):
             np.testing.assert_array_equal(ids, right)
-
-
-def changed(folder, tmp_path, change):
-    """The tokenizer with something about it changed."""
-    parsed = json.loads((folder / "tokenizer.json").read_text())
-    change(parsed)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(parsed))
-    return tmp_path
 
 
 def merge_twice(parsed):
@@ -99,30 +86,36 @@ def merge_out_of_reach(parsed):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("name", "change", "reason"),
     [
-        (merge_twice, ("two of", "merges")),
-        (merge_out_of_reach, ("'qxz'", "several tokens")),
-        (lambda parsed: parsed.update(normalizer={"type": "Lowercase"}), ("normalises", "Lowercase")),
-        (lambda parsed: parsed["pre_tokenizer"].update(use_regex=False), ("BPE", "bytes")),
-        (lambda parsed: parsed["model"].update(dropout=0.1), "dropout = 0.1"),
-        (lambda parsed: parsed["model"].update(ignore_merges=True), "ignore_merges = True"),
-        (lambda parsed: parsed["added_tokens"][0].update(special=False), ("added tokens", "not special")),
+        ("tiktoken", merge_twice, ("two of", "merges")),
+        ("tiktoken", merge_out_of_reach, ("'qxz'", "several tokens")),
+        ("tiktoken", lambda parsed: parsed.update(normalizer={"type": "Lowercase"}), ("normalises", "Lowercase")),
+        ("tiktoken", lambda parsed: parsed["pre_tokenizer"].update(use_regex=False), ("BPE", "bytes")),
+        ("tiktoken", lambda parsed: parsed["model"].update(dropout=0.1), "dropout = 0.1"),
+        ("tiktoken", lambda parsed: parsed["model"].update(ignore_merges=True), "ignore_merges = True"),
+        ("tiktoken", lambda parsed: parsed["added_tokens"][0].update(special=False), ("added tokens", "not special")),
+        ("wordpiece", lambda parsed: parsed.update(normalizer={"type": "NFC"}), ("NFC", "BertPreTokenizer")),
+        ("wordpiece", lambda parsed: parsed.update(pre_tokenizer={"type": "Whitespace"}), ("Whitespace", "WordPiece")),
+        ("wordpiece", lambda parsed: parsed["added_tokens"][4].update(special=False), ("special", "'[MASK]'")),
     ],
 )
-def test_a_tokenizer_that_tiktoken_cannot_be_is_left_to_tokenizers(folder, tmp_path, change, reason):
-    other = changed(folder, tmp_path, change)
-    choice = choose_engine(other, "auto")
-    assert choice.engine == "tokenizers"
-    with pytest.raises(ConfigError, match=all_of("tokenizer.engine = 'tiktoken'", "auto", reason)):
-        choose_engine(other, "tiktoken")
+def test_a_tokenizer_that_a_faster_engine_cannot_be_is_left_to_tokenizers(folder, tmp_path, name, change, reason):
+    parsed = json.loads((folder / "tokenizer.json").read_text() if name == "tiktoken" else build(**KINDS[0]).to_str())
+    change(parsed)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parsed))
+    assert choose_engine(tmp_path, "auto").engine == "tokenizers"
+    with pytest.raises(ConfigError, match=all_of(f"tokenizer.engine = '{name}'", "auto", reason)):
+        choose_engine(tmp_path, name)
 
 
-def test_ranks_and_pairs_do_differ_where_a_token_is_out_of_reach(folder, tmp_path):
-    """What `obstacle` refuses is real: without it the ids would differ."""
-    other = changed(folder, tmp_path, merge_out_of_reach)
-    found = disagreement(BatchTokenizer.load(other), BatchTokenizer.load(other, "tiktoken"), ["all equal", "a qxz"])
-    says(found, "'a qxz'")
+def test_each_faster_engine_is_chosen_for_its_own_kind_alone(folder, tmp_path):
+    build(**KINDS[0]).save(str(tmp_path / "tokenizer.json"))
+    for name, place in (("tiktoken", folder), ("wordpiece", tmp_path)):
+        assert choose_engine(place, "auto", ["some text " * 100]).engine == name
+        assert [choose_engine(place, chosen).engine for chosen in (name, "tokenizers")] == [name, "tokenizers"]
+    with pytest.raises(ConfigError, match=all_of("tokenizer.engine = 'tiktoken'", "WordPiece")):
+        choose_engine(tmp_path, "tiktoken")
 
 
 def test_the_installed_tables_of_unicode_agree():
@@ -300,43 +293,11 @@ def test_the_table_is_bounded_and_right_when_it_begins_anew(monkeypatch):
     assert max(map(len, fast._fast._known)) <= 48
 
 
-def save(folder, change=dict.copy):
-    parsed = json.loads(build(**KINDS[0]).to_str())
-    change(parsed)
-    (folder / "tokenizer.json").write_text(json.dumps(parsed))
-    return folder
-
-
-def test_wordpiece_engine_is_chosen_for_wordpiece_alone(tmp_path):
-    assert choose_engine(save(tmp_path), "auto", ["a b"]).engine == "wordpiece"
-    assert choose_engine(tmp_path, "wordpiece").engine == "wordpiece"
-    assert choose_engine(tmp_path, "tokenizers").engine == "tokenizers"
-    with pytest.raises(ConfigError, match=all_of("tokenizer.engine = 'tiktoken'", "WordPiece")):
-        choose_engine(tmp_path, "tiktoken")
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda parsed: parsed.update(normalizer={"type": "NFC"}), ("NFC", "BertPreTokenizer")),
-        (
-            lambda parsed: parsed.update(pre_tokenizer={"type": "Whitespace"}),
-            ("Whitespace", "WordPiece"),
-        ),
-        (lambda parsed: parsed["added_tokens"][4].update(special=False), ("special", "'[MASK]'")),
-    ],
-)
-def test_tokenizer_that_is_not_wordpiece_is_left_to_tokenizers(tmp_path, change, reason):
-    folder = save(tmp_path, change)
-    assert choose_engine(folder, "auto").engine == "tokenizers"
-    with pytest.raises(ConfigError, match=all_of("tokenizer.engine = 'wordpiece'", reason)):
-        choose_engine(folder, "wordpiece")
-
-
 def test_a_sample_that_differs_decides_on_wordpiece(tmp_path, monkeypatch):
     missing = wordpiece._Pieces.__missing__
     monkeypatch.setattr(wordpiece._Pieces, "__missing__", lambda self, p: missing(self, p) * (1 + (p == "qqzz")))
-    choice = choose_engine(save(tmp_path), "auto", ["all equal", "a qqzz"])
+    build(**KINDS[0]).save(str(tmp_path / "tokenizer.json"))
+    choice = choose_engine(tmp_path, "auto", ["all equal", "a qqzz"])
     assert choice.engine == "tokenizers"
     says(choice.reason, "ids differ")
 

@@ -87,11 +87,7 @@ def test_estimate_of_a_corpus_read_whole_has_no_range(tmp_path, make_config):
             [("none of 50 documents", "the longest")],
             ["50 too_short", ("50 of 50 documents", "too short")],
         ),
-        (
-            "\xff\n" * 50,
-            [("no document", "all 50 failed", "50 invalid_utf8")],
-            ["50 invalid_utf8"],
-        ),
+        ("\xff\n" * 50, [("no document", "all 50 failed", "50 invalid_utf8")], ["50 invalid_utf8"]),
         ("one two three " * 400 + "\n", [], []),
     ],
     ids=["short", "unreadable", "kept"],

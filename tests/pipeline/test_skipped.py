@@ -7,7 +7,7 @@ import socket
 
 import pyarrow as pa
 import pytest
-from corpora import files, outcomes, read_all, tar, write_table
+from corpora import files, outcomes, read_all, write_records, write_table
 from messages import says
 from nobody import shared_folder, without_rights
 
@@ -164,15 +164,10 @@ def test_one_line_says_what_is_not_read_and_what_to_do():
     for name in ("a.xml", "b.html", "c.pdf", "d.zip", "e.json", "f.xyz"):
         skipped.add_file(name)
     (told,) = describe_skipped(skipped.kinds())
-    for words in (
-        "1 .xml ('a.xml')",
-        "trafilatura",
-        "text_file",
-        "convert",
-        "unpack",
-        "corpus.text_field",
-    ):
-        assert words in told
+    assert [
+        word for word in ("1 .xml ('a.xml')", "trafilatura", "text_file", "convert", "unpack") if word not in told
+    ] == []
+    assert "corpus.text_field" in told
 
 
 def test_the_number_of_kinds_is_bounded():
@@ -223,17 +218,7 @@ def test_units_are_those_of_the_same_files_when_nothing_is_lost(folder):
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet", "arrow", "tar", "jsonl.gz"])
 def test_a_file_that_changes_after_it_was_found_loses_nothing_without_a_failure(tmp_path, suffix, change):
     path, texts = tmp_path / f"a.{suffix}", [f"text {n}" for n in range(200)]
-    lines = b"".join(b'{"text": "%s"}\n' % text.encode() for text in texts)
-    table = pa.table({"text": texts})
-    match suffix:
-        case "parquet" | "arrow":
-            write_table(path, table, 20)
-        case "tar":
-            path.write_bytes(tar([(f"{text}.txt", text.encode()) for text in texts]))
-        case "txt":
-            path.write_text("\n".join(texts))
-        case _:
-            path.write_bytes(gzip.compress(lines) if suffix.endswith("gz") else lines)
+    write_records(path, [{"text": text} for text in texts], 20)
     corpus = files(path)
     units, _ = plan_units(corpus, 0.001)
     data = path.read_bytes()

@@ -1,14 +1,13 @@
 """CSV, Parquet and Arrow, and their columns: every row is a record, damage loses no more than it must."""
 
 import csv
-import gzip
 import io
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import files, outcomes, read_all, write_table
+from corpora import files, outcomes, read_all, write_records, write_table
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import says
@@ -120,31 +119,9 @@ JOINED = ["A title\nThe body.", "Only \u00e9 a\nbody", "Only a title", ""]
 SUFFIXES = ["jsonl", "csv", "tsv", "parquet", "dictionary.parquet", "file.arrow", "stream.arrow", "jsonl.gz", "csv.gz"]
 
 
-def write(folder, suffix, rows=ROWS):
-    path = folder / f"a.{suffix}"
-    if suffix.endswith(("parquet", "arrow")):
-        table = pa.Table.from_pylist(rows)
-        if suffix.startswith("dictionary"):
-            table = pa.table({name: table[name].combine_chunks().dictionary_encode() for name in table.column_names})
-        write_table(path, table, 2)
-        return path
-    plain = path.with_suffix("") if suffix.endswith(".gz") else path
-    with plain.open("w", encoding="utf-8", newline="") as stream:
-        if "jsonl" in suffix:
-            stream.writelines(json.dumps(row) + "\n" for row in rows)
-        else:
-            writer = csv.DictWriter(stream, list(rows[0]), delimiter="\t" if suffix == "tsv" else ",")
-            writer.writeheader()
-            writer.writerows(rows)
-    if path != plain:
-        path.write_bytes(gzip.compress(plain.read_bytes()))
-        plain.unlink()
-    return path
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_several_columns_are_joined_by_newlines_without_the_empty_ones(tmp_path, suffix):
-    path = write(tmp_path, suffix)
+    path = write_records(tmp_path / f"a.{suffix}", ROWS)
     for unit_mib in (64.0, 1e-6):
         found = read_all(files(path, text_field=["title", "body"]), unit_mib)
         assert [text for _, text in outcomes(found)] == JOINED
@@ -159,7 +136,7 @@ def test_several_columns_are_joined_by_newlines_without_the_empty_ones(tmp_path,
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "file.arrow"])
 def test_a_null_is_left_out_and_a_row_of_nulls_is_a_failure(tmp_path, suffix):
     rows = [{"title": None, "body": "x"}, {"title": "y", "body": None}, {"title": None, "body": None}]
-    found = read_all(files(write(tmp_path, suffix, rows), text_field=["title", "body"]))
+    found = read_all(files(write_records(tmp_path / f"a.{suffix}", rows), text_field=["title", "body"]))
     assert [text for _, text in outcomes(found)] == ["x", "y", "no_text_field"]
 
 
@@ -188,32 +165,29 @@ def test_joined_texts_longer_than_a_document_are_cut(tmp_path):
     assert "".join(record.text for record in found) == f"{title}\n{'x ' * 200}"
 
 
-@pytest.mark.parametrize("given", [[], ["a", "a"], 3, {"a": 1}])
-def test_names_that_are_none_are_refused(given):
+@pytest.mark.parametrize("columns", [[], ["a", "a"], 3, {"a": 1}])
+def test_names_that_are_none_are_refused(columns):
     with pytest.raises(ValidationError):
-        FilesCorpus(kind="files", paths=["a"], text_field=given)
+        FilesCorpus(kind="files", paths=["a"], text_field=columns)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path, suffix):
-    write(tmp_path, suffix)
+    write_records(tmp_path / f"a.{suffix}", ROWS)
     (tmp_path / "z.txt").write_text("good")
-    for given, told in (
-        ("boddy", "no {} 'boddy'; found "),
-        (["id", "text"], "no {} 'text'; found "),
-    ):
-        words = told.format("key" if "jsonl" in suffix else "column")
-        *failures, good = read_all(files(tmp_path, text_field=given))
+    for column, name in (("boddy", "boddy"), (["id", "text"], "text")):
+        words = f"no {'key' if 'jsonl' in suffix else 'column'} '{name}'; found "
+        *failures, good = read_all(files(tmp_path, text_field=column))
         assert good.text == "good"
         assert {failure.reason for failure in failures} == {"no_text_field"}
         assert all(failure.message.startswith(words) for failure in failures)
         assert all(name in failures[0].message for name in ROWS[0])
-        assert ("`body`" in failures[0].message) == (given == "boddy")
+        assert ("`body`" in failures[0].message) == (name == "boddy")
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet", "file.arrow"])
 def test_a_corpus_without_the_column_is_refused_before_it_is_read(tmp_path, suffix):
-    _, (problem,) = file_parts(files(write(tmp_path, suffix), text_field="boddy"), 1000)
+    _, (problem,) = file_parts(files(write_records(tmp_path / f"a.{suffix}", ROWS), text_field="boddy"), 1000)
     says(problem, "corpus.text_field = boddy", f"{tmp_path}/a.{suffix}", "'boddy'", "id, title")
     (tmp_path / "good.csv").write_text("boddy\nx\n")
     assert file_parts(files(tmp_path, text_field="boddy"), 1000)[1] == []
@@ -258,11 +232,7 @@ def test_a_column_given_twice_in_parquet_is_refused(tmp_path):
             60,
             ["all 60 failed", "60 no_text_field", "corpus.text_field", "[title,body]", "The first"],
         ),
-        (
-            {"invalid_utf8": 739},
-            741,
-            ["739 of 741 documents", "739 invalid_utf8", "UTF-8"],
-        ),
+        ({"invalid_utf8": 739}, 741, ["739 of 741 documents", "739 invalid_utf8", "UTF-8"]),
         ({"unreadable": 1, "nul_bytes": 8}, 10, ["9 of 10", "UTF-8", "nul_bytes", "b:0"]),
         ({"unreadable": 2}, 2, ["corpus.paths", "corpus.format"]),
     ],

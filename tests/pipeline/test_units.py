@@ -6,13 +6,13 @@ import os
 import random
 import subprocess
 import sys
-import tarfile
 from io import BytesIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from corpora import tar
 from messages import all_of, says
 from volumes import small_volume
 
@@ -145,10 +145,8 @@ def long_corpus(tmp_path):
 
 
 @pytest.fixture
-def given(tmp_path, make_config, long_corpus):
-    path = tmp_path / "config.yaml"
-    path.write_text(json.dumps({"prepare": make_config(long_corpus).model_dump(mode="json")}))
-    return str(path)
+def config_path(write_config, make_config, long_corpus):
+    return write_config(make_config(long_corpus))
 
 
 def files(folder):
@@ -157,15 +155,17 @@ def files(folder):
     return {path: (path.name != LOCK and path.stat().st_mtime_ns, path.read_bytes()) for path in found}
 
 
-def test_a_second_command_is_refused_with_words_and_changes_nothing(tmp_path, given, capsys, make_config, long_corpus):
+def test_a_second_command_is_refused_with_words_and_changes_nothing(
+    tmp_path, config_path, capsys, make_config, long_corpus
+):
     (tmp_path / "out").mkdir()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "out")], **pipes) as holder:
         assert holder.stdout.readline() == "held\n"
         before = files(tmp_path / "out")
-        assert main([given]) == 1
+        assert main([config_path]) == 1
         assert f"pid {holder.pid}" in capsys.readouterr().err
-        assert main([given, "--plan"]) == 0
+        assert main([config_path, "--plan"]) == 0
         assert files(tmp_path / "out") == before
         holder.kill()
         holder.wait()
@@ -200,12 +200,14 @@ def test_plan_makes_no_folder_and_its_estimate_reaches_the_output(tmp_path, make
 
 
 @pytest.mark.parametrize("left", [0, 5_000, 9_000, 20_000])
-def test_a_full_disk_is_words_and_the_same_command_continues(tmp_path, given, capsys, make_config, long_corpus, left):
+def test_a_full_disk_is_words_and_the_same_command_continues(
+    tmp_path, config_path, capsys, make_config, long_corpus, left
+):
     """Of the driver, before any task: the lock, the plan and the tokenizer are what is written first."""
     with small_volume(tmp_path / "volume", 1) as volume:
         output = f"output={volume.path / 'out'}"
         volume.fill(leave_bytes=left)
-        assert main([given, output]) == 1
+        assert main([config_path, output]) == 1
         error = capsys.readouterr().err
         says(error, "No space left on device")
         says(error, "same command")
@@ -215,55 +217,41 @@ def test_a_full_disk_is_words_and_the_same_command_continues(tmp_path, given, ca
         assert problems(make_config(long_corpus, output=str(volume.path / "out"))) == []
 
 
-def test_plan_on_a_full_disk_is_words(tmp_path, given, capsys, monkeypatch):
+def test_plan_on_a_full_disk_is_words(tmp_path, config_path, capsys, monkeypatch):
     with small_volume(tmp_path / "volume", 1) as volume:
         monkeypatch.setattr("tempfile.tempdir", str(volume.path))
         volume.fill()
-        assert main([given, "--plan"]) == 1
+        assert main([config_path, "--plan"]) == 1
         says(capsys.readouterr().err, "No space left on device")
         assert [path.name for path in volume.path.iterdir()] == ["ballast"]
 
 
-def test_a_folder_that_is_not_ours_to_write_to_is_words(tmp_path, given, capsys):
+def test_a_folder_that_is_not_ours_to_write_to_is_words(tmp_path, config_path, capsys):
     (tmp_path / "file").touch()
-    assert main([given, f"output={tmp_path / 'file' / 'out'}"]) == 1
+    assert main([config_path, f"output={tmp_path / 'file' / 'out'}"]) == 1
     assert "Traceback" not in capsys.readouterr().err
 
 
 CHANGED = "1 of {} units changed although names and sizes are the same, the first at corpus"
 
 
-def texts():
+def of_form(name):
+    """400 texts as a file of 550 kB."""
     draw = random.Random(0)
-    return [" ".join("".join(draw.choices("etaoinshrdlu", k=6)) for _ in range(200)) for _ in range(400)]
+    texts = [" ".join("".join(draw.choices("etaoinshrdlu", k=6)) for _ in range(200)) for _ in range(400)]
+    match name:
+        case "corpus.jsonl":
+            return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        case "corpus.txt.gz":
+            return gzip.compress("\n".join(texts).encode(), 0, mtime=0)
+        case "corpus.tar":
+            return tar([(f"{number}.txt", text.encode()) for number, text in enumerate(texts)])
+    sink = BytesIO()
+    pq.write_table(pa.table({"text": texts}), sink, row_group_size=100, compression="none", use_dictionary=False)
+    return sink.getvalue()
 
 
-def write_jsonl(path):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts()))
-
-
-def write_gz(path):
-    path.write_bytes(gzip.compress("\n".join(texts()).encode(), 0, mtime=0))
-
-
-def write_parquet(path):
-    pq.write_table(pa.table({"text": texts()}), path, row_group_size=100, compression="none", use_dictionary=False)
-
-
-def write_tar(path):
-    with tarfile.open(path, "w") as archive:
-        for number, text in enumerate(texts()):
-            member = tarfile.TarInfo(f"{number}.txt")
-            member.size = len(text)
-            archive.addfile(member, BytesIO(text.encode()))
-
-
-FORMS = {
-    "corpus.jsonl": write_jsonl,
-    "corpus.txt.gz": write_gz,
-    "corpus.parquet": write_parquet,
-    "corpus.tar": write_tar,
-}
+FORMS = ["corpus.jsonl", "corpus.txt.gz", "corpus.parquet", "corpus.tar"]
 
 
 @pytest.fixture
@@ -273,7 +261,7 @@ def begun(tmp_path, make_config, output):
 
     def begin(name="corpus.jsonl", num_finished=2):
         path = tmp_path / name
-        FORMS[name](path)
+        path.write_bytes(of_form(name))
         os.utime(path, (1_700_000_000, 1_700_000_000))
         config = make_config(path, unit_mib=0.1)
         units = look(config)
@@ -346,12 +334,10 @@ def test_every_byte_is_compared_when_asked_for(begun, log):
     assert CHANGED.format(6) in problem
 
 
-def test_the_command_says_so_before_any_work(begun, tmp_path, capsys):
+def test_the_command_says_so_before_any_work(begun, write_config, capsys):
     path, config, _ = begun()
     put(path, 71_000, keep_time=True)
-    given = tmp_path / "config.yaml"
-    given.write_text(json.dumps({"prepare": config.model_dump(mode="json")}))
-    assert main([str(given), "--verify-inputs"]) == 1
+    assert main([write_config(config), "--verify-inputs"]) == 1
     says(capsys.readouterr().err, "restore", "another folder")
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
+from planted import search, write
 
 from declutr.common.errors import ShardError
 from declutr.pipeline.duplicates import pairs as pairs_module
@@ -53,7 +54,7 @@ def corpus():
     return texts, copies
 
 
-def test_join_finds_planted_copies_with_recall_and_precision(corpus, tmp_path, write, search):
+def test_join_finds_planted_copies_with_recall_and_precision(corpus, tmp_path):
     texts, copies = corpus
     names = write(tmp_path, [texts, *copies.values()], NEAR)
     everything = [*texts, *chain.from_iterable(copies.values())]
@@ -74,7 +75,7 @@ def test_join_finds_planted_copies_with_recall_and_precision(corpus, tmp_path, w
     assert all(decisions.exact[decisions.dropped == number] for number in equal)
 
 
-def test_pairs_are_those_of_brute_force(tmp_path, write, search):
+def test_pairs_are_those_of_brute_force(tmp_path):
     rng = np.random.default_rng(1)
     texts = [planted.zipf_text(rng, 200) for _ in range(12)]
     texts += [planted.change(rng, texts[rng.integers(12)], share) for share in rng.uniform(0, 0.08, 60)]
@@ -108,7 +109,7 @@ def test_pairs_are_those_of_brute_force(tmp_path, write, search):
 )
 @settings(deadline=None, max_examples=40)
 def test_tiny_texts_are_dropped_for_equal_words_only_or_verified_likeness(
-    tmp_path_factory, write, search, texts, num_buckets, num_units
+    tmp_path_factory, texts, num_buckets, num_units
 ):
     folder = tmp_path_factory.mktemp("keys")
     near = NearConfig(similarity=0.8, ngram_words=4)
@@ -128,7 +129,7 @@ def test_tiny_texts_are_dropped_for_equal_words_only_or_verified_likeness(
     assert all(number == first_of_text[ordered[number]] for number in kept)
 
 
-def test_the_number_of_buckets_changes_nothing(corpus, tmp_path, write, search):
+def test_the_number_of_buckets_changes_nothing(corpus, tmp_path):
     texts, copies = corpus
     names = write(tmp_path, [texts[:100], copies["1 %"], copies["equal"]], NEAR)
     whole, parts = join(search(tmp_path, names, NEAR)), join(search(tmp_path, names, NEAR, 7))
@@ -136,7 +137,7 @@ def test_the_number_of_buckets_changes_nothing(corpus, tmp_path, write, search):
         assert np.array_equal(getattr(whole, name), getattr(parts, name))
 
 
-def test_exact_search_needs_no_signatures(tmp_path, write, search):
+def test_exact_search_needs_no_signatures(tmp_path):
     config = DuplicatesConfig()
     names = write(tmp_path, [["a b", "c"], [], ["c", "a  b", "a, b", "c"]], config)
     keys = open_keys(tmp_path, names[2])
@@ -147,7 +148,7 @@ def test_exact_search_needs_no_signatures(tmp_path, write, search):
     assert decide(pairs).cluster_size.tolist() == [3, 2, 3]
 
 
-def test_ids_that_share_their_key_are_told_apart(tmp_path, search):
+def test_ids_that_share_their_key_are_told_apart(tmp_path):
     ids = [b"12345678" + bytes([last]) * 8 for last in (1, 2, 1, 3)]
     write_keys(tmp_path, "00000", DuplicatesConfig(), ids, [0, 1, 2, 3])
     pairs = join(search(tmp_path, ["00000"], DuplicatesConfig()))
@@ -156,7 +157,7 @@ def test_ids_that_share_their_key_are_told_apart(tmp_path, search):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_huge_group_costs_linear_work(exact, tmp_path, search):
+def test_a_huge_group_costs_linear_work(exact, tmp_path):
     config = DuplicatesConfig(exact=exact, near=NearConfig())
     rng = np.random.default_rng(0)
     words = planted.zipf_text(rng, 400)
@@ -203,7 +204,7 @@ def test_rounds_decide_as_the_sequential_rule_does(edges):
     assert dict(zip(decisions.dropped.tolist(), decisions.kept.tolist(), strict=True)) == dropped
 
 
-def test_keys_are_whole_or_refused(tmp_path, write):
+def test_keys_are_whole_or_refused(tmp_path):
     write(tmp_path, [["some words"]], NEAR)
     path = keys_path(tmp_path, "00000")
     keys = open_keys(tmp_path, "00000")
@@ -221,7 +222,7 @@ def test_keys_are_whole_or_refused(tmp_path, write):
 
 
 @pytest.mark.parametrize(("similarity", "least"), [(0.6, 5), (0.72, 6), (0.625, 5), (1.0, 8)])
-def test_the_limit_is_the_least_number_of_equal_slots_that_reaches_it(tmp_path, search, similarity, least):
+def test_the_limit_is_the_least_number_of_equal_slots_that_reaches_it(tmp_path, similarity, least):
     """Of 8 slots, 0.6 needs 5: 4 of 8 are 0.5. All documents share the first band."""
     config = DuplicatesConfig(exact=False, near=NearConfig(similarity=similarity, bands=8, rows=1))
     first = np.arange(8, dtype=np.uint64) + 100
@@ -236,7 +237,7 @@ def test_the_limit_is_the_least_number_of_equal_slots_that_reaches_it(tmp_path, 
 
 
 @pytest.mark.parametrize("batch", [17, 20, 39])
-def test_documents_are_compared_over_the_borders_of_batches(tmp_path, search, monkeypatch, batch):
+def test_documents_are_compared_over_the_borders_of_batches(tmp_path, monkeypatch, batch):
     """One group of 60, larger than the window: every document is like the next, and a few are like the first."""
     config = DuplicatesConfig(exact=False, near=NearConfig(similarity=0.5, bands=2, rows=1))
     signatures = [np.array([7, number // 2 * 2 if number % 7 else 0], np.uint32) for number in range(60)]
@@ -251,7 +252,7 @@ def test_documents_are_compared_over_the_borders_of_batches(tmp_path, search, mo
 
 
 @pytest.mark.parametrize("count", [17, 18, 19, 40])
-def test_the_first_and_the_last_of_a_group_are_compared_whatever_its_size(tmp_path, search, count):
+def test_the_first_and_the_last_of_a_group_are_compared_whatever_its_size(tmp_path, count):
     """They have as few equal slots as the limit allows; what is between them has only the group's band in common."""
     config = DuplicatesConfig(exact=False, near=NearConfig(similarity=0.625, bands=2, rows=4))
     signatures = np.arange(count * 8, dtype=np.uint32).reshape(count, 8) + 1000
