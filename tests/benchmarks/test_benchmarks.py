@@ -94,10 +94,16 @@ def test_benchmark_of_embedding_has_figures(tmp_path):
     assert min(map(len, embed.paragraphs_of(["A sentence."], 2))) >= 2400
 
 
-def test_benchmark_of_the_collator_has_figures(tmp_path):
-    found = figures(feed.main, tmp_path, "--documents", "2", "--seconds", "0.01")
-    assert found["tokens_per_second_per_core"] == found["paper_spans"]["tokens_per_second_per_core"] > 0
-    assert found["short_spans"]["tokens_per_step"] < found["paper_spans"]["tokens_per_step"]
+@pytest.mark.parametrize("content", ["documents", "images", "audio"])
+def test_benchmark_of_the_collators_has_figures(tmp_path, content):
+    own = () if content == "documents" else ("--content", content)
+    found = figures(feed.main, tmp_path, *own, "--documents", "2", "--seconds", "0.01")
+    if content == "documents":
+        assert found["tokens_per_second_per_core"] == found["paper_spans"]["tokens_per_second_per_core"] > 0
+        assert found["short_spans"]["tokens_per_step"] < found["paper_spans"]["tokens_per_step"]
+    else:
+        assert (found["content"], found["rows_per_step"]) == (content, 2)
+        assert found["rows_per_second_per_core"] > 0
 
 
 def test_the_order_of_a_billion_runs_backwards():
@@ -127,13 +133,6 @@ def test_needs_neither_ray_nor_data(tmp_path):
     assert found["hardware"]["cores"] >= 1
     assert found["ratio_vs_sentence_transformers"] is None
     assert "not importable" in found["sentence_transformers"]["reason"]
-
-
-@pytest.mark.parametrize("content", ["images", "audio"])
-def test_benchmark_of_feeding_clips_has_figures(tmp_path, content):
-    found = figures(feed.main, tmp_path, "--content", content, "--documents", "2", "--seconds", "0.01")
-    assert (found["content"], found["rows_per_step"]) == (content, 2)
-    assert found["rows_per_second_per_core"] > 0
 
 
 @pytest.mark.parametrize(("pairs", "labels"), [(False, [NO_LABEL]), (True, [NO_LABEL, 0, 1, 2])])
@@ -175,7 +174,7 @@ def test_documents_are_shards_rows():
     assert not workload.documents(3, 5, spans, 1000, seed=2).equals(table)
 
 
-def test_flops_of_a_forward_equal_torchs_count():
+def test_flops_of_a_forward_equal_torchs_count_and_peaks_are_the_published_ones():
     """The formula's linear and head terms against torch's own counter; attention, at these sizes, is a few percent."""
     setting = workload.Workload("tiny", SpanConfig(min_tokens=20, max_tokens=24), 0)
     made, batch_ = setting.encoder(), setting.batch(0, 2).spans
@@ -183,9 +182,6 @@ def test_flops_of_a_forward_equal_torchs_count():
         made(batch_)
     expected = flops.step_flops(made.model, flops.linear_weights(made.model), batch_.lengths, len(batch_.labels)) / 3
     assert counted.get_total_flops() == pytest.approx(expected, rel=0.2)
-
-
-def test_peaks_of_known_gpus_are_the_published_ones():
     assert flops.peak_flops("NVIDIA H200", half=True) == 989e12
     assert flops.peak_flops("NVIDIA B200", half=True) == 2250e12
     assert flops.peak_flops("NVIDIA L40S", half=True) == 362e12
@@ -282,7 +278,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_step_stays_within_its_budget(found):
+def test_a_step_stays_within_its_budget_and_takes_the_time_of_products_and_bandwidth(found):
     assert found["gigabytes"] <= MOST_GIGABYTES
     assert found["operations"] <= MOST_OPERATIONS
     assert found["syncs"] == 0
@@ -290,11 +286,7 @@ def test_a_step_stays_within_its_budget(found):
     assert found["eager"]["gigabytes"] <= MOST_EAGER_GIGABYTES
     assert found["eager"]["operations"] <= MOST_EAGER_OPERATIONS
     assert found["eager"]["syncs"] == 0
-
-
-@pytest.mark.slow
-def test_computed_times_are_those_of_products_and_of_the_bandwidth(found):
-    """On an H100, 989 TFLOP/s and 3.35 TB/s; a step takes the time of both."""
+    # On an H100, 989 TFLOP/s and 3.35 TB/s; a step takes the time of both.
     times = found["milliseconds"]["H100"]
     assert times["step"] == pytest.approx(times["products"] + times["others"], abs=0.11)
     assert times["mfu"] == pytest.approx(0.65 * times["products"] / times["step"], rel=0.01)
@@ -302,7 +294,7 @@ def test_computed_times_are_those_of_products_and_of_the_bandwidth(found):
     assert times["others"] == pytest.approx(rest / (0.85 * 3.35), rel=0.01)
 
 
-def test_a_wait_is_counted():
+def test_waits_and_bytes_equal_a_plain_count():
     """Reads of values, results whose shape is a value, and copies from the CPU; planning on the CPU is none."""
     mode = FakeTensorMode()
     on_gpu = mode.from_tensor(torch.ones(4))
@@ -317,10 +309,7 @@ def test_a_wait_is_counted():
         on_gpu.new_tensor([1.0])
     # a fake tensor reads a list item by item
     assert traffic.syncs == {"__float__": 1, "item": 4, "index": 1, "new_tensor": 1}
-
-
-def test_budget_bytes_equal_a_plain_count():
-    """Each tensor once for each kernel: views are free, look-ups read the rows that they name."""
+    # Each tensor once for each kernel: views are free, look-ups read the rows that they name.
     mode = FakeTensorMode()
     table, rows = mode.from_tensor(torch.ones(1000, 8)), mode.from_tensor(torch.zeros(5, dtype=torch.int64))
     with counting(mode) as traffic:

@@ -65,13 +65,16 @@ def problems(load, text, *overrides):
     return error.value.problems
 
 
-def test_config_values_are_replaced_by_overrides(load):
+def test_values_are_replaced_by_overrides_and_read_back_when_printed(load):
     text = "train: {name: a, inner: {size: 2}}"
     config = load(text, "inner.rate=5e-5", "inputs=[x, y]", "name=b", "inner.size=3")
     assert config.inner == Inner(size=3, rate=5e-5)
     assert isinstance(config.inner.rate, float)
     assert config.inputs == ("x", "y")
     assert config.name == "b"
+    config = load("train: {name: a, inner: {rate: 5e-5}}")
+    text = "train:\n" + "".join(f"  {line}\n" for line in config_yaml(config).splitlines())
+    assert load(text) == config
 
 
 @pytest.mark.parametrize(
@@ -148,17 +151,14 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
         ("nmae=b", ("nmae", "unknown key", "`name`")),
         ("inner.sise=1", ("inner.sise", "unknown key", "`inner.size`")),
         ("size=1", ("size", "unknown key", "`inner.size`")),
-        ("siz=1", ("siz", "unknown key", "`inner.size`")),
         ("iner.size=1", ("iner.size", "unknown key", "`inner.size`")),
         ("named.one.wieght=1", ("named.one.wieght", "unknown key", "`named.one.weight`")),
         ("weight=1", ("weight", "unknown key", "`named.NAME.weight`")),
         ("named.one=5", ("named.one = 5", "section")),
         ("train.name=", ("train.name", "unknown key", "`train`", "`name`")),
-        ("train.inner.sise=1", ("train.inner.sise", "unknown key", "`train`")),
         ("low=on", ("low = True", "number", "yes", "no", "on", "off")),
         ("inner.rate=no", ("inner.rate = False", "number")),
         ("inner.rate=.nan", ("inner.rate = nan", "finite")),
-        ("inner.rate=.inf", ("inner.rate = inf", "finite")),
         ("inner.rate=1e308", ("inner.rate = '1e308'", "at most 1,000,000,000,000")),
         ("inner.rate=-1.0e+200", ("inner.rate = -1e+200", "at least -1,000,000,000,000")),
         ("inner.rate=1e-300", ("inner.rate = '1e-300'", "0", "at least 1e-37")),
@@ -172,6 +172,7 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
         ("inputs=[*.txt]", ("*", "quotes")),
         ("inputs=a.txt", "[a.txt]"),
         ("name=12", "name='\"...\"'"),
+        ("low=11", ("low = 11", "at most", "high = 10")),
         ("name=", ("name = None", "empty")),
         ("animal={legs: 4}", ("animal.kind = None", "sheep, horse, pony")),
         ("animal.kind=hors", ("animal.kind = 'hors'", "sheep, horse, pony", "`horse`")),
@@ -194,11 +195,6 @@ def test_problems_of_places_are_said_with_the_others(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_config(str(tmp_path / "run.yaml"), "train", Outer, (), lambda values: [f"name = {values['name']}: away"])
     assert [line.partition(" ")[0] for line in error.value.problems] == ["low", "name"]
-
-
-def test_config_rule_between_keys_is_checked(load):
-    [line] = problems(load, "train: {name: a}", "low=11")
-    says(line, "low = 11", "at most", "high = 10")
 
 
 @pytest.mark.parametrize(
@@ -240,21 +236,12 @@ def test_name_of_no_config_file_brings_a_suggestion(tmp_path, name, told):
     says(error.value, *[part.format(folder=tmp_path) for part in told])
 
 
-def test_printed_configuration_reads_back(load):
-    config = load("train: {name: a, inner: {rate: 5e-5}}")
-    text = "train:\n" + "".join(f"  {line}\n" for line in config_yaml(config).splitlines())
-    assert load(text) == config
-
-
-def test_config_is_frozen():
-    with pytest.raises(ValueError, match="frozen"):
-        Inner().size = 3
-
-
-def test_numbers_at_the_bounds_are_accepted(load):
+def test_numbers_at_the_bounds_are_accepted_and_frozen(load):
     text = "train: {name: a, seed: 9223372036854775807, high: 1000000000000, inner: {rate: 1.0e-30}, extra: {x: 0x10}}"
     config = load(text)
     assert (config.seed, config.high, config.inner.rate) == (2**63 - 1, 10**12, 1e-30)
+    with pytest.raises(ValueError, match="frozen"):
+        Inner().size = 3
 
 
 @pytest.mark.slow

@@ -213,7 +213,7 @@ def test_a_full_disk_of_this_host_is_no_outage_of_the_store(sent, tmp_path, caps
         assert contents(volume.path / "copy") == contents(sent[0])
 
 
-def test_push_names_what_it_does_not_send(sent, capsys):
+def test_push_names_what_it_does_not_send_and_refuses_what_pull_would_refuse(sent, capsys, tmp_path):
     os.mkfifo(sent[0] / "fifo")
     (sent[0] / "loop").symlink_to(".")
     (sent[0] / "gone").symlink_to("nowhere")
@@ -222,9 +222,6 @@ def test_push_names_what_it_does_not_send(sent, capsys):
     for name in ("fifo", "gone", "loop"):
         says(errors, f"{name} is not sent")
     assert "a.bin is" not in errors
-
-
-def test_files_that_pull_would_refuse_are_not_sent(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a\\b").write_text("x")
     assert main([str(tmp_path / "data"), f"file://{tmp_path}/there"]) == 1

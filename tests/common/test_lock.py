@@ -297,9 +297,6 @@ def test_calls_repeat_until_false_or_the_end_of_the_block():
     with Counter(3600, at_once=False) as counter:
         pass
     assert counter.calls == 0, "the pause comes first, and the end of the block cuts it short"
-
-
-def test_the_first_call_may_come_without_a_pause():
     with Counter(3600, at_once=True) as counter:
         while not counter.calls:
             pass

@@ -35,7 +35,7 @@ from declutr.trainer.train import main as train_main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_home_and_variables_are_expanded(tmp_path, monkeypatch):
+def test_home_and_variables_are_expanded_unless_the_name_exists(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MINE", "runs")
     assert expand("~/x") == tmp_path / "x"
@@ -43,9 +43,6 @@ def test_home_and_variables_are_expanded(tmp_path, monkeypatch):
     assert expand("a b\né") == Path("a b\né")
     assert expand("./s3:/x") == Path("s3:/x")
     assert expand("runs/12:30") == Path("runs/12:30")
-
-
-def test_a_name_that_exists_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("$NOT_SET").mkdir()
     assert expand("$NOT_SET") == Path("$NOT_SET")
@@ -80,22 +77,9 @@ def test_folder_problem_names_what_is_in_the_way(tmp_path):
     says(folder_problem(tmp_path / "file" / "below"), "a file", "folder")
     says(folder_problem(tmp_path / "link"), "link to nothing")
     says(folder_problem(tmp_path / ("x" * 300)), "too long")
+    if sys.platform == "linux":  # the system is asked, not the permissions
+        says(folder_problem(Path("/proc/nope")), "/proc")
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_the_system_is_asked_not_the_permissions():
-    says(folder_problem(Path("/proc/nope")), "/proc")
-
-
-@pytest.mark.parametrize("name", ["/a", "./a", "../a", "~/a", "a/b/c", "a/", ".", "a b", "$A/b", "a\\b", ""])
-def test_names_that_can_only_be_paths(name):
-    assert looks_like_a_path(name)
-
-
-@pytest.mark.parametrize("name", ["distilroberta-base", "sentence-transformers/all-MiniLM-L6-v2", "a.b/c_d.e"])
-def test_names_the_hub_can_have(name):
-    assert not looks_like_a_path(name)
 
 
 class Silent:
@@ -203,6 +187,12 @@ def test_credentials_are_refused_and_not_shown(address):
 def test_other_addresses_are_left_as_they_are(address):
     assert redact(address) == address
     assert refusal(address) is None
+
+
+def test_names_the_hub_can_have_and_names_that_can_only_be_paths():
+    paths = ["/a", "./a", "../a", "~/a", "a/b/c", "a/", ".", "a b", "$A/b", "a\\b", ""]
+    names = ["distilroberta-base", "sentence-transformers/all-MiniLM-L6-v2", "a.b/c_d.e"]
+    assert [name for name in paths + names if looks_like_a_path(name)] == paths
 
 
 def commands(address):

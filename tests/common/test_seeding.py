@@ -46,6 +46,9 @@ def test_streams_of_purposes_and_seeds_differ():
     streams = [seeding.words(seed, purpose, major, minor, 4) for seed in (0, 1) for purpose in ("spans", "mlm")]
     assert len({stream.tobytes() for stream in streams}) == 4
     assert seeding.key_for(1, "2x") != seeding.key_for(12, "x")
+    seeds = {seeding.torch_seed(0, "dropout", *position) for position in [(), (1,), (1, 2), (12,), (2, 1)]}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_draws_depend_on_every_coordinate():
@@ -63,24 +66,15 @@ def test_draws_depend_on_every_coordinate():
     assert len(set(rows)) == len(rows)
 
 
-def test_unit_stays_below_one():
+def test_draws_are_uniform_and_stay_below_one():
     edges = seeding.unit(np.array([0, 2**32 - 1], np.uint32))
     assert edges[0] == 0.0
     assert edges[1] < 1.0
     assert int(edges[1] * (2**20 + 1)) == 2**20
-
-
-def test_draws_of_words_are_uniform():
-    """Mean and variance of a million draws within 5 standard errors."""
+    # Mean and variance of a million draws within 5 standard errors.
     uniform = seeding.unit(seeding.words(0, "x", np.arange(1000, dtype=np.uint64), np.zeros(1000, np.uint64), 1000))
     assert abs(uniform.mean() - 0.5) < 5 * np.sqrt(1 / 12 / uniform.size)
     assert abs(uniform.var() - 1 / 12) < 5 * np.sqrt(1 / 180 / uniform.size)
-
-
-def test_torch_seeds_differ_by_purpose():
-    seeds = {seeding.torch_seed(0, "dropout", *position) for position in [(), (1,), (1, 2), (12,), (2, 1)]}
-    assert len(seeds) == 5
-    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_positions_and_seeds_have_their_places():
@@ -131,10 +125,15 @@ def test_the_interval_of_a_mean_is_that_of_the_paired_differences():
     assert (low, high) == pytest.approx((difference.mean() - half, difference.mean() + half), abs=0.15 * half)
 
 
-def test_the_same_values_give_the_same_interval_and_another_seed_another():
+def test_an_interval_depends_on_values_and_seed_and_on_rows_with_both_values():
     before, after = paired()
     assert compare(before, after, 1) == compare(before.copy(), after.copy(), 1)
     assert compare(before, after, 1).interval != compare(before, after, 2).interval
+    before, after = paired()
+    before[0], after[1] = np.nan, np.nan
+    found = compare(before, after, 0)
+    assert found == compare(before[2:], after[2:], 0)
+    assert (found.rows, found.before) == (398, mean(before[2:]))
 
 
 def test_spearman_is_that_of_scipy_and_its_rows_are_drawn_in_pairs():
@@ -148,14 +147,6 @@ def test_spearman_is_that_of_scipy_and_its_rows_are_drawn_in_pairs():
     assert found.measurable
     assert found.difference == pytest.approx(spearman(after) - spearman(before))
     assert found.interval[0] < found.difference < found.interval[1]
-
-
-def test_a_row_that_lacks_a_value_is_left_out_on_both_sides():
-    before, after = paired()
-    before[0], after[1] = np.nan, np.nan
-    found = compare(before, after, 0)
-    assert found == compare(before[2:], after[2:], 0)
-    assert (found.rows, found.before) == (398, mean(before[2:]))
 
 
 @pytest.mark.parametrize(("rows", "some"), [(MIN_ROWS - 1, False), (MIN_ROWS, True)])

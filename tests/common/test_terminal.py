@@ -21,7 +21,7 @@ def run(code, encoding="utf-8", **options):
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False, **options)
 
 
-def test_control_characters_are_visible_everywhere(capsys):
+def test_control_characters_are_visible_everywhere_and_bars_stay_what_they_are(capsys):
     with shown():
         sys.stdout.write(f"{HOSTILE}\n")
         sys.stdout.writelines([HOSTILE, "\n"])
@@ -32,6 +32,10 @@ def test_control_characters_are_visible_everywhere(capsys):
         for line in text.replace("\x1b[31m", "⟨U+001B⟩[31m").splitlines():  # a colour changes nothing on standard error
             assert visible(HOSTILE) in line
             assert line.isprintable()
+    with shown():
+        sys.stderr.write("\r 50%|#####     |")
+        sys.stderr.write("\r100%|##########|\n")
+    assert capsys.readouterr().err == "\r 50%|#####     |\r100%|##########|\n"
 
 
 def test_the_reset_of_colours_at_the_end_of_a_process_leaves_no_trace():
@@ -48,13 +52,6 @@ def test_the_reset_of_colours_at_the_end_of_a_process_leaves_no_trace():
     os.close(terminal)
     assert os.read(reader, 1000) == b"done\r\n"
     os.close(reader)
-
-
-def test_progress_bars_stay_what_they_are(capsys):
-    with shown():
-        sys.stderr.write("\r 50%|#####     |")
-        sys.stderr.write("\r100%|##########|\n")
-    assert capsys.readouterr().err == "\r 50%|#####     |\r100%|##########|\n"
 
 
 CODE = "import sys; from declutr.common.console.terminal import shown\nwith shown():\n    {}"

@@ -34,11 +34,6 @@ def corpus(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("name", ["demo.yaml", "openwebtext.yaml"])
-def test_our_configs_are_valid(name):
-    load_config(f"configs/{name}", "prepare", PipelineConfig)
-
-
 def test_missing_inputs_tokenizer_and_a_foreign_output_are_reported_together(
     tmp_path, make_config, corpus, monkeypatch
 ):

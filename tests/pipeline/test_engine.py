@@ -118,11 +118,8 @@ def test_each_faster_engine_is_chosen_for_its_own_kind_alone(folder, tmp_path):
         choose_engine(tmp_path, "tiktoken")
 
 
-def test_the_installed_tables_of_unicode_agree():
+def test_the_installed_tables_of_unicode_agree_and_another_is_seen(folder, monkeypatch):
     assert engine.disagreement_of_patterns() is None
-
-
-def test_another_table_of_unicode_is_seen(folder, monkeypatch):
     for name in ("_SINGLE_SPACES", "_ANY_SPACES"):
         monkeypatch.setattr(bytelevel, name, getattr(bytelevel, name).replace(r"\p{N}", r"\p{Nd}"))
     monkeypatch.setattr(engine, "_AGREEING", set())
@@ -246,10 +243,19 @@ def pair(request):
     return BatchTokenizer(backend), BatchTokenizer(copy, "wordpiece")
 
 
-def test_difficult_and_hostile_texts_get_the_same_ids(pair):
+def test_difficult_and_hostile_texts_and_every_character_get_the_same_ids(pair):
     reference, fast = pair
     assert disagreement(reference, fast, difficult_texts(reference._backend)) is None
     assert disagreement(reference, fast, [*HOSTILE, "".join(HOSTILE), " ".join(HOSTILE)]) is None
+    # Between letters, signs and accents, as they would be cut apart: the first planes of Unicode, at each step.
+    reference, fast = pair
+    codes = [*range(0x3400), *range(0x3400, 0xD800, 17), *range(0xE000, 0xF900, 61), *range(0xF900, 0x10000)]
+    codes += range(0x10000, 0x30000, 23)
+    lines = (
+        "".join(f"a{c}b {c}\u0301e.{c}!\u0323{c}{c}" for c in map(chr, codes[start : start + 500]))
+        for start in range(0, len(codes), 500)
+    )
+    assert disagreement(reference, fast, lines) is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -260,18 +266,6 @@ def test_difficult_and_hostile_texts_get_the_same_ids(pair):
 )
 def test_any_text_gets_the_same_ids_of_wordpiece(pair, text):
     assert disagreement(*pair, [text]) is None
-
-
-def test_every_character_gets_the_same_ids_of_wordpiece(pair):
-    """Between letters, signs and accents, as they would be cut apart: the first planes of Unicode, at each step."""
-    reference, fast = pair
-    codes = [*range(0x3400), *range(0x3400, 0xD800, 17), *range(0xE000, 0xF900, 61), *range(0xF900, 0x10000)]
-    codes += range(0x10000, 0x30000, 23)
-    lines = (
-        "".join(f"a{c}b {c}\u0301e.{c}!\u0323{c}{c}" for c in map(chr, codes[start : start + 500]))
-        for start in range(0, len(codes), 500)
-    )
-    assert disagreement(reference, fast, lines) is None
 
 
 def test_long_texts_are_cut_where_nothing_changes(pair, monkeypatch):

@@ -187,9 +187,11 @@ def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_
     assert "['de', 'en']" in answers[5][0]
 
 
-def test_names_of_datasets_are_checked():
+def test_names_of_datasets_are_checked_and_names_with_a_hash_are_their_own_objects():
     with pytest.raises(ValueError, match="name"):
         HubCorpus(kind="hub", name="https://huggingface.co/datasets/x")
+    _, place, query = filesystem("s3://bucket/C#/a.jsonl?endpoint_override=http://127.0.0.1:9")
+    assert (place, query) == ("bucket/C#/a.jsonl", "endpoint_override=http://127.0.0.1:9")
 
 
 def test_a_remote_file_is_read_to_the_end_of_its_part_and_not_much_further():
@@ -242,11 +244,6 @@ def test_a_store_that_ends_is_no_failure_of_its_files():
     with pytest.raises(OSError, match="ExpiredToken"):
         list(read_unit(named("b.jsonl"), corpus))
     assert [type(one) for one in read_unit(named("c.jsonl"), corpus)] == [ReadFailure]
-
-
-def test_names_with_a_hash_are_their_own_objects():
-    _, place, query = filesystem("s3://bucket/C#/a.jsonl?endpoint_override=http://127.0.0.1:9")
-    assert (place, query) == ("bucket/C#/a.jsonl", "endpoint_override=http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize("names", [("a.txt", "z.txt"), ("z.txt", "a.txt")])

@@ -106,6 +106,10 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "x"}')
     (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbf" + b'"text"\nx\n')
     assert [r.text for r in read_all(files(tmp_path))] == ["x", "x"]
+    line = b'\xef\xbb\xbf{"text": "' + b"word " * 40 + b'"}'
+    records = list(read_jsonl(ByteStream(io.BytesIO(line).read), "x", ("text",), 100))
+    assert "".join(record.text for record in records) == "word " * 40
+    assert [line[record.offset :][:4] for record in records[1:]] == [b"word"] * (len(records) - 1)
 
 
 def test_sources_are_relative_to_the_given_root_and_order_is_by_name(tmp_path):
@@ -297,13 +301,6 @@ def test_a_long_line_is_judged_as_a_short_one_is(raw, outcome):
     assert last.text == "next"
     reasons = ["" if isinstance(record, Document) else record.reason for record in records]
     assert sorted(set(reasons)) == sorted({outcome} if isinstance(outcome, str) else set(outcome))
-
-
-def test_a_long_first_line_is_read_behind_its_byte_order_mark():
-    line = b'\xef\xbb\xbf{"text": "' + b"word " * 40 + b'"}'
-    records = list(read_jsonl(ByteStream(io.BytesIO(line).read), "x", ("text",), 100))
-    assert "".join(record.text for record in records) == "word " * 40
-    assert [line[record.offset :][:4] for record in records[1:]] == [b"word"] * (len(records) - 1)
 
 
 @pytest.mark.parametrize(

@@ -158,14 +158,11 @@ def test_a_token_beyond_the_vocabulary_is_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_totals_that_do_not_close_are_refused():
+def test_totals_close_and_the_longest_document_of_units_is_the_longest_of_all():
     counts = Counts(read=3, kept=1, dropped={"empty": 1}, failed={}, text_bytes=0, longest_tokens=1)
     with pytest.raises(ShardError, match=all_of("3 documents", "2")):
         counts.check("unit")
     counts.model_copy(update={"failed": {"invalid_utf8": 1}}).check("unit")
-
-
-def test_the_longest_document_of_units_is_the_longest_of_all():
     each = [Counts(read=0, kept=0, dropped={}, failed={}, text_bytes=3, longest_tokens=n) for n in (7, 20, 5)]
     assert (sum_counts(each).longest_tokens, sum_counts(each).text_bytes) == (20, 9)
 
@@ -347,9 +344,6 @@ def test_rejected_documents_are_written_with_their_reason_and_equal_ones_give_eq
         "detail": None,
         "text": "grüße",
     }
-
-
-def test_rejected_documents_are_not_written_when_nobody_asks(tmp_path):
     with rejected_writer(tmp_path, "00000", enabled=False) as rejected:
         rejected(entry(1), "text")
     assert not (tmp_path / "rejected").exists()

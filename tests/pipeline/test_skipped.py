@@ -159,7 +159,7 @@ def test_excluded_files_are_counted_and_not_read(folder):
     assert search(folder / "c.md", exclude=["*.md"])[0] == [("c.md", "c.md")]  # named, so read
 
 
-def test_one_line_says_what_is_not_read_and_what_to_do():
+def test_one_line_says_what_is_not_read_and_what_to_do_of_a_bounded_number_of_kinds():
     skipped = Skipped()
     for name in ("a.xml", "b.html", "c.pdf", "d.zip", "e.json", "f.xyz"):
         skipped.add_file(name)
@@ -168,9 +168,6 @@ def test_one_line_says_what_is_not_read_and_what_to_do():
         word for word in ("1 .xml ('a.xml')", "trafilatura", "text_file", "convert", "unpack") if word not in told
     ] == []
     assert "corpus.text_field" in told
-
-
-def test_the_number_of_kinds_is_bounded():
     skipped = Skipped()
     for number in range(1000):
         skipped.add_file(f"a.x{number}")
@@ -212,6 +209,9 @@ def test_units_are_those_of_the_same_files_when_nothing_is_lost(folder):
     (folder / "b.png").write_text("x")
     (folder / "link").symlink_to(folder)
     assert [hash_unit(unit) for unit in plan_units(files(folder), 1)[0]] == before
+    whole = digest_parts(plan_units(files(folder), 1)[0][0].parts)
+    (folder / "gone.txt").symlink_to("nowhere")
+    assert digest_parts(plan_units(files(folder), 1)[0][0].parts) == whole is not None
 
 
 @pytest.mark.parametrize("change", ["gone", "shorter", "longer"])
@@ -231,12 +231,6 @@ def test_a_file_that_changes_after_it_was_found_loses_nothing_without_a_failure(
     assert len(read) == len(set(read))
     assert change == "longer" or "unreadable" in found
     assert len(read) == len(texts) or len(found) > len(read)
-
-
-def test_a_link_that_leads_nowhere_does_not_hide_the_bytes_of_its_neighbours(folder):
-    whole = digest_parts(plan_units(files(folder), 1)[0][0].parts)
-    (folder / "gone.txt").symlink_to("nowhere")
-    assert digest_parts(plan_units(files(folder), 1)[0][0].parts) == whole is not None
 
 
 @pytest.fixture
@@ -283,8 +277,10 @@ def test_skipped_files_are_in_manifest_message_and_report(made, caplog):
 
 
 def test_a_search_that_read_everything_is_told_without_skipped_files(made):
-    _, _, _, manifest = made()
+    _, config, sidecar, manifest = made()
     assert "not read" not in summary(manifest.model_copy(update={"skipped": {}}), "out")
+    counts = sidecar.counts.model_copy(update={"kept": 0})
+    says(nothing_kept(counts, config), "none of 38")
 
 
 @pytest.mark.parametrize(
@@ -306,9 +302,3 @@ def test_advice_where_lines_are_most_likely_no_documents(fixed, sources, dropped
     assert bool(hint) == told
     assert lines_hint(100, dropped, {"corpus": corpus, "content": {"kind": "sentences"}}, sources) is None
     assert not told or "set corpus.format=text_file" in hint
-
-
-def test_no_document_kept_is_still_said_first(made):
-    _, config, sidecar, _ = made()
-    counts = sidecar.counts.model_copy(update={"kept": 0})
-    says(nothing_kept(counts, config), "none of 38")

@@ -48,9 +48,6 @@ def test_bad_rows_are_counted_and_the_rest_is_read():
         (5, "invalid_csv"),
         (6, "invalid_csv"),
     ]
-
-
-def test_a_field_beyond_the_limit_is_one_failure():
     data = b"text\nfirst\n" + b"x" * (MAX_FIELD_BYTES + 10) + b"\nlast\n"
     assert [r.text if isinstance(r, Document) else r.reason for r in read_csv(data)] == ["first", "too_large", "last"]
 
@@ -211,14 +208,11 @@ def test_a_header_that_is_not_what_it_seems(tmp_path, header, told, encoding):
     says(problem, told)
 
 
-def test_a_header_that_is_cut_off_is_no_problem_yet(tmp_path):
+def test_a_header_that_is_cut_off_is_no_problem_yet_and_a_column_given_twice_is(tmp_path):
     columns = [f"column{number}" for number in range(1000)]
     (tmp_path / "a.csv").write_text(",".join([*columns, "text"]) + "\n" + "x," * 1000 + "found\n")
     assert file_parts(files(tmp_path / "a.csv"), 1 << 30)[1] == []
     assert [text for _, text in outcomes(read_all(files(tmp_path / "a.csv")))] == ["found"]
-
-
-def test_a_column_given_twice_in_parquet_is_refused(tmp_path):
     pq.write_table(pa.table([["a"], ["b"]], ["text", "text"]), tmp_path / "a.parquet")
     _, (problem,) = file_parts(files(tmp_path / "a.parquet"), 1000)
     assert "2 columns 'text'" in problem

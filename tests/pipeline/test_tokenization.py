@@ -182,13 +182,10 @@ def test_a_trained_tokenizer_is_robertas_in_kind_and_survives_being_saved(tokeni
     assert loaded.decode(ids) == "<s>the<mask> span</s></s>x</s>"
 
 
-def test_training_twice_gives_the_same_tokenizer(tokenizer):
+def test_training_twice_gives_the_same_fingerprint_which_ignores_truncation_and_padding(tokenizer):
     again = train_tokenizer((sentence(number, 60) for number in range(50)), 300)
     assert fingerprint(again) == fingerprint(tokenizer)
     assert fingerprint(train_tokenizer((sentence(number, 60) for number in range(50)), 290)) != fingerprint(tokenizer)
-
-
-def test_the_fingerprint_ignores_truncation_and_padding(tokenizer):
     before = fingerprint(tokenizer)
     tokenizer(["a b c", "a"], truncation=True, max_length=2, padding=True)
     assert fingerprint(tokenizer) == before

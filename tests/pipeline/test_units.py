@@ -217,19 +217,16 @@ def test_a_full_disk_is_words_and_the_same_command_continues(
         assert problems(make_config(long_corpus, output=str(volume.path / "out"))) == []
 
 
-def test_plan_on_a_full_disk_is_words(tmp_path, config_path, capsys, monkeypatch):
+def test_a_folder_that_is_not_ours_and_a_plan_on_a_full_disk_are_words(tmp_path, config_path, capsys, monkeypatch):
+    (tmp_path / "file").touch()
+    assert main([config_path, f"output={tmp_path / 'file' / 'out'}"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
     with small_volume(tmp_path / "volume", 1) as volume:
         monkeypatch.setattr("tempfile.tempdir", str(volume.path))
         volume.fill()
         assert main([config_path, "--plan"]) == 1
         says(capsys.readouterr().err, "No space left on device")
         assert [path.name for path in volume.path.iterdir()] == ["ballast"]
-
-
-def test_a_folder_that_is_not_ours_to_write_to_is_words(tmp_path, config_path, capsys):
-    (tmp_path / "file").touch()
-    assert main([config_path, f"output={tmp_path / 'file' / 'out'}"]) == 1
-    assert "Traceback" not in capsys.readouterr().err
 
 
 CHANGED = "1 of {} units changed although names and sizes are the same, the first at corpus"

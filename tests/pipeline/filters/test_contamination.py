@@ -154,15 +154,12 @@ def test_sets_of_the_same_name_are_all_searched(tmp_path):
     assert index.find(SHORT) is not None
 
 
-def test_a_cut_file_and_an_open_quote_are_no_tracebacks(tmp_path):
+def test_cut_files_open_quotes_and_empty_sets_are_no_tracebacks(tmp_path):
     (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(random.Random(0).randbytes(20_000).hex().encode())[:-100])
     with pytest.raises(OSError, match=r"cut\.txt\.gz cannot be read"):
         build_index(Contamination(paths=[str(tmp_path / "cut.txt.gz")]), tmp_path / "index")
     (tmp_path / "open.csv").write_text('a,"' + "b" * (2**24 + 1))
     build_index(Contamination(paths=[str(tmp_path / "open.csv")]), tmp_path / "index")
-
-
-def test_empty_sets_find_nothing(tmp_path):
     (tmp_path / "a.txt").write_text("")
     build_index(Contamination(paths=[str(tmp_path / "a.txt")]), tmp_path / "index")
     assert ContaminationIndex(tmp_path / "index").find(FILLER) is None
@@ -250,10 +247,6 @@ def test_by_default_only_whitespace_changes(text):
     assert untouched.apply(text) == FilterResult(text, None, None, None)
 
 
-def test_nothing_is_wrong_with_the_defaults_and_nothing_is_dropped():
-    assert problems(FiltersConfig()) == []
-
-
 def test_a_good_document_passes_everything(everything):
     text = (
         "The bridge that crossed the river had been closed since spring, and nobody knew when it would open.\n"
@@ -266,11 +259,12 @@ def test_a_good_document_passes_everything(everything):
     assert everything[0].apply(planted).reason == "contaminated"
 
 
-def test_all_problems_are_said_at_once():
+def test_all_problems_are_said_at_once_and_the_defaults_have_none():
     config = FiltersConfig(
         c4={"bad_words": "/none"}, language={"keep": ["xx", "yy"]}, contamination={"paths": ["/none/at/all"]}
     )
     assert len(problems(config)) == 4
+    assert problems(FiltersConfig()) == []
 
 
 def test_line_rules_see_the_lines_that_whitespace_loses():

@@ -85,9 +85,6 @@ def test_without_a_keep_list_languages_are_only_recorded():
     assert [document_filter.apply(SENTENCES[code][1]).language for code in ("ja", "pt")] == ["ja", "pt"]
     assert document_filter.apply("12 + 30 = 42").language is None
     assert DocumentFilter(FiltersConfig()).apply(SENTENCES["ja"][1]).language is None
-
-
-def test_the_middle_of_a_long_text_counts():
     mixed = SENTENCES["en"][0][:60] + " " + SENTENCES["ru"][0] * 500
     assert identify(mixed)[0] == "ru"
 

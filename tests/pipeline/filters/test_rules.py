@@ -239,12 +239,9 @@ def test_whitespace_equals_the_simple_definition_also_of_a_cut_text(text, piece)
     assert normalise(text) == normalise(text, piece) == " ".join(text.split())
 
 
-def test_whitespace_of_a_text_of_several_pieces_equals_the_simple_definition():
+def test_whitespace_of_several_pieces_and_every_whitespace_character():
     text = "  word\n\n" * 400_000 + "a" * 2_000_000 + "\u3000 end "
     assert normalise(text) == " ".join(text.split())
-
-
-def test_every_whitespace_character_is_known():
     whitespace = [chr(code) for code in range(sys.maxunicode + 1) if chr(code).isspace()]
     assert normalise("a" + "b".join(whitespace) + "a") == "a " + " ".join("b" * (len(whitespace) - 1)) + " a"
 
@@ -284,12 +281,9 @@ def test_long_texts_and_words_without_end_are_cut_without_changing_the_other_wor
     assert len(hash_folded("\u0390" * (2 * piece))) == 2
 
 
-def test_different_words_have_different_hashes():
+def test_different_words_have_different_hashes_the_same_in_every_process():
     text = " ".join(map(str, range(200_000)))
     assert len(np.unique(hash_words(text).hashes)) == 200_000
-
-
-def test_hashes_are_the_same_in_every_process():
     code = "from declutr.pipeline.filters.words import hash_words; print(hash_words('the same é').hashes.tolist())"
     other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert other.stdout.strip() == str(hash_words("the same é").hashes.tolist())

@@ -48,10 +48,11 @@ def pixels(data, content=CONTENT):
     return np.asarray(opened)
 
 
-def test_small_image_keeps_its_pixels():
+def test_small_image_keeps_its_pixels_and_a_strip_at_the_limit_is_kept():
     assert (pixels(png(3)) == np.asarray(picture(3))).all()
     assert (pixels(png(3, (1, 1))) == np.asarray(picture(3, (1, 1)))).all()
     assert decode_image(png(3), CONTENT, "").notes == ()
+    assert decode_image(png(1, (32 * MAX_RATIO, 32)), CONTENT, "").media.size == 32 * 32 * MAX_RATIO
 
 
 @pytest.mark.parametrize("size", [(200, 100), (100, 201), (64, 64), (33, 500), (32, 90), (1000, 999)])
@@ -108,12 +109,16 @@ def test_the_first_frame_is_taken_and_counted(format):
     assert (pixels(animated(format)) == np.asarray(first.convert("RGB"))).all()
 
 
-def test_the_id_is_of_pixels_and_size_not_of_the_file_or_the_label():
+def test_the_id_is_of_pixels_or_frames_not_of_the_file_or_the_label():
     one, other = decode_image(png(1), CONTENT, "cat"), decode_image(stored(picture(1), "BMP"), CONTENT, "dog")
     assert one.id == other.id == document_id(b"40 x 30\n" + picture(1).tobytes())
     turned = Image.frombytes("RGB", (30, 40), picture(1).tobytes())
     assert decode_image(stored(turned), CONTENT, "").id != one.id
     assert decode_image(png(1), CONTENT, "") == decode_image(png(1), CONTENT, "")
+    whole = (tone() * 20_000).astype(np.int16)
+    wav, flac = sound(whole, subtype="PCM_16"), sound(whole, format="FLAC", subtype="PCM_16")
+    assert decode_clip(wav, AUDIO, "a").id == decode_clip(flac, AUDIO, "b").id
+    assert decode_clip(sound(tone(number=1)), AUDIO, "a").id != decode_clip(wav, AUDIO, "a").id
 
 
 LARGE = stored(picture(9, (300, 200)), "JPEG")
@@ -133,10 +138,6 @@ BAD = {
     "floating point": (stored(picture(1).convert("F"), "TIFF"), "undecodable"),
     "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not_an_image"),
 }
-
-
-def test_a_strip_at_the_limit_is_kept():
-    assert decode_image(png(1, (32 * MAX_RATIO, 32)), CONTENT, "").media.size == 32 * 32 * MAX_RATIO
 
 
 AUDIO = AudioContent(kind="audio", max_seconds=2.0)
@@ -199,21 +200,11 @@ def test_any_rate_becomes_the_wanted_one(rate):
     assert abs(strongest[0] - strongest[1]) <= 1
 
 
-def test_a_long_clip_is_cut_and_counted():
+def test_a_long_clip_is_cut_and_one_frame_is_enough():
     decoded = decode_clip(sound(tone(3.0), subtype="DOUBLE"), AUDIO, "")
     assert decoded.notes == ("cut",)
     assert (decoded.media.frames == frames(sound(tone(3.0)[:32_000], subtype="DOUBLE"))).all()
     assert decode_clip(sound(tone(2.0)), AUDIO, "").notes == ()
-
-
-def test_the_id_is_of_frames_not_of_the_file_or_the_label():
-    whole = (tone() * 20_000).astype(np.int16)
-    wav, flac = sound(whole, subtype="PCM_16"), sound(whole, format="FLAC", subtype="PCM_16")
-    assert decode_clip(wav, AUDIO, "a").id == decode_clip(flac, AUDIO, "b").id
-    assert decode_clip(sound(tone(number=1)), AUDIO, "a").id != decode_clip(wav, AUDIO, "a").id
-
-
-def test_one_frame_is_enough():
     length, hop = frame_samples(AUDIO)
     assert (length, hop) == (400, 160)
     assert frames(sound(tone()[:length])).shape == (1, 128)
@@ -308,22 +299,16 @@ def test_damage_gives_a_reason_and_never_another_error():
     assert {"kept", "not_audio", "undecodable"} <= statuses_of_damaged(bases, decode_a_clip, times=240, reach=200)
 
 
-def test_ogg_with_bytes_around_its_pages_is_whole():
+def test_bytes_around_pages_and_sizes_that_the_writer_did_not_know_are_no_damage():
     assert (frames(VORBIS + b"tag" * 50) == frames(VORBIS)).all()
-
-
-def test_flac_of_unknown_length_is_read_to_its_end():
+    for unknown in (0xFFFFFFFF, 0x7FFFFFFF):
+        streamed = WAV[:4] + struct.pack("<I", unknown) + WAV[8:40] + struct.pack("<I", unknown) + WAV[44:]
+        assert (frames(streamed) == frames(WAV)).all()
     for seconds in (1.5, 3.0):  # content.max_seconds is 2
         expected = decode_clip(sound(tone(seconds), format="FLAC"), AUDIO, "")
         decoded = decode_clip(unknown_flac(tone(seconds)), AUDIO, "")
         assert (decoded.media.frames == expected.media.frames).all()
         assert decoded.notes == expected.notes
-
-
-def test_a_size_that_the_writer_did_not_know_is_no_damage():
-    for unknown in (0xFFFFFFFF, 0x7FFFFFFF):
-        streamed = WAV[:4] + struct.pack("<I", unknown) + WAV[8:40] + struct.pack("<I", unknown) + WAV[44:]
-        assert (frames(streamed) == frames(WAV)).all()
 
 
 def blobs(*files):
@@ -342,10 +327,13 @@ def test_an_image_that_needs_gigabytes_is_a_failure():
     assert [record.offset for record in records] == [0, 1, 2]
 
 
-def test_the_size_of_a_tile_is_bounded_whatever_the_size_of_the_image():
+def test_memory_is_bounded_by_the_tile_and_wide_values_and_transparency_take_no_copies():
     small, large = statuses(media_rows(blobs(wide_tile(64), wide_tile(9000)), CONTENT, Limits(memory_mib=64)))
     assert small == "kept"
     assert large in ("too_much_memory", "undecodable")  # libtiff reports an error of its own
+    wide = stored(Image.fromarray(np.full((5000, 5000), 1 << 15, np.uint16)))
+    clear = stored(Image.new("RGBA", (4000, 4000), (0, 0, 0, 128)))
+    assert statuses(media_rows(blobs(wide, clear), CONTENT, Limits(memory_mib=240))) == ["kept", "kept"]
 
 
 @pytest.mark.slow
@@ -355,12 +343,6 @@ def test_an_image_that_needs_hours_is_a_failure():
     records = list(media_rows(blobs(*files), CONTENT, Limits(cpu_seconds=0.5)))
     assert statuses(records) == ["kept", "too_slow", "kept", "too_slow", "kept"]
     assert [record.id for record in records[::2]] == [record.id for record in media_rows(blobs(*files[::2]), CONTENT)]
-
-
-def test_wide_values_and_transparency_take_no_further_copies():
-    wide = stored(Image.fromarray(np.full((5000, 5000), 1 << 15, np.uint16)))
-    clear = stored(Image.new("RGBA", (4000, 4000), (0, 0, 0, 128)))
-    assert statuses(media_rows(blobs(wide, clear), CONTENT, Limits(memory_mib=240))) == ["kept", "kept"]
 
 
 def test_a_reader_that_stops_early_leaves_no_answers_for_the_next():

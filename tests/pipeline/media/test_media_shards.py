@@ -267,7 +267,7 @@ def test_parquet_of_bytes_and_words_becomes_labelled_rows(packed, tmp_path, make
     assert manifest.failed == {"no_label": 2}
 
 
-def test_another_column_is_named_before_any_work(tmp_path, make_media):
+def test_another_column_and_files_of_texts_are_named_before_any_work(tmp_path, make_media):
     path = table(tmp_path / "a.parquet", [png()], [0], column="img")
     config = make_media("images", path)
     _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
@@ -275,9 +275,6 @@ def test_another_column_is_named_before_any_work(tmp_path, make_media):
     config = make_media({"kind": "images", "image": "label"}, path)
     _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
     says(problems[0], "int64", "bytes")
-
-
-def test_files_of_texts_are_no_images(tmp_path, make_media):
     config = make_media("images", spread(tmp_path / "in", {"a/x.jsonl": b'{"text": "a"}', "b.jpeg.txt": b"x"}))
     _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
     says(problems[0], ".bmp .gif .jpeg")
