@@ -61,17 +61,6 @@ def foreign(tmp_path):
     return tmp_path / "model"
 
 
-def test_train_without_a_config_file_is_refused(tmp_path, capsys):
-    assert main([str(tmp_path / "no.yaml")]) == 1
-    says(capsys.readouterr().err, "no such", "config file")
-
-
-def test_config_without_the_section_is_refused(tmp_path, capsys):
-    config = runs.write_config(tmp_path / "train.yaml", prepare={})
-    assert main([str(config)]) == 1
-    says(capsys.readouterr().err, "section `train`")
-
-
 def test_train_without_shards_is_refused(run_bad, tmp_path):
     (line,) = run_bad(folder=tmp_path / "nothing")
     assert f"data = {tmp_path / 'nothing'}" in line
@@ -149,11 +138,6 @@ def test_vocabulary_smaller_than_the_tokenizers_is_refused(run_bad, data):
 def test_settings_and_encoders_that_cannot_work_are_refused(run_bad, overrides, message):
     (line,) = run_bad(*overrides)
     says(line, message)
-
-
-def test_a_pretrained_model_that_is_not_there(run_bad, tmp_path):
-    (line,) = run_bad(encoder={"from_config": None, "pretrained": str(tmp_path / "nothing")})
-    assert str(tmp_path / "nothing") in line
 
 
 def test_shards_of_another_tokenizer_are_refused(run_bad, foreign):

@@ -54,15 +54,6 @@ def test_embed_refuses_what_it_cannot_read_and_writes_nothing(tmp_path, capsys, 
     assert not (tmp_path / "out.npy").exists()
 
 
-def test_embed_names_a_wrong_output_and_a_wrong_model(tmp_path, capsys):
-    (tmp_path / "in.txt").write_text("a\n")
-    given = [str(tmp_path / "in.txt"), "--output"]
-    assert main(["embed", "hashed-words:8", *given, str(tmp_path / "out.csv")]) == 1
-    assert ".npy or .parquet" in capsys.readouterr().err
-    assert main(["embed", str(tmp_path), *given, str(tmp_path / "out.npy")]) == 1
-    says(capsys.readouterr().err, "encoder", "config.json", "modules.json")
-
-
 def test_inspect_explains_shards(data, capsys):
     assert main(["inspect", str(data), "--documents", "2"]) == 0
     shown = capsys.readouterr().out

@@ -75,13 +75,6 @@ class Browser:
         )
         return [(width, height) for width, height in self.run(script, selector)]
 
-    def screenshot(self, path: Path, height: int | None = None) -> None:
-        """The page as PNG from its top, whole or down to a height in pixels."""
-        whole = int(self.run("return document.documentElement.scrollHeight"))
-        width = int(self.run("return document.documentElement.clientWidth"))
-        self.resize(width, min(whole, height or whole))
-        assert self.driver.get_screenshot_as_file(str(path))
-
 
 @contextmanager
 def start_browser(profile: Path) -> Iterator[Browser]:

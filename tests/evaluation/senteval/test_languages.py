@@ -161,7 +161,7 @@ def test_download_fetches_the_chosen_tasks_alone(tmp_path, capsys):
     with file_server({GERMAN: b"a,b,1\r\n"}) as server:
         arguments = ["evaluate", "--download", str(tmp_path), "--mirror", server.address, "--tasks", "STS-B-de"]
         assert main(arguments) == 1
-        assert {path for path, _ in server.requests} == {GERMAN, GERMAN.replace("test", "dev")}
+        assert set(server.requests) == {GERMAN, GERMAN.replace("test", "dev")}
     said = capsys.readouterr().out
     says(said, "0 fetched", "0 already present", "2 failed")
     says(said, known_hashes()[GERMAN])
