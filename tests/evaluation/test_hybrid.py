@@ -25,6 +25,13 @@ TEXTS = ["the cat sat on the mat", "a dog barked", "the mat was red", "nobody kn
 QUERIES = ["cat on the mat", "dog dog", "the the the", "unknown"]
 
 
+def embed_lines(folder, lines, encoder=ENCODER):
+    """The file of embeddings of the lines."""
+    (folder / "in.txt").write_text(lines)
+    assert main(["embed", encoder, str(folder / "in.txt"), "--output", str(folder / "out.npy")]) == 0
+    return folder / "out.npy"
+
+
 @pytest.fixture
 def embedded(tmp_path):
     lines = "".join(json.dumps({"text": text, "name": f"n{place}"}) + "\n" for place, text in enumerate(TEXTS))
@@ -102,9 +109,8 @@ def test_weight_that_is_no_number_from_0_to_100_is_refused(embedded, tmp_path, c
 
 @pytest.mark.parametrize("options", [[], ["--hybrid", "--dtype", "int8"]])
 def test_search_of_an_index_without_texts_says_so(tmp_path, capsys, options):
-    (tmp_path / "in.txt").write_text("")
-    assert main(["embed", ENCODER, str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy")]) == 0
-    assert main(["index", str(tmp_path / "o.npy"), "--output", str(tmp_path / "index"), *options]) == 0
+    output = embed_lines(tmp_path, "")
+    assert main(["index", str(output), "--output", str(tmp_path / "index"), *options]) == 0
     assert main(["search", str(tmp_path / "index"), "cat"]) == 1
     says(capsys.readouterr().err, "no text")
 
@@ -139,10 +145,9 @@ def test_index_of_the_form_without_words_is_read(embedded, tmp_path):
 
 def test_words_find_what_the_encoder_does_not_know(tmp_path, capsys):
     (tmp_path / "v.txt").write_text("cat 1 0\ndog 0 1\n")
-    (tmp_path / "in.txt").write_text("cat and dog\nRFC2119 dog\n")
-    assert main(["embed", str(tmp_path / "v.txt"), str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy")]) == 0
+    output = embed_lines(tmp_path, "cat and dog\nRFC2119 dog\n", str(tmp_path / "v.txt"))
     folder = str(tmp_path / "index")
-    assert main(["index", str(tmp_path / "o.npy"), "--output", folder, "--hybrid"]) == 0
+    assert main(["index", str(output), "--output", folder, "--hybrid"]) == 0
     capsys.readouterr()
     assert main(["search", folder, "rfc2119"]) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("RFC2119 dog")
@@ -215,10 +220,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_altered_words_with_right_checksums_are_refused(tmp_path, damage, capsys):
-    (tmp_path / "in.txt").write_text("cat mat\ncat hat\ncat\ncat\ncat\ncat\n")
-    assert main(["embed", ENCODER, str(tmp_path / "in.txt"), "--output", str(tmp_path / "o.npy")]) == 0
     folder = tmp_path / "index"
-    build_index(tmp_path / "o.npy", folder, lexical="idf")
+    build_index(embed_lines(tmp_path, "cat mat\ncat hat\ncat\ncat\ncat\ncat\n"), folder, lexical="idf")
     name, change = DAMAGE[damage]
     raw = (folder / name).read_bytes()
     (folder / name).write_bytes(change(raw))
@@ -305,10 +308,8 @@ SIZE, ROWS = 16, 40
 
 @pytest.fixture
 def embedded_lines(tmp_path):
-    (tmp_path / "in.txt").write_text("".join(f"word{number} and more\n" for number in range(ROWS)))
-    arguments = ["embed", f"hashed-words:{SIZE}", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.npy")]
-    assert main(arguments) == 0
-    return tmp_path / "out.npy"
+    lines = "".join(f"word{number} and more\n" for number in range(ROWS))
+    return embed_lines(tmp_path, lines, f"hashed-words:{SIZE}")
 
 
 @pytest.fixture

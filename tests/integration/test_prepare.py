@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from messages import all_of
+from messages import all_of, says
 from preparing import checksums, config_of
 from volumes import small_volume
 
@@ -47,10 +47,15 @@ def test_every_document_is_accounted_for(prepared):
     assert progress[-1]["input_bytes"] == progress[-1]["total_input_bytes"]
 
 
-def test_the_same_command_again_changes_nothing(corpus, prepared):
+def test_the_same_command_again_prints_one_line_and_changes_nothing(corpus, prepared, tmp_path, capsys):
     folder, manifest = prepared
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert prepare(config_of(corpus, folder)) == manifest
+    values = config_of(corpus, folder).model_dump(mode="json")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"prepare": values}))
+    assert main([str(tmp_path / "config.yaml")]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    says(line, "1,501 documents read", f"{manifest.totals['kept_held_out']} held out")
+    assert load_manifest(folder) == manifest
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
@@ -112,20 +117,6 @@ def test_a_disk_that_fills_up_ends_in_words_and_the_same_command_continues(corpu
         volume.drain()
         prepare(config)
         assert checksums(volume.path / "out") == checksums(prepared[0])
-
-
-def write_config(folder, config):
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump({"prepare": config.model_dump(mode="json")}))
-    return path
-
-
-def test_the_command_prints_one_line(corpus, tmp_path, capsys):
-    config_path = write_config(tmp_path, config_of(corpus, tmp_path / "out"))
-    assert main([str(config_path), "validation_fraction=0"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "1,501 documents read" in line
-    assert "0 held out" in line
 
 
 def test_a_replaced_file_is_found_after_copies_were_removed(corpus, tmp_path):

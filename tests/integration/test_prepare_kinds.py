@@ -200,15 +200,6 @@ def test_documents_are_split_into_sentences(tmp_path):
     assert shown.count("    sentence ") == 3
 
 
-def test_triples_with_simcses_names(tmp_path):
-    rows = [f"Sentence {n}.,It entails {n}.,{'' if n % 5 == 0 else f'It contradicts {n}.'}" for n in range(50)]
-    (tmp_path / "nli.csv").write_text("sent0,sent1,hard_neg\n" + "\n".join(rows))
-    values = values_of(tmp_path / "nli.csv", tmp_path / "out", **PAIRS | {"content": "triples"})
-    manifest = prepare(PipelineConfig.model_validate(values))
-    assert manifest.dropped == {"empty_contradiction": 10}
-    assert manifest.labels == {"contradiction": 40, "entailment": 40}
-
-
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """90 images in class folders and in an archive with labels; six copies with other names, formats and labels."""
