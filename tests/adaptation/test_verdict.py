@@ -1,10 +1,19 @@
-"""Choice and verdict: what they say of nothing, and of a planted gain."""
+"""Passages, headings and their measures, choice and verdict, and what the folder of an adaptation remembers."""
+
+import json
 
 import numpy as np
 import pytest
-from messages import says
+from messages import all_of, says
+from transformers import AutoTokenizer
 
-from declutr.adaptation.scores import DISTANT, PAIRS, choose, judge
+from declutr.adaptation.config import LONG_TOKENS, AdaptConfig
+from declutr.adaptation.documents import HeldOutDocument
+from declutr.adaptation.measures import Passages, make_passages, share
+from declutr.adaptation.scores import DISTANT, HEADINGS, PAIRS, choose, compared, judge
+from declutr.adaptation.state import STATE, opened
+from declutr.common.errors import UsageError
+from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 
 NAMES = [f"candidate {number}" for number in range(6)]
 DOCUMENTS = 250
@@ -97,3 +106,182 @@ def test_judge_and_choose_of_five_queries_that_changed_find_no_difference():
     says(verdict.sentence("queries"), "queries that differ: 5", "needs 6")
     assert "would need" not in verdict.sentence("queries")
     assert choose(["a", "b"], {"a": {PAIRS: start}, "b": {PAIRS: after}}, PAIRS, 0) == "a"
+
+
+WORDS = [f"word{number}" for number in range(50)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer([" ".join(WORDS)] * 20, 400).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def text(words, seed):
+    return " ".join(np.random.default_rng(seed).choice(WORDS, words))
+
+
+def drawn(counts, seed=0):
+    """Passages of documents with these numbers of windows, and random scores."""
+    rng = np.random.default_rng(seed)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    starts = np.concatenate([np.arange(count) * 80 for count in counts])
+    targets = rng.integers(0, len(counts), 12)
+    passages = Passages(["a"] * len(owners), [], owners, starts, ["q"] * 12, targets, len(counts))
+    return passages, rng.normal(size=(len(owners), len(owners))).round(1), rng.normal(size=(12, len(owners))).round(1)
+
+
+def test_distant_equals_a_plain_writing():
+    counts = [8, 3, 2, 5, 8, 1]
+    passages, scores, _ = drawn(counts)
+    first = np.cumsum([0, *counts])
+    expected = []
+    for document, count in enumerate(counts):
+        hits = []
+        for number in range(8):
+            gallery = [int(first[d]) + number * c // 8 for d, c in enumerate(counts)]
+            for query in range(int(first[document]), int(first[document]) + count):
+                own = gallery[document]
+                if abs(passages.starts[query] - passages.starts[own]) >= 62 + 96:
+                    hits.append(all(scores[query, own] > scores[query, other] for other in gallery if other != own))
+        expected.append(np.mean(hits) if hits else np.nan)
+    found = passages.distant(scores)
+    assert np.array_equal(found, expected, equal_nan=True)
+    assert np.isnan(found).tolist() == [False, False, True, False, False, True]
+    assert 0 < np.nanmean(found) < 1
+    assert passages.scorable.tolist() == (~np.isnan(found)).tolist()
+
+
+@pytest.mark.parametrize(("windows", "scorable"), [(2, False), (3, False), (4, True), (9, True)])
+def test_make_passages_of_fewer_than_256_tokens_has_no_distant_pair(tokenizer, windows, scorable):
+    engine = tokenizer.backend_tokenizer
+    encoded = engine.encode(text(1500, 0), add_special_tokens=False)
+    body = text(1500, 0)[: encoded.offsets[64 * windows - 1][1]]
+    made = make_passages([HeldOutDocument(0, body)], tokenizer)
+    assert made.scorable.tolist() == [scorable]
+    assert (windows * 64 >= LONG_TOKENS) is scorable
+    scores = np.eye(len(made.texts), dtype=np.float32)
+    assert np.isnan(made.distant(scores)[0]) == (not scorable)
+
+
+def test_passages_of_no_document_have_no_value(tokenizer):
+    none = make_passages([], tokenizer)
+    assert (none.scorable.tolist(), none.distant(np.zeros((0, 0))).tolist()) == ([], [])
+
+
+def test_headings_equal_a_plain_writing():
+    passages, _, scores = drawn([8, 3, 2, 5])
+    expected = np.zeros((4, 2))
+    for query, target in enumerate(passages.targets):
+        best = [scores[query, passages.owners == document].max() for document in range(4)]
+        expected[target] += [all(best[target] > other for d, other in enumerate(best) if d != target), 1]
+    found = passages.headings(scores)
+    assert np.array_equal(found, expected)
+    assert share(found) == pytest.approx(expected[:, 0].sum() / 12)
+
+
+def test_compared_leaves_out_documents_without_headings():
+    """Most documents have none: a draw of documents without any would have no score."""
+    start = np.zeros((400, 2))
+    start[:110, 1] = 2
+    better = start.copy()
+    better[:110:2, 0] = 1
+    found = compared({HEADINGS: start}, {HEADINGS: better}, 0)[HEADINGS]
+    assert (found.rows, found.difference) == (110, 0.25)
+    assert 0 < found.interval[0] < 0.25 < found.interval[1] < 0.5
+
+
+def test_scores_that_tell_nothing_apart_find_nothing():
+    passages, scores, headings = drawn([8, 4, 4])
+    assert not np.nan_to_num(passages.distant(np.zeros_like(scores))).any()
+    assert not passages.headings(np.zeros_like(headings))[:, 0].any()
+
+
+def test_make_passages_takes_headings_out_and_leaves_common_ones_out(tokenizer):
+    bodies = [text(300, 0), text(200, 1), "too short"]
+    documents = [
+        HeldOutDocument(0, f"A title of its own\n\n# Introduction here\n{bodies[0]}\n## Results of word1\n"),
+        HeldOutDocument(1, f"# Introduction here\n{bodies[1]}"),
+        HeldOutDocument(2, f"# Another one\n{bodies[2]}"),
+    ]
+    made = make_passages(documents, tokenizer)
+    assert made.num_documents == 2
+    assert made.queries == ["A title of its own", "Results of word1"]
+    assert made.targets.tolist() == [0, 0]
+    assert all(not any(heading in passage for heading in made.queries) for passage in made.texts)
+    assert np.bincount(made.owners).max() <= 8
+    for ids, passage, owner, start in zip(made.ids, made.texts, made.owners, made.starts, strict=True):
+        every = tokenizer(bodies[owner], add_special_tokens=False)["input_ids"]
+        assert ids[1:-1] == every[start : start + 62]
+        assert [ids[0], ids[-1]] == [tokenizer.cls_token_id or tokenizer.bos_token_id, tokenizer.eos_token_id]
+        assert passage.strip() in bodies[owner]
+
+
+def test_long_first_lines_without_spaces_stay_and_short_ones_are_headings(tokenizer):
+    long = "日本語の文章は空白で区切られない。" * 4
+    documents = [HeldOutDocument(0, f"{long}\n{text(300, 0)}"), HeldOutDocument(1, f"# 見出しの例\n{text(300, 1)}")]
+    made = make_passages(documents, tokenizer)
+    assert made.queries == ["見出しの例"]
+    assert long[:10] in made.texts[0]
+
+
+def test_make_passages_of_documents_without_headings_has_no_queries(tokenizer):
+    made = make_passages([HeldOutDocument(0, text(300, 0))], tokenizer)
+    assert made.queries == []
+    assert np.isnan(share(made.headings(np.zeros((0, len(made.texts))))))
+
+
+CONFIG = AdaptConfig(encoder="models/x", corpus=["texts"], minutes=10)
+
+
+def test_opened_after_a_stop_keeps_time_steps_and_looks(tmp_path):
+    with opened(CONFIG, tmp_path) as state:
+        state.decide_steps(77)
+        state.look("first")
+    record = json.loads((tmp_path / STATE).read_text())
+    (tmp_path / STATE).write_text(json.dumps(record | {"seconds": 240.0}))
+    with opened(CONFIG.model_copy(update={"minutes": 5.0}), tmp_path) as state:
+        assert state.steps == 77
+        assert 59 < state.seconds_left <= 60
+        assert [state.look(what) for what in ("first", "second", "first")] == [1, 2, 2]
+
+
+def test_opened_after_a_kill_keeps_what_was_decided(tmp_path):
+    with opened(CONFIG, tmp_path) as state:
+        state.decide_steps(77)
+        killed = (tmp_path / STATE).read_bytes()
+    (tmp_path / STATE).write_bytes(killed)
+    with opened(CONFIG, tmp_path) as state:
+        assert state.steps == 77
+
+
+def test_decide_steps_of_no_time_is_decided_again(tmp_path):
+    with opened(CONFIG, tmp_path) as state:
+        state.decide_steps(0)
+    with opened(CONFIG, tmp_path) as state:
+        assert state.steps is None
+
+
+def test_begin_with_an_encoder_that_has_changed_is_refused(tmp_path):
+    for _ in range(2):
+        with opened(CONFIG, tmp_path) as state:
+            state.begin("first")
+    with opened(CONFIG, tmp_path) as state, pytest.raises(UsageError, match=all_of("encoder has changed", "folder")):
+        state.begin("second")
+
+
+def test_opened_with_another_encoder_is_refused(tmp_path):
+    with opened(CONFIG, tmp_path) as state:
+        state.decide_steps(77)
+    with (
+        pytest.raises(UsageError, match=all_of("another encoder", "another folder")),
+        opened(CONFIG.model_copy(update={"encoder": "models/y"}), tmp_path),
+    ):
+        pass
+
+
+def test_opened_with_a_damaged_file_is_refused(tmp_path):
+    (tmp_path / STATE).write_text("{")
+    with pytest.raises(UsageError, match=all_of("damaged", "delete", "candidates")), opened(CONFIG, tmp_path):
+        pass

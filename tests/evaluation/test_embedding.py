@@ -195,14 +195,6 @@ def test_ray_writes_the_same_bytes_as_this_process(model, tmp_path, monkeypatch)
     assert (tmp_path / "here.npy").read_bytes() == (tmp_path / "ray.npy").read_bytes()
 
 
-def test_baselines_need_no_model(tmp_path):
-    (tmp_path / "in.txt").write_text("ab cd\ncd ab\n")
-    assert main(["embed", "hashed-words:16", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.npy")]) == 0
-    found = np.load(tmp_path / "out.npy")
-    assert found.shape == (2, 16)
-    np.testing.assert_array_equal(found[0], found[1])
-
-
 def test_embed_job_by_auto_on_a_cpu_is_that_of_fp32_and_not_of_bf16(model, tmp_path):
     """The word `auto` means bf16 on a GPU, whose parts must not be joined with these."""
     write_inputs(tmp_path)

@@ -1,6 +1,7 @@
-"""Every kind of encoder against what made it: sentence-transformers, transformers, arithmetic."""
+"""Every kind of encoder against what made it: sentence-transformers, transformers, SentEval's bow.py, arithmetic."""
 
 import gzip
+import io
 import json
 
 import numpy as np
@@ -10,13 +11,22 @@ from families import REFUSED
 from folders import TEXTS, encoder_folder, write
 from messages import all_of, says
 from sentence_transformers import SentenceTransformer
+from sentevaldata import COMPLETE
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
+from benchmarks.embed import documentation, paragraphs_of, sentences_of, write_encoder
 from declutr.cli.main import main
 from declutr.common.errors import EncoderError
+from declutr.common.words import has_other_words
 from declutr.encoders.cut import sizes_of
-from declutr.encoders.loading import load_encoder
+from declutr.encoders.loading import load_encoder, pack_linears
+from declutr.encoders.protocol import unit_rows, vectors_fingerprint
 from declutr.encoders.transformer import write_transformer
+from declutr.encoders.words import HashedWords, words_of
+from declutr.evaluation.senteval.data.loading import load
+from declutr.evaluation.senteval.data.taskdata import sentences
+from declutr.evaluation.senteval.data.tasks import find
 from declutr.trainer.model.behind import Dense
 
 
@@ -239,3 +249,127 @@ def test_sizes_that_a_folder_declares_wrongly_are_refused(tmp_path, declared):
     with pytest.raises(EncoderError, match=all_of("matryoshka_dimensions", "1 to 32", "--sizes")):
         sizes_of(encoder, None)
     assert sizes_of(encoder, (8,)) == (8,)
+
+
+TOKENIZED = ["i ca n't", "a film-maker 's U.S. debut", "The the", ".", "nothing known", "don\u00a0t caf\u00e9"]
+WORD_LINES = [
+    *("ca 1 2", "n't 3 4", "n 9 9", "' 9 9", "t 5 5", "film-maker 7 1", "'s 2 2", "U.S. 4 6", "the 8 8", ". 1 1"),
+    *("n't 30 40", "caf\u00e9 2 0"),
+]
+
+
+def official(path, texts):
+    """`get_wordvec` and `batcher` of examples/bow.py, facebookresearch/SentEval@5d6dc11."""
+    batch = [text.split() or ["."] for text in texts]
+    word2id = {word for sentence in batch for word in sentence}
+    word_vec = {}
+    with io.open(path, "r", encoding="utf-8") as f:  # noqa: UP020
+        for line in f:
+            word, vec = line.split(" ", 1)
+            if word in word2id:
+                word_vec[word] = np.array(vec.split(), dtype=np.float64)
+    size = len(vec.split())
+    embeddings = []
+    for sent in batch:
+        sentvec = [word_vec[word] for word in sent if word in word_vec] or [np.zeros(size)]
+        embeddings.append(np.mean(sentvec, 0))
+    return np.vstack(embeddings)
+
+
+@pytest.mark.parametrize("separator", [" ", "\t"])
+def test_words_are_split_at_white_space_and_looked_up_as_they_stand(tmp_path, separator):
+    path = tmp_path / "words.txt"
+    path.write_text("".join(f"{line}\n" for line in WORD_LINES), encoding="utf-8")
+    expected = official(path, TOKENIZED)
+    path.write_text("".join(line.replace(" ", separator) + "\n" for line in WORD_LINES), encoding="utf-8")
+    for vocabulary in (None, {word for text in TOKENIZED for word in text.split()}):
+        found = load_encoder(str(path), vocabulary=vocabulary, tokenized=True)
+        np.testing.assert_allclose(found.encode(TOKENIZED), expected, rtol=1e-6)
+    plain = load_encoder(str(path))
+    np.testing.assert_array_equal(plain.encode(["i ca n't"]), [[(1 + 9 + 9 + 5) / 4, (2 + 9 + 9 + 5) / 4]])
+    assert found.fingerprint != plain.fingerprint
+
+
+def test_hashed_words_are_words_in_any_script():
+    """Sentences that share words are nearer than others, also without spaces or with signs that follow letters."""
+    encoder = HashedWords(4096)
+    for near, far in (
+        (("一个女人正在切洋葱。", "一个女人正在切土豆。"), "狗在公园里跑。"),
+        (("क्या हिन्दी", "हिन्दी में"), "नमस्ते दुनिया"),
+    ):
+        one, two, other = unit_rows(encoder.encode([*near, far]))
+        assert one @ two > one @ other + 0.2
+    same = HashedWords(64).encode(["Words, and signs!"])
+    assert not has_other_words("good \u2764\ufe0f! 1\ufe0f\u20e3")
+    assert words_of("Words, and signs!") == ["Words", ",", "and", "signs", "!"]
+    assert np.array_equal(same, HashedWords(64).encode(["words, and signs!"]))
+
+
+@pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
+def test_real_sentences_give_what_bow_gives(tmp_path):
+    texts = sentences(load(find("MR"), COMPLETE))[::20]
+    words = {word for text in texts for word in text.split()} | {word for text in texts for word in words_of(text)}
+    numbers = np.random.default_rng(0).integers(-99, 100, (len(words), 3))
+    path = tmp_path / "words.vec"
+    lines = [f"{word} {' '.join(map(str, row))}\n" for word, row in zip(sorted(words), numbers, strict=True)]
+    path.write_text("".join(lines), encoding="utf-8")
+    found = load_encoder(str(path), tokenized=True).encode(texts)
+    np.testing.assert_allclose(found, official(path, texts), rtol=1e-6)
+    assert np.abs(load_encoder(str(path)).encode(texts) - found).max() > 1
+
+
+@pytest.fixture(scope="module")
+def bench_texts():
+    sentences = sentences_of(documentation(), 60)
+    return ["", *sentences[:40], *paragraphs_of(sentences, 3)]
+
+
+@pytest.fixture(scope="module")
+def bench_folder(bench_texts, tmp_path_factory):
+    path = tmp_path_factory.mktemp("encoder")
+    write_encoder(path, "tiny", bench_texts, 600, seed=0)
+    return str(path)
+
+
+def test_bf16_has_a_cosine_of_at_least_0_999_and_is_told_apart(bench_folder, bench_texts):
+    full, half = (load_encoder(bench_folder, device="cpu", precision=precision) for precision in ("fp32", "bf16"))
+    a, b = full.encode(bench_texts), half.encode(bench_texts)
+    assert b.dtype == np.float32
+    cosines = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+    assert 0.999 <= cosines.min() < cosines.max() <= 1.0001
+    assert not np.array_equal(a, b)
+    assert full.fingerprint == half.fingerprint, "an index of a GPU can be searched on a CPU"
+    assert vectors_fingerprint(full) == full.fingerprint != vectors_fingerprint(half)
+    assert load_encoder(bench_folder, device="cpu").precision == "fp32"
+
+
+@pytest.mark.parametrize("size", [1, 7, 44, 1000])
+def test_tokenizing_ahead_changes_nothing_but_the_batches(bench_folder, bench_texts, size):
+    encoder = load_encoder(bench_folder, device="cpu")
+    whole = encoder.encode(bench_texts)
+    object.__setattr__(encoder, "chunk_texts", size)
+    assert np.abs(encoder.encode(bench_texts) - whole).max() < 1e-5
+    assert encoder.encode([]).shape == (0, 32)
+
+
+def test_an_error_of_tokenizing_ahead_reaches_the_caller(bench_folder, bench_texts):
+    encoder = load_encoder(bench_folder, device="cpu")
+    object.__setattr__(encoder, "chunk_texts", 10)
+    with pytest.raises(TypeError):
+        encoder.encode([*bench_texts[:15], 7, *bench_texts[15:]])
+
+
+def test_packed_linear_layers_serve_inference_alone():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 8, bias=False))
+    inputs, names = torch.randn(2, 30, 48), list(module.state_dict())
+    before = module(inputs)
+    pack_linears(module)
+    assert torch.equal(module(inputs), before)
+    module(inputs).sum().backward()
+    assert module[0].weight.grad is not None
+    with torch.inference_mode():
+        assert torch.allclose(module(inputs), before, atol=1e-6)
+        assert module(inputs[:, :0]).shape == (2, 0, 8)
+        assert torch.equal(module.double()(inputs.double()), module(inputs.double()))
+    assert list(module.state_dict()) == names

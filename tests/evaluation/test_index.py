@@ -1,4 +1,4 @@
-"""`declutr index` and `declutr search`: what is nearest, by whose vectors, and what is refused."""
+"""`declutr index` and `declutr search`: the nearest, int8, the file for Embedding Atlas, refusals."""
 
 import json
 
@@ -11,6 +11,8 @@ from declutr.cli.main import main
 from declutr.common.errors import UsageError
 from declutr.embedding.build import build_index
 from declutr.embedding.index import INDEX, SearchIndex, StoredVectors, best_rows
+from declutr.embedding.plane import PLANE_ROWS, SHARE, fit_plane, sample_rows
+from declutr.embedding.units import Shape, shaped
 from declutr.encoders.loading import load_encoder
 
 ANIMALS = ["the cat sat on the mat", "a dog barked", "the mat was red", "nobody knows the trouble", "cat cat mat"]
@@ -55,19 +57,23 @@ def test_ten_texts_of_a_line_each_are_shown_below_each_of_several_queries(tmp_pa
 
 @pytest.mark.parametrize("suffix", [".npy", ".parquet"])
 def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, suffix):
+    """By file, or by a field of theirs; a text without that field falls back to its file."""
     (tmp_path / "in").mkdir()
     for name, texts in (("a", ANIMALS[:3]), ("b", ANIMALS[3:])):
-        (tmp_path / f"in/{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        lines = [{"text": text} | ({"kind": f"{name}{len(text)}"} if "cat" in text else {}) for text in texts]
+        (tmp_path / f"in/{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = tmp_path / f"out{suffix}"
     assert main(["embed", "hashed-words:32", str(tmp_path / "in"), "--output", str(output)]) == 0
     rows = [4, 0, 3]
     expected = load_encoder("hashed-words:32").encode([ANIMALS[row] for row in rows])
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-    build_index(output, tmp_path / "files")
-    index = SearchIndex(tmp_path / "files")
+    assert main(["index", str(output), "--output", str(tmp_path / "kinds"), "--source-field", "kind"]) == 0
+    index = SearchIndex(tmp_path / "kinds")
     texts = [(text.source, text.text) for text in index.texts(range(5))]
-    assert texts == list(zip([*["a.jsonl"] * 3, *["b.jsonl"] * 2], ANIMALS, strict=True))
+    assert texts == list(zip(["a22", "a.jsonl", "a.jsonl", "b.jsonl", "b11"], ANIMALS, strict=True))
     np.testing.assert_allclose(index.vectors(rows), expected, atol=1e-6)
+    build_index(output, tmp_path / "files")
+    assert [text.source for text in SearchIndex(tmp_path / "files").texts([0, 4])] == ["a.jsonl", "b.jsonl"]
 
 
 def test_text_without_an_id_is_shown_with_the_number_of_its_record(tmp_path, capsys):
@@ -185,3 +191,212 @@ def test_index_with_the_graphs_of_an_earlier_version_is_refused_with_the_remedy(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"kind": "graph"}))
     assert main(["search", str(tmp_path / "index"), "cat"]) == 1
     says(capsys.readouterr().err, "kind", "'graph'", "`declutr index EMBEDDINGS --output FOLDER`")
+
+
+ENCODER = "hashed-words:64"
+
+
+def embed_words(tmp_path, *options, suffix=".npy", count=600):
+    rng = np.random.default_rng(0)
+    words = [f"w{number}" for number in range(300)]
+    lines = [" ".join(rng.choice(words, 10)) for _ in range(count)]
+    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
+    output = tmp_path / f"out{''.join(options)}{suffix}"
+    assert main(["embed", ENCODER, str(tmp_path / "in.txt"), "--output", str(output), *options]) == 0
+    return output
+
+
+def test_int8_keeps_the_direction_and_scales_each_row_to_127():
+    rows = np.array([[0.5, -1, 0.25], [1e-20, 0, -2e-20], [0, 0, 0], [3e38, 1e38, 0]], np.float32)
+    expected = [[64, -127, 32], [64, 0, -127], [0, 0, 0], [127, 42, 0]]
+    found = shaped(rows, Shape(dtype="int8"))
+    assert found.dtype == np.int8
+    assert found.tolist() == expected
+    np.testing.assert_array_equal(shaped(found.astype(np.float32) / 7, Shape(dtype="int8")), found)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".parquet"])
+def test_index_of_int8_embeddings_keeps_them(tmp_path, capsys, suffix):
+    output = embed_words(tmp_path, "--dtype", "int8", suffix=suffix)
+    says(capsys.readouterr().out, "600 embeddings", "int8")
+    assert main(["index", str(output), "--output", str(tmp_path / "index")]) == 0
+    says(capsys.readouterr().out, "vectors", "int8", "float32")
+    index = SearchIndex(tmp_path / "index")
+    assert index.facts.dtype == "int8"
+    vectors = load_encoder(ENCODER).encode([text.text for text in index.texts(range(600))])
+    rows = shaped(vectors, Shape(dtype="int8")).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    np.testing.assert_allclose(index.vectors([5, 0]), rows[[5, 0]], atol=1e-6)
+    unrounded = vectors[5] / np.linalg.norm(vectors[5])
+    np.testing.assert_allclose(index.embed(load_encoder(ENCODER), index.texts([5])[0].text), unrounded, atol=1e-6)
+    if suffix == ".npy":
+        np.testing.assert_array_equal(np.load(output), shaped(vectors, Shape(dtype="int8")))
+
+
+def test_search_of_int8_scores_by_queries_that_are_not_rounded(tmp_path):
+    output = embed_words(tmp_path)
+    for dtype in ("float32", "int8"):
+        build_index(output, tmp_path / dtype, dtype=dtype)
+    index, exact = SearchIndex(tmp_path / "int8"), SearchIndex(tmp_path / "float32")
+    queries = exact.vectors(list(range(0, 600, 7)))
+    rows, cosines = index.nearest(queries, 10)
+    for row, found, query in zip(rows, cosines, queries, strict=True):
+        np.testing.assert_allclose(found, index.vectors(row.tolist()) @ query, atol=1e-6)
+    assert (np.diff(cosines, axis=1) <= 0).all()
+    assert (rows[:, 0] == np.arange(0, 600, 7)).all()
+    np.testing.assert_allclose(cosines, exact.nearest(queries, 10)[1], atol=0.01)
+    assert 0.95 < index.facts.recall <= 1
+    assert exact.facts.recall is None
+
+
+def test_recall_is_the_share_of_the_ten_nearest_that_is_found(tmp_path):
+    output = embed_words(tmp_path)
+    facts = build_index(output, tmp_path / "index", dtype="int8")
+    vectors = np.load(output)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    rounded = shaped(vectors, Shape(dtype="int8")).astype(np.float32)
+    rounded /= np.linalg.norm(rounded, axis=1, keepdims=True)
+    hits = []
+    for row in np.unique(np.linspace(0, 599, 100).astype(int)):
+        true, found = (np.delete(each @ vectors[row], row) for each in (vectors, rounded))
+        chosen = np.argsort(-found, kind="stable")[:10]
+        hits.append((true[chosen] >= np.sort(true)[-10] - 1e-6).mean())
+    assert facts.recall == pytest.approx(np.mean(hits), abs=1e-9)
+
+
+def test_int8_index_is_a_quarter_in_size_and_the_same_every_time(tmp_path):
+    output = embed_words(tmp_path)
+    made = [build_index(output, tmp_path / str(number), dtype="int8", lexical="idf") for number in (1, 2)]
+    assert made[0] == made[1]
+    build_index(output, tmp_path / "float32")
+    sizes = [(tmp_path / folder / "vectors.npy").stat().st_size for folder in ("float32", "1")]
+    assert sizes[0] - sizes[1] == 3 * 600 * 64
+
+
+def test_vectors_of_another_type_than_the_index_names_are_refused(tmp_path):
+    build_index(embed_words(tmp_path, count=40), tmp_path / "index", dtype="int8")
+    path = tmp_path / "index" / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}))
+    with pytest.raises(UsageError, match=all_of("vectors.npy")):
+        SearchIndex(tmp_path / "index")
+
+
+def test_index_of_one_text_has_no_recall(tmp_path):
+    facts = build_index(embed_words(tmp_path, count=1), tmp_path / "index", dtype="int8")
+    assert facts.recall is None
+
+
+HOSTILE = (
+    "<script>document.title='run'</script> &amp; \u202eright to left\u202c \x00\x1b[31m \x9b \u2066 {} 'quoted'"
+    " \N{FOX FACE}" + "long" * 200
+)
+MAP_TEXTS = [f"{animal} {verb} on the mat" for animal in ("cat", "dog", "hen") for verb in ("sat", "ate", "ran")]
+MAP_TEXTS += [HOSTILE, "a zebra", "-----", "cat " * 400]  # a text without a word has a null vector
+
+
+def embedded_texts(folder, *options, texts=MAP_TEXTS, suffix=".npy"):
+    (folder / "in").mkdir()
+    rows = [{"text": text, "key": f"k{number}", "from": HOSTILE} for number, text in enumerate(texts)]
+    (folder / "in/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = folder / f"out{suffix}"
+    assert main(["embed", "hashed-words:16", str(folder / "in"), "--output", str(output), *options]) == 0
+    return output
+
+
+def stored(output):
+    return np.load(output) if output.suffix == ".npy" else np.stack(pq.read_table(output)["embedding"].to_numpy())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize(("suffix", "options"), [(".npy", []), (".parquet", ["--id-field", "key"])])
+def test_map_has_texts_vectors_and_places(tmp_path, capsys, dtype, suffix, options):
+    output, file = (
+        embedded_texts(tmp_path, "--dtype", dtype, *options, suffix=suffix),
+        tmp_path / "new folder/map.parquet",
+    )
+    command = ["index", str(output), "--output", str(tmp_path / "index"), "--source-field", "from"]
+    assert main([*command, "--parquet", str(file)]) == 0
+    table = pq.read_table(file)
+    share = float(table.schema.metadata[SHARE])
+    says(capsys.readouterr().out, f"'{file}' --text text --x x --y y", f"{100 * share:.1f}% of the variance")
+    assert table.column_names == ["text", "id", "source", "vector", "x", "y"]
+    assert table["text"].to_pylist() == MAP_TEXTS
+    assert table["id"].to_pylist() == [f"k{number}" if options else None for number in range(len(MAP_TEXTS))]
+    assert set(table["source"].to_pylist()) == {HOSTILE}
+    vectors = np.stack(table["vector"].to_numpy())
+    assert vectors.dtype == dtype
+    np.testing.assert_array_equal(vectors, stored(output))
+    units = vectors.astype(np.float64)
+    units /= np.maximum(np.linalg.norm(units, axis=1, keepdims=True), 1e-12)
+    left, values, _ = np.linalg.svd(units - units.mean(axis=0), full_matrices=False)
+    places = np.stack([table["x"].to_numpy(), table["y"].to_numpy()], axis=1)
+    assert places.dtype == np.float32
+    assert np.isfinite(places).all()
+    np.testing.assert_allclose(np.abs(places), np.abs(left[:, :2] * values[:2]), atol=1e-5)
+    assert share == pytest.approx((values[:2] ** 2).sum() / (values**2).sum(), abs=1e-5)
+
+
+def test_map_of_many_texts_is_fitted_to_some_and_is_the_same_every_time(tmp_path):
+    """More than fit the plane, and more than are in a batch of the vectors or a part of the texts."""
+    rng = np.random.default_rng(0)
+    texts = [" ".join(f"w{word}" for word in rng.integers(0, 90, 6)) for _ in range(PLANE_ROWS + 300)]
+    output = embedded_texts(tmp_path, "--unit-mib", "0.02", texts=texts, suffix=".parquet")
+    for name in "ab":
+        build_index(output, tmp_path / name, map_file=tmp_path / f"{name}.parquet")
+    assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
+    table = pq.read_table(tmp_path / "a.parquet")
+    assert table["text"].to_pylist() == texts
+    np.testing.assert_array_equal(np.stack(table["vector"].to_numpy()), stored(output))
+    units = SearchIndex(tmp_path / "a").vectors(range(len(texts)))
+    rows = sample_rows(len(texts), PLANE_ROWS)
+    assert len(set(rows.tolist())) == PLANE_ROWS
+    np.testing.assert_array_equal(rows, np.sort(rows))
+    places = fit_plane(units[rows]).place(units)
+    np.testing.assert_allclose(np.stack([table["x"], table["y"]], axis=1), places, atol=1e-6)
+
+
+def test_plane_is_that_of_the_covariance_and_does_not_turn_round():
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal((60, 5)) * [5, 3, 1, 0.5, 0.1]
+    for size in (5, 200):  # fewer numbers than texts, and more
+        turn = np.linalg.qr(rng.standard_normal((size, size)))[0][:5]
+        vectors = (base @ turn + 1).astype(np.float32)
+        plane = fit_plane(vectors)
+        np.testing.assert_allclose(plane.axes.T @ plane.axes, np.eye(2), atol=1e-6)
+        values, columns = np.linalg.eigh(np.cov(vectors.T.astype(np.float64), bias=True))
+        for axis, column in zip(plane.axes.T, columns.T[:-3:-1], strict=True):
+            np.testing.assert_allclose(np.abs(axis), np.abs(column), atol=1e-4)
+            assert axis[np.abs(axis).argmax()] > 0
+        assert plane.share == pytest.approx(values[-2:].sum() / values.sum(), abs=1e-6)
+        np.testing.assert_allclose(fit_plane(vectors[::-1]).axes, plane.axes, atol=1e-6)
+
+
+@pytest.mark.parametrize("vectors", [np.ones((1, 1)), np.ones((1, 30)), np.ones((30, 4)), np.zeros((3, 9))])
+def test_plane_of_equal_vectors_has_one_place(vectors):
+    plane = fit_plane(vectors.astype(np.float32))
+    assert plane.share == 1
+    np.testing.assert_array_equal(plane.place(vectors.astype(np.float32)), np.zeros((len(vectors), 2)))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("map.csv", "must end in .parquet"),
+        ("out.parquet", "exists already"),
+        ("index/map.parquet", "folder of the index"),
+        ("in/map.parquet", "is in the input"),
+    ],
+)
+def test_map_in_a_place_that_is_in_use_is_refused(tmp_path, capsys, name, words):
+    output = embedded_texts(tmp_path, suffix=".parquet")
+    before = output.read_bytes()
+    command = ["index", str(output), "--output", str(tmp_path / "index"), "--parquet", str(tmp_path / name)]
+    assert main(command) == 1
+    says(capsys.readouterr().err, "--parquet", name, words)
+    assert output.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out.parquet", "out.parquet.json"}
+
+
+def test_map_of_no_text_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=all_of("--parquet", "no text")):
+        build_index(embedded_texts(tmp_path, texts=[]), tmp_path / "index", map_file=tmp_path / "map.parquet")

@@ -15,6 +15,8 @@ from declutr.encoders.loading import load_encoder
 mteb = pytest.importorskip("mteb", reason="pip install -e '.[mteb]'")
 datasets = pytest.importorskip("datasets")
 
+UNKNOWN = ("reference", "date", "domains", "task_subtypes", "license", "annotations_creators", "dialect")
+UNKNOWN += ("sample_creation", "bibtex_citation")
 FIRST = ["ab cd", "one two three", "word word 7 and more", "x", "cd ab", "three four"]
 SECOND = ["ab cd cd", "seven six", "word 8 and more", "naïve", "cd ab", "four three"]
 GOLD = [4.0, 1.0, 3.5, 0.0, 5.0, 2.0]
@@ -31,20 +33,12 @@ def task(monkeypatch):
             name="LocalSTS",
             dataset={"path": "local/sts", "revision": "0"},
             description="six pairs",
-            reference=None,
             type="STS",
             category="t2t",
             eval_splits=["test"],
             eval_langs=["eng-Latn"],
             main_score="cosine_spearman",
-            date=None,
-            domains=None,
-            task_subtypes=None,
-            license=None,
-            annotations_creators=None,
-            dialect=None,
-            sample_creation=None,
-            bibtex_citation=None,
+            **dict.fromkeys(UNKNOWN),
         )
         min_score, max_score = 0, 5
 

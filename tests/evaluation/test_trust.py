@@ -103,6 +103,8 @@ def their_run(tmp_path, theirs):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["search", "embed", "export", "evaluate", "mteb"])
 def test_only_the_command_line_grants_trust(command, their_index, their_run, theirs, marker, tmp_path, capsys):
+    sets = ["--data", str(tmp_path / "sets"), "--output", str(tmp_path / "scores"), "--tasks", "STS12"]
+    sets.append("--allow-unchecked")
     commands = {
         "search": [["search", str(their_index), "ab"]],
         "embed": [
@@ -114,20 +116,7 @@ def test_only_the_command_line_grants_trust(command, their_index, their_run, the
             for folder in (theirs, their_run)
         ],
         "mteb": [["evaluate", str(theirs), "--mteb", "STSBenchmark", "--output", str(tmp_path / "scores")]],
-        "evaluate": [
-            [
-                "evaluate",
-                str(folder),
-                "--data",
-                str(tmp_path / "sets"),
-                "--output",
-                str(tmp_path / "scores"),
-                "--tasks",
-                "STS12",
-                "--allow-unchecked",
-            ]
-            for folder in (theirs, their_run)
-        ],
+        "evaluate": [["evaluate", str(folder), *sets] for folder in (theirs, their_run)],
     }
     if command == "mteb":
         pytest.importorskip("mteb", reason="pip install -e '.[mteb]'")

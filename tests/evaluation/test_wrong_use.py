@@ -76,9 +76,10 @@ SETTINGS = [
     (["data=shards"], "is not a manifest of this version"),
     (["data=cut"], "Invalid JSON"),
     (["encoder={pretrained: ./none}"], "no such folder; looked at"),
-    (["optim.lrr=1", "steps=yes"], "did you mean `optim.lr`?"),
-    (["optim.lrr=1", "steps=yes"], "steps = True: a number is needed"),
-    (["optim.lrr=1", "run=file.txt"], "is a file; name a folder"),
+    (
+        ["optim.lrr=1", "steps=yes", "run=file.txt"],
+        ("did you mean `optim.lr`?", "steps = True: a number is needed", "is a file; name a folder"),
+    ),
     (["optim.betas=[2, -1]"], "optim.betas.1 = -1"),
     (["scaling.device=gpu"], "did you mean `cuda`?"),
     (["batch_size=8"], "batch_size: unknown key; did you mean `batch_documents`?"),
@@ -92,8 +93,10 @@ SETTINGS = [
     (["steps=1" + "0" * 30], "must be at most 1,000,000,000,000"),
     (["seed=1" + "0" * 4000], "it has more than 1,024 bits"),
     (["." * 10_000 + "=1"], "has 10,001 parts; a key has at most 64"),
-    (["objective.temperature=.nan"], "objective.temperature = nan: must be a finite number"),
-    (["objective.temperature=.nan"], "it needs objective.kind = simcse or scd or"),
+    (
+        ["objective.temperature=.nan"],
+        ("objective.temperature = nan: must be a finite number", "it needs objective.kind = simcse or scd or"),
+    ),
     (["train.steps=4"], "write `steps`"),
     (["steps=4", "steps=5"], "which undoes it"),
     (["--fork", "r"], "encoder.pretrained=RUN/export"),
@@ -124,8 +127,10 @@ OTHERS = [
     (["prepare", "good.yaml", "corpus.kind=file"], "did you mean `files`?"),
     (["prepare", "good.yaml", "corpus.paths=./my texts"], "1 problem(s)\n  - corpus.paths = './my texts'"),
     (["prepare", "good.yaml", "corpus.paths=5"], "1 problem(s)\n  - corpus.paths = 5"),
-    (["prepare", "good.yaml", "tokenizer={kind: pretrained, name: ./none}", "output=file.txt"], "no such folder"),
-    (["prepare", "good.yaml", "tokenizer={kind: pretrained, name: ./none}", "output=file.txt"], "name a folder"),
+    (
+        ["prepare", "good.yaml", "tokenizer={kind: pretrained, name: ./none}", "output=file.txt"],
+        ("no such folder", "name a folder"),
+    ),
     (["demo", "--config", "good.yaml", "optim.lrr=1"], "did you mean `optim.lr`?"),
     (["why", "empty.yaml", "--step", "1"], "found nothing"),
     (["why", "good.yaml"], "give --step, --document or both"),
@@ -134,10 +139,7 @@ OTHERS = [
     (["verify-gradients", "good.yaml", "spans.max_token=1"], "did you mean `spans.max_tokens`?"),
     (["verify-gradients", "good.yaml", "--documents", "0"], "at least 1"),
     (["evaluate", "--mteb", "STSBenchmark"], "--mteb takes one ENCODER or more"),
-    (
-        ["evaluate", "hashed-words:4", "--mteb", "STSBenchmark", "--pretrained", "x"],
-        "no --pretrained",
-    ),
+    (["evaluate", "hashed-words:4", "--mteb", "STSBenchmark", "--pretrained", "x"], "no --pretrained"),
     (["evaluate", "hashed-words:4", "--mteb", "STSBenchmark", "--data", "docs"], "not allowed with argument"),
     (["evaluate", "hashed-words:4"], "is required"),
     (["report", "run"], "run is a run (its config.yaml names its shards), not the output of `prepare`"),
@@ -197,7 +199,7 @@ def test_wrong_use_gives_one_message_and_nothing_else(place, capsys, arguments, 
     shown = capsys.readouterr()
     assert status in (1, 2)
     assert shown.err.strip()
-    assert told in shown.err
+    assert all(fact in shown.err for fact in ([told] if isinstance(told, str) else told)), shown.err
     assert "Traceback" not in shown.err
     assert everything(place) == before
     assert not ray.is_initialized()

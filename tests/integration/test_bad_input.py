@@ -61,17 +61,6 @@ def foreign(tmp_path):
     return tmp_path / "model"
 
 
-def test_train_without_a_config_file_is_refused(tmp_path, capsys):
-    assert main([str(tmp_path / "no.yaml")]) == 1
-    says(capsys.readouterr().err, "no such", "config file")
-
-
-def test_config_without_the_section_is_refused(tmp_path, capsys):
-    config = runs.write_config(tmp_path / "train.yaml", prepare={})
-    assert main([str(config)]) == 1
-    says(capsys.readouterr().err, "section `train`")
-
-
 def test_train_without_shards_is_refused(run_bad, tmp_path):
     (line,) = run_bad(folder=tmp_path / "nothing")
     assert f"data = {tmp_path / 'nothing'}" in line
@@ -80,7 +69,12 @@ def test_train_without_shards_is_refused(run_bad, tmp_path):
 
 def test_unknown_keys_and_wrong_values_are_reported_together(run_bad):
     lines = run_bad(
-        "spans.max_token=8", "batch_documents=0", "optim.lr=fast", "objective.masking.mlm_probability=2", "here"
+        "spans.max_token=8",
+        "batch_documents=0",
+        "optim.lr=fast",
+        "objective.masking.mlm_probability=2",
+        "here",
+        "validation.score=recal_at_1",
     )
     text = "\n".join(lines)
     says(text, "spans.max_token", "unknown key", "`spans.max_tokens`")
@@ -88,14 +82,8 @@ def test_unknown_keys_and_wrong_values_are_reported_together(run_bad):
     assert "optim.lr = 'fast'" in text
     assert "objective.masking.mlm_probability = 2" in text
     says(text, "'here'", "key=value")
-    assert len(lines) == 5
-
-
-def test_an_unknown_score_is_reported_with_the_errors_of_other_settings(run_bad):
-    first, second = run_bad("validation.score=recal_at_1", "optim.lr=fast")
-    assert "optim.lr = 'fast'" in first
-    says(second, "score = 'recal_at_1'", "distant_recall_at_1")
-    says(second, "`recall_at_1`")
+    says(text, "score = 'recal_at_1'", "distant_recall_at_1", "`recall_at_1`")
+    assert len(lines) == 6
 
 
 def test_patience_without_scores_or_checkpoints_is_refused(run_bad):
@@ -118,7 +106,6 @@ def test_vocabulary_smaller_than_the_tokenizers_is_refused(run_bad, data):
     size = load_manifest(data).tokenizer.vocab_size
     (line,) = run_bad(f"encoder.from_config.vocab_size={size - 1}")
     says(line, size - 1, size)
-    says(line, size - 1)
 
 
 @pytest.mark.parametrize(
@@ -128,32 +115,19 @@ def test_vocabulary_smaller_than_the_tokenizers_is_refused(run_bad, data):
         (["checkpoint.every_steps=0"], ("every_steps = 0", "above 0", "null")),
         (["validation.every_steps=5%"], ("validation.every_steps = '5%'", "200", "share")),
         (["export=best"], ("export = best", "validation.every_steps", "above 0")),
-        (
-            ["export=best", "validation.patience=2"],
-            ("validation.every_steps", "above 0"),
-        ),
+        (["export=best", "validation.patience=2"], ("validation.every_steps", "above 0")),
         (["validation.patience=0"], ("validation.patience = 0", "greater than 0")),
-        (
-            ["scaling.fsdp=true", "microbatch_tokens=auto"],
-            ("scaling.fsdp = True", "microbatch_tokens", "auto", "null"),
-        ),
-        (
-            ["encoder.from_config.max_position_embeddings=16"],
-            ("spans.max_tokens = 16", "14"),
-        ),
+        (["scaling.fsdp=true", "microbatch_tokens=auto"], ("scaling.fsdp = True", "microbatch_tokens", "auto", "null")),
+        (["encoder.from_config.max_position_embeddings=16"], ("spans.max_tokens = 16", "14")),
         (["encoder.from_config.model_type=robberta"], "robberta"),
         (["encoder.from_config.num_attention_heads=3"], "3"),
+        (["objective.loss={kind: pytorch_metric_learning, loss: NTXentLoss, loss_arguments: {warmth: 1}}"], "warmth"),
         (["encoder.from_config={model_type: gpt2, n_embd: 32, n_head: 2, n_layer: 1}"], "gpt2"),
     ],
 )
 def test_settings_and_encoders_that_cannot_work_are_refused(run_bad, overrides, message):
     (line,) = run_bad(*overrides)
     says(line, message)
-
-
-def test_a_pretrained_model_that_is_not_there(run_bad, tmp_path):
-    (line,) = run_bad(encoder={"from_config": None, "pretrained": str(tmp_path / "nothing")})
-    assert str(tmp_path / "nothing") in line
 
 
 def test_shards_of_another_tokenizer_are_refused(run_bad, foreign):
@@ -181,20 +155,16 @@ def test_a_truncated_and_a_missing_shard_are_named(run_bad, broken):
     assert f"{broken / second.name} is missing" in missing
 
 
-def test_a_shard_with_a_broken_footer_is_named(run_bad, broken):
-    path = broken / load_manifest(broken).shards[0].name
-    raw = bytearray(path.read_bytes())
-    raw[-60:] = bytes(60)
-    path.write_bytes(raw)
-    (line,) = run_bad(folder=broken)
-    says(line, path, "not an Arrow")
+def lose_the_footer(path):
+    path.write_bytes(path.read_bytes()[:-60] + bytes(60))
 
 
-def test_a_shard_that_was_changed_in_place_is_named(run_bad, broken):
+@pytest.mark.parametrize(("damage", "facts"), [(lose_the_footer, "not an Arrow"), (flip_a_bit, ("damaged", "SHA-256"))])
+def test_a_shard_that_was_changed_in_place_is_named(run_bad, broken, damage, facts):
     path = broken / load_manifest(broken).shards[0].name
-    flip_a_bit(path)
+    damage(path)
     (line,) = run_bad(folder=broken)
-    says(line, path, "damaged", "SHA-256")
+    says(line, path, facts)
 
 
 def test_shards_without_a_manifest_or_tokenizer_are_refused(run_bad, broken):
@@ -217,12 +187,6 @@ def test_validation_without_held_out_documents_is_refused(run_bad, broken):
     )
     (line,) = run_bad("validation.every_steps=2", folder=broken)
     says(line, "0 held-out documents", "at least 2")
-
-
-def test_a_metric_learning_loss_with_an_argument_it_does_not_have(run_bad):
-    loss = {"kind": "pytorch_metric_learning", "loss": "NTXentLoss", "loss_arguments": {"warmth": 1}}
-    (line,) = run_bad(objective={"loss": loss})
-    assert "warmth" in line
 
 
 def test_print_config_can_be_used_as_a_config(data, tmp_path, capsys):

@@ -52,19 +52,11 @@ def test_from_texts_to_a_score(tmp_path):
     size = [f"encoder.from_config.{name}={value}" for name, value in (("hidden_size", 32), ("num_hidden_layers", 2))]
     size += ["encoder.from_config.intermediate_size=48", "encoder.from_config.num_attention_heads=2"]
     size += ["encoder.from_config.max_position_embeddings=24", "spans.max_tokens=16", "spans.min_tokens=4"]
-    size += ["batch_documents=8", "epochs=null", "steps=4", "scaling.cpus_per_worker=1"]
+    size += ["batch_documents=8", "epochs=null", "steps=4", "scaling.num_workers=0"]
     assert main(["train", str(config), f"data={tmp_path / 'data'}", f"run={tmp_path / 'run'}", *size]) == 0
     sets = write_translations(tmp_path / "sets", rows=12, languages=("de", "zh"))
-    given = [
-        "evaluate",
-        str(tmp_path / "run"),
-        "--data",
-        str(sets),
-        "--allow-unchecked",
-        "--output",
-        str(tmp_path / "s"),
-    ]
-    assert main([*given, "--tasks", "STS-B-de,STS-B-zh"]) == 0
+    given = ["--data", str(sets), "--allow-unchecked", "--output", str(tmp_path / "s"), "--tasks", "STS-B-de,STS-B-zh"]
+    assert main(["evaluate", str(tmp_path / "run"), *given]) == 0
     told = json.loads((tmp_path / "s/scores.json").read_text())["encoders"][0]["protocols"]["senteval"]["results"]
     assert set(told) == {"STSBenchmark-de", "STSBenchmark-zh"}
     embeddings = load_encoder(str(tmp_path / "run"), device="cpu").encode(["人工智能", "абвг", "", "ابت"])

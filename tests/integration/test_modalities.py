@@ -1,4 +1,4 @@
-"""The commands of docs/guides/modalities.md, exactly as they are written there, with small pictures and sounds."""
+"""The commands of docs/guides/modalities.md and texts.md, exactly as they are written there, with small files."""
 
 import re
 import shlex
@@ -55,3 +55,28 @@ def test_the_task_of_the_page_is_valid():
         {"data": "data/texts", "run": "runs/any", **sections, "encoder": {"pretrained": "x"}}
     )
     assert config.auxiliary_tasks["image"].batch_documents == 48
+
+
+SECTION = (
+    (runs.ROOT / "docs/guides/texts.md").read_text().split("\n## Sentences, pairs and triples\n")[1].split("\n## ")[0]
+)
+
+
+def test_the_example_gives_what_the_page_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(runs.ROOT / "configs")
+    (block,) = re.findall(r"```json\n(.*?)```", SECTION, re.DOTALL)
+    (tmp_path / "pairs.jsonl").write_text(block)
+    commands = [
+        shlex.split(line, comments=True)[1:] for line in SECTION.splitlines() if line.startswith("    declutr ")
+    ]
+    assert [command[0] for command in commands] == ["prepare", "inspect", "report"]
+    for command in commands:
+        assert main(command) == 0
+    manifest = load_manifest(tmp_path / "data" / "pairs")
+    assert manifest.totals["kept"] == 2
+    assert manifest.dropped == {"no_gold_label": 1}
+    assert manifest.labels == {"contradiction": 2, "entailment": 2, "neutral": 1}
+    told = capsys.readouterr().out
+    assert re.search(r"premise +\d+ tokens  A man plays a guitar\.", told)
+    assert (tmp_path / "data" / "pairs" / "report" / "report.html").is_file()

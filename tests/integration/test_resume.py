@@ -1,6 +1,7 @@
-"""Which checkpoint a run continues from, and when it does not."""
+"""Which checkpoint a run continues from, and when it does not; a run in the process of the command."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import ray
@@ -10,10 +11,13 @@ from messages import all_of, says
 from preparing import checksums
 
 from declutr.common.errors import CheckpointError, ConfigError
+from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import load_manifest
 from declutr.trainer.checkpoints.checkpoint import find_latest, read_state, steps_in
 from declutr.trainer.checkpoints.ranking import find_best
 from declutr.trainer.driver.checks import problems
+from declutr.trainer.driver.run import run_training
+from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.train import main, train
 
 pytestmark = pytest.mark.ray
@@ -111,3 +115,52 @@ def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_worke
     assert not left_behind.exists()
     assert read_state(newest(copied)).world_size == 2
     assert (copied / "export" / "model.safetensors").is_file()
+
+
+def test_local_run_has_the_steps_and_weights_of_a_group(data, finished, tmp_path):
+    summary = run_training(runs.finished_config(data, tmp_path / "run", scaling={"num_workers": 0}))
+    assert summary["steps"] == 8
+    for kind in ("step", "validation"):
+        assert runs.steps_of(tmp_path / "run", kind) == runs.steps_of(finished / "run", kind)
+    for name in ("encoder.safetensors", "optimizer.safetensors"):
+        one, other = (run / "checkpoints" / "step-00000008" / name for run in (tmp_path / "run", finished / "run"))
+        assert hash_file(one) == hash_file(other)
+
+
+def test_group_run_is_continued_without_ray(data, copied, finished):
+    for folder in (copied / "checkpoints").glob("step-*"):
+        if int(folder.name[5:]) > 6:
+            shutil.rmtree(folder)
+    (copied / "summary.json").unlink()
+    assert run_training(runs.finished_config(data, copied, scaling={"num_workers": 0}))["steps"] == 8
+    assert runs.steps_of(copied) == runs.steps_of(finished / "run")
+    assert steps_in(copied / "checkpoints")[-1] == 8
+
+
+@pytest.mark.parametrize("change", [{"address": "auto"}, {"fsdp": True}, {"spot_notices": "aws"}])
+def test_settings_of_ray_are_refused(change):
+    with pytest.raises(ValueError, match="num_workers = 0 trains without Ray"):
+        runs.least_config(scaling={"num_workers": 0} | change)
+
+
+def test_moved_run_with_relative_paths_continue_at_their_step(data, tmp_path, monkeypatch):
+    """Workers get absolute paths, and must recognise checkpoints all the same."""
+    (tmp_path / "here" / "sts").mkdir(parents=True)
+    pairs = (f"a\tb\tc\t{number}\t{number % 6}\tone {number}\tother {number}\n" for number in range(9))
+    (tmp_path / "here" / "sts" / "sts-dev.csv").write_text("".join(pairs))
+    monkeypatch.chdir(tmp_path / "here")
+    changes = {"validation": {"every_steps": 4, "stsb": "sts"}, "scaling": {"num_workers": 0}}
+    config = runs.finished_config(data, "run", **changes)
+    assert run_training(config)["steps"] == 8
+    times = _times("run")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").rename(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "there")
+    shutil.rmtree(sorted(Path("run/checkpoints").glob("step-*"))[-1])
+    Path("run/summary.json").unlink()
+    assert run_training(config)["steps"] == 8
+    assert _times("run")[:6] == times[:6]
+
+
+def _times(run):
+    return [line["time"] for line in read_metrics(Path(run)) if line["kind"] == "step"]

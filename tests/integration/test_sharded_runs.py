@@ -1,4 +1,4 @@
-"""Runs with sharded parameters: the numbers, the files and the export of a run that holds everything on each worker."""
+"""Runs with sharded parameters or elastic determinism: the numbers, files and export of a run that holds everything."""
 
 import dataclasses
 import json
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.checkpoints.checkpoint import steps_in
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_encoder, build_validator, load_tokenizer
 from declutr.trainer.setup.config import TrainConfig
@@ -102,3 +103,36 @@ def test_a_run_continues_with_and_without_sharding(data, finished, sharded, tmp_
     together = runs.cut(finished / "run", tmp_path / "together", last=6)
     train(config_of(data, together, workers=2, sharded=True))
     assert_close(together, finished / "run")
+
+
+def trained(data, run, workers):
+    scaling = {"num_workers": workers, "elastic_determinism": True}
+    kept = {"every_steps": 2, "keep_last": 2, "keep_every_steps": 2}
+    train(runs.train_config(data, run, **runs.FINISHED | {"scaling": scaling, "checkpoint": kept}))
+    return run
+
+
+def results(run):
+    """Checksums of the weights and moments of each checkpoint, and the lines of steps and validations."""
+    sums = {
+        f"{step} {name}": hash_file(run / "checkpoints" / f"step-{step:08d}" / name)
+        for step in steps_in(run / "checkpoints")
+        for name in FILES
+    }
+    sums["export"] = hash_file(run / "export" / "model.safetensors")
+    return sums, runs.steps_of(run), runs.steps_of(run, "validation")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("session")
+def test_two_then_three_workers_then_none_are_one_process(data, tmp_path):
+    alone = results(trained(data, tmp_path / "alone", 0))
+    assert len(alone[0]) == 4 * len(FILES) + 1
+    assert len(alone[1]) == 8
+    two = trained(data, tmp_path / "two", 2)
+    assert results(two) == alone
+    three = trained(data, runs.cut(two, tmp_path / "three", 2), 3)
+    assert results(three) == alone
+    one = trained(data, runs.cut(three, tmp_path / "one", 6), 0)
+    assert results(one) == alone

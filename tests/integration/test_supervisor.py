@@ -1,4 +1,4 @@
-"""Failures that the driver survives or refuses, and its messages."""
+"""Failures that the driver survives or refuses, its messages, and commands that end in the middle."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from messages import says
 from declutr.common.errors import RunLockedError, TrainingFailedError
 from declutr.common.lock import RunLock
 from declutr.common.storage import hash_file
-from declutr.trainer.checkpoints.checkpoint import checkpoint_path, steps_in
+from declutr.trainer.checkpoints.checkpoint import checkpoint_path, find_latest, steps_in
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.driver.summary import FAILURES, ended_early
 from declutr.trainer.train import main
@@ -117,3 +117,46 @@ def test_problems_are_said_although_ray_has_begun_to_start(data, tmp_path, capsy
     assert "batch_documents = 1000000" in said
     assert "spans.max_tokens = 17" in said
     assert not ray.is_initialized()
+
+
+@pytest.fixture
+def under_way(data, tmp_path, request):
+    """A run that has taken some steps: driver, everything below it, folder. Its parameter is shutdown_grace_seconds."""
+    run = tmp_path / "run"
+    values = runs.train_values(data, run, steps=100_000, scaling={"shutdown_grace_seconds": request.param})
+    driver, before = runs.start_command(
+        "declutr.trainer.train", runs.write_config(tmp_path / "train.yaml", train=values), run
+    )
+    runs.wait_for_step(driver, before, run, 3, timeout=150)
+    return driver, runs.descendants(driver.pid), run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("under_way", [90], indirect=True)
+def test_signal_to_the_process_group_saves_and_leaves_nothing(under_way):
+    """As `timeout` does: twice to the command and once more to all processes of its group."""
+    driver, everything, run = under_way
+    for _ in range(2):
+        os.kill(driver.pid, signal.SIGTERM)
+    os.killpg(driver.pid, signal.SIGTERM)
+    out, said = driver.communicate(timeout=100)
+    assert driver.returncode == 128 + signal.SIGTERM
+    step = find_latest(run / "checkpoints")[1].step
+    says(said, "SIGTERM", "saving", "90 s", "second signal")
+    says(said, f"step {step} of 100000", "SIGTERM", "same command")
+    assert "Traceback" not in out + said
+    assert "\r" not in said, "a bar in a file"
+    assert runs.wait_gone(everything) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("under_way", [5], indirect=True)
+def test_a_renamed_folder_ends_the_run_and_is_not_made_anew(under_way):
+    driver, everything, run = under_way
+    run.rename(run.with_name("moved"))
+    out, said = driver.communicate(timeout=100)
+    assert driver.returncode == 1
+    says(said, run, "renamed")
+    assert "Traceback" not in out + said
+    assert not run.exists()
+    assert runs.wait_gone(everything) == {}

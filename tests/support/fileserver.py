@@ -1,6 +1,5 @@
-"""A file server with ranges and entity tags, over real HTTP on this machine, that can break off."""
+"""A file server over real HTTP on this machine that can break off."""
 
-import hashlib
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 
@@ -13,14 +12,12 @@ class Served:
     Attributes:
         files: content by path (without the leading slash); may be changed while the server runs.
         break_after: connections still to be broken, with the number of bytes each gets.
-        ranges: whether ranges are honoured.
-        requests: `(path, Range header or "")` of every request.
+        requests: the path of every request.
     """
 
     def __init__(self, files):
         self.files = dict(files)
         self.break_after = []
-        self.ranges = True
         self.requests = []
         self.address = ""
 
@@ -33,30 +30,18 @@ def file_server(files):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self):
-            path, asked = self.path.lstrip("/"), self.headers.get("Range", "")
-            served.requests.append((path, asked))
+            path = self.path.lstrip("/")
+            served.requests.append(path)
             content = served.files.get(path)
             if content is None:
                 self.send_error(404)
                 return
-            tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-            start, whole = 0, len(content)
-            if asked and served.ranges and self.headers.get("If-Range") == tag:
-                start = int(asked.removeprefix("bytes=").split("-")[0])
-            if start >= whole > 0:
-                self.send_error(416)
-                return
-            self.send_response(206 if start else 200)
-            if start:
-                self.send_header("Content-Range", f"bytes {start}-{whole - 1}/{whole}")
-            self.send_header("ETag", tag)
-            self.send_header("Content-Length", str(whole - start))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             if served.break_after:
-                self.wfile.write(content[start : start + served.break_after.pop(0)])
-                self.close_connection = True
-            else:
-                self.wfile.write(content[start:])
+                content, self.close_connection = content[: served.break_after.pop(0)], True
+            self.wfile.write(content)
 
         def log_message(self, *_):
             pass

@@ -4,8 +4,6 @@ import numpy as np
 import pyarrow as pa
 from tiny import VOCAB_SIZE
 
-SENTENCE = [(6, -1)]
-
 
 def text_rows(rows: list[list[tuple[int, int]]], seed: int = 0) -> pa.Table:
     """Rows of random texts; each text is given by its number of tokens and its label."""

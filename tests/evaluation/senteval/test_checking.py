@@ -1,18 +1,28 @@
-"""Data that are not the published ones get no score unless that is asked for, and it is said what differs."""
+"""Data that are not the published ones get no score unless that is asked for; STS-B in ten languages."""
 
 import json
 import shutil
 from importlib.resources import files
 
 import pytest
-from messages import says
+from fileserver import file_server
+from messages import all_of, says
+from scipy.stats import spearmanr
 from sentevaldata import COMPLETE, write, write_binary, write_rest
+from translations import FOLDER, write_translations
 
+from declutr.cli.main import main
+from declutr.common.errors import DataError, MissingDataError
+from declutr.encoders.loading import load_encoder
 from declutr.evaluation.senteval import data
-from declutr.evaluation.senteval.data.checking import inspect, overview, published
-from declutr.evaluation.senteval.data.loading import task_files
+from declutr.evaluation.senteval.data.checking import inspect, known_hashes, overview, published
+from declutr.evaluation.senteval.data.download import download
+from declutr.evaluation.senteval.data.lines import git_sha1
+from declutr.evaluation.senteval.data.loading import load, task_files
 from declutr.evaluation.senteval.data.taskdata import MARKS
-from declutr.evaluation.senteval.data.tasks import ALL_TASKS, find
+from declutr.evaluation.senteval.data.tasks import ALL_TASKS, LANGUAGES, STSB_MULTI, TASKS, find
+from declutr.evaluation.senteval.runner.plan import SETS, choose_tasks
+from declutr.evaluation.senteval.scores.similarity import cosines
 
 real = pytest.mark.skipif(not COMPLETE.exists(), reason="no real task data beside the repository")
 
@@ -140,3 +150,156 @@ def test_half_downloaded_sts_is_refused_with_its_rows(tmp_path):
     says(inspect(task, tmp_path).reason, "STS.input.MSRpar.txt 300", "STS.gs.MSRpar.txt 750")
     names[1].write_bytes(b"\n".join(lines[1][:300]) + b"\n")
     says(inspect(task, tmp_path).reason, "STS12 MSRpar", "300 rows", "published 750")
+
+
+GERMAN = f"{FOLDER}/stsb-de-test.csv"
+
+
+@pytest.fixture(scope="module")
+def translations(tmp_path_factory):
+    return write_translations(tmp_path_factory.mktemp("translations"))
+
+
+def test_language_tasks_are_ten_beside_the_28_of_senteval():
+    assert len(STSB_MULTI) == len(LANGUAGES) == 10
+    assert [task.name for task in ALL_TASKS[28:]] == list(STSB_MULTI)
+    assert choose_tasks(["stsb-multi", "sts-b"]) == ("STSBenchmark", *STSB_MULTI)
+    assert choose_tasks(["STS-B-zh", "stsbenchmark-de"]) == ("STSBenchmark-de", "STSBenchmark-zh")
+    for name in SETS.keys() - {"stsb-multi"}:
+        assert not set(SETS[name]) & set(STSB_MULTI), name
+
+
+def test_a_sentence_is_kept_as_published(translations):
+    data = load(find("STS-B-de"), translations)
+    split = data.splits["test"]
+    assert split.first[0] == "Eine Frau läuft, schnell. de1 de6 de11 de16 de21"
+    assert split.second[0].startswith('said "so", ')
+    assert sorted(split.labels.tolist()) == sorted([0.0, 1.0, 2.0, 3.0, 4.0, 5.0] * 4)
+    assert set(data.files) == set(task_files(find("STS-B-de"))) == {GERMAN, GERMAN.replace("test", "dev")}
+
+
+def test_empty_sentences_and_lines_within_a_cell_are_read(tmp_path):
+    write_translations(tmp_path, languages=("de",))
+    write(tmp_path, GERMAN, '"two\nlines"," ",1\n"a  b","\u3000c",5\n')
+    data = load(find("STS-B-de"), tmp_path)
+    assert data.splits["test"].first == ("two\nlines", "a  b")
+    assert data.splits["test"].second == (".", "\u3000c")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('"a","b",1\n"a","b"\n', ("stsb-de-test.csv", "line 2", "`sentence,sentence,score`", "2 cells")),
+        ("a,b,c,1\n", ("line 1", "4 cells")),
+        ("a,b,1\n\nc,d,2\n", ("line 2", "0 cells")),
+        ("a,b,1\nc,d,5.1\n", ("line 2", "score 5.1", "0..5")),
+        ("a,b,nan\n", ("score nan", "0..5")),
+        ("a,b,good\n", "could not convert"),
+        ('a,b,1\n"c,d,2\n', ("line 2", "end of data")),
+        ('a,b,1\n"c"x,d,2\n', ("line 2", "expected after")),
+        ("a,b," + "1" * 200_000, "stsb-de-test.csv"),
+        ("", ("empty", "download")),
+        ("<!DOCTYPE html>", "web page"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(tmp_path, text, said):
+    write_translations(tmp_path, languages=("de",))
+    write(tmp_path, GERMAN, text)
+    with pytest.raises(DataError, match=all_of(said)):
+        load(find("STS-B-de"), tmp_path)
+
+
+def test_published_figures_of_every_language_are_known():
+    for name in STSB_MULTI:
+        figures = published()[name]
+        assert figures["rows"] == {"dev": 1500, "test": 1379}
+        assert set(figures["files"]) == set(task_files(find(name)))
+
+
+def test_rows_of_a_right_number_are_not_enough(translations):
+    found = inspect(find("STS-B-fr"), translations)
+    assert (found.standing, found.usable) == ("refused", False)
+    says(found.reason, "STS-B-fr dev", "24 rows", "published 1,500")
+
+
+def test_files_of_the_repository_are_found(tmp_path):
+    write(tmp_path, "data/stsb-de-dev.csv", "a,b,1\n")
+    with pytest.raises(MissingDataError, match=all_of("data/stsb-de-dev.csv", "move", "/stsb-multi-mt/stsb-de")):
+        load(find("STS-B-de"), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def scored(translations, tmp_path_factory):
+    output = tmp_path_factory.mktemp("scores")
+    given = ["evaluate", "hashed-words:32", "--data", str(translations), "--output", str(output), "--allow-unchecked"]
+    assert main([*given, "--tasks", "stsb-multi", "--protocol", "both"]) == 0
+    return output
+
+
+def test_the_score_is_spearman_of_cosine_over_all_pairs(translations, scored):
+    told = json.loads((scored / "scores.json").read_text())["encoders"][0]["protocols"]
+    encoder = load_encoder("hashed-words:32")
+    for language in ("ru", "zh"):
+        name = f"STSBenchmark-{language}"
+        scores = told["simcse"]["results"][name]["scores"]
+        assert scores == told["senteval"]["results"][name]["scores"]
+        for split, key in (("test", "spearman"), ("dev", "devspearman")):
+            rows = load(find(name), translations).splits[split]
+            values = cosines(encoder.encode(rows.first), encoder.encode(rows.second))
+            assert scores[key] == float(spearmanr(values, rows.labels).statistic)
+            assert scores[key] > 0.5
+    assert told["senteval"]["results"]["STSBenchmark-zh"]["num_rows"] == 24
+
+
+def test_the_average_is_of_ten_languages(scored):
+    told = json.loads((scored / "scores.json").read_text())
+    for protocol in told["encoders"][0]["protocols"].values():
+        (average,) = [one for one in protocol["averages"] if one["name"] == "STS-B in 10 languages"]
+        values = [protocol["results"][name]["headline"] for name in STSB_MULTI]
+        assert average["value"] == pytest.approx(sum(values) / 10)
+        assert average["marked"] == list(STSB_MULTI)
+        assert all(one["value"] is None for one in protocol["averages"] if one is not average)
+
+
+def test_the_papers_numbers_are_next_to_validation_pairs(scored):
+    told = json.loads((scored / "scores.json").read_text())
+    tables = {block["name"]: block for block in told["tables"]}
+    assert set(tables) == {"languages-test", "languages-dev"}
+    assert tables["languages-test"]["columns"] == [*LANGUAGES, "mean"]
+    assert not any(row["source"] for row in tables["languages-test"]["rows"])
+    rows = {row["label"]: row for row in tables["languages-dev"]["rows"]}
+    paper = rows["VisualCSE-BERT-base of the language"]["cells"]
+    assert [cell["value"] for cell in paper] == pytest.approx(
+        [69.87, None, None, 72.52, None, None, None, None, 77.48, 70.05, None]
+    )
+    assert "table 5; validation pairs of STS-B; copied" in (scored / "scores.md").read_text()
+
+
+def test_one_language_has_no_average(translations, tmp_path, capsys):
+    given = ["evaluate", "hashed-words:8", "--data", str(translations), "--output", str(tmp_path), "--allow-unchecked"]
+    assert main([*given, "--tasks", "STS-B-pl"]) == 0
+    assert "| pl |" in capsys.readouterr().out
+    told = json.loads((tmp_path / "scores.json").read_text())["encoders"][0]["protocols"]["senteval"]
+    assert told["averages"][-1]["value"] is None
+    assert "STSBenchmark-de" in told["averages"][-1]["missing"]
+
+
+def test_download_fetches_the_chosen_tasks_alone(tmp_path, capsys):
+    with file_server({}) as nothing:
+        for names, number in ((STSB_MULTI, 20), ([task.name for task in TASKS], 91)):
+            fetched = download(tmp_path / "nothing", names, nothing.address)
+            assert len(fetched) == number
+            assert {file.path.startswith(FOLDER) for file in fetched} == {names is STSB_MULTI}
+    with file_server({GERMAN: b"a,b,1\r\n"}) as server:
+        arguments = ["evaluate", "--download", str(tmp_path), "--mirror", server.address, "--tasks", "STS-B-de"]
+        assert main(arguments) == 1
+        assert set(server.requests) == {GERMAN, GERMAN.replace("test", "dev")}
+    said = capsys.readouterr().out
+    says(said, "0 fetched", "0 already present", "2 failed")
+    says(said, known_hashes()[GERMAN])
+    assert not (tmp_path / GERMAN).exists()
+
+
+def test_git_hashes_are_those_of_the_files_as_written(translations):
+    data = load(find("STS-B-it"), translations)
+    assert data.files == {name: git_sha1(translations / name) for name in task_files(find("STS-B-it"))}

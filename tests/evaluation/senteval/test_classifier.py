@@ -1,4 +1,4 @@
-"""Fits side by side end where each of them ends alone."""
+"""Fits side by side, folds and protocols: those of each fit alone, of scikit-learn and of the released code."""
 
 import itertools
 
@@ -7,10 +7,20 @@ import pytest
 import released as plain
 import torch
 from messages import all_of
+from sklearn.model_selection import StratifiedKFold
 
+from declutr.evaluation.senteval.classifier import protocols
 from declutr.evaluation.senteval.classifier.classifier import examples, fit_many
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.classifier.features import TrainingSet, table
+from declutr.evaluation.senteval.classifier.features import (
+    TrainingSet,
+    hold_out,
+    orders,
+    pair_table,
+    stratified_folds,
+    table,
+)
+from declutr.evaluation.senteval.scores.scoring import Pairs, bins, relatedness
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS = {
@@ -120,3 +130,130 @@ def test_presets_are_the_published_ones():
     snli = official.for_snli()
     assert (snli.decays, snli.max_epoch, snli.epoch_size) == ((1e-9,), 15, 1)
     assert ClassifierConfig(num_hidden=50).for_word_content().num_hidden == 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_folds", "seed"),
+    [((531, 529), 10, 1111), ((7, 40, 13), 5, 1111), ((3, 30), 10, 1111), ((50, 2, 9, 31, 18, 25), 7, 5), ((4,), 4, 0)],
+)
+@pytest.mark.filterwarnings("ignore:The least populated class:UserWarning")
+@pytest.mark.parametrize("sorted_labels", [True, False])
+def test_folds_are_scikit_learns(counts, num_folds, seed, sorted_labels):
+    labels = np.repeat(np.arange(len(counts))[::-1], counts[::-1])
+    if not sorted_labels:
+        labels = np.random.RandomState(3).permutation(labels)
+    theirs = StratifiedKFold(num_folds, shuffle=True, random_state=seed).split(np.zeros(len(labels)), labels)
+    ours = stratified_folds(labels, num_folds, seed)
+    for (our_train, our_test), (their_train, their_test) in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(our_train, their_train)
+        np.testing.assert_array_equal(our_test, their_test)
+
+
+@pytest.mark.parametrize("num_folds", [1, 6])
+def test_more_folds_than_rows_of_any_class_are_refused(num_folds):
+    with pytest.raises(ValueError, match=all_of(f"num_folds = {num_folds}", "at least 2", "at most 5")):
+        stratified_folds([0] * 5 + [1] * 3, num_folds)
+
+
+def test_held_out_rows_and_orders_are_those_of_the_global_generator():
+    """What the official fit draws: once the split, then an order for each pass."""
+    state = np.random.get_state()  # noqa: NPY002
+    try:
+        np.random.seed(1111)  # noqa: NPY002
+        split = np.random.permutation(53)  # noqa: NPY002
+        passes = [np.random.permutation(51) for _ in range(3)]  # noqa: NPY002
+    finally:
+        np.random.set_state(state)  # noqa: NPY002
+    rows = np.arange(100, 153)
+    held = hold_out(rows, 1111)
+    np.testing.assert_array_equal(held.dev, rows[split[:2]])
+    np.testing.assert_array_equal(held.train, rows[split[2:]])
+    for expected, found in zip(passes, orders(1111, *held.stream), strict=False):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_the_global_generator_is_neither_read_nor_moved():
+    before = np.random.get_state()[1].copy()  # noqa: NPY002
+    stratified_folds([0, 1] * 10, 2)
+    hold_out(np.arange(40), 1)
+    next(orders(1, 0, 9))
+    np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002
+
+
+def test_too_few_rows_to_hold_any_out_are_refused():
+    with pytest.raises(ValueError, match=all_of("5%", "at least 20 rows")):
+        hold_out(np.arange(19), 1111)
+    with pytest.raises(ValueError, match="0 and 1"):
+        TrainingSet(np.arange(0), np.arange(1))
+
+
+CONFIG = ClassifierConfig(
+    num_folds=2, max_epoch=4, epoch_size=1, tenacity=0, batch_size=16, decays=(1e-5, 0.1), learning_rate=0.03
+)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """Two embeddings of 150 pairs, and classes that their difference tells with some noise."""
+    stream = np.random.RandomState(0)
+    first = stream.randn(150, 6).astype(np.float32)
+    second = (first + stream.randn(150, 6) * stream.uniform(0.2, 2, (150, 1))).astype(np.float32)
+    labels = (np.abs(first - second).mean(1) + 0.2 * stream.randn(150) > 0.8).astype(int)
+    return first, second, labels
+
+
+def test_inner_kfold_equals_a_plain_writing(pairs):
+    first, _, _ = pairs
+    labels = (first.sum(1) + np.random.RandomState(1).randn(150) > 1).astype(int)
+    found = protocols.inner_kfold(examples(table(first), labels), 2, CONFIG)
+    dev, accuracy, folds = plain.inner_kfold(first, labels, 2, CONFIG)
+    assert (found.dev_accuracy, found.accuracy, list(found.fold_accuracies)) == (dev, accuracy, folds)
+
+
+def test_kfold_of_pairs_equals_a_plain_writing(pairs):
+    first, second, labels = pairs
+    made = np.c_[np.abs(first - second), first * second]
+    parts = [examples(pair_table(first[s], second[s]), labels[s]) for s in (slice(110), slice(110, None))]
+    found = protocols.kfold(*parts, 2, CONFIG)
+    dev, accuracy, answers = plain.kfold(made[:110], labels[:110], made[110:], labels[110:], 2, CONFIG)
+    assert (found.dev_accuracy, found.accuracy) == (dev, accuracy)
+    true = ((answers == 1) & (labels[110:] == 1)).sum()
+    assert found.f1 == round(200 * true / ((answers == 1).sum() + (labels[110:] == 1).sum()), 2)
+
+
+@pytest.mark.parametrize("config", [CONFIG, CONFIG.for_snli()])
+def test_split_of_pairs_with_both_sides_equals_a_plain_writing(pairs, config):
+    first, second, labels = pairs
+    made = np.c_[first, second, first * second, np.abs(first - second)]
+    ends = {"train": slice(90), "dev": slice(90, 120), "test": slice(120, None)}
+    parts = [examples(pair_table(first[s], second[s], keep_both=True), labels[s]) for s in ends.values()]
+    found = protocols.split(*parts, 2, config)
+    expected = plain.split({name: (made[s], labels[s]) for name, s in ends.items()}, 2, config)
+    assert (found.dev_accuracy, found.accuracy) == expected
+
+
+def test_relatedness_equals_a_plain_writing(pairs):
+    first, second, _ = pairs
+    first, second = first[:24], second[:24]
+    scores = np.clip(5 - 2 * np.abs(first - second).mean(1).astype(float), 1, 5)
+    held = {"train": (first, second), "dev": (first[::2], second[::2]), "test": (first[1::2], second[1::2])}
+    gold = {"train": scores, "dev": scores[::2], "test": scores[1::2]}
+    found = relatedness(*[Pairs(pair_table(*held[name]), gold[name]) for name in held])
+    parts = {name: (np.c_[np.abs(a - b), a * b], gold[name]) for name, (a, b) in held.items()}
+    expected = plain.relatedness(parts, bins(scores))
+    assert (found.dev_pearson, found.pearson, found.spearman) == pytest.approx(expected, abs=1e-4)
+
+
+def test_relatedness_of_an_encoder_that_has_collapsed_is_zero():
+    scores = np.linspace(1, 5, 40)
+    same = Pairs(pair_table(np.ones((40, 3)), np.ones((40, 3))), scores)
+    found = relatedness(same, same, same)
+    assert (found.dev_pearson, found.pearson, found.spearman) == (0, 0, 0)
+    assert found.num_passes == 250  # the first is the best, four more miss it
+
+
+def test_scores_of_another_column_are_refused():
+    with pytest.raises(ValueError, match=all_of("0 to 5", "1.0 to 4934.0", "column")):
+        Pairs(pair_table(np.ones((2, 3)), np.ones((2, 3))), np.array([1.0, 4934.0]))
+    with pytest.raises(ValueError, match="one shape"):
+        pair_table(np.ones((2, 3)), np.ones((3, 3)))

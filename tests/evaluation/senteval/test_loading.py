@@ -1,13 +1,18 @@
-"""Every format is read as SentEval's own loader reads it."""
+"""Every format is read as SentEval's own loader reads it; files elsewhere are found, and damaged ones refused."""
 
 import pickle
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
-from messages import all_of
-from sentevaldata import COMPLETE, PROBING, SLICES, write, write_retrieval
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from messages import all_of, says
+from sentevaldata import COMPLETE, PROBING, SLICES, write, write_binary, write_rest, write_retrieval
 
 from declutr.common.errors import DataError, MissingDataError, UsageError
+from declutr.evaluation.senteval.data.checking import inspect
 from declutr.evaluation.senteval.data.loading import load, task_files
 from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences
 from declutr.evaluation.senteval.data.tasks import DOWNSTREAM, TASKS, find
@@ -231,3 +236,56 @@ def test_first_lines_of_every_other_set_are_read(tmp_path):
             source = SLICES / f"downstream/SNLI/{column}.{'dev' if split == 'train' else split}"
             write(tmp_path, f"downstream/SNLI/{column}.{split}", source.read_text(encoding="latin-1"), "latin-1")
     assert [len(split) for split in load(find("SNLI"), tmp_path).splits.values()] == [200, 200, 200]
+
+
+@pytest.mark.parametrize("folder", ["", "data/downstream", "data/downstream/MR", "gone"])
+def test_where_files_belong_is_said_when_they_are_elsewhere(tmp_path, folder):
+    write_binary(tmp_path / "data")
+    place = str(tmp_path / folder / "downstream/MR")
+    with pytest.raises(MissingDataError, match=all_of((place, "rt-polarity.pos", "--data", "downstream/", "case"))):
+        load(find("MR"), tmp_path / folder)
+
+
+def test_the_documents_name_every_file():
+    text = (Path(__file__).resolve().parents[3] / "docs/guides/evaluate.md").read_text(encoding="utf-8")
+    layout = text.partition("```\nDIR/downstream/CR/")[2].partition("```")[0]
+    for task in TASKS:
+        assert f"DIR/{task.folder}/" in f"DIR/downstream/CR/{layout}", task.folder
+        for name in task.subsets or [name.rpartition("/")[2] for name in task_files(task)]:
+            assert name in layout.split(), name
+
+
+DAMAGE = st.one_of(
+    st.binary(max_size=40),
+    st.text("01\t\n\r .5aNtrvae-", max_size=40).map(str.encode),
+    st.sampled_from(
+        [b"\n", b"\xef\xbb\xbf", b"\r\n\r\n", b"\x85\n", b"\x93NUMPY\x01\x00v\x00{'descr': 'O'}", b"te\tA\tb\n"]
+    ),
+)
+
+
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data(), damage=DAMAGE, keep=st.sampled_from(["nothing", "before", "after", "half"]))
+def test_a_damaged_file_is_refused_or_read(every_task, tmp_path, data, damage, keep):
+    task = data.draw(st.sampled_from(TASKS))
+    name = data.draw(st.sampled_from(task_files(task)))
+    copy = tmp_path / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    for known in task_files(task):
+        (copy / known).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(every_task / known, copy / known)
+    whole = (copy / name).read_bytes()
+    kept = {"nothing": damage, "before": whole + damage, "after": damage + whole, "half": whole[: len(whole) // 2]}
+    (copy / name).write_bytes(kept[keep])
+    inspection = inspect(task, copy)
+    assert inspection.standing == "refused"  # sets this small are never the published ones
+    assert inspection.reason
+
+
+def test_header_without_rows_is_refused(tmp_path):
+    write_rest(tmp_path)
+    path = tmp_path / "downstream/MRPC/msr_paraphrase_test.txt"
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    says(inspect(find("MRPC"), tmp_path).reason, "MRPC test: 0 rows")

@@ -1,20 +1,34 @@
-"""Scores of whole tasks: what the plain writing of the procedure gives on the same embeddings."""
+"""Scores of whole tasks as the plain writing gives them; cosines and geometry on cases that can be worked out."""
+
+import math
 
 import numpy as np
 import pytest
-from messages import says
+import torch
+from messages import all_of, says
 from released import Plain
-from sentevaldata import write_retrieval
+from sentevaldata import write_rest, write_retrieval, write_sts
 from sentevalsets import write_sets
 
 from declutr.common.errors import UsageError
 from declutr.encoders.words import HashedWords
 from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.loading import load
-from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences
+from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences, without_train
 from declutr.evaluation.senteval.data.tasks import PROBING, STS, TASKS, TRANSFER, find
 from declutr.evaluation.senteval.runner.plan import ScoringChoice, choose_tasks, methods
+from declutr.evaluation.senteval.scores import similarity
 from declutr.evaluation.senteval.scores.scoring import cost, method_for, needs_fits, score
+from declutr.evaluation.senteval.scores.similarity import (
+    aggregate,
+    blockwise_uniformity,
+    collapse_warnings,
+    correlate,
+    cosines,
+    score_geometry,
+    score_sts,
+)
+from declutr.trainer.objectives.measures import uniformity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = ClassifierConfig(
@@ -99,3 +113,113 @@ def test_nested_folds_are_the_longest(folder):
     official = ClassifierConfig.official()
     costs = {name: cost(load(find(name), folder), "procedure", official) for name in ("MR", "TREC", "SST2", "STS12")}
     assert costs["MR"] > costs["TREC"] > costs["SST2"] > costs["STS12"] > 0
+
+
+def random_rows(data, seed=0, size=8):
+    texts = sentences(data)
+    return {text: row for row, text in enumerate(texts)}, np.random.default_rng(seed).normal(size=(len(texts), size))
+
+
+def test_cosines_survive_what_encoders_produce():
+    first = np.array([[1.0, 0], [0, 0], [np.nan, 2], [np.inf, 0]], dtype=np.float32)
+    second = np.array([[1.0, 1], [1, 1], [5, 1], [1, 0]], dtype=np.float32)
+    assert cosines(first, second) == pytest.approx([2**-0.5, 0, 26**-0.5, 0])
+
+
+def test_aggregate_has_three_ways_of_joining_subsets():
+    gold = np.array([1.0, 2, 3, 4])
+    score = aggregate({"up": (gold / 10, gold), "down": (np.array([0.9, 0.1]), np.array([1.0, 5]))})
+    assert (score.subsets["up"].spearman, score.subsets["down"].spearman) == pytest.approx((1, -1))
+    assert score.mean.spearman == pytest.approx(0)
+    assert score.wmean.spearman == pytest.approx(1 / 3)
+    together = correlate(np.array([0.1, 0.2, 0.3, 0.4, 0.9, 0.1]), np.array([1.0, 2, 3, 4, 1, 5]))
+    assert score.all == together
+    assert score.flat()["spearman.wmean"] == pytest.approx(1 / 3)
+    assert set(score.flat()) == {
+        f"{kind}.{name}" for kind in ("spearman", "pearson") for name in ("mean", "wmean", "all", "up", "down")
+    }
+
+
+def test_a_collapsed_encoder_gets_zero_and_a_warning_not_nan():
+    gold = np.array([1.0, 2, 3])
+    score = aggregate({"a": (np.full(3, 0.7), gold), "b": (gold, gold)})
+    assert score.subsets["a"].undefined
+    assert score.mean.spearman == pytest.approx(0.5)
+    [warning] = score.warnings
+    says(warning, "no correlation", "a", "cosines are equal", "0")
+    assert aggregate({"b": (gold, gold)}).warnings == ()
+    with pytest.raises(ValueError, match=all_of("1 values", "1 gold scores")):
+        correlate(np.array([1.0]), np.array([1.0]))
+    same = correlate(np.array([0.1, 0.2]), np.ones(2))
+    assert (same.pearson, same.spearman, same.undefined) == (0, 0, True)
+
+
+@pytest.mark.parametrize(("cosine", "told"), [(0.98, ()), (0.995, ("0.9950",))])
+def test_an_encoder_is_collapsed_if_the_mean_cosine_of_different_sentences_is_above_099(cosine, told):
+    """Eight vectors, every two with this cosine, in seven directions around their mean."""
+    vectors = np.hstack([np.full((8, 1), cosine**0.5), (1 - cosine) ** 0.5 * np.eye(8)])
+    found = collapse_warnings(vectors)
+    assert len(found) == len(told)
+    assert all(part in warning for part, warning in zip(told, found, strict=True))
+
+
+def test_an_encoder_is_collapsed_in_two_directions_or_with_more_than_a_hundredth_of_zeros():
+    corners = np.eye(16)[[0, 1]]
+    [two] = collapse_warnings(np.vstack([corners, -corners]))
+    says(two, "collapsed", "2.0 of 16 dimensions")
+    vectors = np.random.default_rng(0).normal(size=(200, 16))
+    vectors[:2] = 0
+    assert collapse_warnings(vectors) == ()
+    vectors[2] = 0
+    [zeros] = collapse_warnings(vectors)
+    says(zeros, "3 of 200", "zero")
+
+
+def test_a_task_is_scored_on_its_subsets_and_sick_r_on_dev_and_test(tmp_path):
+    write_rest(tmp_path)
+    write_sts(tmp_path, {16: find("STS16").subsets})
+    data = load(find("STS16"), tmp_path)
+    rows, vectors = random_rows(data)
+    score = score_sts(data, rows, vectors)
+    assert set(score.subsets) == set(find("STS16").subsets)
+    assert score.mean.num_pairs == 10  # two of four rows have a score, in five subsets
+    split = data.splits["headlines"]
+    pair = [cosines(vectors[[rows[a]]], vectors[[rows[b]]])[0] for a, b in zip(split.first, split.second, strict=True)]
+    assert score.subsets["headlines"] == correlate(np.array(pair), split.labels)
+    benchmark = without_train(load(find("SICK-R"), tmp_path))
+    score = score_sts(benchmark, *random_rows(benchmark))
+    assert sorted(score.subsets) == ["dev", "test"]
+    assert score.subsets["test"] == score_split(benchmark, "test")
+    assert score.subsets["dev"] == score_split(benchmark, "dev")
+
+
+def score_split(data, name):
+    split, (rows, vectors) = data.splits[name], random_rows(data)
+    first, second = (vectors[[rows[text] for text in side]] for side in (split.first, split.second))
+    return correlate(cosines(first, second), split.labels)
+
+
+def test_uniformity_in_blocks_is_uniformity(monkeypatch):
+    vectors = torch.randn(53, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    monkeypatch.setattr(similarity, "_BLOCK", 10)
+    assert blockwise_uniformity(vectors) == pytest.approx(uniformity(vectors), abs=1e-12)
+
+
+def test_alignment_is_over_pairs_above_four_of_all_splits(tmp_path):
+    write_rest(tmp_path)
+    data = load(find("STS-B"), tmp_path)
+    rows = {text: row for row, text in enumerate(sentences(data))}
+    vectors = np.array([[2.0, 0], [0, 3]])
+    found = score_geometry(data, rows, vectors)
+    assert (found["num_pairs"], found["num_sentences"]) == (3, 12)
+    assert found["alignment"] == pytest.approx(2)  # every pair is at a right angle
+    pairs = 2 * (6 * 5 / 2)  # equal ones, of 66
+    assert found["uniformity"] == pytest.approx(math.log((pairs + 36 * math.exp(-4)) / 66))
+    with pytest.raises(ValueError, match="above 4"):
+        score_geometry(load(find("STS-B"), low_scores(tmp_path)), rows, vectors)
+
+
+def low_scores(folder):
+    for path in (folder / "downstream/STS/STSBenchmark").glob("*.csv"):
+        path.write_text(path.read_text(encoding="utf-8").replace("5.000", "4.000"), encoding="utf-8")
+    return folder
