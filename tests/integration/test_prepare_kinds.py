@@ -257,7 +257,8 @@ def test_the_command_plans_verifies_and_inspects_images(images, prepared_images,
     assert f"{90 * 32 * 24:,} pixels in" in told
     says(told, "3 labels", "90 smaller")
     assert main([str(config), "--verify-inputs"]) == 0
-    assert checksums(tmp_path / "out") == checksums(prepared_images[0])
+    whole = checksums(tmp_path / "out")
+    assert whole == checksums(prepared_images[0])
     says("\n".join(describe(tmp_path / "out")), "images", "3 labels")
     lost_shards_are_made_again_to_the_byte(config, tmp_path / "out", whole)
 
