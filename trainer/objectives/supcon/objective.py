@@ -239,7 +239,7 @@ class Supcon(Objective[SupconConfig]):
     def clip_validator(
         self, held_out: ShardSet, frontend: Frontend, max_documents: int, comm: Communicator, device: torch.device
     ) -> Validator | None:
-        """The accuracy of nearest neighbours; None without labels if both views of a sound are equal, without dropout."""
+        """The accuracy of nearest neighbours; None without labels if the views of a sound differ by dropout alone."""
         config, content = self.config, held_out.manifest.content
         labelled = getattr(content, "label", None) is not None
         masked = not config.masks.shared and (config.masks.freq_mask or config.masks.time_mask)
