@@ -1,21 +1,15 @@
-"""Adaptation of a real encoder to documents of several sources, compared with other trainings: is the verdict right?
+"""Adaptation of a real encoder to documents of several sources: is the verdict right?
 
     python -m benchmarks.adapt --start ENCODER --corpus FOLDER --stsb FOLDER --json OUT
 
 Settings were chosen on acl-papers, rust-rfcs, swift-evolution and kubernetes-keps; python-peps, ethereum-eips and
-scotus-2009-2011 were not opened for them. On finished runs (`--work`), two options measure something else:
-
-- `--calibrate N` swaps start and candidates at random: how often does the verdict say "better" of nothing, and how
-  often does it find a planted gain?
-- `--queries` lets the first sentences of paragraphs search the rest, before and after. The paragraphs are those of the
-  runs' test documents, at most eight of a document; nothing of them was trained on, and no choice was made by this
-  measure. Intervals are over documents.
+scotus-2009-2011 were not opened for them. On finished runs (`--work`), `--calibrate N` swaps start and candidates at
+random: how often does the verdict say "better" of nothing, and how often does it find a planted gain?
 """
 
 import argparse
 import gzip
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
@@ -26,16 +20,13 @@ import numpy as np
 
 from benchmarks import record
 from declutr.adaptation.candidates import CandidateBuilder
-from declutr.adaptation.config import AdaptConfig, prepare_config
-from declutr.adaptation.documents import held_out_documents
+from declutr.adaptation.config import AdaptConfig
 from declutr.adaptation.job import adapt, load_transformer
-from declutr.adaptation.measures import F64, share
+from declutr.adaptation.measures import F64
 from declutr.adaptation.result import Result, Row
 from declutr.adaptation.scores import DISTANT, HEADINGS, Values, choose, judge
 from declutr.common.bootstrap import Comparison, compare, spearman
 from declutr.common.storage import read_json
-from declutr.encoders.protocol import unit_rows
-from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.similarity import stsb_values
 
 DEVELOPED_ON = ("acl-papers", "rust-rfcs", "swift-evolution", "kubernetes-keps")
@@ -43,8 +34,6 @@ UNTOUCHED = ("python-peps", "ethereum-eips", "scotus-2009-2011")
 _SHUFFLED_WORDS = 40
 _GAINS = (0.02, 0.03)
 """Planted gains in recall@1, of calibration."""
-_MOST_PARAGRAPHS = 8
-_SENTENCE_WORDS, _REST_WORDS = range(6, 41), 30
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -59,16 +48,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--most-documents", type=int, nargs="+", help="also with only this many documents")
     parser.add_argument("--shuffled", action="store_true", help="passages change documents: nothing can be learned")
     parser.add_argument("--calibrate", type=int, metavar="N", help="repetitions of the calibration, on finished runs")
-    parser.add_argument("--queries", action="store_true", help="sentences search their paragraphs, on finished runs")
     parser.add_argument("--work", type=Path, default=Path("runs/adapt-benchmark"), help="folder of the runs")
     options = record.parse(parser, arguments)
     if options.calibrate:
         record.publish({"calibration": list(_calibrations(options))}, options)
-        return
-    if options.queries:
-        finished = [run for run in sorted(options.work.glob("*-seed*")) if (run / "encoder").is_dir()]
-        start = load_transformer(str(options.start))
-        record.publish({"runs": [_query_row(start, run, options.start) for run in finished]}, options)
         return
     if options.corpus is None:
         parser.error("--corpus is missing: give the folder with SOURCE.jsonl.gz")
@@ -185,39 +168,6 @@ def _planted(half: dict[str, Values], gain: float, rng: np.random.Generator) -> 
         name: values if name == "start" else {DISTANT: values[DISTANT] + rng.exponential(gain, len(values[DISTANT]))}
         for name, values in half.items()
     }
-
-
-def _query_row(start: TransformerEncoder, run: Path, encoder: Path) -> dict[str, Any]:
-    """The difference of a run's encoder to its start, in points of recall@1."""
-    source, _, seed = run.name.rpartition("-seed")
-    corpus = str((run.parent / f"{source}.jsonl").absolute())
-    config = prepare_config(AdaptConfig(encoder=str(encoder), corpus=[corpus]), run / "data")
-    documents = held_out_documents(config, run / "data", int(seed))["test"]
-    cut = [(place, *one) for place, document in enumerate(documents) for one in _paragraphs(document.text)]
-    owners, queries, texts = (list(column) for column in zip(*cut, strict=True))
-    before, after = (_hits(one, owners, queries, texts) for one in (start, load_transformer(str(run / "encoder"))))
-    difference = compare(before, after, int(seed), share)
-    row = {"source": source, "seed": int(seed), "queries": len(queries), "before": 100 * difference.before}
-    return row | points(difference)
-
-
-def _paragraphs(text: str) -> list[tuple[str, str]]:
-    """First sentence and rest of paragraphs of a document, spread evenly."""
-    found = []
-    for paragraph in text.split("\n"):
-        first, _, rest = re.sub(r"(?<=[a-z)][.?!])\s+", "\n", paragraph.strip(), count=1).partition("\n")
-        if len(first.split()) in _SENTENCE_WORDS and len(rest.split()) >= _REST_WORDS:
-            found.append((first, rest))
-    places = np.linspace(0, len(found) - 1, _MOST_PARAGRAPHS).astype(int).tolist() if found else []
-    return [found[place] for place in sorted(set(places))]
-
-
-def _hits(encoder: TransformerEncoder, owners: list[int], queries: list[str], texts: list[str]) -> F64:
-    """`(n, 2)` sentences of each document whose paragraph has the highest cosine, and sentences of it."""
-    scores = unit_rows(encoder.encode(queries)) @ unit_rows(encoder.encode(texts)).T
-    best = (scores >= np.diagonal(scores)[:, None]).sum(axis=1) == 1
-    _, rows = np.unique(owners, return_inverse=True)
-    return np.stack([np.bincount(rows, best), np.bincount(rows)], axis=1).astype(np.float64)
 
 
 if __name__ == "__main__":

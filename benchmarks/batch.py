@@ -123,13 +123,6 @@ def difference(train_step: TrainStep, batch: RankBatch, microbatch_tokens: int) 
     return max(float((cut[name] - gradient).abs().max()) for name, gradient in direct.items()) / largest
 
 
-def in_own_process(options: argparse.Namespace, count: int) -> dict[str, Any]:
-    """Measure one size in a fresh process."""
-    context = multiprocessing.get_context("spawn")
-    with patch.dict(os.environ, _ALLOCATOR), ProcessPoolExecutor(1, context) as pool:
-        return pool.submit(measure, options, count).result()
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
     parser = record.parser("batch", __doc__)
@@ -153,9 +146,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.direct_limit is None:
         options.direct_limit = 64 if options.objective == "declutr" else 256
     options.microbatch_tokens = options.microbatch_tokens or (_MICROBATCH_TOKENS[options.objective] if small else 65536)
-    by_size = {}
+    by_size, context = dict[int, dict[str, Any]](), multiprocessing.get_context("spawn")
     for size in options.sizes or ROWS[options.objective]:
-        by_size[size] = in_own_process(options, size)
+        with patch.dict(os.environ, _ALLOCATOR), ProcessPoolExecutor(1, context) as pool:  # a fresh process
+            by_size[size] = pool.submit(measure, options, size).result()
         record.progress(f"{size} rows: {by_size[size]}")
     peaks = {size: figures["peak_mib"] for size, figures in by_size.items()}
     differences = [figures["grad_rel_diff"] for figures in by_size.values() if "grad_rel_diff" in figures]

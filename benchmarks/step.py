@@ -61,12 +61,6 @@ class PaddedBatch:
         return self.anchors.ids.numel() + self.positives.ids.numel()
 
 
-def pad_batch(batch: SpanBatch, num_anchors: int, pad_id: int, device: torch.device) -> PaddedBatch:
-    """Lay out a packed batch, which is on the CPU with its anchors first, like the released collation."""
-    parts = [batch.span_slice(0, num_anchors), batch.span_slice(num_anchors, batch.num_spans)]
-    return PaddedBatch(*(_pad(part, pad_id, device) for part in parts))
-
-
 def _pad(batch: SpanBatch, pad_id: int, device: torch.device) -> PaddedSpans:
     ids, mask = pad_rows(batch, pad_id)
     flat = torch.full_like(batch.input_ids, _IGNORED)
@@ -262,7 +256,9 @@ class Setting(workload.Workload):
         pad_id = int(model.config.pad_token_id)
 
         def prepare(spans: SpanBatch) -> PaddedBatch:
-            return pad_batch(spans, num_anchors, pad_id, self.device)
+            # Like the released collation; the batch is on the CPU, with its anchors first.
+            parts = [spans.span_slice(0, num_anchors), spans.span_slice(num_anchors, spans.num_spans)]
+            return PaddedBatch(*(_pad(part, pad_id, self.device) for part in parts))
 
         def places(spans: SpanBatch) -> int:
             return prepare(spans).num_places

@@ -82,42 +82,48 @@ class PipelineConfig(Strict):
 
 def _content_problems(config: PipelineConfig) -> list[str]:
     """Settings that do not fit the kind of rows, one line each."""
-    kind = config.content.kind
+    content, kind, corpus = config.content, config.content.kind, config.corpus
     if kind == "documents":
         return []
-    found = []
-    for name, default in (("geometry", Geometry()), ("short_documents", "drop")):
-        if getattr(config, name) != default:
-            found.append(f"{name}: has no effect with content.kind = {kind}, whose rows have no windows; remove it")
-    if kind in MEDIA_KINDS:
-        return found + _media_problems(config)
-    keys = keys_of(config.content)
-    if not keys:
+    media, keys = kind in MEDIA_KINDS, keys_of(content)
+    found = [
+        f"{name}: has no effect with content.kind = {kind}, whose rows have no windows; remove it"
+        for name, default in (("geometry", Geometry()), ("short_documents", "drop"))
+        if getattr(config, name) != default
+    ]
+    if media:
+        found += _media_problems(config)
+    elif not keys:
         return found
     found += [
         f"filters.{name}: its rules are for long documents; content.kind = {kind} has short texts; remove it"
-        for name in _DOCUMENT_RULES
+        for name in (() if media else _DOCUMENT_RULES)
         if getattr(config.filters, name) is not None
     ]
-    if isinstance(config.corpus, PythonDocs):
-        found.append(f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub")
-        return found
+    if isinstance(corpus, PythonDocs):
+        return [*found, f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub"]
     settings = ", ".join(keys)
-    if config.corpus.text_field != "text":
-        found.append(f"corpus.text_field: has no effect with content.kind = {kind}; set {settings}")
-    if isinstance(config.corpus, FilesCorpus) and config.corpus.format not in ("auto", *FIELD_FORMATS):
+    if corpus.text_field != "text":
+        remedy = f"content.{'image' if kind == 'images' else 'audio'} for Parquet" if media else settings
+        found.append(f"corpus.text_field: has no effect with content.kind = {kind}; set {remedy}")
+    chosen = corpus.format if isinstance(corpus, FilesCorpus) else "auto"
+    if media and chosen != "auto":
         found.append(
-            f"corpus.format = {config.corpus.format}: has no columns; content.kind = {kind} is read from "
-            f"{', '.join(FIELD_FORMATS)}"
+            f"corpus.format = {chosen}: has no effect with content.kind = {kind}, whose files are known by their "
+            "endings; remove it"
         )
-    if len(set(keys.values())) < len(keys):
+    if not media and chosen not in ("auto", *FIELD_FORMATS):
+        found.append(
+            f"corpus.format = {chosen}: has no columns; content.kind = {kind} is read from {', '.join(FIELD_FORMATS)}"
+        )
+    if not media and len(set(keys.values())) < len(keys):
         found.append(f"{settings}: two of them name the same key, {' '.join(keys.values())}; give each another one")
     return found
 
 
 def _media_problems(config: PipelineConfig) -> list[str]:
     """Settings for texts that were given for images or audio, one line each."""
-    kind, corpus = config.content.kind, config.corpus
+    kind = config.content.kind
     found = list(filter(None, [missing_extra(kind, f"content.kind = {kind}")]))
     if getattr(config.content, "max_labels", None) is not None:
         if getattr(config.content, "label", None) is None:
@@ -136,16 +142,6 @@ def _media_problems(config: PipelineConfig) -> list[str]:
     ]
     if config.duplicates.near is not None:
         found.append(f"duplicates.near: compares words; content.kind = {kind} has none; remove it (exact works)")
-    if isinstance(corpus, PythonDocs):
-        return [*found, f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub"]
-    if corpus.text_field != "text":
-        column = "image" if kind == "images" else "audio"
-        found.append(f"corpus.text_field: has no effect with content.kind = {kind}; set content.{column} for Parquet")
-    if isinstance(corpus, FilesCorpus) and corpus.format != "auto":
-        found.append(
-            f"corpus.format = {corpus.format}: has no effect with content.kind = {kind}, whose files are known by "
-            "their endings; remove it"
-        )
     return found
 
 

@@ -161,47 +161,35 @@ def _examined(config: PipelineConfig, verify: bool = False) -> Iterator[Examined
         yield None, [], None, found
         return
     places, skipped = look(config.model_dump()), Skipped()
-    units, problems = list[Unit](), list[str]()
+    units, problems, output, plan = list[Unit](), list[str](), None, None
     if not any(problem.startswith("corpus.") for problem in places):
         unit_mib, units, problems = fit_units(config.corpus, config.unit_mib, skipped, config.content)
         config = config.model_copy(update={"unit_mib": unit_mib})
     with ExitStack() as stack:
-        output = None
         if not any(problem.startswith("output ") for problem in places):
             try:
                 output = stack.enter_context(open_output(config))
             except OSError as error:
                 places.append(f"output = {config.output!r}: {error}")
-        yield output, *_examine(config, output, units, skipped, problems + places, verify)
-
-
-def _examine(
-    config: PipelineConfig,
-    output: Output | None,
-    units: list[Unit],
-    skipped: Skipped,
-    problems: list[str],
-    verify: bool,
-) -> tuple[list[Unit], PreparePlan | None, list[str]]:
-    """The units, their plan if the inputs can be read, and all problems; `problems` are those of inputs and paths."""
-    found = problems + filter_problems(config.filters) + duplicates_problems(config.duplicates)
-    plan = None
-    if not found and output is not None:  # missing inputs would also be reported as changed inputs
-        units = with_file_states(units)
-        plan = plan_of(config, units, skipped.kinds())
-        for line in describe_skipped(plan.skipped):
-            get_logger().warning(line)
-        found += output_problems(output.folder, output.names(), config, plan) or content_problems(
-            output.folder, config, units, verify
-        )
-    tokenizer = config.tokenizer
-    is_there = plan is not None and output is not None and (output.folder / TOKENIZER).exists()
-    if isinstance(tokenizer, PretrainedTokenizer) and not is_there and not any("tokenizer.name" in p for p in problems):
-        try:
-            load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
-        except ConfigError as error:
-            found += error.problems
-    return units, plan, found
+        problems += places
+        found = problems + filter_problems(config.filters) + duplicates_problems(config.duplicates)
+        if not found and output is not None:  # missing inputs would also be reported as changed inputs
+            units = with_file_states(units)
+            plan = plan_of(config, units, skipped.kinds())
+            for line in describe_skipped(plan.skipped):
+                get_logger().warning(line)
+            found += output_problems(output.folder, output.names(), config, plan) or content_problems(
+                output.folder, config, units, verify
+            )
+        tokenizer = config.tokenizer
+        there = plan is not None and output is not None and (output.folder / TOKENIZER).exists()
+        wrong_name = any("tokenizer.name" in problem for problem in problems)
+        if isinstance(tokenizer, PretrainedTokenizer) and not there and not wrong_name:
+            try:
+                load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
+            except ConfigError as error:
+                found += error.problems
+        yield output, units, plan, found
 
 
 @answered

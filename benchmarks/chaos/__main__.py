@@ -6,7 +6,6 @@ The exit status is 1 if a run does not recover from a fault, or if something is 
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
 
 from benchmarks import record
 from benchmarks.chaos.fault import FaultRow
@@ -39,7 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
         "steps": steps,
         "seconds": round(time.monotonic() - begun, 1),
         "left_behind": bench.left_behind,
-        "faults": [_rounded(asdict(row)) for row in rows],
+        "faults": [
+            {key: round(value, 2) if key.endswith("seconds") and value else value for key, value in asdict(row).items()}
+            for row in rows
+        ],
     }
     record.publish(figures, options)
     print(table(rows))
@@ -67,13 +69,6 @@ def table(rows: list[FaultRow]) -> str:
         ]
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     return "\n".join(lines)
-
-
-def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: round(value, 2) if isinstance(value, float) and key.endswith("seconds") else value
-        for key, value in row.items()
-    }
 
 
 if __name__ == "__main__":

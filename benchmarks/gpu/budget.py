@@ -229,7 +229,8 @@ def measure(workload: Workload, documents: int, compiled: bool) -> dict[str, Any
             stack.enter_context(planned(train_step.encoder, plan, traffic))
         with traffic.pausing():
             train_step.optimizer.step()  # creates its state
-            faked = _faked(batch, mode)
+            # Fake tensors in place of those on a GPU; what is on the CPU for planning stays.
+            faked = RankBatch(batch.spans.moved(mode.from_tensor), batch.num_documents, batch.num_rows, digest=1)
         train_step.begin({"": faked}, 2)
     model, weights = train_step.encoder.model, train_step.encoder.num_linear_weights
     flops = step_flops(model, weights, batch.spans.lengths, len(batch.spans.labels))
@@ -268,12 +269,6 @@ def _encoder(workload: Workload) -> Encoder:
     )  # Triton
     encoder._kernels[_CPU, drops] = Kernels(kernels.attend, dropping)
     return encoder
-
-
-def _faked(batch: RankBatch, mode: FakeTensorMode) -> RankBatch:
-    """The batch with fake tensors in place of those on a GPU; what is on the CPU for planning stays."""
-    spans = batch.spans.moved(mode.from_tensor)
-    return RankBatch(spans, batch.num_documents, batch.num_rows, digest=1)
 
 
 @contextmanager

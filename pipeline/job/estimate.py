@@ -12,9 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field
 
-from declutr.common.config import Strict
 from declutr.common.console.logs import get_logger
 from declutr.pipeline.config import PipelineConfig, identity
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
@@ -203,16 +201,13 @@ _RANGED = ("documents", "kept", "num_tokens", "text_bytes")
 """Estimates that are shown with a range."""
 _ROW_BYTES = 64
 """Bytes of a shard row without tokens and windows: id, lengths, offset and a short source."""
-
-
 _TEXT_BYTES = 5
 """Bytes of a short text without its tokens: start and label."""
 
 
-class Estimate(Strict):
+@dataclass(frozen=True)
+class Estimate:
     """Totals estimated from a sample. Duplicates and failures of whole files are not included."""
-
-    model_config = ConfigDict(allow_inf_nan=True)  # a measured value may be infinite
 
     sampled_bytes: int
     """Input bytes that were read."""
@@ -228,13 +223,13 @@ class Estimate(Strict):
     """CPUs for which `seconds` holds: session.num_cpus, or all CPUs of this machine."""
     seconds: float
     """Duration on `num_cpus` CPUs, without Ray's start."""
-    deviations: dict[str, float] = Field(default_factory=dict)
+    deviations: dict[str, float]
     """Standard deviations of the estimates, by name."""
-    not_kept: dict[str, int] = Field(default_factory=dict)
+    not_kept: dict[str, int]
     """Documents of the sample that are not kept, by reason, the most frequent first."""
-    hint: str | None = None
+    hint: str | None
     """Setting that would keep more of them."""
-    kind: ContentKind = "documents"
+    kind: ContentKind
     """Kind of the rows."""
 
     def lines(self) -> list[str]:
@@ -242,10 +237,11 @@ class Estimate(Strict):
         minutes = f"{self.seconds / 60:,.1f} minutes"
         long = minutes if self.seconds >= _LEAST_SECONDS else f"{math.ceil(self.seconds)} seconds"
         kept = f"of which {self.kept:,} kept{self._range('kept')} ({self.kept / max(1, self.documents):.0%})"
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in self.not_kept.items())
         return [
             f"estimated from {self.sampled_bytes / MIB:,.1f} of {self.input_bytes / MIB:,.1f} MiB of input:",
             f"  {noun_of(self.kind):11} {self.documents:,}{self._range('documents')}, {kept}",
-            *([f"  not kept    {self._reasons} (in the sample)"] if self.not_kept else []),
+            *([f"  not kept    {reasons} (in the sample)"] if self.not_kept else []),
             f"  {bytes_noun(self.kind):11} {self.text_bytes / MIB:,.1f} MiB",
             f"  {size_noun(self.kind):11} {self.num_tokens:,} kept{self._range('num_tokens')}",
             f"  shards      up to {self.shards:,} files, {self.shard_bytes / MIB:,.1f} MiB",
@@ -260,10 +256,6 @@ class Estimate(Strict):
         value = getattr(self, name)
         return max(0, round(value - 2 * deviation)), round(value + 2 * deviation)
 
-    @property
-    def _reasons(self) -> str:
-        return ", ".join(f"{number:,} {reason}" for reason, number in self.not_kept.items())
-
     def _range(self, name: str) -> str:
         bounds = self.bounds(name)
         return f" ({bounds[0]:,} to {bounds[1]:,})" if bounds and bounds[0] < bounds[1] else ""
@@ -272,7 +264,7 @@ class Estimate(Strict):
 def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo | None) -> Estimate:
     """Processes parts of the corpus like a task for about 20 seconds and scales up the results by input bytes.
 
-    Each folder and each format is estimated separately (pipeline/job/estimate.py) from at least a few parts: if small
+    Each folder and each format is estimated separately (`draw_strata`) from at least a few parts: if small
     files hold most of the documents, large ones say nothing about them.
 
     Raises:

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from declutr.common.credentials import refusal
@@ -59,7 +58,9 @@ def output_place_problems(
     problems = [
         f"is inside the input {path!r}, so the same command would read the shards as input; name another folder"
         for path in inputs
-        if not _path_problem(path) and (root := expand(path)).is_dir() and _inside(folder, root)
+        if not _path_problem(path)
+        and (root := expand(path)).is_dir()
+        and folder.resolve().is_relative_to(root.resolve())
     ]
     finished = (folder / MANIFEST).is_file()  # nothing is written then, so a read-only disk is enough
     problem = None if finished else folder_problem(folder)
@@ -93,10 +94,6 @@ def _address_problems(output: str, inputs: Sequence[str], storage_retry_seconds:
 def _bare(address: str) -> str:
     """An address without options and final slashes."""
     return address.partition("?")[0].rstrip("/")
-
-
-def _inside(folder: Path, root: Path) -> bool:
-    return folder.resolve().is_relative_to(root.resolve())
 
 
 def _path_problem(path: str) -> str | None:

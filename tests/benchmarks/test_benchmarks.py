@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import batch, embed, prepare, record, step, workload
-from benchmarks.adapt import _hits, _paragraphs, main
+from benchmarks.adapt import main
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import budget, repeat
 from benchmarks.gpu.traffic import counting
@@ -319,28 +319,6 @@ def test_an_optimizer_without_a_result_is_counted():
         optimizer.step()
     assert traffic.bytes["_fused_adamw_"] == 7 * 1000 * 4 + 4  # and the number of the step
     assert traffic.operations["_fused_adamw_"] == 1
-
-
-def test_paragraphs_of_a_document_are_cut_after_their_first_sentence():
-    rest = " ".join(f"word{n}" for n in range(30))
-    whole = "This is a first sentence of some words. " + rest
-    text = "\n".join(["A heading", whole, "Too short a paragraph to search. It has no rest."] + [whole] * 20)
-    found = _paragraphs(text)
-    assert len(found) == 8
-    assert set(found) == {("This is a first sentence of some words.", rest)}
-    assert _paragraphs("A heading") == []
-
-
-class Plane:
-    """Encodes a text as the direction that its number names."""
-
-    def encode(self, texts):
-        return np.array([[np.cos(float(text)), np.sin(float(text))] for text in texts])
-
-
-def test_found_counts_sentences_of_each_document_that_find_their_paragraph():
-    hits = _hits(Plane(), [0, 0, 2], ["0.0", "1.0", "2.0"], ["0.1", "2.1", "1.4"])
-    assert hits.tolist() == [[1, 2], [0, 1]]
 
 
 def test_runs_need_a_corpus(tmp_path, capsys):

@@ -70,8 +70,10 @@ def test_a_plan_from_real_steps(data, tmp_path, capsys):
     assert [one.name for one in tmp_path.iterdir()] == ["train.yaml"]
     found = plan_ahead(runs.resolved(config_of(data, tmp_path / "run", batch_documents=16)))
     assert found.steps == 6
-    assert found.step_tokens == pytest.approx(16 * 2 * (3 + 2), rel=0.3)  # spans of 2 to 4 tokens, and two specials
-    assert 0 < found.step_seconds < 60
+    assert found.trial.step_tokens == pytest.approx(
+        16 * 2 * (3 + 2), rel=0.3
+    )  # spans of 2 to 4 tokens, and two specials
+    assert 0 < found.trial.step_seconds < 60
 
 
 def test_a_plan_counts_validations_on_judged_pairs_alone(data, tmp_path, capsys):
@@ -81,4 +83,4 @@ def test_a_plan_counts_validations_on_judged_pairs_alone(data, tmp_path, capsys)
     path = runs.write_config(tmp_path / "train.yaml", train=config.model_dump(mode="json"))
     assert main([str(path), "--plan"]) == 0
     assert "validations  3 on judged pairs" in capsys.readouterr().out
-    assert plan_ahead(runs.resolved(config)).validation_seconds > 0
+    assert plan_ahead(runs.resolved(config)).trial.validation_seconds > 0

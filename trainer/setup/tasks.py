@@ -85,12 +85,15 @@ def _train_step(config: TrainConfig, optim: OptimConfig, tasks: Sequence[TrainTa
     modules: list[nn.Module] = [one for task in tasks for one in (task.objective, task.frontend) if one]
     reached = used_parameters(tasks[0].encoder, tasks)
     optimizer = build_optimizer(optim, tasks[0].encoder, *modules, reached=reached)
+    encoder = tasks[0].encoder
+    keeps = any(task.objective.remembers or len(list(task.objective.buffers())) for task in tasks)
+    late = next(encoder.parameters()).is_cuda and not encoder.sharded and not keeps  # as `TrainStep.late` allows
     return TrainStep(
         tasks=tuple(_with_reducer(config, optimizer, tasks)),
         optimizer=optimizer,
         optim=optim,
         total_steps=total_steps,
-        late=_reads_late(tasks),
+        late=late,
         nonfinite_losses=NonFiniteLosses(config.on_nonfinite_loss == "skip", config.max_skipped_steps),
     )
 
@@ -117,13 +120,6 @@ def _with_reducer(config: TrainConfig, optimizer: torch.optim.Optimizer, tasks: 
     parameters = [p for p in (*heads, *frontends, *body) if id(p) in trained]
     *first, last = tasks
     return [*first, replace(last, overlap=BucketedReducer(comm, parameters, compressed))]
-
-
-def _reads_late(tasks: Sequence[TrainTask]) -> bool:
-    """True if the metrics of a step may be read after its update, as `TrainStep.late` allows."""
-    encoder = tasks[0].encoder
-    keeps = any(task.objective.remembers or len(list(task.objective.buffers())) for task in tasks)
-    return next(encoder.parameters()).is_cuda and not encoder.sharded and not keeps
 
 
 def freeze_unused(encoder: Encoder, tasks: Sequence[TrainTask]) -> None:

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +59,10 @@ class Mailbox:
     def write(self, heartbeat: dict[str, Any]) -> None:
         """Replaces this worker's heartbeat."""
         if not self._folder.is_dir():
-            _remove_old(self._folder.parent)
+            for folder in self._folder.parent.glob(f"{_PREFIX}*"):  # of this user's earlier workers that were killed
+                status = folder.stat()
+                if status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
         self._replace(str(self._rank), json.dumps(heartbeat))
 
@@ -101,14 +104,6 @@ class Mailbox:
         aside = self._folder / f".{name}.{self._rank}.{threading.get_ident()}"  # two threads may write at a time
         aside.write_text(text, encoding="utf-8")
         aside.replace(self._folder / name)
-
-
-def _remove_old(parent: Path) -> None:
-    """Removes folders of this user's earlier workers that were killed."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        status = folder.stat()
-        if status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Listener(Watcher):
@@ -208,7 +203,8 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     )
     setup_logging(f"worker {heartbeat.rank}/{heartbeat.size}")
     get_logger().addHandler(HeartbeatLogHandler(heartbeat))
-    spot_watch = _spot_watch(config.scaling.spot_notices, context.get_local_rank(), heartbeat.node)
+    cloud = config.scaling.spot_notices
+    spot_watch = nullcontext() if cloud is None or context.get_local_rank() else SpotWatch(cloud, heartbeat.node)
     device = _device(settings["device"])
     heartbeat.follow(device)
     resources, settled = ray.cluster_resources(), config.scaling.cpus_per_worker * heartbeat.size
@@ -235,8 +231,3 @@ def _device(kind: Literal["cpu", "cuda"]) -> torch.device:
 
     found: torch.device = get_device()
     return found
-
-
-def _spot_watch(cloud: Literal["aws", "gcp"] | None, local_rank: int, node: str) -> AbstractContextManager[Any]:
-    """Watches for spot notices in one worker of each host."""
-    return nullcontext() if cloud is None or local_rank else SpotWatch(cloud, node)

@@ -9,20 +9,25 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.request import Request
 from declutr.trainer.worker.device_events import DeviceEvent, HostEvent, events_of
 
 _KEPT_LINES = 10
+_PHASES = {
+    **dict.fromkeys(("all_gather", "all_reduce_sum", "all_reduce_max", "all_reduce_counts"), "gather"),
+    **dict.fromkeys(("all_reduce_sum_", "all_reduce_gradients", "wait"), "update"),
+    "all_reduce_or": "agree",
+}
+"""Phase of each exchange between all workers."""
 _SMOOTHING = 0.1  # weight of the newest step in the running mean of a worker's own time
 
 
@@ -184,42 +189,18 @@ class CountedCommunicator(Communicator):
 
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0, 1))
 
-    def all_gather(self, rows: Tensor, start: int, total: int) -> Tensor:
-        """As `Communicator.all_gather`."""
-        with self.heartbeat.exchange("gather"):
-            return super().all_gather(rows, start, total)
 
-    def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """As `Communicator.all_reduce_sum`."""
-        with self.heartbeat.exchange("gather"):
-            return super().all_reduce_sum(values)
+def _counted(name: str, phase: str) -> Callable[..., Any]:
+    """The exchange of this name, counted in this phase."""
+    exchange = getattr(Communicator, name)
 
-    def all_reduce_sum_(self, values: Tensor) -> None:
-        """As `Communicator.all_reduce_sum_`."""
-        with self.heartbeat.exchange("update"):
-            super().all_reduce_sum_(values)
+    @wraps(exchange)
+    def counted(self: CountedCommunicator, *arguments: Any, **named: Any) -> Any:
+        with self.heartbeat.exchange(phase):
+            return exchange(self, *arguments, **named)
 
-    def wait(self, works: Sequence[Any]) -> None:
-        """As `Communicator.wait`."""
-        with self.heartbeat.exchange("update"):
-            super().wait(works)
+    return counted
 
-    def all_reduce_max(self, number: int) -> int:
-        """As `Communicator.all_reduce_max`."""
-        with self.heartbeat.exchange("gather"):
-            return super().all_reduce_max(number)
 
-    def all_reduce_counts(self, counts: Sequence[int]) -> list[int]:
-        """As `Communicator.all_reduce_counts`."""
-        with self.heartbeat.exchange("gather"):
-            return super().all_reduce_counts(counts)
-
-    def all_reduce_or(self, requests: Request) -> Request:
-        """As `Communicator.all_reduce_or`."""
-        with self.heartbeat.exchange("agree"):
-            return super().all_reduce_or(requests)
-
-    def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """As `Communicator.all_reduce_gradients`."""
-        with self.heartbeat.exchange("update"):
-            super().all_reduce_gradients(parameters)
+for _name, _phase in _PHASES.items():
+    setattr(CountedCommunicator, _name, _counted(_name, _phase))

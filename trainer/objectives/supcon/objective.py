@@ -219,27 +219,6 @@ class NeighbourValidator:
         return self.collator.fetch.crops.whole(rows) if self.labelled and "image" in rows.column_names else rows
 
 
-def neighbour_validator(
-    config: SupconConfig,
-    seed: int,
-    frontend: Frontend,
-    held_out: ShardSet,
-    max_documents: int,
-    comm: Communicator,
-    device: torch.device,
-) -> NeighbourValidator | None:
-    """The validator of a task; None without labels if both views of a sound are equal, as they are without dropout."""
-    content = held_out.manifest.content
-    labelled = getattr(content, "label", None) is not None
-    masked = not config.masks.shared and (config.masks.freq_mask or config.masks.time_mask)
-    if content.kind == "audio" and not (labelled or masked):
-        return None
-    plain = config.model_copy(update={"mixup": 0.0, **({"masks": MaskConfig()} if labelled else {})})
-    rows = held_out_rows(held_out, max_documents, seed)
-    collator = ClipCollator(plain, frontend.config, seed)
-    return NeighbourValidator(collator, frontend, held_out, rows, labelled, comm, device)
-
-
 class Supcon(Objective[SupconConfig]):
     """The contrastive loss over `(M, 2, D)` views, with the labels of the data or without."""
 
@@ -260,8 +239,16 @@ class Supcon(Objective[SupconConfig]):
     def clip_validator(
         self, held_out: ShardSet, frontend: Frontend, max_documents: int, comm: Communicator, device: torch.device
     ) -> Validator | None:
-        """Builds the validator that computes the accuracy of nearest neighbours."""
-        return neighbour_validator(self.config, self.run.seed, frontend, held_out, max_documents, comm, device)
+        """The accuracy of nearest neighbours; None without labels if the views of a sound differ by dropout alone."""
+        config, content = self.config, held_out.manifest.content
+        labelled = getattr(content, "label", None) is not None
+        masked = not config.masks.shared and (config.masks.freq_mask or config.masks.time_mask)
+        if content.kind == "audio" and not (labelled or masked):
+            return None
+        plain = config.model_copy(update={"mixup": 0.0, **({"masks": MaskConfig()} if labelled else {})})
+        rows = held_out_rows(held_out, max_documents, self.run.seed)
+        collator = ClipCollator(plain, frontend.config, self.run.seed)
+        return NeighbourValidator(collator, frontend, held_out, rows, labelled, comm, device)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """L_out of Khosla et al. times t / base_temperature; or the released form."""
