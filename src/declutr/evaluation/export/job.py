@@ -8,7 +8,6 @@ Measurement of an export: agreement with its encoder, scores of both, bytes, and
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +37,13 @@ TORCH = "torch"
 """Name of the encoder itself among the sides of the timing."""
 
 
-@dataclass(frozen=True)
-class Yardstick:
-    """Texts and data on which encoder and export are compared.
-
-    Attributes:
-        texts: on which vectors and seconds are compared.
-        stsb: folder of STS-B; None without.
-        test: the user's retrieval test; None without.
-    """
-
-    texts: Sequence[str]
-    stsb: Path | None = None
-    test: RetrievalTest | None = None
-
-
 def measure(
     before: SentenceEncoder,
     after: SentenceEncoder,
     floats: Mapping[str, SentenceEncoder],
-    yardstick: Yardstick,
+    texts: list[str],
+    stsb: Path | None = None,
+    test: RetrievalTest | None = None,
 ) -> dict[str, Any]:
     """Figures of an export.
 
@@ -65,9 +51,10 @@ def measure(
         before: the encoder.
         after: the export.
         floats: other forms in float32, by name; the fastest of them and `before` is what the export is compared with.
-        yardstick: texts and data.
+        texts: on which vectors and seconds are compared.
+        stsb: folder of STS-B; None without.
+        test: the user's retrieval test; None without.
     """
-    texts = list(yardstick.texts)
     first, second = before.encode(texts), after.encode(texts)
     alone = np.concatenate([after.encode([text]) for text in texts[:_ALONE]])
     found: dict[str, Any] = {"texts": len(texts), "size_before": before.size, "size": after.size}
@@ -78,13 +65,13 @@ def measure(
     else:  # principal components are another basis
         found |= {"cosine": None, "cosine_least": None}
     found["difference_alone"] = float(np.abs(alone - second[:_ALONE]).max())
-    if yardstick.stsb is not None:
-        one = compare(stsb_values(before, yardstick.stsb), stsb_values(after, yardstick.stsb), _SEED, spearman)
+    if stsb is not None:
+        one = compare(stsb_values(before, stsb), stsb_values(after, stsb), _SEED, spearman)
         found |= {"stsb_before": 100 * one.before, "stsb_after": 100 * one.after}
         found["stsb_interval"] = one.interval and [100 * end for end in one.interval]
-    if yardstick.test is not None:
-        lexicon = Lexicon(yardstick.test.texts)
-        rows = [score_encoder(yardstick.test, each, lexicon)[0] for each in (before, after)]
+    if test is not None:
+        lexicon = Lexicon(test.texts)
+        rows = [score_encoder(test, encoder, lexicon)[0] for encoder in (before, after)]
         found["pairs"] = {
             name: {"before": one.before, "after": one.after, "interval": one.interval}
             for name, one in differences(*rows).items()
@@ -233,8 +220,7 @@ def export(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) -> dict[
             figures |= {"corpus": inputs.told}
         if config.to == "onnx-int8":
             figures |= {"texts_of_ranges": len(set(texts).intersection(measured))}
-        yardstick = Yardstick(measured, config.stsb, inputs.test)
-        figures |= measure(encoder, after, floats, yardstick) | facts
+        figures |= measure(encoder, after, floats, measured, config.stsb, inputs.test) | facts
         write_json(aside / MEASUREMENT, figures)
         write_text(aside / "README.md", card(config, figures))
     return figures
@@ -250,7 +236,7 @@ def _write_onnx(
     """
     if not isinstance(encoder, TransformerEncoder):
         raise EncoderError(f"{encoder.name}: only transformers can be exported to ONNX; word vectors have no graph")
-    from declutr.evaluation.export.graph import OPSETS, write_graph
+    from declutr.evaluation.export.graph import OPSETS, quantize, write_graph
 
     problems = []
     for opset in OPSETS:
@@ -271,8 +257,6 @@ def _write_onnx(
         )
     if config.to == "onnx":
         return {}
-    from declutr.evaluation.export.quantization import quantize
-
     quantize(folder / GRAPH, (padded([row], 0) for row in encoder.windows(texts)[0] if row))
     write_json(folder / SETTINGS, read_json(folder / SETTINGS) | {"form": config.to})
     return {"onnx": graph}
