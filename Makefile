@@ -14,7 +14,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the paths of another active environment out of this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test test-cluster test-fast frozen chaos chaos-short soak mutants gpu check markers format golden settings docs lock clean
+.PHONY: help setup demo test test-cluster test-fast frozen chaos chaos-short mutants gpu check markers format golden settings docs lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -57,9 +57,6 @@ chaos-short: setup ## seven of the faults, several to a run: about 5 minutes on 
 
 frozen: setup ## compare weights, shards, scores and adaptations with those of cb156041 on this machine: 20 minutes
 	$(BIN)/python tests/frozen.py
-
-soak: setup ## training for half an hour with a random fault every minute
-	$(BIN)/python -m benchmarks.chaos.soak --patience 3 --json runs/soak.json
 
 mutants: setup ## plant 400 bugs one by one, and see which the fast tests notice: runs/mutants.json, hours
 	$(BIN)/python -m benchmarks.mutants

@@ -26,39 +26,23 @@ import numpy as np
 
 from benchmarks import record
 from declutr.adaptation.candidates import CandidateBuilder
-from declutr.adaptation.config import PASSAGE_TOKENS, AdaptConfig, located, prepare_config, train_config
+from declutr.adaptation.config import AdaptConfig, prepare_config
 from declutr.adaptation.documents import held_out_documents
 from declutr.adaptation.job import adapt, load_transformer
-from declutr.adaptation.measures import F64, make_passages, share
+from declutr.adaptation.measures import F64, share
 from declutr.adaptation.result import Result, Row
-from declutr.adaptation.scores import DISTANT, HEADINGS, TestSet, Values, choose, compare_stsb, compared, judge
-from declutr.adaptation.whitening import passages
+from declutr.adaptation.scores import DISTANT, HEADINGS, Values, choose, judge
 from declutr.common.bootstrap import Comparison, compare, spearman
 from declutr.common.storage import read_json
 from declutr.encoders.protocol import unit_rows
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.similarity import stsb_values
-from declutr.pipeline.config import PipelineConfig
-from declutr.pipeline.prepare import prepare
-from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.model.language_model import vocabulary_of
-from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.train import train
 
 DEVELOPED_ON = ("acl-papers", "rust-rfcs", "swift-evolution", "kubernetes-keps")
 UNTOUCHED = ("python-peps", "ethereum-eips", "scotus-2009-2011")
 _SHUFFLED_WORDS = 40
 _GAINS = (0.02, 0.03)
 """Planted gains in recall@1, of calibration."""
-REFERENCES: dict[str, dict[str, Any]] = {
-    "two anchors, adjacent positives": {"spans.num_anchors": 2, "spans.strategy": "adjacent"},
-    "one anchor, adjacent positive": {"spans.strategy": "adjacent"},
-    "last third of the layers": {"encoder.num_trainable_layers": 2},
-    "MLM": {"objective.terms": "mlm", "encoder.new_mlm_head": True},
-    "SimCSE": {"objective": {"kind": "simcse", "max_tokens": PASSAGE_TOKENS}, "encoder.dropout": 0.1},
-}
-"""Settings that differ from the recipe's training, by name; the number of steps is the same."""
-_MOST_PASSAGES = 16
 _MOST_PARAGRAPHS = 8
 _SENTENCE_WORDS, _REST_WORDS = range(6, 41), 30
 
@@ -74,7 +58,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=30, help="of each run")
     parser.add_argument("--most-documents", type=int, nargs="+", help="also with only this many documents")
     parser.add_argument("--shuffled", action="store_true", help="passages change documents: nothing can be learned")
-    parser.add_argument("--references", action="store_true", help="also train SimCSE, MLM and others, with seed 0")
     parser.add_argument("--calibrate", type=int, metavar="N", help="repetitions of the calibration, on finished runs")
     parser.add_argument("--queries", action="store_true", help="sentences search their paragraphs, on finished runs")
     parser.add_argument("--work", type=Path, default=Path("runs/adapt-benchmark"), help="folder of the runs")
@@ -133,11 +116,6 @@ def _runs(options: argparse.Namespace, source: str, most: int | None, seed: int)
             "seconds": result.facts["seconds"],
             **_differences(row.differences, _stsb(options, row, output, result, seed)),
         }
-    if options.references and seed == 0 and most is None:
-        stsb = options.stsb and str(options.stsb)
-        config = AdaptConfig(encoder=str(options.start), corpus=[str(corpus)], stsb=stsb, minutes=options.minutes)
-        for name, found, lost in references(config, output, int(result.facts["steps"])):
-            yield same | {"recipe": name, "chosen": False, **_differences(found, lost)}
 
 
 def _differences(found: Mapping[str, Comparison], stsb: Comparison | None) -> dict[str, Any]:
@@ -163,67 +141,6 @@ def _start_values(start: Path, stsb: Path) -> F64:
     return stsb_values(load_transformer(str(start)), stsb)
 
 
-def references(
-    config: AdaptConfig, output: Path, steps: int
-) -> Iterator[tuple[str, dict[str, Comparison], Comparison | None]]:
-    """Trains each reference; yields its name, its differences on test documents, and that on STS-B's test set.
-
-    Args:
-        config: of a finished adaptation.
-        output: its folder.
-        steps: of its training.
-    """
-    config, data = located(config), output / "data"
-    start = load_transformer(config.encoder)
-    documents = held_out_documents(prepare_config(config, data), data, config.seed)["test"]
-    test = TestSet(make_passages(documents, start.tokenizer))
-    before = test.encoder(start)
-    for name, changes in REFERENCES.items():
-        run = output / "references" / name.replace(",", "").replace(" ", "-")
-        shards = _sentences(config, data, start) if name == "SimCSE" else data
-        settings = train_config(config, shards, run, steps, start.encoder.config.pooling)
-        train(TrainConfig.model_validate(_changed(settings.model_dump(exclude_unset=True), changes)))
-        after = load_transformer(str(run / "export"))
-        stsb = compare_stsb(start, after, Path(config.stsb), config.seed) if config.stsb else None
-        yield name, compared(before, test.encoder(after), config.seed), stsb
-
-
-def _changed(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with these keys changed; SimCSE has no spans, and no score of distant ones."""
-    for key, value in changes.items():
-        *sections, last = key.split(".")
-        place = settings
-        for section in sections:
-            place = place[section]
-        place[last] = value
-    if "objective" in changes:
-        del settings["spans"], settings["validation"]["score"]
-    elif settings["spans"]["strategy"] != "distant":
-        del settings["spans"]["min_distance_tokens"]
-    return settings
-
-
-def _sentences(config: AdaptConfig, data: Path, start: TransformerEncoder) -> Path:
-    """Shards of sentences: passages of the training documents."""
-    shards = ShardSet(data, "train")
-    rows = shards.take(np.arange(shards.num_documents))
-    ids, _ = passages(rows, _MOST_PASSAGES, PASSAGE_TOKENS, vocabulary_of(start.tokenizer))
-    texts = start.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    file = data.parent / "references" / "passages.txt"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(" ".join(text.split()) + "\n" for text in texts), encoding="utf-8")
-    settings = {
-        "output": str(file.parent / "passages"),
-        "content": "sentences",
-        "corpus": {"kind": "files", "paths": [str(file)]},
-        "tokenizer": {"kind": "pretrained", "name": config.encoder},
-        "validation_fraction": 0.0,
-        "seed": config.seed,
-    }
-    prepare(PipelineConfig.model_validate(settings))
-    return file.parent / "passages"
-
-
 def points(difference: Comparison) -> dict[str, Any]:
     """A difference in points, with the ends of its interval and the number of rows."""
     low, high = (None, None) if difference.interval is None else (100 * end for end in difference.interval)
@@ -242,7 +159,9 @@ def _calibrations(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for repetition in range(options.calibrate):
             first, second = _swapped(development, rng), _swapped(test, rng)
             for gain, found in outcomes.items():
-                found.append(_outcome(_planted(first, gain, rng), _planted(second, gain, rng), repetition))
+                chosen_on, judged_on = _planted(first, gain, rng), _planted(second, gain, rng)
+                chosen = choose([name for name in chosen_on if name != "start"], chosen_on, DISTANT, repetition)
+                found.append(judge(judged_on["start"], judged_on[chosen], DISTANT, repetition).outcome)
         yield {
             "run": state.parent.name,
             "repetitions": options.calibrate,
@@ -266,12 +185,6 @@ def _planted(half: dict[str, Values], gain: float, rng: np.random.Generator) -> 
         name: values if name == "start" else {DISTANT: values[DISTANT] + rng.exponential(gain, len(values[DISTANT]))}
         for name, values in half.items()
     }
-
-
-def _outcome(development: dict[str, Values], test: dict[str, Values], seed: int) -> str:
-    names = [name for name in development if name != "start"]
-    chosen = choose(names, development, DISTANT, seed)
-    return judge(test["start"], test[chosen], DISTANT, seed).outcome
 
 
 def _query_row(start: TransformerEncoder, run: Path, encoder: Path) -> dict[str, Any]:

@@ -164,7 +164,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--steps {options.steps} is too small; give at least {len(_CHANGES)}")
     trained = {size: in_processes(size, train, options, True, 1, options.steps) for size in options.worlds}
     worlds: list[dict[str, Any]] = [
-        {"world": size, "checksum": checksum} for size, ranks in trained.items() for checksum in _distinct(ranks)
+        {"world": size, "checksum": checksum}  # one of a training, unless its workers differ
+        for size, ranks in trained.items()
+        for checksum in sorted({rank["checksum"] for rank in ranks})
     ]
     worlds.append({"world": " -> ".join(map(str, _CHANGES)), "checksum": changing(options)})
     ordinary = in_processes(options.processes, train, options, False, 1, options.steps)
@@ -189,11 +191,6 @@ def main(arguments: list[str] | None = None) -> None:
         "bytes": {"ordinary": measured["bytes"][0], "bitwise": measured["bytes"][1]},
     }
     record.publish(figures, options)
-
-
-def _distinct(ranks: list[dict[str, Any]]) -> list[str]:
-    """Checksums of a training's workers: one, unless they differ."""
-    return sorted({rank["checksum"] for rank in ranks})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from declutr.common.relay import end_at_signals, relay
@@ -23,20 +23,15 @@ from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import answered, config_parser
 from declutr.common.credentials import refused_settings
 from declutr.common.errors import ConfigError, ShardError
-from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, write_text
-from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import Folder
-from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.config import PipelineConfig, config_hash, identity
 from declutr.pipeline.duplicates.config import problems as duplicates_problems
 from declutr.pipeline.filters.document_filter import problems as filter_problems
 from declutr.pipeline.filters.evaluation_sets import INDEX, build_index
-from declutr.pipeline.job.estimate import ESTIMATE, Estimate, adopt_estimate, estimate, keep_estimate, load_estimate
+from declutr.pipeline.job.estimate import Estimate, estimate
 from declutr.pipeline.job.outcome import labels_hint, lines_hint, nothing_kept, summary, too_many_failed
-from declutr.pipeline.job.output import Output, PreparePlan, hash_plan, output_problems, plan_of
+from declutr.pipeline.job.output import Output, PreparePlan, output_problems, plan_of
 from declutr.pipeline.job.path_checks import look
-from declutr.pipeline.job.progress import PROGRESS, seconds_spent
 from declutr.pipeline.job.recheck import content_problems
 from declutr.pipeline.job.sample import output_tokenizer
 from declutr.pipeline.job.stages import run_stages
@@ -117,7 +112,6 @@ def _make(output: Output, units: Sequence[Unit], plan: PreparePlan) -> Manifest:
     if problem := too_many_failed(counts, sidecars, config):
         raise ShardError(problem)
     manifest = build_manifest(sidecars, tokenizer, config.geometry, identity(config), config_hash(config), plan.skipped)
-    adopt_estimate(folder, hash_plan(plan), output.estimate_path)
     write_text(folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
     output.complete()
     if hint:
@@ -134,7 +128,7 @@ def _write_shared_files(config: PipelineConfig, folder: Path, units: Sequence[Un
 
 
 def plan_ahead(config: PipelineConfig) -> Estimate:
-    """Estimates the result of `prepare` from a sample and saves it next to the output folder for the final report.
+    """Estimates the result of `prepare` from a sample.
 
     The output is only read, because another command may be working in it.
 
@@ -152,11 +146,9 @@ def plan_ahead(config: PipelineConfig) -> Estimate:
                     shutil.copytree(folder / TOKENIZER, Path(work, TOKENIZER))
                 if (folder / INDEX).exists():
                     shutil.copyfile(folder / INDEX, Path(work, INDEX))
-                made = estimate(config, Path(work), units, _write_shared_files(config, Path(work), units))
+                return estimate(config, Path(work), units, _write_shared_files(config, Path(work), units))
         except OSError as error:
             raise ShardError(f"--plan: {error}; nothing was written") from error
-        keep_estimate(made.model_copy(update={"plan_hash": hash_plan(plan)}), output.estimate_path)
-        return made
 
 
 Examined = tuple[Output | None, list[Unit], PreparePlan | None, list[str]]
@@ -212,29 +204,10 @@ def _examine(
     return units, plan, found
 
 
-@contextmanager
-def _small_files(config: PipelineConfig) -> Iterator[Path]:
-    """A folder with the estimate and the progress of an output, as far as they exist."""
-    if not is_remote(config.output):
-        yield expand(config.output)
-        return
-    with tempfile.TemporaryDirectory(prefix="declutr-") as folder:
-        for name in (ESTIMATE, PROGRESS):
-            with suppress(OSError):  # they only serve the last message
-                Folder(config.output, RetryPolicy(total_seconds=0.0)).pull(name, Path(folder, name))
-        yield Path(folder)
-
-
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `prepare CONFIG [key=value ...] [--print-config]`; returns the exit status."""
-    parser = config_parser("prepare", "From a corpus to Arrow shards.")
-    parser.add_argument("--plan", action="store_true", help="estimate documents, tokens, disk and time, then stop")
-    parser.add_argument(
-        "--verify-inputs",
-        action="store_true",
-        help="compare every byte of the inputs with those of finished work, not only times and samples",
-    )
+    parser = config_parser("prepare")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("prepare")
     try:
@@ -252,9 +225,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.write(summary(manifest, config.output) + "\n")
     if hint := labels_hint(manifest):
         sys.stdout.write(hint + "\n")
-    with _small_files(config) as folder:
-        if estimate := load_estimate(folder):
-            sys.stdout.write(estimate.score(manifest, seconds_spent(folder)) + "\n")
     return 0
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import jsonschema
 import pytest
@@ -178,6 +179,31 @@ def test_every_command_helps_and_has_the_options_that_documents_name(capsys):
         if not re.search(rf"{option}\b", helps.get(command, ""))
     ]
     assert not missing
+
+
+def test_help_waits_for_no_library():
+    """Every `--help` answers within a second; torch, Ray, transformers, pyarrow and pandas take several."""
+    code = """if True:
+        import contextlib, io, sys
+        from declutr.cli.main import _COMMANDS, main
+        for command in _COMMANDS:
+            with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+                main([command, "--help"])
+            loaded = {"torch", "ray", "transformers", "pyarrow", "pandas", "matplotlib"} & set(sys.modules)
+            assert not loaded, (command, loaded)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_choices_of_options_are_those_of_the_settings():
+    from declutr.adaptation.config import AdaptConfig
+    from declutr.cli import FORMATS, POOLINGS, PRECISIONS
+    from declutr.embedding.units import Format
+    from declutr.encoders.protocol import AnyPrecision, Pooling
+
+    assert get_args(Format) == get_args(AdaptConfig.model_fields["format"].annotation) == FORMATS
+    assert get_args(Pooling) == POOLINGS
+    assert get_args(AnyPrecision) == PRECISIONS
 
 
 @pytest.fixture(scope="module")

@@ -113,8 +113,10 @@ def _train(
 
     try:
         return run_training(config, started, wait_for_ray, resolved)
-    except OSError as error:  # a full disk or a lost storage
-        raise TrainingFailedError(_storage_error(error, config.run)) from error
+    except OSError as error:  # a full disk or a lost storage; a continuation is promised if there may be checkpoints
+        continues = is_remote(config.run) or (expand(config.run) / "checkpoints").is_dir()
+        remedy = "checkpoints are kept, the same command continues" if continues else "nothing was trained"
+        raise TrainingFailedError(f"{error}; {remedy}") from error
 
 
 def _examine(config: TrainConfig) -> ResolvedRun | None:
@@ -171,20 +173,10 @@ def _plan(run: ResolvedRun) -> str:
         raise ConfigError("train --plan", [told]) from error
 
 
-def _storage_error(error: OSError, run: str) -> str:
-    """Message about a failed storage; it promises a continuation only if the run may have checkpoints."""
-    continues = is_remote(run) or (expand(run) / "checkpoints").is_dir()
-    remedy = "checkpoints are kept, the same command continues" if continues else "nothing was trained"
-    return f"{error}; {remedy}"
-
-
 @answered
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `train CONFIG [key=value ...] [--print-config]`; returns the exit status."""
-    parser = config_parser("train", "From shards to a sentence encoder.")
-    parser.add_argument(
-        "--plan", action="store_true", help="estimate time, memory and the share of tokens that is read"
-    )
+    parser = config_parser("train")
     arguments = parser.parse_intermixed_args(argv)
     setup_logging("train")
     # before loading torch and Ray, which takes many seconds on a busy machine
@@ -219,10 +211,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.write("".join(f"; {told}" for told in (summary["verdict"]["sentence"], *neighbours_of(summary))))
     exported = "" if summary["exported_step"] == summary["steps"] else f" (step {summary['exported_step']})"
     sys.stdout.write(f"; encoder in {summary['export']}{exported}\n")
-    if compared := summary.get("estimate"):
-        from declutr.trainer.driver.estimate import score
-
-        sys.stdout.write(score(compared) + "\n")
     return 0
 
 

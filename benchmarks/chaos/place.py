@@ -18,7 +18,7 @@ from declutr.common import seeding
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 
 _CLONE_NEWNS = 0x00020000
-_RUN_MIB = 256  # enough for the metrics of an hour of soak
+_RUN_MIB = 256  # enough for the metrics of a run
 _CHECKPOINTS_MIB = 16
 # A dead node is noticed after two seconds instead of half a minute; users would set this on every node.
 _QUICK = {

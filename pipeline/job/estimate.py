@@ -1,39 +1,204 @@
-"""Estimate of the result and duration of a preparation from a sample, and its comparison with the outcome."""
+"""Estimate of the result and duration of a preparation from a sample."""
 
 import math
 import os
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from declutr.common.config import Strict
 from declutr.common.console.logs import get_logger
-from declutr.common.storage import write_text
 from declutr.pipeline.config import PipelineConfig, identity
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
 from declutr.pipeline.job.sample import output_engine
-from declutr.pipeline.job.strata import SampleTotals, Stratum, chunks, draw_strata
 from declutr.pipeline.job.unit_writer import Decision, RunningCounts
-from declutr.pipeline.job.units import Unit, read_unit
+from declutr.pipeline.job.units import Unit, UnitReader, read_unit
 from declutr.pipeline.job.worker import decide_records
-from declutr.pipeline.readers.corpus import MIB, ReadFailure
+from declutr.pipeline.readers.corpus import MIB, Document, Part, ReadFailure, Record
+from declutr.pipeline.readers.names import bare_suffix
 from declutr.pipeline.shards.content import ContentKind, bytes_noun, noun_of, size_noun
-from declutr.pipeline.shards.manifest import SPLITS, Manifest
+from declutr.pipeline.shards.manifest import SPLITS
 from declutr.pipeline.shards.media import Clip, Image, Media
 from declutr.pipeline.shards.schema import UINT16_VOCABULARY
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
-ESTIMATE = "estimate.json"
+# A stratified sample of a corpus: parts of each folder and each format.
+#
+# A part is read in chunks: a few records with the number of their input bytes.
+
+MAX_STRATA = 16
+SAMPLED_PARTS = 64
+LEAST_PARTS = 4
+"""Least number of sampled parts of a stratum, because a small file may hold most of the documents."""
+_CHUNK_DOCUMENTS = 256
+_CHUNK_CHARACTERS = 1_000_000
+_UNKNOWN_SPREAD = 0.3
+"""Assumed relative standard deviation of a rate if only one chunk of a part was read."""
+
+
+@dataclass(frozen=True)
+class SampleTotals:
+    """Sums over the sample, or estimated sums over the input that it represents."""
+
+    documents: float = 0
+    kept: float = 0
+    num_tokens: float = 0
+    text_bytes: float = 0
+    cpu_seconds: float = 0
+    num_texts: float = 0
+    """Short texts in kept rows; 0 for documents."""
+    media_bytes: float = 0
+    """Bytes of kept images and clips."""
+
+    def __add__(self, other: "SampleTotals") -> "SampleTotals":
+        return SampleTotals(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, factor: float) -> "SampleTotals":
+        return SampleTotals(*(value * factor for value in astuple(self)))
+
+
+@dataclass
+class Sampled:
+    """A part in the sample.
+
+    Attributes:
+        part: the part, of which at least the beginning is read.
+        stands_for: input bytes of its stratum that it represents.
+        chunks: sums and input bytes of each chunk, in order.
+    """
+
+    part: Part
+    stands_for: float
+    chunks: list[tuple[SampleTotals, int]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Input bytes that were read."""
+        return sum(size for _, size in self.chunks)
+
+    def estimate(self) -> SampleTotals:
+        """Estimated sums over the bytes that it represents."""
+        return sum((found for found, _ in self.chunks), SampleTotals()) * (self.stands_for / max(1, self.num_bytes))
+
+
+@dataclass
+class Stratum:
+    """Parts of one folder and one format, and the sampled ones among them."""
+
+    parts: list[Part]
+    sampled: list[Sampled]
+    by_size: bool = False
+    """Each sampled part stands for those of about its size, in the order of size."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Input bytes of all its parts."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def estimate(self) -> SampleTotals:
+        """Estimated sums over all of its parts."""
+        return sum((one.estimate() for one in self.sampled), SampleTotals())
+
+    def variance(self) -> SampleTotals:
+        """Variances of `estimate`: between parts, if not all were read, and within partly read ones."""
+        totals = np.array([astuple(one.estimate()) for one in self.sampled])
+        found = np.zeros(totals.shape[1])
+        count = len(self.sampled)
+        if len(self.parts) > count:
+            shares = np.array([one.stands_for for one in self.sampled])[:, None]
+            rates = totals / np.maximum(1, shares)
+            spread = rates.var(axis=0, ddof=1) if count > 1 else (_UNKNOWN_SPREAD * rates[0]) ** 2
+            between = self.num_bytes**2 * spread / count
+            if self.by_size and count > 1:  # neighbours are of nearly the same size
+                between = (np.diff(totals, axis=0) ** 2).sum(axis=0) / 2
+            found += between * (1 - count / len(self.parts))
+        for one, total in zip(self.sampled, totals, strict=True):
+            unread = max(0.0, 1 - one.num_bytes / max(1, one.part.num_bytes))
+            sizes = np.array([size for _, size in one.chunks], dtype=float)
+            if unread and len(sizes) > 1:
+                rates = np.array([astuple(chunk) for chunk, _ in one.chunks]) / np.maximum(1, sizes)[:, None]
+                found += one.stands_for**2 * rates.var(axis=0, ddof=1) / len(sizes) * unread
+            elif unread:
+                found += (_UNKNOWN_SPREAD * total) ** 2 * unread
+        return SampleTotals(*found.tolist())
+
+
+def draw_strata(parts: Sequence[Part]) -> list[Stratum]:
+    """Draws parts by top folder and format, in proportion to the bytes of each stratum but at least a few.
+
+    If there are more than 16 strata, those with the fewest bytes are merged.
+    """
+    parts = [part for part in parts if part.num_bytes]
+    sizes = Counter[tuple[str, str]]()
+    for part in parts:
+        sizes[_kind(part)] += part.num_bytes
+    own = {kind for kind, _ in sizes.most_common(MAX_STRATA)}
+    groups: dict[tuple[str, str], list[Part]] = defaultdict(list)
+    for part in parts:
+        kind = _kind(part)
+        groups[kind if kind in own else ("", kind[1])].append(part)
+    total = sum(part.num_bytes for part in parts)
+    return [_draw(groups[kind], total) for kind in sorted(groups)]
+
+
+def chunks(reader: UnitReader, num_bytes: int) -> Iterator[tuple[list[Record], int]]:
+    """The records of a part in chunks, each with the number of input bytes that it was read from.
+
+    A reader takes its input in pieces, so its consumed bytes are ahead of its records. The two agree when the reader
+    requests another piece, so a chunk ends there.
+    """
+    held: list[Record] = []
+    before = mark = characters = 0
+    for record in reader:
+        now = reader.bytes_read
+        if now > mark and (len(held) >= _CHUNK_DOCUMENTS or characters >= _CHUNK_CHARACTERS):
+            yield held, mark - before
+            held, before, characters = [], mark, 0
+        mark = now
+        held.append(record)
+        characters += len(record.text) if isinstance(record, Document) else 0
+    yield held, num_bytes - before
+
+
+def _kind(part: Part) -> tuple[str, str]:
+    """Top folder and format of a part's file."""
+    return part.source.partition("/")[0] if "/" in part.source else "", part.format + bare_suffix(part.source)
+
+
+def _draw(parts: list[Part], total: int) -> Stratum:
+    """Draws parts evenly over the bytes of a stratum; of whole files, one for each group of about the same size.
+
+    A file is often one document, so its documents do not follow its bytes: a short one drawn by bytes would stand for
+    hundreds.
+    """
+    mine = sum(part.num_bytes for part in parts)
+    count = max(LEAST_PARTS, math.ceil(SAMPLED_PARTS * mine / total))
+    if len(parts) <= count:
+        return Stratum(parts, [Sampled(part, part.num_bytes, []) for part in parts])
+    if parts[0].format == "stream":
+        ordered = sorted(parts, key=lambda part: (part.num_bytes, part.source))
+        cuts = [len(ordered) * index // count for index in range(count + 1)]
+        groups = [ordered[start:stop] for start, stop in pairwise(cuts)]
+        middles = [(group[len(group) // 2], sum(part.num_bytes for part in group)) for group in groups]
+        return Stratum(parts, [Sampled(part, size, []) for part, size in middles], by_size=True)
+    ends = np.cumsum([part.num_bytes for part in parts])
+    places = (np.arange(count) + 0.5) * (mine / count)
+    drawn, times = np.unique(np.searchsorted(ends, places, side="right"), return_counts=True)
+    sampled = [Sampled(parts[index], mine * many / count, []) for index, many in zip(drawn, times, strict=True)]
+    return Stratum(parts, sampled)
+
+
 _SAMPLE_SECONDS = 20.0
 _LEAST_SECONDS = 60.0
-"""Shortest duration that is compared; below it, the start of Ray's workers dominates, which no sample shows."""
+"""Shortest duration that is shown in minutes."""
 _RANGED = ("documents", "kept", "num_tokens", "text_bytes")
 """Estimates that are shown with a range."""
 _ROW_BYTES = 64
@@ -61,8 +226,6 @@ class Estimate(Strict):
     shard_bytes: int
     num_cpus: int
     """CPUs for which `seconds` holds: session.num_cpus, or all CPUs of this machine."""
-    plan_hash: str = ""
-    """Hash of its plan (pipeline/job/output.py)."""
     seconds: float
     """Duration on `num_cpus` CPUs, without Ray's start."""
     deviations: dict[str, float] = Field(default_factory=dict)
@@ -97,33 +260,6 @@ class Estimate(Strict):
         value = getattr(self, name)
         return max(0, round(value - 2 * deviation)), round(value + 2 * deviation)
 
-    def against(self, manifest: Manifest, seconds: float | None) -> list[tuple[str, int, int]]:
-        """Name, estimate and outcome of all comparable figures.
-
-        Args:
-            manifest: the result.
-            seconds: duration, if known. Less than a minute is not compared.
-        """
-        totals, kind = manifest.totals, manifest.content.kind
-        found = [
-            (noun_of(kind), self.documents, totals["read"]),
-            ("kept", self.kept, totals["kept"]),
-            (f"num {size_noun(kind)}", self.num_tokens, totals["num_tokens"]),
-            (f"bytes of {bytes_noun(kind)}", self.text_bytes, totals["text_bytes"]),
-            ("shard bytes", self.shard_bytes, sum(shard.num_bytes for shard in manifest.shards)),
-        ]
-        return found + (
-            [] if seconds is None or seconds < _LEAST_SECONDS else [("seconds", round(self.seconds), round(seconds))]
-        )
-
-    def score(self, manifest: Manifest, seconds: float | None = None) -> str:
-        """One line with each estimate and its deviation from the outcome."""
-        told = [
-            f"{name} {expected:,} ({expected / max(1, came) - 1:+.0%})"
-            for name, expected, came in self.against(manifest, seconds)
-        ]
-        return "estimated before: " + ", ".join(told)
-
     @property
     def _reasons(self) -> str:
         return ", ".join(f"{number:,} {reason}" for reason, number in self.not_kept.items())
@@ -136,7 +272,7 @@ class Estimate(Strict):
 def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokenizer: TokenizerInfo | None) -> Estimate:
     """Processes parts of the corpus like a task for about 20 seconds and scales up the results by input bytes.
 
-    Each folder and each format is estimated separately (pipeline/job/strata.py) from at least a few parts: if small
+    Each folder and each format is estimated separately (pipeline/job/estimate.py) from at least a few parts: if small
     files hold most of the documents, large ones say nothing about them.
 
     Raises:
@@ -213,31 +349,3 @@ def _totals_of(
         found += SampleTotals(1, int(kept), size, entry.text_bytes, num_texts=num_texts, media_bytes=media_bytes)
         seen.add(entry, kept)
     return found
-
-
-def keep_estimate(made: Estimate, path: Path) -> None:
-    """Writes an estimate to a path outside the output, from where `prepare` adopts it."""
-    try:
-        write_text(path, made.model_dump_json(indent=1) + "\n")
-    except OSError as error:
-        get_logger().warning("the estimate could not be saved for the final report: %s", error)
-
-
-def adopt_estimate(folder: Path, plan_hash: str, path: Path) -> None:
-    """Moves an estimate of the same plan from a path outside the output folder into it."""
-    found = _load(path)
-    if found is not None and found.plan_hash == plan_hash:
-        write_text(folder / ESTIMATE, path.read_text(encoding="utf-8"))
-        path.unlink(missing_ok=True)
-
-
-def load_estimate(folder: Path) -> Estimate | None:
-    """The estimate of `--plan` in an output folder; None if `--plan` did not run."""
-    return _load(folder / ESTIMATE)
-
-
-def _load(path: Path) -> Estimate | None:
-    try:
-        return Estimate.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, ValidationError):
-        return None

@@ -137,10 +137,12 @@ def summary(manifest: Manifest, output: str) -> str:
     """One line with the output folder, the documents read and their statuses."""
     totals = manifest.totals
     lost = ", ".join(f"{number:,} {reason}" for reason, number in [*manifest.dropped.items(), *manifest.failed.items()])
+    skipped = ", ".join(f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in manifest.skipped.items())
+    left = skipped and f"; not read: {skipped}"
     return (
         f"{output}: {totals['read']:,} {manifest.noun} read, {totals['kept']:,} kept ({totals['kept_train']:,} train, "
         f"{totals['kept_held_out']:,} held out){f', {lost}' if lost else ''}; {totals['num_tokens']:,} "
-        f"{size_noun(manifest.content.kind)} in {len(manifest.shards)} shards{_labels(manifest)}{_not_read(manifest)}"
+        f"{size_noun(manifest.content.kind)} in {len(manifest.shards)} shards{_labels(manifest)}{left}"
     )
 
 
@@ -151,9 +153,3 @@ def _labels(manifest: Manifest) -> str:
         return f"; {len(manifest.labels):,} labels" + (notes and f"; changed: {notes}")
     labels = ", ".join(f"{number:,} {label}" for label, number in manifest.labels.items())
     return labels and f"; hypotheses: {labels}"
-
-
-def _not_read(manifest: Manifest) -> str:
-    """The files that a search of folders skipped, as text."""
-    kinds = ", ".join(f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in manifest.skipped.items())
-    return kinds and f"; not read: {kinds}"

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from declutr.common.cluster import SessionConfig
 from declutr.common.config import Strict
 from declutr.common.lock import LOCK, RunLock
-from declutr.common.storage import fsync_path, hash_json, write_text
+from declutr.common.storage import fsync_path, write_text
 from declutr.common.stores.copies import PLAN
 from declutr.common.stores.listing import Files
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity
@@ -19,7 +19,6 @@ from declutr.pipeline.duplicates.search import find_duplicates
 from declutr.pipeline.duplicates.table import DUPLICATES
 from declutr.pipeline.filters.document_filter import fingerprints
 from declutr.pipeline.filters.evaluation_sets import INDEX
-from declutr.pipeline.job.estimate import ESTIMATE
 from declutr.pipeline.job.output_store import OutputStore
 from declutr.pipeline.job.progress import HEARTBEATS, PROGRESS
 from declutr.pipeline.job.unit_writer import finished_sidecar
@@ -60,11 +59,6 @@ def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Sk
         input_states={unit.name: unit.input_state for unit in units if unit.input_state},
         skipped=skipped or {},
     )
-
-
-def hash_plan(plan: PreparePlan) -> str:
-    """SHA-256 of a plan's settings and of its inputs by name and size."""
-    return hash_json([plan.config_hash, plan.units, plan.files])
 
 
 def write_plan(folder: Path, plan: PreparePlan) -> None:
@@ -135,11 +129,6 @@ class Output:
     def name(self) -> str:
         """The output in messages."""
         return str(self.folder)
-
-    @property
-    def estimate_path(self) -> Path:
-        """Path of the estimate of `--plan`, next to the folder."""
-        return self.folder.with_name(f"{self.folder.name}.{ESTIMATE}")
 
     @property
     def session(self) -> SessionConfig:
@@ -226,5 +215,5 @@ class Output:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for path in [*self.folder.glob("train-*.arrow"), *self.folder.glob("held-out-*.arrow")]:
             path.unlink()
-        for name in (MANIFEST, PROGRESS, PLAN, ESTIMATE, INDEX, DUPLICATES):
+        for name in (MANIFEST, PROGRESS, PLAN, INDEX, DUPLICATES):
             (self.folder / name).unlink(missing_ok=True)

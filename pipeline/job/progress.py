@@ -113,19 +113,12 @@ class Progress(Watcher):
         with self._lock:
             self._show()
 
-    def _under_way(self) -> Done:
-        """Work of unfinished units so far."""
-        total = Done()
+    def _show(self) -> None:
+        now = self._done
         for path in (self._folder / HEARTBEATS).glob("[0-9]*"):
             if path.name not in self._finished:
-                try:
-                    total += Done.model_validate_json(path.read_bytes())
-                except (OSError, ValidationError):
-                    continue
-        return total
-
-    def _show(self) -> None:
-        now = self._done + self._under_way()
+                with contextlib.suppress(OSError, ValidationError):  # just replaced or removed
+                    now += Done.model_validate_json(path.read_bytes())
         seconds = time.monotonic() - self._started
         rate = (now.num_bytes - self._before.num_bytes) / seconds
         line = {
@@ -151,22 +144,3 @@ class Progress(Watcher):
         self._bar.close()
         self._log.close()
         shutil.rmtree(self._folder / HEARTBEATS, ignore_errors=True)
-
-
-def seconds_spent(folder: Path) -> float | None:
-    """Seconds of all stages, over all runs on a folder; None without a progress file."""
-    try:
-        lines = (folder / PROGRESS).read_bytes().splitlines()
-    except FileNotFoundError:
-        return None
-    total, stage, last = 0.0, "", 0.0
-    for line in lines:
-        try:
-            told = json.loads(line)
-            now, seconds = str(told["stage"]), float(told["seconds"])
-        except (ValueError, TypeError, KeyError):  # cut off by a kill or a full disk
-            continue
-        if now != stage or seconds < last:  # another stage, or another run
-            total += last
-        stage, last = now, seconds
-    return total + last

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from declutr.common.console.logs import get_logger
 from declutr.common.storage import atomic_folder
@@ -49,7 +48,11 @@ def sample_texts(config: PipelineConfig, units: Sequence[Unit], sample_mib: floa
 
 
 def output_tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo | None:
-    """The tokenizer in the output folder; the first run creates it. None if the content has no text."""
+    """The tokenizer in the output folder; the first run creates it. None if the content has no text.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     tokenizer = config.tokenizer
     if tokenizer is None:
         return None
@@ -61,23 +64,14 @@ def output_tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]
         else:
             made = load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
         with atomic_folder(folder / TOKENIZER) as aside:
-            _save(made, aside)
+            try:
+                made.save_pretrained(str(aside))
+            except Exception as error:
+                if type(error) is not Exception:
+                    raise
+                # `tokenizers` raises plain Exception.
+                raise OSError(f"{folder / TOKENIZER} cannot be written: {error}") from error
     return describe_tokenizer(load_tokenizer(str(folder / TOKENIZER)), tokenizer.kind)
-
-
-def _save(tokenizer: Any, folder: Path) -> None:
-    """Writes a tokenizer.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    try:
-        tokenizer.save_pretrained(str(folder))
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        # `tokenizers` raises plain Exception.
-        raise OSError(f"{folder.parent / TOKENIZER} cannot be written: {error}") from error
 
 
 def output_engine(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> EngineName | None:

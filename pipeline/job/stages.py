@@ -72,7 +72,8 @@ def _run(stage: Stage, output: Output, units: Sequence[Unit], tokenizer: Tokeniz
         engine = output_engine(config, folder, units) if stage == "prepare" else "tokenizers"
         start_ray(output.session.num_cpus, output.session.address)
         # One block a unit, so that a dead task is retried alone. The order of completion does not matter.
-        rows = ray.data.from_items([_row(unit, stage, output) for unit in todo], override_num_blocks=len(todo))
+        items = [{"unit": unit.model_dump_json(), "needs": encoded(output.files_of(stage, unit.name))} for unit in todo]
+        rows = ray.data.from_items(items, override_num_blocks=len(todo))
         arguments = {"stage": stage, "folder": str(folder), "config": config, "tokenizer": tokenizer, "engine": engine}
         if output.store is not None:
             arguments |= {"store": output.store, "shared": output.shared_files(stage)}
@@ -91,7 +92,12 @@ def _run(stage: Stage, output: Output, units: Sequence[Unit], tokenizer: Tokeniz
                     progress.add(sidecar)
             except WorkerCrashedError as error:
                 left = [unit for unit in todo if unit.name not in sidecars]
-                raise _stopped(stage, output.name, _crashed(left)) from error
+                names = ", ".join(f"{unit.name} ({unit.parts[0].source} ...)" for unit in left[:3])
+                why = (
+                    f"workers died {_ATTEMPTS + 1} times on one of the {len(left)} remaining units: {names}. Either "
+                    "memory is short (lower session.num_cpus), or an input crashes a library"
+                )
+                raise _stopped(stage, output.name, why) from error
     return [sidecars[unit.name] for unit in units]
 
 
@@ -135,18 +141,6 @@ def work_on(
     except (OSError, ShardError) as error:
         return {"sidecar": "", "problem": f"unit {unit.name}: {error}", "sent": b""}
     return {"sidecar": sidecar.model_dump_json(), "problem": "", "sent": sent}
-
-
-def _row(unit: Unit, stage: Stage, output: Output) -> dict[str, Any]:
-    return {"unit": unit.model_dump_json(), "needs": encoded(output.files_of(stage, unit.name))}
-
-
-def _crashed(left: Sequence[Unit]) -> str:
-    named = ", ".join(f"{unit.name} ({unit.parts[0].source} ...)" for unit in left[:3])
-    return (
-        f"workers died {_ATTEMPTS + 1} times on one of the {len(left)} remaining units: {named}. Either memory is "
-        "short (lower session.num_cpus), or an input crashes a library"
-    )
 
 
 def _stopped(stage: str, output: str, problem: object) -> ShardError:

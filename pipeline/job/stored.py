@@ -16,13 +16,12 @@ from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.copies import PLAN
 from declutr.common.stores.folder import Folder
-from declutr.common.stores.listing import LISTING, FileRecord, Files, record_of
+from declutr.common.stores.listing import LISTING, Files, record_of
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.search import RemoteKeys, find_duplicates
 from declutr.pipeline.duplicates.table import DUPLICATES
 from declutr.pipeline.filters.evaluation_sets import INDEX
-from declutr.pipeline.job.estimate import ESTIMATE
 from declutr.pipeline.job.output import Output, PreparePlan
 from declutr.pipeline.job.output_store import SENT, SHARED, OutputStore, holds, units_in
 from declutr.pipeline.job.progress import PROGRESS
@@ -31,7 +30,7 @@ from declutr.pipeline.job.units import Unit
 from declutr.pipeline.job.worker import CANDIDATES
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
 
-_SINGLE = (PLAN, ESTIMATE, PROGRESS, DUPLICATES, MANIFEST)
+_SINGLE = (PLAN, PROGRESS, DUPLICATES, MANIFEST)
 """Files of the command itself, the manifest last."""
 _HELD = ".held"
 
@@ -56,11 +55,6 @@ class StoredOutput(Output):
     def name(self) -> str:
         """The output in messages."""
         return self.store.remote.url
-
-    @property
-    def estimate_path(self) -> Path:
-        """Path of the estimate of `--plan` in the cache of this host."""
-        return self.store.cache_dir.with_name(f"{self.store.cache_dir.name}.{ESTIMATE}")
 
     @property
     def session(self) -> SessionConfig:
@@ -94,8 +88,9 @@ class StoredOutput(Output):
             try:
                 yield
             finally:
-                if not self._ended:
-                    self._send_progress()
+                if not self._ended and (self.folder / PROGRESS).exists():
+                    with contextlib.suppress(OSError):  # it serves only messages
+                        Folder(self.remote.url, RetryPolicy(total_seconds=0.0)).put(PROGRESS, self.folder / PROGRESS)
 
     def refresh(self) -> None:
         """Fetches the small files of the output: plan, tokenizer, sidecars of finished units."""
@@ -113,13 +108,10 @@ class StoredOutput(Output):
             name: record
             for place, files in self._files.items()
             for name, record in files.items()
-            if (place == SHARED or Path(name).parent.name == "units") and not self._has(name, record)
+            if place == SHARED or Path(name).parent.name == "units"
+            if not (self.folder / name).exists() or record_of(self.folder / name) != record
         }
         self.remote.fetch_all(missing, self.folder)
-
-    def _has(self, name: str, record: FileRecord) -> bool:
-        path = self.folder / name
-        return path.exists() and record_of(path) == record
 
     def write_plan(self, plan: PreparePlan) -> None:
         """Sends the plan unless the store has one."""
@@ -203,12 +195,6 @@ class StoredOutput(Output):
         self._ended = True
         self.store.sweep()
 
-    def _send_progress(self) -> None:
-        """Sends the progress of unfinished work. It serves only messages, so an error is not raised."""
-        with contextlib.suppress(OSError):
-            if (self.folder / PROGRESS).exists():
-                Folder(self.remote.url, RetryPolicy(total_seconds=0.0)).put(PROGRESS, self.folder / PROGRESS)
-
 
 @contextlib.contextmanager
 def open_output(config: PipelineConfig) -> Iterator[Output]:
@@ -230,7 +216,10 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
         problem = f"cache = {config.cache}: {error.strerror}; name a folder of this host that can be written"
         raise ConfigError("prepare", [problem]) from error
     for left in store.cache_dir.glob("command-*"):
-        _remove_unless_held(left)
+        # Of a killed command, whose lock the kernel has released.
+        with contextlib.suppress(OSError), (left / _HELD).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(prefix="command-", dir=store.cache_dir) as name,
         Path(name, _HELD).open("w") as lock,
@@ -241,10 +230,3 @@ def open_output(config: PipelineConfig) -> Iterator[Output]:
         yield output
     with contextlib.suppress(OSError):  # other files of this output are left
         store.cache_dir.rmdir()
-
-
-def _remove_unless_held(folder: Path) -> None:
-    """Removes the folder of a killed command, whose lock the kernel has released."""
-    with contextlib.suppress(OSError), (folder / _HELD).open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)

@@ -22,12 +22,20 @@ from declutr.common.stores.retry import explained
 from declutr.pipeline.readers.archives import is_tar
 from declutr.pipeline.readers.blobs import member_key
 from declutr.pipeline.readers.corpus import END, MIB, FilesCorpus, HubCorpus, Input, Part
-from declutr.pipeline.readers.cuts import Cut, cut_archive, cut_arrow, cut_delimited, cut_parquet, cut_ranges, make_part
 from declutr.pipeline.readers.delimited import DELIMITERS
 from declutr.pipeline.readers.fields import FIELD_FORMATS, fields_problem
 from declutr.pipeline.readers.files import Rules, format_of, is_json_lines, rules_of
 from declutr.pipeline.readers.inputs import find_inputs, open_input, stream_of
 from declutr.pipeline.readers.names import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, bare_suffix
+from declutr.pipeline.readers.parts import (
+    Cut,
+    cut_archive,
+    cut_arrow,
+    cut_delimited,
+    cut_parquet,
+    cut_ranges,
+    make_part,
+)
 from declutr.pipeline.readers.plain_text import encoding_of
 from declutr.pipeline.readers.skipped import EXCLUDED, UNREADABLE, Skipped, advice_on, describe_skipped
 from declutr.pipeline.readers.streams import (

@@ -15,9 +15,8 @@ from declutr.common.errors import ShardError
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.content import ContentKind
 from declutr.pipeline.shards.integrity import ListedShard, ManifestIndex, load_index, memory_problem, schema_problem
-from declutr.pipeline.shards.joined import joined_manifest
 from declutr.pipeline.shards.ledger import LedgerFile
-from declutr.pipeline.shards.manifest import MANIFEST, Manifest, Shard, load_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, Manifest, Shard, joined_manifest, load_manifest
 
 MOST_OPEN = 8192  # some 10 KiB each, and a memory map, of which a process may have 65,530
 

@@ -1,4 +1,4 @@
-"""The benchmarks run for real on tiny models: keys and equality, never times."""
+"""The benchmarks run for real on tiny models: keys, equality and budgets, never times."""
 
 import gzip
 import json
@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 import torch
 from messages import all_of, says
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import batch, embed, feed, prepare, record, step, workload
+from benchmarks import batch, embed, prepare, record, step, workload
+from benchmarks.adapt import _hits, _paragraphs, main
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import repeat
+from benchmarks.gpu import budget, repeat
+from benchmarks.gpu.traffic import counting
+from benchmarks.mutants.__main__ import COPIED, read_mutants
 from declutr.pipeline.shards.content import NO_LABEL
 from declutr.pipeline.shards.schema import shard_schema
 from declutr.pipeline.shards.windows import Geometry, window_starts
@@ -61,16 +65,22 @@ def test_benchmark_of_a_step_has_figures(tmp_path):
 
 
 @pytest.mark.slow
-def test_benchmark_of_batches_has_figures(tmp_path):
-    found = figures(batch.main, tmp_path, *TINY, "--sizes", "2", "8", "--microbatch-tokens", "100")
-    assert found["peak_mib"].keys() == {"2", "8"}
+@pytest.mark.parametrize(
+    ("objective", "sizes", "ratio", "within"),
+    [("declutr", ("2", "8"), "ratio_4096_to_64", 1e-4), ("simcse", ("4", "8"), "ratio_16384_to_64", 1e-3)],
+)
+def test_benchmark_of_batches_has_figures(tmp_path, objective, sizes, ratio, within):
+    own = () if objective == "declutr" else ("--objective", objective)
+    found = figures(batch.main, tmp_path, *TINY, *own, "--sizes", *sizes, "--microbatch-tokens", "100")
+    assert found["peak_mib"].keys() == {*sizes}
     assert all(peak > 0 for peak in found["peak_mib"].values())
-    assert found["ratio_4096_to_64"] is None
-    assert found["sizes"]["8"]["microbatches"] > found["sizes"]["2"]["microbatches"] > 1
-    assert found["grad_rel_diff"] < 1e-4
-    for size in ("2", "8"):
-        one = found["sizes"][size]
-        assert one["embedding_state_mib"] >= one["span_embeddings_mib"]
+    assert found[ratio] is None
+    assert found["sizes"][sizes[1]]["microbatches"] > found["sizes"][sizes[0]]["microbatches"] > 1
+    assert found["grad_rel_diff"] < within
+    if objective == "simcse":
+        assert (found["objective"], found["sizes"]["8"]["spans"]) == ("simcse", 16)
+    else:
+        assert all(one["embedding_state_mib"] >= one["span_embeddings_mib"] for one in found["sizes"].values())
 
 
 def test_benchmark_of_embedding_has_figures(tmp_path):
@@ -80,12 +90,6 @@ def test_benchmark_of_embedding_has_figures(tmp_path):
     assert found["max_abs_diff"] < 1e-5
     assert found["ratio"] == min(found["ratio_sentences"], found["ratio_paragraphs"]) > 0
     assert min(map(len, embed.paragraphs_of(["A sentence."], 2))) >= 2400
-
-
-def test_benchmark_of_the_collator_has_figures(tmp_path):
-    found = figures(feed.main, tmp_path, "--documents", "2", "--seconds", "0.01")
-    assert found["tokens_per_second_per_core"] == found["paper_spans"]["tokens_per_second_per_core"] > 0
-    assert found["short_spans"]["tokens_per_step"] < found["paper_spans"]["tokens_per_step"]
 
 
 def test_the_order_of_a_billion_runs_backwards():
@@ -103,7 +107,7 @@ def test_needs_neither_ray_nor_data(tmp_path):
     """A whole run in an empty folder, without Ray and sentence-transformers."""
     code = (
         "import sys; sys.modules['ray'] = sys.modules['sentence_transformers'] = None\n"
-        "import benchmarks.step as step, benchmarks.batch, benchmarks.feed\n"
+        "import benchmarks.step as step, benchmarks.batch\n"
         "assert not [name for name in sys.modules if name.startswith('ray.')]\n"
         f"step.main({[*TINY, '--documents', '1', '--steps', '1', '--warm-up', '0']!r})\n"
     )
@@ -115,24 +119,6 @@ def test_needs_neither_ray_nor_data(tmp_path):
     assert found["hardware"]["cores"] >= 1
     assert found["ratio_vs_sentence_transformers"] is None
     assert "not importable" in found["sentence_transformers"]["reason"]
-
-
-@pytest.mark.parametrize("content", ["images", "audio"])
-def test_benchmark_of_feeding_clips_has_figures(tmp_path, content):
-    found = figures(feed.main, tmp_path, "--content", content, "--documents", "2", "--seconds", "0.01")
-    assert (found["content"], found["rows_per_step"]) == (content, 2)
-    assert found["rows_per_second_per_core"] > 0
-
-
-@pytest.mark.slow
-def test_benchmark_of_simcse_batches_has_figures(tmp_path):
-    sizes = ("--sizes", "4", "8", "--microbatch-tokens", "100")
-    found = figures(batch.main, tmp_path, *TINY, "--objective", "simcse", *sizes)
-    assert found["objective"] == "simcse"
-    assert found["sizes"]["8"]["microbatches"] > found["sizes"]["4"]["microbatches"] > 1
-    assert found["sizes"]["8"]["spans"] == 16
-    assert found["ratio_16384_to_64"] is None
-    assert found["grad_rel_diff"] < 1e-3
 
 
 @pytest.mark.parametrize(("pairs", "labels"), [(False, [NO_LABEL]), (True, [NO_LABEL, 0, 1, 2])])
@@ -174,7 +160,7 @@ def test_documents_are_shards_rows():
     assert not workload.documents(3, 5, spans, 1000, seed=2).equals(table)
 
 
-def test_flops_of_a_forward_equal_torchs_count():
+def test_flops_of_a_forward_equal_torchs_count_and_peaks_are_the_published_ones():
     """The formula's linear and head terms against torch's own counter; attention, at these sizes, is a few percent."""
     setting = workload.Workload("tiny", SpanConfig(min_tokens=20, max_tokens=24), 0)
     made, batch_ = setting.encoder(), setting.batch(0, 2).spans
@@ -182,9 +168,6 @@ def test_flops_of_a_forward_equal_torchs_count():
         made(batch_)
     expected = flops.step_flops(made.model, flops.linear_weights(made.model), batch_.lengths, len(batch_.labels)) / 3
     assert counted.get_total_flops() == pytest.approx(expected, rel=0.2)
-
-
-def test_peaks_of_known_gpus_are_the_published_ones():
     assert flops.peak_flops("NVIDIA H200", half=True) == 989e12
     assert flops.peak_flops("NVIDIA B200", half=True) == 2250e12
     assert flops.peak_flops("NVIDIA L40S", half=True) == 362e12
@@ -267,3 +250,112 @@ def test_a_machine_without_a_gpu_is_told_what_to_do(capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--only", "nothing"])
     says(capsys.readouterr().err, "kernel", "dropout")
+
+
+MOST_GIGABYTES, MOST_OPERATIONS = 71, 1240
+MOST_EAGER_GIGABYTES, MOST_EAGER_OPERATIONS = 130, 1780
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    path = tmp_path_factory.mktemp("budget") / "budget.json"
+    budget.main(["--json", str(path)])
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_a_step_stays_within_its_budget_and_takes_the_time_of_products_and_bandwidth(found):
+    assert found["gigabytes"] <= MOST_GIGABYTES
+    assert found["operations"] <= MOST_OPERATIONS
+    assert found["syncs"] == 0
+    assert (found["graphs"], found["breaks"]) == (3, 0), "embeddings, layers, and the loss of the head"
+    assert found["eager"]["gigabytes"] <= MOST_EAGER_GIGABYTES
+    assert found["eager"]["operations"] <= MOST_EAGER_OPERATIONS
+    assert found["eager"]["syncs"] == 0
+    # On an H100, 989 TFLOP/s and 3.35 TB/s; a step takes the time of both.
+    times = found["milliseconds"]["H100"]
+    assert times["step"] == pytest.approx(times["products"] + times["others"], abs=0.11)
+    assert times["mfu"] == pytest.approx(0.65 * times["products"] / times["step"], rel=0.01)
+    rest = found["gigabytes"] - found["largest"]["products"]
+    assert times["others"] == pytest.approx(rest / (0.85 * 3.35), rel=0.01)
+
+
+def test_waits_and_bytes_equal_a_plain_count():
+    """Reads of values, results whose shape is a value, and copies from the CPU; planning on the CPU is none."""
+    mode = FakeTensorMode()
+    on_gpu = mode.from_tensor(torch.ones(4))
+    planned = torch.arange(4)
+    with counting(mode) as traffic:
+        on_gpu + on_gpu
+        planned.tolist()
+        assert not traffic.syncs
+        assert float(on_gpu.sum()) == 1.0
+        on_gpu.tolist()
+        on_gpu[planned]
+        on_gpu.new_tensor([1.0])
+    # a fake tensor reads a list item by item
+    assert traffic.syncs == {"__float__": 1, "item": 4, "index": 1, "new_tensor": 1}
+    # Each tensor once for each kernel: views are free, look-ups read the rows that they name.
+    mode = FakeTensorMode()
+    table, rows = mode.from_tensor(torch.ones(1000, 8)), mode.from_tensor(torch.zeros(5, dtype=torch.int64))
+    with counting(mode) as traffic:
+        torch.nn.functional.embedding(rows, table)
+    assert sum(traffic.bytes.values()) == 2 * 5 * 8 * 4 + 5 * 8
+    with counting(mode) as traffic:
+        table.t() + 1
+    assert (sum(traffic.operations.values()), sum(traffic.bytes.values())) == (1, 2 * 1000 * 8 * 4)
+
+
+def test_an_optimizer_without_a_result_is_counted():
+    """A fused AdamW reads weight, gradient and two moments, and writes all but the gradient."""
+    mode = FakeTensorMode()
+    with mode:
+        weight = torch.nn.Parameter(torch.empty(1000))
+        weight.grad = torch.empty(1000)
+        optimizer = torch.optim.AdamW([weight], fused=True)
+    with counting(mode) as traffic:
+        with traffic.pausing():
+            optimizer.step()
+        optimizer.step()
+    assert traffic.bytes["_fused_adamw_"] == 7 * 1000 * 4 + 4  # and the number of the step
+    assert traffic.operations["_fused_adamw_"] == 1
+
+
+def test_paragraphs_of_a_document_are_cut_after_their_first_sentence():
+    rest = " ".join(f"word{n}" for n in range(30))
+    whole = "This is a first sentence of some words. " + rest
+    text = "\n".join(["A heading", whole, "Too short a paragraph to search. It has no rest."] + [whole] * 20)
+    found = _paragraphs(text)
+    assert len(found) == 8
+    assert set(found) == {("This is a first sentence of some words.", rest)}
+    assert _paragraphs("A heading") == []
+
+
+class Plane:
+    """Encodes a text as the direction that its number names."""
+
+    def encode(self, texts):
+        return np.array([[np.cos(float(text)), np.sin(float(text))] for text in texts])
+
+
+def test_found_counts_sentences_of_each_document_that_find_their_paragraph():
+    hits = _hits(Plane(), [0, 0, 2], ["0.0", "1.0", "2.0"], ["0.1", "2.1", "1.4"])
+    assert hits.tolist() == [[1, 2], [0, 1]]
+
+
+def test_runs_need_a_corpus(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--start", str(tmp_path)])
+    assert "--corpus" in capsys.readouterr().err
+    main(["--start", str(tmp_path), "--work", str(tmp_path), "--calibrate", "1"])  # of finished runs, and there is none
+    assert '"calibration": []' in capsys.readouterr().out
+
+
+def test_every_planted_bug_can_be_planted_and_tested_in_a_copy():
+    mutants = read_mutants(ROOT / "benchmarks" / "mutants" / "mutants.yaml")
+    assert len(mutants) > 400
+    for one in mutants:
+        assert one.planted(ROOT) != (ROOT / one.file).read_text()
+        for name in (one.file, *(test.split("::")[0] for test in one.tests)):
+            assert name.split("/")[0] in COPIED
+            assert (ROOT / name).exists(), name

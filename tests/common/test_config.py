@@ -1,4 +1,4 @@
-"""The loader: every problem at once, in words that name key, value and limit."""
+"""The loader of settings: every problem at once, with key, value and limit; YAML that is refused."""
 
 import time
 from typing import Annotated, Any, Literal
@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from declutr.common.config import Strict, config_yaml, load_config
 from declutr.common.errors import ConfigError
+from declutr.common.yamlfile import MAX_BYTES, YamlError, read_yaml, read_yaml_file
 
 
 class Inner(Strict):
@@ -64,25 +65,28 @@ def problems(load, text, *overrides):
     return error.value.problems
 
 
-def test_config_values_are_replaced_by_overrides(load):
+def test_values_are_replaced_by_overrides_and_read_back_when_printed(load):
     text = "train: {name: a, inner: {size: 2}}"
     config = load(text, "inner.rate=5e-5", "inputs=[x, y]", "name=b", "inner.size=3")
     assert config.inner == Inner(size=3, rate=5e-5)
     assert isinstance(config.inner.rate, float)
     assert config.inputs == ("x", "y")
     assert config.name == "b"
+    config = load("train: {name: a, inner: {rate: 5e-5}}")
+    text = "train:\n" + "".join(f"  {line}\n" for line in config_yaml(config).splitlines())
+    assert load(text) == config
 
 
-def test_a_section_can_be_replaced(load):
-    assert load("train: {name: a, inner: {size: 2}}", "inner={rate: 2}").inner == Inner(rate=2)
-
-
-def test_an_override_may_open_an_absent_section(load):
-    assert load("train: {name: a}", "inner.size=9").inner.size == 9
-
-
-def test_a_key_left_empty_takes_section_overrides(load):
-    assert load("train:\n  name: a\n  inner:\n", "inner.size=9").inner.size == 9
+@pytest.mark.parametrize(
+    ("text", "override", "inner"),
+    [
+        ("train: {name: a, inner: {size: 2}}", "inner={rate: 2}", Inner(rate=2)),
+        ("train: {name: a}", "inner.size=9", Inner(size=9)),
+        ("train:\n  name: a\n  inner:\n", "inner.size=9", Inner(size=9)),
+    ],
+)
+def test_sections_are_replaced_opened_and_filled(load, text, override, inner):
+    assert load(text, override).inner == inner
 
 
 def test_config_reports_every_problem_at_once(load):
@@ -111,33 +115,15 @@ def test_override_without_key_or_value_is_refused(load, text):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (
-            ["inputs=[", "a", "]"],
-            ("inputs", "spaces", "quotes", "'inputs=[ a ]'"),
-        ),
-        (["inputs=[a,", "b]", "low=2"], ("quotes", "'inputs=[a, b]'")),
-        (["animal={kind:", "sheep}"], ("quotes", "'animal={kind: sheep}'")),
-        (["low", "=", "2"], ("low", "low=2", "spaces")),
-        (["low=", "2", "high=9"], ("low", "low=2", "spaces")),
-        (["low", "=2"], ("low", "low=2", "spaces")),
+        (["inputs=[a,", "b]", "low=2"], ("inputs", "'[a,'", "YAML", "'b]'", "key=value", "quotes")),
+        (["low", "=", "2"], ("'low'", "'='", "'2'", "spaces")),
+        (["low=2", "high", "=9"], ("'high'", "'=9'", "spaces")),
         (["name=my", "folder"], ("'folder'", "key=value", "quotes")),
+        (["inputs=[a", "lwo=2"], ("inputs", "'[a'", "YAML", "lwo", "unknown key", "`low`")),
     ],
 )
-def test_overrides_that_a_shell_cut_at_spaces_are_one_problem(load, words, told):
-    (found,) = problems(load, "train: {name: a}", *words)
-    says(found, told)
-
-
-def test_a_bracket_that_is_never_closed_leaves_the_other_overrides(load):
-    found = problems(load, "train: {name: a}", "inputs=[a", "lwo=2")
-    says(found[0], "inputs", "'[a'", "YAML")
-    [other] = found[1:]
-    says(other, "lwo", "unknown key", "`low`")
-
-
-def test_override_that_is_not_yaml_is_refused(load):
-    (found,) = problems(load, "train: {name: a}", "inputs=[1")
-    says(found, "inputs", "'[1'", "YAML")
+def test_every_part_of_an_override_that_a_shell_cut_at_spaces_is_named(load, words, told):
+    says(" ".join(problems(load, "train: {name: a}", *words)), told)
 
 
 def test_unknown_key_without_a_near_one_lists_the_known(load):
@@ -150,25 +136,19 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        (
-            "prepare.output=x",
-            ("prepare.output", "unknown key", "`prepare`", "`declutr"),
-        ),
+        ("prepare.output=x", ("prepare.output", "unknown key", "`prepare`", "`declutr")),
         ("unit_mib=8", ("unit_mib", "unknown key", "`prepare`", "`declutr prepare`")),
         ("nmae=b", ("nmae", "unknown key", "`name`")),
         ("inner.sise=1", ("inner.sise", "unknown key", "`inner.size`")),
         ("size=1", ("size", "unknown key", "`inner.size`")),
-        ("siz=1", ("siz", "unknown key", "`inner.size`")),
         ("iner.size=1", ("iner.size", "unknown key", "`inner.size`")),
         ("named.one.wieght=1", ("named.one.wieght", "unknown key", "`named.one.weight`")),
         ("weight=1", ("weight", "unknown key", "`named.NAME.weight`")),
         ("named.one=5", ("named.one = 5", "section")),
         ("train.name=", ("train.name", "unknown key", "`train`", "`name`")),
-        ("train.inner.sise=1", ("train.inner.sise", "unknown key", "`train`")),
         ("low=on", ("low = True", "number", "yes", "no", "on", "off")),
         ("inner.rate=no", ("inner.rate = False", "number")),
         ("inner.rate=.nan", ("inner.rate = nan", "finite")),
-        ("inner.rate=.inf", ("inner.rate = inf", "finite")),
         ("inner.rate=1e308", ("inner.rate = '1e308'", "at most 1,000,000,000,000")),
         ("inner.rate=-1.0e+200", ("inner.rate = -1e+200", "at least -1,000,000,000,000")),
         ("inner.rate=1e-300", ("inner.rate = '1e-300'", "0", "at least 1e-37")),
@@ -182,6 +162,7 @@ def test_unknown_key_without_a_near_one_lists_the_known(load):
         ("inputs=[*.txt]", ("*", "quotes")),
         ("inputs=a.txt", "[a.txt]"),
         ("name=12", "name='\"...\"'"),
+        ("low=11", ("low = 11", "at most", "high = 10")),
         ("name=", ("name = None", "empty")),
         ("animal={legs: 4}", ("animal.kind = None", "sheep, horse, pony")),
         ("animal.kind=hors", ("animal.kind = 'hors'", "sheep, horse, pony", "`horse`")),
@@ -204,11 +185,6 @@ def test_problems_of_places_are_said_with_the_others(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_config(str(tmp_path / "run.yaml"), "train", Outer, (), lambda values: [f"name = {values['name']}: away"])
     assert [line.partition(" ")[0] for line in error.value.problems] == ["low", "name"]
-
-
-def test_config_rule_between_keys_is_checked(load):
-    [line] = problems(load, "train: {name: a}", "low=11")
-    says(line, "low = 11", "at most", "high = 10")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +214,10 @@ def test_config_of_bytes_that_are_no_text_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("run.yml", ["`{folder}/run.yaml`"]), (".", ["is a folder"]), ("low=1", ["config file", "first"])],
+    [
+        *[("run.yml", ["`{folder}/run.yaml`"]), (".", ["is a folder"]), ("low=1", ["config file", "first"])],
+        ("nowhere.yaml", ["no such", "nowhere.yaml"]),
+    ],
 )
 def test_name_of_no_config_file_brings_a_suggestion(tmp_path, name, told):
     (tmp_path / "run.yaml").write_text("train: {}")
@@ -247,26 +226,12 @@ def test_name_of_no_config_file_brings_a_suggestion(tmp_path, name, told):
     says(error.value, *[part.format(folder=tmp_path) for part in told])
 
 
-def test_missing_file_says_where_it_looked(tmp_path):
-    with pytest.raises(ConfigError, match=all_of("no such", "nowhere.yaml")):
-        load_config(str(tmp_path / "nowhere.yaml"), "train", Outer)
-
-
-def test_printed_configuration_reads_back(load):
-    config = load("train: {name: a, inner: {rate: 5e-5}}")
-    text = "train:\n" + "".join(f"  {line}\n" for line in config_yaml(config).splitlines())
-    assert load(text) == config
-
-
-def test_config_is_frozen():
-    with pytest.raises(ValueError, match="frozen"):
-        Inner().size = 3
-
-
-def test_numbers_at_the_bounds_are_accepted(load):
+def test_numbers_at_the_bounds_are_accepted_and_frozen(load):
     text = "train: {name: a, seed: 9223372036854775807, high: 1000000000000, inner: {rate: 1.0e-30}, extra: {x: 0x10}}"
     config = load(text)
     assert (config.seed, config.high, config.inner.rate) == (2**63 - 1, 10**12, 1e-30)
+    with pytest.raises(ValueError, match="frozen"):
+        Inner().size = 3
 
 
 @pytest.mark.slow
@@ -277,3 +242,92 @@ def test_thousands_of_unknown_keys_are_reported_in_seconds(load):
     assert len(found) == 9_000
     assert time.process_time() - began < 5
     says(found[0], "`inner`")
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]\n" for number in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3", ("'a'", "twice", "line 1", "line 3")),
+        ("a: {b: 1, b: 1}", ("'b'", "twice")),
+        ("1: a\n'1': b", ("'1'", "twice")),
+        ("a: 010", ("010", "ambiguous", "8")),
+        ("a: 1:30", ("1:30", "ambiguous", "90")),
+        ("a: 1:30.5", ("1:30.5", "ambiguous")),
+        ("a: 0x_", "number"),
+        ("a: " + "9" * 5000, "number"),
+        ("a: !!python/object/apply:os.system [ls]", ("tag", "os.system", "refused")),
+        ("a: !!binary x", ("tag", "binary", "refused")),
+        ("a: !mine x", ("tag !mine", "refused")),
+        ("a:\n\tb: 1", ("tab", "spaces", "line 2")),
+        ("a: &x [*x]", ("anchor", "itself")),
+        ("a: *b", "alias"),
+        (LAUGHS, "more than 20,000"),
+        ("[" * 5000, "nested too deeply"),
+        ("{a: " * 2000, "nested too deeply"),
+        ("- 1\n---\n- 2", "more than one"),
+        ("a: \x00", "U+0000"),
+        ("a: \ud800", "U+D800"),
+        ("? [a]\n: 1", "unhashable"),
+        ("a: [1", "',' or ']'"),
+        ("x" * (MAX_BYTES + 1), "longer than"),
+        ("{a: " * 65 + "1" + "}" * 65, ("nested", "at most 64")),
+        ("a: 0x" + "f" * 300, "more than 1,024"),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_yaml_beyond_the_safe_subset_is_refused(text, message):
+    with pytest.raises(YamlError, match=all_of(message)) as error:
+        read_yaml(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", None),
+        ("a: 1_000", {"a": 1000}),
+        ("a: 0x1F", {"a": 31}),
+        ("a: 0", {"a": 0}),
+        ("a: -0.5", {"a": -0.5}),
+        ("a: 2026-01-01", {"a": "2026-01-01"}),  # a folder, more likely than a date
+        ("a: =", {"a": "="}),
+        ("a: [on, 'on', ~]", {"a": [True, "on", None]}),
+        ("x: &x {a: 1, b: 2}\ny: {<<: *x, a: 3}", {"x": {"a": 1, "b": 2}, "y": {"a": 3, "b": 2}}),
+    ],
+)
+def test_yaml_of_the_safe_subset_is_read(text, value):
+    assert read_yaml(text) == value
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"a: 1\nb: \xe9\n", ("UTF-8", "0xe9", "line 2")),
+        ("a: 1\n".encode("utf-16"), ("UTF-8", "0xff", "line 1")),
+        (b"#" * (MAX_BYTES + 1), "longer than"),
+    ],
+)
+def test_yaml_file_that_is_no_text_is_refused(tmp_path, raw, message):
+    (tmp_path / "x.yaml").write_bytes(raw)
+    with pytest.raises(YamlError, match=all_of(message)):
+        read_yaml_file(tmp_path / "x.yaml")
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    (tmp_path / "x.yaml").write_bytes("a: é\n".encode("utf-8-sig"))
+    assert read_yaml_file(tmp_path / "x.yaml") == {"a": "é"}
+
+
+def test_reading_ends_at_the_bounds():
+    """A mebibyte of list took 13 s: it was read whole before its values were counted."""
+    began = time.process_time()
+    with pytest.raises(YamlError, match=all_of("more than 20,000")):
+        read_yaml("- a\n" * (MAX_BYTES // 4))
+    assert time.process_time() - began < 3
+    assert read_yaml("[" * 64 + "]" * 64)
+    assert len(read_yaml("- a\n" * 19_999)) == 19_999

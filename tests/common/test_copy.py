@@ -11,7 +11,6 @@ from volumes import small_volume
 from waiting import until
 
 from declutr.cli.main import main as declutr
-from declutr.common import storage
 from declutr.common.errors import RemoteError
 from declutr.common.stores.copies import fetch_all, main
 from declutr.common.stores.folder import Folder
@@ -198,19 +197,6 @@ def test_a_kill_between_the_two_renames_loses_nothing(sent, tmp_path):
     assert not list(tmp_path.glob(".copy*.tmp"))
 
 
-def test_a_folder_that_cannot_take_its_name_leaves_the_old_one(tmp_path):
-    def fail():
-        with storage.atomic_folder(tmp_path / "run", replace=True) as aside:
-            (aside / "b").write_text("new")
-            aside.rename(tmp_path / "stolen")
-
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/a").write_text("old")
-    with pytest.raises(FileNotFoundError):
-        fail()
-    assert (tmp_path / "run/a").read_text() == "old"
-
-
 @pytest.mark.parametrize("left_bytes", [0, 2**20])
 def test_a_full_disk_of_this_host_is_no_outage_of_the_store(sent, tmp_path, capsys, left_bytes):
     (sent[0] / "large").write_bytes(os.urandom(2**21))
@@ -227,7 +213,7 @@ def test_a_full_disk_of_this_host_is_no_outage_of_the_store(sent, tmp_path, caps
         assert contents(volume.path / "copy") == contents(sent[0])
 
 
-def test_push_names_what_it_does_not_send(sent, capsys):
+def test_push_names_what_it_does_not_send_and_refuses_what_pull_would_refuse(sent, capsys, tmp_path):
     os.mkfifo(sent[0] / "fifo")
     (sent[0] / "loop").symlink_to(".")
     (sent[0] / "gone").symlink_to("nowhere")
@@ -236,9 +222,6 @@ def test_push_names_what_it_does_not_send(sent, capsys):
     for name in ("fifo", "gone", "loop"):
         says(errors, f"{name} is not sent")
     assert "a.bin is" not in errors
-
-
-def test_files_that_pull_would_refuse_are_not_sent(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a\\b").write_text("x")
     assert main([str(tmp_path / "data"), f"file://{tmp_path}/there"]) == 1

@@ -118,11 +118,7 @@ def test_push_of_files_already_there_sends_nothing(place, folder):
         (LISTING, b"{", "list of files"),
         (LISTING, json.dumps({"files": {"../x": {"sha256": "0", "num_bytes": 1}}}).encode(), "outside"),
         (LISTING, json.dumps({"files": {"/etc/x": {"sha256": "0", "num_bytes": 1}}}).encode(), "outside"),
-        (
-            LISTING,
-            json.dumps({"files": {"gone": {"sha256": "0", "num_bytes": 1}}}).encode(),
-            "gone",
-        ),
+        (LISTING, json.dumps({"files": {"gone": {"sha256": "0", "num_bytes": 1}}}).encode(), "gone"),
     ],
 )
 def test_remote_folder_that_is_not_whole_is_refused(place, folder, tmp_path, name, data, wrong):
@@ -134,24 +130,11 @@ def test_remote_folder_that_is_not_whole_is_refused(place, folder, tmp_path, nam
     assert {path.name for path in tmp_path.glob(".back*")} <= {".back.lock"}
 
 
-def test_a_half_sent_folder_is_not_there(place, folder, tmp_path):
+def test_a_half_sent_folder_is_not_there_and_a_copy_of_a_whole_one_is_fetched_once(place, folder, tmp_path):
     place.put("a.bin", folder / "a.bin")
     assert not place.is_whole()
     with pytest.raises(FileNotFoundError, match="no complete folder"):
         place.get(tmp_path / "back")
-
-
-def test_many_that_ask_at_once_fetch_once(place, folder, tmp_path):
-    place.send(folder)
-    threads = [threading.Thread(target=place.get, args=(tmp_path / "back",)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert contents(tmp_path / "back") == contents(folder)
-
-
-def test_a_copy_is_fetched_once_and_another_content_is_another_copy(place, folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="no complete folder"):
         place.cached(tmp_path / "cache")
     place.send(folder)
@@ -164,6 +147,16 @@ def test_a_copy_is_fetched_once_and_another_content_is_another_copy(place, folde
     second = place.cached(tmp_path / "cache")
     assert second != first
     assert contents(second) == contents(folder)
+
+
+def test_many_that_ask_at_once_fetch_once(place, folder, tmp_path):
+    place.send(folder)
+    threads = [threading.Thread(target=place.get, args=(tmp_path / "back",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert contents(tmp_path / "back") == contents(folder)
 
 
 def test_copy_that_differs_is_replaced_on_request(place, folder, tmp_path):
@@ -232,12 +225,7 @@ def test_an_outage_is_waited_for_and_told_once(folder, tmp_path, log):
         (
             "When resolving region for bucket 'b': AWS Error NETWORK_CONNECTION during HeadBucket operation: curlCode: "
             "6, Could not resolve hostname; Details: Could not resolve host: b.s3.us-east-1.amazonaws.com",
-            (
-                "HeadBucket",
-                "NETWORK_CONNECTION",
-                "Could not resolve host: b.s3.us-east-1.amazonaws.com",
-                "check the network",
-            ),
+            ("HeadBucket", "NETWORK_CONNECTION", "host: b.s3.us-east-1.amazonaws.com", "check the network"),
         ),
         (
             "For key x: AWS Error ACCESS_DENIED during HeadObject operation: No response body.",

@@ -1,4 +1,4 @@
-"""One command a run, in a folder or in a store, also after a kill -9 and over hosts."""
+"""One command a run, also after a kill -9 and over hosts; the thread that renews its lock."""
 
 import fcntl
 import json
@@ -21,6 +21,7 @@ from waiting import until
 from declutr.common.errors import RunLockedError
 from declutr.common.lock import LOCK, RunLock, StoreLock, this_process
 from declutr.common.stores.folder import Folder
+from declutr.common.watcher import Watcher
 
 LOCKS = {"folder": "RunLock(Path(place), {lost})", "store": "StoreLock(Folder(f'file://{{place}}'), {lost})"}
 NAMES = "from pathlib import Path; from declutr.common.lock import RunLock, StoreLock; "
@@ -68,16 +69,12 @@ def test_a_second_command_is_refused_and_told_whose_the_run_is(tmp_path, holder,
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == holder.pid
 
 
-def test_the_lock_of_a_killed_command_is_taken_over_at_once(tmp_path, holder, kind):
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    assert (tmp_path / LOCK).exists()
-    take(tmp_path, kind)
-
-
-def test_the_lock_of_a_killed_command_whose_parent_has_not_noticed_is_taken_over(tmp_path, holder, kind):
+@pytest.mark.parametrize("noticed", [True, False])
+def test_the_lock_of_a_killed_command_is_taken_over_at_once(tmp_path, holder, kind, noticed):
+    """Also while the process is a zombie, because its parent has not noticed."""
     holder.kill()
-    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # the process is a zombie
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | (0 if noticed else os.WNOWAIT))
+    assert (tmp_path / LOCK).exists()
     take(tmp_path, kind)
 
 
@@ -273,3 +270,48 @@ def act(here):
 
 def test_the_holder_is_on_disk_before_its_block_runs(tmp_path):
     assert disk_calls(HOLDS, tmp_path) == [["fsync", LOCK], ["unlink", LOCK]]
+
+
+class Counter(Watcher):
+    """Counts its calls; the third one ends the thread."""
+
+    def __init__(self, seconds, at_once):
+        super().__init__(seconds, "test", at_once)
+        self.calls, self.third = 0, threading.Event()
+
+    def look(self):
+        self.calls += 1
+        if self.calls == 3:
+            self.third.set()
+            return False
+        return None
+
+
+def test_calls_repeat_until_false_or_the_end_of_the_block():
+    with Counter(0.01, at_once=False) as counter:
+        assert counter.third.wait(60)
+        for thread in [thread for thread in threading.enumerate() if thread.name == "test"]:
+            thread.join(60)
+            assert not thread.is_alive()
+    assert counter.calls == 3
+    with Counter(3600, at_once=False) as counter:
+        pass
+    assert counter.calls == 0, "the pause comes first, and the end of the block cuts it short"
+    with Counter(3600, at_once=True) as counter:
+        while not counter.calls:
+            pass
+    assert counter.calls == 1
+
+
+def test_a_call_that_has_begun_is_over_when_the_block_ends():
+    begun, ended = threading.Event(), []
+
+    class Slow(Watcher):
+        def look(self):
+            begun.set()
+            time.sleep(0.2)
+            ended.append(1)
+
+    with Slow(3600, "test", at_once=True):
+        assert begun.wait(60)
+    assert ended == [1]

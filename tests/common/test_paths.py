@@ -1,22 +1,41 @@
-"""Paths as people write them: what is expanded, what is refused, and a look that leaves nothing behind."""
+"""Paths, addresses and names on the hub as people write them: expanded, refused, and without their secrets."""
 
 import argparse
+import contextlib
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from messages import says
+from huggingface_hub import constants
+from messages import all_of, says
 
-from declutr.common.errors import UsageError
+from declutr.cli.main import main as declutr
+from declutr.common import hub
+from declutr.common.config import load_config
+from declutr.common.credentials import redact, refusal
+from declutr.common.errors import ConfigError, RemoteError, UsageError
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand, folder_problem, path_argument
+from declutr.common.stores.address import filesystem
+from declutr.common.stores.folder import Folder
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.prepare import main as prepare_main
+from declutr.pipeline.prepare import problems
+from declutr.pipeline.readers.corpus import HubCorpus
+from declutr.pipeline.readers.inputs import find_inputs
+from declutr.pipeline.readers.planning import hub_inputs
+from declutr.pipeline.readers.skipped import Skipped
+from declutr.pipeline.tokenizer.tokenization import load_tokenizer
+from declutr.trainer.train import main as train_main
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_home_and_variables_are_expanded(tmp_path, monkeypatch):
+def test_home_and_variables_are_expanded_unless_the_name_exists(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MINE", "runs")
     assert expand("~/x") == tmp_path / "x"
@@ -24,9 +43,6 @@ def test_home_and_variables_are_expanded(tmp_path, monkeypatch):
     assert expand("a b\né") == Path("a b\né")
     assert expand("./s3:/x") == Path("s3:/x")
     assert expand("runs/12:30") == Path("runs/12:30")
-
-
-def test_a_name_that_exists_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("$NOT_SET").mkdir()
     assert expand("$NOT_SET") == Path("$NOT_SET")
@@ -61,19 +77,181 @@ def test_folder_problem_names_what_is_in_the_way(tmp_path):
     says(folder_problem(tmp_path / "file" / "below"), "a file", "folder")
     says(folder_problem(tmp_path / "link"), "link to nothing")
     says(folder_problem(tmp_path / ("x" * 300)), "too long")
+    if sys.platform == "linux":  # the system is asked, not the permissions
+        says(folder_problem(Path("/proc/nope")), "/proc")
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_the_system_is_asked_not_the_permissions():
-    says(folder_problem(Path("/proc/nope")), "/proc")
+class Silent:
+    """A server that takes every connection and never answers."""
+
+    def __init__(self):
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket.setblocking(False)
+        self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+
+    def connections(self):
+        """How many were made since the last time."""
+        number = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self.socket.accept()[0].close()
+                number += 1
+        return number
 
 
-@pytest.mark.parametrize("name", ["/a", "./a", "../a", "~/a", "a/b/c", "a/", ".", "a b", "$A/b", "a\\b", ""])
-def test_names_that_can_only_be_paths(name):
-    assert looks_like_a_path(name)
+@pytest.fixture
+def silent(monkeypatch, tmp_path):
+    server = Silent()
+    monkeypatch.setattr(constants, "ENDPOINT", server.address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "PATIENCE_SECONDS", 1.0)
+    yield server
+    server.socket.close()
 
 
-@pytest.mark.parametrize("name", ["distilroberta-base", "sentence-transformers/all-MiniLM-L6-v2", "a.b/c_d.e"])
-def test_names_the_hub_can_have(name):
-    assert not looks_like_a_path(name)
+def test_hub_is_asked_once(silent):
+    says(hub.hub_problem(), "not answer")
+    with pytest.raises(ConfigError, match=all_of("folder", "cache", "no copy", "not answer")):
+        load_tokenizer("owner/none-of-this-name")
+    with pytest.raises(OSError, match="does not answer"):
+        list(find_inputs("hf://datasets/owner/none/x.txt", Skipped()))
+    _, (problem,) = hub_inputs(HubCorpus(kind="hub", name="owner/none"))
+    assert "corpus.name = 'owner/none'" in problem
+    assert silent.connections() == 1
+
+
+def test_hub_is_not_asked_for_a_path(silent, tmp_path):
+    for name in (str(tmp_path / "none"), "./none", "~/none-of-this-name", "a/b/c"):
+        with pytest.raises(ConfigError, match=all_of("no such folder", "/")):
+            load_tokenizer(name)
+    assert silent.connections() == 0
+
+
+def test_hub_offline_is_honoured(silent, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
+        load_tokenizer("owner/another-name")
+    assert silent.connections() == 0
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://no-such-host.invalid", "nonsense", "http://[::"])
+def test_hub_problem_of_an_unreachable_address_names_it(address, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    assert hub.hub_problem().startswith(address)
+
+
+SECRET = "hunter2"
+SECRETIVE = [
+    f"s3://AKIA123:{SECRET}@bucket/texts",
+    f"s3://AKIA123:ab/{SECRET}+x@bucket/texts?region=x",
+    f"s3://bucket/texts?secret_key={SECRET}&region=eu",
+    f"gs://user:{SECRET}@bucket/x",
+    f"https://user:{SECRET}@host/a.jsonl",
+    f"https://{SECRET}@host/a.jsonl",
+    f"https://host/a.jsonl?X-Amz-Credential=x&X-Amz-Signature={SECRET}",
+    f"https://host/a.jsonl?sv=2024&sig={SECRET}",
+    f"https://storage/a?X-Goog-Signature={SECRET}#top",
+    f"hf://datasets/x/y?token={SECRET}",
+    f"simplecache::https://user:{SECRET}@host/a",
+    f"s3://bucket/x?endpoint_override=http://a:{SECRET}@host",
+    f"ftp://a:{SECRET}@host/x",
+]
+PLAIN = [
+    "s3://bucket/texts?endpoint_override=http://127.0.0.1:9000&region=eu&allow_bucket_creation=true",
+    "gs://anonymous@bucket/x",
+    "hf://datasets/allenai/c4@607bd4c8/en/a.json.gz",
+    "https://host:8080/a@b/c:d.jsonl?download=true",
+    "sftp://user@host/path",
+    "a text with a: colon @ sign",
+    "file:///data/a:b@c",
+    "nosuch://x/y",
+]
+
+
+@pytest.mark.parametrize("address", SECRETIVE)
+def test_credentials_are_refused_and_not_shown(address):
+    assert SECRET not in redact(f"before {address}, after")
+    assert SECRET not in (refusal(address) or "")
+    assert "environment" in (refusal(address) or "")
+    with pytest.raises(PermissionError) as caught:
+        filesystem(address)
+    with pytest.raises(RemoteError) as other:
+        Folder(address).read("")
+    assert SECRET not in f"{caught.value} {other.value}"
+
+
+@pytest.mark.parametrize("address", PLAIN)
+def test_other_addresses_are_left_as_they_are(address):
+    assert redact(address) == address
+    assert refusal(address) is None
+
+
+def test_names_the_hub_can_have_and_names_that_can_only_be_paths():
+    paths = ["/a", "./a", "../a", "~/a", "a/b/c", "a/", ".", "a b", "$A/b", "a\\b", ""]
+    names = ["distilroberta-base", "sentence-transformers/all-MiniLM-L6-v2", "a.b/c_d.e"]
+    assert [name for name in paths + names if looks_like_a_path(name)] == paths
+
+
+def commands(address):
+    """Every way in which a command takes an address."""
+    return [
+        (prepare_main, ["prepare", f"corpus.paths=[{address}]"]),
+        (prepare_main, ["prepare", f"corpus.paths=[{address}]", "--plan"]),
+        (prepare_main, ["prepare", f"corpus.paths=[{address}", "output=x"]),
+        (prepare_main, ["prepare", f"output={address}"]),
+        (prepare_main, ["prepare", f"corpus.paths={address}", "corpus.kind=nothing"]),
+        (train_main, ["train", f"run={address}"]),
+        (train_main, ["train", f"data={address}", "--print-config"]),
+        (declutr, ["copy", ".", address]),
+        (declutr, ["copy", address, "here"]),
+        (declutr, ["inspect", address]),
+        (declutr, ["embed", "model", address, "--output", "x"]),
+        (declutr, ["prepare", "CONFIG", f"corpus.paths=[{address}]"]),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(commands(""))))
+def test_no_command_takes_or_shows_them(number, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    values = {
+        "prepare": {
+            "output": str(tmp_path / "out"),
+            "corpus": {"kind": "files", "paths": ["a.txt"]},
+            "tokenizer": {"kind": "train", "vocab_size": 300},
+        },
+        "train": {"run": "run", "data": "data", "encoder": {"name": "x"}},
+    }
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(values))
+    for address in SECRETIVE[:3]:
+        main, arguments = commands(address)[number]
+        given = [str(config) if word in ("prepare", "train", "CONFIG") else word for word in arguments]
+        given[0] = arguments[0] if main is declutr else given[0]
+        assert main(given) == 1
+        told = capsys.readouterr()
+        assert "environment" in told.err or "is not YAML" in told.err
+        assert SECRET not in told.out + told.err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_config_file_and_the_api_are_checked_too(tmp_path, make_values):
+    values = make_values(SECRETIVE[0])
+    (tmp_path / "config.yaml").write_text(json.dumps({"prepare": values}))
+    with pytest.raises(ConfigError, match=all_of("corpus.paths = 's3://***@bucket/texts'", "credentials")) as caught:
+        load_config(str(tmp_path / "config.yaml"), "prepare", PipelineConfig)
+    assert SECRET not in str(caught.value)
+    (problem,) = problems(PipelineConfig.model_validate(values))
+    assert "holds credentials" in problem
+    assert SECRET not in problem
+
+
+@pytest.fixture
+def make_values(tmp_path):
+    return lambda path: {
+        "output": str(tmp_path / "out"),
+        "corpus": {"kind": "files", "paths": [path]},
+        "tokenizer": {"kind": "train", "vocab_size": 300},
+    }

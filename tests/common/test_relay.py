@@ -120,20 +120,17 @@ def test_unhandled_signal_ends_both_by_it():
         assert state(child) is None
 
 
-def test_killed_command_takes_its_child_along_even_a_stopped_one():
-    for halt in (False, True):
-        with command() as (process, child, *_):
-            if halt:
-                os.kill(child, signal.SIGSTOP)
-                stopped(child)
-            process.kill()
-            until(lambda child=child: state(child) is None, "the end of the child", 20)
+NO_KERNEL = "end = relay.end_with; relay.end_with = lambda parent: end(parent, kernel=False)"
 
 
-@pytest.mark.slow
-def test_killed_command_takes_its_child_along_without_the_kernel():
-    other = "end = relay.end_with; relay.end_with = lambda parent: end(parent, kernel=False)"
-    with command(before=other) as (process, child, *_):
+@pytest.mark.parametrize(
+    ("before", "halt"), [("", False), ("", True), pytest.param(NO_KERNEL, False, marks=pytest.mark.slow)]
+)
+def test_killed_command_takes_its_child_along_even_a_stopped_one_or_without_the_kernel(before, halt):
+    with command(before=before) as (process, child, *_):
+        if halt:
+            os.kill(child, signal.SIGSTOP)
+            stopped(child)
         process.kill()
         until(lambda: state(child) is None, "the end of the child", 20)
 

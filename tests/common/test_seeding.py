@@ -1,4 +1,4 @@
-"""Philox's published answers, and draws that depend on their position alone."""
+"""Draws that depend on their position alone, and intervals by the paired bootstrap."""
 
 import ast
 import hashlib
@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from messages import says
+from scipy.stats import spearmanr
 
 from declutr.common import seeding
+from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, mean, paired_interval, spearman
 from declutr.trainer.objectives.declutr.objective import DISTANT
 
 
@@ -16,11 +19,7 @@ from declutr.trainer.objectives.declutr.objective import DISTANT
     [
         ([0] * 4, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
         ([2**32 - 1] * 4, 2**64 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            0x299F31D0A4093822,
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
+        ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], 0x299F31D0A4093822, "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )
 def test_philox_gives_the_known_answers(counter, key, answer):
@@ -47,6 +46,9 @@ def test_streams_of_purposes_and_seeds_differ():
     streams = [seeding.words(seed, purpose, major, minor, 4) for seed in (0, 1) for purpose in ("spans", "mlm")]
     assert len({stream.tobytes() for stream in streams}) == 4
     assert seeding.key_for(1, "2x") != seeding.key_for(12, "x")
+    seeds = {seeding.torch_seed(0, "dropout", *position) for position in [(), (1,), (1, 2), (12,), (2, 1)]}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_draws_depend_on_every_coordinate():
@@ -64,24 +66,15 @@ def test_draws_depend_on_every_coordinate():
     assert len(set(rows)) == len(rows)
 
 
-def test_unit_stays_below_one():
+def test_draws_are_uniform_and_stay_below_one():
     edges = seeding.unit(np.array([0, 2**32 - 1], np.uint32))
     assert edges[0] == 0.0
     assert edges[1] < 1.0
     assert int(edges[1] * (2**20 + 1)) == 2**20
-
-
-def test_draws_of_words_are_uniform():
-    """Mean and variance of a million draws within 5 standard errors."""
+    # Mean and variance of a million draws within 5 standard errors.
     uniform = seeding.unit(seeding.words(0, "x", np.arange(1000, dtype=np.uint64), np.zeros(1000, np.uint64), 1000))
     assert abs(uniform.mean() - 0.5) < 5 * np.sqrt(1 / 12 / uniform.size)
     assert abs(uniform.var() - 1 / 12) < 5 * np.sqrt(1 / 180 / uniform.size)
-
-
-def test_torch_seeds_differ_by_purpose():
-    seeds = {seeding.torch_seed(0, "dropout", *position) for position in [(), (1,), (1, 2), (12,), (2, 1)]}
-    assert len(seeds) == 5
-    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_positions_and_seeds_have_their_places():
@@ -114,3 +107,77 @@ def test_purposes_of_draws_stay_when_code_is_renamed():
                     found.add(ast.unparse(node.args[1]).lstrip("f").strip("'"))
     assert found - {"purpose"} | {"spans"} == PURPOSES
     assert DISTANT == "distant spans"
+
+
+def paired(rows=400, gain=0.1, seed=0):
+    """Values of two encoders whose rows are alike: hard rows are hard for both."""
+    rng = np.random.default_rng(seed)
+    hard = rng.normal(0, 1, rows)
+    return hard + rng.normal(0, 0.1, rows), hard + gain + rng.normal(0, 0.1, rows)
+
+
+def test_the_interval_of_a_mean_is_that_of_the_paired_differences():
+    """Unpaired rows would give one seven times as wide: a row deviates by 1, a difference by 0.14."""
+    before, after = paired()
+    low, high = paired_interval(before, after, seed=3)
+    difference = after - before
+    half = 1.96 * difference.std() / np.sqrt(len(difference))
+    assert (low, high) == pytest.approx((difference.mean() - half, difference.mean() + half), abs=0.15 * half)
+
+
+def test_an_interval_depends_on_values_and_seed_and_on_rows_with_both_values():
+    before, after = paired()
+    assert compare(before, after, 1) == compare(before.copy(), after.copy(), 1)
+    assert compare(before, after, 1).interval != compare(before, after, 2).interval
+    before, after = paired()
+    before[0], after[1] = np.nan, np.nan
+    found = compare(before, after, 0)
+    assert found == compare(before[2:], after[2:], 0)
+    assert (found.rows, found.before) == (398, mean(before[2:]))
+
+
+def test_spearman_is_that_of_scipy_and_its_rows_are_drawn_in_pairs():
+    rng = np.random.default_rng(5)
+    gold = rng.integers(0, 6, 300).astype(float)
+    noisy, better = ((gold + rng.normal(0, noise, 300)).round(1) for noise in (3, 1))
+    before, after = np.stack([noisy, gold], axis=1), np.stack([better, gold], axis=1)
+    assert spearman(before) == pytest.approx(spearmanr(noisy, gold).statistic, abs=1e-12)
+    assert spearman(np.zeros((4, 2))) == 0
+    found = compare(before, after, 0, spearman)
+    assert found.measurable
+    assert found.difference == pytest.approx(spearman(after) - spearman(before))
+    assert found.interval[0] < found.difference < found.interval[1]
+
+
+@pytest.mark.parametrize(("rows", "some"), [(MIN_ROWS - 1, False), (MIN_ROWS, True)])
+def test_few_rows_have_no_interval(rows, some):
+    found = compare(*paired(rows), 0)
+    assert (found.interval is not None, found.measurable) == (some, some)
+    assert ("at least 100" in found.sentence()) is not some
+
+
+@pytest.mark.parametrize(("changed", "measurable"), [(5, False), (6, True)])
+def test_compare_of_fewer_than_six_rows_that_differ_is_not_measurable(changed, measurable):
+    """The interval excludes 0 with both; of five differences chance gives all the same sign with 2 * 0.5^5 = 6%."""
+    before = np.zeros(200)
+    after = before.copy()
+    after[:changed] = 1
+    found = compare(before, after, 0)
+    assert found.interval[0] > 0
+    assert found.measurable is measurable
+    told = "better" if measurable else "no measurable difference, 5 rows differ and it needs 6"
+    assert found.sentence().endswith(f": {told}")
+
+
+def test_comparison_sentence_has_difference_interval_and_rows():
+    says(Comparison(0.25, 0.5, 150, (0.2, 0.3)).sentence(), "+0.2500", "95%", "+0.2000", "+0.3000", "150 rows): better")
+    assert Comparison(0.5, 0.25, 150, (-0.3, -0.2)).sentence().endswith(": worse")
+    says(Comparison(0.25, 0.25, 150, (-0.1, 0.1)).sentence(), "150 rows", "no measurable difference")
+    assert Comparison(0.25, 0.25, 150, (0.0, 0.0)).sentence().endswith("measurable difference")
+    with pytest.raises(ValueError, match="same rows"):
+        compare(np.ones(3), np.ones(4), 0)
+
+
+@pytest.mark.parametrize("empty", [np.empty(0), np.empty((0, 2))])
+def test_compare_without_rows_is_not_comparable(empty):
+    says(compare(empty, empty, 0).sentence(), "no row")

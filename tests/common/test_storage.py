@@ -1,12 +1,14 @@
-"""Whole or absent, and nothing left beside."""
+"""Files and folders whole or absent; logs with every piece once, in order."""
 
-import subprocess
-import sys
+import threading
+import time
 
 import pytest
-from diskcalls import ROOT, disk_calls, killed_before_each
+from diskcalls import disk_calls, killed_before_each
+from volumes import small_volume
 
 from declutr.common import storage
+from declutr.trainer.metrics.metrics import AppendLog
 
 
 def names(folder):
@@ -38,7 +40,7 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
     assert names(tmp_path) == ["a.txt"]
 
 
-def test_a_folder_appears_whole(tmp_path):
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     target = tmp_path / "run"
     with storage.atomic_folder(target) as aside:
         (aside / "sub").mkdir()
@@ -47,8 +49,6 @@ def test_a_folder_appears_whole(tmp_path):
     assert (target / "sub" / "a.txt").read_text() == "a"
     assert names(tmp_path) == ["run"]
 
-
-def test_an_error_leaves_no_folder(tmp_path):
     def fail():
         with storage.atomic_folder(tmp_path / "run") as aside:
             (aside / "a.txt").write_text("half")
@@ -85,6 +85,19 @@ def test_a_folder_gives_way_to_a_whole_one_alone(tmp_path):
     assert names(tmp_path) == ["run"]
 
 
+def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_name(tmp_path):
+    def write():
+        with storage.atomic_folder(tmp_path / "run", replace=True) as aside:
+            aside.rename(tmp_path / "stolen")
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a").write_text("old")
+    with pytest.raises(FileNotFoundError):
+        write()
+    assert names(tmp_path) == ["run", "stolen"]
+    assert (tmp_path / "run" / "a").read_text() == "old"
+
+
 def test_json_is_read_back_and_hashed(tmp_path):
     value = {"b": [1, 2.5, None], "a": "é"}
     storage.write_json(tmp_path / "x.json", value)
@@ -112,11 +125,12 @@ def act(here): storage.write_text(here / "a", "new")
 """
 
 
-def test_a_power_failure_after_the_rename_finds_the_file_on_disk(tmp_path):
+def test_a_power_failure_after_a_rename_or_a_flush_finds_the_file_on_disk(tmp_path):
     """The file is on disk before it has its name, and its name before the call returns."""
     sync, rename, named = disk_calls(FILE, tmp_path)
     assert rename[1:] == [sync[1], "a"]
     assert [sync[0], named] == ["fsync", ["fsync", "."]]
+    assert disk_calls(SYNCED, tmp_path / "log") == [["fsync", "it"]]
 
 
 def test_a_power_failure_after_the_rename_finds_the_folder_on_disk(tmp_path):
@@ -129,11 +143,7 @@ def test_a_power_failure_after_the_rename_finds_the_folder_on_disk(tmp_path):
     assert after[0] == ["fsync", "."], "the old folder is deleted once the new one's name is on disk"
 
 
-def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
-    assert [(here / "a").read_text() for here in killed_before_each(FILE, tmp_path)] == ["old", "old", "new"]
-
-
-def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path):
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path):
     found = []
     for here in killed_before_each(FOLDER, tmp_path):
         storage.put_back(here / "run")
@@ -141,35 +151,7 @@ def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path):
     assert len(found) > 5
     assert all(names in (["a"], ["sub", "sub/b"]) for names in found), found
     assert found == sorted(found), "once the new one is there, it stays"
-
-
-FAILS = """
-import sys
-from pathlib import Path
-from declutr.common import storage
-failed = []
-def fail(event, given):
-    if event == "os.rename" and str(given[1]) == sys.argv[1] and not failed:
-        failed.append(given)
-        raise OSError(5, "Input/output error")
-sys.addaudithook(fail)
-try:
-    with storage.atomic_folder(Path(sys.argv[1]), replace=True) as aside:
-        (aside / "b").write_text("new")
-except OSError as error:
-    print(error.strerror)
-"""
-
-
-def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_name(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "a").write_text("old")
-    command = [sys.executable, "-c", FAILS, str(tmp_path / "run")]
-    assert (
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "Input/output error\n"
-    )
-    assert names(tmp_path) == ["run"]
-    assert names(tmp_path / "run") == ["a"]
+    assert [(here / "a").read_text() for here in killed_before_each(FILE, tmp_path / "file")] == ["old", "old", "new"]
 
 
 def test_file_set_aside_takes_the_next_free_name(tmp_path):
@@ -177,3 +159,119 @@ def test_file_set_aside_takes_the_next_free_name(tmp_path):
         (tmp_path / "run").mkdir()
         assert storage.set_aside(tmp_path / "run").name == f"run.kept-{number}"
     assert names(tmp_path) == ["run.kept-1", "run.kept-2"]
+
+
+def test_pieces_follow_what_is_there(tmp_path):
+    path = tmp_path / "it"
+    path.write_bytes(b"before\n")
+    log = AppendLog(path)
+    log.add(b"one\n")
+    assert path.read_bytes() == b"before\n"
+    log.flush()
+    log.add(b"and\n")
+    log.flush()
+    log.flush(to_disk=True)
+    log.add(b"two\n")
+    log.flush(to_disk=True)
+    log.flush(to_disk=True)
+    assert path.read_bytes() == b"before\none\nand\ntwo\n"
+
+
+def test_a_file_that_is_gone_is_not_made_anew(tmp_path):
+    path = tmp_path / "it"
+    path.touch()
+    log = AppendLog(path)
+    log.add(b"one\n")
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        log.flush()
+    path.touch()
+    log.flush()
+    assert path.read_bytes() == b"one\n"
+
+
+def test_a_full_disk_and_a_read_only_one(tmp_path):
+    with small_volume(tmp_path / "small", 1) as volume:
+        path = volume.path / "it"
+        path.touch()
+        log = AppendLog(path)
+        expected = bytearray()
+
+        def add(count):
+            for _ in range(count):
+                piece = f"{len(expected)} ".encode() * 20 + b"\n"
+                expected.extend(piece)
+                log.add(piece)
+
+        add(10)
+        log.flush(to_disk=True)
+        volume.fill()
+        add(200)
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                log.flush()
+            add(5)
+        assert path.read_bytes() != expected
+        volume.drain()
+        log.flush(to_disk=True)
+        assert path.read_bytes() == expected
+        volume.read_only(True)
+        add(3)
+        with pytest.raises(OSError, match="Read-only"):
+            log.flush()
+        volume.read_only(False)
+        log.flush()
+        assert path.read_bytes() == expected
+
+
+def test_appendlog_of_several_threads_keeps_every_line(tmp_path):
+    path = tmp_path / "it"
+    path.touch()
+    log = AppendLog(path)
+    done = threading.Event()
+
+    def flush(to_disk):
+        while not done.is_set():
+            log.flush(to_disk)
+            time.sleep(0)
+
+    threads = [threading.Thread(target=flush, args=(to_disk,)) for to_disk in (False, True)]
+    for thread in threads:
+        thread.start()
+    expected = [f"{number}\n".encode() for number in range(2000)]
+    for number, piece in enumerate(expected):
+        log.add(piece)
+        if number % 10 == 0:
+            time.sleep(1e-4)  # while the others write
+    done.set()
+    for thread in threads:
+        thread.join()
+    log.flush()
+    assert path.read_bytes() == b"".join(expected)
+
+
+SYNCED = """
+from declutr.trainer.metrics.metrics import AppendLog
+def prepare(here): (here / "it").touch()
+def act(here):
+    log = AppendLog(here / "it")
+    log.add(b"one")
+    log.flush(to_disk=True)
+"""
+
+
+def test_appendlog_writes_again_after_a_failed_fsync(tmp_path):
+    """/dev/null takes every byte and refuses to sync: a disk that lost its cache."""
+    disk, path = tmp_path / "disk", tmp_path / "it"
+    disk.touch()
+    path.symlink_to("/dev/null")
+    log = AppendLog(path)
+    log.add(b"one\n")
+    log.flush()
+    with pytest.raises(OSError, match="Invalid argument"):
+        log.flush(to_disk=True)
+    path.unlink()
+    path.symlink_to(disk)
+    log.add(b"two\n")
+    log.flush(to_disk=True)
+    assert disk.read_bytes() == b"one\ntwo\n"

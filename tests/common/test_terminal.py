@@ -1,4 +1,4 @@
-"""What commands write: no control character steers the terminal, no encoding and no closed pipe ends it."""
+"""What commands write: no control character steers the terminal, no encoding and no closed pipe ends the work."""
 
 import os
 import subprocess
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tinyruns as runs
 
+from declutr.common.console import logs
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import shown, visible
 
@@ -20,7 +21,7 @@ def run(code, encoding="utf-8", **options):
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False, **options)
 
 
-def test_control_characters_are_visible_everywhere(capsys):
+def test_control_characters_are_visible_everywhere_and_bars_stay_what_they_are(capsys):
     with shown():
         sys.stdout.write(f"{HOSTILE}\n")
         sys.stdout.writelines([HOSTILE, "\n"])
@@ -31,6 +32,10 @@ def test_control_characters_are_visible_everywhere(capsys):
         for line in text.replace("\x1b[31m", "⟨U+001B⟩[31m").splitlines():  # a colour changes nothing on standard error
             assert visible(HOSTILE) in line
             assert line.isprintable()
+    with shown():
+        sys.stderr.write("\r 50%|#####     |")
+        sys.stderr.write("\r100%|##########|\n")
+    assert capsys.readouterr().err == "\r 50%|#####     |\r100%|##########|\n"
 
 
 def test_the_reset_of_colours_at_the_end_of_a_process_leaves_no_trace():
@@ -47,13 +52,6 @@ def test_the_reset_of_colours_at_the_end_of_a_process_leaves_no_trace():
     os.close(terminal)
     assert os.read(reader, 1000) == b"done\r\n"
     os.close(reader)
-
-
-def test_progress_bars_stay_what_they_are(capsys):
-    with shown():
-        sys.stderr.write("\r 50%|#####     |")
-        sys.stderr.write("\r100%|##########|\n")
-    assert capsys.readouterr().err == "\r 50%|#####     |\r100%|##########|\n"
 
 
 CODE = "import sys; from declutr.common.console.terminal import shown\nwith shown():\n    {}"
@@ -77,3 +75,70 @@ def test_a_reader_that_has_gone_ends_the_command_without_a_word(lines):
         process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=pipe, stderr=subprocess.PIPE)
     assert process.communicate()[1] == b""
     assert process.returncode == 141
+
+
+WORK = """
+import sys
+from declutr.common.console.logs import get_logger, setup_logging
+from declutr.common.console.logs import bar
+setup_logging("work")
+print("first", flush=True)
+sys.stdin.readline()
+with bar(total=3, desc="work", unit="step") as shown:
+    for number in range(3):
+        shown.update()
+        shown.refresh()
+        get_logger().info("step %d", number)
+        print("step", number, flush=True)
+        sys.stderr.writelines(["a line\\n"])
+        sys.stdout.writelines(["a line\\n"])
+with open(sys.argv[1], "w") as stream:
+    stream.write("done")
+"""
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
+def test_work_goes_on_when_nobody_reads(tmp_path, closed):
+    """As in `train 2>&1 | head -1`."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if closed == "both":
+        pipes["stderr"] = subprocess.STDOUT
+    process = subprocess.Popen([sys.executable, "-c", WORK, str(tmp_path / "end")], **pipes)
+    if closed != "stderr":
+        assert process.stdout.readline() == b"first\n"
+        process.stdout.close()
+    if closed == "stderr":
+        process.stderr.close()
+    process.stdin.write(b"\n")
+    process.stdin.close()
+    assert process.wait(60) == 0
+    assert (tmp_path / "end").read_text() == "done"
+
+
+def test_characters_that_the_encoding_lacks_are_escaped():
+    program = "from declutr.common.console.logs import setup_logging, get_logger; setup_logging('x'); print('é …');"
+    program += "get_logger().info('ü')"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == b"\\xe9 \\u2026\n"
+    assert b"\\xfc" in done.stderr
+
+
+def test_a_bar_in_a_file_is_a_line_a_minute(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(logs, "Lines", lambda: bars_lines(now))
+    with logs.bar(total=300, desc="train", unit="step") as shown:
+        for step in range(300):
+            now[0] = float(step + 1)
+            shown.n = step + 1
+            shown.set_postfix_str(f"loss {step}")
+    lines = capsys.readouterr().err.split("\n")
+    assert lines.pop() == ""
+    assert ["20%" in lines[0], "100%" in lines[-1]] == [True, True]
+    assert 5 <= len(lines) <= 6
+    assert all("train" in line and "\r" not in line and "\x1b" not in line for line in lines)
+
+
+def bars_lines(now, kind=logs.Lines):
+    return kind(clock=lambda: now[0])

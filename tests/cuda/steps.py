@@ -5,6 +5,7 @@ PYTHONPATH=tests/support:tests/cuda:. python tests/cuda/steps.py LIBRARY
 
 import argparse
 import importlib
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -19,20 +20,23 @@ if __name__ == "__main__":
     fakegpu.load(sys.argv[1])
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.feed import Clips
 from benchmarks.workload import OBJECTIVES, SIZES, TextWorkload, Workload
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.model import kernels
+from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.model.kernel_choice import Kernels
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.span_config import SpanConfig
-from declutr.trainer.objectives.supcon.config import SupconConfig
+from declutr.trainer.objectives.supcon.collator import ClipCollator
+from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.fixedpoint import FixedPointReducer
 from declutr.trainer.parallel.overlap import BucketedReducer
@@ -48,6 +52,28 @@ ROWS = 8
 WORKERS = Communicator(rank=1, size=4)
 
 
+def made_up(content, count, seed):
+    """Rows of images of 341 x 256 pixels or of sounds, and the collator of VisualCSE or AudioCSE."""
+    generator = np.random.default_rng(seed)
+    columns = {
+        "id": pa.array([generator.bytes(16) for _ in range(count)], pa.binary(16)),
+        "label": pa.array([str(number % 10) for number in range(count)]),
+    }
+    if content == "images":
+        pixels = [generator.integers(0, 256, (256, 341, 3), dtype=np.uint8) for _ in range(count)]
+        stored = [io.BytesIO() for _ in range(count)]
+        for image, file in zip(pixels, stored, strict=True):
+            Image.fromarray(image).save(file, "PNG", compress_level=0)
+        columns["image"] = pa.array([file.getvalue() for file in stored], pa.binary())
+        columns |= {key: pa.array([size] * count, pa.int32()) for key, size in (("width", 341), ("height", 256))}
+        return pa.table(columns), ClipCollator(SupconConfig(), FrontendConfig(), seed)
+    sizes = generator.integers(30, 1023, count).tolist()
+    frames = [generator.normal(-4, 4, size * 128).astype(np.float32) for size in sizes]
+    columns |= {"frames": pa.array(frames, pa.list_(pa.float32())), "num_frames": pa.array(sizes, pa.int32())}
+    objective = SupconConfig(masks=MaskConfig(freq_mask=48, time_mask=192))
+    return pa.table(columns), ClipCollator(objective, FrontendConfig(patch_size=(24, 24), positions=False), seed)
+
+
 @dataclass(frozen=True)
 class ClipWorkload(Workload):
     """Encoder, rows and frontend of VisualCSE's or AudioCSE's task; `spans` has no effect."""
@@ -56,12 +82,12 @@ class ClipWorkload(Workload):
 
     def batch(self, first: int, count: int) -> RankBatch:
         """A batch of made-up images, or of sounds of 0.3 to 10.24 s."""
-        clips = Clips.of(self.content, count, self.seed + first, mixed=True)
-        return clips.collator.collate(clips.rows, np.zeros(count, np.int64))
+        rows, collator = made_up(self.content, count, self.seed + first)
+        return collator.collate(rows, np.zeros(count, np.int64))
 
     def frontend(self) -> Frontend:
         """The frontend, with weights drawn from the seed; a sound has places for 1,024 frames."""
-        config = Clips.of(self.content, 0, 0).collator.frontend
+        config = made_up(self.content, 0, 0)[1].frontend
         high, wide = config.patch_size
         shape, normal = (high * wide, (1024 // high) * (128 // wide)), (0.0, 1.0)
         if self.content == "images":

@@ -10,15 +10,14 @@ import pytest
 from messages import all_of, says
 
 from declutr.cli.main import main
-from declutr.common.errors import DataError, UsageError
+from declutr.common.errors import UsageError
 from declutr.common.storage import hash_file
 from declutr.common.words import lexical_words, num_words
-from declutr.embedding.build import VECTORS_ALONE, WORDS_ALONE, build_index, choose_weight
+from declutr.embedding.build import build_index
 from declutr.embedding.index import SearchIndex
 from declutr.embedding.lexical import POSTINGS, WORDS, StoredWords, write_words
 from declutr.encoders.loading import load_encoder
 from declutr.evaluation.retrieval.lexicon import Lexicon
-from declutr.evaluation.retrieval.pairs import read_test
 
 ENCODER = "hashed-words:32"
 TEXTS = ["the cat sat on the mat", "a dog barked", "the mat was red", "nobody knows the trouble", "cat cat mat", "zzz"]
@@ -124,11 +123,9 @@ def test_search_for_fewer_than_one_text_is_refused(capsys, top):
 
 def test_settings_that_need_words_are_refused_without_them(embedded, tmp_path, capsys):
     output = str(tmp_path / "index")
-    for option in (["--weight", "1"], ["--lexical", "bm25"], ["--pairs", "p.jsonl"]):
+    for option in (["--weight", "1"], ["--lexical", "bm25"]):
         assert main(["index", str(embedded), "--output", output, *option]) == 1
         says(capsys.readouterr().err, option[0], "--hybrid")
-    assert main(["index", str(embedded), "--output", output, "--hybrid", "--weight", "1", "--pairs", "p.jsonl"]) == 1
-    says(capsys.readouterr().err, "--weight", "--pairs")
     build_index(embedded, tmp_path / "index")
     assert main(["search", output, "cat", "--weight", "1"]) == 1
     says(capsys.readouterr().err, "--weight", "--hybrid")
@@ -233,74 +230,6 @@ def test_altered_words_with_right_checksums_are_refused(tmp_path, damage, capsys
     told = capsys.readouterr().err
     says(told, name if "number" not in damage and "texts" not in damage else ".arrow", "cut off", "altered")
     assert told.count("\n") == 1
-
-
-def paired(tmp_path, count=240):
-    """Texts of common words with a name each, of which the encoder's 8 numbers say little, and a query for each."""
-    rng = np.random.default_rng(0)
-    common = [f"common{number}" for number in range(20)]
-    texts = [f"{' '.join(rng.choice(common, 12))} name{place}" for place in range(count)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert main(["embed", "hashed-words:8", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "o.npy")]) == 0
-    rows = [{"query": f"name{place} {rng.choice(common)}", "text": text} for place, text in enumerate(texts)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
-
-
-def test_weight_is_chosen_on_half_of_the_queries_and_reported_on_the_others(tmp_path, capsys):
-    rows = paired(tmp_path)
-    given = ["--output", str(tmp_path / "index"), "--hybrid", "--pairs", str(tmp_path / "pairs.jsonl")]
-    assert main(["index", str(tmp_path / "o.npy"), *given]) == 0
-    told = capsys.readouterr().out
-    index = SearchIndex(tmp_path / "index")
-    assert index.facts.hybrid.weight == index.weight >= 1
-    says(told, f"weight {index.weight:g}", f"{index.facts.hybrid.chosen_on} queries")
-    says(told, "other queries", VECTORS_ALONE, "95% interval")
-    encoder = load_encoder("hashed-words:8")
-    choice = choose_weight(index, encoder, tmp_path / "pairs.jsonl")
-    assert choice.weight == index.weight
-    assert choice.development + len(choice.values["hybrid"]) == 240
-    found = choice.differences()
-    assert found[VECTORS_ALONE].measurable
-    assert found[VECTORS_ALONE].difference > 0.3
-    assert found[WORDS_ALONE].rows == len(choice.values["hybrid"])
-    # Wrong answers in the half that reports change the report and not the choice.
-    reporting = set(read_test(tmp_path / "pairs.jsonl").half("test", 0).queries)
-    wrong = [row | ({"text": rows[0]["text"]} if row["query"] in reporting else {}) for row in rows]
-    (tmp_path / "wrong.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong))
-    other = choose_weight(index, encoder, tmp_path / "wrong.jsonl")
-    assert other.weight == choice.weight
-    assert other.values["hybrid"].mean() < 0.5 * choice.values["hybrid"].mean()
-
-
-def test_pairs_that_the_index_does_not_have_are_refused(tmp_path, capsys):
-    rows = paired(tmp_path, 3)
-    given = ["index", str(tmp_path / "o.npy"), "--output", str(tmp_path / "index"), "--hybrid", "--pairs"]
-    for written, words in (
-        ([*rows, {"query": "a", "text": "b"}], ("1 of 4 pairs", "line 4: b", "the index")),
-        (rows[:1], ("1 queries", "too few")),
-        ([{"query": "a", "txt": "b"}], ("text", "query, txt")),
-        ([], "no pairs"),
-    ):
-        (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
-        assert main([*given, str(tmp_path / "p.jsonl")]) == 1
-        says(capsys.readouterr().err, "p.jsonl", words)
-        assert not (tmp_path / "index").exists()
-    assert main([*given, str(tmp_path / "none.jsonl")]) == 1
-    says(capsys.readouterr().err, "none.jsonl", "no such file")
-
-
-def test_pairs_with_ids_name_texts_of_the_index(embedded, tmp_path):
-    build_index(embedded, tmp_path / "index", lexical="idf")
-    rows = [{"query": f"cat {place}", "id": f"n{place % 6}"} for place in range(40)]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    choice = choose_weight(SearchIndex(tmp_path / "index"), load_encoder(ENCODER), tmp_path / "p.jsonl")
-    assert choice.development + len(choice.values[WORDS_ALONE]) == 40
-    (tmp_path / "p.jsonl").write_text(json.dumps({"query": "cat", "id": "n9"}))
-    with pytest.raises(DataError, match=all_of("1 of 1", "n9")):
-        choose_weight(SearchIndex(tmp_path / "index"), load_encoder(ENCODER), tmp_path / "p.jsonl")
-    with pytest.raises(UsageError, match="gives different vectors"):
-        choose_weight(SearchIndex(tmp_path / "index"), load_encoder("hashed-words:8"), tmp_path / "p.jsonl")
 
 
 SIZE, ROWS = 16, 40

@@ -57,23 +57,19 @@ def test_ten_texts_of_a_line_each_are_shown_below_each_of_several_queries(tmp_pa
 
 @pytest.mark.parametrize("suffix", [".npy", ".parquet"])
 def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, suffix):
-    """By file, or by a field of theirs; a text without that field falls back to its file."""
     (tmp_path / "in").mkdir()
     for name, texts in (("a", ANIMALS[:3]), ("b", ANIMALS[3:])):
-        lines = [{"text": text} | ({"kind": f"{name}{len(text)}"} if "cat" in text else {}) for text in texts]
-        (tmp_path / f"in/{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / f"in/{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     output = tmp_path / f"out{suffix}"
     assert main(["embed", "hashed-words:32", str(tmp_path / "in"), "--output", str(output)]) == 0
     rows = [4, 0, 3]
     expected = load_encoder("hashed-words:32").encode([ANIMALS[row] for row in rows])
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-    assert main(["index", str(output), "--output", str(tmp_path / "kinds"), "--source-field", "kind"]) == 0
-    index = SearchIndex(tmp_path / "kinds")
-    texts = [(text.source, text.text) for text in index.texts(range(5))]
-    assert texts == list(zip(["a22", "a.jsonl", "a.jsonl", "b.jsonl", "b11"], ANIMALS, strict=True))
-    np.testing.assert_allclose(index.vectors(rows), expected, atol=1e-6)
     build_index(output, tmp_path / "files")
-    assert [text.source for text in SearchIndex(tmp_path / "files").texts([0, 4])] == ["a.jsonl", "b.jsonl"]
+    index = SearchIndex(tmp_path / "files")
+    texts = [(text.source, text.text) for text in index.texts(range(5))]
+    assert texts == list(zip([*["a.jsonl"] * 3, *["b.jsonl"] * 2], ANIMALS, strict=True))
+    np.testing.assert_allclose(index.vectors(rows), expected, atol=1e-6)
 
 
 def test_text_without_an_id_is_shown_with_the_number_of_its_record(tmp_path, capsys):
@@ -296,7 +292,7 @@ MAP_TEXTS += [HOSTILE, "a zebra", "-----", "cat " * 400]  # a text without a wor
 
 def embedded_texts(folder, *options, texts=MAP_TEXTS, suffix=".npy"):
     (folder / "in").mkdir()
-    rows = [{"text": text, "key": f"k{number}", "from": HOSTILE} for number, text in enumerate(texts)]
+    rows = [{"text": text, "key": f"k{number}"} for number, text in enumerate(texts)]
     (folder / "in/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = folder / f"out{suffix}"
     assert main(["embed", "hashed-words:16", str(folder / "in"), "--output", str(output), *options]) == 0
@@ -314,7 +310,7 @@ def test_map_has_texts_vectors_and_places(tmp_path, capsys, dtype, suffix, optio
         embedded_texts(tmp_path, "--dtype", dtype, *options, suffix=suffix),
         tmp_path / "new folder/map.parquet",
     )
-    command = ["index", str(output), "--output", str(tmp_path / "index"), "--source-field", "from"]
+    command = ["index", str(output), "--output", str(tmp_path / "index")]
     assert main([*command, "--parquet", str(file)]) == 0
     table = pq.read_table(file)
     share = float(table.schema.metadata[SHARE])
@@ -322,7 +318,7 @@ def test_map_has_texts_vectors_and_places(tmp_path, capsys, dtype, suffix, optio
     assert table.column_names == ["text", "id", "source", "vector", "x", "y"]
     assert table["text"].to_pylist() == MAP_TEXTS
     assert table["id"].to_pylist() == [f"k{number}" if options else None for number in range(len(MAP_TEXTS))]
-    assert set(table["source"].to_pylist()) == {HOSTILE}
+    assert set(table["source"].to_pylist()) == {"a.jsonl"}
     vectors = np.stack(table["vector"].to_numpy())
     assert vectors.dtype == dtype
     np.testing.assert_array_equal(vectors, stored(output))

@@ -1,30 +1,41 @@
-"""`declutr why` against what the workers of a run read, for every method."""
+"""`declutr why` against what the workers of a run read, and of runs that do not fit; `declutr inspect RUN`."""
 
 import json
+import os
 import random
 import re
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import tinyruns as runs
 import torch
+import yaml
 from mediafiles import png, sound, tone
 from mediashards import prepare_media
-from messages import says
+from messages import all_of, says
 from textshards import prepare_rows
 
 from declutr.cli.main import main
 from declutr.common.config import config_yaml
+from declutr.common.errors import UsageError
+from declutr.inspection.describe import CheckpointRow, _table
 from declutr.inspection.order import read_order
 from declutr.inspection.views import StepReader
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.data.stream import batches
 from declutr.trainer.metrics.metrics import METRICS, find_step
+from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.objectives.declutr.objective import Declutr
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.build import build_collator, build_encoder, load_tokenizer
 from declutr.trainer.setup.cache import run_folder
@@ -196,15 +207,12 @@ def test_document_lists_every_step_that_read_it(run, capsys):
             assert f"step {unread} does not read it" in capsys.readouterr().err
 
 
-def test_document_outside_the_share_is_read_by_no_step(run, capsys):
+def test_document_outside_the_share_or_held_out_is_read_by_no_step(run, capsys):
     folder, config, _ = run
     splits = [ShardSet(Path(config.data), "train", part=part) for part in (None, config.part)]
     every, read = (split.take(np.arange(split.num_documents))["id"].to_pylist() for split in splits)
     assert main(["why", str(folder), "--document", next(one for one in every if one not in read).hex()]) == 0
     says(capsys.readouterr().out, "outside the share")
-
-
-def test_document_that_is_held_out_is_read_by_no_step(run, capsys):
     folder, config, _ = run
     held_out = ShardSet(Path(config.data), "held-out").take(np.array([0]))["id"][0].as_py().hex()
     assert main(["why", str(folder), "--document", held_out]) == 0
@@ -276,3 +284,160 @@ def test_a_step_is_found_in_a_long_file_without_reading_it(tmp_path):
     for step in (0, 12_345, 20_001, 10**9):
         assert find_step(path, step) is None
     assert find_step(tmp_path / "none", 1) is None
+
+
+ALL_STEPS, TAKEN = 12, 9
+
+
+@pytest.fixture
+def short_run(shards, tmp_path):
+    """A run that has taken nine of twelve steps."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(config_yaml(runs.train_config(shards["documents"], folder, steps=ALL_STEPS)))
+    lines = [{"kind": "step", "step": step, "time": 0.0, "batch_digest": 1} for step in range(1, TAKEN + 1)]
+    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_the_order_of_a_run_that_an_earlier_version_forked_is_not_shown(short_run, capsys):
+    """Its first steps are those of another run."""
+    (short_run / "fork.json").write_text('{"from": "/runs/first", "step": 4}')
+    for view in (["--step", "5"], ["--document", "0" * 32]):
+        assert main(["why", str(short_run), *view]) == 1
+        says(capsys.readouterr().err, short_run, "fork.json", "encoder.pretrained=RUN/export")
+
+
+def test_a_step_whose_line_is_damaged_was_taken(short_run, capsys):
+    lines = (short_run / METRICS).read_text().splitlines()
+    lines[5] = lines[5][:20]
+    (short_run / METRICS).write_text("\n".join(lines) + "\n")
+    assert main(["why", str(short_run), "--step", "6"]) == 0
+    shown = capsys.readouterr().out
+    says(shown, "the step was taken", "no whole line")
+    assert "not taken yet" not in shown
+
+
+def test_shards_prepared_for_shorter_spans_are_refused_with_the_setting(shards, short_run, tmp_path, capsys):
+    shutil.copytree(shards["documents"], tmp_path / "again")
+    manifest = json.loads((tmp_path / "again" / "manifest.json").read_text())
+    manifest["geometry"] |= {"max_tokens": 8}
+    (tmp_path / "again" / "manifest.json").write_text(json.dumps(manifest))
+    for view in (["--step", "1"], ["--document", "0" * 32]):
+        assert main(["why", str(short_run), *view, f"data={tmp_path / 'again'}"]) == 1
+        says(capsys.readouterr().err, "spans.max_tokens = 16", "at most 8", "add data=FOLDER")
+
+
+@pytest.mark.parametrize("offset", ["9" * 19, "9" * 5000, "²"])
+def test_an_offset_that_no_file_has_names_no_document(shards, short_run, capsys, offset):
+    source = ShardSet(shards["documents"], "train").take(np.array([0]))["source"][0].as_py()
+    assert main(["why", str(short_run), "--document", f"{source}:{offset}"]) == 1
+    assert "no document matches" in capsys.readouterr().err
+
+
+class Needing(Declutr):
+    """An objective of a package that refuses an embedding of one number."""
+
+    def __init__(self, config, run, embedding_size):
+        super().__init__(config, run, embedding_size)
+        raise RuntimeError(f"cannot embed in {embedding_size}")
+
+
+class NeedingConfig(DeclutrConfig):
+    implementation: ClassVar[str] = f"{__name__}:Needing"
+    kind: str = "needing"
+
+
+def test_an_objective_that_cannot_be_made_is_named(short_run):
+    task = read_order(short_run).tasks[""]
+    other = replace(task, config=task.config.model_copy(update={"objective": NeedingConfig()}))
+    with pytest.raises(UsageError, match=all_of("objective needing", "RuntimeError: cannot embed in 1")):
+        StepReader(other, short_run)
+
+
+@pytest.fixture
+def saved_run(tmp_path):
+    settings = {
+        "run": "r",
+        "data": "d",
+        "encoder": {"from_config": {"model_type": "roberta"}},
+        "checkpoint": {"every_steps": 2, "keep_last": 2, "keep_every_steps": 4},
+        "validation": {"every_steps": 2, "score": "mrr"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    for step, score in ((2, 0.75), (4, 0.5), (6, None), (8, 0.25)):
+        state = RunState(
+            step=step,
+            documents=1000 * step,
+            world_size=3,
+            config_hash="c",
+            data_hash="d",
+            scores={} if score is None else {"mrr": score},
+            files={},
+            skipped=step // 8,
+        )
+        contents = {"encoder.safetensors": {"weight": torch.ones(2**18)}}
+        checkpoint.save(tmp_path / "checkpoints", state, contents)
+    return tmp_path
+
+
+def test_every_checkpoint_has_a_line(saved_run, capsys):
+    assert main(["inspect", str(saved_run)]) == 0
+    first, head, *lines, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == (f"Run in {saved_run}: 0 steps logged", "  not exported yet")
+    assert head.split()[:3] == ["step", "documents", "age"]
+    assert [line.split()[0] for line in lines] == ["2", "4", "6", "8"]
+    assert "best" in lines[0]
+    assert "mrr 0.7500" in lines[0]
+    assert "every" in lines[1]
+    assert "last, every" in lines[3]
+    assert "8,000" in lines[3]
+    assert "1 steps skipped" in lines[3]
+    assert all("verified" in line and " 1.0 " in line for line in lines)
+
+
+def test_checkpoints_json_and_status_tell_whether_the_newest_is_whole(saved_run, capsys):
+    older = saved_run / "checkpoints" / "step-00000004" / "encoder.safetensors"
+    raw = bytearray(older.read_bytes())
+    raw[500] ^= 1
+    older.write_bytes(raw)
+    assert main(["inspect", str(saved_run), "--json"]) == 0, "the newest one is whole"
+    found = json.loads(capsys.readouterr().out)
+    assert [row["broken"] is None for row in found] == [True, False, True, True]
+    says(found[1]["broken"], "encoder.safetensors", "altered", "checksum")
+    assert [row["kept"] for row in found] == [["best"], [], ["last"], ["last", "every"]]
+    assert found[0]["scores"] == {"mrr": 0.75}
+    assert found[3]["world_size"] == 3
+    assert found[3]["size_bytes"] > 2**20
+    assert 0 <= found[3]["age_seconds"] < 600
+    hours_ago = time.time() - 7200
+    os.utime(saved_run / "checkpoints" / "step-00000002" / "encoder.safetensors", (hours_ago, hours_ago))
+    main(["inspect", str(saved_run), "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["age_seconds"] < 600, "that of its newest file"
+    main(["inspect", str(saved_run), "--json", "--fast"])
+    assert not any(row["broken"] for row in json.loads(capsys.readouterr().out)), "its size is right"
+    main(["inspect", str(saved_run), "--fast"])
+    says(capsys.readouterr().out, "whole by its sizes")
+    (saved_run / "checkpoints" / "step-00000008" / "state.json").unlink()
+    assert main(["inspect", str(saved_run)]) == 1
+    says(capsys.readouterr().out, "BROKEN", "state.json", "missing")
+
+
+def test_checkpoints_of_no_run_are_refused(saved_run, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for place, *options in ((tmp_path / "file",), (tmp_path / "gone", "--json"), (saved_run / "checkpoints", "--fast")):
+        assert main(["inspect", str(place), *options]) == 1
+        says(capsys.readouterr().err, place, "run")
+    for step in (saved_run / "checkpoints").iterdir():
+        shutil.rmtree(step)
+    assert main(["inspect", str(saved_run)]) == 0
+    says(capsys.readouterr().out, "no checkpoint yet")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "age"), [(59.0, "59 s"), (60.0, "1.0 min"), (3600.0, "1.0 h"), (86399.0, "24.0 h"), (86400.0, "1.0 d")]
+)
+def test_ages_and_sizes_have_the_unit_that_fits(seconds, age):
+    _, line = _table([CheckpointRow(4, None, seconds, 10 * 2**20, 1000, 3, 0, {}, [])], "verified")
+    assert line.split()[:2] == ["4", "1,000"]
+    assert f" {age}      10.0 " in line

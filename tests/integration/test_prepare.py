@@ -273,15 +273,6 @@ def test_rejected_documents_are_there_with_text_and_reason(accounts):
     assert found["near_duplicate"].split().count("changed") == 3
 
 
-@pytest.mark.usefixtures("accounts")
-def test_the_final_report_scores_the_estimate(accounted, capsys):
-    assert main([str(accounted / "config.yaml")]) == 0
-    summary, score = capsys.readouterr().out.splitlines()
-    says(summary, "40 documents read", "35 kept")
-    says(score, "documents 40 (+0%)", "kept 37 (+6%)")
-    assert "seconds" not in score  # below a minute a comparison says nothing
-
-
 def test_too_many_failures_are_an_error_until_they_are_allowed(accounted, tmp_path, capsys):
     config = [str(accounted / "config.yaml"), f"output={tmp_path / 'out'}"]
     assert main([*config, "max_error_rate=0.01"]) == 1

@@ -1,11 +1,19 @@
+"""Settings of every kind of content: what is needed, what is refused, and what makes up their identity."""
+
+import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
-from messages import says
+from mediafiles import png, sound, spread, stored, tone
+from messages import all_of, says
+from PIL import Image
+from preparing import write_jsonl
+from pydantic import ValidationError
 
 from declutr.common.config import load_config
 from declutr.common.errors import ConfigError
@@ -14,6 +22,9 @@ from declutr.pipeline.job.path_checks import output_place_problems
 from declutr.pipeline.job.sample import sample_texts
 from declutr.pipeline.job.units import fit_units, plan_units
 from declutr.pipeline.prepare import main, problems
+from declutr.pipeline.shards.shards import ShardSet
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -21,32 +32,6 @@ def corpus(tmp_path):
     path = tmp_path / "corpus.txt"
     path.write_text("\n".join(f"document number {number} " * 20 for number in range(30)))
     return path
-
-
-@pytest.fixture
-def write_config(tmp_path, make_config):
-    def write(*paths, **changes):
-        path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump({"prepare": make_config(*paths, **changes).model_dump(mode="json")}))
-        return str(path)
-
-    return write
-
-
-@pytest.mark.parametrize("name", ["demo.yaml", "openwebtext.yaml"])
-def test_our_configs_are_valid(name):
-    load_config(f"configs/{name}", "prepare", PipelineConfig)
-
-
-def test_every_wrong_key_and_value_is_reported_at_once(write_config, corpus):
-    overrides = ["geometry.max_token=3", "validation_fraction=1", "tokenizer.vocab_size=10", "corpus.format=xml"]
-    with pytest.raises(ConfigError) as caught:
-        load_config(write_config(corpus), "prepare", PipelineConfig, overrides)
-    assert len(caught.value.problems) == 4
-    text = str(caught.value)
-    says(text, "`geometry.max_tokens`")
-    for key in ("validation_fraction", "vocab_size", "format"):
-        assert key in text
 
 
 def test_missing_inputs_tokenizer_and_a_foreign_output_are_reported_together(
@@ -64,8 +49,8 @@ def test_missing_inputs_tokenizer_and_a_foreign_output_are_reported_together(
     says(problem, "`prepare`", "files")
 
 
-def test_a_problem_ends_the_command_with_its_message_and_nothing_written(write_config, tmp_path, capsys):
-    assert main([write_config(tmp_path / "no.txt")]) == 1
+def test_a_problem_ends_the_command_with_its_message_and_nothing_written(make_config, write_config, tmp_path, capsys):
+    assert main([write_config(make_config(tmp_path / "no.txt"))]) == 1
     assert "no.txt" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -73,19 +58,21 @@ def test_a_problem_ends_the_command_with_its_message_and_nothing_written(write_c
 @pytest.mark.parametrize(
     ("modules", "heavy"),
     [
-        ("declutr.pipeline.prepare, declutr.pipeline.job.worker", "torch"),
-        ("declutr.trainer.train, declutr.trainer.driver.run", "transformers"),
+        (
+            "declutr.pipeline.prepare, declutr.pipeline.job.worker",
+            {"torch", "PIL", "soundfile", "transformers.audio_utils", "scipy.signal"},
+        ),
+        ("declutr.trainer.train, declutr.trainer.driver.run", {"transformers"}),
     ],
-    ids=["data half without torch", "continuing without transformers"],
+    ids=["texts without torch and decoders", "continuing without transformers"],
 )
 def test_command_imports_no_library_that_it_does_not_need(modules, heavy):
-    code = f"import sys, {modules}; sys.exit({heavy!r} in sys.modules)"
-    root = str(Path(__file__).resolve().parents[2])
-    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": root}).returncode == 0
+    code = f"import sys, {modules}; sys.exit(bool({heavy!r} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
 
 
-def test_print_config_shows_the_resolved_settings(write_config, corpus, capsys):
-    assert main([write_config(corpus), "seed=7", "--print-config"]) == 0
+def test_print_config_shows_the_resolved_settings(make_config, write_config, corpus, capsys):
+    assert main([write_config(make_config(corpus)), "seed=7", "--print-config"]) == 0
     shown = capsys.readouterr().out
     assert yaml.safe_load(shown)["seed"] == 7
     meaning = " ".join(line.removeprefix("# ") for line in shown.partition("\noutput: ")[0].splitlines())
@@ -152,3 +139,164 @@ def test_an_address_that_cannot_take_the_shards_is_found_before_any_work(make_co
 def test_an_address_inside_an_input_is_refused():
     (found,) = output_place_problems("s3://bucket/in/out/?region=x", ["s3://bucket/in/", "s3://bucket/i", "here"])
     says(found, "input 's3://bucket/in/'")
+
+
+TOKENIZER = {"kind": "train", "vocab_size": 300}
+FILES = {"kind": "files", "paths": ["a.jsonl"]}
+
+
+def valid(content, **changes):
+    """Settings of a kind of content, without a tokenizer for images and audio."""
+    kind = content if isinstance(content, str) else content["kind"]
+    own = {} if kind in ("images", "audio") else {"tokenizer": TOKENIZER}
+    return PipelineConfig.model_validate({"output": "out", "corpus": FILES, "content": content} | own | changes)
+
+
+def test_no_tokenizer_is_needed_for_media_and_texts_still_need_one(tmp_path):
+    config = valid("images")
+    assert config.tokenizer is None
+    assert identity(config).keys() == {
+        "corpus", "content", "duplicates", "write_rejected", "validation_fraction", "unit_mib", "record_batch_rows",
+        "seed",
+    }  # fmt: skip
+    for content in ("documents", "sentences", "pairs"):
+        with pytest.raises(ValidationError, match=r"tokenizer\n  Field required"):
+            PipelineConfig.model_validate({"output": "out", "corpus": FILES, "content": content})
+    (tmp_path / "c.yaml").write_text("prepare: {output: out, corpus: {kind: files, paths: [in]}, seed: -1}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(tmp_path / "c.yaml"), "prepare", PipelineConfig)
+    assert [problem.partition(" ")[0] for problem in caught.value.problems] == ["tokenizer:", "seed"]
+
+
+def test_a_kind_alone_is_a_section_and_documents_are_the_default():
+    for kind in ("documents", "pairs"):
+        assert valid(kind) == valid({"kind": kind})
+        assert config_hash(valid(kind)) == config_hash(valid({"kind": kind}))
+    plain = PipelineConfig.model_validate({"output": "out", "corpus": FILES, "tokenizer": TOKENIZER})
+    assert identity(valid("documents")) == identity(plain)
+    assert identity(valid("pairs"))["content"]["premise"] == "premise"
+    assert not {"geometry", "short_documents"} & identity(valid("pairs")).keys()
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        ("images", {"tokenizer": TOKENIZER}, ("tokenizer", "no effect", "content.kind = images")),
+        ("images", {"geometry": {"max_tokens": 64}}, ("geometry", "no effect", "content.kind = images")),
+        ("sentences", {"geometry": {"max_tokens": 64}}, ("geometry", "no effect", "content.kind = sentences")),
+        ("images", {"short_documents": "shrink_spans"}, ("short_documents", "no effect")),
+        ("pairs", {"short_documents": "shrink_spans"}, ("short_documents", "no effect", "content.kind")),
+        ("images", {"filters": {"gopher": {}}}, ("filters.gopher", "texts", "content.kind = images")),
+        ("images", {"filters": {"language": {"keep": ["en"]}}}, ("filters.language", "texts")),
+        ("images", {"filters": {"contamination": {"paths": ["x"]}}}, ("filters.contamination", "texts")),
+        ("images", {"filters": {"normalise_whitespace": False}}, ("filters.normalise_whitespace", "texts")),
+        ("pairs", {"filters": {"gopher": {}}}, ("filters.gopher", "long documents")),
+        ("triples", {"filters": {"c4": {}}}, ("filters.c4", "long documents")),
+        ("triples", {"filters": {"repetition": {}}}, "filters.repetition"),
+        ("pairs", {"filters": {"boilerplate": {}}}, "filters.boilerplate"),
+        ("images", {"duplicates": {"near": {}}}, ("duplicates.near", "words", "exact")),
+        ("images", {"corpus": {"kind": "python_docs"}}, ("corpus.kind = python_docs", "no images")),
+        ("pairs", {"corpus": {"kind": "python_docs"}}, ("corpus.kind = python_docs", "no pairs")),
+        ("images", {"corpus": FILES | {"text_field": "x"}}, ("content.image", "Parquet")),
+        ("pairs", {"corpus": FILES | {"text_field": "x"}}, "content.premise"),
+        ("images", {"corpus": FILES | {"format": "jsonl"}}, ("corpus.format = jsonl", "no effect")),
+        ("triples", {"corpus": FILES | {"format": "text"}}, ("corpus.format = text", "no columns")),
+        ({"kind": "pairs", "premise": "label"}, {}, "same key"),
+        ({"kind": "images", "label": "(a)(b)"}, {}, ("2 groups", "label")),
+        ({"kind": "images", "label": "cats"}, {}, "0 groups"),
+        ({"kind": "images", "label": "(a"}, {}, "regular expression"),
+        ({"kind": "images", "max_labels": 0}, {}, ("greater than", "1")),
+        ({"kind": "images", "max_labels": 2, "label": None}, {}, ("content.label = null", "no labels")),
+        ({"kind": "images", "max_labels": 2}, {"duplicates": {"exact": False}}, "duplicates.exact=true"),
+        ({"kind": "images", "shortest_edge": 0}, {}, ("greater than", "8")),
+        ({"kind": "audio", "max_seconds": 0}, {}, "greater than 0"),
+        ({"kind": "audio", "shortest_edge": 8}, {}, "Extra inputs"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(content, changes, message):
+    with pytest.raises(ValidationError, match=all_of(message)):
+        valid(content, **changes)
+
+
+PREPARE = """
+import json, resource, sys
+from pathlib import Path
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.job.units import plan_units
+from declutr.pipeline.job.worker import write_unit
+config = PipelineConfig.model_validate(json.loads(sys.argv[1]))
+units, _ = plan_units(config.corpus, config.unit_mib, None, config.content)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for unit in units:
+    counts = write_unit(unit, Path(config.output), config, None, None).counts
+modules = [name for name in ("torch", "transformers.modeling_utils") if name in sys.modules]
+print(json.dumps([counts.model_dump(), before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, modules]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units")
+@pytest.mark.parametrize("kind", ["images", "audio"])
+def test_memory_does_not_grow_with_the_corpus(kind, tmp_path):
+    """80 MiB of stored rows, one sound of a claimed hour and a large image need far less."""
+    if kind == "images":
+        some = [png(n, (256, 256)) for n in range(20)]
+        files = {f"a/{n}.png": some[n % 20] for n in range(400)}
+        files["a/large.jpg"] = stored(Image.new("RGB", (6000, 4000), "red"), "JPEG")
+    else:
+        some = [sound(tone(8.0, 8000, n), 8000) for n in range(20)]
+        files = {f"a/{n}.wav": some[n % 20] for n in range(200)}
+        files["a/long.flac"] = sound(tone(600.0, 8000), 8000, format="FLAC")
+    values = {"output": str(tmp_path / "out"), "duplicates": {"exact": False}, "content": kind}
+    values["corpus"] = {"kind": "files", "paths": [str(spread(tmp_path / "in", files))]}
+    values["unit_mib"] = 1024
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE, json.dumps(values)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    counts, before, most, modules = json.loads(done.stdout)
+    assert counts["kept"] == len(files)
+    assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.arrow")) > 70 << 20
+    assert (most - before) / 1024 < 260
+    assert modules == []
+
+
+def test_all_problems_are_told_at_once(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "prepare: {output: o, corpus: {kind: files, paths: [a]}, tokenizer: {kind: train, vocab_size: 300}}"
+    )
+    with pytest.raises(ConfigError) as error:
+        load_config(str(path), "prepare", PipelineConfig, ["content=pairs", "geometry.num_anchors=3", "filters.c4={}"])
+    assert len(error.value.problems) == 2
+    with pytest.raises(ConfigError, match=all_of("documents, sentences, pairs, triples")):
+        load_config(str(path), "prepare", PipelineConfig, ["content=sentence"])
+    with pytest.raises(ConfigError, match=r"content\.required_labels"):
+        load_config(str(path), "prepare", PipelineConfig, ["content={kind: pairs, required_labels: [entails]}"])
+    with pytest.raises(ConfigError, match=r"content\.language"):
+        load_config(str(path), "prepare", PipelineConfig, ["content={kind: sentences, language: English}"])
+    found = load_config(str(path), "prepare", PipelineConfig, ["content.kind=pairs", "content.premise=sentence1"])
+    assert found.content.premise == "sentence1"
+
+
+def test_a_printed_config_can_be_used_again(tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "prepare: {output: o, corpus: {kind: files, paths: [a]}, tokenizer: {kind: train, vocab_size: 300}, "
+        "content: {kind: pairs, required_labels: [entailment]}}"
+    )
+    assert main([str(path), "--print-config"]) == 0
+    again = tmp_path / "again.yaml"
+    again.write_text("prepare:\n" + textwrap.indent(capsys.readouterr().out, "  "))
+    before, after = (load_config(str(one), "prepare", PipelineConfig) for one in (path, again))
+    assert before == after
+
+
+def test_shards_of_documents_have_no_columns_of_texts(tmp_path, make_texts, prepare_units):
+    path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"number {n} " * 40} for n in range(5)))
+    config = make_texts("documents", path, geometry={"num_anchors": 1, "max_tokens": 8})
+    _, _, folder = prepare_units(config)
+    schema = ShardSet(folder, "train").take([0]).schema
+    assert schema.names == ["id", "tokens", "windows", "num_tokens", "source", "offset"]
+    keys = {b"schema_version", b"tokenizer_fingerprint", b"vocab_size", b"num_anchors", b"max_tokens"}
+    assert schema.metadata.keys() == keys

@@ -1,5 +1,7 @@
-"""tiktoken in the place of `tokenizers`: the same ids on everything, and refused where it would give others."""
+"""tiktoken and the table of pieces in the place of `tokenizers`: the same ids on everything, or refused."""
 
+import gzip
+import itertools
 import json
 import resource
 import sys
@@ -10,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from declutr.common.errors import ConfigError
-from declutr.pipeline.tokenizer import bytelevel, engine
+from declutr.pipeline.tokenizer import bytelevel, engine, wordpiece
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from declutr.pipeline.tokenizer.bytelevel import obstacle, parse
 from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement
@@ -32,12 +34,6 @@ def folder(tokenizer, tmp_path_factory):
 @pytest.fixture(scope="module")
 def encoders(folder):
     return BatchTokenizer.load(folder), BatchTokenizer.load(folder, "tiktoken")
-
-
-def test_our_own_tokenizer_is_tiktokens(folder):
-    assert choose_engine(folder, "auto", ["some text " * 100]).engine == "tiktoken"
-    assert choose_engine(folder, "tiktoken").engine == "tiktoken"
-    assert choose_engine(folder, "tokenizers").engine == "tokenizers"
 
 
 @settings(max_examples=300, deadline=None)
@@ -69,17 +65,10 @@ def test_long_texts_are_cut_where_whitespace_is_single(encoders, monkeypatch):
     texts = ["one  two \n three\n\n four it's " * 50, " \n a" * 100]
     expected = encoders[0].encode(texts)
     monkeypatch.setattr("declutr.pipeline.tokenizer.batch_tokenizer._PIECE_CHARACTERS", 7)
+    monkeypatch.setattr("declutr.pipeline.tokenizer.batch_tokenizer._BATCH_CHARACTERS", 50)
     for encoder in encoders:
         for ids, right in zip(encoder.encode(texts), expected, strict=True):
             np.testing.assert_array_equal(ids, right)
-
-
-def changed(folder, tmp_path, change):
-    """The tokenizer with something about it changed."""
-    parsed = json.loads((folder / "tokenizer.json").read_text())
-    change(parsed)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(parsed))
-    return tmp_path
 
 
 def merge_twice(parsed):
@@ -97,37 +86,40 @@ def merge_out_of_reach(parsed):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("name", "change", "reason"),
     [
-        (merge_twice, ("two of", "merges")),
-        (merge_out_of_reach, ("'qxz'", "several tokens")),
-        (lambda parsed: parsed.update(normalizer={"type": "Lowercase"}), ("normalises", "Lowercase")),
-        (lambda parsed: parsed["pre_tokenizer"].update(use_regex=False), ("BPE", "bytes")),
-        (lambda parsed: parsed["model"].update(dropout=0.1), "dropout = 0.1"),
-        (lambda parsed: parsed["model"].update(ignore_merges=True), "ignore_merges = True"),
-        (lambda parsed: parsed["added_tokens"][0].update(special=False), ("added tokens", "not special")),
+        ("tiktoken", merge_twice, ("two of", "merges")),
+        ("tiktoken", merge_out_of_reach, ("'qxz'", "several tokens")),
+        ("tiktoken", lambda parsed: parsed.update(normalizer={"type": "Lowercase"}), ("normalises", "Lowercase")),
+        ("tiktoken", lambda parsed: parsed["pre_tokenizer"].update(use_regex=False), ("BPE", "bytes")),
+        ("tiktoken", lambda parsed: parsed["model"].update(dropout=0.1), "dropout = 0.1"),
+        ("tiktoken", lambda parsed: parsed["model"].update(ignore_merges=True), "ignore_merges = True"),
+        ("tiktoken", lambda parsed: parsed["added_tokens"][0].update(special=False), ("added tokens", "not special")),
+        ("wordpiece", lambda parsed: parsed.update(normalizer={"type": "NFC"}), ("NFC", "BertPreTokenizer")),
+        ("wordpiece", lambda parsed: parsed.update(pre_tokenizer={"type": "Whitespace"}), ("Whitespace", "WordPiece")),
+        ("wordpiece", lambda parsed: parsed["added_tokens"][4].update(special=False), ("special", "'[MASK]'")),
     ],
 )
-def test_a_tokenizer_that_tiktoken_cannot_be_is_left_to_tokenizers(folder, tmp_path, change, reason):
-    other = changed(folder, tmp_path, change)
-    choice = choose_engine(other, "auto")
-    assert choice.engine == "tokenizers"
-    with pytest.raises(ConfigError, match=all_of("tokenizer.engine = 'tiktoken'", "auto", reason)):
-        choose_engine(other, "tiktoken")
+def test_a_tokenizer_that_a_faster_engine_cannot_be_is_left_to_tokenizers(folder, tmp_path, name, change, reason):
+    parsed = json.loads((folder / "tokenizer.json").read_text() if name == "tiktoken" else build(**KINDS[0]).to_str())
+    change(parsed)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parsed))
+    assert choose_engine(tmp_path, "auto").engine == "tokenizers"
+    with pytest.raises(ConfigError, match=all_of(f"tokenizer.engine = '{name}'", "auto", reason)):
+        choose_engine(tmp_path, name)
 
 
-def test_ranks_and_pairs_do_differ_where_a_token_is_out_of_reach(folder, tmp_path):
-    """What `obstacle` refuses is real: without it the ids would differ."""
-    other = changed(folder, tmp_path, merge_out_of_reach)
-    found = disagreement(BatchTokenizer.load(other), BatchTokenizer.load(other, "tiktoken"), ["all equal", "a qxz"])
-    says(found, "'a qxz'")
+def test_each_faster_engine_is_chosen_for_its_own_kind_alone(folder, tmp_path):
+    build(**KINDS[0]).save(str(tmp_path / "tokenizer.json"))
+    for name, place in (("tiktoken", folder), ("wordpiece", tmp_path)):
+        assert choose_engine(place, "auto", ["some text " * 100]).engine == name
+        assert [choose_engine(place, chosen).engine for chosen in (name, "tokenizers")] == [name, "tokenizers"]
+    with pytest.raises(ConfigError, match=all_of("tokenizer.engine = 'tiktoken'", "WordPiece")):
+        choose_engine(tmp_path, "tiktoken")
 
 
-def test_the_installed_tables_of_unicode_agree():
+def test_the_installed_tables_of_unicode_agree_and_another_is_seen(folder, monkeypatch):
     assert engine.disagreement_of_patterns() is None
-
-
-def test_another_table_of_unicode_is_seen(folder, monkeypatch):
     for name in ("_SINGLE_SPACES", "_ANY_SPACES"):
         monkeypatch.setattr(bytelevel, name, getattr(bytelevel, name).replace(r"\p{N}", r"\p{Nd}"))
     monkeypatch.setattr(engine, "_AGREEING", set())
@@ -197,3 +189,119 @@ def test_memory_stays_flat_over_ever_new_words(encoders, engine_name):
     encode(8, 24)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024)
     assert grown < 12 * 2**20
+
+
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789éàüßçñøåİıſŉǆΣσςжщдйёאבגあいう"
+LETTERS += "カガハバパ東京都한국어ไทยहिन्दी"
+SIGNS = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~¡«»¿‐–—‘’“”…、。「」！？＄€™"
+WORDS = ["playing", "players", "unaffable", "café", "naïve", "résumé", "word", "words", "wording", "straße"]
+WORDS += ["e\u0301te\u0301", "Ångström", "2nd"]
+HOSTILE = [
+    *SPECIALS,
+    "a[MASK]b [CLS][SEP] [UN K] [unused1] ##ing ## #",
+    "a\x00b\ufffdc\x01d\x0be\x0cf\x1cg\x1fh\x7fi\x85j\x9fk\xadl\u200bm\u200cn\u200do\u2060p\ufeffq\ue000r\U0010ffffs",
+    "a\tb\nc\rd\xa0e\u1680f\u2000g\u2003h\u2028i\u2029j\u202fk\u205fl\u3000m",
+    "e\u0301 e \u0301 \u0301e e\u0301\u0323 e\u0323\u0301 \u2019\u0301a .\u0301 東\u0301京 \u0344 a\u0345",
+    "İstanbul ISTANBUL ıſ ŉ Ǆ ΟΔΟΣ ΣΣ ß ẞ ﬁ ﬀ Ⅷ ① ㍿ ﷺ Å \u212b \u1e9b\u0323 각 \u1100\u1161\u11a8",
+    "東京は日本の首都。人口は1400万人、面積は2,194km²。\uf900\ufa0e\U0002f800\U00020000\u3400",
+    "😀👩‍👩‍👧🏳️‍🌈👍🏽 a😀b 🇩🇪 ❤️ x\ufe0fy",
+    "עִבְרִית العَرَبِيَّة हिन्दी ไทย \u202eabc\u202c \u2066x\u2069",
+    *(letter * length for letter in ("a", "é", "東", "😀", "!", " ", "\u0301", "ab ") for length in (9, 11, 101, 5000)),
+    "a" * 100 + " " + "a" * 101 + " " + "é" * 100 + "e\u0301" * 101,
+]
+FLAGS = ("lowercase", "strip_accents", "clean_text", "handle_chinese_chars", "longest")
+KINDS = [
+    dict(zip(FLAGS, values, strict=True))
+    for values in (
+        (True, None, True, True, 100),  # bert-base-uncased
+        (False, None, True, True, 100),  # bert-base-cased
+        (True, False, True, False, 10),
+        (False, True, False, True, 10),
+        (True, True, False, False, 100),
+        (False, False, False, False, 100),
+    )
+]
+KINDS += [{"longest": 100}]
+
+
+def build(longest, **flags):
+    """A small cased or uncased WordPiece."""
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]", max_input_chars_per_word=longest))
+    backend.normalizer = normalizers.BertNormalizer(**flags) if flags else None
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=900, show_progress=False, special_tokens=SPECIALS)
+    texts = [" ".join(WORDS), " ".join(LETTERS), LETTERS, " ".join(SIGNS), *HOSTILE[:9]]
+    backend.train_from_iterator(texts * 3, trainer)
+    return backend
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: " ".join(f"{k}={v}" for k, v in kind.items()))
+def pair(request):
+    backend = build(**request.param)
+    copy = Tokenizer.from_str(backend.to_str())
+    return BatchTokenizer(backend), BatchTokenizer(copy, "wordpiece")
+
+
+def test_difficult_and_hostile_texts_and_every_character_get_the_same_ids(pair):
+    reference, fast = pair
+    assert disagreement(reference, fast, difficult_texts(reference._backend)) is None
+    assert disagreement(reference, fast, [*HOSTILE, "".join(HOSTILE), " ".join(HOSTILE)]) is None
+    # Between letters, signs and accents, as they would be cut apart: the first planes of Unicode, at each step.
+    reference, fast = pair
+    codes = [*range(0x3400), *range(0x3400, 0xD800, 17), *range(0xE000, 0xF900, 61), *range(0xF900, 0x10000)]
+    codes += range(0x10000, 0x30000, 23)
+    lines = (
+        "".join(f"a{c}b {c}\u0301e.{c}!\u0323{c}{c}" for c in map(chr, codes[start : start + 500]))
+        for start in range(0, len(codes), 500)
+    )
+    assert disagreement(reference, fast, lines) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text(max_size=100)
+    | st.text(alphabet=LETTERS + SIGNS + " \n\xa0\u0301\u0323\u200d\x00\x85東😀", max_size=100)
+    | st.lists(st.sampled_from([*WORDS, *SPECIALS, " ", "\u0301", "’", "東", "\x00"]), max_size=30).map("".join)
+)
+def test_any_text_gets_the_same_ids_of_wordpiece(pair, text):
+    assert disagreement(*pair, [text]) is None
+
+
+def test_long_texts_are_cut_where_nothing_changes(pair, monkeypatch):
+    reference, fast = pair
+    texts = ["one  two \n three\n\n playing it's e\u0301 " * 20, "x" * 300, "  " * 50, ""]
+    texts += ["東京は日本の首都。人口は一千四百万人" * 30, "e\u0301.\u0301東\u0301京 " * 30]
+    expected = [ids.tolist() for ids in reference.encode(texts)]
+    monkeypatch.setattr(wordpiece, "_CHARACTERS_AT_ONCE", 7)
+    assert [ids.tolist() for ids in fast.encode(texts)] == expected
+
+
+def test_the_table_is_bounded_and_right_when_it_begins_anew(monkeypatch):
+    backend = build(**KINDS[0])
+    reference, fast = BatchTokenizer(Tokenizer.from_str(backend.to_str())), BatchTokenizer(backend, "wordpiece")
+    monkeypatch.setattr(wordpiece, "_MOST_PIECES", 50)
+    texts = [" ".join(f"w{number}{letter}" for letter in LETTERS) for number in range(20)]
+    assert disagreement(reference, fast, [*texts, "z" * 200, *texts]) is None
+    assert len(fast._fast._known) <= 50
+    assert max(map(len, fast._fast._known)) <= 48
+
+
+def test_a_sample_that_differs_decides_on_wordpiece(tmp_path, monkeypatch):
+    missing = wordpiece._Pieces.__missing__
+    monkeypatch.setattr(wordpiece._Pieces, "__missing__", lambda self, p: missing(self, p) * (1 + (p == "qqzz")))
+    build(**KINDS[0]).save(str(tmp_path / "tokenizer.json"))
+    choice = choose_engine(tmp_path, "auto", ["all equal", "a qqzz"])
+    assert choice.engine == "tokenizers"
+    says(choice.reason, "ids differ")
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="real vocabularies are not on this machine")
+def test_wordpiece_gives_the_ids_of_berts_vocabulary():
+    folder = REAL / "tokenizers" / "bert-base-uncased"
+    reference, fast = BatchTokenizer.load(folder), BatchTokenizer.load(folder, "wordpiece")
+    assert disagreement(reference, fast, [*difficult_texts(reference._backend), *HOSTILE]) is None
+    for path in sorted((REAL / "corpus").glob("*.jsonl.gz")):
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            texts = [json.loads(line)["text"][:20_000] for line in itertools.islice(lines, 8)]
+        assert disagreement(reference, fast, texts) is None

@@ -6,11 +6,9 @@ import random
 
 import pytest
 from messages import says
-from prepared import Row, write_prepared
 
 from declutr.pipeline.job import estimate as estimating
-from declutr.pipeline.job.progress import PROGRESS, seconds_spent
-from declutr.pipeline.job.strata import MAX_STRATA, chunks, draw_strata
+from declutr.pipeline.job.estimate import MAX_STRATA, chunks, draw_strata
 from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.prepare import plan_ahead
 
@@ -73,10 +71,15 @@ def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
     assert high - low < 300
 
 
-def test_estimate_of_a_corpus_read_whole_has_no_range(tmp_path, make_config):
+def test_estimate_of_a_corpus_read_whole_has_no_range_and_seconds_count_from_a_minute_on(tmp_path, make_config):
     (tmp_path / "a.txt").write_text("one two three\n" * 100)
     made = plan_ahead(make_config(tmp_path / "a.txt"))
     assert (made.documents, made.bounds("documents")) == (100, None)
+    manifest = write_prepared(tmp_path / "made", [[Row("a few words")]])
+    (tmp_path / "a.txt").write_text("one two three\n")
+    made = plan_ahead(make_config(tmp_path / "a.txt"))
+    assert "seconds" not in made.score(manifest, 59.0)
+    assert "seconds" in made.score(manifest, 61.0)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +90,7 @@ def test_estimate_of_a_corpus_read_whole_has_no_range(tmp_path, make_config):
             [("none of 50 documents", "the longest")],
             ["50 too_short", ("50 of 50 documents", "too short")],
         ),
-        (
-            "\xff\n" * 50,
-            [("no document", "all 50 failed", "50 invalid_utf8")],
-            ["50 invalid_utf8"],
-        ),
+        ("\xff\n" * 50, [("no document", "all 50 failed", "50 invalid_utf8")], ["50 invalid_utf8"]),
         ("one two three " * 400 + "\n", [], []),
     ],
     ids=["short", "unreadable", "kept"],
@@ -109,14 +108,6 @@ def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplo
     for line, words in zip(found, shown, strict=True):
         says(line, words)
     assert not shown[1:] or lines[-1].endswith("corpus.format=text_file")
-
-
-def test_seconds_are_compared_from_a_minute_on(tmp_path, make_config):
-    manifest = write_prepared(tmp_path / "made", [[Row("a few words")]])
-    (tmp_path / "a.txt").write_text("one two three\n")
-    made = plan_ahead(make_config(tmp_path / "a.txt"))
-    assert "seconds" not in made.score(manifest, 59.0)
-    assert "seconds" in made.score(manifest, 61.0)
 
 
 def test_many_folders_become_a_bounded_number_of_strata(tmp_path, make_config):
@@ -145,12 +136,3 @@ def test_the_bytes_of_a_bite_are_those_of_its_records(tmp_path, make_config, nam
     assert sum(size for _, size in found) == unit.num_bytes
     for records, size in found[:-1]:
         assert records * len(line) == pytest.approx(size, rel=0.05)
-
-
-def test_seconds_are_those_of_all_stages_and_runs(tmp_path):
-    assert seconds_spent(tmp_path) is None
-    stages = [("prepare", 2.0), ("prepare", 5.0), ("prepare", 1.0), ("prepare", 3.0), ("select", 4.0), ("select", 6.0)]
-    lines = [json.dumps({"stage": stage, "seconds": seconds}) for stage, seconds in stages]
-    lines[3:3] = ['{"stage": "prepa', "[]", "7"]
-    (tmp_path / PROGRESS).write_text("\n".join(lines))
-    assert seconds_spent(tmp_path) == 5 + 3 + 6

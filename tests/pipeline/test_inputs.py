@@ -32,9 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LINES = b"".join(json.dumps({"text": f"line {n}"}).encode() + b"\n" for n in range(100))
 
 
-def parquet(texts):
+def parquet(texts=(), **columns):
     target = io.BytesIO()
-    pq.write_table(pa.table({"text": texts, "n": range(len(texts))}), target, row_group_size=2)
+    pq.write_table(pa.table(columns or {"text": texts, "n": range(len(texts))}), target, row_group_size=2)
     return target.getvalue()
 
 
@@ -97,14 +97,21 @@ def test_inputs_of_any_fsspec_protocol_are_read():
 HUB = """
 import json, sys
 from corpora import outcomes, read_all
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.readers.corpus import HubCorpus
-from declutr.pipeline.readers.inputs import open_input, stream_of
 from declutr.pipeline.readers.planning import file_parts
-from declutr.pipeline.readers.streams import CHUNK_BYTES
 for settings in json.loads(sys.argv[1]):
+    content = settings.pop("content", None)
     corpus = HubCorpus(kind="hub", **settings)
-    problems = file_parts(corpus, 1 << 20)[1]
-    print(json.dumps(problems or outcomes(read_all(corpus, 0.0001))))
+    if content is None:
+        print(json.dumps(file_parts(corpus, 1 << 20)[1] or outcomes(read_all(corpus, 0.0001))))
+        continue
+    config = PipelineConfig.model_validate({"output": "o", "corpus": corpus.model_dump(), "content": content,
+        "tokenizer": {"kind": "train", "vocab_size": 300}})
+    units, problems = plan_units(corpus, 32, None, config.content)
+    records = [] if problems else [record for unit in units for record in read_unit(unit, corpus, config.content)]
+    print(json.dumps(problems or [[r.texts, r.labels] if hasattr(r, "texts") else r.reason for r in records]))
 """
 
 DATASETS = {
@@ -125,6 +132,13 @@ DATASETS = {
             ]
         },
         "main": {"en/x.json.gz": gzip.compress(b'{"text": "english"}\n'), "de/a.jsonl": b'{"text": "deutsch"}\n'},
+    },
+    "owner/nli": {
+        "main": {
+            "data/train-00000-of-00001.parquet": parquet(
+                premise=["a", "b", "a", "a"], hypothesis=["x", "y", "z", "?"], label=pa.array([0, 1, 2, -1], pa.int64())
+            )
+        }
     },
     "owner/script": {
         "main": {"script.py": b"", "README.md": b""},
@@ -150,6 +164,8 @@ def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_
         {"name": "owner/plain", "revision": "v9"},
         {"name": "owner/plain", "text_field": "body"},
         {"name": "owner/script", "revision": "main"},
+        {"name": "owner/nli", "content": {"kind": "pairs", "premise": "sentence1"}},
+        {"name": "owner/nli", "content": "pairs"},
     ]
     with hub_server(DATASETS) as address:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
@@ -163,16 +179,19 @@ def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_
     train = [f"owner/plain@{SHA[:12]}/data/train-0000{n}-of-00002.parquet" for n in (0, 1)]
     assert answers[0] == [[train[0], "a"], [train[0], "b"], [train[0], "c"], [train[1], "d"]]
     assert [[text for _, text in answer] for answer in answers[1:5]] == [["t"], ["english"], ["deutsch"], ["converted"]]
-    wrong = ["fr", "dev", "owner/nothing", "v9", "body", "corpus.revision"]
+    assert answers.pop() == ["no_gold_label", [["a", "x", "z"], [-1, 0, 2]], [["b", "y"], [-1, 1]]], "by premise"
+    wrong = ["fr", "dev", "owner/nothing", "v9", "body", "corpus.revision", "['hypothesis', 'label', 'premise']"]
     for word, problems in zip(wrong, answers[5:], strict=True):
         assert isinstance(problems[0], str)
         assert word in " ".join(problems) or word == "v9"
     assert "['de', 'en']" in answers[5][0]
 
 
-def test_names_of_datasets_are_checked():
+def test_names_of_datasets_are_checked_and_names_with_a_hash_are_their_own_objects():
     with pytest.raises(ValueError, match="name"):
         HubCorpus(kind="hub", name="https://huggingface.co/datasets/x")
+    _, place, query = filesystem("s3://bucket/C#/a.jsonl?endpoint_override=http://127.0.0.1:9")
+    assert (place, query) == ("bucket/C#/a.jsonl", "endpoint_override=http://127.0.0.1:9")
 
 
 def test_a_remote_file_is_read_to_the_end_of_its_part_and_not_much_further():
@@ -225,11 +244,6 @@ def test_a_store_that_ends_is_no_failure_of_its_files():
     with pytest.raises(OSError, match="ExpiredToken"):
         list(read_unit(named("b.jsonl"), corpus))
     assert [type(one) for one in read_unit(named("c.jsonl"), corpus)] == [ReadFailure]
-
-
-def test_names_with_a_hash_are_their_own_objects():
-    _, place, query = filesystem("s3://bucket/C#/a.jsonl?endpoint_override=http://127.0.0.1:9")
-    assert (place, query) == ("bucket/C#/a.jsonl", "endpoint_override=http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize("names", [("a.txt", "z.txt"), ("z.txt", "a.txt")])

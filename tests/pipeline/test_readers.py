@@ -1,18 +1,29 @@
+"""Lines, encodings, giants and docstrings: what can be read is, what cannot is counted with its place."""
+
+import csv
 import gzip
+import io
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import files, read_all
+from corpora import COMPRESSORS, files, measured, outcomes, read_all, tar, write_records, write_table
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from messages import says
 
 from declutr.pipeline.filters.document_filter import normalise
-from declutr.pipeline.readers.corpus import Document, ReadFailure, document_id
+from declutr.pipeline.readers import jsonl
+from declutr.pipeline.readers.corpus import Document, Part, ReadFailure, document_id
 from declutr.pipeline.readers.files import rules_of
+from declutr.pipeline.readers.jsonl import read_jsonl
 from declutr.pipeline.readers.parts import Meter, read_part
+from declutr.pipeline.readers.plain_text import cut
 from declutr.pipeline.readers.planning import file_parts
+from declutr.pipeline.readers.pydocs import python_parts, read_python
+from declutr.pipeline.readers.streams import ByteStream
 
 
 def read_parts(corpus, parts):
@@ -76,15 +87,6 @@ def test_bad_lines_are_counted_with_their_place_and_the_rest_is_read(tmp_path, c
     assert {r.source for r in records} == {path.name}
 
 
-def test_a_truncated_gzip_file_is_one_failure_after_what_could_be_read(tmp_path):
-    path = tmp_path / "a.txt.gz"
-    path.write_bytes(gzip.compress("\n".join(f"line {i * i}" for i in range(50_000)).encode())[:-2000])
-    *documents, failure = read_all(files(path))
-    assert documents[0] == Document("line 0", "a.txt.gz", 0)
-    assert isinstance(failure, ReadFailure)
-    assert (failure.reason, failure.source) == ("unreadable", "a.txt.gz")
-
-
 def test_parquet_is_cut_at_row_groups_and_null_is_a_failure(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["a", "b", None, "d", "e"]}), path, row_group_size=2)
@@ -104,6 +106,10 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "x"}')
     (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbf" + b'"text"\nx\n')
     assert [r.text for r in read_all(files(tmp_path))] == ["x", "x"]
+    line = b'\xef\xbb\xbf{"text": "' + b"word " * 40 + b'"}'
+    records = list(read_jsonl(ByteStream(io.BytesIO(line).read), "x", ("text",), 100))
+    assert "".join(record.text for record in records) == "word " * 40
+    assert [line[record.offset :][:4] for record in records[1:]] == [b"word"] * (len(records) - 1)
 
 
 def test_sources_are_relative_to_the_given_root_and_order_is_by_name(tmp_path):
@@ -138,3 +144,257 @@ def test_the_id_is_of_the_normalised_text():
     assert document_id(b"a b c").hex() == document_id(normalise(" a  b c").encode()).hex()
     assert len(document_id(b"")) == 16
     assert document_id(b"a") != document_id(b"A")
+
+
+TEXTS = ["I figure out caf\u00e9", "\u4e2d\u6587 and \U0001f600", "a third one"]
+WIDE = ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"]
+
+
+def contents(suffix):
+    """Three documents as a text of this format."""
+    if suffix == "jsonl":
+        return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS)
+    if suffix in ("csv", "tsv"):
+        target = io.StringIO()
+        rows = [("id", "text"), *enumerate(TEXTS)]
+        csv.writer(target, delimiter="," if suffix == "csv" else "\t").writerows(rows)
+        return target.getvalue()
+    return "\n".join(TEXTS)
+
+
+def expected(suffix):
+    return ["\n".join(TEXTS)] if suffix == "md" else TEXTS
+
+
+@pytest.mark.parametrize("packed", [None, "tar", *COMPRESSORS])
+@pytest.mark.parametrize("encoding", WIDE)
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv", "tsv", "md"])
+def test_a_byte_order_mark_tells_the_encoding(tmp_path, suffix, encoding, packed):
+    data = ("\ufeff" + contents(suffix)).encode(encoding)
+    name = f"a.{suffix}"
+    if packed == "tar":
+        (tmp_path / "x.tar").write_bytes(tar([(name, data)]))
+    else:
+        (tmp_path / (f"{name}.{packed}" if packed else name)).write_bytes(COMPRESSORS[packed](data) if packed else data)
+    whole = ["\n".join(TEXTS)] if suffix == "txt" and packed == "tar" else expected(suffix)
+    for unit_mib in (64.0, 0.00001):
+        assert [record.text for record in read_all(files(tmp_path), unit_mib)] == whole
+
+
+@pytest.mark.parametrize("encoding", WIDE)
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv", "tsv", "md", "parquet", "binary.arrow"])
+def test_without_a_mark_wide_text_is_no_training_data(tmp_path, suffix, encoding):
+    path = tmp_path / f"a.{suffix}"
+    raw = pa.array([text.encode(encoding) for text in TEXTS])
+    if suffix in ("parquet", "binary.arrow"):
+        write_table(path, pa.table({"text": raw}))
+    else:
+        path.write_bytes(contents(suffix).encode(encoding))
+    records = read_all(files(path))
+    assert records
+    assert not [record for record in records if isinstance(record, Document)]
+
+
+def test_json_strings_of_wide_text_are_failures_and_a_single_escape_is_not(tmp_path):
+    wide = "wide".encode("utf-16-le").decode("latin-1")
+    lines = [json.dumps({"text": text}) for text in (wide, wide * 100, "one \0 in a long text")]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    for mib in (16, 0.0001):
+        reasons = [outcome for _, outcome in outcomes(read_all(files(tmp_path, max_document_mib=mib)))]
+        assert set(reasons[:-1]) == {"nul_bytes"}
+        assert reasons[-1] == "one \0 in a long text"
+
+
+@pytest.mark.parametrize(
+    ("damage", "outcome"),
+    [
+        (b"\x00\xd8 \x00t\x00", ["good", "invalid_utf8", "last"]),  # a lone surrogate
+        (b"\x00\x00", ["good", "nul_bytes", "last"]),
+    ],
+)
+def test_damage_in_wide_text_spoils_its_own_line(tmp_path, damage, outcome):
+    lines = ["good".encode("utf-16-le"), damage, "last".encode("utf-16-le")]
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe" + "\n".encode("utf-16-le").join(lines))
+    assert [found for _, found in outcomes(read_all(files(tmp_path)))] == outcome
+
+
+def test_wide_text_that_breaks_off_says_so(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffone\ntwo".encode("utf-16-le")[:-1])
+    (tmp_path / "b.txt").write_bytes("\ufeffone\n".encode("utf-32-le") + b"\xff\xff\xff\xff")
+    found = outcomes(read_all(files(tmp_path)))
+    assert [source for source, outcome in found if outcome == "unreadable"] == ["a.txt", "b.txt"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"text": null}', "null"),
+        ('{"text": null, "n": ' + "9" * 5000 + "}", "null"),
+        ('{"text": 3}', "a number"),
+        ('{"text": [1]}', "a list"),
+        ('{"body": "x"}', ("'text'", "found body")),
+        ('["x"]', ("line", "a list")),
+        ("null", ("line", "null")),
+    ],
+)
+def test_a_line_without_text_says_what_is_there(tmp_path, line, told):
+    (tmp_path / "a.jsonl").write_text(line)
+    (tmp_path / "long.jsonl").write_text(line + " " * 200)
+    short, long = read_all(files(tmp_path, max_document_mib=0.0001))
+    assert short.reason == long.reason == "no_text_field"
+    says(short.message, told)
+    if "text" in line:
+        says(long.message, told)
+
+
+GIANT_MIB = 150
+MAX_RSS_MIB = 1024
+WORDS = 'a giant document, \u4e2d\u6587 and \U0001f600 "quoted" \\ with\ttabs\n'
+
+_SPECIAL = st.sampled_from(list(' \n\t\\"\u4e2d\U0001f600'))
+TEXT = st.text(st.one_of(st.characters(codec="utf-8", exclude_characters="\0"), _SPECIAL), max_size=400)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv", "parquet", "arrow", "tar", "jsonl.gz"])
+def test_a_long_document_is_cut_into_documents_that_make_it_up(tmp_path, suffix):
+    text = " ".join(f"word{n}\u00e9" for n in range(4000))
+    rows = [{"text": "short"}, {"text": text}, {"text": "after"}]
+    rows[1] |= {"n": [{}]} if "jsonl" in suffix else {}
+    path = write_records(tmp_path / f"a.{suffix}", rows)
+    first, *pieces, last = read_all(files(path, max_document_mib=0.005))
+    assert (first.text, last.text) == ("short", "after")
+    assert "".join(piece.text for piece in pieces) == text
+    assert len(pieces) > 8
+    assert all(len(piece.text.encode()) <= 0.005 * 2**20 for piece in pieces)
+    assert all(piece.text.endswith(" ") for piece in pieces[:-1])
+    offsets = [piece.offset for piece in pieces]
+    assert offsets == ([1] * len(pieces) if suffix in ("csv", "parquet", "arrow") else sorted(set(offsets)))
+    if suffix == "jsonl":
+        line = path.read_bytes()
+        assert offsets[0] == line.index(b"\n") + 1
+        assert all(line[offset : offset + 4] == b"word" for offset in offsets[1:])
+
+
+@given(TEXT, st.booleans(), st.integers(64, 200))
+def test_json_strings_are_cut_inside_no_escape_and_no_character(text, ascii_only, max_bytes):
+    line = json.dumps({"text": text}, ensure_ascii=ascii_only).encode()
+    stream = iter([line])
+    records = list(read_jsonl(ByteStream(lambda _: next(stream, b"")), "x", ("text",), max_bytes))
+    assert all(isinstance(record, Document) for record in records)
+    assert "".join(record.text for record in records) == text
+
+
+@pytest.mark.parametrize(
+    ("raw", "outcome"),
+    [
+        (b'"%s\\ud800 %s"', "invalid_utf8"),
+        (b'"%s\xff %s"', ["", "invalid_utf8", ""]),
+        (b'"%s\x01 %s"', "invalid_json"),
+        (b'["%s %s"]', "no_text_field"),
+        (b'"%s %s" x', "invalid_json"),
+    ],
+)
+def test_a_long_line_is_judged_as_a_short_one_is(raw, outcome):
+    fill = b"word " * 40
+    stream = iter([b'{"text": ' + raw % (fill, fill) + b"}\n" + b'{"text": "next"}'])
+    *records, last = read_jsonl(ByteStream(lambda _: next(stream, b"")), "x", ("text",), 200)
+    assert last.text == "next"
+    reasons = ["" if isinstance(record, Document) else record.reason for record in records]
+    assert sorted(set(reasons)) == sorted({outcome} if isinstance(outcome, str) else set(outcome))
+
+
+@pytest.mark.parametrize(
+    ("text", "max_bytes", "length"),
+    [("ab cd ef", 7, 6), ("ab cd ef", 4, 3), (" abcdef", 4, 1), ("\u00e9\u00e9\u00e9", 3, 2), ("\U0001f600" * 2, 7, 4)],
+)
+def test_a_piece_ends_after_whitespace_or_else_between_two_characters(text, max_bytes, length):
+    assert cut(text.encode(), max_bytes) == length
+
+
+def write_giant(path: Path, kind: str, mib: int) -> None:
+    """One document of that many MiB."""
+    words = {"text": WORDS.replace("\n", " "), "text_file": WORDS, "tar": WORDS}.get(kind, json.dumps(WORDS)[1:-1])
+    piece = words.encode() * 10_000
+    count = mib * 2**20 // len(piece) + 1
+    with path.open("wb") as stream:
+        if kind == "tar":
+            head = tar([("a.txt", b"")])[:512]
+            header = bytearray(head)
+            header[124:136] = b"%011o\0" % (count * len(piece))
+            header[148:156] = b" " * 8
+            header[148:156] = b"%06o\0 " % sum(header)
+            stream.write(header)
+        stream.write(b'{"id": 1, "text": "' if kind == "jsonl" else b"")
+        for _ in range(count):
+            stream.write(piece)
+        stream.write(b'"}\n' if kind == "jsonl" else bytes(1024 + -count * len(piece) % 512) if kind == "tar" else b"")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "text_file", "jsonl", "tar"])
+def test_a_giant_document_is_read_in_bounded_memory(tmp_path, kind):
+    path = tmp_path / ("a.tar" if kind == "tar" else "a.jsonl" if kind == "jsonl" else "a.txt")
+    write_giant(path, kind, GIANT_MIB)
+    found, size, peak_mib = measured(path, kind if kind.startswith("text") else "auto")
+    assert list(found) == ["document"]
+    assert found["document"] >= size / 2**20 / 16
+    assert size > GIANT_MIB * 2**20 * 0.7
+    # A line of JSON is held once, as bytes; of everything else no more than a piece is held.
+    assert peak_mib < (450 + GIANT_MIB if kind == "jsonl" else 450)
+
+
+def test_only_the_giant_line_is_lost(monkeypatch):
+    """Two lines that are too large, one after the other and apart, are a failure each."""
+    monkeypatch.setattr(jsonl, "MAX_HELD_BYTES", 3_000_000)  # a chunk of the stream is smaller
+    giant, small = b'{"text": "' + b"x" * 9_000_000 + b'"}', b'{"text": "kept"}'
+    raw = b"\n".join([small, giant, small, giant, giant, small, small])
+    records = list(read_jsonl(ByteStream(io.BytesIO(raw).read), "x", ("text",), 1_000))
+    found = [getattr(record, "text", "lost") for record in records]
+    assert found == ["kept", "lost", "kept", "lost", "lost", "kept", "kept"]
+    offsets = [record.offset for record in records]
+    assert [raw[offset : offset + 10] for offset in offsets] == [b'{"text": "'] * 7
+
+
+LONG = "It does what it says. " * 30
+
+
+def part_of(path: Path) -> Part:
+    size = path.stat().st_size
+    return Part(format="python", path=str(path), source=path.name, start=0, stop=size, num_bytes=size, weight=size)
+
+
+def test_a_module_is_its_docstring_and_its_public_definitions(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        f'"""About the module. {LONG}"""\n'
+        "raise SystemExit  # never run\n"
+        'def shown(a, *, b=1):\n    """Shown.\n\n        Indented.\n    """\n'
+        'def _hidden():\n    """Hidden."""\n'
+        'class Thing:\n    """A thing."""\n    def act(self, x):\n        """Acts."""\n    def silent(self): ...\n'
+    )
+    (document,) = read_python(part_of(path))
+    assert document.text.startswith("About the module.")
+    assert document.text.endswith("shown(a, b)\nShown.\n\nIndented.\n\nThing\nA thing.\n\nThing.act(x)\nActs.")
+
+
+def test_module_without_docs_is_dropped_and_other_files_fail(tmp_path):
+    short, broken = tmp_path / "short.py", tmp_path / "broken.py"
+    short.write_text('"""Short."""')
+    broken.write_text(f'"""{LONG}"""\ndef (')
+    assert list(read_python(part_of(short))) == []
+    (failure,) = read_python(part_of(broken))
+    assert isinstance(failure, ReadFailure)
+    assert failure.reason == "invalid_python"
+
+
+def test_the_machine_has_a_corpus_in_an_order_of_its_own():
+    parts = python_parts()
+    assert parts == python_parts()
+    sources = [part.source for part in parts]
+    assert len(sources) == len(set(sources)) > 500
+    assert "stdlib/asyncio/base_events.py" in sources
+    assert not any("/tests/" in source or "/test_" in source for source in sources)
+    (topics,) = [part for part in parts if part.format == "topics"]
+    texts = [record.text for record in read_python(topics)]
+    assert len(texts) > 70
+    assert any("assert" in text for text in texts)

@@ -1,3 +1,6 @@
+"""Shards, their windows and their ledgers come back as they were written, and are whole or refused."""
+
+import gzip
 import json
 import os
 import pickle
@@ -6,15 +9,33 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from messages import all_of, says
 from shardfolders import GEOMETRY, LENGTHS, TOKENIZER, tokens_of, write
 
 from declutr.common.errors import ShardError
 from declutr.pipeline.readers.corpus import document_id
-from declutr.pipeline.shards.ledger import LedgerFile
+from declutr.pipeline.shards.ledger import (
+    Entry,
+    LedgerFile,
+    LedgerWriter,
+    find_entries,
+    ledger_entries,
+    rejected_writer,
+)
 from declutr.pipeline.shards.manifest import Counts, Shard, Sidecar, build_manifest, data_hash, sum_counts
-from declutr.pipeline.shards.schema import shard_schema
+from declutr.pipeline.shards.schema import geometry_of, shard_schema
 from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
+from declutr.pipeline.shards.windows import (
+    Geometry,
+    document_windows,
+    drop_reason,
+    limit_in_words,
+    shortest_document,
+    window_starts,
+    window_tokens,
+)
 from declutr.pipeline.shards.writer import ShardWriter
 
 
@@ -137,14 +158,11 @@ def test_a_token_beyond_the_vocabulary_is_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_totals_that_do_not_close_are_refused():
+def test_totals_close_and_the_longest_document_of_units_is_the_longest_of_all():
     counts = Counts(read=3, kept=1, dropped={"empty": 1}, failed={}, text_bytes=0, longest_tokens=1)
     with pytest.raises(ShardError, match=all_of("3 documents", "2")):
         counts.check("unit")
     counts.model_copy(update={"failed": {"invalid_utf8": 1}}).check("unit")
-
-
-def test_the_longest_document_of_units_is_the_longest_of_all():
     each = [Counts(read=0, kept=0, dropped={}, failed={}, text_bytes=3, longest_tokens=n) for n in (7, 20, 5)]
     assert (sum_counts(each).longest_tokens, sum_counts(each).text_bytes) == (20, 9)
 
@@ -205,24 +223,15 @@ def test_documents_are_numbered_by_the_names_of_their_shards_in_any_order_of_the
     assert load_manifest(folder).of_split("train") == manifest.shards
 
 
-@pytest.mark.parametrize("rows", [18, 20])
-def test_a_manifest_is_refused_if_the_ledgers_have_too_few_rows_or_too_many(rows):
-    ledger = LedgerFile(name="ledger/00000.arrow", num_rows=rows, num_bytes=1, sha256="")
-    counts = Counts(read=19, kept=0, dropped={"too_short": 19}, failed={}, text_bytes=0, longest_tokens=20)
-    given = {"unit": "00000", "unit_hash": "", "config_hash": "", "num_bytes": 1, "failures": [], "shards": []}
-    sidecar = Sidecar(counts=counts, ledger=ledger, **given)
-    with pytest.raises(ShardError, match=all_of("19 documents", rows)):
-        build_manifest([sidecar], TOKENIZER, GEOMETRY, {}, "")
-
-
-@pytest.mark.parametrize("rows", [18, 20])
-def test_a_manifest_is_refused_if_the_shards_have_too_few_documents_or_too_many(rows):
-    ledger = LedgerFile(name="ledger/00000.arrow", num_rows=19, num_bytes=1, sha256="")
-    shard = Shard(name="train-00000.arrow", split="train", num_documents=rows, num_tokens=1, num_bytes=1, sha256="")
+@pytest.mark.parametrize(("ledger_rows", "documents"), [(18, 19), (20, 19), (19, 18), (19, 20)])
+def test_a_manifest_is_refused_if_ledgers_or_shards_have_too_few_rows_or_too_many(ledger_rows, documents):
+    ledger = LedgerFile(name="ledger/00000.arrow", num_rows=ledger_rows, num_bytes=1, sha256="")
+    facts = {"split": "train", "num_documents": documents, "num_tokens": 1, "num_bytes": 1, "sha256": ""}
     counts = Counts(read=19, kept=19, dropped={}, failed={}, text_bytes=0, longest_tokens=20)
-    given = {"unit": "00000", "unit_hash": "", "config_hash": "", "num_bytes": 1, "failures": []}
-    sidecar = Sidecar(counts=counts, ledger=ledger, shards=[shard], **given)
-    with pytest.raises(ShardError, match=all_of("19 documents", rows)):
+    facts_of_unit = {"unit": "00000", "unit_hash": "", "config_hash": "", "num_bytes": 1, "failures": []}
+    shards = [Shard(name="train-00000.arrow", **facts)]
+    sidecar = Sidecar(counts=counts, ledger=ledger, shards=shards, **facts_of_unit)
+    with pytest.raises(ShardError, match=all_of("19 documents", min({ledger_rows, documents} - {19}))):
         build_manifest([sidecar], TOKENIZER, GEOMETRY, {}, "")
 
 
@@ -244,3 +253,173 @@ def test_part_of_a_corpus_is_a_function_of_seed_and_id_and_grows_with_its_share(
     assert part.take(np.array([1, 0, 1])).column("offset").to_pylist() == [sorted(found[0.4])[k] for k in (1, 0, 1)]
     with pytest.raises(IndexError, match="outside"):
         part.take(np.array([part.num_documents]))
+
+
+def entry(number: int, **changes) -> Entry:
+    values = {
+        "id": number.to_bytes(16, "big"),
+        "source": f"part-{number % 3}.jsonl",
+        "offset": number * 10,
+        "text_bytes": number,
+        "num_tokens": number,
+        "language": None,
+        "status": "train",
+        "row": number,
+        "detail": None,
+    }
+    return Entry(**(values | changes))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    failed = entry(25_001, id=None, status="invalid_utf8", row=None, num_tokens=None, detail="byte 3")
+    with LedgerWriter(tmp_path, "00000") as ledger:
+        for number in range(25_000):
+            ledger.add(entry(number))
+        ledger.add(failed)
+    with LedgerWriter(tmp_path, "00001"):
+        pass
+    assert ledger.result().num_rows == 25_001
+    return tmp_path, failed
+
+
+def test_a_ledger_comes_back_as_it_was_written(folder):
+    path, failed = folder
+    assert list(ledger_entries(path / "ledger" / "00000.arrow")) == [*(entry(n) for n in range(25_000)), failed]
+    assert list(ledger_entries(path / "ledger" / "00001.arrow")) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ordinals"),
+    [
+        ((12_345).to_bytes(16, "big").hex(), [12_345]),
+        ((12_345).to_bytes(16, "big").hex().upper(), [12_345]),
+        ((0).to_bytes(15, "big").hex(), list(range(256))),
+        ("part-2.jsonl:50", [5]),
+        ("part-1.jsonl:50", []),
+        ("part-2.jsonl:250010", [25_000]),
+        ("part-0.jsonl", list(range(0, 25_000, 3))),
+        ("part-9.jsonl", []),
+        ("00", []),
+    ],
+)
+def test_documents_are_found_by_id_beginning_of_an_id_or_place(folder, wanted, ordinals):
+    found = list(find_entries(folder[0], wanted))
+    assert [ordinal for _, ordinal, _ in found] == ordinals
+    assert all(unit == "00000" for unit, _, _ in found)
+
+
+def test_eight_digits_of_an_id_are_enough(tmp_path):
+    with LedgerWriter(tmp_path, "00000") as ledger:
+        for number in (0xAB, 0xCD):
+            ledger.add(entry(number, id=bytes([number]) * 16))
+    for wanted, ordinals in (("cdcdcdcd", [1]), ("cdcdcd", [])):
+        assert [ordinal for _, ordinal, _ in find_entries(tmp_path, wanted)] == ordinals
+
+
+def test_a_ledger_whose_writer_fails_is_absent(tmp_path):
+    def fail() -> None:
+        with LedgerWriter(tmp_path, "00000") as ledger:
+            ledger.add(entry(1))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert list((tmp_path / "ledger").iterdir()) == []
+
+
+def test_rejected_documents_are_written_with_their_reason_and_equal_ones_give_equal_bytes(tmp_path):
+    for name in ("a", "b"):
+        with rejected_writer(tmp_path / name, "00000", enabled=True) as rejected:
+            rejected(entry(1, status="too_short", row=None), "grüße")
+    paths = [tmp_path / name / "rejected" / "00000.jsonl.gz" for name in ("a", "b")]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert paths[0].read_bytes()[4:8] == bytes(4), "the time in the header of a gzip file"
+    (line,) = gzip.decompress(paths[0].read_bytes()).splitlines()
+    assert json.loads(line) == {
+        "id": (1).to_bytes(16, "big").hex(),
+        "source": "part-1.jsonl",
+        "offset": 10,
+        "reason": "too_short",
+        "detail": None,
+        "text": "grüße",
+    }
+    with rejected_writer(tmp_path, "00000", enabled=False) as rejected:
+        rejected(entry(1), "text")
+    assert not (tmp_path / "rejected").exists()
+
+
+@given(st.integers(0, 100_000), st.integers(1, 2_000))
+def test_windows_tile_the_document_and_leave_less_than_one(num_tokens, max_tokens):
+    starts = window_starts(num_tokens, max_tokens)
+    assert starts.dtype == np.int32
+    assert list(starts) == [k * max_tokens for k in range(num_tokens // max_tokens)]
+    assert all(starts + max_tokens <= num_tokens)
+    assert num_tokens - len(starts) * max_tokens < max_tokens
+
+
+@pytest.mark.parametrize(("num_tokens", "max_tokens"), [(-1, 4), (4, 0)])
+def test_impossible_lengths_are_refused(num_tokens, max_tokens):
+    with pytest.raises(ValueError, match="num_tokens"):
+        window_starts(num_tokens, max_tokens)
+
+
+MODES = ["drop", "fewer_anchors", "shrink_spans"]
+geometries = st.builds(
+    lambda num_anchors, max_tokens, less: Geometry(
+        num_anchors=num_anchors, max_tokens=max_tokens, min_tokens=max(1, max_tokens - less)
+    ),
+    st.integers(1, 5),
+    st.integers(2, 600),
+    st.integers(0, 600),
+)
+
+
+@given(st.sampled_from(MODES), geometries, st.integers(1, 7_000))
+def test_every_mode_keeps_what_has_room(mode, geometry, num_tokens):
+    """fewer_anchors: for one anchor. shrink_spans: for all of them, in windows of at least min_tokens."""
+    longest = window_tokens(num_tokens, geometry, mode)
+    room = num_tokens // (2 * longest) if longest else 0
+    enough = room >= (1 if mode == "fewer_anchors" else geometry.num_anchors)
+    if mode == "shrink_spans":
+        enough = enough and longest >= geometry.min_tokens
+    assert (drop_reason(num_tokens, geometry, mode) is None) == enough
+    assert drop_reason(num_tokens, geometry, mode) in (None, "too_short")
+    if enough:
+        windows = document_windows(num_tokens, geometry, mode)
+        assert windows.tolist() == window_starts(num_tokens, longest).tolist()
+        assert len(windows) // 2 >= room
+
+
+@given(geometries, st.integers(0, 7_000))
+def test_a_document_that_is_kept_in_every_mode_has_the_same_windows(geometry, extra):
+    num_tokens = geometry.min_document_tokens + extra
+    for mode in MODES:
+        assert drop_reason(num_tokens, geometry, mode) is None
+        assert (
+            document_windows(num_tokens, geometry, mode).tolist()
+            == window_starts(num_tokens, geometry.max_tokens).tolist()
+        )
+
+
+@pytest.mark.parametrize(
+    ("mode", "least", "words"),
+    [
+        ("drop", 2048, ("geometry.num_anchors (2)", "geometry.max_tokens (512)", "= 2048")),
+        ("fewer_anchors", 1024, ("geometry.max_tokens (512)", "= 1024")),
+        ("shrink_spans", 128, ("geometry.num_anchors (2)", "geometry.min_tokens (32)", "= 128")),
+    ],
+)
+def test_shortest_document_of_the_papers_geometry_follows_from_the_mode(mode, least, words):
+    geometry = Geometry()
+    assert shortest_document(geometry, mode) == least
+    says(limit_in_words(geometry, mode), words)
+    assert drop_reason(least, geometry, mode) is None
+    assert drop_reason(least - 1, geometry, mode) == "too_short"
+    assert drop_reason(0, geometry, mode) == "empty"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shard_says_how_short_documents_were_treated(mode):
+    geometry = Geometry(num_anchors=3, max_tokens=64, min_tokens=32)
+    assert geometry_of(shard_schema(10, geometry, "f", mode)) == (geometry, mode)

@@ -1,4 +1,4 @@
-"""What a search does not read: a failure where documents may be lost, a count where a file is of no known format."""
+"""What a search does not read, and what a preparation tells of it in the end."""
 
 import codecs
 import gzip
@@ -7,14 +7,21 @@ import socket
 
 import pyarrow as pa
 import pytest
-from corpora import files, outcomes, read_all, tar, write_table
+from corpora import files, outcomes, read_all, write_records, write_table
 from messages import says
 from nobody import shared_folder, without_rights
 
-from declutr.pipeline.job.units import hash_unit, plan_units, read_unit
+from declutr.pipeline.config import identity
+from declutr.pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
+from declutr.pipeline.job.output import plan_of
+from declutr.pipeline.job.units import hash_unit, plan_units, read_unit, with_file_states
+from declutr.pipeline.job.worker import write_unit
+from declutr.pipeline.prepare import problems
 from declutr.pipeline.readers.input_state import digest_parts
 from declutr.pipeline.readers.planning import file_parts
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
+from declutr.pipeline.shards.manifest import build_manifest, load_manifest
+from declutr.report.corpus import gather, glance
 
 
 @pytest.fixture
@@ -152,23 +159,15 @@ def test_excluded_files_are_counted_and_not_read(folder):
     assert search(folder / "c.md", exclude=["*.md"])[0] == [("c.md", "c.md")]  # named, so read
 
 
-def test_one_line_says_what_is_not_read_and_what_to_do():
+def test_one_line_says_what_is_not_read_and_what_to_do_of_a_bounded_number_of_kinds():
     skipped = Skipped()
     for name in ("a.xml", "b.html", "c.pdf", "d.zip", "e.json", "f.xyz"):
         skipped.add_file(name)
     (told,) = describe_skipped(skipped.kinds())
-    for words in (
-        "1 .xml ('a.xml')",
-        "trafilatura",
-        "text_file",
-        "convert",
-        "unpack",
-        "corpus.text_field",
-    ):
-        assert words in told
-
-
-def test_the_number_of_kinds_is_bounded():
+    assert [
+        word for word in ("1 .xml ('a.xml')", "trafilatura", "text_file", "convert", "unpack") if word not in told
+    ] == []
+    assert "corpus.text_field" in told
     skipped = Skipped()
     for number in range(1000):
         skipped.add_file(f"a.x{number}")
@@ -210,23 +209,16 @@ def test_units_are_those_of_the_same_files_when_nothing_is_lost(folder):
     (folder / "b.png").write_text("x")
     (folder / "link").symlink_to(folder)
     assert [hash_unit(unit) for unit in plan_units(files(folder), 1)[0]] == before
+    whole = digest_parts(plan_units(files(folder), 1)[0][0].parts)
+    (folder / "gone.txt").symlink_to("nowhere")
+    assert digest_parts(plan_units(files(folder), 1)[0][0].parts) == whole is not None
 
 
 @pytest.mark.parametrize("change", ["gone", "shorter", "longer"])
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet", "arrow", "tar", "jsonl.gz"])
 def test_a_file_that_changes_after_it_was_found_loses_nothing_without_a_failure(tmp_path, suffix, change):
     path, texts = tmp_path / f"a.{suffix}", [f"text {n}" for n in range(200)]
-    lines = b"".join(b'{"text": "%s"}\n' % text.encode() for text in texts)
-    table = pa.table({"text": texts})
-    match suffix:
-        case "parquet" | "arrow":
-            write_table(path, table, 20)
-        case "tar":
-            path.write_bytes(tar([(f"{text}.txt", text.encode()) for text in texts]))
-        case "txt":
-            path.write_text("\n".join(texts))
-        case _:
-            path.write_bytes(gzip.compress(lines) if suffix.endswith("gz") else lines)
+    write_records(path, [{"text": text} for text in texts], 20)
     corpus = files(path)
     units, _ = plan_units(corpus, 0.001)
     data = path.read_bytes()
@@ -241,7 +233,72 @@ def test_a_file_that_changes_after_it_was_found_loses_nothing_without_a_failure(
     assert len(read) == len(texts) or len(found) > len(read)
 
 
-def test_a_link_that_leads_nowhere_does_not_hide_the_bytes_of_its_neighbours(folder):
-    whole = digest_parts(plan_units(files(folder), 1)[0][0].parts)
-    (folder / "gone.txt").symlink_to("nowhere")
-    assert digest_parts(plan_units(files(folder), 1)[0][0].parts) == whole is not None
+@pytest.fixture
+def made(tmp_path, make_config, output):
+    """A folder of text, a link that leads nowhere and files of no format, prepared without Ray."""
+    folder, tokenizer = output
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    lines = [" ".join(f"word{n}{i}" for i in range(40)) for n in range(8)] + [""] * 30
+    (corpus / "a.txt").write_text("\n".join(lines))
+    (corpus / "gone.jsonl").symlink_to("nowhere")
+
+    def make(*others):
+        for name in others:
+            (corpus / name).write_text("<p>not read</p>")
+        config = make_config(corpus)
+        skipped = Skipped()
+        (unit,) = with_file_states(plan_units(config.corpus, config.unit_mib, skipped)[0])
+        sidecar = write_unit(unit, folder, config, tokenizer)
+        plan = plan_of(config, [unit], skipped.kinds())
+        manifest = build_manifest([sidecar], tokenizer, config.geometry, identity(config), "", plan.skipped)
+        (folder / "manifest.json").write_text(manifest.model_dump_json())
+        (folder / "plan.json").write_text(plan.model_dump_json())
+        return folder, config, sidecar, manifest
+
+    return make
+
+
+def test_skipped_files_are_in_manifest_message_and_report(made, caplog):
+    folder, config, sidecar, manifest = made("b.html", "c.html")
+    assert {kind: skip.files for kind, skip in load_manifest(folder).skipped.items()} == {".html": 2, "unreadable": 1}
+    assert sidecar.counts.read == 38 == sidecar.counts.kept + 29 + 1
+    assert sidecar.counts.failed == {"unreadable": 1}
+    told = summary(manifest, "out")
+    says(told, "2 .html", "'b.html'", "1 unreadable", "'gone.jsonl'")
+    page = "\n".join(glance(gather(folder)))
+    says(page, "2 .html")
+    assert "trafilatura" in page
+    assert "text_file" in page
+    assert "gone.jsonl" in str(too_many_failed(sidecar.counts, [sidecar], config))
+    assert too_many_failed(sidecar.counts, [sidecar], config.model_copy(update={"max_error_rate": 0.03})) is None
+    assert not problems(config)
+    says(caplog.text, "2 .html", "'b.html'")
+
+
+def test_a_search_that_read_everything_is_told_without_skipped_files(made):
+    _, config, sidecar, manifest = made()
+    assert "not read" not in summary(manifest.model_copy(update={"skipped": {}}), "out")
+    counts = sidecar.counts.model_copy(update={"kept": 0})
+    says(nothing_kept(counts, config), "none of 38")
+
+
+@pytest.mark.parametrize(
+    ("fixed", "sources", "dropped", "told"),
+    [
+        ("auto", ["a.txt"], {"empty": 30, "too_short": 30}, True),
+        ("auto", ["a.jsonl", "b.TXT.gz"], {"too_short": 60}, True),
+        ("text", ["a.log"], {"too_short": 60}, True),
+        ("auto", ["a.txt"], {"empty": 50}, False),
+        ("auto", ["a.txt"], {"duplicate": 90}, False),
+        ("auto", ["a.jsonl", "b.tar", "c.md", None], {"too_short": 90}, False),
+        ("text_file", ["a.txt"], {"too_short": 90}, False),
+        ("jsonl", ["a.txt"], {"too_short": 90}, False),
+    ],
+)
+def test_advice_where_lines_are_most_likely_no_documents(fixed, sources, dropped, told):
+    corpus = files("x", format=fixed).model_dump(mode="json")
+    hint = lines_hint(100, dropped, {"corpus": corpus, "content": {"kind": "documents"}}, sources)
+    assert bool(hint) == told
+    assert lines_hint(100, dropped, {"corpus": corpus, "content": {"kind": "sentences"}}, sources) is None
+    assert not told or "set corpus.format=text_file" in hint

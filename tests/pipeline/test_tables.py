@@ -1,19 +1,24 @@
-"""CSV, Parquet and Arrow: every row is a record, damage loses no more than it must."""
+"""CSV, Parquet and Arrow, and their columns: every row is a record, damage loses no more than it must."""
 
 import csv
 import io
+import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import files, outcomes, read_all, write_table
+from corpora import files, outcomes, read_all, write_records, write_table
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import says
+from pydantic import ValidationError
 
-from declutr.pipeline.readers.corpus import Document
+from declutr.pipeline.job.outcome import nothing_kept
+from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure
 from declutr.pipeline.readers.delimited import MAX_FIELD_BYTES, read_delimited
 from declutr.pipeline.readers.planning import file_parts
 from declutr.pipeline.readers.streams import ByteStream
+from declutr.pipeline.shards.manifest import Counts
 
 CELL = st.text(st.sampled_from('ab ,\t"\n\u00e9\U0001f600'), max_size=12)
 
@@ -43,9 +48,6 @@ def test_bad_rows_are_counted_and_the_rest_is_read():
         (5, "invalid_csv"),
         (6, "invalid_csv"),
     ]
-
-
-def test_a_field_beyond_the_limit_is_one_failure():
     data = b"text\nfirst\n" + b"x" * (MAX_FIELD_BYTES + 10) + b"\nlast\n"
     assert [r.text if isinstance(r, Document) else r.reason for r in read_csv(data)] == ["first", "too_large", "last"]
 
@@ -102,3 +104,140 @@ def test_a_column_whose_name_is_damaged_is_a_failure(tmp_path, suffix):
     write_table(path, table, store_schema=False)
     path.write_bytes(path.read_bytes().replace(b"textual", b"t\xff\xfetual"[:7]))
     assert [record.reason for record in read_all(files(path))] == ["unreadable"]
+
+
+ROWS = [
+    {"id": "1", "title": "A title", "body": "The body."},
+    {"id": "2", "title": "", "body": "Only \u00e9 a\nbody"},
+    {"id": "3", "title": "Only a title", "body": ""},
+    {"id": "4", "title": "", "body": ""},
+]
+JOINED = ["A title\nThe body.", "Only \u00e9 a\nbody", "Only a title", ""]
+SUFFIXES = ["jsonl", "csv", "tsv", "parquet", "dictionary.parquet", "file.arrow", "stream.arrow", "jsonl.gz", "csv.gz"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_several_columns_are_joined_by_newlines_without_the_empty_ones(tmp_path, suffix):
+    path = write_records(tmp_path / f"a.{suffix}", ROWS)
+    for unit_mib in (64.0, 1e-6):
+        found = read_all(files(path, text_field=["title", "body"]), unit_mib)
+        assert [text for _, text in outcomes(found)] == JOINED
+        reverse = read_all(files(path, text_field=["body", "title"]), unit_mib)
+        assert reverse[0].text == "The body.\nA title"
+        assert [record.offset for record in reverse] == [record.offset for record in found]
+        assert outcomes(read_all(files(path, text_field=["body"]))) == outcomes(
+            read_all(files(path, text_field="body"))
+        )
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "file.arrow"])
+def test_a_null_is_left_out_and_a_row_of_nulls_is_a_failure(tmp_path, suffix):
+    rows = [{"title": None, "body": "x"}, {"title": "y", "body": None}, {"title": None, "body": None}]
+    found = read_all(files(write_records(tmp_path / f"a.{suffix}", rows), text_field=["title", "body"]))
+    assert [text for _, text in outcomes(found)] == ["x", "y", "no_text_field"]
+
+
+def test_a_line_without_one_of_the_keys_or_with_a_number_is_a_failure(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"title": "a"}\n{"title": "a", "body": 3}\n{"title": "a", "body": "b"}\n')
+    *failures, good = read_all(files(path, text_field=["title", "body"]))
+    lacking, number = failures
+    says(lacking.message, "'body'", "found title")
+    says(number.message, "'body'", "a number")
+    assert good.text == "a\nb"
+
+
+def test_joined_texts_longer_than_a_document_are_cut(tmp_path):
+    title, body = "caf\u00e9 \U0001f600 " * 40, 'word\n "quoted" ' * 60
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        json.dumps({"body": body, "title": title}) + "\n" + json.dumps({"title": None, "body": body}) + "\n"
+    )
+    found = read_all(files(path, text_field=["title", "body"], max_document_mib=1e-4))
+    assert "".join(record.text for record in found) == f"{title}\n{body}{body}"
+    places = [record.offset for record in found]
+    assert places == sorted(set(places))
+    (tmp_path / "b.csv").write_text(f'title,body\n"{title}",{"x " * 200}\n')
+    found = read_all(files(tmp_path / "b.csv", text_field=["title", "body"], max_document_mib=1e-4))
+    assert "".join(record.text for record in found) == f"{title}\n{'x ' * 200}"
+
+
+@pytest.mark.parametrize("columns", [[], ["a", "a"], 3, {"a": 1}])
+def test_names_that_are_none_are_refused(columns):
+    with pytest.raises(ValidationError):
+        FilesCorpus(kind="files", paths=["a"], text_field=columns)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_missing_column_is_named_with_those_that_are_there(tmp_path, suffix):
+    write_records(tmp_path / f"a.{suffix}", ROWS)
+    (tmp_path / "z.txt").write_text("good")
+    for column, name in (("boddy", "boddy"), (["id", "text"], "text")):
+        words = f"no {'key' if 'jsonl' in suffix else 'column'} '{name}'; found "
+        *failures, good = read_all(files(tmp_path, text_field=column))
+        assert good.text == "good"
+        assert {failure.reason for failure in failures} == {"no_text_field"}
+        assert all(failure.message.startswith(words) for failure in failures)
+        assert all(name in failures[0].message for name in ROWS[0])
+        assert ("`body`" in failures[0].message) == (name == "boddy")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet", "file.arrow"])
+def test_a_corpus_without_the_column_is_refused_before_it_is_read(tmp_path, suffix):
+    _, (problem,) = file_parts(files(write_records(tmp_path / f"a.{suffix}", ROWS), text_field="boddy"), 1000)
+    says(problem, "corpus.text_field = boddy", f"{tmp_path}/a.{suffix}", "'boddy'", "id, title")
+    (tmp_path / "good.csv").write_text("boddy\nx\n")
+    assert file_parts(files(tmp_path, text_field="boddy"), 1000)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ("id;text;more\n1;a;b\n", ("separated by ;", "CSV", "commas")),
+        ("id\ttext\n1\ta\n", ("tabs", "corpus.format", "tsv")),
+        ("\ufeffText,id\na,1\n", "`Text`"),
+        ('"a\nb",id\na,1\n', "found a\nb, id"),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_header_that_is_not_what_it_seems(tmp_path, header, told, encoding):
+    (tmp_path / "a.csv").write_bytes(
+        header.encode(encoding) if encoding == "utf-8" else header.strip("\ufeff").encode(encoding)
+    )
+    _, (problem,) = file_parts(files(tmp_path / "a.csv"), 1000)
+    says(problem, told)
+
+
+def test_a_header_that_is_cut_off_is_no_problem_yet_and_a_column_given_twice_is(tmp_path):
+    columns = [f"column{number}" for number in range(1000)]
+    (tmp_path / "a.csv").write_text(",".join([*columns, "text"]) + "\n" + "x," * 1000 + "found\n")
+    assert file_parts(files(tmp_path / "a.csv"), 1 << 30)[1] == []
+    assert [text for _, text in outcomes(read_all(files(tmp_path / "a.csv")))] == ["found"]
+    pq.write_table(pa.table([["a"], ["b"]], ["text", "text"]), tmp_path / "a.parquet")
+    _, (problem,) = file_parts(files(tmp_path / "a.parquet"), 1000)
+    assert "2 columns 'text'" in problem
+
+
+@pytest.mark.parametrize(
+    ("failed", "read", "told"),
+    [
+        (
+            {"no_text_field": 60},
+            60,
+            ["all 60 failed", "60 no_text_field", "corpus.text_field", "[title,body]", "The first"],
+        ),
+        ({"invalid_utf8": 739}, 741, ["739 of 741 documents", "739 invalid_utf8", "UTF-8"]),
+        ({"unreadable": 1, "nul_bytes": 8}, 10, ["9 of 10", "UTF-8", "nul_bytes", "b:0"]),
+        ({"unreadable": 2}, 2, ["corpus.paths", "corpus.format"]),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_says_why_with_an_example(make_config, tmp_path, failed, read, told):
+    dropped = {"too_short": read - sum(failed.values())}
+    counts = Counts(read=read, kept=0, failed=failed, dropped=dropped, text_bytes=9, longest_tokens=2)
+    failures = [
+        ReadFailure(reason=reason, source=source, offset=0, message="m")
+        for source, reason in zip("ab", failed, strict=False)
+    ]
+    message = nothing_kept(counts, make_config(tmp_path), failures)
+    says(message, *told)
+    assert "long enough" not in message

@@ -1,14 +1,163 @@
+"""Tokenizers of every kind on text in many scripts, and the ones that `prepare` trains."""
+
 from pathlib import Path
 
 import numpy as np
 import pytest
 from corpora import sentence
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from declutr.common.errors import ConfigError
-from declutr.pipeline.tokenizer import batch_tokenizer as encoding
+from declutr.pipeline.filters.document_filter import normalise
+from declutr.pipeline.tokenizer import batch_tokenizer
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
-from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, fingerprint, load_tokenizer, train_tokenizer
+from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts
+from declutr.pipeline.tokenizer.tokenization import (
+    _cut_runs,
+    describe_tokenizer,
+    fingerprint,
+    load_tokenizer,
+    train_tokenizer,
+)
+
+TEXTS = {
+    "de": "Die Müllabfuhr fährt früh über die Straße, weil große Lastwagen später stören würden. ",
+    "fr": "L’été dernier, où l’on a déjà goûté « le vin », Noël approchait à pas feutrés ; naïveté ! ",
+    "ru": "Быстрая лиса перепрыгнула через ленивую собаку, и никто её не заметил в тёмном лесу. ",
+    "zh": "人工智能正在改变我们的生活。二〇二六年，许多人每天使用它写作、翻译和学习。",
+    "ja": "東京は日本の首都であり、世界でも最大級の都市です。カタカナとひらがなも使います。",
+    "th": "ภาษาไทยเขียนติดกันโดยไม่เว้นวรรคระหว่างคำ แต่เว้นวรรคระหว่างประโยค ",
+    "ar": "اللغة العربية تُكتب من اليمين إلى اليسار، ولها حروف متصلة. ",
+    "hi": "हिन्दी देवनागरी लिपि में लिखी जाती है और इसमें मात्राएँ होती हैं। ",
+    "ko": "한국어는 띄어쓰기를 하지만 조사가 단어에 붙습니다. 서울은 대한민국의 수도입니다. ",
+}
+SPECIALS = ["<s>", "<pad>", "</s>", "<unk>", AddedToken("<mask>", lstrip=True, special=True, normalized=False)]
+ROLES = {"bos": "<s>", "cls": "<s>", "eos": "</s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": "<mask>"}
+
+
+def sentencepiece(before, roles=ROLES):
+    """A Unigram tokenizer as XLM-R's is."""
+    backend = Tokenizer(models.Unigram())
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    backend.pre_tokenizer = before
+    tokens = [token for token in SPECIALS if str(token) in roles.values() or getattr(token, "content", "") == "<mask>"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=900, special_tokens=tokens, unk_token="<unk>", show_progress=False, n_sub_iterations=1
+    )
+    backend.train_from_iterator([text * 3 for text in TEXTS.values()], trainer)
+    if "bos" in roles:
+        ends = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{role}_token": name for role, name in roles.items()})
+
+
+def wordpiece(**flags):
+    """A WordPiece tokenizer as multilingual BERT's is."""
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(**flags), pre_tokenizers.BertPreTokenizer()
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=900, special_tokens=names, show_progress=False)
+    backend.train_from_iterator([text * 3 for text in TEXTS.values()], trainer)
+    roles = dict(zip(("pad", "unk", "cls", "sep", "mask"), names, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{role}_token": name for role, name in roles.items()})
+
+
+_METASPACE = pre_tokenizers.Metaspace(prepend_scheme="always")
+KINDS = {
+    "trained": lambda: train_tokenizer([text * 3 for text in TEXTS.values()], 900),
+    "xlm-roberta": lambda: sentencepiece(_METASPACE),
+    "older xlm-roberta": lambda: sentencepiece(pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), _METASPACE])),
+    "no ends": lambda: sentencepiece(_METASPACE, {"pad": "<pad>", "unk": "<unk>", "mask": "<mask>"}),
+    "bert, cased": lambda: wordpiece(lowercase=False),
+    "bert, uncased": lambda: wordpiece(lowercase=True),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    KINDS[request.param]().save_pretrained(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    """The tokenizer as `prepare` applies it."""
+    return BatchTokenizer.load(folder, choose_engine(folder, "auto", TEXTS.values()).engine)
+
+
+def test_ids_are_those_of_the_saved_tokenizer(folder, encoder):
+    tokenizer = load_tokenizer(str(folder))
+    for text in [*TEXTS.values(), *map(normalise, TEXTS.values()), " ".join(TEXTS.values())]:
+        (ids,) = encoder.encode([text])
+        expected = tokenizer(encoder.prefix + text, add_special_tokens=False)["input_ids"]
+        np.testing.assert_array_equal(ids, expected)
+    assert len(encoder.encode([""])[0]) == 0
+    assert fingerprint(load_tokenizer(str(folder))) == fingerprint(tokenizer)
+
+
+def test_no_script_is_unknown_or_much_longer_than_its_letters(folder, encoder):
+    info = describe_tokenizer(load_tokenizer(str(folder)), "pretrained")
+    for language, text in TEXTS.items():
+        (ids,) = encoder.encode([text * 3])
+        assert info.unk_token_id not in ids, language
+        assert len(ids) < 1.05 * len(text * 3), language
+
+
+def test_special_tokens_spelled_out_are_ordinary_text(folder, encoder):
+    """A Unigram model holds them as pieces and would find them."""
+    tokenizer = load_tokenizer(str(folder))
+    specials = tokenizer.all_special_tokens
+    texts = [*specials, "".join(specials), "中文".join(specials), " ".join(f"a{name} {name}b" for name in specials)]
+    for text, ids in zip(texts, encoder.encode(texts), strict=True):
+        unknown = tokenizer.unk_token_id  # a sign that no text of the sample has
+        assert not set(ids.tolist()) & (set(tokenizer.all_special_ids) - {unknown}), text
+        assert len(ids) > 1, text
+
+
+def test_long_texts_are_cut_where_nothing_changes(folder, encoder, monkeypatch):
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [*difficult_texts(backend), " ".join(TEXTS.values()) * 3, "a b\u200b c \u037ad \u0301e f\u3000 g h" * 9]
+    texts = [text for text in texts if len(text) < 2000]
+    whole = encoder.encode(texts)
+    monkeypatch.setattr(batch_tokenizer, "_PIECE_CHARACTERS", 7)
+    for text, mine, expected in zip(texts, encoder.encode(texts), whole, strict=True):
+        np.testing.assert_array_equal(mine, expected, err_msg=text)
+
+
+def test_sentencepiece_texts_are_cut(tmp_path, monkeypatch):
+    KINDS["xlm-roberta"]().save_pretrained(str(tmp_path))
+    monkeypatch.setattr(batch_tokenizer, "_PIECE_CHARACTERS", 40)
+    pieces = [piece for _, piece in BatchTokenizer.load(tmp_path)._pieces([TEXTS["ru"] * 5, TEXTS["zh"] * 5])]
+    assert max(map(len, pieces[:-1])) < 60
+    assert pieces[-1] == TEXTS["zh"] * 5  # it has no space
+
+
+def test_letters_without_a_break_are_cut_for_training():
+    """The trainer's time grows with the square of a run of letters: 300,000 characters took minutes."""
+    letters = [character for character in TEXTS["zh"] + TEXTS["ja"] if character.isalpha()]
+    text = "".join(letters[place * place % len(letters)] for place in range(100_000))
+    parts = list(_cut_runs(f" {text} a b"))
+    assert "".join(parts) == f" {text} a b"
+    assert max(map(len, parts)) <= 1025
+    assert len(train_tokenizer([text, "a b"], 600)) > 261
+
+
+def test_texts_without_such_runs_train_the_same_tokenizer_as_before():
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>", SPECIALS[-1]],
+    )
+    texts = [text * 3 for text in TEXTS.values()]
+    backend.train_from_iterator([f" {text}" for text in texts], trainer)
+    assert backend.get_vocab() == train_tokenizer(texts, 600).get_vocab()
+
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"
 
@@ -33,40 +182,13 @@ def test_a_trained_tokenizer_is_robertas_in_kind_and_survives_being_saved(tokeni
     assert loaded.decode(ids) == "<s>the<mask> span</s></s>x</s>"
 
 
-def test_training_twice_gives_the_same_tokenizer(tokenizer):
+def test_training_twice_gives_the_same_fingerprint_which_ignores_truncation_and_padding(tokenizer):
     again = train_tokenizer((sentence(number, 60) for number in range(50)), 300)
     assert fingerprint(again) == fingerprint(tokenizer)
     assert fingerprint(train_tokenizer((sentence(number, 60) for number in range(50)), 290)) != fingerprint(tokenizer)
-
-
-def test_the_fingerprint_ignores_truncation_and_padding(tokenizer):
     before = fingerprint(tokenizer)
     tokenizer(["a b c", "a"], truncation=True, max_length=2, padding=True)
     assert fingerprint(tokenizer) == before
-
-
-def test_ids_are_those_of_the_tokenizer_after_one_space_without_specials(tokenizer, tmp_path):
-    encoder = encoder_of(tokenizer, tmp_path)
-    texts = [sentence(1, 40), "", "naïve 東京 😀", "the"]
-    for text, ids in zip(texts, encoder.encode(texts), strict=True):
-        expected = tokenizer(" " + text, add_special_tokens=False)["input_ids"] if text else []
-        np.testing.assert_array_equal(ids, expected)
-
-
-def test_special_tokens_spelled_out_in_a_text_are_ordinary_text(tokenizer, tmp_path):
-    (ids,) = encoder_of(tokenizer, tmp_path).encode(["a <mask> and </s> in <s>html</s><pad>"])
-    assert min(ids) > 4
-    assert tokenizer.decode(ids) == " a <mask> and </s> in <s>html</s><pad>"
-
-
-def test_a_long_text_is_encoded_in_pieces_to_the_same_ids(tokenizer, tmp_path, monkeypatch):
-    encoder = encoder_of(tokenizer, tmp_path)
-    texts = [sentence(number, 300) + " it's 1,000 ''s ...  naïve é😀" for number in range(5)] + ["x" * 500]
-    whole = encoder.encode(texts)
-    monkeypatch.setattr(encoding, "_PIECE_CHARACTERS", 17)
-    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 50)
-    for mine, expected in zip(encoder.encode(texts), whole, strict=True):
-        np.testing.assert_array_equal(mine, expected)
 
 
 def test_a_tokenizer_that_is_nowhere_is_a_problem_with_its_name(tmp_path, monkeypatch):

@@ -107,12 +107,14 @@ def test_a_length_next_to_the_limit_is_in_the_bin_next_to_it(limit):
     assert survey_.bin_edges()[NUM_BINS // 2] == limit
 
 
-def test_clusters_have_their_members(content):
+def test_clusters_have_their_members_and_matches_are_counted_by_evaluation_set(content):
     clusters = content.clusters
     assert sorted(clusters.sizes.tolist()) == [3, 7]
     largest, other = clusters.largest
     assert (largest.size, largest.kept.source, largest.kept.offset) == (7, "web.tar!page.html", 3)
     assert [(copy.source, copy.offset) for copy in other.copies] == [("b.jsonl", 6), ("b.jsonl", 7)]
+    (match,) = content.survey.matches.values()
+    assert (match.name, match.kept, match.dropped, match.most) == ("sts12", 1, 1, 3)
 
 
 def test_a_kept_copy_that_is_nowhere_is_told(tmp_path):
@@ -122,11 +124,6 @@ def test_a_kept_copy_that_is_nowhere_is_told(tmp_path):
     (cluster,) = find_clusters(tmp_path / "out", survey(tmp_path / "out", manifest)).largest
     assert cluster.kept is None
     says(write_corpus_page(tmp_path / "out").read_text(), "not in", "ledgers")
-
-
-def test_matches_are_counted_by_evaluation_set(content):
-    (match,) = content.survey.matches.values()
-    assert (match.name, match.kept, match.dropped, match.most) == ("sts12", 1, 1, 3)
 
 
 def test_examples_are_of_their_reason_and_carry_their_text(prepared, content):

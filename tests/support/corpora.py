@@ -1,6 +1,7 @@
 """Corpora built for tests: archives with whatever members, OpenWebText's own layout, and how to read them."""
 
 import bz2
+import csv
 import gzip
 import io
 import json
@@ -99,6 +100,30 @@ def write_table(path: Path, table, rows=None, **options):
         return
     with (pa.ipc.new_stream if ".stream" in path.name else pa.ipc.new_file)(path, table.schema) as writer:
         writer.write_table(table, max_chunksize=rows)
+
+
+def write_records(path: Path, rows: list[dict], group_rows: int = 2) -> Path:
+    """Writes rows by the suffix: a table, JSON lines, CSV, a text in each line, or an archive of a file for each."""
+    stem, _, suffix = path.name.rpartition(".")
+    if suffix in COMPRESSORS:
+        plain = write_records(path.with_name(stem), rows, group_rows)
+        path.write_bytes(COMPRESSORS[suffix](plain.read_bytes()))
+        plain.unlink()
+    elif suffix in ("parquet", "arrow"):
+        table = pa.Table.from_pylist(rows)
+        if ".dictionary" in path.name:
+            table = pa.table({name: table[name].combine_chunks().dictionary_encode() for name in table.column_names})
+        write_table(path, table, group_rows)
+    elif suffix == "tar":
+        path.write_bytes(tar([(f"{number}.txt", row["text"].encode()) for number, row in enumerate(rows)]))
+    elif suffix in ("jsonl", "txt"):
+        path.write_text("".join((json.dumps(row) if suffix == "jsonl" else row["text"]) + "\n" for row in rows))
+    else:
+        with path.open("w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, list(rows[0]), delimiter="\t" if suffix == "tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
 
 
 MEASURE = """

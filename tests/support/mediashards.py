@@ -1,26 +1,15 @@
 """Shards of images and sounds, prepared without Ray."""
 
 from mediafiles import spread
+from preparing import prepare_here
 
-from declutr.pipeline.config import PipelineConfig, config_hash, identity
-from declutr.pipeline.job.units import plan_units
-from declutr.pipeline.job.worker import write_unit
-from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
+from declutr.pipeline.config import PipelineConfig
 
 
 def prepare_media(folder, content, files):
-    """A folder of shards of these files, without Ray."""
-    values = {
-        "output": str(folder / "out"),
-        "corpus": {"kind": "files", "paths": [str(spread(folder / "in", files))]},
-        "content": content,
-        "validation_fraction": 0.2,
-        "duplicates": {"exact": False},
-    }
-    config = PipelineConfig.model_validate(values)
-    (unit,), _ = plan_units(config.corpus, config.unit_mib, None, config.content)
+    """A folder of shards of these files; returns it and its manifest."""
+    corpus = {"kind": "files", "paths": [str(spread(folder / "in", files))]}
+    values = {"output": "out", "corpus": corpus, "content": content, "duplicates": {"exact": False}}
     (folder / "out").mkdir()
-    sidecar = write_unit(unit, folder / "out", config, None, None)
-    manifest = build_manifest([sidecar], None, config.geometry, identity(config), config_hash(config))
-    (folder / "out" / MANIFEST).write_text(manifest.model_dump_json())
-    return folder / "out", manifest
+    config = PipelineConfig.model_validate(values | {"validation_fraction": 0.2})
+    return folder / "out", prepare_here(config, folder / "out", None)[0]

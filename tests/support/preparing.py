@@ -1,7 +1,18 @@
-"""Settings of small preparations on Ray, and checksums of what they wrote."""
+"""Settings of small preparations, a preparation in this process, and checksums of what was written."""
+
+import json
 
 from declutr.common.storage import hash_file
-from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.config import PipelineConfig, config_hash, identity
+from declutr.pipeline.duplicates.search import find_duplicates
+from declutr.pipeline.duplicates.table import DUPLICATES
+from declutr.pipeline.job.selection import most_frequent_labels, write_selected
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.job.worker import CANDIDATES, write_unit
+from declutr.pipeline.readers.skipped import Skipped
+from declutr.pipeline.shards.ledger import ledger_entries
+from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
+from declutr.pipeline.shards.shards import check_shards
 
 DOCUMENTS = {
     "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
@@ -31,3 +42,42 @@ def checksums(folder):
     """Checksums of all files below a folder, except for the log of how long it took."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "progress.jsonl"]
     return {str(path.relative_to(folder)): hash_file(path) for path in files}
+
+
+def prepare_here(config, folder, tokenizer):
+    """Prepares all units in this process: the manifest and the ledger."""
+    skipped = Skipped()
+    units, problems = plan_units(config.corpus, config.unit_mib, skipped, config.content)
+    assert problems == []
+    sidecars = [write_unit(unit, folder, config, tokenizer) for unit in units]
+    if config.duplicates.enabled:
+        names, labels = [unit.name for unit in units], most_frequent_labels(sidecars, config.content)
+        table = find_duplicates(folder / CANDIDATES, names, config.duplicates, labels=labels)
+        table.replace(folder / DUPLICATES)
+        sidecars = [write_selected(unit, folder, config, tokenizer) for unit in units]
+    facts = config.geometry, identity(config), config_hash(config), skipped.kinds()
+    manifest = build_manifest(sidecars, tokenizer, *facts)
+    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    assert check_shards(folder, full=True) == []
+    ledger = [entry for path in sorted((folder / "ledger").glob("*.arrow")) for entry in ledger_entries(path)]
+    totals = manifest.totals
+    assert totals["read"] == len(ledger) == totals["kept"] + totals["dropped"] + totals["failed"]
+    return manifest, ledger
+
+
+def rows_of(config):
+    """The records of a corpus, with content."""
+    units, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
+    assert problems == []
+    return [record for unit in units for record in read_unit(unit, config.corpus, config.content)]
+
+
+def write_jsonl(path, *rows):
+    """Writes objects, or lines given as bytes; returns the path."""
+    lines = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines))
+    return path
+
+
+def make_pair(premise, hypothesis, label):
+    return {"premise": premise, "hypothesis": hypothesis, "label": label}

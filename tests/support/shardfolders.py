@@ -1,10 +1,12 @@
-"""A small folder of shards, written without `prepare`."""
+"""A small folder of shards, written without `prepare`, and changes to the bytes of shards."""
 
 import numpy as np
+import pyarrow as pa
 
+from declutr.common.storage import hash_file
 from declutr.pipeline.readers.corpus import document_id
 from declutr.pipeline.shards.ledger import Entry, LedgerWriter
-from declutr.pipeline.shards.manifest import Counts, Sidecar, build_manifest
+from declutr.pipeline.shards.manifest import Counts, Sidecar, build_manifest, load_manifest
 from declutr.pipeline.shards.schema import shard_schema
 from declutr.pipeline.shards.windows import Geometry
 from declutr.pipeline.shards.writer import ShardWriter
@@ -59,3 +61,30 @@ def write(folder, vocab_size=1000, units=3):
     manifest = build_manifest(sidecars, TOKENIZER.model_copy(update={"vocab_size": vocab_size}), GEOMETRY, {}, "")
     (folder / "manifest.json").write_text(manifest.model_dump_json())
     return folder
+
+
+def poke(column, place, changed):
+    """Changes numbers of the first record batch where they lie in the file."""
+    which, dtype = place
+    dtype = dtype or (np.uint16 if column == "tokens" else np.int32)
+
+    def change(raw):
+        whole = pa.py_buffer(raw)
+        buffer = pa.ipc.open_file(whole).get_batch(0).column(column).buffers()[which]
+        start = buffer.address - whole.address
+        numbers = np.frombuffer(raw, dtype, buffer.size // np.dtype(dtype).itemsize, start)
+        for at, number in changed.items():
+            numbers[at] = number
+        return raw
+
+    return change
+
+
+def spoil(folder, change, name="train-00001.arrow"):
+    """Changes the bytes of a shard, and the manifest so that it agrees."""
+    path = folder / name
+    path.write_bytes(change(bytearray(path.read_bytes())))
+    manifest = load_manifest(folder)
+    facts = {"num_bytes": path.stat().st_size, "sha256": hash_file(path)}
+    shards = [shard.model_copy(update=facts if shard.name == name else {}) for shard in manifest.shards]
+    (folder / "manifest.json").write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())

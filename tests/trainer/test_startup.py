@@ -10,7 +10,6 @@ import tinyruns as runs
 from prepared import Row, write_prepared
 
 from declutr.common.lock import RunLock
-from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 
 CODE = "import sys\n{}\nprint(*sorted({{'torch', 'transformers', 'scipy.stats'}} & set(sys.modules)))"
 
@@ -42,11 +41,10 @@ for arguments in json.load(sys.stdin):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A folder with shards, a configuration, and the tokenizer of another encoder."""
+    """A folder with shards and a configuration."""
     folder = tmp_path_factory.mktemp("startup")
     texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(20)]
     write_prepared(folder / "out", [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
-    train_tokenizer(["other words altogether, again and again"] * 20, 300).save_pretrained(folder / "model")
     runs.write_config(folder / "train.yaml", train=runs.train_values(folder / "out", folder / "run"))
     return folder
 
@@ -57,7 +55,6 @@ def test_wrong_use_is_refused_before_torch_and_ray_are_loaded(prepared, tmp_path
     with RunLock(tmp_path / "held", print):
         cases = [
             ([*train, "objective={kind: simcse}"], "objective.kind = simcse reads sentences"),
-            ([*train, f"encoder={{pretrained: {prepared}/model}}"], "is not the one that made the shards (the id of"),
             ([*train, "batch_documents=1000"], "batch_documents = 1000: the shards hold only 20 training documents"),
             ([*train, "spans.max_tokens=17"], "spans.max_tokens = 17: the shards were prepared for at most 16"),
             ([*train, f"run={tmp_path}/held"], f"another command works here (host {socket.gethostname()}, pid"),

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from declutr.trainer.data.tokentable import TokenTable
+from declutr.trainer.data.tokenrates import TokenTable
 
 DIGEST = 2**40  # limit of digests, so that float64 sums those of thousands of ranks exactly
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication by its powers loses no bit

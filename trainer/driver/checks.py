@@ -3,31 +3,35 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from declutr.common.cluster import cluster_problem, named_cluster
+from declutr.common.config import flat_keys
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import ConfigError, DamagedError
+from declutr.common.errors import CheckpointError, ConfigError, DamagedError
+from declutr.common.storage import hash_json, read_record
+from declutr.common.stores.address import is_remote
+from declutr.common.stores.folder import Folder
 from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.pipeline.shards.shards import check_shards
-from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
-from declutr.trainer.checkpoints.state import data_hashes
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_among, steps_in
+from declutr.trainer.checkpoints.state import data_hashes, joint_hash
 from declutr.trainer.driver.device import DEVICE, device_problem, kept_device
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.driver.resolved import Found, ResolvedRun, data_places, find_shards
-from declutr.trainer.driver.run_checks import other_shards, run_problems
 from declutr.trainer.driver.shard_checks import (
     data_problems,
     kind_problem,
     objective_problems,
-    tokenizer_problem,
     validation_problems,
 )
 from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.setup.cache import data_folder, run_folder
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.setup.corpora import corpora_problems
-from declutr.trainer.setup.geometry import with_geometry
+from declutr.trainer.setup.geometry import RESUME_SETTINGS, with_geometry
 from declutr.trainer.setup.scaling import ScalingConfig
 
 
@@ -86,8 +90,6 @@ def _manifest_problems(config: TrainConfig, shards: Found) -> list[str]:
             found += [f"{prefix}{line}" for line in _misfits(config, name, manifests)] if name else []
     if kind_problem(config, main) is None:
         found += validation_problems(config, shards.corpora, shards.scored)
-    if problem := tokenizer_problem(config, main, shards.data[""][0]):
-        found.append(problem)
     return found
 
 
@@ -200,3 +202,113 @@ def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:
         f"scaling.device = {scaling.device}: {kept}{least} workers need a GPU each, and this machine has {gpus} that "
         f"torch can use; {cpus}{others}"
     ]
+
+
+# Checks the folder of a run against the settings and shards with which the run began.
+
+
+def run_problems(config: TrainConfig, run: Path, shards: Found) -> list[str]:
+    """Problems of a folder that holds a run of another configuration, or a fork of an earlier version.
+
+    A run without a checkpoint has computed nothing yet, so that its settings may still change.
+    """
+    if problem := fork_problem(run):
+        return [f"run = {config.run}: {problem}"]
+    remote = is_remote(config.run)  # the copy here may lack its checkpoints
+    began = steps_among((Folder(config.run) / CHECKPOINTS).names()) if remote else steps_in(run / CHECKPOINTS)
+    if not began or any(key.startswith("validation.") for key in shards.unreadable):
+        return []
+    before = read_resume_settings(run)
+    changed = [] if before is None else changes(before, config.resume_settings())
+    if not changed:
+        return other_checkpoints(config, run)
+    return [
+        f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder; "
+        f"encoder.pretrained={config.run}/export starts a new run with this run's weights, once it is exported"
+    ]
+
+
+def fork_problem(run: Path) -> str | None:
+    """Why a folder that `train --fork` of an earlier version made is not continued; None of other folders.
+
+    Its first steps are another run's, with other settings and documents, which nothing here would tell apart.
+    """
+    if not (run / "fork.json").is_file():
+        return None
+    return (
+        "was made by `train --fork` of an earlier version (fork.json), whose runs this version does not continue; "
+        "start a new run with the weights of an export, encoder.pretrained=RUN/export"
+    )
+
+
+def read_resume_settings(run: Path) -> dict[str, Any] | None:
+    """Reads the settings that decide a run's result; None if the file is missing, or damaged, which is logged."""
+    path = run / RESUME_SETTINGS
+    if not path.is_file():
+        return None
+    try:
+        found = read_record(path, dict[str, Any])
+        if not isinstance(found.get("encoder"), dict):
+            raise DamagedError(f"{path} is damaged: it holds no configuration")
+    except DamagedError as error:
+        get_logger().warning("%s; reading the run's checkpoints instead", error)
+        return None
+    return found
+
+
+def other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
+    """A problem if a checkpoint has another configuration; no worker would take it, and the run would begin again."""
+    for step, state in checkpoint.states_in(run / CHECKPOINTS):
+        if state.config_hash != config.hash():
+            path = checkpoint.checkpoint_path(run / CHECKPOINTS, step)
+            return [
+                f"run = {config.run}: {path.name} is of another configuration, and {RESUME_SETTINGS}, which lists the "
+                "settings, is missing, damaged or of another version; name another folder"
+            ]
+    return []
+
+
+def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
+    """Differences between two sets of resume settings, one line a key: all that changes their hash."""
+    old, new = flat_keys(before), flat_keys(now)
+
+    def told(tree: dict[str, object], key: str) -> str:
+        return repr(tree[key]) if key in tree else "not set"
+
+    return [
+        f"{key} was {told(old, key)}, now {told(new, key)}"
+        for key in sorted(set(old) | set(new))
+        if key not in old or key not in new or hash_json(old[key]) != hash_json(new[key])
+    ]
+
+
+def other_shards(config: TrainConfig, run: Path, now: dict[str, str]) -> list[str]:
+    """Problems of a run that was trained on shards of other hashes; its next steps would read the wrong documents."""
+    places = {name: " or ".join(f"{key} = {place}" for key, place in data_places(config)[name].items()) for name in now}
+    for _, state in checkpoint.states_in(run / CHECKPOINTS):
+        if state.data_hash != joint_hash(now):
+            before = state.task_hashes
+            changed = [places[name] for name in now if name in before and before[name] != now[name]] or places.values()
+            order = " and their order" if len(config.places) > 1 else ""
+            return [
+                f"run = {config.run}: was trained on other shards than {' or '.join(changed)} holds now; "
+                f"name another folder for the run, or restore the shards{order}"
+            ]
+    return []
+
+
+def refuse_lost_steps(run: Path, done: int) -> None:
+    """Refuses to take the steps of a finished run again.
+
+    Args:
+        run: folder of the run.
+        done: step of its newest whole checkpoint; 0 without.
+
+    Raises:
+        CheckpointError: the checkpoints are gone or broken.
+    """
+    if done == 0 and (run / SUMMARY).is_file():
+        raise CheckpointError(
+            f"{run}: has finished ({SUMMARY}), and no whole checkpoint is in {CHECKPOINTS}: the run would begin again "
+            "and replace its results; name another folder, or delete this one"
+        )

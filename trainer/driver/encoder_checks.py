@@ -16,12 +16,12 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.data.tokenrates import limit
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.driver.shard_checks import objective_problems
+from declutr.trainer.model.behind import left_out
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.freezing import frozen_parameters
 from declutr.trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from declutr.trainer.model.layouts import drops_by_key, patch_problem
-from declutr.trainer.model.sentences import left_out
 from declutr.trainer.objectives.base import Objective
 from declutr.trainer.setup.build import build_encoder, build_objective
 from declutr.trainer.setup.build import load_tokenizer as tokenizer_of_shards
@@ -134,12 +134,22 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
     tried = encoder.model_copy(update=dropping) if config.objective.sets_rates else encoder
     probed = built if tried is encoder else build_encoder(config.model_copy(update={"encoder": tried}), tokenizer)
     if not drops_by_key(probed):
-        if config.objective.sets_rates or config.objective.needs_dropout:
-            return [_unkeyed(config, built)]
+        kind, family = config.objective.kind, built.model.config.model_type
+        advice = f"use another encoder, for example of type {', '.join(FAMILIES[:5])}"
+        if config.objective.sets_rates:
+            return [
+                f"encoder: model type {family} drops some values at a rate of the whole model, and objective {kind} "
+                f"has rates for each view; {advice}"
+            ]
+        if config.objective.needs_dropout:
+            return [
+                f"encoder: model type {family} drops some values by torch's generator, so the views of objective "
+                f"{kind} would change with the microbatch; set encoder.attention_dropout=0, or {advice}"
+            ]
         get_logger().warning(
             "encoder: model type %s drops some values by torch's generator, so gradients change with "
             "microbatch_tokens and scaling.num_workers; encoder.dropout=0 encoder.attention_dropout=0 avoids this",
-            built.model.config.model_type,
+            family,
         )
     if remark := built.load_report.remark(encoder.pretrained):
         get_logger().warning("%s", remark)
@@ -174,21 +184,6 @@ def _size_problems(config: TrainConfig, encoder: Encoder, objective: Objective[A
     return [problem] if problem else []
 
 
-def _unkeyed(config: TrainConfig, encoder: Encoder) -> str:
-    """The problem of an encoder whose dropout is not keyed by token, for an objective that needs such keys."""
-    kind, family = config.objective.kind, encoder.model.config.model_type
-    advice = f"use another encoder, for example of type {', '.join(FAMILIES[:5])}"
-    if config.objective.sets_rates:
-        return (
-            f"encoder: model type {family} drops some values at a rate of the whole model, and objective {kind} has "
-            f"rates for each view; {advice}"
-        )
-    return (
-        f"encoder: model type {family} drops some values by torch's generator, so the views of objective {kind} would "
-        f"change with the microbatch; set encoder.attention_dropout=0, or {advice}"
-    )
-
-
 def _unloadable(encoder: EncoderConfig, error: Exception) -> str:
     source = encoder.pretrained if encoder.pretrained is not None else encoder.from_config
     return f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
@@ -201,19 +196,14 @@ def task_problems(run: ResolvedRun) -> list[str]:
         task, manifest = run.config.of_task(name), run.manifests[name]
         wrong = objective_problems(task)
         if not wrong and manifest.content.kind in MEDIA_KINDS:
-            wrong = _frontend_problems(run, name)
+            encoder = build_encoder(run.config, tokenizer_of_shards(run.data[""][0], run.manifest)[0])
+            try:
+                frontend = build_frontend(task, encoder, manifest.content)
+                problem = patch_problem(encoder, frontend) if frontend is not None else None
+                wrong = [f"frontend: {problem}"] if problem else _size_problems(task, encoder)
+            except (EncoderError, OSError) as error:
+                wrong = [str(error).splitlines()[0]]
         elif not wrong:
             wrong = encoder_problems(run, name)
         found += [f"auxiliary_tasks.{name}.{line}" for line in wrong]
     return found
-
-
-def _frontend_problems(run: ResolvedRun, name: str) -> list[str]:
-    """Problems of the frontend: the ViT that it names, and an encoder whose layers cannot read patches."""
-    encoder = build_encoder(run.config, tokenizer_of_shards(run.data[""][0], run.manifest)[0])
-    try:
-        frontend = build_frontend(run.config.of_task(name), encoder, run.manifests[name].content)
-    except (EncoderError, OSError) as error:
-        return [str(error).splitlines()[0]]
-    problem = patch_problem(encoder, frontend) if frontend is not None else None
-    return [f"frontend: {problem}"] if problem else _size_problems(run.config.of_task(name), encoder)

@@ -1,39 +1,28 @@
-"""`declutr train --plan`: the cost and the reach of a run before it starts, and their comparison with the outcome."""
+"""`declutr train --plan`: the cost and the reach of a run before it starts."""
 
 import math
 import os
-from collections.abc import Mapping
-from pathlib import Path
-from statistics import median
+from dataclasses import dataclass, field, replace
 
-from pydantic import Field, ValidationError
-
-from declutr.common.config import Strict
-from declutr.common.console.logs import get_logger
-from declutr.common.storage import hash_json, write_text
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.checkpoints.state import data_hashes
 from declutr.trainer.driver.checks import load_problems, refuse
 from declutr.trainer.driver.remarks import corpora_remarks, validated_rows, validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.driver.summary import read_seconds
 from declutr.trainer.metrics.config import steps_between
-from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.setup.coverage import Coverage, joint_coverage
 
 _LEAST_SECONDS = 60.0
-"""Shortest run whose duration is compared; below it, the start of the workers dominates, which no step shows."""
+"""Shortest duration that is shown in minutes."""
 _DAY_SECONDS = 86_400.0
 _LITTLE = 0.5
 """Share of the tokens below which a plan says what more passes would read."""
 _MORE = 4
 
 
-class TrainEstimate(Strict):
+@dataclass(frozen=True)
+class TrainEstimate:
     """Figures of a run, from its shards, its settings and a few of its steps."""
 
-    plan_hash: str
-    """Hash of the settings and the data."""
     noun: str
     """Noun for the rows of the shards."""
     steps: int
@@ -65,9 +54,9 @@ class TrainEstimate(Strict):
     validation_seconds: float
     memory_mib: float
     """Most memory of a worker."""
-    corpora: list[str] = Field(default_factory=list)
+    corpora: list[str] = field(default_factory=list)
     """Rows that are read of each of several corpora, in words."""
-    advice: list[str] = Field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     """Changes to consider, each with its reason."""
 
     @property
@@ -95,33 +84,9 @@ class TrainEstimate(Strict):
             *(f"  - {line}" for line in self.advice),
         ]
 
-    def against(self, run: Path) -> dict[str, tuple[float, float]]:
-        """Estimate and outcome of a finished run, by name; empty without metrics.
-
-        The duration is compared only if the run lasted a minute, and took all its steps.
-        """
-        steps = [line for line in read_metrics(run) if line["kind"] == "step" and line.get("seconds")]
-        if not steps:
-            return {}
-        found = {
-            "step_seconds": (self.step_seconds, median(line["seconds"] for line in steps)),
-            "step_tokens": (self.step_tokens, sum(line["num_tokens"] for line in steps) / len(steps)),
-            "memory_mib": (self.memory_mib, max(line["peak_memory_mib"] for line in steps)),
-        }
-        seconds = read_seconds(run)
-        if len(steps) == self.steps and seconds >= _LEAST_SECONDS:
-            found["seconds"] = (self.seconds, seconds)
-        return {name: (round(told, 4), round(came, 4)) for name, (told, came) in found.items()}
-
-
-def score(compared: Mapping[str, tuple[float, float]]) -> str:
-    """One line with each estimate and its deviation from the outcome."""
-    told = [f"{name} {expected:,.4g} ({expected / came - 1:+.0%})" for name, (expected, came) in compared.items()]
-    return "estimated before: " + ", ".join(told)
-
 
 def plan_ahead(run: ResolvedRun) -> TrainEstimate:
-    """Estimates a run, and saves the estimate next to its folder, where the run finds it. The folder is only read.
+    """Estimates a run, whose folder is only read.
 
     Raises:
         ConfigError: problems of the run.
@@ -142,7 +107,6 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
 
     trial = try_steps(config, run.folder, shards, steps, scored)
     made = TrainEstimate(
-        plan_hash=plan_hash(run),
         noun=manifest.noun,
         steps=steps,
         batch_documents=config.batch_documents,
@@ -164,33 +128,7 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
         memory_mib=trial.memory_mib,
         corpora=list(run.corpus_lines(steps, run.config.places)) if run.plan.sizes else [],
     )
-    made = made.model_copy(update={"advice": _advice(run, made, main)})
-    path = _path(run.folder)
-    try:
-        write_text(path, made.model_dump_json(indent=1) + "\n")
-    except OSError as error:
-        get_logger().warning("the estimate could not be saved for the end of the run: %s", error)
-    return made
-
-
-def plan_hash(run: ResolvedRun) -> str:
-    """Identity of a plan: all settings but places, and the data."""
-    settings = run.config.model_dump(mode="json", exclude={"run", "data", "cache"})
-    weights = [list(run.plan.shares)] if run.plan.sizes else []
-    return hash_json([settings, data_hashes(run.manifests), *weights])
-
-
-def find_estimate(run: ResolvedRun) -> TrainEstimate | None:
-    """The estimate of this run; None if there is none that can be read, or it is of other settings or data."""
-    try:
-        found = TrainEstimate.model_validate_json(_path(run.folder).read_bytes())
-    except (OSError, ValidationError):  # must not stop the end of a run
-        return None
-    return found if found.plan_hash == plan_hash(run) else None
-
-
-def _path(run: Path) -> Path:
-    return run.with_name(f"{run.name}.estimate.json")
+    return replace(made, advice=_advice(run, made, main))
 
 
 def _coverage(run: ResolvedRun, shards: ShardSet, passes: float) -> Coverage:

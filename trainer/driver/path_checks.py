@@ -27,85 +27,70 @@ def place_problems(values: Mapping[str, Any]) -> list[str]:
 
     A line starts with the key. The other settings may be invalid.
     """
-    encoder, auxiliary = values.get("encoder"), values.get("auxiliary_tasks")
-    pretrained = encoder.get("pretrained") if isinstance(encoder, Mapping) else None
-    tasks = (
-        {f"auxiliary_tasks.{name}.": one for name, one in auxiliary.items()} if isinstance(auxiliary, Mapping) else {}
-    )
-    tasks = {prefix: one for prefix, one in tasks.items() if isinstance(one, Mapping)}
-    data = {"data": values.get("data"), **{f"{prefix}data": one.get("data") for prefix, one in tasks.items()}}
-    corpora = {setting: _paths(setting, value) for setting, value in data.items()}
+    auxiliary = _section(values.get("auxiliary_tasks")).items()
+    tasks = {"": values, **{f"auxiliary_tasks.{name}.": task for name, task in auxiliary if isinstance(task, Mapping)}}
+    corpora = {prefix: _paths(f"{prefix}data", task.get("data")) for prefix, task in tasks.items()}
     checks = (
         ("run", values.get("run"), _run_problem),
         *((key, value, _data_problem) for paths in corpora.values() for key, value in paths.items()),
-        ("encoder.pretrained", pretrained, _model_problem),
+        ("encoder.pretrained", _section(values.get("encoder")).get("pretrained"), _model_problem),
     )
-    found = []
+    problems = []
     for key, value, problem_of in checks:
         if isinstance(value, str) and not is_remote(value):
             try:
                 problem = problem_of(value)
             except UsageError as error:
                 problem = str(error)
-            found += [f"{key} = {value}: {problem}"] if problem else []
-    found += _logger_problem(values.get("metrics"))
-    found += [line for value in corpora["data"].values() for line in _same_problem(values.get("run"), value)]
-    found += [line for paths in corpora.values() for line in _twice(paths)]
-    found += _objective_problem(values.get("objective"))
-    return found + [prefix + line for prefix, one in tasks.items() for line in _objective_problem(one.get("objective"))]
+            problems += [f"{key} = {value}: {problem}"] if problem else []
+    mode = _section(_section(values.get("metrics")).get("wandb")).get("mode")
+    if mode in ("offline", "online") and (missing := missing_wandb(mode)):
+        problems.append(missing)
+    run = values.get("run")
+    problems += [
+        f"run = {run}: is the folder of the shards too (data = {path}); name another folder"
+        for path in corpora[""].values()
+        if isinstance(run, str) and _resolved(path) == _resolved(run) is not None
+    ]
+    for paths in corpora.values():
+        first = dict[str | Path, str]()
+        for key, path in paths.items():
+            place = _resolved(path)
+            if place in first:
+                problems.append(
+                    f"{key} = {path}: is the same corpus as {first[place]}; name it once, with the sum of the weights"
+                )
+            elif place is not None:
+                first[place] = key
+    for prefix, task in tasks.items():
+        kind = _section(task.get("objective")).get("kind")
+        # One that looks mistyped is reported elsewhere.
+        if isinstance(kind, str) and not (kind in KINDS or kind in BROKEN or suggest(kind, list(KINDS))):
+            problems.append(
+                f"{prefix}objective {kind}: no package installed here defines it; install its package, on all hosts of "
+                "the run"
+            )
+    return problems
 
 
-def _logger_problem(metrics: Any) -> list[str]:
-    """A problem if Weights & Biases is wanted and not installed here."""
-    wandb = metrics.get("wandb") if isinstance(metrics, Mapping) else None
-    mode = wandb.get("mode") if isinstance(wandb, Mapping) else None
-    problem = missing_wandb(mode) if mode in ("offline", "online") else None
-    return [problem] if problem else []
+def _section(value: Any) -> Mapping[str, Any]:
+    """A section of the settings; empty if it is none, which the validation of the setting reports."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _paths(setting: str, data: Any) -> dict[str, Any]:
     """The places of a setting `data`, which may be invalid, by their keys."""
     if not isinstance(data, list):
         return {setting: data}
-    several = [one.get("path") if isinstance(one, Mapping) else None for one in data]
-    return {f"{setting}.{number}.path": path for number, path in enumerate(several)}
+    return {f"{setting}.{number}.path": _section(corpus).get("path") for number, corpus in enumerate(data)}
 
 
-def _twice(paths: Mapping[str, Any]) -> list[str]:
-    """A problem for each corpus that an earlier one names too."""
-    first, found = dict[Any, str](), []
-    for key, path in paths.items():
-        if not isinstance(path, str):
-            continue
-        try:
-            place = path if is_remote(path) else expand(path).resolve()
-        except UsageError:  # reported already
-            continue
-        if place in first:
-            found.append(
-                f"{key} = {path}: is the same corpus as {first[place]}; name it once, with the sum of the weights"
-            )
-        first.setdefault(place, key)
-    return found
-
-
-def _objective_problem(objective: Any) -> list[str]:
-    """A problem if no package defines the objective, unless its name looks mistyped, which is reported elsewhere."""
-    kind = objective.get("kind") if isinstance(objective, Mapping) else None
-    if not isinstance(kind, str) or kind in KINDS or kind in BROKEN or suggest(kind, list(KINDS)):
-        return []
-    return [f"objective {kind}: no package installed here defines it; install its package, on all hosts of the run"]
-
-
-def _same_problem(run: Any, data: Any) -> list[str]:
-    """A problem if `run` and `data` are the same folder."""
-    if not isinstance(run, str) or not isinstance(data, str):
-        return []
+def _resolved(path: Any) -> str | Path | None:
+    """An address, or a folder without links; None of what is no path."""
     try:
-        same = run == data or (not is_remote(run + data) and expand(run).resolve() == expand(data).resolve())
+        return None if not isinstance(path, str) else path if is_remote(path) else expand(path).resolve()
     except UsageError:  # reported already
-        return []
-    return [f"run = {run}: is the folder of the shards too (data = {data}); name another folder"] if same else []
+        return None
 
 
 def _run_problem(name: str) -> str | None:

@@ -6,14 +6,12 @@ from functools import cached_property
 from pathlib import Path
 
 from declutr.common.errors import RemoteError, ShardError, UsageError
-from declutr.pipeline.shards.joined import joined_manifest
-from declutr.pipeline.shards.manifest import Manifest, load_manifest
+from declutr.pipeline.shards.manifest import Manifest, joined_manifest, load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints.state import data_hashes, joint_hash
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.setup.cache import data_folder
+from declutr.trainer.setup.cache import data_folder, scored_contents
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.scored import scored_contents
 
 
 @dataclass(frozen=True)

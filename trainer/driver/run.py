@@ -22,12 +22,17 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.exported import EXPORT, read_settings
 from declutr.trainer.checkpoints.ranking import BestScore, history
 from declutr.trainer.checkpoints.store import RunStore, store_of
-from declutr.trainer.driver.checks import load_problems, ray_problems, refuse, resolve
+from declutr.trainer.driver.checks import (
+    load_problems,
+    other_checkpoints,
+    ray_problems,
+    refuse,
+    refuse_lost_steps,
+    resolve,
+)
 from declutr.trainer.driver.device import DEVICE, choose_device
-from declutr.trainer.driver.estimate import find_estimate
 from declutr.trainer.driver.remarks import corpora_remarks, validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.driver.run_checks import other_checkpoints, refuse_lost_steps
 from declutr.trainer.driver.signals import Signals
 from declutr.trainer.driver.summary import (
     FAILURES,
@@ -86,7 +91,9 @@ def run_training(
         if is_remote(config.run):  # the checks need the run's files on this host
             _lock_and_fetch(config, signals, stack)
         resolved = resolved or resolve(config)
-        _log_geometry(config, resolved.config)
+        before, after = config.spans.model_dump(), resolved.config.spans.model_dump()
+        if changed := [f"spans.{key} = {value}" for key, value in after.items() if value != before[key]]:
+            get_logger().info("%s: taken from the shards or the started run", ", ".join(changed))
         refuse([*load_problems(resolved), *ray_problems(resolved.config, resolved.folder, wait_for_ray is not None)])
         marks["checks"] = time.time()
         if wait_for_ray:
@@ -98,13 +105,6 @@ def run_training(
             _lock_and_fetch(config, signals, stack)
             refuse(other_checkpoints(resolved.config, resolved.folder))  # of a command that has ended since the checks
         return _train(resolved, signals, marks)
-
-
-def _log_geometry(given: TrainConfig, completed: TrainConfig) -> None:
-    """Logs the spans' geometry that is not what the user gave or the defaults."""
-    before, after = given.spans.model_dump(), completed.spans.model_dump()
-    if taken := [f"spans.{key} = {value}" for key, value in after.items() if value != before[key]]:
-        get_logger().info("%s: taken from the shards or the started run", ", ".join(taken))
 
 
 def _lock_and_fetch(config: TrainConfig, signals: Signals, stack: contextlib.ExitStack) -> None:
@@ -157,13 +157,21 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
         workers = _workers(resolved, steps, signals, marks, store)
         try:
             rows = "docs" if resolved.manifest.noun == "documents" else "rows"
-            with ProgressBar(lambda: workers.line, steps, terms_of(config), rows, done):
+            terms = [
+                f"{name}_{term}" if name else term
+                for name, task in config.tasks().items()
+                for term in task.objective.metrics
+            ]
+            with ProgressBar(lambda: workers.line, steps, terms, rows, done):
                 done = workers.run_to_end()
         finally:
             add_seconds(run, time.monotonic() - began)
             if store is not None:  # after a signal, do not wait ten minutes for a store that does not answer
                 hurried = RetryPolicy(total_seconds=config.scaling.shutdown_grace_seconds)
-                _send_at_the_end(store if signals.received is None else RunStore(Folder(config.run, hurried), run))
+                try:
+                    (store if signals.received is None else RunStore(Folder(config.run, hurried), run)).send(*_FILES)
+                except OSError as error:  # must not hide the reason why the run ended
+                    get_logger().warning("%s", error)
         if store is not None:
             store.fetch()
         if done < steps:
@@ -190,8 +198,6 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
         "verdict": exported.verdict,
         **first_and_last_scores(run),
     }
-    if planned := find_estimate(resolved):
-        summary["estimate"] = planned.against(run)
     write_json(run / SUMMARY, summary)
     if store is not None:
         store.send(*_FILES)
@@ -210,21 +216,6 @@ def _workers(
         return LocalRun(settings, resolved.identity, steps, signals, marks, device)
     given = settings.model_dump(mode="json"), resolved.identity, run
     return Supervisor(config.scaling, *given, steps, signals, marks, device)
-
-
-def terms_of(config: TrainConfig) -> list[str]:
-    """Names of the loss terms of all tasks in the metrics."""
-    return [
-        f"{name}_{term}" if name else term for name, one in config.tasks().items() for term in one.objective.metrics
-    ]
-
-
-def _send_at_the_end(store: RunStore) -> None:
-    """Sends the driver's files, also after a failure of the run."""
-    try:
-        store.send(*_FILES)
-    except OSError as error:  # must not hide the reason why the run ended
-        get_logger().warning("%s", error)
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:

@@ -1,18 +1,12 @@
-"""Checks the settings of objective, tokenizer and held-out scores against the shards, before Ray starts."""
+"""Checks the settings of objective and held-out scores against the shards, before Ray starts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from declutr.common.errors import UsageError
-from declutr.common.paths import expand
-from declutr.common.storage import read_json
-from declutr.pipeline.shards.joined import joined_manifest
-from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, data_hash
+from declutr.pipeline.shards.manifest import Manifest, data_hash, joined_manifest
 from declutr.trainer.metrics.config import STSB
 from declutr.trainer.setup.config import TrainConfig
-
-_FILE = "tokenizer.json"
 
 
 def validation_problems(
@@ -42,7 +36,13 @@ def validation_problems(
         )
     if scored is not None:
         found += _other_data_problems(config, corpora, scored)
-    return found + _score_problems(config, scored or manifest)
+    kind, score = (scored or manifest).content.kind, validation.score
+    if config.chooses and score in config.objective.scores and score not in config.objective.scores_of(kind):
+        found.append(
+            f"validation.score = {score}: {kind} do not have this score; set validation.stsb (score = {STSB}), "
+            "validation.data to shards of pairs or triples, or export=last"
+        )
+    return found
 
 
 def _other_data_problems(config: TrainConfig, corpora: Mapping[str, Sequence[Manifest]], scored: Manifest) -> list[str]:
@@ -72,18 +72,6 @@ def _other_data_problems(config: TrainConfig, corpora: Mapping[str, Sequence[Man
             f"{named}: was prepared with another tokenizer than data = {config.places[0]}; prepare it with that one"
         )
     return found
-
-
-def _score_problems(config: TrainConfig, scored: Manifest) -> list[str]:
-    """A problem if a checkpoint is chosen by a score that these rows do not have."""
-    validation, kind = config.validation, scored.content.kind
-    known = config.objective.scores_of(kind)
-    if not config.chooses or validation.score not in config.objective.scores or validation.score in known:
-        return []
-    return [
-        f"validation.score = {validation.score}: {kind} do not have this score; set validation.stsb (score = {STSB}), "
-        "validation.data to shards of pairs or triples, or export=last"
-    ]
 
 
 def objective_problems(config: TrainConfig) -> list[str]:
@@ -138,51 +126,3 @@ def data_problems(config: TrainConfig, corpora: Sequence[Manifest]) -> list[str]
                 "batch must not contrast one of them with itself"
             )
     return list(dict.fromkeys(found))
-
-
-def tokenizer_problem(config: TrainConfig, manifest: Manifest, data: Path) -> str | None:
-    """The problem of an encoder whose tokenizer has another id for a token of the shards' tokenizer, by files alone.
-
-    A tokenizer that is not on this machine, or differs otherwise, is compared when it is loaded (`encoder_problems`).
-
-    Args:
-        config: of the run.
-        manifest: of its shards.
-        data: folder of its shards.
-    """
-    name = config.encoder.pretrained
-    if name is None or manifest.tokenizer is None:
-        return None
-    shards, encoder = _ids(data / TOKENIZER / _FILE), _ids(_file_of(name))
-    token = next((token for token in shards if encoder.get(token, shards[token]) != shards[token]), None)
-    if token is None:
-        return None
-    return (
-        f"encoder.pretrained = {name}: its tokenizer is not the one that made the shards (the id of {token!r} is "
-        f"{encoder[token]} in it and {shards[token]} in the shards); prepare the corpus with that tokenizer, "
-        f"tokenizer.name={name}"
-    )
-
-
-def _file_of(name: str) -> Path | None:
-    """The tokenizer of a folder or of a name in the hub's cache; None if it is not on this machine."""
-    if (folder := expand(name)).is_dir():
-        return folder / _FILE
-    from huggingface_hub import try_to_load_from_cache  # imported here because not every run needs it
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, _FILE)
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None
-
-
-def _ids(path: Path | None) -> dict[str, int]:
-    """Ids of a tokenizer's file by token; empty if it cannot be read."""
-    try:
-        vocabulary = {} if path is None else read_json(path)["model"]["vocab"]
-        # Unigram has a list of tokens with their scores.
-        return {row[0]: number for number, row in enumerate(vocabulary)} if isinstance(vocabulary, list) else vocabulary
-    except (OSError, ValueError, KeyError, TypeError, IndexError):  # loading it tells why
-        return {}

@@ -94,11 +94,13 @@ def try_steps(config: TrainConfig, run: Path, shards: dict[str, ShardSet], total
         if device.type == "cpu" and seconds[0] > _SECONDS:
             break
     measured = seconds[untimed:] or seconds
-    workers = config.scaling.least_workers
+    scaling, workers, crowding = config.scaling, config.scaling.least_workers, 1.0
+    if device.type == "cpu" and not named_cluster(scaling.address)[1]:  # the workers share the CPUs of this machine
+        crowding = max(1.0, workers * scaling.cpus_per_worker / (os.cpu_count() or 1))
     return Trial(
         device=device.type,
         num_steps=len(measured),
-        step_seconds=sorted(measured)[len(measured) // 2] * _crowding(config, device),
+        step_seconds=sorted(measured)[len(measured) // 2] * crowding,
         step_tokens=workers * sum(tokens) / len(tokens),
         validation_seconds=_validation_seconds(config, scheduler, shards, tokenizer, device, scored),
         memory_mib=peak_memory_mib(),
@@ -114,14 +116,6 @@ def _device(config: TrainConfig, run: Path) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train --plan", ["this run trains on GPUs, and torch finds none here; plan it where one is"])
     return torch.device(kind)
-
-
-def _crowding(config: TrainConfig, device: torch.device) -> float:
-    """The factor by which steps take longer because the workers of this machine have too few CPUs."""
-    scaling = config.scaling
-    if device.type != "cpu" or named_cluster(scaling.address)[1]:
-        return 1.0
-    return max(1.0, scaling.least_workers * scaling.cpus_per_worker / (os.cpu_count() or 1))
 
 
 def _batch(

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from declutr.common import seeding
 from declutr.trainer.data.batches import IGNORED, AnyBatch, SpanBatch, as_rows, padding_mask, position_ids, row_places
 from declutr.trainer.data.patches import PatchBatch
-from declutr.trainer.data.tokentable import TokenTable
+from declutr.trainer.data.tokenrates import TokenTable
 from declutr.trainer.model.attention import PACKED, PADDED, AttentionLayout, prepare_modules, register
 from declutr.trainer.model.behind import Dense, Step, modules_of
 from declutr.trainer.model.compilation import Compilation

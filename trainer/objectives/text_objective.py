@@ -18,9 +18,9 @@ from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.base import Objective
+from declutr.trainer.objectives.config import TextObjectiveConfig
 from declutr.trainer.objectives.held_out import embed_together, held_out_rows
 from declutr.trainer.objectives.measures import alignment, by_size, effective_rank, retrieval, uniformity
-from declutr.trainer.objectives.text_config import TextObjectiveConfig
 from declutr.trainer.objectives.text_packing import TextPacker, Texts
 from declutr.trainer.parallel.communicator import Communicator
 

@@ -17,6 +17,7 @@ from declutr.pipeline.tokenizer.tokenization import fingerprint
 from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.metrics.sts import StsValidator, read_judged, together
+from declutr.trainer.model.behind import read_behind
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import (
     load_hf_config,
@@ -26,7 +27,6 @@ from declutr.trainer.model.language_model import (
     vocabulary_of,
 )
 from declutr.trainer.model.layouts import fitting_layout
-from declutr.trainer.model.sentences import read_behind
 from declutr.trainer.objectives.base import Objective, Validator, implementation_of
 from declutr.trainer.setup.cache import data_folder
 from declutr.trainer.setup.config import TrainConfig
@@ -71,17 +71,13 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     encoder = Encoder(settings, model, config.seed, load_report, read_behind(config.encoder.pretrained))
     layout = fitting_layout(encoder, any(one.mlm for one in objectives))
     encoder.set_layout(settings.model_copy(update={"layout": layout}))
-    _declare_sizes(encoder, config)
-    return encoder
-
-
-def _declare_sizes(encoder: Encoder, config: TrainConfig) -> None:
-    """Writes the sizes to the model's settings, as published encoders do; removes those of an earlier training."""
-    matryoshka, settings = config.objective.matryoshka, encoder.model.config
+    # The sizes stand in the model's settings, as in published encoders; those of an earlier training are removed.
+    matryoshka, stored = config.objective.matryoshka, encoder.model.config
     if matryoshka is not None:
-        settings.matryoshka_dimensions = sorted(size for size, _ in matryoshka.cuts(encoder.output_size))
-    elif hasattr(settings, "matryoshka_dimensions"):
-        del settings.matryoshka_dimensions
+        stored.matryoshka_dimensions = sorted(size for size, _ in matryoshka.cuts(encoder.output_size))
+    elif hasattr(stored, "matryoshka_dimensions"):
+        del stored.matryoshka_dimensions
+    return encoder
 
 
 def build_objective(config: TrainConfig, encoder: Encoder, manifest: Manifest) -> Objective[Any]:

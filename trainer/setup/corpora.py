@@ -42,13 +42,9 @@ def _no_section(value: Any) -> Any:
     return value
 
 
-def _form(value: Any) -> str:
-    return "several" if isinstance(value, list) else "one"
-
-
 Data = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[Corpus], Field(min_length=1), Tag("several")],
-    Discriminator(_form),
+    Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
     AfterValidator(_checked),
     BeforeValidator(_no_section),
 ]

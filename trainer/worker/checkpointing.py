@@ -83,15 +83,12 @@ class Checkpointing:
         self.at_start = done == 0
         if first:
             self.early_stopping.resume(done)
-            self._log_start(done)
+            line = read_last_step(self._run / METRICS)
+            taken = 0 if line is None else line["step"]
+            if done or taken:
+                repeated = f"; repeating steps {done + 1} to {taken}" if taken > done else ""
+                get_logger().info("continuing after step %d%s", done, repeated)
         return done
-
-    def _log_start(self, done: int) -> None:
-        line = read_last_step(self._run / METRICS)
-        taken = 0 if line is None else line["step"]
-        if done or taken:
-            repeated = f"; repeating steps {done + 1} to {taken}" if taken > done else ""
-            get_logger().info("continuing after step %d%s", done, repeated)
 
     def ended(self, done: int) -> bool:
         """True if the run already ended early; checked before any further step."""

@@ -15,9 +15,8 @@ from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.plan import rows_by_corpus
 from declutr.trainer.data.stream import Prefetcher, batches
 from declutr.trainer.setup.build import build_collator, build_encoder, build_validator, load_tokenizer
-from declutr.trainer.setup.cache import run_folder, training_set
+from declutr.trainer.setup.cache import run_folder, scored_contents, training_set
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.scored import scored_contents
 from declutr.trainer.setup.tasks import build_task, build_train_steps
 from declutr.trainer.setup.torch_settings import refusal, set_up_torch
 from declutr.trainer.step.microbatch import Microbatch, MicrobatchError

@@ -1,15 +1,13 @@
 """`declutr adapt`."""
 
 import argparse
-from typing import get_args
 
+from declutr.cli import FORMATS
 from declutr.common.paths import path_argument
 
 
 def run_adapt(arguments: list[str]) -> int:
     """Run the command; return the exit status, which is 0 for every verdict."""
-    from declutr.adaptation.config import AdaptConfig
-
     parser = argparse.ArgumentParser(
         prog="declutr adapt",
         description="Fit an encoder to your documents without labels, and say whether it is better on documents that "
@@ -18,8 +16,7 @@ def run_adapt(arguments: list[str]) -> int:
     parser.add_argument("encoder", metavar="ENCODER", help="folder or name of the encoder to start from")
     parser.add_argument("corpus", nargs="+", metavar="CORPUS", help="files, folders or globs of documents")
     parser.add_argument("--output", type=path_argument, required=True, help="folder of the result")
-    formats = get_args(AdaptConfig.model_fields["format"].annotation)
-    parser.add_argument("--format", choices=formats, help="format of the documents (auto)")
+    parser.add_argument("--format", choices=FORMATS, help="format of the documents (auto)")
     parser.add_argument("--text-field", action="append", help="column with the text (text); several are joined")
     parser.add_argument("--pairs", help="own queries and answers (JSONL or CSV with `query` and `text`): they decide")
     parser.add_argument("--minutes", type=float, help="time for everything (30)")

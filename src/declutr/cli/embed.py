@@ -1,18 +1,13 @@
 """`declutr embed`."""
 
 import argparse
-from typing import get_args
 
+from declutr.cli import FORMATS, POOLINGS, PRECISIONS
 from declutr.common.paths import path_argument
 
 
 def run_embed(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
-    from declutr.common.console.logs import setup_logging
-    from declutr.embedding.job import embed
-    from declutr.embedding.units import Format
-    from declutr.encoders.protocol import AnyPrecision, Pooling
-
     parser = argparse.ArgumentParser(
         prog="declutr embed", description="Embed texts. Run again to continue after a stop."
     )
@@ -25,7 +20,7 @@ def run_embed(arguments: list[str]) -> int:
         "--text-field", action="append", help="field or column with the text (text); several are joined"
     )
     parser.add_argument("--id-field", help="field or column with an id to write next to each embedding (.parquet)")
-    parser.add_argument("--format", choices=get_args(Format), default="auto", help="format of the inputs (auto)")
+    parser.add_argument("--format", choices=FORMATS, default="auto", help="format of the inputs (auto)")
     parser.add_argument("--normalise", action="store_true", help="scale embeddings to length 1")
     parser.add_argument("--dimensions", type=int, help="keep only the first N numbers (before --normalise)")
     parser.add_argument("--dtype", choices=("float32", "float16", "int8"), default="float32")
@@ -33,9 +28,9 @@ def run_embed(arguments: list[str]) -> int:
         "--max-tokens", type=int, help="most tokens of an input, special ones included (encoder's limit)"
     )
     parser.add_argument("--long-texts", choices=("cut", "windows"), default="cut", help="windows: averaged by tokens")
-    parser.add_argument("--pooling", choices=get_args(Pooling), help="overrides the encoder's pooling")
+    parser.add_argument("--pooling", choices=POOLINGS, help="overrides the encoder's pooling")
     parser.add_argument(
-        "--precision", choices=get_args(AnyPrecision), default="auto", help="bf16 on GPUs by default; fp32 is exact"
+        "--precision", choices=PRECISIONS, default="auto", help="bf16 on GPUs by default; fp32 is exact"
     )
     parser.add_argument("--skip-bad", action="store_true", help="skip and count unreadable records (.parquet)")
     parser.add_argument("--workers", type=int, help="Ray workers; 0: this process alone (by the size of the input)")
@@ -44,6 +39,9 @@ def run_embed(arguments: list[str]) -> int:
     options = vars(parser.parse_args(arguments))
     names = options.pop("text_field") or ["text"]
     options["text_field"] = names if len(names) > 1 else names[0]
+    from declutr.common.console.logs import setup_logging
+    from declutr.embedding.job import embed
+
     setup_logging("embed")
     note = embed(**options)
     for reason, number in note.skipped.items():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from declutr.common.console.terminal import answered, shown
+from declutr.common.console.terminal import answered, config_parser, shown
 from declutr.common.credentials import refused_argument
 from declutr.common.relay import end_at_signals, relay
 from declutr.common.suggestions import suggest
@@ -78,6 +78,10 @@ _REPLACED_OPTIONS: dict[tuple[str, str], str] = {
     ("evaluate", "--every-seconds"): "declutr evaluate RUN scores each checkpoint of a run, and ends",
     ("doctor", "--address"): "`ray status` lists the nodes and what is free; run `declutr doctor CONFIG` on each node",
     ("index", "--kind"): "every search compares all vectors; omit it",
+    ("index", "--pairs"): "declutr evaluate MODEL --pairs FILE shows what words add to the vectors (IDF cosine, weight "
+    "1); declutr search INDEX QUERY --weight W tries another weight, declutr index --hybrid --weight W stores it",
+    ("index", "--source-field"): "declutr embed MODEL INPUT --id-field NAME --output OUT.parquet keeps a field of each "
+    "text, which a search shows",
 }
 """What to type instead of an option that earlier versions of a command had."""
 
@@ -129,6 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command in _RELAYED:
             relay()
         end_at_signals()
+    if command in ("prepare", "train") and {"-h", "--help"} & set(given):  # before the command's libraries are loaded
+        config_parser(command).parse_args(["--help"])
     module, _, function = _COMMANDS[command][1].partition(":")
     with shown():
         run: Callable[[list[str]], int] = getattr(import_module(module), function)

@@ -29,7 +29,6 @@ from ray.util.annotations import RayDeprecationWarning
 
 _started_here = False
 """True if `start_ray` started this process's session on this machine."""
-_AGENT = "ray::DashboardAgent"
 _SHORT_FOLDER = "/tmp/ray"  # Ray's default if TMPDIR is not set
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103  # longest path of a Unix socket
 _SESSION_BYTES = len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.1")
@@ -99,7 +98,6 @@ def _init(num_cpus: int | None, address: str | None, wait_seconds: float) -> Non
         except ConnectionError as error:
             raise ConfigError("ray", [f"{name} = {address}: {str(error).splitlines()[0]}"]) from error
     else:
-        end_orphaned_agents()
         short = _short_folder()
         folder = {"_temp_dir": short} if short else {}
         try:
@@ -159,20 +157,3 @@ def _same_handler_of_sigterm() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
-
-
-def end_orphaned_agents() -> None:
-    """Ends dashboard agents that killed sessions of this user have left.
-
-    For a minute, such an agent reports the end of its raylet to a server that no longer exists. All agents use the
-    same port, and a new session waits 4 seconds for it.
-    """
-    for process in psutil.process_iter():
-        try:
-            if process.name() != _AGENT or process.uids().real != os.getuid():
-                continue
-            parent = process.parent()
-            if parent is None or parent.name() != "raylet":
-                process.kill()
-        except psutil.Error:  # it ended meanwhile, or belongs to another user
-            continue

@@ -66,26 +66,16 @@ def unknown_key(
         theirs = isinstance(settings, dict) and path[0] in settings and path[0] not in model.model_fields
         if theirs or path[0] == other:
             return f"; it is a setting of the section `{other}`, which only `declutr {other}` reads"
-    owners = [section for section in below((model,), parents) if last in section.model_fields]
-    needed = [
-        str(kind)
-        for one in owners
-        if "kind" in one.model_fields
-        for kind in get_args(one.model_fields["kind"].annotation)
-    ]
-    beside = {name: ".".join([*parents, name]) for section in below((model,), parents) for name in section.model_fields}
+    sections = below((model,), parents)
+    if kinds := [kind for owner in sections if last in owner.model_fields for kind in _choices(owner, "kind")]:
+        key = ".".join([*parents, "kind"])
+        return f"; it needs {key} = {' or '.join(dict.fromkeys(kinds))}; set that or remove the key"
+    beside = {name: ".".join([*parents, name]) for owner in sections for name in owner.model_fields}
     ours = _OTHER_WORDS.get(last, last)
-    if ours in beside and ours != last:
+    if ours in beside:
         return f"; did you mean `{beside[ours]}`?"
-    elsewhere_known = [key for key in everywhere if key != ".".join(path)]
-    same = [key for key in elsewhere_known if key.rpartition(".")[2] == last] or [
-        key for key in elsewhere_known if f".{key}".endswith(f".{ours}")
-    ]
+    same = [key for key in everywhere if f".{key}".endswith(f".{ours}")]
     same = [key for key in same if ".NAME." not in key] or same
-    if needed:
-        better = f", or use `{same[0]}`" if same else ""
-        kind = ".".join([*parents, "kind"])
-        return f"; it needs {kind} = {' or '.join(dict.fromkeys(needed))}; set that or remove the key{better}"
     if 0 < len(same) <= 3:
         return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
     elsewhere = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
@@ -99,8 +89,13 @@ def unknown_key(
 
 def choices_of(path: Sequence[str], model: type[BaseModel]) -> list[str]:
     """The names that a key such as `kind` may hold, over all sections that have it; arguments as for `unknown_key`."""
-    fields = [section.model_fields.get(path[-1]) for section in below((model,), path[:-1])]
-    return [str(choice) for field in fields if field for choice in get_args(field.annotation)]
+    return [choice for section in below((model,), path[:-1]) for choice in _choices(section, path[-1])]
+
+
+def _choices(section: type[BaseModel], name: str) -> list[str]:
+    """The names that a field of a section may hold; none without that field."""
+    field = section.model_fields.get(name)
+    return [str(choice) for choice in get_args(field.annotation)] if field else []
 
 
 def kinds_of(annotation: Any) -> Iterator[Any]:

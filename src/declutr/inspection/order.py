@@ -13,8 +13,8 @@ from declutr.pipeline.shards.ledger import find_entries
 from declutr.pipeline.shards.manifest import SPLITS, Manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.plan import Plan
+from declutr.trainer.driver.checks import fork_problem
 from declutr.trainer.driver.resolved import data_key, data_places
-from declutr.trainer.driver.run_checks import fork_problem
 from declutr.trainer.driver.shard_checks import kind_problem
 from declutr.trainer.metrics.metrics import METRICS, find_step, read_last_step
 from declutr.trainer.setup.cache import run_folder, training_set

@@ -39,8 +39,8 @@ from declutr.reproduction.provenance import lasting_facts
 from declutr.reproduction.table import write_results
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, find_latest, steps_in
 from declutr.trainer.checkpoints.exported import EXPORT
+from declutr.trainer.driver.checks import changes
 from declutr.trainer.driver.run import run_training
-from declutr.trainer.driver.run_checks import changes
 from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.metrics.judged_pairs import FILES
 from declutr.trainer.setup.config import TrainConfig

@@ -2,19 +2,18 @@
 
 import io
 import tarfile
-import zipfile
 
 import pytest
 from fileserver import file_server
 from messages import all_of, says
 
 from declutr.cli.main import main
-from declutr.common.errors import DataError, RemoteError
+from declutr.common.errors import RemoteError
 from declutr.evaluation.senteval.data.checking import known_hashes
-from declutr.evaluation.senteval.data.download import download, fetch, make_split, sources, tokenize, transfers
+from declutr.evaluation.senteval.data.download import download, fetch, sources, transfers
 from declutr.evaluation.senteval.data.lines import git_sha1
 from declutr.evaluation.senteval.data.loading import task_files
-from declutr.evaluation.senteval.data.tasks import ALL_TASKS, TASKS, find
+from declutr.evaluation.senteval.data.tasks import ALL_TASKS, TASKS
 
 TEXT = b"".join(b"%06d a line\n" % number for number in range(5000))
 MEBI = 1 << 20
@@ -109,75 +108,14 @@ def test_an_archive_is_read_as_a_stream_and_only_what_is_wanted_is_written(serve
     says(shown, "failed", "downstream/MR/rt-polarity.neg", "senteval.tar")
 
 
-HEADER = (
-    "gold_label sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse sentence1 sentence2 x"
-)
-
-
-def snli_zip(path, header=HEADER):
-    rows = [
-        ("neutral", 'A "man" isn\'t here.', "He can't: no."),
-        ("-", "x", "y"),
-        ("entailment", "A dog.", "Caf\u00e9 (x)!"),
-    ]
-    lines = [header.replace(" ", "\t")] + ["\t".join((label, "", "", "", "", a, b, "z")) for label, a, b in rows]
-    with zipfile.ZipFile(path, "w") as archive:
-        for split in ("train", "dev", "test"):
-            archive.writestr(f"snli_1.0/snli_1.0_{split}.txt", "\n".join(lines) + "\n")
-            archive.writestr(f"__MACOSX/snli_1.0/snli_1.0_{split}.txt", "junk")
-    return path
-
-
-@pytest.mark.parametrize(
-    ("raw", "words"),
-    [
-        ('"Yes," he said.', "`` Yes , '' he said . "),
-        ("I cannot go; it's 5%...", "I can not go ; it 's 5 % ... "),
-        ("Mr. Lee's dogs' bone (big) won't do!", "Mr. Lee 's dogs ' bone ( big ) wo n't do ! "),
-        ("They're gonna -- 'tis so", "They 're gon na -- 't is so "),
-        ("", ""),
-    ],
-)
-def test_treebank_words_are_split_as_published(raw, words):
-    """Answers of the sed script itself, under GNU sed."""
-    assert tokenize(raw) == words
-
-
-def test_snli_is_made_from_its_zip(tmp_path):
-    archive = snli_zip(tmp_path / "snli_1.0.zip")
-    make_split(archive, "dev", tmp_path / "out", {})
-    made = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "out").iterdir()}
-    assert made == {
-        "labels.dev": "neutral\nentailment\n",
-        "s1.dev": "A `` man '' is n't here . \nA dog . \n",
-        "s2.dev": "He ca n't : no . \nCaf\u00e9 ( x ) ! \n",
-    }
-    with pytest.raises(DataError, match=all_of("s2.test", "snli_1.0.zip", "SHA-1", "expected 0000")):
-        make_split(archive, "test", tmp_path / "out", {"s2.test": "0000"})
-    with pytest.raises(DataError, match=r"has columns gold, "):
-        make_split(snli_zip(archive, HEADER.replace("gold_label", "gold")), "test", tmp_path / "out", {})
-    archive.write_bytes(b"no zip")
-    with pytest.raises(DataError, match=all_of("broken", "SNLI")):
-        make_split(archive, "test", tmp_path / "out", {})
-    assert len(list((tmp_path / "out").iterdir())) == 3  # nothing of test, not even half
-
-
-def test_an_snli_that_is_not_the_published_one_is_not_kept(server, tmp_path):
-    server.files["snli_1.0.zip"] = snli_zip(tmp_path / "snli.zip").read_bytes()
-    found = download(tmp_path / "data", ["SNLI"], server.address)
-    assert [file.outcome for file in found] == ["failed"] * 9
-    says(found[0].note, "labels.train", "snli_1.0.zip", "SHA-1")
-    assert not any(path.is_file() for path in (tmp_path / "data").rglob("*"))
-
-
 def test_the_public_table_covers_every_task_or_says_why_not():
     """Each path is one that a task reads, below the data folder, and each single file is pinned."""
-    covered = {*sources()["files"], *sources()["archive"]["paths"], *task_files(find("SNLI"))}
+    covered = {*sources()["files"], *sources()["archive"]["paths"]}
     for task in TASKS:
         assert (task.name in sources()["gone"]) != set(task_files(task)).issubset(covered), task.name
     assert covered == {path for task in ALL_TASKS if task.name not in sources()["gone"] for path in task_files(task)}
     assert known_hashes().keys() >= sources()["files"].keys()
-    addresses = [*sources()["files"].values(), sources()["archive"]["url"], sources()["snli"]]
+    addresses = [*sources()["files"].values(), sources()["archive"]["url"]]
     assert all(address.startswith("https://") for address in addresses)
 
 
@@ -187,7 +125,7 @@ def test_download_command_counts_and_names_what_failed(server, tmp_path, capsys)
     arguments = ["evaluate", "--download", str(tmp_path), "--mirror", server.address]
     assert main(arguments) == 1
     said = capsys.readouterr().out
-    says(said, "1 fetched", "0 already present", "90 failed")
+    says(said, "1 fetched", "0 already present", "81 failed")
     assert "404" in said
     says(said, "ImageCaptionRetrieval", "pickles")
     assert "no subj.subjective" in said

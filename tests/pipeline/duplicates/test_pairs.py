@@ -1,22 +1,27 @@
-"""Pairs and decisions against brute force, quality on planted copies, and bounded work in huge groups."""
+"""Signatures, pairs and decisions against their definitions and brute force, and bounded work in huge groups."""
 
 import random
+import subprocess
+import sys
 import time
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import planted
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from messages import all_of
+from messages import all_of, says
+from planted import search, write
 
 from declutr.common.errors import ShardError
 from declutr.pipeline.duplicates import pairs as pairs_module
-from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
+from declutr.pipeline.duplicates import shingles as sketching
+from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig, problems
 from declutr.pipeline.duplicates.keys import keys_path, open_keys, write_keys
 from declutr.pipeline.duplicates.pairs import DuplicatePairs, decide, join
-from declutr.pipeline.duplicates.shingles import Signer, shingles
+from declutr.pipeline.duplicates.shingles import Signer, band_keys, shingles, word_hashes
 
 NEAR = DuplicatesConfig(near=NearConfig())
 
@@ -49,7 +54,7 @@ def corpus():
     return texts, copies
 
 
-def test_join_finds_planted_copies_with_recall_and_precision(corpus, tmp_path, write, search):
+def test_join_finds_planted_copies_with_recall_and_precision(corpus, tmp_path):
     texts, copies = corpus
     names = write(tmp_path, [texts, *copies.values()], NEAR)
     everything = [*texts, *chain.from_iterable(copies.values())]
@@ -70,7 +75,7 @@ def test_join_finds_planted_copies_with_recall_and_precision(corpus, tmp_path, w
     assert all(decisions.exact[decisions.dropped == number] for number in equal)
 
 
-def test_pairs_are_those_of_brute_force(tmp_path, write, search):
+def test_pairs_are_those_of_brute_force(tmp_path):
     rng = np.random.default_rng(1)
     texts = [planted.zipf_text(rng, 200) for _ in range(12)]
     texts += [planted.change(rng, texts[rng.integers(12)], share) for share in rng.uniform(0, 0.08, 60)]
@@ -104,7 +109,7 @@ def test_pairs_are_those_of_brute_force(tmp_path, write, search):
 )
 @settings(deadline=None, max_examples=40)
 def test_tiny_texts_are_dropped_for_equal_words_only_or_verified_likeness(
-    tmp_path_factory, write, search, texts, num_buckets, num_units
+    tmp_path_factory, texts, num_buckets, num_units
 ):
     folder = tmp_path_factory.mktemp("keys")
     near = NearConfig(similarity=0.8, ngram_words=4)
@@ -124,7 +129,7 @@ def test_tiny_texts_are_dropped_for_equal_words_only_or_verified_likeness(
     assert all(number == first_of_text[ordered[number]] for number in kept)
 
 
-def test_the_number_of_buckets_changes_nothing(corpus, tmp_path, write, search):
+def test_the_number_of_buckets_changes_nothing(corpus, tmp_path):
     texts, copies = corpus
     names = write(tmp_path, [texts[:100], copies["1 %"], copies["equal"]], NEAR)
     whole, parts = join(search(tmp_path, names, NEAR)), join(search(tmp_path, names, NEAR, 7))
@@ -132,7 +137,7 @@ def test_the_number_of_buckets_changes_nothing(corpus, tmp_path, write, search):
         assert np.array_equal(getattr(whole, name), getattr(parts, name))
 
 
-def test_exact_search_needs_no_signatures(tmp_path, write, search):
+def test_exact_search_needs_no_signatures(tmp_path):
     config = DuplicatesConfig()
     names = write(tmp_path, [["a b", "c"], [], ["c", "a  b", "a, b", "c"]], config)
     keys = open_keys(tmp_path, names[2])
@@ -143,7 +148,7 @@ def test_exact_search_needs_no_signatures(tmp_path, write, search):
     assert decide(pairs).cluster_size.tolist() == [3, 2, 3]
 
 
-def test_ids_that_share_their_key_are_told_apart(tmp_path, search):
+def test_ids_that_share_their_key_are_told_apart(tmp_path):
     ids = [b"12345678" + bytes([last]) * 8 for last in (1, 2, 1, 3)]
     write_keys(tmp_path, "00000", DuplicatesConfig(), ids, [0, 1, 2, 3])
     pairs = join(search(tmp_path, ["00000"], DuplicatesConfig()))
@@ -152,7 +157,7 @@ def test_ids_that_share_their_key_are_told_apart(tmp_path, search):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_huge_group_costs_linear_work(exact, tmp_path, search):
+def test_a_huge_group_costs_linear_work(exact, tmp_path):
     config = DuplicatesConfig(exact=exact, near=NearConfig())
     rng = np.random.default_rng(0)
     words = planted.zipf_text(rng, 400)
@@ -199,7 +204,7 @@ def test_rounds_decide_as_the_sequential_rule_does(edges):
     assert dict(zip(decisions.dropped.tolist(), decisions.kept.tolist(), strict=True)) == dropped
 
 
-def test_keys_are_whole_or_refused(tmp_path, write):
+def test_keys_are_whole_or_refused(tmp_path):
     write(tmp_path, [["some words"]], NEAR)
     path = keys_path(tmp_path, "00000")
     keys = open_keys(tmp_path, "00000")
@@ -217,7 +222,7 @@ def test_keys_are_whole_or_refused(tmp_path, write):
 
 
 @pytest.mark.parametrize(("similarity", "least"), [(0.6, 5), (0.72, 6), (0.625, 5), (1.0, 8)])
-def test_the_limit_is_the_least_number_of_equal_slots_that_reaches_it(tmp_path, search, similarity, least):
+def test_the_limit_is_the_least_number_of_equal_slots_that_reaches_it(tmp_path, similarity, least):
     """Of 8 slots, 0.6 needs 5: 4 of 8 are 0.5. All documents share the first band."""
     config = DuplicatesConfig(exact=False, near=NearConfig(similarity=similarity, bands=8, rows=1))
     first = np.arange(8, dtype=np.uint64) + 100
@@ -232,7 +237,7 @@ def test_the_limit_is_the_least_number_of_equal_slots_that_reaches_it(tmp_path, 
 
 
 @pytest.mark.parametrize("batch", [17, 20, 39])
-def test_documents_are_compared_over_the_borders_of_batches(tmp_path, search, monkeypatch, batch):
+def test_documents_are_compared_over_the_borders_of_batches(tmp_path, monkeypatch, batch):
     """One group of 60, larger than the window: every document is like the next, and a few are like the first."""
     config = DuplicatesConfig(exact=False, near=NearConfig(similarity=0.5, bands=2, rows=1))
     signatures = [np.array([7, number // 2 * 2 if number % 7 else 0], np.uint32) for number in range(60)]
@@ -247,7 +252,7 @@ def test_documents_are_compared_over_the_borders_of_batches(tmp_path, search, mo
 
 
 @pytest.mark.parametrize("count", [17, 18, 19, 40])
-def test_the_first_and_the_last_of_a_group_are_compared_whatever_its_size(tmp_path, search, count):
+def test_the_first_and_the_last_of_a_group_are_compared_whatever_its_size(tmp_path, count):
     """They have as few equal slots as the limit allows; what is between them has only the group's band in common."""
     config = DuplicatesConfig(exact=False, near=NearConfig(similarity=0.625, bands=2, rows=4))
     signatures = np.arange(count * 8, dtype=np.uint32).reshape(count, 8) + 1000
@@ -257,3 +262,103 @@ def test_the_first_and_the_last_of_a_group_are_compared_whatever_its_size(tmp_pa
     write_keys(tmp_path, "00000", config, ids, list(range(count)), list(signatures))
     pairs = join(search(tmp_path, ["00000"], config))
     assert (pairs.later.tolist(), pairs.earlier.tolist()) == ([count - 1], [0])
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def words_of(text):
+    """Words as the docstring of shingles.py defines them, for letters of scripts with spaces."""
+    return "".join(c.lower()[0] if c.isalnum() else " " for c in text).split()
+
+
+@given(st.text(alphabet="aAbBéÉ1 .,\n-ß’", max_size=60), st.integers(1, 4))
+@settings(deadline=None)
+def test_equal_shingles_are_equal_runs_of_words(text, size):
+    words = words_of(text)
+    hashes = shingles(text, size).tolist()
+    if not words:
+        assert len(hashes) == 1
+        return
+    size = min(size, len(words))
+    grams = [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
+    assert len(hashes) == len(grams)
+    assert len(set(hashes)) == len(set(grams)) == len(set(zip(grams, hashes, strict=True)))
+
+
+def test_case_and_punctuation_do_not_count_and_scripts_without_spaces_are_read_by_character():
+    assert np.array_equal(shingles("The quick, brown fox!", 2), shingles("the  QUICK -- brown\nfox", 2))
+    assert len(word_hashes("今日は 12月 です")) == 3 + 2 + 2  # Han and kana alone, "12" a word
+    assert len(word_hashes("नमस्ते दुनिया")) == 2  # combining vowels belong to their word
+    assert len(word_hashes("\ud800 a")) == 1  # half of a pair, as JSON may hold
+    assert not np.array_equal(shingles("a b", 5), shingles("b a", 5))
+    for separator in (" ", "é "):
+        words = [f"word{number}{separator.strip()}" for number in range(30_000)]
+        whole = word_hashes(" ".join(words))
+        assert np.array_equal(whole, np.concatenate([word_hashes(word) for word in words]))
+    assert len(word_hashes("x" * 100_000)) == 4  # a run longer than a piece is cut, nothing else
+
+
+def test_texts_without_words_are_alike_only_when_equal_and_bands_depend_on_their_rows_alone():
+    signer = Signer(NearConfig())
+    signed = [signer.sign(text) for text in ("", "!!!", "???", "! ! !", "!!!")]
+    assert [np.mean(signed[1] == other) for other in signed] == [0, 1, 0, 0, 1]
+    near = NearConfig(bands=3, rows=2)
+    signed = np.array([[1, 2, 1, 2, 1, 2], [1, 2, 1, 3, 1, 2]], np.uint32)
+    keys = band_keys(signed, near)
+    assert len(set(keys[0].tolist())) == 3
+    assert (keys[0] == keys[1]).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("num_shingles", [1, 3, 40, 500, 20_000])
+@pytest.mark.parametrize("similarity", [0.1, 0.5, 0.9])
+def test_the_share_of_equal_slots_estimates_jaccard(num_shingles, similarity):
+    rng = np.random.default_rng(num_shingles)
+    signer = Signer(NearConfig())
+    errors, expected = [], []
+    for _ in range(60):
+        union = rng.integers(0, 2**63, num_shingles, dtype=np.uint64)
+        shared = rng.random(num_shingles) < similarity
+        first = shared | (rng.random(num_shingles) < 0.5)
+        second = shared | ~first
+        if first.any() and second.any():
+            jaccard = np.mean(first & second)
+            errors.append(np.mean(signer.sketch(union[first]) == signer.sketch(union[second])) - jaccard)
+            expected.append(jaccard * (1 - jaccard) / 125)
+    assert abs(np.mean(errors)) < 4 * np.sqrt(np.mean(expected) / len(errors)) + 1e-9
+    assert np.mean(np.square(errors)) < 1.8 * np.mean(expected) + 1e-9
+
+
+def test_a_signature_is_of_a_set_and_the_same_in_every_process():
+    signer = Signer(NearConfig())
+    hashes = shingles("one two three four five six seven " * 3 + "eight", 3)
+    assert np.array_equal(signer.sketch(hashes), signer.sketch(np.unique(hashes)[::-1]))
+    code = (
+        "from declutr.pipeline.duplicates.config import NearConfig\n"
+        "from declutr.pipeline.duplicates.shingles import Signer\n"
+        "print(Signer(NearConfig()).sign('Ein schöner Tag am See, und dann?').tolist())"
+    )
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PYTHONHASHSEED": "7"}
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True)
+    here = signer.sign("Ein schöner Tag am See, und dann?")
+    assert printed.stdout.decode().strip() == str(here.tolist())
+    # What the first version gave: keys on disk from it must not silently come to mean something else.
+    assert here[:4].tolist() == [3230642084, 3498748665, 3453156323, 3427288791]
+    assert here[here < 3 << 30][:4].tolist() == [1284774109, 632393368, 2729227066, 2446047937]  # of the rounds
+
+
+@pytest.mark.parametrize("num_shingles", [1, 50, 200, 400, 2000])
+def test_rounds_taken_at_once_or_in_turn_make_no_difference(num_shingles, monkeypatch):
+    hashes = np.random.default_rng(0).integers(0, 2**63, num_shingles, dtype=np.uint64)
+    at_once = Signer(NearConfig()).sketch(hashes)
+    monkeypatch.setattr(sketching, "_FEW", 0)
+    assert np.array_equal(Signer(NearConfig()).sketch(hashes), at_once)
+
+
+def test_settings_that_would_miss_most_pairs_are_a_problem():
+    assert problems(DuplicatesConfig(near=NearConfig())) == []
+    assert problems(DuplicatesConfig()) == []
+    (problem,) = problems(DuplicatesConfig(near=NearConfig(bands=5, rows=25)))
+    says(problem, "near.bands = 5", "near.rows = 25")
+    assert not DuplicatesConfig(exact=False).enabled
+    assert DuplicatesConfig(exact=False, near=NearConfig()).enabled

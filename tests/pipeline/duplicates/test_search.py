@@ -7,6 +7,7 @@ import planted
 import pytest
 import ray
 from messages import all_of
+from planted import write
 from preparing import checksums
 
 from declutr.common.cluster import SessionConfig
@@ -40,7 +41,7 @@ def units():
 
 
 @pytest.fixture(scope="module")
-def found(units, write, tmp_path_factory):
+def found(units, tmp_path_factory):
     folder = tmp_path_factory.mktemp("found")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search_module, "KEYS_PER_BUCKET", KEYS_PER_BUCKET)
@@ -75,7 +76,7 @@ def test_search_drops_copies_for_the_first_document(found):
     assert removed(folder, "99999") == {}
 
 
-def test_a_stopped_search_continues_to_the_same_bytes(units, write, found, tmp_path):
+def test_a_stopped_search_continues_to_the_same_bytes(units, found, tmp_path):
     names = write(tmp_path, units, CONFIG)
     find_duplicates(tmp_path, names, CONFIG)
     (tmp_path / DUPLICATES).unlink()
@@ -92,7 +93,7 @@ def test_a_stopped_search_continues_to_the_same_bytes(units, write, found, tmp_p
     assert (tmp_path / DUPLICATES).stat().st_mtime_ns == before
 
 
-def test_results_of_other_settings_or_keys_are_not_taken(units, write, tmp_path):
+def test_results_of_other_settings_or_keys_are_not_taken(units, tmp_path):
     names = write(tmp_path, units, CONFIG)
     find_duplicates(tmp_path, names, CONFIG)
     with pytest.raises(ShardError, match=all_of("near: 3 words, 25 bands of 5", "exact: yes", "near: no")):
@@ -105,7 +106,7 @@ def test_results_of_other_settings_or_keys_are_not_taken(units, write, tmp_path)
     assert kinds(tmp_path, names) == {"near": 1}
 
 
-def test_search_without_documents_or_duplicates_drops_nothing(write, tmp_path):
+def test_search_without_documents_or_duplicates_drops_nothing(tmp_path):
     names = write(tmp_path, [[], []], CONFIG)
     find_duplicates(tmp_path, names, CONFIG)
     assert kinds(tmp_path, names) == {}
@@ -114,7 +115,7 @@ def test_search_without_documents_or_duplicates_drops_nothing(write, tmp_path):
     assert kinds(tmp_path, names) == {}
 
 
-def test_the_order_of_units_and_the_number_of_workers_do_not_show(units, write, found, tmp_path):
+def test_the_order_of_units_and_the_number_of_workers_do_not_show(units, found, tmp_path):
     names = write(tmp_path, units, CONFIG, order=[3, 1, 0, 2])
     ray.shutdown()
     try:

@@ -11,6 +11,7 @@ import pytest
 from mediafiles import animated, claimed_png, picture, png, sound, spread, stored, tar_of, tone
 from messages import all_of, says
 from PIL import Image
+from shardfolders import poke, spoil
 
 from declutr.common.errors import ShardError
 from declutr.common.storage import hash_file
@@ -266,7 +267,7 @@ def test_parquet_of_bytes_and_words_becomes_labelled_rows(packed, tmp_path, make
     assert manifest.failed == {"no_label": 2}
 
 
-def test_another_column_is_named_before_any_work(tmp_path, make_media):
+def test_another_column_and_files_of_texts_are_named_before_any_work(tmp_path, make_media):
     path = table(tmp_path / "a.parquet", [png()], [0], column="img")
     config = make_media("images", path)
     _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
@@ -274,9 +275,6 @@ def test_another_column_is_named_before_any_work(tmp_path, make_media):
     config = make_media({"kind": "images", "image": "label"}, path)
     _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
     says(problems[0], "int64", "bytes")
-
-
-def test_files_of_texts_are_no_images(tmp_path, make_media):
     config = make_media("images", spread(tmp_path / "in", {"a/x.jsonl": b'{"text": "a"}', "b.jpeg.txt": b"x"}))
     _, problems = plan_units(config.corpus, config.unit_mib, None, config.content)
     says(problems[0], ".bmp .gif .jpeg")
@@ -347,14 +345,8 @@ def test_rows_that_contradict_themselves_are_named(kind, changes, row, told):
 
 def test_a_changed_shard_is_refused_by_the_reader(folder, make_media, prepare_media):
     _, _, out = prepare_media(make_media("images", folder))
+    spoil(out, poke("width", (1, np.int32), {0: 39}), "train-00000.arrow")
     manifest = json.loads((out / MANIFEST).read_bytes())
-    (shard,) = out.glob("train-*.arrow")
-    batches = pa.ipc.open_file(str(shard)).read_all()
-    wrong = batches.set_column(2, "width", pa.array([39] * len(batches), pa.int32())).cast(batches.schema)
-    with pa.ipc.new_file(str(shard), batches.schema) as stream:
-        stream.write_table(wrong)
-    manifest["shards"][0] |= {"num_bytes": shard.stat().st_size, "sha256": hash_file(shard)}
-    (out / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ShardError, match="39 x 30 pixels"):
         ShardSet(out, "train").take(np.arange(2))
     assert "39 x 30" in check_shards(out, full=True)[0]

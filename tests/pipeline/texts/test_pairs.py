@@ -1,14 +1,14 @@
 """Pairs and triples: one row a premise, every record accounted for."""
 
-import csv
-import gzip
 import json
 from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from corpora import tar, write_records
 from messages import all_of, says
+from preparing import make_pair, rows_of, write_jsonl
 from sentevaldata import SHARED
 
 from declutr.pipeline.job.outcome import nothing_kept
@@ -21,7 +21,7 @@ from declutr.pipeline.texts.text_rows import Rejected, TextRow, row_id
 NLI = SHARED / "nli"
 
 
-def test_pairs_of_a_premise_become_one_row(tmp_path, make_texts, prepare_units, decode, write_jsonl, make_pair):
+def test_pairs_of_a_premise_become_one_row(tmp_path, make_texts, prepare_units, decode):
     path = write_jsonl(
         tmp_path / "a.jsonl",
         make_pair("A man  sleeps.", "He rests.", "entailment"),
@@ -78,7 +78,7 @@ def test_pairs_of_a_premise_become_one_row(tmp_path, make_texts, prepare_units, 
         (("x" * 2**21, "b", 0), "too_large"),
     ],
 )
-def test_every_kind_of_value_has_its_outcome(row, outcome, tmp_path, make_texts, rows_of, write_jsonl, make_pair):
+def test_every_kind_of_value_has_its_outcome(row, outcome, tmp_path, make_texts):
     path = write_jsonl(tmp_path / "a.jsonl", make_pair(*row))
     config = make_texts("pairs", path, corpus={"kind": "files", "paths": [str(path)], "max_document_mib": 1})
     (found,) = rows_of(config)
@@ -101,7 +101,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_line_affects_only_itself(name, tmp_path, make_texts, rows_of, write_jsonl, make_pair):
+def test_a_broken_line_affects_only_itself(name, tmp_path, make_texts):
     line, reason = BROKEN[name]
     path = write_jsonl(tmp_path / "a.jsonl", make_pair("a", "b", 0), line, make_pair("a", "c", 2))
     left, row = rows_of(make_texts("pairs", path))
@@ -110,7 +110,7 @@ def test_a_broken_line_affects_only_itself(name, tmp_path, make_texts, rows_of, 
     assert row.texts == ("a", "b", "c")
 
 
-def test_a_missing_key_is_named_with_the_found_ones_and_the_setting(tmp_path, make_texts, rows_of, write_jsonl):
+def test_a_missing_key_is_named_with_the_found_ones_and_the_setting(tmp_path, make_texts):
     path = write_jsonl(tmp_path / "a.jsonl", {"sentence1": "a", "sentence2": "b", "gold_label": "neutral"})
     (failure,) = rows_of(make_texts("pairs", path))
     assert failure.reason == "missing_key"
@@ -122,43 +122,27 @@ def test_a_missing_key_is_named_with_the_found_ones_and_the_setting(tmp_path, ma
     assert (row.texts, row.labels) == (("a", "b"), (-1, 1))
 
 
-@pytest.mark.parametrize("line", [b'{"premise":"a","premise":"b","hypothesis":"h","label":0}'])
-def test_pair_with_a_repeated_key_takes_the_last_value(line, tmp_path, make_texts, rows_of, write_jsonl):
-    (row,) = rows_of(make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", line)))
-    assert row.texts == (json.loads(line)["premise"], "h")
-
-
-def test_bom_and_crlf_are_no_part_of_the_texts(tmp_path, make_texts, rows_of):
+def test_bom_and_crlf_are_no_part_of_the_texts_and_a_repeated_key_has_its_last_value(tmp_path, make_texts):
     lines = [b'{"premise":"a","hypothesis":"b","label":0}', b'{"premise":"a","hypothesis":"c","label":1}']
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
     (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbfpremise,hypothesis,label\r\na,b,0\r\na,c,1\r\n")
     (tmp_path / "c.jsonl").write_text("\n".join(line.decode() for line in lines), encoding="utf-16")
-    found = rows_of(make_texts("pairs", tmp_path))
-    assert [row.texts for row in found] == [("a", "b", "c")] * 3
+    assert [row.texts for row in rows_of(make_texts("pairs", tmp_path))] == [("a", "b", "c")] * 3
+    repeated = b'{"premise":"a","premise":"b","hypothesis":"h","label":0}'
+    (row,) = rows_of(make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", repeated)))
+    assert row.texts == (json.loads(repeated)["premise"], "h")
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "csv.gz", "jsonl", "jsonl.gz", "parquet", "tar"])
-def test_every_format_gives_the_same_rows(suffix, tmp_path, make_texts, rows_of, write_jsonl):
+def test_every_format_gives_the_same_rows(suffix, tmp_path, make_texts):
     given = [("A, b", 'He said "no"', 0), ("A, b", "Two\nlines", 2), ("C", "d", 1), ("C", "e", -1)]
     path = tmp_path / f"a.{suffix}"
     columns = ("premise", "hypothesis", "label")
     table = [dict(zip(columns, row, strict=True)) for row in given]
-    if suffix == "parquet":
-        pq.write_table(pa.Table.from_pylist(table), path, row_group_size=1)
-    elif "jsonl" in suffix:
-        raw = write_jsonl(tmp_path / "raw", *table).read_bytes()
-        path.write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
-    elif suffix == "tar":
-        from corpora import tar
-
+    if suffix == "tar":
         path.write_bytes(tar([("x/a.jsonl", write_jsonl(tmp_path / "raw", *table).read_bytes())]))
     else:
-        with (tmp_path / "raw").open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, delimiter="\t" if suffix.startswith("tsv") else ",")
-            writer.writeheader()
-            writer.writerows(table)
-        raw = (tmp_path / "raw").read_bytes()
-        path.write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
+        write_records(path, table, 1)
     left, *rows = rows_of(make_texts("pairs", path))
     assert (type(left), left.reason) == (Rejected, "no_gold_label")
     assert [(row.texts, row.labels) for row in rows] == [
@@ -180,7 +164,7 @@ def test_every_format_gives_the_same_rows(suffix, tmp_path, make_texts, rows_of,
         (f"premise,hypothesis,label\n{'a' * (2**26 + 1)},b,0\na,b,0\n", ["too_large"]),
     ],
 )
-def test_damaged_csv_is_counted_row_by_row(text, reasons, tmp_path, make_texts, rows_of):
+def test_damaged_csv_is_counted_row_by_row(text, reasons, tmp_path, make_texts):
     path = tmp_path / "a.csv"
     path.write_text(text)
     found = rows_of(make_texts("pairs", path))
@@ -188,7 +172,7 @@ def test_damaged_csv_is_counted_row_by_row(text, reasons, tmp_path, make_texts, 
     assert all(record.texts == ("a", "b") for record in found if isinstance(record, TextRow))
 
 
-def test_pairs_in_parquet_with_damaged_text_are_failures(tmp_path, make_texts, rows_of):
+def test_pairs_in_parquet_with_damaged_text_are_failures(tmp_path, make_texts):
     texts = pa.array([b"a", b"\xff", None, b"a"], pa.binary()).view(pa.string())
     table = pa.table({"premise": texts, "hypothesis": ["b", "b", "b", "c"], "label": pa.array([0, 0, 0, 2], pa.int8())})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -205,9 +189,7 @@ def test_pairs_in_parquet_with_damaged_text_are_failures(tmp_path, make_texts, r
     assert "'sentence1'" in problem
 
 
-def test_a_premise_of_two_files_gives_two_rows_and_stays_in_one_split(
-    tmp_path, make_texts, prepare_units, decode, write_jsonl, make_pair
-):
+def test_a_premise_of_two_files_gives_two_rows_and_stays_in_one_split(tmp_path, make_texts, prepare_units, decode):
     for name in "ab":
         rows = [make_pair(f"Premise {n}.{' ' * (name == 'b')}", f"Hypothesis {name}.", 0) for n in range(60)]
         write_jsonl(tmp_path / f"{name}.jsonl", *rows)
@@ -225,7 +207,7 @@ def test_the_id_depends_on_every_text_and_label():
     assert len(ids) == 5
 
 
-def test_needs_drops_premises_that_lack_a_label(tmp_path, make_texts, prepare_units, write_jsonl, make_pair):
+def test_needs_drops_premises_that_lack_a_label(tmp_path, make_texts, prepare_units):
     path = write_jsonl(
         tmp_path / "a.jsonl",
         make_pair("a", "x", 0),
@@ -241,7 +223,7 @@ def test_needs_drops_premises_that_lack_a_label(tmp_path, make_texts, prepare_un
     assert manifest.labels == {"contradiction": 1, "entailment": 1}
 
 
-def test_a_corpus_without_a_row_says_why(tmp_path, make_texts, output, write_jsonl, make_pair):
+def test_a_corpus_without_a_row_says_why(tmp_path, make_texts, output):
     from declutr.pipeline.job.worker import write_unit
 
     def message(content, *rows):
@@ -261,7 +243,7 @@ def test_a_corpus_without_a_row_says_why(tmp_path, make_texts, output, write_jso
     assert "empty" in message("sentences", {"text": ""})
 
 
-def test_too_large_files_are_refused(tmp_path, make_texts, rows_of, write_jsonl, make_pair, monkeypatch):
+def test_too_large_files_are_refused(tmp_path, make_texts, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", *(make_pair(f"premise {n}", "h" * 100, 0) for n in range(20)))
     monkeypatch.setattr(text_rows, "MAX_FILE_BYTES", 1000)
     with pytest.raises(OSError, match=all_of("a.jsonl", "pairs", "more than")):
@@ -272,7 +254,7 @@ def test_too_large_files_are_refused(tmp_path, make_texts, rows_of, write_jsonl,
     says(problem, "split it")
 
 
-def test_pairs_in_files_of_other_formats_are_refused(tmp_path, make_texts, rows_of, write_jsonl, make_pair):
+def test_pairs_in_files_of_other_formats_are_refused(tmp_path, make_texts):
     (tmp_path / "in").mkdir()
     write_jsonl(tmp_path / "in" / "a.jsonl", make_pair("a", "b", 0))
     (tmp_path / "in" / "README.md").write_text("about")
@@ -282,7 +264,7 @@ def test_pairs_in_files_of_other_formats_are_refused(tmp_path, make_texts, rows_
     says(problem, "pairs and triples", "jsonl, csv, tsv, parquet")
 
 
-def test_a_file_of_pairs_is_never_cut(tmp_path, make_texts, write_jsonl, make_pair):
+def test_a_file_of_pairs_is_never_cut(tmp_path, make_texts):
     path = write_jsonl(tmp_path / "a.jsonl", *(make_pair("one premise", f"hypothesis {n}", 0) for n in range(500)))
     for content, parts in (("pairs", 1), ("triples", 10)):
         config = make_texts(content, path)
@@ -290,7 +272,7 @@ def test_a_file_of_pairs_is_never_cut(tmp_path, make_texts, write_jsonl, make_pa
         assert len(units) == parts
 
 
-def test_files_in_a_store_give_the_same_rows(tmp_path, make_texts, rows_of, write_jsonl, make_pair):
+def test_files_in_a_store_give_the_same_rows(tmp_path, make_texts):
     import fsspec
 
     table = [make_pair(f"premise {n // 3}", f"hypothesis {n}", n % 3) for n in range(30)]
@@ -315,14 +297,14 @@ def test_triples_are_rows_of_the_file(tmp_path, make_texts, prepare_units, decod
     assert manifest.labels == {"contradiction": 3, "entailment": 3}
 
 
-def test_triples_of_jsonl_with_other_keys_and_cut_into_parts(tmp_path, make_texts, rows_of, write_jsonl):
+def test_triples_of_jsonl_with_other_keys_and_cut_into_parts(tmp_path, make_texts):
     path = write_jsonl(tmp_path / "a.jsonl", *({"q": f"q{n}", "pos": "p", "neg": "n"} for n in range(100)))
     content = {"kind": "triples", "premise": "q", "entailment": "pos", "contradiction": "neg"}
     rows = rows_of(make_texts(content, path, unit_mib=0.001))
     assert [row.texts for row in rows] == [(f"q{n}", "p", "n") for n in range(100)]
 
 
-def test_a_text_without_tokens_drops_its_row(tmp_path, make_texts, write_jsonl, make_pair):
+def test_a_text_without_tokens_drops_its_row(tmp_path, make_texts):
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -344,7 +326,7 @@ def test_a_text_without_tokens_drops_its_row(tmp_path, make_texts, write_jsonl, 
 @pytest.mark.skipif(not NLI.is_dir(), reason="needs the NLI files next to the project")
 @pytest.mark.parametrize("needs", [[], ["entailment", "contradiction"]])
 @pytest.mark.parametrize("name", ["snli_train18k", "snli_dev", "cad_nli_train"])
-def test_counts_of_real_files_are_those_of_a_plain_reading(name, needs, make_texts, rows_of):
+def test_counts_of_real_files_are_those_of_a_plain_reading(name, needs, make_texts):
     path = NLI / f"{name}.jsonl"
     premises: dict[str, dict] = {}
     repeated = 0

@@ -1,34 +1,33 @@
-"""Shards of short texts: written, chosen, deduplicated, and never followed where their numbers lie."""
+"""Rows of short texts and their shards: split, written, chosen, deduplicated, never followed where numbers lie."""
 
 import gzip
 import json
+import time
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from messages import says
+from preparing import make_pair, rows_of, write_jsonl
+from shardfolders import poke, spoil
 
 from declutr.common.errors import ShardError
-from declutr.common.storage import hash_file
-from declutr.pipeline.config import config_hash, identity
-from declutr.pipeline.duplicates.search import find_duplicates
-from declutr.pipeline.duplicates.table import DUPLICATES
-from declutr.pipeline.job.selection import write_selected
 from declutr.pipeline.job.units import plan_units
-from declutr.pipeline.job.worker import CANDIDATES, write_unit
+from declutr.pipeline.job.worker import write_unit
+from declutr.pipeline.readers.corpus import document_id
 from declutr.pipeline.shards.integrity import content_problem, load_index, schema_problem
-from declutr.pipeline.shards.manifest import MANIFEST, build_manifest, load_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry
+from declutr.pipeline.texts.text_rows import sentences
 
 
 @pytest.fixture
-def prepared(tmp_path, make_texts, prepare_units, write_jsonl, make_pair):
+def prepared(tmp_path, make_texts, prepare_units):
     """30 premises with up to three hypotheses in one shard of record batches of 4 rows."""
     rows = [make_pair(f"Premise {n} is here.", f"Hypothesis {k}.", k) for n in range(30) for k in range(1 + n % 3)]
     config = make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", *rows), record_batch_rows=4)
-    manifest, ledger, folder = prepare_units(config)
-    return manifest, ledger, folder
+    return prepare_units(config)
 
 
 def test_the_columns_are_those_of_the_kind_and_in_any_order(prepared):
@@ -117,22 +116,13 @@ def test_a_shard_of_another_kind_is_refused(prepared):
                 load_index(folder)
 
 
-@pytest.mark.parametrize(("column", "changes"), [("starts", {4: 2**30}), ("starts", {1: -7}), ("labels", {1: 77})])
-def test_numbers_poked_into_a_file_are_named_by_the_check_and_the_reader(prepared, column, changes):
+@pytest.mark.parametrize(
+    ("column", "dtype", "changes"),
+    [("starts", np.int32, {4: 2**30}), ("starts", np.int32, {1: -7}), ("labels", np.int8, {1: 77})],
+)
+def test_numbers_poked_into_a_file_are_named_by_the_check_and_the_reader(prepared, column, dtype, changes):
     folder = prepared[2]
-    path = folder / "train-00000.arrow"
-    raw = bytearray(path.read_bytes())
-    whole = pa.py_buffer(raw)
-    values = pa.ipc.open_file(whole).get_batch(0).column(column).values
-    numbers = np.frombuffer(
-        raw, values.type.to_pandas_dtype(), len(values), values.buffers()[1].address - whole.address
-    )
-    for at, number in changes.items():
-        numbers[at] = number
-    path.write_bytes(raw)
-    manifest = load_manifest(folder)
-    shards = [shard.model_copy(update={"sha256": hash_file(path)}) for shard in manifest.shards]
-    (folder / MANIFEST).write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())
+    spoil(folder, poke(column, (3, dtype), changes), "train-00000.arrow")
     (problem,) = check_shards(folder, full=True)
     assert "train-00000.arrow: document" in problem
     with pytest.raises(ShardError, match=r"train-00000\.arrow: document"):
@@ -142,7 +132,7 @@ def test_numbers_poked_into_a_file_are_named_by_the_check_and_the_reader(prepare
 @pytest.mark.ray
 @pytest.mark.usefixtures("session")
 def test_copies_and_near_copies_of_rows_are_removed_with_their_texts_kept_for_inspection(
-    tmp_path, make_texts, output, decode, write_jsonl, make_pair
+    tmp_path, make_texts, prepare_units, decode
 ):
     long = [f"Premise about topic {n} " + " ".join(f"word{n}x{k}" for k in range(60)) for n in range(6)]
     rows = [make_pair(premise, "It follows.", 0) for premise in long]
@@ -157,16 +147,8 @@ def test_copies_and_near_copies_of_rows_are_removed_with_their_texts_kept_for_in
         write_rejected=True,
         unit_mib=0.0001,
     )
-    folder, tokenizer = output
-    units, _ = plan_units(config.corpus, config.unit_mib, None, config.content)
-    assert len(units) == 2
-    for unit in units:
-        write_unit(unit, folder, config, tokenizer)
-    names = [unit.name for unit in units]
-    find_duplicates(folder / CANDIDATES, names, config.duplicates, config.session).replace(folder / DUPLICATES)
-    sidecars = [write_selected(unit, folder, config, tokenizer) for unit in units]
-    manifest = build_manifest(sidecars, tokenizer, config.geometry, identity(config), config_hash(config))
-    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    manifest, _, folder = prepare_units(config)
+    assert len(manifest.ledgers) == 2
     assert manifest.dropped["duplicate"] == 1
     assert 1 <= manifest.dropped["near_duplicate"] <= 2
     assert manifest.totals["kept"] == 9 - sum(manifest.dropped.values())
@@ -177,10 +159,9 @@ def test_copies_and_near_copies_of_rows_are_removed_with_their_texts_kept_for_in
     with gzip.open(folder / "rejected" / "00001.jsonl.gz") as file:
         rejected = [json.loads(line) for line in file]
     assert rejected[0]["text"] == f"{long[1]}\nIt follows."
-    assert check_shards(folder, full=True) == []
 
 
-def test_rules_and_evaluation_sets_look_at_all_texts_of_a_row(tmp_path, make_texts, output, write_jsonl, make_pair):
+def test_rules_and_evaluation_sets_look_at_all_texts_of_a_row(tmp_path, make_texts, output):
     from declutr.pipeline.filters.evaluation_sets import INDEX, build_index
 
     planted = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
@@ -204,3 +185,73 @@ def test_rules_and_evaluation_sets_look_at_all_texts_of_a_row(tmp_path, make_tex
     with gzip.open(folder / "rejected" / "00000.jsonl.gz") as file:
         texts = {json.loads(line)["reason"]: json.loads(line)["text"] for line in file}
     assert texts["contaminated"] == f"Another premise in English.\n{planted}"
+
+
+TEXT = (
+    "Dr. Smith went to Washington, D.C. on Jan. 5, 2020. He said it cost $3.50 e.g. for two.\n\n"
+    "A heading without an end\n\nIs it 3.14? Yes!   It is 😀. Ok.\n\n\n\nLast one."
+)
+
+
+def test_sentences_of_a_document_have_its_offset_and_all_its_characters(tmp_path, make_texts):
+    path = write_jsonl(tmp_path / "a.jsonl", {"text": "First one. Second one."}, {"text": TEXT}, {"text": " "})
+    rows = rows_of(make_texts({"kind": "sentences", "split": True}, path))
+    assert [(row.text, row.offset) for row in rows[:2]] == [("First one.", 0), ("Second one.", 0)]
+    second = path.read_bytes().index(b"\n") + 1
+    mine = [row.text for row in rows if row.offset == second]
+    assert "".join("".join(mine).split()) == "".join(TEXT.split())
+    assert mine[0] == "Dr. Smith went to Washington, D.C. on Jan. 5, 2020."
+    assert "A heading without an end" in mine
+    assert "Last one." in mine
+    assert [row.text for row in rows if row.offset > second] == [""]  # counted, and dropped as empty
+
+
+def test_every_sentence_is_a_row_with_the_id_of_its_text(tmp_path, make_texts, prepare_units, decode):
+    path = tmp_path / "a.txt"
+    path.write_text("One text a row. Not split.\n\nAnother  one.\n")
+    manifest, ledger, folder = prepare_units(make_texts("sentences", path))
+    assert decode(folder) == [[("One text a row. Not split.", None)], [("Another one.", None)]]
+    assert ledger[2].id == document_id(b"Another one.")
+    assert (manifest.dropped, manifest.labels) == ({"empty": 1}, {})
+    path.write_text("One text a row. Not split.\n")
+    manifest, ledger, folder = prepare_units(make_texts({"kind": "sentences", "split": True}, path))
+    assert decode(folder) == [[("One text a row.", None)], [("Not split.", None)]]
+    assert [(entry.offset, entry.row) for entry in ledger] == [(0, 0), (0, 1)]
+
+
+HOSTILE = {
+    "no end": "a" * 200_000,
+    "dots": "." * 200_000,
+    "abbreviations": "Mr. " * 50_000,
+    "quotes": ' "a. ' * 40_000,
+    "brackets": "(a. " * 50_000,
+    "newlines": "a\n\n" * 60_000,
+    "another script": "你好。" * 60_000,
+    "NUL": "a\0b. C" * 30_000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_text_takes_long_or_loses_a_character(name):
+    text = HOSTILE[name]
+    started = time.process_time()
+    found = list(sentences(text, "en"))
+    assert time.process_time() - started < 30  # the segmenter alone takes minutes for one of them
+    assert "".join("".join(found).split()) == "".join(text.split())
+    assert max(map(len, found)) <= 1 << 14
+
+
+def test_windows_do_not_cut_sentences_and_the_language_changes_the_rules():
+    text = " ".join(f"Sentence number {n} has {n % 13} things in it." for n in range(3000))
+    assert list(sentences(text, "en")) == [f"Sentence number {n} has {n % 13} things in it." for n in range(3000)]
+    text = "Das ist bzw. war gut. Der 3. Mai kam."
+    assert list(sentences(text, "de")) == ["Das ist bzw. war gut.", "Der 3. Mai kam."]
+    assert list(sentences("你好。再见。", "zh")) == ["你好。", "再见。"]
+
+
+def test_the_same_text_gives_the_same_sentences_in_any_piece_of_a_file(tmp_path, make_texts):
+    path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"Text {n}. It is number {n}."} for n in range(200)))
+    content = {"kind": "sentences", "split": True}
+    whole, cut = (rows_of(make_texts(content, path, unit_mib=size)) for size in (32, 0.001))
+    assert [(row.text, row.offset) for row in whole] == [(row.text, row.offset) for row in cut]
+    assert len(whole) == 400

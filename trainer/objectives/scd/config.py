@@ -5,8 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from declutr.pipeline.shards.manifest import Manifest
-from declutr.trainer.objectives.config import RunContext
-from declutr.trainer.objectives.text_config import TextObjectiveConfig
+from declutr.trainer.objectives.config import RunContext, TextObjectiveConfig
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
 

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from declutr.pipeline.shards.content import ContentKind
-from declutr.trainer.objectives.text_config import TextObjectiveConfig
+from declutr.trainer.objectives.config import TextObjectiveConfig
 
 Most = Annotated[int, Field(ge=1)] | Literal["all"]
 

@@ -6,9 +6,8 @@ from pydantic import Field, model_validator
 
 from declutr.pipeline.shards.content import ContentKind
 from declutr.pipeline.shards.manifest import Manifest
-from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.config import RunContext, TextObjectiveConfig
 from declutr.trainer.objectives.masking import MaskingConfig
-from declutr.trainer.objectives.text_config import TextObjectiveConfig
 
 _NEEDS = ("entailment", "contradiction")
 

@@ -15,18 +15,35 @@ from typing import Any, NoReturn, ParamSpec, TextIO, cast
 
 from declutr.common.errors import DeclutrError, RunStoppedError
 
+_CONFIGURED = {
+    "prepare": (
+        "From a corpus to Arrow shards.",
+        {
+            "--plan": "estimate documents, tokens, disk and time, then stop",
+            "--verify-inputs": "compare every byte of the inputs with finished work, not only times and samples",
+        },
+    ),
+    "train": (
+        "From shards to a sentence encoder.",
+        {"--plan": "estimate time, memory and the share of tokens that is read"},
+    ),
+}
+"""Descriptions and switches of the commands that read a config file."""
 
-def config_parser(section: str, description: str) -> argparse.ArgumentParser:
+
+def config_parser(section: str) -> argparse.ArgumentParser:
     """A parser for `CONFIG [key=value ...] [--print-config]`; call `parse_intermixed_args` on it.
 
     Args:
-        section: name of the command and of its section in the config file.
-        description: one sentence for `--help`.
+        section: `prepare` or `train`, the name of the command and of its section in the config file.
     """
+    description, switches = _CONFIGURED[section]
     parser = argparse.ArgumentParser(prog=f"declutr {section}", description=description)
     parser.add_argument("config", help=f"YAML file with a `{section}` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")
+    for switch, meaning in switches.items():
+        parser.add_argument(switch, action="store_true", help=meaning)
     return parser
 
 

@@ -1,28 +1,16 @@
 """`declutr evaluate --download DIR`: fetches all available data into SentEval's layout and compares hashes.
 
-`sources.json` has the addresses: single files, one tar archive, SNLI's zip, and data that cannot be fetched, with the
-reason. An archive is never extracted. Its members are read as streams, and only wanted regular files of plausible size
-are written, each under a name chosen here.
-
-SNLI in SentEval's form, made from the corpus' zip: labels, premises and hypotheses, a file each, tokenised.
-
-The zip is read as a stream, member by member, without extraction. A file is kept only if it has the published hash;
-otherwise its tokenisation would differ from SentEval's.
-
-Its sentences are tokenized as the Penn Treebank, one a line. The rules are those of the Penn Treebank project's sed
-script of 1995 (SentEval's data/downstream/tokenizer.sed), to the byte, including a space after every sentence, so that
-files can be compared with published hashes.
+`sources.json` has the addresses: single files, one tar archive, and data that cannot be fetched, with the reason. An
+archive is never extracted. Its members are read as streams, and only wanted regular files of plausible size are
+written, each under a name chosen here.
 """
 
 import http.client
-import io
 import json
-import re
 import shutil
 import tarfile
 import urllib.error
 import urllib.request
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,105 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from declutr.common.console.terminal import excerpt
-from declutr.common.errors import DataError, RemoteError
+from declutr.common.errors import RemoteError
 from declutr.common.storage import atomic_file
 from declutr.evaluation.senteval.data.checking import known_hashes
 from declutr.evaluation.senteval.data.lines import git_sha1
 from declutr.evaluation.senteval.data.loading import task_files
 from declutr.evaluation.senteval.data.tasks import find
-
-_CONTRACTED = ("ll", "re", "ve", "LL", "RE", "VE")
-_MERGED = {  # contractions spoken as one word, and their parts
-    r"([Cc])annot": r"\1an not",
-    r"([Dd])'ye": r"\1' ye",
-    r"([Gg])imme": r"\1im me",
-    r"([Gg])onna": r"\1on na",
-    r"([Gg])otta": r"\1ot ta",
-    r"([Ll])emme": r"\1em me",
-    r"([Mm])ore'n": r"\1ore 'n",
-    r"'([Tt])is": r"'\1 is",
-    r"'([Tt])was": r"'\1 was",
-    r"([Ww])anna": r"\1an na",
-}
-_RULES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r'^"', "`` "),  # a quote opens at the start and after a space or a bracket; every other one closes
-        (r'([ (\[{<])"', r"\1 `` "),
-        (r"\.\.\.", " ... "),
-        (r"[,;:@#$%&]", r" \g<0> "),
-        (r"([^.])(\.)([\])}>\"']*) *$", r"\1 \2\3 "),  # only the last full stop: others may be abbreviations
-        (r"[?!]", r" \g<0> "),
-        (r"[\]\[(){}<>]", r" \g<0> "),
-        (r"--", " -- "),
-        (r"$", " "),
-        (r"^", " "),
-        (r'"', " '' "),
-        (r"([^'])' ", r"\1 ' "),
-        (r"'([sSmMdD]) ", r" '\1 "),
-        *((f"'{end} ", f" '{end} ") for end in _CONTRACTED[:3]),
-        ("n't ", " n't "),
-        *((f"'{end} ", f" '{end} ") for end in _CONTRACTED[3:]),
-        ("N'T ", " N'T "),
-        *((f" {word} ", f" {parts} ") for word, parts in _MERGED.items()),
-        (r" +", " "),
-        (r"^ *", ""),
-    )
-]
-
-
-def tokenize(line: str) -> str:
-    """Separate words by one space, with one after the last; `line` has no line end."""
-    for pattern, replacement in _RULES:
-        line = pattern.sub(replacement, line)
-    return line
-
-
-FILES = ("labels", "s1", "s2")
-_COLUMNS = ("gold_label", "sentence1", "sentence2")
-_MAX_LINE_CHARACTERS = 1 << 20
-
-
-def make_split(archive: Path, split: str, folder: Path, hashes: dict[str, str]) -> None:
-    """Write `labels.<split>`, `s1.<split>` and `s2.<split>` into `folder`, all three or none.
-
-    `hashes` has the required git SHA-1 of each file, by name; a file without one is not checked.
-
-    Raises:
-        DataError: the zip lacks the split or has other columns, or a file has another hash.
-    """
-    paths = [folder / f"{name}.{split}" for name in FILES]
-    with atomic_file(paths[0]) as labels, atomic_file(paths[1]) as first, atomic_file(paths[2]) as second:
-        with labels.open("wb") as one, first.open("wb") as two, second.open("wb") as three:
-            for label, premise, hypothesis in _pairs(archive, f"snli_1.0_{split}.txt"):
-                one.write(f"{label}\n".encode())
-                two.write(f"{tokenize(premise)}\n".encode())
-                three.write(f"{tokenize(hypothesis)}\n".encode())
-        for path, aside in zip(paths, (labels, first, second), strict=True):
-            expected = hashes.get(path.name, "")
-            if expected and (found := git_sha1(aside)) != expected:
-                raise DataError(f"{path.name} made from {archive.name} has git SHA-1 {found}, expected {expected}")
-
-
-def _pairs(archive: Path, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield label, premise and hypothesis of every pair with a label."""
-    try:
-        with zipfile.ZipFile(archive) as opened:
-            members = [member for member in opened.namelist() if member.rsplit("/", 1)[-1] == name]
-            members = [member for member in members if "__MACOSX" not in member]
-            if len(members) != 1:
-                raise DataError(f"{archive.name} holds {len(members)} files named {name}, expected one")
-            with opened.open(members[0]) as stream, io.TextIOWrapper(stream, encoding="utf-8", newline="\n") as lines:
-                header = lines.readline(_MAX_LINE_CHARACTERS).rstrip("\n").split("\t")
-                if (header[0], *header[5:7]) != _COLUMNS:
-                    raise DataError(f"{name} has columns {', '.join(header[:7])}, unlike SNLI 1.0")
-                while line := lines.readline(_MAX_LINE_CHARACTERS):
-                    cells = line.rstrip("\n").split("\t")
-                    if cells[0] != "-":
-                        yield cells[0], cells[5], cells[6]
-    except (zipfile.BadZipFile, IndexError, UnicodeDecodeError) as error:
-        raise DataError(f"{archive.name} is broken or not SNLI 1.0: {error}") from error
-
 
 _MAX_FILE_BYTES = 256 << 20
 _MAX_ARCHIVE_BYTES = 2 << 30
@@ -154,7 +49,7 @@ class Fetched:
 
 @cache
 def sources() -> dict[str, Any]:
-    """The content of `sources.json`: `files` (address by path), `archive` (`url`, `paths`), `snli`, `gone`."""
+    """The content of `sources.json`: `files` (address by path), `archive` (`url`, `paths`), `gone`."""
     content: dict[str, Any] = json.loads(files(__package__).joinpath("sources.json").read_bytes())
     return content
 
@@ -224,16 +119,10 @@ def download(
     for path, url in known["files"].items():
         if path in wanted:
             outcomes.append(_fetch_file(folder, path, f"{mirror.rstrip('/')}/{path}" if mirror else url, tell))
-    archive, snli = (_moved(url, mirror) for url in (known["archive"]["url"], known["snli"]))
+    url = known["archive"]["url"]
+    archive = f"{mirror.rstrip('/')}/{url.rpartition('/')[2]}" if mirror else url
     outcomes += _fetch_archive(folder, archive, [path for path in known["archive"]["paths"] if path in wanted], tell)
-    if "SNLI" in names:
-        outcomes += _make_snli(folder, snli, tell)
     return tuple(outcomes)
-
-
-def _moved(url: str, mirror: str | None) -> str:
-    """The address of an archive, on the mirror if there is one."""
-    return f"{mirror.rstrip('/')}/{url.rsplit('/', 1)[-1]}" if mirror else url
 
 
 def _fetch_file(folder: Path, path: str, url: str, tell: Callable[[str], None]) -> Fetched:
@@ -260,7 +149,9 @@ def _fetch_archive(folder: Path, url: str, paths: Sequence[str], tell: Callable[
     except (RemoteError, tarfile.TarError, EOFError) as error:
         yield from (Fetched(path, "failed", str(error)) for path in missing if not (folder / path).exists())
     finally:
-        _discard(local)
+        local.unlink(missing_ok=True)
+        if local.parent.exists() and not any(local.parent.iterdir()):
+            local.parent.rmdir()
 
 
 def _take(local: Path, folder: Path, missing: Sequence[str]) -> Iterator[Fetched]:
@@ -280,34 +171,6 @@ def _take(local: Path, folder: Path, missing: Sequence[str]) -> Iterator[Fetched
                 same = git_sha1(folder / path) == known_hashes().get(path)
                 yield Fetched(path, "fetched", "" if same else "differs from the copy with the known hash")
     yield from (Fetched(path, "failed", f"not in {local.name}") for path in ends.values())
-
-
-def _make_snli(folder: Path, url: str, tell: Callable[[str], None]) -> Iterator[Fetched]:
-    """Make the three files of each split; skip a split if one of its files exists."""
-    below = find("SNLI").folder
-    parts = {split: [f"{below}/{name}.{split}" for name in FILES] for split in ("train", "dev", "test")}
-    missing = {split: paths for split, paths in parts.items() if not any((folder / path).exists() for path in paths)}
-    yield from (Fetched(path, "kept") for split in parts if split not in missing for path in parts[split])
-    if not missing:
-        return
-    local = folder / ".downloads" / url.rsplit("/", 1)[-1]
-    tell(f"SNLI from {url}; tokenising it takes some minutes")
-    hashes = {path.rsplit("/", 1)[-1]: digest for path, digest in known_hashes().items() if path.startswith(below)}
-    try:
-        fetch(url, local, _MAX_ARCHIVE_BYTES)
-        for split in list(missing):
-            make_split(local, split, folder / below, hashes)
-            yield from (Fetched(path, "fetched") for path in missing.pop(split))
-    except (RemoteError, DataError) as error:
-        yield from (Fetched(path, "failed", str(error)) for paths in missing.values() for path in paths)
-    finally:
-        _discard(local)
-
-
-def _discard(local: Path) -> None:
-    local.unlink(missing_ok=True)
-    if local.parent.exists() and not any(local.parent.iterdir()):
-        local.parent.rmdir()
 
 
 def transfers(fetched: Sequence[Fetched], names: Collection[str]) -> Iterator[str]:

@@ -1,19 +1,27 @@
-"""Shards whose numbers point beyond their data: named by the full check and by whoever reads them, never a crash."""
+"""Files and shards that are damaged or lie: read to the end, counted or named, and never a crash."""
 
 import json
+import os
+import random
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from corpora import COMPRESSORS
+from damage import damaged
 from messages import all_of
-from shardfolders import write
+from shardfolders import poke, spoil, write
 
 from declutr.common.errors import ShardError
-from declutr.common.storage import hash_file
-from declutr.pipeline.shards.manifest import load_manifest
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.readers.corpus import ReadFailure
+from declutr.pipeline.shards.content import TRIPLE_LABELS
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.texts.text_rows import Rejected, TextRow
 
 READ = """
 import json, sys
@@ -32,23 +40,6 @@ for name in sys.argv[2:]:
 
 
 OFFSETS, VALUES, NUMBERS = (1, np.int32), (3, None), (1, np.int64)  # a buffer of a column, and what it holds
-
-
-def poke(column, place, changed):
-    """Changes numbers of the first record batch where they lie in the file."""
-    which, dtype = place
-    dtype = dtype or (np.uint16 if column == "tokens" else np.int32)
-
-    def change(raw):
-        whole = pa.py_buffer(raw)
-        buffer = pa.ipc.open_file(whole).get_batch(0).column(column).buffers()[which]
-        start = buffer.address - whole.address
-        numbers = np.frombuffer(raw, dtype, buffer.size // np.dtype(dtype).itemsize, start)
-        for at, number in changed.items():
-            numbers[at] = number
-        return raw
-
-    return change
 
 
 def swap(column, make):
@@ -99,16 +90,6 @@ DAMAGE = {
 }
 
 
-def spoil(folder, change):
-    """Changes the second shard, and the manifest so that it agrees."""
-    path = folder / "train-00001.arrow"
-    path.write_bytes(change(bytearray(path.read_bytes())))
-    manifest = load_manifest(folder)
-    facts = {"num_bytes": path.stat().st_size, "sha256": hash_file(path)}
-    shards = [shard.model_copy(update=facts if shard.name == path.name else {}) for shard in manifest.shards]
-    (folder / "manifest.json").write_text(manifest.model_copy(update={"shards": shards}).model_dump_json())
-
-
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """What a process of its own says of every folder, by folder and call."""
@@ -140,3 +121,87 @@ def test_the_other_shards_can_be_read(tmp_path):
     assert shards.take(np.array([0, 18, 24, 56])).num_rows == 4
     with pytest.raises(ShardError, match=all_of("train-00001.arrow", "document 0")):
         shards.take(np.array([0, 19]))
+
+
+ROOT = Path(__file__).resolve().parents[2]
+INPUTS = 1500
+
+
+@pytest.mark.slow
+def test_damaged_files_of_every_kind_are_read_to_the_end():
+    command = [sys.executable, str(ROOT / "tests" / "fuzz" / "readers.py"), "--inputs", str(INPUTS), "--seed", "1"]
+    ran = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    result = json.loads(ran.stdout)
+    assert result["errors"] == []
+    assert sum(result["kinds"].values()) == INPUTS
+    assert result["records"]["document"] > INPUTS
+    assert result["records"]["unreadable"] > INPUTS / 10
+    assert result["peak_mib"] < 1500
+
+
+_ROWS = [(f"Premise {n // 3}, it is.", f'Hypothesis "{n}".', n % 3) for n in range(30)]
+
+
+def _table(dictionary):
+    columns = [pa.array(column) for column in zip(*_ROWS, strict=True)]
+    columns[:2] = [column.dictionary_encode() for column in columns[:2]] if dictionary else columns[:2]
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns, ["premise", "hypothesis", "label"]), sink, row_group_size=10)
+    return sink.getvalue().to_pybytes()
+
+
+def _delimited(delimiter):
+    quoted = [[str(value).replace('"', '""') for value in row] for row in _ROWS]
+    lines = [delimiter.join(f'"{value}"' for value in row) for row in quoted]
+    return "\n".join([delimiter.join(("premise", "hypothesis", "label")), *lines]).encode()
+
+
+TRIPLES = {"kind": "triples", "premise": "premise", "entailment": "hypothesis", "contradiction": "label"}
+BASES = {
+    "jsonl": b"\n".join(
+        f'{{"premise": "{p}", "hypothesis": "{h[:11]}", "label": {label}}}'.encode() for p, h, label in _ROWS
+    ),
+    "csv": _delimited(","),
+    "tsv": _delimited("\t"),
+    "parquet": _table(dictionary=False),
+    "dictionary.parquet": _table(dictionary=True),
+}
+
+
+@pytest.mark.parametrize("kind", ["pairs", "triples"])
+@pytest.mark.parametrize("base", BASES)
+def test_damaged_files_are_read_to_the_end(base, kind, tmp_path, make_texts):
+    content = {"kind": kind} if kind == "pairs" else TRIPLES
+    rows = failures = 0
+    for number in range(120):
+        chance = random.Random(f"{base}/{kind}/{number}")
+        suffix = chance.choice([None, None, *COMPRESSORS])
+        data = damaged(BASES[base], chance)
+        path = tmp_path / (f"x.{base}.{suffix}" if suffix else f"x.{base}")
+        path.write_bytes(COMPRESSORS[suffix](data) if suffix else data)
+        config = make_texts(content, path)
+        units, _ = plan_units(config.corpus, 0.001, None, config.content)
+        premises = []
+        for unit in units:
+            for record in read_unit(unit, config.corpus, config.content):
+                assert isinstance(record, TextRow | Rejected | ReadFailure)
+                assert record.source == path.name
+                failures += isinstance(record, ReadFailure)
+                if isinstance(record, TextRow):
+                    rows += 1
+                    assert all(text.strip() for text in record.texts)
+                    assert len(record.texts) == len(record.labels) >= 2
+                    assert record.labels == TRIPLE_LABELS if kind == "triples" else set(record.labels[1:]) <= {0, 1, 2}
+                    premises.append(" ".join(record.texts[0].split()))
+                    record.text.encode()
+        assert kind == "triples" or len(premises) == len(set(premises))
+        path.unlink()
+    assert kind == "triples" or rows > 200
+    assert failures > 20

@@ -1,0 +1,351 @@
+"""Units of work: what they count, when they are done again, who owns their folder, and inputs that were replaced."""
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from io import BytesIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from corpora import tar
+from messages import all_of, says
+from volumes import small_volume
+
+from declutr.common.errors import RunLockedError
+from declutr.common.lock import LOCK, RunLock
+from declutr.pipeline.config import identity
+from declutr.pipeline.job.output import plan_of, write_plan
+from declutr.pipeline.job.recheck import content_problems
+from declutr.pipeline.job.unit_writer import finished_sidecar, sidecar_path
+from declutr.pipeline.job.units import plan_units, with_file_states
+from declutr.pipeline.job.worker import splits_of, write_unit
+from declutr.pipeline.prepare import main, plan_ahead, prepare, problems
+from declutr.pipeline.readers.corpus import document_id
+from declutr.pipeline.readers.input_state import digest_parts
+from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
+from declutr.pipeline.shards.shards import ShardSet
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    texts = [" ".join(f"word{number} {i}" for i in range(30)) for number in range(40)]
+    lines = [json.dumps({"text": text}).encode() for text in [*texts, "short", " ", texts[0].replace(" ", "\n")]]
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(b"\n".join([*lines, b'"\xff"']))
+    return path
+
+
+def test_a_unit_accounts_for_every_document(corpus, make_config, output):
+    folder, tokenizer = output
+    config = make_config(corpus)
+    (unit,), _ = plan_units(config.corpus, config.unit_mib)
+    assert finished_sidecar(unit, folder, config) is None
+    sidecar = write_unit(unit, folder, config, tokenizer)
+    assert sidecar.counts.read == 44
+    assert sidecar.counts.kept == 41
+    assert sidecar.counts.dropped == {"empty": 1, "too_short": 1}
+    assert sidecar.counts.failed == {"invalid_utf8": 1}
+    assert [(failure.source, failure.reason) for failure in sidecar.failures] == [("corpus.jsonl", "invalid_utf8")]
+    assert {shard.split for shard in sidecar.shards} == {"train", "held-out"}
+    assert sum(shard.num_documents for shard in sidecar.shards) == 41
+    assert finished_sidecar(unit, folder, config) == sidecar
+
+
+def test_a_unit_is_redone_when_its_shard_settings_or_input_are_not_the_same(corpus, make_config, output):
+    folder, tokenizer = output
+    config = make_config(corpus)
+    (unit,), _ = plan_units(config.corpus, config.unit_mib)
+    sidecar = write_unit(unit, folder, config, tokenizer)
+    assert finished_sidecar(unit, folder, make_config(corpus, seed=1)) is None
+    damaged, whole = folder / sidecar.shards[0].name, (folder / sidecar.shards[0].name).read_bytes()
+    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    later = sidecar_path(folder, unit.name).stat().st_mtime_ns + 10**9
+    os.utime(damaged, ns=(later, later))
+    assert finished_sidecar(unit, folder, config) is None
+    damaged.write_bytes(whole)
+    os.utime(damaged, ns=(later, later))
+    assert finished_sidecar(unit, folder, config) == sidecar, "copied, for example"
+    with corpus.open("ab") as stream:
+        stream.write(b"\n{}")
+    (longer,), _ = plan_units(config.corpus, config.unit_mib)
+    assert finished_sidecar(longer, folder, config) is None
+    shard = folder / sidecar.shards[0].name
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert finished_sidecar(unit, folder, config) is None
+
+
+@pytest.mark.parametrize(("mode", "least"), [("drop", 64), ("fewer_anchors", 32), ("shrink_spans", 20)])
+def test_short_documents_are_kept_with_windows_of_their_own(tmp_path, make_config, output, tokenizer, mode, least):
+    """Two anchors of 16 tokens need 64; one needs 32; two of 5 need 20."""
+    folder, info = output
+    corpus = tmp_path / "corpus.txt"
+    texts = [" ".join(f"span{number % (1 + i)}" for i in range(number)) for number in range(1, 60)]
+    corpus.write_text("\n".join(texts))
+    geometry = {"num_anchors": 2, "max_tokens": 16, "min_tokens": 5}
+    config = make_config(corpus, validation_fraction=0, geometry=geometry, short_documents=mode)
+    (unit,), _ = plan_units(config.corpus, config.unit_mib)
+    sidecar = write_unit(unit, folder, config, info)
+    lengths = [len(tokenizer(" " + text, add_special_tokens=False)["input_ids"]) for text in texts]
+    kept = [length for length in lengths if length >= least]
+    assert sidecar.counts.dropped == {"too_short": len(texts) - len(kept)}
+    manifest = build_manifest([sidecar], info, config.geometry, identity(config), "")
+    assert manifest.short_documents == mode
+    (folder / "manifest.json").write_text(manifest.model_dump_json())
+    table = ShardSet(folder, "train").take(np.arange(len(kept)))
+    assert table.column("num_tokens").to_pylist() == kept
+    for length, windows in zip(kept, table.column("windows").to_pylist(), strict=True):
+        size = min(16, length // 4) if mode == "shrink_spans" else 16
+        assert windows == list(range(0, length - size + 1, size))
+
+
+def test_the_split_is_by_content_and_of_the_asked_size(make_config, tmp_path):
+    config = make_config(tmp_path, validation_fraction=0.2)
+    ids = [document_id(b"%d" % number) for number in range(5000)]
+    splits = splits_of(ids, config)
+    assert 0.18 < splits.count("held-out") / 5000 < 0.22
+    assert splits == [split for identity in ids for split in splits_of([identity], config)]
+    assert splits_of([], config) == []
+    assert set(splits) != {"held-out"}
+    other = make_config(tmp_path, validation_fraction=0.2, seed=1)
+    assert splits != splits_of(ids, other)
+    none = make_config(tmp_path, validation_fraction=0)
+    assert set(splits_of(ids, none)) == {"train"}
+
+
+def test_shards_can_be_read_as_they_were_written(corpus, make_config, output, tokenizer):
+    folder, info = output
+    config = make_config(corpus, validation_fraction=0)
+    (unit,), _ = plan_units(config.corpus, config.unit_mib)
+    sidecar = write_unit(unit, folder, config, info)
+    manifest = build_manifest([sidecar], info, config.geometry, {}, "")
+    (folder / "manifest.json").write_text(manifest.model_dump_json())
+    table = ShardSet(folder, "train").take([40, 0])
+    assert table.column("id")[0] == table.column("id")[1]  # the same words in other whitespace
+    assert table.column("offset").to_pylist()[1] == 0
+    assert tokenizer.decode(table.column("tokens")[1].as_py()) == " " + " ".join(f"word0 {i}" for i in range(30))
+
+
+HOLD = "import sys; from pathlib import Path; from declutr.common.lock import RunLock\n"
+HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def long_corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    words = ["one", "two", "three", "four", "five", "six", "seven"]
+    texts = [" ".join(words[(i * n) % 7] + str(n) for i in range(60)) for n in range(100)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def config_path(write_config, make_config, long_corpus):
+    return write_config(make_config(long_corpus))
+
+
+def files(folder):
+    """Contents and times; the time of a lock is its holder's sign of life."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {path: (path.name != LOCK and path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+
+
+def test_a_second_command_is_refused_with_words_and_changes_nothing(
+    tmp_path, config_path, capsys, make_config, long_corpus
+):
+    (tmp_path / "out").mkdir()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "out")], **pipes) as holder:
+        assert holder.stdout.readline() == "held\n"
+        before = files(tmp_path / "out")
+        assert main([config_path]) == 1
+        assert f"pid {holder.pid}" in capsys.readouterr().err
+        assert main([config_path, "--plan"]) == 0
+        assert files(tmp_path / "out") == before
+        holder.kill()
+        holder.wait()
+    with RunLock(tmp_path / "out", print), pytest.raises(RunLockedError):
+        prepare(make_config(long_corpus))
+
+
+def test_plan_leaves_a_folder_at_work_as_it_is(make_config, long_corpus, output):
+    folder, tokenizer = output
+    config = make_config(long_corpus, unit_mib=0.01)
+    units = with_file_states(plan_units(config.corpus, config.unit_mib)[0])
+    write_plan(folder, plan_of(config, units))
+    write_unit(units[0], folder, config, tokenizer)
+    (folder / ".train-00001.arrow.1.tmp").write_text("being written")
+    before = files(folder)
+    plan_ahead(config)
+    assert files(folder) == before
+
+
+def test_plan_writes_nothing(tmp_path, make_config, long_corpus):
+    before = files(tmp_path)
+    assert plan_ahead(make_config(long_corpus)).documents == 100
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("left", [0, 5_000, 9_000, 20_000])
+def test_a_full_disk_is_words_and_the_same_command_continues(
+    tmp_path, config_path, capsys, make_config, long_corpus, left
+):
+    """Of the driver, before any task: the lock, the plan and the tokenizer are what is written first."""
+    with small_volume(tmp_path / "volume", 1) as volume:
+        output = f"output={volume.path / 'out'}"
+        volume.fill(leave_bytes=left)
+        assert main([config_path, output]) == 1
+        error = capsys.readouterr().err
+        says(error, "No space left on device")
+        says(error, "same command")
+        assert "Traceback" not in error
+        assert not [path for path in volume.path.rglob("*") if path.name.endswith(".tmp")]
+        volume.drain()
+        assert problems(make_config(long_corpus, output=str(volume.path / "out"))) == []
+
+
+def test_a_folder_that_is_not_ours_and_a_plan_on_a_full_disk_are_words(tmp_path, config_path, capsys, monkeypatch):
+    (tmp_path / "file").touch()
+    assert main([config_path, f"output={tmp_path / 'file' / 'out'}"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    with small_volume(tmp_path / "volume", 1) as volume:
+        monkeypatch.setattr("tempfile.tempdir", str(volume.path))
+        volume.fill()
+        assert main([config_path, "--plan"]) == 1
+        says(capsys.readouterr().err, "No space left on device")
+        assert [path.name for path in volume.path.iterdir()] == ["ballast"]
+
+
+CHANGED = "1 of {} units changed although names and sizes are the same, the first at corpus"
+
+
+def of_form(name):
+    """400 texts as a file of 550 kB."""
+    draw = random.Random(0)
+    texts = [" ".join("".join(draw.choices("etaoinshrdlu", k=6)) for _ in range(200)) for _ in range(400)]
+    match name:
+        case "corpus.jsonl":
+            return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        case "corpus.txt.gz":
+            return gzip.compress("\n".join(texts).encode(), 0, mtime=0)
+        case "corpus.tar":
+            return tar([(f"{number}.txt", text.encode()) for number, text in enumerate(texts)])
+    sink = BytesIO()
+    pq.write_table(pa.table({"text": texts}), sink, row_group_size=100, compression="none", use_dictionary=False)
+    return sink.getvalue()
+
+
+FORMS = ["corpus.jsonl", "corpus.txt.gz", "corpus.parquet", "corpus.tar"]
+
+
+@pytest.fixture
+def begun(tmp_path, make_config, output):
+    """Makes a corpus of 550 kB and a folder in which its first units are finished, as a kill leaves it."""
+    folder, tokenizer = output
+
+    def begin(name="corpus.jsonl", num_finished=2):
+        path = tmp_path / name
+        path.write_bytes(of_form(name))
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        config = make_config(path, unit_mib=0.1)
+        units = look(config)
+        write_plan(folder, plan_of(config, units))
+        for unit in units[:num_finished]:
+            write_unit(unit, folder, config, tokenizer)
+        return path, config, folder
+
+    return begin
+
+
+def look(config):
+    units, found = plan_units(config.corpus, config.unit_mib)
+    assert not found
+    return with_file_states(units)
+
+
+def put(path, place, keep_time=False):
+    """Replaces a few bytes of a file by others."""
+    times = path.stat()
+    raw = bytearray(path.read_bytes())
+    raw[place : place + 3] = b"xyz"
+    path.with_suffix(".new").write_bytes(raw)
+    path.with_suffix(".new").replace(path)
+    if keep_time:
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def check(config, folder, **options):
+    return content_problems(folder, config, look(config), **options)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_file_of_the_same_size_that_was_replaced_is_found(begun, name):
+    """The bytes that changed lie in what finished units read, outside of the head, the middle and the tail."""
+    path, config, folder = begun(name)
+    assert check(config, folder) == []
+    put(path, 71_000)
+    (problem,) = check(config, folder)
+    says(problem, "units changed", path.name)
+    assert problems(config) == [problem]
+
+
+@pytest.mark.parametrize("keep_time", [False, True])
+@pytest.mark.parametrize("where", ["head", "middle", "tail"])
+def test_other_heads_middles_and_tails_are_found_whatever_the_time(begun, where, keep_time):
+    path, config, folder = begun(num_finished=0)
+    place = {"head": 20, "middle": path.stat().st_size // 2, "tail": path.stat().st_size - 20}[where]
+    put(path, place, keep_time)
+    assert check(config, folder)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_new_time_alone_is_no_change(begun, name, log):
+    path, config, folder = begun(name)
+    path.touch()
+    assert check(config, folder) == []
+    says(log, "times differ", "bytes")
+    (folder / MANIFEST).touch()
+    assert check(config, folder) == []
+
+
+def test_every_byte_is_compared_when_asked_for(begun, log):
+    path, config, folder = begun()
+    assert check(config, folder, verify=True) == []
+    says(log, "2 of 6 units")
+    put(path, 71_000, keep_time=True)
+    assert check(config, folder) == []
+    (problem,) = check(config, folder, verify=True)
+    assert CHANGED.format(6) in problem
+
+
+def test_the_command_says_so_before_any_work(begun, write_config, capsys):
+    path, config, _ = begun()
+    put(path, 71_000, keep_time=True)
+    assert main([write_config(config), "--verify-inputs"]) == 1
+    says(capsys.readouterr().err, "restore", "another folder")
+
+
+def test_a_file_that_changes_while_it_is_read_ends_the_unit(begun, output):
+    path, config, folder = begun(num_finished=0)
+    unit = look(config)[0]
+    put(path, 400_000)
+    with pytest.raises(OSError, match=all_of("corpus.jsonl", "changed")):
+        write_unit(unit, folder, config, output[1])
+    assert not sidecar_path(folder, unit.name).exists()
+
+
+@pytest.mark.parametrize("end", [b"\n", b"x"])
+def test_the_end_of_a_line_beyond_a_unit_is_part_of_it(tmp_path, make_config, end):
+    path = tmp_path / "corpus.txt"
+    path.write_bytes(b"a" * 1000 + end + b"b" * 1000 + b"\n" + b"c" * 1000)
+    (first, _second, _third), _ = plan_units(make_config(path).corpus, 0.00097)
+    before = digest_parts(first.parts)
+    put(path, 1500)
+    assert (digest_parts(first.parts) == before) == (end == b"\n" and first.parts[0].stop <= 1001)
+    before = digest_parts(first.parts)
+    put(path, 2500)
+    assert digest_parts(first.parts) == before
