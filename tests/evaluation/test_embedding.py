@@ -1,4 +1,4 @@
-"""`declutr embed`: sentence-transformers' vectors from any input, whole or not at all, on full disks and after kills."""
+"""`declutr embed`: sentence-transformers' vectors from any input, whole or not at all, on full disks, after kills."""
 
 import fcntl
 import gzip
