@@ -57,19 +57,23 @@ def test_ten_texts_of_a_line_each_are_shown_below_each_of_several_queries(tmp_pa
 
 @pytest.mark.parametrize("suffix", [".npy", ".parquet"])
 def test_texts_keep_where_they_come_from_and_vectors_their_rows(tmp_path, suffix):
+    """By file, or by a field of theirs; a text without that field falls back to its file."""
     (tmp_path / "in").mkdir()
     for name, texts in (("a", ANIMALS[:3]), ("b", ANIMALS[3:])):
-        (tmp_path / f"in/{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        lines = [{"text": text} | ({"kind": f"{name}{len(text)}"} if "cat" in text else {}) for text in texts]
+        (tmp_path / f"in/{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = tmp_path / f"out{suffix}"
     assert main(["embed", "hashed-words:32", str(tmp_path / "in"), "--output", str(output)]) == 0
     rows = [4, 0, 3]
     expected = load_encoder("hashed-words:32").encode([ANIMALS[row] for row in rows])
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-    build_index(output, tmp_path / "files")
-    index = SearchIndex(tmp_path / "files")
+    assert main(["index", str(output), "--output", str(tmp_path / "kinds"), "--source-field", "kind"]) == 0
+    index = SearchIndex(tmp_path / "kinds")
     texts = [(text.source, text.text) for text in index.texts(range(5))]
-    assert texts == list(zip([*["a.jsonl"] * 3, *["b.jsonl"] * 2], ANIMALS, strict=True))
+    assert texts == list(zip(["a22", "a.jsonl", "a.jsonl", "b.jsonl", "b11"], ANIMALS, strict=True))
     np.testing.assert_allclose(index.vectors(rows), expected, atol=1e-6)
+    build_index(output, tmp_path / "files")
+    assert [text.source for text in SearchIndex(tmp_path / "files").texts([0, 4])] == ["a.jsonl", "b.jsonl"]
 
 
 def test_text_without_an_id_is_shown_with_the_number_of_its_record(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""What workers do between two steps: agree, save, stop, leave a bad loss out. Without Ray."""
+"""What workers do between two steps: agree, save, stop, leave a bad loss out, end early. Without Ray."""
 
 import contextlib
 import copy
@@ -8,18 +8,22 @@ import numpy as np
 import pytest
 import torch
 from groups import run_group
-from loops import BAD, batch, four_documents, nothing, same, take, tensors, worker
+from loops import BAD, batch, four_documents, loop_of, nothing, same, take, tensors, worker
 from messages import all_of, says
 
 from declutr.common.errors import EncoderError, SaveError
+from declutr.pipeline.shards.manifest import data_hash, load_manifest
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.store import fetch_run, store_of
 from declutr.trainer.checkpoints.weights import collect
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics
 from declutr.trainer.model.load_report import LoadReport
 from declutr.trainer.objectives.row_score import RowScore, choosing_rows
+from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.request import Request
+from declutr.trainer.setup.cache import run_folder
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 
 
@@ -293,3 +297,66 @@ def test_rows_of_the_start_go_with_every_checkpoint_also_after_a_resume(tmp_path
     assert [one.rows[0] for one in found] == [start[0] + 1, start[0]]
     newest = checkpoint.read_state(checkpoint.checkpoint_path(folder, 5)).reported
     assert (newest.start, newest.rows) == (start, []), "step 5 was not validated"
+
+
+MRR = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.9, 12: 0.4, 14: 0.5, 16: 0.6, 18: 0.7}
+"""By step: nothing after 4 is better until 10, nothing after that at all."""
+
+
+def patient(run, patience=2):
+    validation = {"every_steps": 2, "score": "mrr", "patience": patience}
+    saving = {"every_steps": 18, "every_seconds": None, "keep_last": 1}
+    return worker(run, total_steps=18, export="best", validation=validation, checkpoint=saving)
+
+
+def go_on(one, kill_after=None):
+    """Steps without training, with the scores above: the last step, and whether the run has ended early."""
+    saving = one.checkpointing
+    done = saving.resume()
+    if saving.ended(done):
+        return done, True
+    with contextlib.closing(MetricsWriter(one.run, done)) as records, saving.writing(records.flush):
+        for step in range(done + 1, 19):
+            scores = {"mrr": MRR[step]} if step in MRR else {}
+            if scores:
+                records.scores(step, scores)
+                saving.scored(step, scores)
+            if saving.after_step(step, scores, stop=False):
+                return step, saving.early
+            saving.saver.wait()
+            if step == kill_after:
+                return None
+    return None
+
+
+def test_patience_ends_a_run_at_the_same_step_whenever_it_was_killed(tmp_path):
+    for kill_after in (None, 3, 4, 7):
+        run = tmp_path / str(kill_after)
+        run.mkdir()
+        (run / "data").symlink_to(tmp_path / "data")
+        if kill_after:
+            assert go_on(patient(run), kill_after) is None
+        assert go_on(patient(run)) == (8, True)
+        assert checkpoint.steps_in(run / "checkpoints") == [4, 8], "the best and the last"
+        one = patient(run)
+        assert (one.train(), one.checkpointing.early) == (8, True), "it stays ended, before it reads anything"
+    assert go_on(patient(run, patience=3)) == (16, True), "a larger patience goes on: 10 is better, three are not"
+    assert go_on(patient(run, patience=None)) == (18, False)
+
+
+def test_patience_ends_a_run_at_an_address_on_whatever_host_it_goes_on(tmp_path):
+    def on(host):
+        one = patient(tmp_path)
+        config = one.config.model_copy(update={"run": f"file://{tmp_path}/there", "cache": str(tmp_path / host)})
+        run = run_folder(config.run, config.cache)
+        expected = {"config_hash": config.hash(), "data_hash": data_hash(load_manifest(tmp_path / "data"))}
+        fetch_run(store_of(config.run, run), expected, Communicator())
+        return loop_of(config, run, one.train_step, tmp_path / "data")
+
+    assert go_on(on("one"), kill_after=7) is None
+    assert go_on(on("two")) == (8, True)
+    third = on("three")
+    assert (third.train(), third.checkpointing.early) == (8, True)
+    found = [checkpoint.steps_in(third.run / "checkpoints")]
+    store_of(third.config.run, third.run).fetch_best("mrr")
+    assert [*found, checkpoint.steps_in(third.run / "checkpoints")] == [[8], [4]]

@@ -1,6 +1,7 @@
-"""Documents to span batches."""
+"""From the order of the stream to span batches and their masks."""
 
 import dataclasses
+import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -10,13 +11,122 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import all_of
+from prepared import Row, write_prepared
 from tiny import VOCABULARY, documents, rank_batch, tiny_collator
 
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.data.chunks import rank_plan, read_chunk
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.data.packing import Vocabulary
+from declutr.trainer.data.plan import Plan, permute
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.masking import mask_tokens
+from declutr.trainer.objectives.masking import MaskingConfig, mask_tokens
 from declutr.trainer.objectives.span_config import SpanConfig
+
+seeds = st.integers(0, 2**31)
+
+
+@given(seeds, st.integers(1, 600), st.integers(0, 2**32 - 1))
+def test_each_epoch_is_a_permutation(seed, size, epoch):
+    image = permute(seed, np.full(size, epoch), np.arange(size), size)
+    assert sorted(image.tolist()) == list(range(size))
+
+
+@given(seeds, st.integers(1, 2**62), st.lists(st.integers(0, 2**62 - 1), min_size=1, max_size=20, unique=True))
+def test_huge_sets_stay_one_to_one_and_inside(seed, size, items):
+    items = np.unique(np.array(items) % size)
+    image = permute(seed, np.zeros(len(items), np.int64), items, size)
+    assert len(np.unique(image)) == len(items)
+    assert image.min() >= 0
+    assert image.max() < size
+
+
+def test_epochs_and_seeds_differ():
+    orders = [permute(seed, np.full(100, epoch), np.arange(100), 100) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert all((order != np.arange(100)).any() for order in orders)
+
+
+def test_plan_order_looks_uniform():
+    """Each document is equally likely at each place, over epochs: chi-square with 10 x 10 cells."""
+    size, epochs = 10, 4000
+    image = permute(3, np.repeat(np.arange(epochs), size), np.tile(np.arange(size), epochs), size)
+    counts = np.zeros((size, size))
+    np.add.at(counts, (np.tile(np.arange(size), epochs), image), 1)
+    assert ((counts - epochs / size) ** 2 / (epochs / size)).sum() < 200  # 81 degrees of freedom: p about 1e-11
+
+
+plans = st.builds(Plan, seed=seeds, num_documents=st.integers(1, 50), batch_documents=st.integers(1, 20))
+corpora = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=2, max_size=4)
+mixtures = st.builds(
+    lambda seed, batch, some: Plan(
+        seed, sum(size for size, _ in some), batch, None, *map(tuple, zip(*some, strict=True))
+    ),
+    seeds,
+    st.integers(1, 20),
+    corpora,
+)
+
+
+@given(plans, st.integers(1, 4))
+def test_plan_reads_every_document_once_an_epoch(plan, num_epochs):
+    steps = -(-plan.num_documents * num_epochs // plan.batch_documents)
+    epochs, documents = plan.documents(0, steps)
+    assert (np.diff(epochs) >= 0).all()
+    for epoch in range(num_epochs):
+        assert sorted(documents[epochs == epoch].tolist()) == list(range(plan.num_documents))
+
+
+@given(plans | mixtures, st.integers(1, 8), st.integers(0, 30), st.integers(1, 5))
+def test_any_world_and_any_start_read_the_same_batches(plan, world_size, first_step, num_steps):
+    """Ranks' parts, put together in rank order, are the batch; a run that starts late reads what it would have read."""
+    whole = np.stack(plan.documents(0, first_step + num_steps)).reshape(2, -1, plan.batch_documents)
+    ranks = []
+    for rank in range(world_size):
+        start, end = plan.slice(rank, world_size)
+        part = plan.documents(first_step, first_step + num_steps, start, end)
+        ranks.append(np.stack(part).reshape(2, num_steps, end - start))
+    assert (np.concatenate(ranks, axis=2) == whole[:, first_step:]).all()
+
+
+@given(plans | mixtures, st.integers(0, 30), st.integers(0, 10**6))
+def test_the_steps_that_read_a_document_are_those_whose_batches_hold_it(plan, last_step, number):
+    document = number % plan.num_documents
+    epochs, documents = plan.documents(0, last_step)
+    places = np.flatnonzero(documents == document)
+    found_epochs, steps, positions = plan.reads_of(document, last_step)
+    assert found_epochs.tolist() == epochs[places].tolist()
+    assert steps.tolist() == (places // plan.batch_documents + 1).tolist()
+    assert positions.tolist() == (places % plan.batch_documents).tolist()
+
+
+@given(st.integers(1, 50), st.integers(1, 20))
+def test_plan_ranks_share_evenly(batch_documents, world_size):
+    slices = [Plan(0, 100, batch_documents).slice(rank, world_size) for rank in range(world_size)]
+    assert slices[0][0] == 0
+    assert slices[-1][1] == batch_documents
+    assert all(before[1] == after[0] for before, after in pairwise(slices))
+    sizes = [end - start for start, end in slices]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (2, 7), (0.5, 2), (0.01, 1)])
+def test_plan_of_epochs_has_their_steps(epochs, steps):
+    assert Plan(seed=0, num_documents=10, batch_documents=3).steps_in(epochs) == steps
+
+
+def test_a_later_run_reads_shards_that_were_prepared_again_in_the_same_folder(tmp_path):
+    folder, read = tmp_path / "data", []
+    for word in ("first", "second"):
+        shutil.rmtree(folder, ignore_errors=True)
+        rows = [Row(" ".join(f"{word}{number}x{place % 7}" for place in range(60)), "train") for number in range(4)]
+        write_prepared(folder, [rows])
+        shards = ShardSet(folder, "train")
+        chunk = read_chunk({"id": np.zeros(1, np.int64)}, rank_plan(Plan(0, 4, 4), shards, 0, 1, 0, 1), 0)
+        assert sorted(chunk.column("id").to_pylist()) == sorted(shards.take(np.arange(4)).column("id").to_pylist())
+        read.append(set(chunk.column("id").to_pylist()))
+    assert not read[0] & read[1]
+
 
 LENGTHS = [48, 70, 49, 131, 60]
 NO_MASKS = DeclutrConfig(terms="contrastive")
@@ -81,31 +191,21 @@ def test_masks_are_keyed_by_document_epoch_anchor_and_place():
         document, anchor = divmod(number, 2)
         content = np.array(original[number][1:-1])
         size = len(content)
-        expected, _ = mask_tokens(
-            HALF_MASKED.masking,
-            0,
-            content,
-            np.full(size, keys[document], np.uint64),
-            np.full(size, epochs[document], np.uint64),
+        columns = (
+            *(np.full(size, values[document], np.uint64) for values in (keys, epochs)),
             np.full(size, anchor),
             np.arange(size),
-            VOCABULARY.size,
-            VOCABULARY.mask,
-            np.array(VOCABULARY.special),
         )
+        expected, _ = mask(dict(zip(COLUMNS, (content, *columns), strict=True)), HALF_MASKED.masking)
         assert masked[number][1:-1] == expected.tolist()
 
 
 def test_unmasked_anchors_are_the_originals():
-    settings_ = {"masking": {"mlm_probability": 0.5}, "contrast_unmasked_anchors": True}
-    collator, table = tiny_collator(DeclutrConfig(**settings_)), documents(LENGTHS, 12)
+    unmasked = DeclutrConfig(masking={"mlm_probability": 0.5}, contrast_unmasked_anchors=True)
+    collator, table = tiny_collator(unmasked), documents(LENGTHS, 12)
     epochs = np.zeros(5, np.int64)
-    got = rows(collator.batch(table, epochs))
-    masked, original = (
-        rows(tiny_collator(HALF_MASKED).batch(table, epochs)),
-        rows(tiny_collator(NO_MASKS).batch(table, epochs)),
-    )
-    assert got == masked[:10] + original[:10] + original[10:]
+    masked, original = (rows(tiny_collator(config).batch(table, epochs)) for config in (HALF_MASKED, NO_MASKS))
+    assert rows(collator.batch(table, epochs)) == masked[:10] + original
 
 
 def test_mlm_alone_packs_no_positives():
@@ -124,9 +224,8 @@ def test_ranks_batches_hold_the_global_batchs_spans(cuts, epoch):
     whole = rank_batch(collator, table, epoch=epoch).spans
     parts = [rank_batch(collator, table, a, b, epoch).spans for a, b in pairwise(bounds)]
     counts = [(b - a) * 2 for a, b in pairwise(bounds)]
-    anchors = [row for part, count in zip(parts, counts, strict=True) for row in rows(part)[:count]]
-    positives = [row for part, count in zip(parts, counts, strict=True) for row in rows(part)[count:]]
-    assert anchors + positives == rows(whole)
+    pairs = [(rows(part)[:count], rows(part)[count:]) for part, count in zip(parts, counts, strict=True)]
+    assert [row for kind in zip(*pairs, strict=True) for some in kind for row in some] == rows(whole)
     assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
 
 
@@ -155,13 +254,11 @@ def test_microbatches_cut_between_spans():
     for limit in (1, 12, 30, 10_000):
         pieces = batch.microbatches(limit)
         assert all(piece.num_tokens <= limit or piece.num_spans == 1 for piece in pieces)
-        assert torch.equal(torch.cat([piece.input_ids for piece in pieces]), batch.input_ids)
-        assert torch.equal(torch.cat([piece.lengths for piece in pieces]), batch.lengths)
-        assert torch.equal(torch.cat([piece.keys for piece in pieces]), batch.keys)
+        for name in ("input_ids", "lengths", "keys", "labels"):
+            assert torch.equal(torch.cat([getattr(piece, name) for piece in pieces]), getattr(batch, name)), name
         shifts = np.cumsum([0] + [piece.num_tokens for piece in pieces])
         selected = torch.cat([piece.selected + int(s) for piece, s in zip(pieces, shifts, strict=False)])
         assert torch.equal(selected, batch.selected)
-        assert torch.equal(torch.cat([piece.labels for piece in pieces]), batch.labels)
 
 
 def test_the_digest_adds_up_over_ranks_and_knows_documents_tokens_masks_and_epochs():
@@ -183,3 +280,65 @@ def test_the_digest_adds_up_over_ranks_and_knows_documents_tokens_masks_and_epoc
     moved = whole.selected.clone()
     moved[-1] += 1
     assert dataclasses.replace(whole, selected=moved).digest() != whole.digest()
+
+
+COLUMNS = ("ids", "key", "epoch", "anchor", "place")
+
+
+def tokens(count=400):
+    rng = np.random.default_rng(0)
+    return {
+        "ids": rng.integers(0, VOCABULARY.size, count),
+        "key": rng.integers(0, 2**64, count, dtype=np.uint64),
+        "epoch": rng.integers(0, 2**32, count, dtype=np.uint64),
+        "anchor": rng.integers(0, 64, count),
+        "place": rng.integers(0, 512, count),
+    }
+
+
+def mask(given, config=None, seed=0):
+    vocabulary = VOCABULARY.size, VOCABULARY.mask, np.array(VOCABULARY.special)
+    return mask_tokens(
+        config or MaskingConfig(mlm_probability=0.5), seed, *(given[name] for name in COLUMNS), *vocabulary
+    )
+
+
+def test_same_draws_in_any_batch():
+    given = tokens()
+    before = given["ids"].copy()
+    masked, selected = mask(given)
+    assert (given["ids"] == before).all(), "the argument is unchanged"
+    order = np.random.default_rng(1).permutation(400)[:70]
+    part_masked, part_selected = mask({name: column[order] for name, column in given.items()})
+    assert (part_masked == masked[order]).all()
+    assert (part_selected == selected[order]).all()
+
+
+@pytest.mark.parametrize("changed", ["seed", *COLUMNS[1:]])
+def test_masks_depend_on_every_coordinate(changed):
+    """Another seed, document, epoch, anchor or place: independent draws, so half of the choices differ."""
+    given = tokens()
+    given["ids"] = np.full(400, 7)
+    _, selected = mask(given)
+    if changed != "seed":
+        given = given | {changed: given[changed] + given[changed].dtype.type(1)}
+    _, other = mask(given, seed=int(changed == "seed"))
+    assert 140 < (selected != other).sum() < 260  # 200 expected, 6 standard deviations
+
+
+@pytest.mark.parametrize(
+    ("shares", "kinds"),
+    [
+        ({"mlm_probability": 0.0}, set()),
+        ({"mlm_probability": 1.0, "mask_replace_prob": 1.0, "random_replace_prob": 0.0}, {"mask"}),
+        ({"mlm_probability": 1.0, "mask_replace_prob": 0.0, "random_replace_prob": 0.0}, {"kept"}),
+        ({"mlm_probability": 1.0, "mask_replace_prob": 0.0, "random_replace_prob": 1.0}, {"kept", "mask", "other"}),
+    ],
+)
+def test_shares_at_their_ends(shares, kinds):
+    given = tokens()
+    masked, selected = mask(given, MaskingConfig(**shares))
+    special = np.isin(given["ids"], VOCABULARY.special)
+    assert (selected == (~special & (shares["mlm_probability"] == 1.0))).all()
+    found = np.where(masked == given["ids"], "kept", np.where(masked == VOCABULARY.mask, "mask", "other"))
+    assert set(found[selected]) == kinds

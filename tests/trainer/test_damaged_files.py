@@ -1,9 +1,11 @@
-"""Every small file of a run, damaged in every way: each command names it, and what can be done without goes on."""
+"""Every small file of a run, damaged in every way; an export is whole and of its very checkpoint."""
 
 import json
 import shutil
 
 import pytest
+import tinyruns as runs
+from broken import empty, flip_a_bit, remove, truncate
 from damagedjson import DAMAGED
 from madeup import STEPS, config_of, finish, save
 from messages import all_of
@@ -11,6 +13,8 @@ from messages import all_of
 from declutr.common.errors import CheckpointError, ConfigError, DamagedError, UsageError
 from declutr.inspection.describe import checkpoint_rows, describe, describe_run
 from declutr.trainer.checkpoints.checkpoint import find_latest
+from declutr.trainer.checkpoints.exported import SETTINGS
+from declutr.trainer.driver.export import export
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.driver.summary import add_seconds, ended_early
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
@@ -208,3 +212,70 @@ def test_an_entry_of_another_kind_is_named_before_any_work(made, run, name, kind
         place.symlink_to("gone")
     with pytest.raises(ConfigError, match=all_of("run =", f"{kind} {name}")):
         train(made[0], run)
+
+
+FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json", "1_Pooling/config.json", "README.md")
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A configuration, and a run with one checkpoint and its export."""
+    root = tmp_path_factory.mktemp("made")
+    return finish(root), root / "run"
+
+
+@pytest.fixture
+def copied(exported, tmp_path):
+    shutil.copytree(exported[1], tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [(name, truncate) for name in (*FILES, SETTINGS)]
+    + [(name, damage) for name in (FILES[0], SETTINGS) for damage in (empty, flip_a_bit, remove)],
+)
+def test_a_damaged_export_is_made_again_and_nothing_is_lost(exported, copied, log, name, damage):
+    whole = contents(copied / "export")
+    damage(copied / "export" / name)
+    damaged = contents(copied / "export")
+    export(runs.resolved(exported[0], copied))
+    assert contents(copied / "export") == whole
+    assert any(name in line and "exporting again" in line for line in log)
+    assert contents(copied / "export.kept-1") == damaged
+
+
+def test_a_whole_export_is_left_alone_with_what_others_put_there(exported, copied, log):
+    (copied / "export" / "onnx").mkdir()
+    (copied / "export" / "onnx" / "model.onnx").write_text("theirs")
+    before = {path: path.stat().st_mtime_ns for path in (copied / "export").rglob("*")}
+    export(runs.resolved(exported[0], copied))
+    assert {path: path.stat().st_mtime_ns for path in (copied / "export").rglob("*")} == before
+    assert log == []
+
+
+def test_an_export_that_a_kill_left_moved_aside_is_put_back(exported, copied):
+    (copied / "export" / "notes.txt").write_text("theirs")
+    before = contents(copied / "export")
+    (copied / "export").rename(copied / ".export.before.tmp")
+    export(runs.resolved(exported[0], copied))
+    assert contents(copied / "export") == before
+    assert not (copied / ".export.before.tmp").exists()
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_the_export_of_another_checkpoint_with_the_same_step_gives_way(exported, copied, log, others):
+    old = contents(copied / "export")
+    if others:
+        (copied / "export" / "notes.txt").write_text("theirs")
+    shutil.rmtree(copied / "checkpoints")
+    save(exported[0], copied, seed=1)
+    export(runs.resolved(exported[0], copied))
+    new = contents(copied / "export")
+    assert new["model.safetensors"] != old["model.safetensors"]
+    assert any("another checkpoint" in line for line in log)
+    assert (copied / "export.kept-1" / "notes.txt").is_file() == others

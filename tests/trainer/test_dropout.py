@@ -1,9 +1,14 @@
-"""Keyed dropout: the right share, no pattern, the same for the same token."""
+"""Keyed dropout: its share, no pattern, the same for the same token; rates of spans in every layout."""
+
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
+from families import PACKED as SHARED
 from messages import all_of
+from scipy.stats import chi2
+from tiny import random_spans, tiny_encoder
 
 from declutr.trainer.data.tokenrates import TokenRates, drops, limit, signed, token_keys
 from declutr.trainer.model.dropout import DropoutKeys, KeyedDropout, key_dropout, words
@@ -45,11 +50,6 @@ def test_an_element_is_dropped_by_the_plain_mix_of_its_word():
     assert found.tolist() == [mixed(word) < limit(0.3) for word in given]
 
 
-def test_rates_of_which_some_are_zero_are_rates():
-    for rates, expected in (([0.0, 0.3], True), ([0.0, 0.0], False)):
-        assert TokenRates.of(torch.tensor(rates, dtype=torch.float64), torch.tensor([1, 2])).any == expected
-
-
 def test_a_token_keeps_its_mask_in_any_company():
     keys = DropoutKeys()
     tokens = torch.randint(-(2**31), 2**31, (7,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
@@ -89,3 +89,99 @@ def test_every_dropout_layer_is_replaced_once():
     found = [module for module in model.modules() if isinstance(module, KeyedDropout)]
     assert [(layer.p, layer.layer) for layer in found] == [(0.1, 0), (0.2, 1)]
     assert not any(isinstance(module, torch.nn.Dropout) for module in model.modules())
+
+
+LENGTHS = [5, 9, 3, 9, 7, 12]
+FAMILIES = ("roberta", "bert", "modernbert")
+
+
+def spans(rates=None, lengths=LENGTHS):
+    """Spans with keys, and with the same rates for all of them or a table of rates."""
+    batch = random_spans(lengths)
+    keys = torch.arange(1, len(lengths) + 1, dtype=torch.int32) * 77777
+    table = None if rates is None else torch.tensor(rates, dtype=torch.float64).expand(len(lengths), 2)
+    return dataclasses.replace(batch, keys=keys, rates=table)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rates_of_spans_are_those_of_layers(family, layout):
+    """An encoder with other rates, given these, computes what an encoder with these rates computes."""
+    attention = 0.2 if family == "modernbert" else 0.3  # it drops hidden states with the rate of its attention
+    own = tiny_encoder(family, dropout=0.2, attention_dropout=attention, layout=layout)
+    other = tiny_encoder(family, dropout=0.5, layout=layout)
+    assert torch.equal(own.hidden(spans()), other.hidden(spans((0.2, attention))))
+    assert not torch.equal(own.hidden(spans()), other.hidden(spans()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layouts_and_microbatches_drop_the_same(family):
+    """With attention dropout, packed and padded agree, and a span alone has its hidden states of the batch."""
+    table = [[0.1, 0.3], [0.4, 0.0], [0.0, 0.2], [0.05, 0.15], [0.2, 0.2], [0.0, 0.0]]
+    for rates in (None, table):
+        settings = {"dropout": 0.2, "attention_dropout": 0.3}
+        packed, padded = (tiny_encoder(family, layout=layout, **settings) for layout in ("packed", "padded"))
+        batch = spans(rates)
+        together = packed.hidden(batch)
+        torch.testing.assert_close(padded.hidden(batch), together, atol=1e-12, rtol=1e-12)
+        for encoder in (packed, padded):
+            pieces = [encoder.hidden(piece) for piece in batch.slices([(0, 1), (1, 4), (4, 6)])]
+            torch.testing.assert_close(torch.cat(pieces), together, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_rate_of_zero_drops_nothing_and_evaluation_ignores_rates(layout):
+    encoder = tiny_encoder(dropout=0.3, attention_dropout=0.3, layout=layout)
+    nothing = encoder.hidden(spans((0.0, 0.0)))
+    encoder.eval()
+    assert torch.equal(nothing, encoder.hidden(spans()))
+    assert torch.equal(nothing, encoder.hidden(spans((0.5, 0.5))))
+
+
+def test_attention_dropout_of_the_padded_layout_leaves_torchs_generator_alone():
+    encoder = tiny_encoder(dropout=0.0, attention_dropout=0.3, layout="padded")
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        found.append(encoder.hidden(spans()))
+    assert torch.equal(*found)
+
+
+def test_heads_that_share_keys_drop_in_the_padded_layout():
+    """EuroBERT with two query heads for one key head; at a rate of almost 0 it is the encoder without dropout."""
+    shape = {**SHARED["eurobert"], "model_type": "eurobert", "num_key_value_heads": 1}
+    settings = {"from_config": shape, "layout": "padded"}
+    found = [tiny_encoder(attention_dropout=rate, **settings).hidden(spans()) for rate in (1e-9, 0.0)]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)  # rotary in float32
+
+
+def test_dropout_of_two_views_has_its_shares_and_is_independent():
+    """Each view drops its share, and what one drops says nothing about the other (chi-square, 99.9%)."""
+    rates, features, length = (0.05, 0.155), 128, 64
+    for some, expected in (([0.0, 0.3], True), ([0.0, 0.0], False)):
+        assert TokenRates.of(torch.tensor(some, dtype=torch.float64), torch.tensor([1, 2])).any == expected
+    keys = torch.randint(-(2**31), 2**31, (64,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    lengths = torch.full((64,), length)
+    held = DropoutKeys()
+    layer = KeyedDropout(0.0, 3, held, features).train()
+    held.tokens = token_keys(keys, lengths)
+    held.hidden = TokenRates.of(torch.tensor(rates, dtype=torch.float64).repeat(32), lengths)
+    dropped = (layer(torch.ones(64 * length, features)) == 0).view(32, 2, length, features).numpy()
+    first, second = dropped[:, 0].ravel(), dropped[:, 1].ravel()
+    size = first.size
+    for found, rate in ((first, rates[0]), (second, rates[1])):
+        assert abs(found.mean() - rate) < 4 * np.sqrt(rate * (1 - rate) / size)
+    counts = np.array([[(first & second).sum(), (first & ~second).sum()], [(~first & second).sum(), 0]])
+    counts[1, 1] = size - counts.sum()
+    expected = counts.sum(1, keepdims=True) * counts.sum(0, keepdims=True) / size
+    assert ((counts - expected) ** 2 / expected).sum() < chi2.ppf(0.999, 1)
+
+
+def test_kept_values_keep_their_mean_in_half_precision():
+    """The factor 1 / (1 - p) is applied in float32: bfloat16 has no number near 1 / 0.85."""
+    held = DropoutKeys()
+    layer = KeyedDropout(0.0, 0, held, 4).train()
+    held.tokens, lengths = torch.arange(3, dtype=torch.int32), torch.tensor([3])
+    held.hidden = TokenRates.of(torch.tensor([0.15], dtype=torch.float64), lengths)
+    kept = layer(torch.full((3, 4), 0.85, dtype=torch.bfloat16)).unique().tolist()
+    assert kept[-1] == pytest.approx(float(torch.tensor(0.85, dtype=torch.bfloat16)) / 0.85, rel=2**-8)

@@ -1,9 +1,8 @@
-"""The code path of a GPU, with kernels for the CPU: attention in one call, in one graph for all lengths, and its
-guard."""
+"""The code path of a GPU, with kernels for the CPU: attention in one call, its guard, and compiled layers."""
 
 import sys
 
-import cpukernel  # noqa: F401 - registers the kernels
+import cpukernel
 import pytest
 import torch
 from measures import deviation
@@ -14,10 +13,12 @@ from torch.nn.attention import current_flash_attention_impl
 
 from declutr.trainer.model import kernels
 from declutr.trainer.model.attention import attend_in_groups
-from declutr.trainer.model.compilation import compile_layers, compiler_problem
+from declutr.trainer.model.compilation import compile_layers, compiler_problem, parts
 from declutr.trainer.model.dropout import WeightDropout, words
 from declutr.trainer.model.kernel_choice import Kernels
 from declutr.trainer.model.keyed_attention import attend_in_parts, attend_with_dropout
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.overlap import BucketedReducer
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]
 CPU = torch.device("cpu")
@@ -25,8 +26,9 @@ CPU = torch.device("cpu")
 WIDE = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1}
 
 
-def encoder_with(kernel, family="roberta", **settings):
-    encoder = tiny_encoder(family, torch.float32, from_config=WIDE, **settings)
+def encoder_with(kernel, family="roberta", layers=2, **settings):
+    shape = WIDE | {"num_hidden_layers": layers}
+    encoder = tiny_encoder(family, torch.float32, from_config=shape, **{"dropout": 0.2} | settings)
     for drops in (False, True):
         encoder._kernels[CPU, drops] = kernel and Kernels(kernel)
     return encoder
@@ -44,22 +46,18 @@ def values(encoder, batch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernel_computes_what_groups_compute(family):
     """With dropout of hidden states, and with ModernBERT's local layers, which pass a window."""
-    settings = {"dropout": 0.2, "attention_dropout": 0.0}
     batch = random_spans(MIXED, num_selected=9)
-    found = values(encoder_with(kernels.attend, family, **settings), batch)
-    expected = values(encoder_with(None, family, **settings), batch)
-    for one, other in zip(found, expected, strict=True):
+    encoders = (encoder_with(kernel, family, attention_dropout=0.0) for kernel in (kernels.attend, None))
+    for one, other in zip(*(values(encoder, batch) for encoder in encoders), strict=True):
         assert (one - other).norm() < 0.02 * other.norm()
 
 
 def test_groups_attend_where_the_kernel_cannot():
     """Float32 and dropped attention weights: the same bits with and without a kernel."""
     batch = random_spans(MIXED)
-    with_kernel, without = (encoder_with(kernel, dropout=0.2).embed(batch) for kernel in (kernels.attend, None))
-    assert torch.equal(with_kernel, without)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        dropped = [encoder_with(kernel, dropout=0.2).embed(batch) for kernel in (kernels.attend, None)]
-    assert torch.equal(*dropped)
+    for half in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            assert torch.equal(*(encoder_with(kernel).embed(batch) for kernel in (kernels.attend, None)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,8 +65,7 @@ def test_kernel_has_the_same_graphs_for_all_lengths(family):
     """Graphs without breaks, whatever the number of spans and tokens, and the same values as without graphs."""
     torch._dynamo.reset()
     counter = CompileCounter()
-    settings = {"dropout": 0.2, "attention_dropout": 0.0}
-    compiled, eager = (encoder_with(kernels.attend, family, **settings) for _ in range(2))
+    compiled, eager = (encoder_with(kernels.attend, family, attention_dropout=0.0) for _ in range(2))
     compile_layers(compiled.model.base_model, backend=counter, fullgraph=True)
     for lengths in (MIXED, [17], [3, 3, 3], [36, 3], [5] * 20):
         batch = random_spans(lengths, num_selected=2)
@@ -147,3 +144,77 @@ def test_compiler_problem_names_what_a_machine_lacks(monkeypatch, tmp_path):
 
 def test_groups_are_kept_out_of_graphs():
     assert attend_in_groups._torchdynamo_disable
+
+
+LENGTHS = [9, 3, 30, 12, 12, 4, 27, 9]
+LAYERS = 9  # torch makes at most 8 graphs of a function, unless more are allowed
+
+
+class Noting(BucketedReducer):
+    """Notes how many layers' backwards have run when a bucket is complete, and sends nothing."""
+
+    def _send(self, bucket):
+        self.notes.append(len(cpukernel.BACKWARDS))
+        bucket.sent = bucket.flat
+
+
+def layers_done(encoder):
+    """For each bucket of the encoder's parameters, the layers whose backward has run when it is sent."""
+    reducer = Noting(Communicator(), list(encoder.model.base_model.parameters()), bucket_bytes=2**12)
+    reducer.notes = []
+    for _ in range(2):
+        cpukernel.BACKWARDS.clear()
+        reducer.notes.clear()
+        reducer.begin()
+        reducer.arm()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = encoder.hidden(random_spans(LENGTHS))
+        hidden.square().sum().backward()
+    assert len(cpukernel.BACKWARDS) == encoder.model.config.num_hidden_layers
+    assert len(reducer.notes) == len(reducer.buckets) > len(cpukernel.BACKWARDS)
+    return reducer.notes
+
+
+@pytest.mark.slow
+def test_compile_layers_while_the_backward_runs_sends_buckets():
+    """As without compilation; in one graph of the whole encoder, all would be sent after the last layer."""
+    torch._dynamo.reset()
+    eager, compiled, whole = (
+        encoder_with(kernels.attend, layers=layers, attention_dropout=0.0) for layers in (LAYERS, LAYERS, 2)
+    )
+    compile_layers(compiled.model.base_model, backend="aot_eager")
+    whole.model.base_model.compile(backend="aot_eager", dynamic=True)
+    expected, found = layers_done(eager), layers_done(compiled)
+    assert found[0] == 1
+    assert max(one - other for one, other in zip(found, expected, strict=True)) <= 1
+    assert set(layers_done(whole)) == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("roberta", "kernel"), ("roberta", "groups"), ("roberta", "padded"), ("modernbert", "kernel")],
+)
+def test_compile_layers_of_any_number_of_layers_makes_the_same_graphs(family, layout):
+    """With dropped attention weights, whose masks depend on the layer's number; gradients are those without graphs."""
+    kernel, rate = (kernels.attend, 0.0) if layout == "kernel" else (None, 0.2)
+    settings = {"attention_dropout": rate, "layout": "padded" if layout == "padded" else "packed"}
+    graphs = []
+    for layers in (4, LAYERS):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        compiled, eager = (encoder_with(kernel, family, layers, **settings) for _ in range(2))
+        compile_layers(compiled.model.base_model, backend=counter)
+        for number, lengths in enumerate((LENGTHS, [17, 3])):
+            batch = random_spans(lengths, num_selected=2, seed=number)
+            assert deviation(values(compiled, batch)[1:], values(eager, batch)[1:]) < 1e-6
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[1] > 1
+
+
+def test_parts_of_an_encoder_are_its_embeddings_and_layers():
+    body = encoder_with(kernels.attend, layers=LAYERS).model.base_model
+    assert list(parts(body)) == [body.embeddings, *body.encoder.layer]
+    assert list(parts(body.embeddings)) == [body.embeddings]
+    modernbert = encoder_with(kernels.attend, "modernbert", LAYERS).model.base_model  # torch compiles no single norm
+    assert list(parts(modernbert)) == [modernbert.embeddings, *modernbert.layers]

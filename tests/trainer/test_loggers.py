@@ -1,8 +1,9 @@
-"""Loggers beside metrics.jsonl: what they get, and that no failure of theirs reaches the run."""
+"""Every step once, in the file and in the loggers beside it; no failure of a logger reaches the run."""
 
 import errno
 import json
 import logging
+import math
 import os
 import shutil
 import struct
@@ -25,8 +26,70 @@ from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.metrics import loggers
 from declutr.trainer.metrics.config import WandbConfig
 from declutr.trainer.metrics.loggers import TENSORBOARD, WANDB_ID, run_id, wandb_run
-from declutr.trainer.metrics.metrics import MetricsWriter, read_metrics
+from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
+from declutr.trainer.metrics.progress import ProgressBar
 from declutr.trainer.step.step import StepMetrics
+
+
+def shown(folder, tag="step/loss"):
+    board = EventAccumulator(str(folder / TENSORBOARD), size_guidance={"scalars": 0})
+    board.Reload()
+    return [(event.step, event.value) for event in board.Scalars(tag)]
+
+
+def test_metrics_continue_after_a_resume(tmp_path):
+    first = MetricsWriter(tmp_path, 0)
+    take(first, range(1, 8))
+    first.scores(4, {"mrr": 0.5})
+    first.close()
+    with (tmp_path / METRICS).open("a") as stream:
+        stream.write('{"kind": "step", "st')  # a kill
+    time.sleep(1.1)  # the names of TensorBoard's files are seconds
+    second = MetricsWriter(tmp_path, 5)
+    take(second, range(6, 10))
+    second.close()
+    assert [line["step"] for line in read_metrics(tmp_path) if line["kind"] == "step"] == list(range(1, 10))
+    assert read_last_step(tmp_path / METRICS)["step"] == 9
+    assert shown(tmp_path) == [(step, step / 8) for step in range(1, 10)]
+    assert shown(tmp_path, "validation/mrr") == [(4, 0.5)]
+
+
+def test_metrics_that_are_not_finite_are_null(tmp_path):
+    writer = MetricsWriter(tmp_path, 0)
+    bad = StepMetrics(math.nan, {"contrastive": math.inf, "mlm": 1.0}, -math.inf, 0.1, 1, 5, 0.0, 1.0, 7, skipped=True)
+    writer.step(1, bad, {})
+    writer.close()
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    line = json.loads((tmp_path / METRICS).read_text(), parse_constant=refuse)
+    assert line["loss"] is line["contrastive"] is line["grad_norm"] is None
+    assert line["skipped"] is True
+    assert shown(tmp_path, "step/skipped") == [(1, 1.0)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_a_full_and_a_read_only_storage_lose_nothing(tmp_path):
+    with small_volume(tmp_path / "small", 2) as volume:
+        run = volume.path / "run"
+        run.mkdir()
+        writer = MetricsWriter(run, 0)
+        take(writer, range(1, 11))
+        writer.flush()
+        wait_for_lines(writer, 10)
+        volume.fill()
+        take(writer, range(11, 200))
+        with pytest.raises(OSError, match="No space"):
+            writer.flush()
+        volume.drain()
+        writer.flush()
+        volume.read_only(True)
+        take(writer, range(200, 210))
+        volume.read_only(False)
+        writer.close()
+        assert [line["step"] for line in read_metrics(run)] == list(range(1, 210))
+
 
 INSTALLED = getattr(find_spec("wandb"), "origin", None) is not None
 with_wandb = pytest.mark.skipif(not INSTALLED, reason="the package wandb is missing: pip install -e '.[wandb]'")
@@ -37,7 +100,7 @@ KEY = "0123456789abcdef" * 2 + "01234567"
 
 def take(writer, steps):
     for step in steps:
-        measured = StepMetrics(step / 8, {"contrastive": 1.0}, 1.0, 0.1, 1, 5, 0.0, 1.0, 7)
+        measured = StepMetrics(step / 8, {"contrastive": 1.0, "mlm": 2.0}, 1.0, 0.1, 1, 5, 0.0, 1.0, 7)
         writer.step(step, measured, {"seconds": 0.5, "mfu": None})
 
 
@@ -77,10 +140,8 @@ def test_a_tensorboard_that_fails_is_named_once_and_its_lines_counted(tmp_path, 
         writer.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 11))
     first, second = messages(caplog)
-    reason = {"lost": os.strerror(errno.ENOENT), "in the way": "", "missing": "pip install 'declutr-ray[tensorboard]'"}[
-        fault
-    ]
-    says(first, "TensorBoard gets no more metrics", reason, "metrics.jsonl has all")
+    reasons = {"lost": os.strerror(errno.ENOENT), "in the way": "", "missing": "pip install 'declutr-ray[tensorboard]'"}
+    says(first, "TensorBoard gets no more metrics", reasons[fault], "metrics.jsonl has all")
     says(second, "TensorBoard lacks", f"{7 if fault == 'lost' else 10} or more")
 
 
@@ -103,9 +164,7 @@ def test_a_tensorboard_on_a_full_disk_leaves_the_metrics_whole_and_starts_again(
         again = MetricsWriter(tmp_path, 300)
         take(again, [301, 302])
         again.close()
-        board = EventAccumulator(str(tmp_path / TENSORBOARD), size_guidance={"scalars": 0})
-        board.Reload()
-        assert [event.step for event in board.Scalars("step/loss") if event.step > 300] == [301, 302]
+        assert [step for step, _ in shown(tmp_path) if step > 300] == [301, 302]
 
 
 @pytest.mark.parametrize("place", ["start", "log", "end", "hang"])
@@ -295,3 +354,15 @@ def test_a_dead_process_or_server_leaves_the_metrics_whole(tmp_path, caplog, mon
     assert "Weights & Biases lacks" in caplog.text
     assert KEY not in caplog.text
     assert not process.is_running()
+
+
+def test_a_continued_run_shows_the_steps_of_earlier_starts(capsys):
+    with ProgressBar(lambda: None, 16, [], "docs", done=15):
+        pass
+    assert "(15 of 16)" in capsys.readouterr().err
+
+
+def test_a_loss_of_an_auxiliary_task_that_is_not_finite_does_not_end_the_bar(capsys):
+    with ProgressBar(lambda: {"step": 16, "skipped": False, "loss": None}, 16, [], "docs", done=0):
+        pass
+    assert "loss not finite" in capsys.readouterr().err

@@ -1,14 +1,21 @@
-"""NT-Xent in tiles against the whole matrix at once."""
+"""NT-Xent in tiles against the whole matrix at once, SupCon, and the objective: views, queue, losses."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from measures import deviation
+from messages import all_of
+from pydantic import ValidationError
+from tiny import contrastive, declutr, rows_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from declutr.trainer.objectives.declutr.ntxent import ntxent
+from declutr.trainer.objectives.base import Gathered
+from declutr.trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig
+from declutr.trainer.objectives.declutr.ntxent import MetricLearningLoss, ntxent
 from declutr.trainer.objectives.row_shard import tile_rows
+from declutr.trainer.objectives.supcon.config import SupconConfig
+from declutr.trainer.objectives.supcon.objective import supcon
 
 TILE_ROWS = tile_rows(torch.device("cpu"))
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -38,12 +45,6 @@ def value_and_gradient(loss, rows, *arguments):
     value = loss(rows, *arguments)
     (gradient,) = torch.autograd.grad(value, rows)
     return value, gradient
-
-
-def test_a_pair_without_negatives_is_won_and_pulls_nothing():
-    value, gradient = value_and_gradient(ntxent, embeddings(1), 0.05)
-    assert value.item() == 0
-    assert (gradient == 0).all()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 0.05, 5e-4])
@@ -96,9 +97,10 @@ def test_ntxent_excluding_same_document_equals_a_plain_writing(tile):
 
 def test_ntxent_of_several_default_tiles_equals_the_dense_one():
     rows = embeddings(TILE_ROWS // 2 + 100)
-    found, expected = value_and_gradient(ntxent, rows, 0.05), value_and_gradient(dense, rows, 0.05)
-    assert deviation([found[0]], [expected[0]]) < 1e-10
-    assert deviation([found[1]], [expected[1]]) < 1e-10
+    for found, expected in zip(
+        value_and_gradient(ntxent, rows, 0.05), value_and_gradient(dense, rows, 0.05), strict=True
+    ):
+        assert deviation([found], [expected]) < 1e-10
 
 
 @pytest.mark.parametrize("tile", [1, TILE_ROWS])
@@ -124,13 +126,6 @@ def test_lost_and_won_terms_keep_their_digits():
         assert torch.allclose(value.double(), expected[0], rtol=1e-5)
         assert torch.isfinite(gradient).all()
         assert torch.allclose(gradient.double(), expected[1], rtol=1e-5, atol=1e-3)
-
-
-@pytest.mark.parametrize("tile", [3, 16])
-def test_gradient_is_the_derivative(tile):
-    queue = embeddings(2, size=4, seed=1).detach()
-    rows = embeddings(4, size=4)
-    assert torch.autograd.gradcheck(lambda given: ntxent(given, 0.3, queue, tile), [rows])
 
 
 def test_queue_has_no_gradient():
@@ -182,3 +177,153 @@ def test_half_precision_embeddings_are_normalised_and_compared_in_float32():
     assert value.dtype == torch.float32
     assert value == expected
     assert torch.equal(gradient, wanted.bfloat16())
+
+
+def rows(number, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(number, 7, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def test_distinct_labels_are_ntxent():
+    embeddings = rows(24)
+    labels = torch.arange(12).repeat(2)
+    found, expected = value_and_gradient(supcon, embeddings, labels, 0.3), value_and_gradient(ntxent, embeddings, 0.3)
+    assert found[0].item() == pytest.approx(expected[0].item(), rel=1e-12)
+    assert deviation([found[1]], [expected[1]]) < 1e-12
+
+
+@pytest.mark.parametrize("tile", [1, 3, 5, 20, 64])
+def test_supcon_tiles_change_nothing(tile):
+    embeddings, labels = rows(22), torch.tensor([3, 3, 1, 0, 2, 1, 1, 0, 2, 3, 5]).repeat(2)
+    scores = F.normalize(embeddings, dim=-1)
+    scores = (scores @ scores.T / 0.2).masked_fill(torch.eye(22, dtype=torch.bool), float("-inf"))
+    same = (labels[:, None] == labels[None]).fill_diagonal_(False)
+    plain = -(scores.log_softmax(dim=1).where(same, 0).sum(dim=1) / same.sum(dim=1)).mean()
+    found = value_and_gradient(supcon, embeddings, labels, 0.2, tile)
+    assert found[0].item() == pytest.approx(plain.item(), rel=1e-12)
+    assert deviation([found[1]], torch.autograd.grad(plain, embeddings)) < 1e-12
+
+
+def test_reference_supcon_survives_a_round_of_its_settings():
+    config = SupconConfig(reference_supcon=True)
+    assert SupconConfig.model_validate(config.model_dump(mode="json")) == config
+    with pytest.raises(ValueError, match="base_temperature"):
+        SupconConfig(reference_supcon=True, base_temperature=0.5)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("unmasked", [False, True])
+def test_declutr_views_are_anchors_and_mean_positives(unmasked):
+    """Anchor beside the mean of its own positives; with a second forward it is the unmasked anchor that counts."""
+    objective = declutr(DeclutrConfig(contrast_unmasked_anchors=unmasked), num_positives=3)
+    masked, plain, positives = randn(4, 5), randn(4, 5, seed=1), randn(12, 5, seed=2)
+    spans = torch.cat([masked, *([plain] if unmasked else []), positives])
+    views = objective.views(spans, rows_of(spans, 4))
+    assert torch.equal(views[:, 0], plain if unmasked else masked)
+    for anchor in range(4):
+        assert deviation([views[anchor, 1]], [positives[3 * anchor : 3 * anchor + 3].mean(0)]) < 1e-15
+
+
+def test_queue_holds_the_latest_and_only_as_negatives():
+    objective = declutr(DeclutrConfig(queue_size=6, loss={"kind": "ntxent", "temperature": 0.3}), 1, 1, size=5)
+    assert objective.remembers
+    batches = [randn(2, 2, 5, seed=seed) for seed in range(3)]
+    seen = torch.empty(0, 5, dtype=torch.float64)
+    for views in batches:
+        views.requires_grad_(True)
+        value, embeddings = contrastive(objective, views), torch.cat([views[:, 0], views[:, 1]]).detach()
+        assert deviation([value], [dense(embeddings, 0.3, seen)]) < 1e-12
+        before = objective.queue
+        assert before is None or torch.equal(before, seen)  # the loss itself changes nothing
+        objective.remember(Gathered(views).detach())
+        assert not objective.queue.requires_grad
+        seen = torch.cat([seen, embeddings])[-6:]
+        assert torch.equal(objective.queue, seen)
+    twin = declutr(objective.config, 1, 1, size=5)
+    twin.restore(objective.state())
+    assert torch.equal(twin.queue, objective.queue)
+    twin.restore({})
+    assert twin.queue is None
+
+
+def test_queue_restored_without_its_documents_is_dropped_only_if_they_are_needed():
+    """A queue whose documents are unknown could hold spans of an anchor's own document."""
+    config = DeclutrConfig(queue_size=6, loss={"temperature": 0.3, "exclude_same_document": True})
+    objective, plain = declutr(config, 1, 1, size=5), declutr(DeclutrConfig(queue_size=6), 1, 1, size=5)
+    for step in range(3):
+        batch = Gathered(randn(2, 2, 5, seed=step), {"document": torch.tensor([step, -step])})
+        objective.remember(batch)
+        plain.remember(Gathered(batch.views))
+    assert objective.queue_documents.tolist() == [1, -1, 2, -2, 2, -2]
+    twin = declutr(config, 1, 1, size=5)
+    twin.restore(objective.state())
+    assert torch.equal(twin.queue_documents, objective.queue_documents)
+    twin.restore(plain.state())
+    assert twin.state() == {}
+    plain.restore(objective.state())
+    assert list(plain.state()) == ["queue"]
+
+
+def test_the_state_of_another_objective_is_refused():
+    with pytest.raises(RuntimeError, match=r"unexpected classifier\.weight"):
+        declutr().restore({"classifier.weight": torch.zeros(2), "queue": torch.zeros(1, 2)})
+
+
+def test_without_a_queue_nothing_is_kept():
+    objective = declutr(DeclutrConfig(), 1, 1)
+    assert not objective.remembers
+    assert objective.state() == {}
+
+
+def test_queue_with_another_loss_is_refused():
+    with pytest.raises(ValidationError, match=all_of("queue_size = 8", "ntxent", "pytorch_metric_learning")):
+        DeclutrConfig(queue_size=8, loss={"kind": "pytorch_metric_learning", "loss": "NTXentLoss"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "known"),
+    [
+        *(({"loss": name}, (f"'{name}'", "NTXentLoss", "SupConLoss")) for name in ("NtXentLoss", "_private", "os")),
+        ({"loss": "__builtins__"}, ("'__builtins__'", "NTXentLoss", "SupConLoss")),
+        ({"miner": "Miner"}, ("'Miner'", "MultiSimilarityMiner")),
+        ({"kind": "triplet"}, "'ntxent', 'pytorch_metric_learning'"),
+    ],
+)
+def test_unknown_loss_miner_or_kind_lists_the_known(changes, known):
+    with pytest.raises(ValidationError, match=all_of(known)):
+        DeclutrConfig(loss={"kind": "pytorch_metric_learning", "loss": "NTXentLoss"} | changes)
+
+
+def metric_loss(**given):
+    config = MetricLearningConfig(kind="pytorch_metric_learning", **given)
+    return MetricLearningLoss(**config.model_dump(exclude={"kind"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("NTXentLoss", {"temperatur": 0.05}, ("objective.loss NTXentLoss", "miner None", "'temperatur'")),
+        ("ArcFaceLoss", {"num_classes": 4, "embedding_size": 5}, ("objective.loss = ArcFaceLoss", "class weights")),
+    ],
+)
+def test_wrong_arguments_and_losses_with_class_weights_are_named(name, arguments, told):
+    with pytest.raises(ValueError, match=all_of(told)):
+        metric_loss(loss=name, loss_arguments=arguments)
+
+
+def test_a_miner_chooses_what_counts():
+    embeddings = randn(12, 5)
+    plain = metric_loss(loss="TripletMarginLoss")(embeddings)
+    mined = metric_loss(loss="TripletMarginLoss", miner="BatchHardMiner")(embeddings)
+    assert mined > plain
+
+
+def test_labels_pair_row_i_with_row_i_plus_m():
+    """Perfect pairs far from each other: no loss; shifted by one: a loss."""
+    corners = torch.eye(5, dtype=torch.float64)
+    loss = metric_loss(loss="NTXentLoss", loss_arguments={"temperature": 0.05})
+    assert loss(torch.cat([corners, corners])) < 1e-6
+    assert loss(torch.cat([corners, corners.roll(1, 0)])) > 10

@@ -1,19 +1,28 @@
-"""What is kept: laws over all histories, and real folders."""
+"""Which checkpoints are kept and which is the best: laws, and real files; the bytes of a file of tensors."""
 
+import resource
 import shutil
+import signal
 
 import pytest
+import tinyruns as runs
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from messages import says
+from messages import all_of, says
+from safetensors.torch import load_file, save
 from states import state_of
 
 from declutr.common.errors import CheckpointError, UnreadableError
-from declutr.trainer.checkpoints import checkpoint, retention
+from declutr.trainer.checkpoints import checkpoint, retention, tensorfile
 from declutr.trainer.checkpoints.config import CheckpointConfig
+from declutr.trainer.checkpoints.ranking import BestScore, EarlyStopping, find_best, history
 from declutr.trainer.checkpoints.retention import kept
-from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.state import RunState, has_checksum
+from declutr.trainer.checkpoints.tensorfile import write_tensors
+from declutr.trainer.metrics.metrics import MetricsWriter
+from declutr.trainer.parallel.request import Request
 
 HISTORIES = st.dictionaries(st.integers(1, 60), st.none() | st.floats(0, 1), max_size=20)
 CONFIGS = st.builds(
@@ -138,3 +147,127 @@ def test_unreadable_checkpoint_is_not_a_broken_one(tmp_path, log):
         checkpoint.find_latest(tmp_path)
     retention.prune(tmp_path, CheckpointConfig(keep_last=1), "mrr", 6)
     assert checkpoint.steps_in(tmp_path) == [6], "it may be whole"
+
+
+@given(st.dictionaries(st.integers(1, 50), st.integers(0, 4).map(float), max_size=12))
+def test_laws_of_a_best_score(scores):
+    now = BestScore.of(scores)
+    assert (now is None) == (not scores)
+    if now is not None:
+        assert now.score == scores[now.step] == max(scores.values())
+        assert all(score < now.score for step, score in scores.items() if step < now.step)
+        assert now.since == len([step for step in scores if step > now.step])
+
+
+def test_held_out_scores_begin_after_the_untrained_weights(tmp_path):
+    writer = MetricsWriter(tmp_path, 0)
+    for step in (0, 2, 4, 6, 8):
+        writer.scores(step, {"mrr": step / 10, "recall_at_1": 0.5})
+    writer.close()
+    assert history(tmp_path, "mrr", 6) == {2: 0.2, 4: 0.4, 6: 0.6}
+    assert history(tmp_path / "nothing", "mrr", 6) == {}
+
+
+def test_a_run_ends_when_as_many_scores_as_its_patience_are_no_better_than_the_best(tmp_path):
+    stopping = EarlyStopping(tmp_path, "mrr", 2)
+    stopping.measured(0, {"mrr": 0.9})  # the untrained weights do not count
+    found = []
+    for step, score in ((2, 0.3), (4, 0.5), (6, 0.5), (8, 0.4)):
+        stopping.measured(step, {"mrr": score})
+        found.append(stopping.request)
+    assert found == [Request(0), Request(0), Request(0), Request.EARLY]
+
+
+def test_lines_and_checkpoints_without_a_score_do_not_count(tmp_path):
+    writer = MetricsWriter(tmp_path, 0)
+    for step, scores in ((6, {"mrr": 0.9}), (8, {"mrr": 0.1, "distant_mrr": 0.2})):
+        writer.scores(step, scores)
+        checkpoint.save(tmp_path / "checkpoints", state_of(step, **scores), {"encoder.safetensors": {}})
+    writer.close()
+    assert (history(tmp_path, "distant_mrr", 8), history(tmp_path, "mrr", 8)) == ({8: 0.2}, {6: 0.9, 8: 0.1})
+    assert find_best(tmp_path / "checkpoints", "distant_mrr")[1].step == 8
+    assert find_best(tmp_path / "checkpoints", "mrr")[1].step == 6
+
+
+def config_of(**changes):
+    return runs.least_config(**{"export": "best"} | changes)
+
+
+def test_patience_is_no_part_of_a_runs_identity_and_the_score_is():
+    saving = {"every_steps": 100}
+    plain, patient = config_of(checkpoint=saving), config_of(checkpoint=saving, validation={"patience": 3})
+    assert plain.hash() == patient.hash()
+    assert plain.resume_settings()["validation"]["score"] == "distant_recall_at_1"
+    assert "patience" not in plain.resume_settings()["validation"]
+    assert plain.hash() != config_of(validation={"score": "mrr"}).hash()
+
+
+def test_the_score_of_another_process_is_refused_and_a_run_that_has_it_is_read():
+    with pytest.raises(ValueError, match=all_of("score = followed", "declutr evaluate RUN", "validation.stsb")):
+        config_of(validation={"score": "followed"})
+    values = config_of().model_dump(mode="json")
+    values["validation"]["score"] = "followed"
+    assert type(config_of()).stored(values) == config_of()
+
+
+def test_an_objective_without_scores_chooses_nothing_and_its_runs_of_earlier_versions_go_on(monkeypatch):
+    monkeypatch.setattr(type(config_of().objective), "scores", ())
+    plain = config_of(export="last")
+    assert plain.validation.score == ""
+    assert plain == config_of(export="last", validation={"score": "followed"}), "as earlier versions stored it"
+    assert plain.resume_settings()["validation"]["score"] == "followed"
+    with pytest.raises(ValueError, match=all_of("export = best", "has none", "validation.stsb")):
+        config_of()
+
+
+TENSORS = {
+    "of many": torch.arange(5000, dtype=torch.float32).reshape(50, 100),
+    "half": torch.randn(7, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    "a step": torch.tensor(3.0),
+    "ids": torch.arange(9),
+    "none": torch.empty(0, 4),
+    "flags": torch.tensor([True, False, True]),
+    "double": torch.linspace(0, 1, 11, dtype=torch.float64),
+    "sixteen": torch.ones(3, dtype=torch.float16),
+    "bytes": torch.arange(13, dtype=torch.uint8),
+    "thirty-two": torch.arange(5, dtype=torch.int32),
+    "ümlaut": torch.ones(2),
+}
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 2**20])
+def test_the_bytes_are_those_of_the_library(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(tensorfile, "_CHUNK_BYTES", chunk_bytes)
+    path = tmp_path / "it.safetensors"
+    checksum = write_tensors(path, TENSORS)
+    assert path.read_bytes() == save(TENSORS)
+    assert checksum == f"xxh3:{xxhash.xxh3_128(path.read_bytes()).hexdigest()}"
+    assert has_checksum(path, checksum)
+    read = load_file(path)
+    assert read.keys() == TENSORS.keys()
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+
+
+def test_a_changed_bit_is_told_by_the_checksum(tmp_path):
+    checksum = write_tensors(tmp_path / "it", TENSORS)
+    raw = bytearray((tmp_path / "it").read_bytes())
+    raw[-1] ^= 1
+    (tmp_path / "it").write_bytes(raw)
+    assert not has_checksum(tmp_path / "it", checksum)
+
+
+def test_tensorfile_of_no_tensors_is_read_back(tmp_path):
+    write_tensors(tmp_path / "it", {})
+    assert load_file(tmp_path / "it") == {}
+
+
+def test_a_limit_on_files_is_an_error_with_its_number(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_tensors(tmp_path / "it", TENSORS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

@@ -1,17 +1,23 @@
-"""Hanging and slow workers, found from heartbeats."""
+"""Hanging and slow workers, what a start waits for, signals, and files by which workers of a host share news."""
 
 import os
 import signal
 import socket
+import stat
 import time
 
 import pytest
+import tinyruns as runs
+import torch
 from messages import says
 
-from declutr.trainer.driver.watchdog import Watchdog
+from declutr.trainer.driver.checks import ray_problems
+from declutr.trainer.driver.signals import Signals
+from declutr.trainer.driver.watchdog import Waiting, Watchdog, oversubscribed
+from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.worker.backend import _signalled, listen
-from declutr.trainer.worker.channel import ControlChannel
-from declutr.trainer.worker.entry import Listener
+from declutr.trainer.worker.channel import EVERY_SECONDS, ControlChannel, newest, period
+from declutr.trainer.worker.entry import Listener, Mailbox
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.stopwatch import Stopwatch, describe_start
 
@@ -168,3 +174,192 @@ def test_the_parts_of_a_start_add_up():
     watch = Stopwatch({"command": 100.0, "imports": 102.5, "ray": 105.0})
     assert watch.parts() == {"imports": 2.5, "ray": 2.5}
     says(describe_start(8, watch.parts()), "step 8", "5.0 s", "imports 2.5", "ray 2.5")
+
+
+def phase_of(phase, steps=0, size=4):
+    return {"phase": phase, "steps": steps, "size": size}
+
+
+def test_waiting_names_what_is_missing_and_who_has_started():
+    waiting = Waiting(ScalingConfig(num_workers=4), "cuda", {"CPU": 2.0}, began=100.0)
+    assert waiting.look([], 109.0) is None
+    told = waiting.look([], 110.0)
+    says(told, "10 s", "4 workers", "1 CPU(s)", "GPU", "2 CPUs", "0 GPUs")
+    assert waiting.look([], 111.0) is None
+    says(waiting.look([], 170.5), "70 s", "4")
+    says(waiting.look([phase_of("starting")], 171.0), "1 of 4 workers", "1 loading")
+    two = [phase_of("starting"), phase_of("data")]
+    says(waiting.look(two, 172.0), "2 of 4 workers", "1 waiting", "1 loading")
+    assert waiting.look([phase_of("data", steps=1), phase_of("data")], 300.0) is None
+    assert waiting.look([phase_of("starting")], 400.0) is None
+
+
+def test_more_workers_than_cpus_are_named(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    many = (os.cpu_count() or 1) + 1
+    says(oversubscribed(ScalingConfig(num_workers=many)), f"scaling.num_workers = {many}", "1 CPU(s)")
+    assert oversubscribed(ScalingConfig(num_workers=1)) is None
+    assert oversubscribed(ScalingConfig(num_workers=many, address="head:6379")) is None
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    workers = torch.cuda.device_count() + 1
+    config = runs.train_config("data", tmp_path, scaling={"device": "cuda", "num_workers": workers})
+    (problem,) = ray_problems(config, tmp_path, own_session=True)
+    says(problem, "scaling.device = cuda", f"{workers} workers", "GPU")
+    auto = runs.train_config("data", tmp_path, scaling={"device": "auto", "num_workers": workers})
+    assert ray_problems(auto, tmp_path, own_session=True) == []
+    (tmp_path / "summary.json").write_text("{}")
+    assert ray_problems(config, tmp_path, own_session=True) == []
+
+
+def test_a_cluster_that_does_not_answer_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    config = runs.train_config("data", tmp_path)
+    (problem,) = ray_problems(config, tmp_path, own_session=True)
+    says(problem, "RAY_ADDRESS = 127.0.0.1:1", "no Ray cluster")
+    named = runs.train_config("data", tmp_path, scaling={"address": "127.0.0.1:2"})
+    (problem,) = ray_problems(named, tmp_path, own_session=True)
+    says(problem, "scaling.address = 127.0.0.1:2", "no Ray cluster")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1"])
+def test_a_signal_asks_for_a_good_end(name):
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    with Signals() as signals:
+        signal.raise_signal(number)
+        assert signals.wait(10)
+    assert (signals.received, signals.status) == (name, 128 + number)
+    assert signal.getsignal(number) is before
+
+
+def test_signals_second_within_a_second_is_the_same_request_and_a_later_one_exits(log):
+    now = [100.0]
+    with Signals(clock=lambda: now[0]) as signals:
+        signal.raise_signal(signal.SIGTERM)
+        for number, seconds in ((signal.SIGTERM, 0.0), (signal.SIGHUP, 0.9)):
+            now[0] = 100.0 + seconds
+            signal.raise_signal(number)
+            assert (signals.received, signals.status) == ("SIGTERM", 143)
+        now[0] = 101.1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    (line,) = log
+    assert "SIGINT after SIGTERM" in line
+    assert "without saving" in line
+    assert "the same command continues" in line
+
+
+def test_signals_after_another_reason_to_stop_exits():
+    with Signals() as signals:
+        signals.request_stop("the loss of the run's lock")
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+    assert signals.status == 143
+
+
+def test_under_nohup_a_hangup_is_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+        assert signals.received is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+SECONDS = 300.0
+
+
+def boxes(folder, *ranks):
+    return [Mailbox("start-node-group", rank, SECONDS, folder) for rank in ranks]
+
+
+def silence(folder, rank):
+    """Makes a worker's heartbeat as old as that of one that was killed or stands still."""
+    at = time.time() - 4 * SECONDS
+    os.utime(folder / "declutr-workers-start-node-group" / str(rank), (at, at))
+
+
+def test_mailbox_lowest_rank_leads_and_passes_a_notice_on(tmp_path):
+    three, five = boxes(tmp_path, 3, 5)
+    five.write({"rank": 5})
+    assert five.leads(), "no other has started"
+    three.write({"rank": 3, "step": 1})
+    three.write({"rank": 3, "step": 2})
+    assert (three.leads(), five.leads()) == (True, False)
+    assert sorted(five.heartbeats(), key=lambda one: one["rank"]) == [{"rank": 3, "step": 2}, {"rank": 5}]
+    assert five.stop_reason() is None
+    three.pass_on("SIGTERM")
+    assert five.stop_reason() == "SIGTERM"
+    (folder,) = tmp_path.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_mailbox_silent_leader_is_replaced_until_it_writes_again(tmp_path):
+    three, five = boxes(tmp_path, 3, 5)
+    three.write({"rank": 3})
+    five.write({"rank": 5})
+    silence(tmp_path, 3)
+    assert five.leads()
+    assert {"rank": 3} in five.heartbeats(), "the watchdog sees that it stands still"
+    three.write({"rank": 3})
+    assert not five.leads()
+
+
+def test_mailbox_last_worker_removes_the_folder(tmp_path):
+    three, five, killed = boxes(tmp_path, 3, 5, 7)
+    for box, rank in ((three, 3), (five, 5), (killed, 7)):
+        box.write({"rank": rank})
+    silence(tmp_path, 7)
+    three.leave()
+    assert five.leads()
+    five.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mailbox_folders_of_killed_workers_are_removed_after_a_day(tmp_path):
+    for name, age in (("old", 90_000), ("young", 80_000)):
+        (tmp_path / f"declutr-workers-{name}").mkdir()
+        at = time.time() - age
+        os.utime(tmp_path / f"declutr-workers-{name}", (at, at))
+    (box,) = boxes(tmp_path, 0)
+    box.write({"rank": 0})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "declutr-workers-start-node-group",
+        "declutr-workers-young",
+    ]
+
+
+def test_listener_without_shared_files_goes_on(tmp_path):
+    (tmp_path / "file").write_text("")
+    with Listener(ControlChannel("of no session"), Heartbeat(0, 1), folder=tmp_path / "file") as listener:
+        listener.look()
+        assert listener.notice() is None
+
+
+def test_listener_shares_its_heartbeat_and_leaves_nothing(tmp_path):
+    with Listener(ControlChannel("of no session"), Heartbeat(4, 8, group="g", node="n"), folder=tmp_path) as listener:
+        listener.look()
+        other = Mailbox("of no session-n-g", 5, SECONDS, tmp_path)
+        assert [one["rank"] for one in other.heartbeats()] == [4]
+        other.pass_on("a drained node")
+        listener.look()
+        assert listener.notice() == "a drained node"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_newest_heartbeat_counts_whoever_posted_it():
+    before, after = ({"rank": 3, "group": group, "written": at} for group, at in (("a", 1.0), ("b", 2.0)))
+    other = {"rank": 4, "group": "b", "written": 1.5}
+    for posted in ([[before, other], [after]], [[after], [other, before]]):
+        assert sorted(newest(posted), key=lambda one: one["rank"]) == [after, other]
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(1, EVERY_SECONDS), (256, EVERY_SECONDS), (512, 1.0), (10_000, 2.0)])
+def test_period_grows_with_the_group_up_to_a_limit(size, seconds):
+    assert period(size) == seconds

@@ -78,10 +78,6 @@ _REPLACED_OPTIONS: dict[tuple[str, str], str] = {
     ("evaluate", "--every-seconds"): "declutr evaluate RUN scores each checkpoint of a run, and ends",
     ("doctor", "--address"): "`ray status` lists the nodes and what is free; run `declutr doctor CONFIG` on each node",
     ("index", "--kind"): "every search compares all vectors; omit it",
-    ("index", "--pairs"): "declutr evaluate MODEL --pairs FILE shows what words add to the vectors (IDF cosine, weight "
-    "1); declutr search INDEX QUERY --weight W tries another weight, declutr index --hybrid --weight W stores it",
-    ("index", "--source-field"): "declutr embed MODEL INPUT --id-field NAME --output OUT.parquet keeps a field of each "
-    "text, which a search shows",
 }
 """What to type instead of an option that earlier versions of a command had."""
 

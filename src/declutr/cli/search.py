@@ -3,6 +3,7 @@
 import argparse
 import math
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,8 @@ from declutr.common.console.terminal import refused, shorten
 from declutr.common.paths import path_argument
 
 if TYPE_CHECKING:
-    from declutr.embedding.index import IndexFacts
+    from declutr.embedding.build import WeightChoice
+    from declutr.embedding.index import IndexFacts, SearchIndex
 
 
 def run_index(arguments: list[str]) -> int:
@@ -18,29 +20,37 @@ def run_index(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="declutr index", description="Build an index for `declutr search`.")
     parser.add_argument("embeddings", type=path_argument, help="file of `declutr embed`, with its note next to it")
     parser.add_argument("--output", type=path_argument, required=True, help="folder to create")
+    parser.add_argument("--source-field", help="field or column with the origin of a text (its file)")
     parser.add_argument("--dtype", choices=("float32", "int8"), help="type of the vectors (float32; int8 if they are)")
     parser.add_argument("--hybrid", action="store_true", help="store the words too: score = cosine + weight * words")
     parser.add_argument("--lexical", choices=("idf", "bm25"), help="score of the words of a hybrid index (idf)")
     parser.add_argument("--weight", type=_weight, help="weight of the words, 0 to 100 (1)")
+    parser.add_argument("--pairs", type=path_argument, help="choose the weight on pairs of query and text, or id")
+    parser.add_argument("--model", help="with --pairs: the encoder, if it has moved since the embeddings were made")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     parser.add_argument("--parquet", type=path_argument, help="file to write too: texts, vectors and a map of them")
     parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
     options = parser.parse_args(arguments)
     if not options.embeddings.is_file():
         return refused(f"{options.embeddings}: no such file; name a file that `declutr embed` has written")
-    for name in ("lexical", "weight"):
+    for name in ("lexical", "weight", "pairs"):
         if getattr(options, name) is not None and not options.hybrid:
             return refused(f"--{name}: is for hybrid indexes; add --hybrid")
-    from declutr.embedding.build import DEFAULT_WEIGHT, build_index
+    if options.pairs and options.weight is not None:
+        return refused(f"--weight {options.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
+    from declutr.embedding.build import DEFAULT_WEIGHT, build_index, sentences
     from declutr.evaluation.retrieval.lexicon import LexicalKind
 
+    choices: list[WeightChoice] = []
     weight = DEFAULT_WEIGHT if options.weight is None else options.weight
     lexical: LexicalKind | None = (options.lexical or "idf") if options.hybrid else None
     facts = build_index(
         options.embeddings,
         options.output,
+        options.source_field,
         options.dtype,
         lexical,
-        weight,
+        _chooser(options, choices) if options.pairs else weight,
         options.open_addresses,
         options.parquet,
     )
@@ -53,8 +63,27 @@ def run_index(arguments: list[str]) -> int:
         share = float(pq.read_schema(options.parquet).metadata[SHARE])
         shown = f"uvx embedding-atlas {shlex.quote(str(options.parquet))} --text text --x x --y y"
         lines.append(f"{options.parquet}: x and y have {100 * share:.1f}% of the variance; open it with: {shown}")
-    print(*lines, sep="\n")
+    print(*lines, *(line for choice in choices for line in sentences(choice)), sep="\n")
     return 0
+
+
+def _chooser(options: argparse.Namespace, choices: list["WeightChoice"]) -> Callable[["SearchIndex"], "WeightChoice"]:
+    """Read pairs and encoder; return a function that chooses the weight of an index and appends the choice."""
+    from declutr.embedding.build import choose_weight
+    from declutr.embedding.output import read_note
+    from declutr.evaluation.retrieval.pairs import read_pairs
+
+    read_pairs(options.pairs)  # its problems need not wait for the encoder
+    note = read_note(options.embeddings)
+    from declutr.encoders.loading import encoder_of_index  # loads torch
+
+    encoder = encoder_of_index(note.config.choice, options.model, trust_remote_code=options.trust_remote_code)
+
+    def choose(index: "SearchIndex") -> "WeightChoice":
+        choices.append(choose_weight(index, encoder, options.pairs))
+        return choices[0]
+
+    return choose
 
 
 def _described(facts: "IndexFacts", folder: Path) -> list[str]:

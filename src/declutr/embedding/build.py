@@ -1,14 +1,20 @@
-"""Building of an index from a file of `declutr embed`: written to a temporary folder, then renamed."""
+"""Building of an index from a file of `declutr embed`: written to a temporary folder, then renamed.
+
+The weight of the words of a hybrid index may be chosen on pairs: half of the queries choose it, the other half report
+it.
+"""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from declutr.common.errors import UsageError
+from declutr.common.bootstrap import Comparison, compare
+from declutr.common.errors import DataError, UsageError
 from declutr.common.storage import atomic_file, atomic_folder, hash_file, hash_json, write_json
 from declutr.embedding.index import INDEX, NO_TEXT, SCHEMA, TEXTS, VECTORS, Hybrid, IndexFacts, SearchIndex, StoredTexts
 from declutr.embedding.job import would_read
@@ -16,19 +22,49 @@ from declutr.embedding.lexical import write_words
 from declutr.embedding.output import CHUNK_ROWS, numbered, read_note, rows_of, unit_vectors, write_npy_header
 from declutr.embedding.plane import write_map
 from declutr.embedding.units import EmbedConfig, Shape, VectorType, corpus_of, identify, keyed, plan, shaped
+from declutr.encoders.protocol import SentenceEncoder
+from declutr.evaluation.retrieval.compare import MEASURES, SEED, measures
 from declutr.evaluation.retrieval.lexicon import LexicalKind
-from declutr.pipeline.job.units import Unit, read_unit
+from declutr.evaluation.retrieval.pairs import RetrievalTest, join_pairs, read_pairs
+from declutr.pipeline.job.units import Unit, plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document
 
 DEFAULT_WEIGHT = 1.0
+F64 = NDArray[np.float64]
+WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
+WORDS_ALONE = "words alone"
+VECTORS_ALONE = "vectors alone"
+CHOOSING = "ndcg@10"
+
+
+@dataclass(frozen=True)
+class WeightChoice:
+    """A weight chosen on pairs.
+
+    Attributes:
+        weight: with the highest mean nDCG@10 on the development queries; of equal ones the lowest.
+        development: number of queries that chose it.
+        values: `(Q, 5)` values of `MEASURES` on the other queries, of the hybrid search and of each part alone.
+    """
+
+    weight: float
+    development: int
+    values: Mapping[str, F64]
+
+    def differences(self) -> dict[str, Comparison]:
+        """The hybrid search compared with each part alone on the queries that did not choose."""
+        column = MEASURES.index(CHOOSING)
+        parts = ((name, scores) for name, scores in self.values.items() if name != "hybrid")
+        return {name: compare(scores[:, column], self.values["hybrid"][:, column], SEED) for name, scores in parts}
 
 
 def build_index(
     embeddings: Path,
     output: Path,
+    source_field: str | None = None,
     dtype: VectorType | None = None,
     lexical: LexicalKind | None = None,
-    weight: float = DEFAULT_WEIGHT,
+    weight: float | Callable[[SearchIndex], WeightChoice] = DEFAULT_WEIGHT,
     open_addresses: bool = False,
     map_file: Path | None = None,
 ) -> IndexFacts:
@@ -37,9 +73,10 @@ def build_index(
     Args:
         embeddings: the file.
         output: folder to create.
+        source_field: key or column with the origin of a text; if None or missing in a record, the file is the origin.
         dtype: type of the stored vectors; None: int8 if the embeddings are, else float32.
         lexical: scores of words for a hybrid index; None: vectors alone.
-        weight: of the words.
+        weight: of the words, or a function that chooses it with the index.
         open_addresses: read inputs at addresses, which the file's note names.
         map_file: Parquet file to write for Embedding Atlas, which appears with the index.
 
@@ -58,12 +95,14 @@ def build_index(
     precision = note.precision or config.choice.precision
     if note.job != hash_json(identify(config, units, note.fingerprint, precision)):
         raise UsageError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
+    if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
+        raise UsageError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
     is_int8 = config.shape.dtype == "int8"
     dtype = dtype or ("int8" if is_int8 else "float32")
     if map_file:
         _check_map_file(map_file, output, config, note.rows)
     with atomic_folder(output) as aside:
-        if _write_texts(aside / TEXTS, units, config) != note.rows:
+        if _write_texts(aside / TEXTS, units, config, source_field) != note.rows:
             raise UsageError(
                 f"{embeddings}: its inputs have another number of texts than it has embeddings; embed again"
             )
@@ -74,7 +113,7 @@ def build_index(
         hybrid = None
         if lexical:
             words = write_words(aside, StoredTexts(aside / TEXTS, note.rows), lexical)
-            hybrid = Hybrid(kind=lexical, weight=weight, words=words)
+            hybrid = Hybrid(kind=lexical, weight=DEFAULT_WEIGHT if callable(weight) else weight, words=words)
         facts = IndexFacts(
             rows=note.rows,
             choice=config.choice,
@@ -88,6 +127,10 @@ def build_index(
         if dtype == "int8" and not is_int8 and note.rows > 1:
             recall = measure_recall(SearchIndex(aside, facts), lambda: unit_vectors(embeddings, note))
             facts = facts.model_copy(update={"recall": recall})
+        if hybrid and callable(weight):
+            choice = weight(SearchIndex(aside, facts))
+            chosen = {"weight": choice.weight, "chosen_on": choice.development}
+            facts = facts.model_copy(update={"hybrid": hybrid.model_copy(update=chosen)})
         write_json(aside / INDEX, facts.model_dump(mode="json"))
         if map_file:
             with atomic_file(map_file) as map_aside:
@@ -143,17 +186,21 @@ def measure_recall(index: SearchIndex, chunks: Callable[[], Iterator[NDArray[np.
     return float(np.minimum(hits, top).mean() / top)
 
 
-def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig) -> int:
+def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig, source_field: str | None) -> int:
     """Write texts, ids and sources in the order of the embeddings; return their number."""
     rows: list[dict[str, int | str | None]] = []
     total, number = 0, itertools.count()
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
         for unit in units:
-            for record, key in keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config):
-                place = next(number)
+            records = keyed(unit, read_unit(unit, corpus_of(config, config.text_field)), config)
+            for (record, key), source in zip(records, _sources(unit, config, source_field), strict=False):
+                record_number = next(number)
+                if source and (source.source, source.offset) != (record.source, record.offset):
+                    raise UsageError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
                 if isinstance(record, Document) and (key is None or isinstance(key, Document)):
-                    names = {"id": key.text if key else None, "source": record.source}
-                    rows.append({"record": place, "text": record.text.removesuffix("\r"), **names})
+                    text, origin = record.text.removesuffix("\r"), source.text if source else record.source
+                    names = {"id": key.text if key else None, "source": origin}
+                    rows.append({"record": record_number, "text": text, **names})
                     total += 1
                     if len(rows) == CHUNK_ROWS:
                         writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
@@ -161,3 +208,63 @@ def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig) -> int:
         if rows:
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
     return total
+
+
+def _sources(unit: Unit, config: EmbedConfig, field: str | None) -> Iterator[Document | None]:
+    """Value of that field for each record of a unit, or None."""
+    records = read_unit(unit, corpus_of(config, field)) if field else itertools.repeat(None)
+    return (record if isinstance(record, Document) and record.text else None for record in records)
+
+
+def choose_weight(index: SearchIndex, encoder: SentenceEncoder, pairs: Path) -> WeightChoice:
+    """Choose the weight of a hybrid index on pairs of `query` and `text`, or of `query` and `id`, of its texts.
+
+    Raises:
+        DataError: the file cannot be used, or names a text or an id that the index does not have.
+        UsageError: the encoder did not make the index.
+    """
+    index.check(encoder)
+    test = _test(index, pairs)
+    halves = {which: test.half(which, SEED) for which in ("development", "test")}
+    if not all(half.queries for half in halves.values()):
+        raise DataError(f"--pairs {pairs}: has {len(test.queries)} queries, too few to choose a weight and report it")
+    by_weight = _measured(index, encoder, halves["development"], WEIGHTS)
+    means = [measured[:, MEASURES.index(CHOOSING)].mean() for measured in by_weight]
+    weight = WEIGHTS[int(np.argmax(means))]
+    hybrid, vectors, words = _measured(index, encoder, halves["test"], (weight, 0.0, None))
+    values = {"hybrid": hybrid, VECTORS_ALONE: vectors, WORDS_ALONE: words}
+    return WeightChoice(weight, len(halves["development"].queries), values)
+
+
+def _test(index: SearchIndex, pairs: Path) -> RetrievalTest:
+    """The pairs, with rows of the index as numbers of the texts; equal texts are all relevant."""
+    rows, key = read_pairs(pairs)
+    targets = {text for _, _, text in rows}
+    number: dict[str, list[int]] = {}
+    for row in range(index.facts.rows):  # one at a time, because there may be millions
+        stored = index.texts([row])[0]
+        if (name := stored.id if key == "id" else stored.text) in targets:
+            number.setdefault(str(name), []).append(row)
+    queries, relevant = join_pairs(pairs, rows, number, "the index")
+    return RetrievalTest(queries, [], relevant)
+
+
+def _measured(
+    index: SearchIndex, encoder: SentenceEncoder, test: RetrievalTest, weights: Sequence[float | None]
+) -> F64:
+    """`(weights, Q, 5)` measures; weight None: words alone."""
+    values = np.empty((len(weights), len(test.queries), len(MEASURES)))
+    for number, (query, relevant) in enumerate(zip(test.queries, test.relevant, strict=True)):
+        cosines, lexical = index.parts(index.embed(encoder, query), query)
+        for place, weight in enumerate(weights):
+            scores = lexical if weight is None else cosines + np.float32(weight) * lexical
+            values[place, number] = measures(scores[None], [relevant])[0]
+    return values
+
+
+def sentences(choice: WeightChoice) -> Iterator[str]:
+    """Sentences with the choice and its differences to each part."""
+    yield f"weight {choice.weight:g} chosen on {choice.development:,} queries"
+    for name, difference in choice.differences().items():
+        scores = f"{100 * difference.after:.1f}, {name} {100 * difference.before:.1f}"
+        yield f"{CHOOSING} on {difference.rows:,} other queries: {scores}, difference {difference.sentence()}"

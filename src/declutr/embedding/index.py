@@ -47,7 +47,7 @@ class Hybrid(Strict):
     words: int
     """Number of different words."""
     chosen_on: int | None = None
-    """Queries on which an earlier version chose the weight; None if it was given."""
+    """Queries on which the weight was chosen; None if it was given."""
 
 
 class IndexFacts(Strict):

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -61,39 +61,79 @@ def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
     Raises:
         DataError: a file is missing, too large or damaged, lacks a column, or a pair names no document.
     """
-    rows = list(_rows(pairs))
-    if not rows:
-        raise DataError(f"--pairs {pairs}: holds no pairs")
-    key, names = "text" if documents is None else "id", set(rows[0][1])
-    if absent := [name for name in ("query", key) if name not in names]:
-        near = "".join(suggest(name, sorted(names)) for name in absent)
-        other = "; with --documents FILE, pairs may have `id` instead of `text`" if documents is None else ""
-        columns = ", ".join(sorted(names))
-        raise DataError(f"--pairs {pairs}: has no {' and no '.join(absent)}{near}; its columns are {columns}{other}")
-    asked = [(line, _text(pairs, line, row, "query"), _text(pairs, line, row, key)) for line, row in rows]
-    numbers = dict[str, list[int]]()
+    rows = read_pairs(pairs, ("text",) if documents is None else ("id",))[0]
     if documents is None:
-        texts = list(dict.fromkeys(text for _, _, text in asked))
-        numbers |= {text: [place] for place, text in enumerate(texts)}
+        texts = list(dict.fromkeys(text for _, _, text in rows))
+        number = {text: [place] for place, text in enumerate(texts)}
     else:
-        places = dict[str, int]()  # equal texts are one, or they would tie
+        found, number = dict[str, int](), dict[str, list[int]]()  # equal texts are one, or they would tie
         rows_of_documents = (
             (_text(documents, line, row, "id"), _text(documents, line, row, "text")) for line, row in _rows(documents)
         )
         for name, text in dict.fromkeys(rows_of_documents):  # an id may have several texts, such as its passages
-            numbers.setdefault(name, []).append(places.setdefault(text, len(places)))
-        texts = list(places)
-    relevant: dict[str, set[int]] = {}
-    for _, query, name in asked:
-        relevant.setdefault(query, set()).update(numbers.get(name, ()))
-    if unknown := [f"line {line}: {shorten(name, _MOST_CHARACTERS)}" for line, _, name in asked if name not in numbers]:
-        raise DataError(
-            f"--pairs {pairs}: {len(unknown):,} of {len(rows):,} pairs name no document of {documents}: "
-            f"{excerpt(unknown, _MOST_NAMED)}"
-        )
+            number.setdefault(name, []).append(found.setdefault(text, len(found)))
+        texts = list(found)
+    queries, relevant = join_pairs(pairs, rows, number, str(documents))
     if len(texts) < 2:
         raise DataError(f"--pairs {pairs}: there is one text to search; a retrieval test needs at least two")
-    return RetrievalTest(list(relevant), texts, [sorted(places_of_query) for places_of_query in relevant.values()])
+    return RetrievalTest(queries, texts, relevant)
+
+
+Pair = tuple[int, str, str]
+"""Line, query, and text or id."""
+
+
+def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id")) -> tuple[list[Pair], str]:
+    """Read the pairs of a file, and the first of `keys` that it has as a column.
+
+    Raises:
+        DataError: the file is missing, too large or damaged, or lacks a column.
+    """
+    rows = list(_rows(pairs))
+    if not rows:
+        raise DataError(f"--pairs {pairs}: holds no pairs")
+    names = set(rows[0][1])
+    key = next((key for key in keys if key in names), keys[0])
+    if missing := [name for name in ("query", key) if name not in names]:
+        raise DataError(_missing(pairs, missing, names, keys))
+    return [(line, _text(pairs, line, row, "query"), _text(pairs, line, row, key)) for line, row in rows], key
+
+
+def join_pairs(
+    pairs: Path, rows: Sequence[Pair], number: Mapping[str, list[int]], where: str
+) -> tuple[list[str], list[list[int]]]:
+    """Distinct queries, and the numbers of the relevant texts of each, ascending.
+
+    Args:
+        pairs: their file.
+        rows: the pairs.
+        number: numbers of the texts by text or id.
+        where: the name of the texts.
+
+    Raises:
+        DataError: a pair names none of the texts.
+    """
+    relevant: dict[str, set[int]] = {}
+    unknown = []
+    for line, query, wanted in rows:
+        if wanted in number:
+            relevant.setdefault(query, set()).update(number[wanted])
+        else:
+            unknown.append(f"line {line}: {shorten(wanted, _MOST_CHARACTERS)}")
+    if unknown:
+        raise DataError(
+            f"--pairs {pairs}: {len(unknown):,} of {len(rows):,} pairs name no document of {where}: "
+            f"{excerpt(unknown, _MOST_NAMED)}"
+        )
+    return list(relevant), [sorted(each) for each in relevant.values()]
+
+
+def _missing(pairs: Path, missing: list[str], names: set[str], keys: Sequence[str]) -> str:
+    near = "".join(suggest(name, sorted(names)) for name in missing)
+    other = "; with --documents FILE, pairs may have `id` instead of `text`" if keys == ("text",) else ""
+    return (
+        f"--pairs {pairs}: has no {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(names))}{other}"
+    )
 
 
 def _text(path: Path, line: int, row: dict[str, Any], name: str) -> str:

@@ -1,0 +1,166 @@
+"""Names of torch and Ray that are not public, in one file each; what a start loads before it is needed."""
+
+import ast
+import json
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import ray
+import tinyruns as runs
+import torch
+from messages import says
+from prepared import Row, write_prepared
+
+from declutr.common.lock import RunLock
+from declutr.trainer import torch_private as private
+from declutr.trainer.worker.ray_internals import SUPPORTED, unsupported_ray
+
+TORCH_PRIVATE = re.compile(r"torch(?:\.\w+)*\._[a-z]\w*|torch\.ops\.(?!declutr)\w+\._\w+")
+TORCH_FILE = "trainer/torch_private.py"
+
+
+def files_that(condition, *packages):
+    """Files of these packages whose source meets a condition."""
+    files = [path for package in packages for path in (runs.ROOT / package).rglob("*.py")]
+    return {str(path.relative_to(runs.ROOT)) for path in files if condition(path.read_text())}
+
+
+def test_one_file_uses_names_of_torch_that_are_not_public():
+    assert files_that(TORCH_PRIVATE.search, "src", "pipeline", "trainer") == {TORCH_FILE}
+
+
+def test_the_installed_torch_has_them():
+    weight, inputs, bias = torch.randn(6, 4), torch.randn(3, 4), torch.randn(6)
+    many, step = [torch.full((2,), 3.0)], torch.full((), 1.0)
+    moments = [[torch.zeros(2)], [torch.zeros(2)]]
+    settings = {"lr": 0.5, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 0.0}
+    try:
+        private.multiply_all(many, 2.0)
+        assert many[0].tolist() == [6.0, 6.0]
+        private.fused_adamw(many, [torch.ones(2)], *moments, [], [step], amsgrad=False, maximize=False, **settings)
+        assert many[0].tolist() == pytest.approx([5.5, 5.5])
+        private.raise_recompile_limit(torch._dynamo.config.recompile_limit)
+        assert private.flight_recorders()
+        if private.can_pack_linear():
+            with torch.inference_mode():
+                outputs = private.packed_linear(inputs, private.pack_linear(weight, 16), bias)
+            torch.testing.assert_close(outputs, inputs @ weight.T + bias)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        pytest.fail(f"torch {torch.__version__} lacks or has changed a name of {TORCH_FILE}: {error}", pytrace=False)
+
+
+PACKAGES = ("src", "pipeline", "trainer", "benchmarks")
+RAY_FILE = "trainer/worker/ray_internals.py"
+
+
+def is_private(name):
+    """True if a dotted name is of Ray and not public; names such as `__file__` are Python's."""
+    first, *parts = name.split(".")
+    parts = [part for part in parts if not (part.startswith("__") and part.endswith("__"))]
+    hidden = any(part.startswith("_") or part in ("internal_kv", "generated") for part in parts)
+    return first == "ray" and hidden
+
+
+def dotted(node):
+    """`a.b.c` of an attribute; empty if it begins with something other than a name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    above = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{above}.{node.attr}" if above else ""
+
+
+def names_in(source):
+    """The names of Ray that a file imports or reads."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{one.name}" for one in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield dotted(node)
+
+
+def test_one_file_uses_names_of_ray_that_are_not_public():
+    assert files_that(lambda source: any(map(is_private, names_in(source))), *PACKAGES) == {RAY_FILE}
+
+
+def test_the_installed_ray_has_them():
+    message = unsupported_ray()
+    if message:
+        pytest.fail(message, pytrace=False)
+
+
+def test_a_missing_name_is_named_with_the_versions():
+    message = unsupported_ray({"ray._private.state": ["state.get_draining_nodes", "state.gone"], "ray.lost": ["name"]})
+    remedy = f"pip install 'ray[data,train]{SUPPORTED}'"
+    says(message, f"ray {ray.__version__}", "ray._private.state.state.gone", "ray.lost.name", remedy)
+    project = tomllib.loads((runs.ROOT / "pyproject.toml").read_text())["project"]
+    assert f"ray[data,train]{SUPPORTED}" in project["dependencies"]
+
+
+CODE = "import sys\n{}\nprint(*sorted({{'torch', 'transformers', 'scipy.stats'}} & set(sys.modules)))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import declutr.trainer.train, declutr.trainer.driver.run",
+        "import declutr.cli.inspect, declutr.inspection.describe, declutr.inspection.order",
+        "import declutr.trainer.driver.group",
+    ],
+)
+def test_no_torch_before_it_is_needed(imports):
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(imports)], cwd=runs.ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == ""
+
+
+REFUSALS = """import json, sys
+from declutr.cli.main import main
+for arguments in json.load(sys.stdin):
+    status = main(arguments)
+    late = sorted({"torch", "transformers", "ray"} & set(sys.modules))
+    print(f"status {status}, loaded {late}", file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder with shards, a configuration, and the tokenizer of another encoder."""
+    folder = tmp_path_factory.mktemp("startup")
+    texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(20)]
+    write_prepared(folder / "out", [[Row(text) for text in texts]], geometry=runs.GEOMETRY)
+    runs.write_config(folder / "train.yaml", train=runs.train_values(folder / "out", folder / "run"))
+    return folder
+
+
+def test_wrong_use_is_refused_before_torch_and_ray_are_loaded(prepared, tmp_path):
+    (tmp_path / "held").mkdir()
+    train = ["train", f"{prepared}/train.yaml"]
+    with RunLock(tmp_path / "held", print):
+        cases = [
+            ([*train, "objective={kind: simcse}"], "objective.kind = simcse reads sentences"),
+            ([*train, "batch_documents=1000"], "batch_documents = 1000: the shards hold only 20 training documents"),
+            ([*train, "spans.max_tokens=17"], "spans.max_tokens = 17: the shards were prepared for at most 16"),
+            ([*train, f"run={tmp_path}/held"], f"another command works here (host {socket.gethostname()}, pid"),
+            (["embed", "hashed-words:8", f"{tmp_path}/no.txt", "--output", f"{tmp_path}/o.npy"], "matches no file"),
+        ]
+        done = subprocess.run(
+            [sys.executable, "-c", REFUSALS],
+            cwd=runs.ROOT,
+            input=json.dumps([arguments for arguments, _ in cases]),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    parts = done.stderr.split("status 1, loaded []\n")
+    assert len(parts) == len(cases) + 1, done.stderr
+    for (_, message), part in zip(cases, parts, strict=False):
+        assert message in part
+    assert not list(tmp_path.glob("[!h]*"))
