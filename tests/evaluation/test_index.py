@@ -117,17 +117,13 @@ def test_addresses_of_a_received_note_are_not_opened(embedded, tmp_path, capsys)
     says(capsys.readouterr().err, "s3://bucket", "--open-addresses")
 
 
-def test_embed_overwrites_neither_input_nor_what_is_not_its_own(embedded, tmp_path, capsys):
+def test_embed_overwrites_nothing_that_is_not_its_own(tmp_path, capsys):
     (tmp_path / "mine.npy").write_bytes(b"mine")
+    (tmp_path / "in.jsonl").write_text('{"text": "a cat"}\n')
     given = ["embed", "hashed-words:8", str(tmp_path / "in.jsonl"), "--output"]
     assert main([*given, str(tmp_path / "mine.npy")]) == 1
     says(capsys.readouterr().err, "mine.npy", "not of `declutr embed`")
     assert (tmp_path / "mine.npy").read_bytes() == b"mine"
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.parquet").write_bytes(embedded.read_bytes())
-    for inside in ("texts/a.parquet", "texts/new.parquet", "in.jsonl"):
-        assert main([*given[:2], str(tmp_path / inside.partition("/")[0]), "--output", str(tmp_path / inside)]) == 1
-        says(capsys.readouterr().err, "is in the input")
 
 
 @pytest.mark.parametrize(
@@ -139,6 +135,8 @@ def test_embed_overwrites_neither_input_nor_what_is_not_its_own(embedded, tmp_pa
         ("../link/*.parquet", "new.parquet", [], 1),
         ("*.json*", "new.npy", ["--format", "jsonl"], 1),
         ("", "new.npy", ["--format", "jsonl"], 1),
+        ("", "new.parquet", [], 1),
+        ("b.jsonl", "b.jsonl", [], 1),
         ("*.jsonl", "new.parquet", [], 0),
         ("*.*", "new.npy", [], 0),
         ("*.*", "deep/new.parquet", [], 0),
@@ -158,7 +156,7 @@ def test_output_that_a_later_command_would_read_as_an_input_is_refused(tmp_path,
     assert main(given) == status
     if status:
         says(capsys.readouterr().err, "--output", output, "is in the input")
-        assert not target.exists()
+        assert {path.name for path in folder.iterdir()} == {"a[1].jsonl", "b.jsonl"}
     else:
         assert build_index(target, tmp_path / "index").rows == (2 if pattern[0] == "*" else 1)
 
@@ -296,7 +294,7 @@ MAP_TEXTS += [HOSTILE, "a zebra", "-----", "cat " * 400]  # a text without a wor
 
 def embedded_texts(folder, *options, texts=MAP_TEXTS, suffix=".npy"):
     (folder / "in").mkdir()
-    rows = [{"text": text, "key": f"k{number}", "from": HOSTILE} for number, text in enumerate(texts)]
+    rows = [{"text": text, "key": f"k{number}"} for number, text in enumerate(texts)]
     (folder / "in/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = folder / f"out{suffix}"
     assert main(["embed", "hashed-words:16", str(folder / "in"), "--output", str(output), *options]) == 0
@@ -314,7 +312,7 @@ def test_map_has_texts_vectors_and_places(tmp_path, capsys, dtype, suffix, optio
         embedded_texts(tmp_path, "--dtype", dtype, *options, suffix=suffix),
         tmp_path / "new folder/map.parquet",
     )
-    command = ["index", str(output), "--output", str(tmp_path / "index"), "--source-field", "from"]
+    command = ["index", str(output), "--output", str(tmp_path / "index")]
     assert main([*command, "--parquet", str(file)]) == 0
     table = pq.read_table(file)
     share = float(table.schema.metadata[SHARE])
@@ -322,7 +320,7 @@ def test_map_has_texts_vectors_and_places(tmp_path, capsys, dtype, suffix, optio
     assert table.column_names == ["text", "id", "source", "vector", "x", "y"]
     assert table["text"].to_pylist() == MAP_TEXTS
     assert table["id"].to_pylist() == [f"k{number}" if options else None for number in range(len(MAP_TEXTS))]
-    assert set(table["source"].to_pylist()) == {HOSTILE}
+    assert set(table["source"].to_pylist()) == {"a.jsonl"}
     vectors = np.stack(table["vector"].to_numpy())
     assert vectors.dtype == dtype
     np.testing.assert_array_equal(vectors, stored(output))

@@ -9,10 +9,11 @@ import pytest
 import tinyruns as runs
 import yaml
 from mediafiles import picture, png, spread, stored, tar_of
-from messages import says
+from messages import all_of, says
 from preparing import checksums, values_of
 
 from declutr.cli.main import main as declutr
+from declutr.common.errors import ConfigError
 from declutr.inspection.describe import describe
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.units import plan_units, read_unit
@@ -122,28 +123,6 @@ def lost_shards_are_made_again_to_the_byte(config, folder, whole):
     path.write_bytes(path.read_bytes()[:100])
     assert main([str(config)]) == 0
     assert checksums(folder) == whole
-
-
-def test_a_file_without_contradictions_is_refused_with_the_counts(tmp_path, capsys):
-    rows = [pair for pair in pairs_of(1, 9) if pair["label"] in ("entailment", 0)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({"prepare": values_of(tmp_path / "a.jsonl", tmp_path / "out", **PAIRS)}))
-    assert main([str(config)]) == 1
-    told = capsys.readouterr().err
-    says(told, "none of 8 records", "pairs", "8 lacks_contradiction")
-    says(told, "content.required_labels = [entailment, contradiction]")
-
-
-def test_too_many_unknown_labels_end_with_an_error(tmp_path, capsys):
-    rows = [*pairs_of(1, 9), {"premise": "a", "hypothesis": "b", "label": "contradictory"}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({"prepare": values_of(tmp_path / "a.jsonl", tmp_path / "out", **PAIRS)}))
-    assert main([str(config)]) == 1
-    told = capsys.readouterr().err
-    assert "1 unknown_label" in told
-    says(told, "'contradictory'", "entailment, neutral, contradiction, 0, 1, 2")
 
 
 def test_an_objective_is_refused_on_rows_that_it_cannot_read(prepared, data):
@@ -263,19 +242,10 @@ def test_the_command_plans_verifies_and_inspects_images(images, prepared_images,
     lost_shards_are_made_again_to_the_byte(config, tmp_path / "out", whole)
 
 
-def test_too_many_files_without_a_label_end_with_an_error(tmp_path, capsys):
-    images = spread(tmp_path / "in", {f"{n}.png": png(n) for n in range(5)} | {"a/x.png": png(7)})
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({"prepare": values_of(images, tmp_path / "out", **IMAGES)}))
-    assert main([str(config)]) == 1
-    told = capsys.readouterr().err
-    says(told, "5 of 6 images failed", "5 no_label")
-    says(told, "no folder")
-    (images / "a" / "x.png").unlink()
-    config.write_text(yaml.safe_dump({"prepare": values_of(images, tmp_path / "other", **IMAGES)}))
-    assert main([str(config)]) == 1
-    told = capsys.readouterr().err
-    says(told, "none of 5 records", "images", "5 no_label", "content.label")
+def test_files_without_a_label_end_with_an_error(tmp_path):
+    images = spread(tmp_path / "in", {f"{n}.png": png(n) for n in range(5)})
+    with pytest.raises(ConfigError, match=all_of("none of 5 records", "images", "5 no_label", "content.label")):
+        prepare(PipelineConfig.model_validate(values_of(images, tmp_path / "out", **IMAGES)))
 
 
 def test_a_text_objective_refuses_images(prepared_images):

@@ -1,11 +1,7 @@
-"""Sessions of Ray: Tune, a GPU that torch cannot use, a spot notice on one of two nodes, and one that was killed."""
+"""Sessions of Ray: Tune, a GPU that torch cannot use, and a spot notice on one of two nodes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 import tinyruns as runs
@@ -17,7 +13,6 @@ from ray.cluster_utils import Cluster
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from declutr.common.errors import ConfigError, TrainingFailedError
-from declutr.common.session import end_orphaned_agents
 from declutr.common.storage import read_json
 from declutr.trainer.driver.device import DEVICE
 from declutr.trainer.driver.group import build_group
@@ -122,42 +117,3 @@ def test_a_notice_moves_the_run_to_another_node(cluster, data, finished, tmp_pat
         assert found[step]["batch_digest"] == line["batch_digest"]
         assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-5)
     assert found.keys() == expected.keys()
-
-
-_SESSION = """
-import time
-from declutr.common.session import start_ray
-start_ray(num_cpus=1)
-print("started", flush=True)
-time.sleep(600)
-"""
-
-
-def started() -> tuple[subprocess.Popen[str], psutil.Process]:
-    """A session, and the agent of its own: other sessions may run on this machine."""
-    environment = {**os.environ, "RAY_ADDRESS": ""}
-    session = subprocess.Popen(
-        [sys.executable, "-c", _SESSION], stdout=subprocess.PIPE, start_new_session=True, text=True, env=environment
-    )
-    assert session.stdout is not None
-    assert session.stdout.readline() == "started\n"
-    below = psutil.Process(session.pid).children(recursive=True)
-    (agent,) = [process for process in below if process.name() == "ray::DashboardAgent"]
-    return session, agent
-
-
-def test_agents_of_killed_sessions_are_ended_and_those_of_living_ones_are_not():
-    killed, orphan = started()
-    raylet = orphan.parent()
-    killed.kill()
-    killed.wait()
-    raylet.wait(60)  # it goes with its session, the agent does not
-    living, agent = started()  # which ends orphans too, before it starts
-    try:
-        orphan.wait(10)
-        end_orphaned_agents()
-        with pytest.raises(psutil.TimeoutExpired):
-            agent.wait(0.5)
-    finally:
-        living.terminate()
-        living.wait(60)

@@ -45,6 +45,7 @@ def test_every_task_has_published_figures_and_a_hash_of_each_file():
         assert set(figures["files"]) == (set() if name == "ImageCaptionRetrieval" else set(task_files(find(name))))
     scored = {year: sum(published()[f"STS{year}"]["rows"].values()) for year in range(12, 17)}
     assert scored == {12: 3108, 13: 1500, 14: 3750, 15: 3000, 16: 1186}  # the task papers' numbers, STS13 without SMT
+    assert all(published()[name]["rows"] == {"dev": 1500, "test": 1379} for name in STSB_MULTI)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +199,6 @@ def test_empty_sentences_and_lines_within_a_cell_are_read(tmp_path):
         ('a,b,1\n"c,d,2\n', ("line 2", "end of data")),
         ('a,b,1\n"c"x,d,2\n', ("line 2", "expected after")),
         ("a,b," + "1" * 200_000, "stsb-de-test.csv"),
-        ("", ("empty", "download")),
-        ("<!DOCTYPE html>", "web page"),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(tmp_path, text, said):
@@ -207,19 +206,6 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, text, said):
     write(tmp_path, GERMAN, text)
     with pytest.raises(DataError, match=all_of(said)):
         load(find("STS-B-de"), tmp_path)
-
-
-def test_published_figures_of_every_language_are_known():
-    for name in STSB_MULTI:
-        figures = published()[name]
-        assert figures["rows"] == {"dev": 1500, "test": 1379}
-        assert set(figures["files"]) == set(task_files(find(name)))
-
-
-def test_rows_of_a_right_number_are_not_enough(translations):
-    found = inspect(find("STS-B-fr"), translations)
-    assert (found.standing, found.usable) == ("refused", False)
-    says(found.reason, "STS-B-fr dev", "24 rows", "published 1,500")
 
 
 def test_files_of_the_repository_are_found(tmp_path):

@@ -83,13 +83,6 @@ def test_retrieval_has_six_recalls(folder):
     assert 0 <= found["i2t_r1"] <= found["i2t_r5"] <= found["i2t_r10"] <= 100
 
 
-def test_equal_embeddings_are_warned_of(folder):
-    data = load(find("STS12"), folder)
-    found = score(data, "procedure", np.ones((len(sentences(data)), 4), np.float32), CONFIG)
-    assert found.scores["spearman.mean"] == 0
-    says(found.warnings[0], "cosines are equal")
-
-
 def test_protocol_chooses_the_method():
     both, cosine = ScoringChoice(protocols=("senteval", "simcse")), ScoringChoice(protocols=("simcse",))
     assert methods("MR", both) == ("procedure",)
