@@ -175,7 +175,7 @@ def test_flops_of_a_forward_equal_torchs_count_and_peaks_are_the_published_ones(
     assert flops.peak_flops(None, half=True) is None
 
 
-def test_embedding_state_is_what_lives_at_one_time():
+def test_embedding_state_is_what_lives_at_one_time_and_a_peak_sees_what_was_freed():
     with batch.EmbeddingState({10}, 4) as counted:
         first = torch.ones(10, 4)
         second = first + 1
@@ -185,9 +185,6 @@ def test_embedding_state_is_what_lives_at_one_time():
         torch.ones(10, 3)
         del second, third
     assert counted.peak_bytes == 2 * 10 * 4 * 4
-
-
-def test_peak_sees_what_was_freed():
     before = record.reset_peak(torch.device("cpu"))
     block = torch.ones(64 * 2**20 // 4)
     del block
@@ -218,7 +215,6 @@ def test_benchmark_of_prepare_has_figures(tmp_path):
     assert min(found["with_ray_start"]["mib_per_s"], found["mib_per_s"]) > 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def wrong(*given):
     return 1.5 * kernels.attend(*given)
 
@@ -242,7 +238,8 @@ def test_gpu_kernel_check_fails_if_the_kernel_is_wrong_or_not_called(monkeypatch
     assert told in (None, "differs") or told in found["why"]
 
 
-def test_a_machine_without_a_gpu_is_told_what_to_do(capsys):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_or_a_corpus_is_told_what_to_do(capsys, tmp_path):
     with pytest.raises(SystemExit, match=all_of("GPU", "torch", "benchmarks.gpu.budget")):
         gpu.main([])
     with pytest.raises(SystemExit, match="no GPU"):
@@ -250,6 +247,11 @@ def test_a_machine_without_a_gpu_is_told_what_to_do(capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--only", "nothing"])
     says(capsys.readouterr().err, "kernel", "dropout")
+    with pytest.raises(SystemExit):
+        main(["--start", str(tmp_path)])
+    assert "--corpus" in capsys.readouterr().err
+    main(["--start", str(tmp_path), "--work", str(tmp_path), "--calibrate", "1"])  # of finished runs, and there is none
+    assert '"calibration": []' in capsys.readouterr().out
 
 
 MOST_GIGABYTES, MOST_OPERATIONS = 71, 1240
@@ -321,6 +323,13 @@ def test_an_optimizer_without_a_result_is_counted():
     assert traffic.operations["_fused_adamw_"] == 1
 
 
+class Plane:
+    """Encodes a text as the direction that its number names."""
+
+    def encode(self, texts):
+        return np.array([[np.cos(float(text)), np.sin(float(text))] for text in texts])
+
+
 def test_paragraphs_of_a_document_are_cut_after_their_first_sentence():
     rest = " ".join(f"word{n}" for n in range(30))
     whole = "This is a first sentence of some words. " + rest
@@ -329,26 +338,8 @@ def test_paragraphs_of_a_document_are_cut_after_their_first_sentence():
     assert len(found) == 8
     assert set(found) == {("This is a first sentence of some words.", rest)}
     assert _paragraphs("A heading") == []
-
-
-class Plane:
-    """Encodes a text as the direction that its number names."""
-
-    def encode(self, texts):
-        return np.array([[np.cos(float(text)), np.sin(float(text))] for text in texts])
-
-
-def test_found_counts_sentences_of_each_document_that_find_their_paragraph():
     hits = _hits(Plane(), [0, 0, 2], ["0.0", "1.0", "2.0"], ["0.1", "2.1", "1.4"])
     assert hits.tolist() == [[1, 2], [0, 1]]
-
-
-def test_runs_need_a_corpus(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["--start", str(tmp_path)])
-    assert "--corpus" in capsys.readouterr().err
-    main(["--start", str(tmp_path), "--work", str(tmp_path), "--calibrate", "1"])  # of finished runs, and there is none
-    assert '"calibration": []' in capsys.readouterr().out
 
 
 def test_every_planted_bug_can_be_planted_and_tested_in_a_copy():

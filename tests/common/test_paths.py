@@ -122,14 +122,11 @@ def test_hub_is_asked_once(silent):
     assert silent.connections() == 1
 
 
-def test_hub_is_not_asked_for_a_path(silent, tmp_path):
+def test_hub_is_not_asked_for_a_path_or_offline(silent, tmp_path, monkeypatch):
     for name in (str(tmp_path / "none"), "./none", "~/none-of-this-name", "a/b/c"):
         with pytest.raises(ConfigError, match=all_of("no such folder", "/")):
             load_tokenizer(name)
     assert silent.connections() == 0
-
-
-def test_hub_offline_is_honoured(silent, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
         load_tokenizer("owner/another-name")

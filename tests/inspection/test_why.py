@@ -300,15 +300,7 @@ def short_run(shards, tmp_path):
     return folder
 
 
-def test_the_order_of_a_run_that_an_earlier_version_forked_is_not_shown(short_run, capsys):
-    """Its first steps are those of another run."""
-    (short_run / "fork.json").write_text('{"from": "/runs/first", "step": 4}')
-    for view in (["--step", "5"], ["--document", "0" * 32]):
-        assert main(["why", str(short_run), *view]) == 1
-        says(capsys.readouterr().err, short_run, "fork.json", "encoder.pretrained=RUN/export")
-
-
-def test_a_step_whose_line_is_damaged_was_taken(short_run, capsys):
+def test_a_step_whose_line_is_damaged_was_taken_and_a_fork_of_an_earlier_version_is_refused(short_run, capsys):
     lines = (short_run / METRICS).read_text().splitlines()
     lines[5] = lines[5][:20]
     (short_run / METRICS).write_text("\n".join(lines) + "\n")
@@ -316,6 +308,11 @@ def test_a_step_whose_line_is_damaged_was_taken(short_run, capsys):
     shown = capsys.readouterr().out
     says(shown, "the step was taken", "no whole line")
     assert "not taken yet" not in shown
+    # Its first steps are those of another run.
+    (short_run / "fork.json").write_text('{"from": "/runs/first", "step": 4}')
+    for view in (["--step", "5"], ["--document", "0" * 32]):
+        assert main(["why", str(short_run), *view]) == 1
+        says(capsys.readouterr().err, short_run, "fork.json", "encoder.pretrained=RUN/export")
 
 
 def test_shards_prepared_for_shorter_spans_are_refused_with_the_setting(shards, short_run, tmp_path, capsys):

@@ -137,7 +137,7 @@ def test_the_number_of_buckets_changes_nothing(corpus, tmp_path):
         assert np.array_equal(getattr(whole, name), getattr(parts, name))
 
 
-def test_exact_search_needs_no_signatures(tmp_path):
+def test_exact_search_needs_no_signatures_and_tells_ids_of_one_key_apart(tmp_path):
     config = DuplicatesConfig()
     names = write(tmp_path, [["a b", "c"], [], ["c", "a  b", "a, b", "c"]], config)
     keys = open_keys(tmp_path, names[2])
@@ -146,9 +146,6 @@ def test_exact_search_needs_no_signatures(tmp_path):
     assert list(zip(pairs.later.tolist(), pairs.earlier.tolist(), strict=True)) == [(2, 1), (3, 0), (5, 1)]
     assert pairs.exact.all()
     assert decide(pairs).cluster_size.tolist() == [3, 2, 3]
-
-
-def test_ids_that_share_their_key_are_told_apart(tmp_path):
     ids = [b"12345678" + bytes([last]) * 8 for last in (1, 2, 1, 3)]
     write_keys(tmp_path, "00000", DuplicatesConfig(), ids, [0, 1, 2, 3])
     pairs = join(search(tmp_path, ["00000"], DuplicatesConfig()))

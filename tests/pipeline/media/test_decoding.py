@@ -69,14 +69,11 @@ def test_a_larger_image_has_its_shorter_side_at_the_limit(size):
     assert (pixels(png(1, size)) == np.asarray(expected)).all()
 
 
-def test_exif_turns_the_image_once_and_is_not_stored():
+def test_exif_turns_the_image_once_transparency_becomes_white_and_other_modes_rgb():
     data = upright_wrong(2)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
     assert pixels(data).shape == expected.shape == (40, 30, 3)
     assert (pixels(data) == expected).all()
-
-
-def test_transparency_becomes_white_and_other_modes_become_rgb():
     image = Image.new("RGBA", (4, 2), (*RED, 255))
     image.putpixel((1, 1), (*RED, 0))
     image.putpixel((2, 1), (0, 0, 0, 128))

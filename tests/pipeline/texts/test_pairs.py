@@ -295,9 +295,6 @@ def test_triples_are_rows_of_the_file(tmp_path, make_texts, prepare_units, decod
     assert decode(folder) == [[("A, b.", None), ("B.", "entailment"), ("C.", "contradiction")], row, row]
     assert manifest.dropped == {"empty_contradiction": 1, "empty_entailment": 1, "empty_premise": 1}
     assert manifest.labels == {"contradiction": 3, "entailment": 3}
-
-
-def test_triples_of_jsonl_with_other_keys_and_cut_into_parts(tmp_path, make_texts):
     path = write_jsonl(tmp_path / "a.jsonl", *({"q": f"q{n}", "pos": "p", "neg": "n"} for n in range(100)))
     content = {"kind": "triples", "premise": "q", "entailment": "pos", "contradiction": "neg"}
     rows = rows_of(make_texts(content, path, unit_mib=0.001))
