@@ -98,7 +98,7 @@ PURPOSES = {
 def test_purposes_of_draws_stay_when_code_is_renamed():
     """A changed purpose changes every number drawn for it: splits, spans, masks, weights and dropout."""
     root, found = Path(seeding.__file__).parents[1], set()
-    for package in ("adaptation", "common", "embedding", "encoders", "evaluation", "pipeline", "trainer"):
+    for package in ("adaptation", "common", "embedding", "encoders", "evaluation", "pipeline", "report", "trainer"):
         for path in (root / package).rglob("*.py"):
             text = path.read_text()
             for node in ast.walk(ast.parse(text)) if "seeding." in text else ():
