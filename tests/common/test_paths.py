@@ -211,16 +211,9 @@ def commands(address):
 
 
 @pytest.mark.parametrize("number", range(len(commands(""))))
-def test_no_command_takes_or_shows_them(number, tmp_path, monkeypatch, capsys):
+def test_no_command_takes_or_shows_them(number, tmp_path, monkeypatch, capsys, make_values):
     monkeypatch.chdir(tmp_path)
-    values = {
-        "prepare": {
-            "output": str(tmp_path / "out"),
-            "corpus": {"kind": "files", "paths": ["a.txt"]},
-            "tokenizer": {"kind": "train", "vocab_size": 300},
-        },
-        "train": {"run": "run", "data": "data", "encoder": {"name": "x"}},
-    }
+    values = {"prepare": make_values("a.txt"), "train": {"run": "run", "data": "data", "encoder": {"name": "x"}}}
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps(values))
     for address in SECRETIVE[:3]:

@@ -378,7 +378,7 @@ def saved_run(tmp_path):
     return tmp_path
 
 
-def test_every_checkpoint_has_a_line(saved_run, capsys):
+def test_every_checkpoint_has_a_line_and_folders_of_no_run_are_refused(saved_run, capsys, tmp_path):
     assert main(["inspect", str(saved_run)]) == 0
     first, head, *lines, last = capsys.readouterr().out.splitlines()
     assert (first, last) == (f"Run in {saved_run}: 0 steps logged", "  not exported yet")
@@ -391,6 +391,14 @@ def test_every_checkpoint_has_a_line(saved_run, capsys):
     assert "8,000" in lines[3]
     assert "1 steps skipped" in lines[3]
     assert all("verified" in line and " 1.0 " in line for line in lines)
+    (tmp_path / "file").write_text("")
+    for place, *options in ((tmp_path / "file",), (tmp_path / "gone", "--json"), (saved_run / "checkpoints", "--fast")):
+        assert main(["inspect", str(place), *options]) == 1
+        says(capsys.readouterr().err, place, "run")
+    for step in (saved_run / "checkpoints").iterdir():
+        shutil.rmtree(step)
+    assert main(["inspect", str(saved_run)]) == 0
+    says(capsys.readouterr().out, "no checkpoint yet")
 
 
 def test_checkpoints_json_and_status_tell_whether_the_newest_is_whole(saved_run, capsys):
@@ -418,17 +426,6 @@ def test_checkpoints_json_and_status_tell_whether_the_newest_is_whole(saved_run,
     (saved_run / "checkpoints" / "step-00000008" / "state.json").unlink()
     assert main(["inspect", str(saved_run)]) == 1
     says(capsys.readouterr().out, "BROKEN", "state.json", "missing")
-
-
-def test_checkpoints_of_no_run_are_refused(saved_run, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    for place, *options in ((tmp_path / "file",), (tmp_path / "gone", "--json"), (saved_run / "checkpoints", "--fast")):
-        assert main(["inspect", str(place), *options]) == 1
-        says(capsys.readouterr().err, place, "run")
-    for step in (saved_run / "checkpoints").iterdir():
-        shutil.rmtree(step)
-    assert main(["inspect", str(saved_run)]) == 0
-    says(capsys.readouterr().out, "no checkpoint yet")
 
 
 @pytest.mark.parametrize(

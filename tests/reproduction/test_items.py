@@ -271,9 +271,6 @@ def test_labels_are_compared_as_by_a_paired_t_test():
     assert one.difference == pytest.approx((means["mlm"] - means["both"]).mean())
     assert one.p == pytest.approx(expected.pvalue)
     assert one.interval == pytest.approx((interval.low, interval.high))
-
-
-def test_a_large_effect_is_measurable_and_only_seeds_with_all_runs_count():
     assert compare_labels(AXES, numbers(effect=20.0))[0].measurable
     assert not compare_labels(AXES, numbers(effect=0.0))[0].measurable
     given = numbers()

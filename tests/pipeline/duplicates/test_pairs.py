@@ -305,6 +305,12 @@ def test_texts_without_words_are_alike_only_when_equal_and_bands_depend_on_their
     keys = band_keys(signed, near)
     assert len(set(keys[0].tolist())) == 3
     assert (keys[0] == keys[1]).tolist() == [True, False, True]
+    assert problems(DuplicatesConfig(near=NearConfig())) == []
+    assert problems(DuplicatesConfig()) == []
+    (problem,) = problems(DuplicatesConfig(near=NearConfig(bands=5, rows=25)))
+    says(problem, "near.bands = 5", "near.rows = 25")
+    assert not DuplicatesConfig(exact=False).enabled
+    assert DuplicatesConfig(exact=False, near=NearConfig()).enabled
 
 
 @pytest.mark.parametrize("num_shingles", [1, 3, 40, 500, 20_000])
@@ -350,12 +356,3 @@ def test_rounds_taken_at_once_or_in_turn_make_no_difference(num_shingles, monkey
     at_once = Signer(NearConfig()).sketch(hashes)
     monkeypatch.setattr(sketching, "_FEW", 0)
     assert np.array_equal(Signer(NearConfig()).sketch(hashes), at_once)
-
-
-def test_settings_that_would_miss_most_pairs_are_a_problem():
-    assert problems(DuplicatesConfig(near=NearConfig())) == []
-    assert problems(DuplicatesConfig()) == []
-    (problem,) = problems(DuplicatesConfig(near=NearConfig(bands=5, rows=25)))
-    says(problem, "near.bands = 5", "near.rows = 25")
-    assert not DuplicatesConfig(exact=False).enabled
-    assert DuplicatesConfig(exact=False, near=NearConfig()).enabled
