@@ -6,7 +6,6 @@ import random
 
 import pytest
 from messages import says
-from prepared import Row, write_prepared
 
 from declutr.pipeline.job import estimate as estimating
 from declutr.pipeline.job.estimate import MAX_STRATA, chunks, draw_strata
