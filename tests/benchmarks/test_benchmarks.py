@@ -175,7 +175,7 @@ def test_flops_of_a_forward_equal_torchs_count_and_peaks_are_the_published_ones(
     assert flops.peak_flops(None, half=True) is None
 
 
-def test_embedding_state_is_what_lives_at_one_time():
+def test_embedding_state_is_what_lives_at_one_time_and_a_peak_sees_what_was_freed():
     with batch.EmbeddingState({10}, 4) as counted:
         first = torch.ones(10, 4)
         second = first + 1
@@ -185,9 +185,6 @@ def test_embedding_state_is_what_lives_at_one_time():
         torch.ones(10, 3)
         del second, third
     assert counted.peak_bytes == 2 * 10 * 4 * 4
-
-
-def test_peak_sees_what_was_freed():
     before = record.reset_peak(torch.device("cpu"))
     block = torch.ones(64 * 2**20 // 4)
     del block
@@ -218,7 +215,6 @@ def test_benchmark_of_prepare_has_figures(tmp_path):
     assert min(found["with_ray_start"]["mib_per_s"], found["mib_per_s"]) > 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def wrong(*given):
     return 1.5 * kernels.attend(*given)
 
@@ -242,7 +238,8 @@ def test_gpu_kernel_check_fails_if_the_kernel_is_wrong_or_not_called(monkeypatch
     assert told in (None, "differs") or told in found["why"]
 
 
-def test_a_machine_without_a_gpu_is_told_what_to_do(capsys):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_or_a_corpus_is_told_what_to_do(capsys, tmp_path):
     with pytest.raises(SystemExit, match=all_of("GPU", "torch", "benchmarks.gpu.budget")):
         gpu.main([])
     with pytest.raises(SystemExit, match="no GPU"):
@@ -250,6 +247,11 @@ def test_a_machine_without_a_gpu_is_told_what_to_do(capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--only", "nothing"])
     says(capsys.readouterr().err, "kernel", "dropout")
+    with pytest.raises(SystemExit):
+        main(["--start", str(tmp_path)])
+    assert "--corpus" in capsys.readouterr().err
+    main(["--start", str(tmp_path), "--work", str(tmp_path), "--calibrate", "1"])  # of finished runs, and there is none
+    assert '"calibration": []' in capsys.readouterr().out
 
 
 MOST_GIGABYTES, MOST_OPERATIONS = 71, 1240

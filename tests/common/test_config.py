@@ -206,10 +206,12 @@ def test_file_that_is_no_configuration_is_refused(load, text, message):
         load(text, "name=a")
 
 
-def test_config_of_bytes_that_are_no_text_is_refused(tmp_path):
+def test_bytes_that_are_no_text_are_refused_and_a_byte_order_mark_is_passed_over(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"train: \xff")
     with pytest.raises(ConfigError, match="is not YAML"):
         load_config(str(tmp_path / "run.yaml"), "train", Outer)
+    (tmp_path / "x.yaml").write_bytes("a: é\n".encode("utf-8-sig"))
+    assert read_yaml_file(tmp_path / "x.yaml") == {"a": "é"}
 
 
 @pytest.mark.parametrize(
@@ -316,11 +318,6 @@ def test_yaml_file_that_is_no_text_is_refused(tmp_path, raw, message):
     (tmp_path / "x.yaml").write_bytes(raw)
     with pytest.raises(YamlError, match=all_of(message)):
         read_yaml_file(tmp_path / "x.yaml")
-
-
-def test_a_byte_order_mark_is_passed_over(tmp_path):
-    (tmp_path / "x.yaml").write_bytes("a: é\n".encode("utf-8-sig"))
-    assert read_yaml_file(tmp_path / "x.yaml") == {"a": "é"}
 
 
 def test_reading_ends_at_the_bounds():

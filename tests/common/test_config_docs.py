@@ -106,12 +106,9 @@ Stored hay.
 """
 
 
-def test_yaml_and_tables_hold_every_setting_with_its_meaning():
+def test_yaml_and_tables_hold_every_setting_with_its_meaning_and_odd_values_read_back():
     assert annotated_yaml(Farm(note="a")) == FARM
     assert "\n".join(settings_tables(Farm, "farm")) == TABLES
-
-
-def test_odd_values_read_back():
     names = {"en": "# no comment", "a b: c": "two\nlines\n\n", "é": "x" * 300}
     for farm in (Farm(note="- a\n  b", animal=Horse(kind="horse", names=names)), Farm(note="", hay=Wool(weights=()))):
         assert Farm.model_validate(yaml.safe_load(annotated_yaml(farm))) == farm

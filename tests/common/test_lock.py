@@ -63,10 +63,13 @@ def take(folder, kind="folder"):
     assert list(folder.iterdir()) == []
 
 
-def test_a_second_command_is_refused_and_told_whose_the_run_is(tmp_path, holder, kind):
+def test_a_second_command_is_refused_and_told_whose_the_run_is_also_of_a_stopped_one(tmp_path, holder, kind):
     with pytest.raises(RunLockedError, match=all_of("another command", f"pid {holder.pid}")):
         take(tmp_path, kind)
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == holder.pid
+    holder.send_signal(signal.SIGSTOP)
+    with pytest.raises(RunLockedError):
+        take(tmp_path, kind)
 
 
 @pytest.mark.parametrize("noticed", [True, False])
@@ -76,12 +79,6 @@ def test_the_lock_of_a_killed_command_is_taken_over_at_once(tmp_path, holder, ki
     os.waitid(os.P_PID, holder.pid, os.WEXITED | (0 if noticed else os.WNOWAIT))
     assert (tmp_path / LOCK).exists()
     take(tmp_path, kind)
-
-
-def test_a_stopped_command_still_holds_its_lock(tmp_path, holder, kind):
-    holder.send_signal(signal.SIGSTOP)
-    with pytest.raises(RunLockedError):
-        take(tmp_path, kind)
 
 
 @pytest.mark.usefixtures("holder")

@@ -122,14 +122,11 @@ def test_hub_is_asked_once(silent):
     assert silent.connections() == 1
 
 
-def test_hub_is_not_asked_for_a_path(silent, tmp_path):
+def test_hub_is_not_asked_for_a_path_or_offline(silent, tmp_path, monkeypatch):
     for name in (str(tmp_path / "none"), "./none", "~/none-of-this-name", "a/b/c"):
         with pytest.raises(ConfigError, match=all_of("no such folder", "/")):
             load_tokenizer(name)
     assert silent.connections() == 0
-
-
-def test_hub_offline_is_honoured(silent, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
         load_tokenizer("owner/another-name")
@@ -214,16 +211,9 @@ def commands(address):
 
 
 @pytest.mark.parametrize("number", range(len(commands(""))))
-def test_no_command_takes_or_shows_them(number, tmp_path, monkeypatch, capsys):
+def test_no_command_takes_or_shows_them(number, tmp_path, monkeypatch, capsys, make_values):
     monkeypatch.chdir(tmp_path)
-    values = {
-        "prepare": {
-            "output": str(tmp_path / "out"),
-            "corpus": {"kind": "files", "paths": ["a.txt"]},
-            "tokenizer": {"kind": "train", "vocab_size": 300},
-        },
-        "train": {"run": "run", "data": "data", "encoder": {"name": "x"}},
-    }
+    values = {"prepare": make_values("a.txt"), "train": {"run": "run", "data": "data", "encoder": {"name": "x"}}}
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps(values))
     for address in SECRETIVE[:3]:

@@ -33,25 +33,12 @@ def positions(count):
     return rng.integers(0, 2**64, count, dtype=np.uint64), rng.integers(0, 2**32, count, dtype=np.uint64)
 
 
-def test_a_row_depends_on_its_position_alone():
+def test_a_row_depends_on_its_position_alone_and_on_every_coordinate():
     major, minor = positions(20)
     together = seeding.words(7, "spans", major, minor, 13)
     order = np.random.default_rng(1).permutation(20)
     assert (seeding.words(7, "spans", major[order], minor[order], 13) == together[order]).all()
     assert (seeding.words(7, "spans", major[3:4], minor[3:4], 5)[0] == together[3, :5]).all()
-
-
-def test_streams_of_purposes_and_seeds_differ():
-    major, minor = positions(50)
-    streams = [seeding.words(seed, purpose, major, minor, 4) for seed in (0, 1) for purpose in ("spans", "mlm")]
-    assert len({stream.tobytes() for stream in streams}) == 4
-    assert seeding.key_for(1, "2x") != seeding.key_for(12, "x")
-    seeds = {seeding.torch_seed(0, "dropout", *position) for position in [(), (1,), (1, 2), (12,), (2, 1)]}
-    assert len(seeds) == 5
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_draws_depend_on_every_coordinate():
     zero = np.zeros(1, np.uint64)
     rows = [
         seeding.blocks(0, "x", major, minor, index).tobytes()
@@ -64,6 +51,16 @@ def test_draws_depend_on_every_coordinate():
         ]
     ]
     assert len(set(rows)) == len(rows)
+
+
+def test_streams_of_purposes_and_seeds_differ():
+    major, minor = positions(50)
+    streams = [seeding.words(seed, purpose, major, minor, 4) for seed in (0, 1) for purpose in ("spans", "mlm")]
+    assert len({stream.tobytes() for stream in streams}) == 4
+    assert seeding.key_for(1, "2x") != seeding.key_for(12, "x")
+    seeds = {seeding.torch_seed(0, "dropout", *position) for position in [(), (1,), (1, 2), (12,), (2, 1)]}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_draws_are_uniform_and_stay_below_one():
@@ -98,7 +95,7 @@ PURPOSES = {
 def test_purposes_of_draws_stay_when_code_is_renamed():
     """A changed purpose changes every number drawn for it: splits, spans, masks, weights and dropout."""
     root, found = Path(seeding.__file__).parents[1], set()
-    for package in ("adaptation", "common", "embedding", "encoders", "evaluation", "pipeline", "trainer"):
+    for package in ("adaptation", "common", "embedding", "encoders", "evaluation", "pipeline", "report", "trainer"):
         for path in (root / package).rglob("*.py"):
             text = path.read_text()
             for node in ast.walk(ast.parse(text)) if "seeding." in text else ():

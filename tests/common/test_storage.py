@@ -106,6 +106,10 @@ def test_json_is_read_back_and_hashed(tmp_path):
     assert storage.hash_json(value) != storage.hash_json(value | {"a": "e"})
     (tmp_path / "abc").write_bytes(b"abc")
     assert storage.hash_file(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    for number in (1, 2):
+        (tmp_path / "run").mkdir()
+        assert storage.set_aside(tmp_path / "run").name == f"run.kept-{number}"
+    assert names(tmp_path) == ["abc", "run.kept-1", "run.kept-2", "x.json"]
 
 
 FOLDER = """
@@ -154,14 +158,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path):
     assert [(here / "a").read_text() for here in killed_before_each(FILE, tmp_path / "file")] == ["old", "old", "new"]
 
 
-def test_file_set_aside_takes_the_next_free_name(tmp_path):
-    for number in (1, 2):
-        (tmp_path / "run").mkdir()
-        assert storage.set_aside(tmp_path / "run").name == f"run.kept-{number}"
-    assert names(tmp_path) == ["run.kept-1", "run.kept-2"]
-
-
-def test_pieces_follow_what_is_there(tmp_path):
+def test_pieces_follow_what_is_there_and_a_file_that_is_gone_is_not_made_anew(tmp_path):
     path = tmp_path / "it"
     path.write_bytes(b"before\n")
     log = AppendLog(path)
@@ -175,9 +172,6 @@ def test_pieces_follow_what_is_there(tmp_path):
     log.flush(to_disk=True)
     log.flush(to_disk=True)
     assert path.read_bytes() == b"before\none\nand\ntwo\n"
-
-
-def test_a_file_that_is_gone_is_not_made_anew(tmp_path):
     path = tmp_path / "it"
     path.touch()
     log = AppendLog(path)

@@ -300,15 +300,7 @@ def short_run(shards, tmp_path):
     return folder
 
 
-def test_the_order_of_a_run_that_an_earlier_version_forked_is_not_shown(short_run, capsys):
-    """Its first steps are those of another run."""
-    (short_run / "fork.json").write_text('{"from": "/runs/first", "step": 4}')
-    for view in (["--step", "5"], ["--document", "0" * 32]):
-        assert main(["why", str(short_run), *view]) == 1
-        says(capsys.readouterr().err, short_run, "fork.json", "encoder.pretrained=RUN/export")
-
-
-def test_a_step_whose_line_is_damaged_was_taken(short_run, capsys):
+def test_a_step_whose_line_is_damaged_was_taken_and_a_fork_of_an_earlier_version_is_refused(short_run, capsys):
     lines = (short_run / METRICS).read_text().splitlines()
     lines[5] = lines[5][:20]
     (short_run / METRICS).write_text("\n".join(lines) + "\n")
@@ -316,6 +308,11 @@ def test_a_step_whose_line_is_damaged_was_taken(short_run, capsys):
     shown = capsys.readouterr().out
     says(shown, "the step was taken", "no whole line")
     assert "not taken yet" not in shown
+    # Its first steps are those of another run.
+    (short_run / "fork.json").write_text('{"from": "/runs/first", "step": 4}')
+    for view in (["--step", "5"], ["--document", "0" * 32]):
+        assert main(["why", str(short_run), *view]) == 1
+        says(capsys.readouterr().err, short_run, "fork.json", "encoder.pretrained=RUN/export")
 
 
 def test_shards_prepared_for_shorter_spans_are_refused_with_the_setting(shards, short_run, tmp_path, capsys):
@@ -381,7 +378,7 @@ def saved_run(tmp_path):
     return tmp_path
 
 
-def test_every_checkpoint_has_a_line(saved_run, capsys):
+def test_every_checkpoint_has_a_line_and_folders_of_no_run_are_refused(saved_run, capsys, tmp_path):
     assert main(["inspect", str(saved_run)]) == 0
     first, head, *lines, last = capsys.readouterr().out.splitlines()
     assert (first, last) == (f"Run in {saved_run}: 0 steps logged", "  not exported yet")
@@ -394,6 +391,14 @@ def test_every_checkpoint_has_a_line(saved_run, capsys):
     assert "8,000" in lines[3]
     assert "1 steps skipped" in lines[3]
     assert all("verified" in line and " 1.0 " in line for line in lines)
+    (tmp_path / "file").write_text("")
+    for place, *options in ((tmp_path / "file",), (tmp_path / "gone", "--json"), (saved_run / "checkpoints", "--fast")):
+        assert main(["inspect", str(place), *options]) == 1
+        says(capsys.readouterr().err, place, "run")
+    for step in (saved_run / "checkpoints").iterdir():
+        shutil.rmtree(step)
+    assert main(["inspect", str(saved_run)]) == 0
+    says(capsys.readouterr().out, "no checkpoint yet")
 
 
 def test_checkpoints_json_and_status_tell_whether_the_newest_is_whole(saved_run, capsys):
@@ -421,17 +426,6 @@ def test_checkpoints_json_and_status_tell_whether_the_newest_is_whole(saved_run,
     (saved_run / "checkpoints" / "step-00000008" / "state.json").unlink()
     assert main(["inspect", str(saved_run)]) == 1
     says(capsys.readouterr().out, "BROKEN", "state.json", "missing")
-
-
-def test_checkpoints_of_no_run_are_refused(saved_run, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    for place, *options in ((tmp_path / "file",), (tmp_path / "gone", "--json"), (saved_run / "checkpoints", "--fast")):
-        assert main(["inspect", str(place), *options]) == 1
-        says(capsys.readouterr().err, place, "run")
-    for step in (saved_run / "checkpoints").iterdir():
-        shutil.rmtree(step)
-    assert main(["inspect", str(saved_run)]) == 0
-    says(capsys.readouterr().out, "no checkpoint yet")
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,17 @@ def test_missing_inputs_tokenizer_and_a_foreign_output_are_reported_together(
     says(problem, "`prepare`", "files")
 
 
-def test_a_problem_ends_the_command_with_its_message_and_nothing_written(make_config, write_config, tmp_path, capsys):
+def test_a_problem_writes_nothing_and_print_config_shows_the_settings(
+    make_config, write_config, tmp_path, capsys, corpus
+):
     assert main([write_config(make_config(tmp_path / "no.txt"))]) == 1
     assert "no.txt" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    assert main([write_config(make_config(corpus)), "seed=7", "--print-config"]) == 0
+    shown = capsys.readouterr().out
+    assert yaml.safe_load(shown)["seed"] == 7
+    meaning = " ".join(line.removeprefix("# ") for line in shown.partition("\noutput: ")[0].splitlines())
+    assert meaning.endswith(" ".join(str(PipelineConfig.model_fields["output"].description).split()))
 
 
 @pytest.mark.parametrize(
@@ -69,14 +76,6 @@ def test_a_problem_ends_the_command_with_its_message_and_nothing_written(make_co
 def test_command_imports_no_library_that_it_does_not_need(modules, heavy):
     code = f"import sys, {modules}; sys.exit(bool({heavy!r} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
-
-
-def test_print_config_shows_the_resolved_settings(make_config, write_config, corpus, capsys):
-    assert main([write_config(make_config(corpus)), "seed=7", "--print-config"]) == 0
-    shown = capsys.readouterr().out
-    assert yaml.safe_load(shown)["seed"] == 7
-    meaning = " ".join(line.removeprefix("# ") for line in shown.partition("\noutput: ")[0].splitlines())
-    assert meaning.endswith(" ".join(str(PipelineConfig.model_fields["output"].description).split()))
 
 
 def test_the_hash_is_of_what_decides_the_shards(make_config, corpus):

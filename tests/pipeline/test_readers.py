@@ -375,9 +375,6 @@ def test_a_module_is_its_docstring_and_its_public_definitions(tmp_path):
     (document,) = read_python(part_of(path))
     assert document.text.startswith("About the module.")
     assert document.text.endswith("shown(a, b)\nShown.\n\nIndented.\n\nThing\nA thing.\n\nThing.act(x)\nActs.")
-
-
-def test_module_without_docs_is_dropped_and_other_files_fail(tmp_path):
     short, broken = tmp_path / "short.py", tmp_path / "broken.py"
     short.write_text('"""Short."""')
     broken.write_text(f'"""{LONG}"""\ndef (')

@@ -186,9 +186,6 @@ def test_more_shards_than_may_be_open(tmp_path):
         assert shards.take(part).column("offset").to_pylist() == part.tolist()
         mapped = {place.path for place in psutil.Process().memory_maps()}
         assert len([path for path in mapped if path.startswith(str(tmp_path))]) <= 2
-
-
-def test_a_shard_that_is_not_looked_for_is_missed_when_it_is_used(tmp_path):
     folder = write(tmp_path / "out")
     (folder / "train-00001.arrow").unlink()
     shards = ShardSet(folder, "train", look=False)

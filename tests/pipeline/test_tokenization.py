@@ -87,7 +87,7 @@ def encoder(folder):
     return BatchTokenizer.load(folder, choose_engine(folder, "auto", TEXTS.values()).engine)
 
 
-def test_ids_are_those_of_the_saved_tokenizer(folder, encoder):
+def test_ids_are_those_of_the_saved_tokenizer_and_no_script_is_unknown_or_much_longer_than_its_letters(folder, encoder):
     tokenizer = load_tokenizer(str(folder))
     for text in [*TEXTS.values(), *map(normalise, TEXTS.values()), " ".join(TEXTS.values())]:
         (ids,) = encoder.encode([text])
@@ -95,9 +95,6 @@ def test_ids_are_those_of_the_saved_tokenizer(folder, encoder):
         np.testing.assert_array_equal(ids, expected)
     assert len(encoder.encode([""])[0]) == 0
     assert fingerprint(load_tokenizer(str(folder))) == fingerprint(tokenizer)
-
-
-def test_no_script_is_unknown_or_much_longer_than_its_letters(folder, encoder):
     info = describe_tokenizer(load_tokenizer(str(folder)), "pretrained")
     for language, text in TEXTS.items():
         (ids,) = encoder.encode([text * 3])

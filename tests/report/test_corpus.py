@@ -51,7 +51,7 @@ def entries(folder):
     return [entry for path in sorted((folder / "ledger").glob("*.arrow")) for entry in ledger_entries(path)]
 
 
-def test_fates_are_those_of_the_ledgers_to_the_byte(prepared, content):
+def test_fates_sources_and_lengths_are_those_of_the_ledgers(prepared, content):
     rows = entries(prepared[0])
     for status, tally in content.statuses.items():
         matching = [row for row in rows if row.status == status]
@@ -65,9 +65,6 @@ def test_fates_are_those_of_the_ledgers_to_the_byte(prepared, content):
         ("duplicate", "dropped"),
     ]
     assert ("invalid_json", "failed") in [(reason, role) for reason, role, _ in content.reasons()]
-
-
-def test_sources_are_counted_by_archive_and_file(prepared, content):
     rows = entries(prepared[0])
     sources = dict(content.sources())
     assert set(sources) == {"web.tar", "a.jsonl", "b.jsonl", "<script>alert(1)</script>\u202e.jsonl"}
@@ -81,9 +78,6 @@ def test_sources_are_counted_by_archive_and_file(prepared, content):
         "xx": 1,
         "not determined": 2,
     }
-
-
-def test_lengths_fall_on_the_right_side_of_the_limits(prepared, content):
     rows = [row for row in entries(prepared[0]) if row.num_tokens is not None]
     limit = prepared[1].geometry.min_document_tokens
     lengths, first = content.survey.lengths, NUM_BINS // 2

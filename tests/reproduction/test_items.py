@@ -172,17 +172,14 @@ def test_wrong_setting_is_refused(own, tmp_path, capsys, words, part):
     assert part in refusal(capsys, *arguments(own, tmp_path / "work", *words))
 
 
-def test_unknown_item_is_refused_with_the_nearest_and_encoders_take_no_settings(capsys, tmp_path):
-    assert "did you mean `scd-table3`" in refusal(capsys, "scd-tabel3", "--plan")
-    assert "trains nothing" in refusal(capsys, "declutr-tableS1", "steps=3", "--work", tmp_path)
-
-
 def test_plan_names_cells_seeds_steps_and_rows_and_runs_nothing(own, tmp_path, capsys):
     assert main(["reproduce", *arguments(own, tmp_path / "work", "--plan", "steps=3", "--seeds", "4,5,6")]) == 0
     text = capsys.readouterr().out
     parts = ("4 cells x 3 seed(s) [4, 5, 6]: 12, 0 finished", "3 steps x 8 rows = 24", "of 50%", "12 runs left")
     assert [part for part in parts if part not in text] == []
     assert not (tmp_path / "work").exists()
+    assert "did you mean `scd-table3`" in refusal(capsys, "scd-tabel3", "--plan")
+    assert "trains nothing" in refusal(capsys, "declutr-tableS1", "steps=3", "--work", tmp_path)
 
 
 def changed(own, settings, axes):
@@ -274,9 +271,6 @@ def test_labels_are_compared_as_by_a_paired_t_test():
     assert one.difference == pytest.approx((means["mlm"] - means["both"]).mean())
     assert one.p == pytest.approx(expected.pvalue)
     assert one.interval == pytest.approx((interval.low, interval.high))
-
-
-def test_a_large_effect_is_measurable_and_only_seeds_with_all_runs_count():
     assert compare_labels(AXES, numbers(effect=20.0))[0].measurable
     assert not compare_labels(AXES, numbers(effect=0.0))[0].measurable
     given = numbers()
@@ -296,10 +290,7 @@ def test_labels_of_two_axes_are_compared_within_each_label_of_the_other():
         assert found["mlm", share].p == pytest.approx(stats.ttest_rel(one, other).pvalue)
     three = [Cell(cell.labels | {"third": "x"}, {}) for cell in AXES]
     assert all(not one.within for one in compare_labels(three, {f"{name}, x": one for name, one in given.items()}))
-
-
-def test_only_combinations_that_both_labels_have_are_compared():
-    """Else the other axes' effects would count as those of the label."""
+    # Else the other axes' effects would count as those of the label.
     given, part = numbers(), [cell for cell in AXES if cell.name != "both, half"]
     one, other = averaged(part, given)
     pairs = (given["mlm, all"].values(), given["both, all"].values())

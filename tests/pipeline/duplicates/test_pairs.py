@@ -137,7 +137,7 @@ def test_the_number_of_buckets_changes_nothing(corpus, tmp_path):
         assert np.array_equal(getattr(whole, name), getattr(parts, name))
 
 
-def test_exact_search_needs_no_signatures(tmp_path):
+def test_exact_search_needs_no_signatures_and_tells_ids_of_one_key_apart(tmp_path):
     config = DuplicatesConfig()
     names = write(tmp_path, [["a b", "c"], [], ["c", "a  b", "a, b", "c"]], config)
     keys = open_keys(tmp_path, names[2])
@@ -146,9 +146,6 @@ def test_exact_search_needs_no_signatures(tmp_path):
     assert list(zip(pairs.later.tolist(), pairs.earlier.tolist(), strict=True)) == [(2, 1), (3, 0), (5, 1)]
     assert pairs.exact.all()
     assert decide(pairs).cluster_size.tolist() == [3, 2, 3]
-
-
-def test_ids_that_share_their_key_are_told_apart(tmp_path):
     ids = [b"12345678" + bytes([last]) * 8 for last in (1, 2, 1, 3)]
     write_keys(tmp_path, "00000", DuplicatesConfig(), ids, [0, 1, 2, 3])
     pairs = join(search(tmp_path, ["00000"], DuplicatesConfig()))
@@ -308,6 +305,12 @@ def test_texts_without_words_are_alike_only_when_equal_and_bands_depend_on_their
     keys = band_keys(signed, near)
     assert len(set(keys[0].tolist())) == 3
     assert (keys[0] == keys[1]).tolist() == [True, False, True]
+    assert problems(DuplicatesConfig(near=NearConfig())) == []
+    assert problems(DuplicatesConfig()) == []
+    (problem,) = problems(DuplicatesConfig(near=NearConfig(bands=5, rows=25)))
+    says(problem, "near.bands = 5", "near.rows = 25")
+    assert not DuplicatesConfig(exact=False).enabled
+    assert DuplicatesConfig(exact=False, near=NearConfig()).enabled
 
 
 @pytest.mark.parametrize("num_shingles", [1, 3, 40, 500, 20_000])
@@ -353,12 +356,3 @@ def test_rounds_taken_at_once_or_in_turn_make_no_difference(num_shingles, monkey
     at_once = Signer(NearConfig()).sketch(hashes)
     monkeypatch.setattr(sketching, "_FEW", 0)
     assert np.array_equal(Signer(NearConfig()).sketch(hashes), at_once)
-
-
-def test_settings_that_would_miss_most_pairs_are_a_problem():
-    assert problems(DuplicatesConfig(near=NearConfig())) == []
-    assert problems(DuplicatesConfig()) == []
-    (problem,) = problems(DuplicatesConfig(near=NearConfig(bands=5, rows=25)))
-    says(problem, "near.bands = 5", "near.rows = 25")
-    assert not DuplicatesConfig(exact=False).enabled
-    assert DuplicatesConfig(exact=False, near=NearConfig()).enabled

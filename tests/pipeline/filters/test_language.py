@@ -80,16 +80,13 @@ def test_languages_are_kept_by_code_and_score():
         assert document_filter.apply(german).reason == (reason if least <= 1 else None)
 
 
-def test_without_a_keep_list_languages_are_only_recorded():
+def test_without_a_keep_list_languages_are_only_recorded_and_an_unknown_code_is_a_problem():
     document_filter = DocumentFilter(FiltersConfig(language=LanguageRule()))
     assert [document_filter.apply(SENTENCES[code][1]).language for code in ("ja", "pt")] == ["ja", "pt"]
     assert document_filter.apply("12 + 30 = 42").language is None
     assert DocumentFilter(FiltersConfig()).apply(SENTENCES["ja"][1]).language is None
     mixed = SENTENCES["en"][0][:60] + " " + SENTENCES["ru"][0] * 500
     assert identify(mixed)[0] == "ru"
-
-
-def test_an_unknown_code_is_a_problem():
     (problem,) = problems(FiltersConfig(language=LanguageRule(keep=["en", "english"])))
     assert "filters.language.keep: 'english'" in problem
     assert " de " in problem

@@ -172,9 +172,6 @@ def test_bad_words_are_whole_words_and_phrases_of_a_file(tmp_path):
     os.utime(path, ns=(0, 1))
     assert choose("c4", rule, "So GADZOOKS!").reason is None, "the file has changed"
     assert choose("c4", rule, "Zounds!").reason == "c4_bad_words"
-
-
-def test_a_list_that_cannot_be_used_is_a_problem(tmp_path):
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "latin").write_bytes(b"\xe9")
     for name, said in (("none", "No such file"), ("empty", "holds no word"), ("latin", "not UTF-8")):

@@ -69,14 +69,11 @@ def test_a_larger_image_has_its_shorter_side_at_the_limit(size):
     assert (pixels(png(1, size)) == np.asarray(expected)).all()
 
 
-def test_exif_turns_the_image_once_and_is_not_stored():
+def test_exif_turns_the_image_once_transparency_becomes_white_and_other_modes_rgb():
     data = upright_wrong(2)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
     assert pixels(data).shape == expected.shape == (40, 30, 3)
     assert (pixels(data) == expected).all()
-
-
-def test_transparency_becomes_white_and_other_modes_become_rgb():
     image = Image.new("RGBA", (4, 2), (*RED, 255))
     image.putpixel((1, 1), (*RED, 0))
     image.putpixel((2, 1), (0, 0, 0, 128))
@@ -181,13 +178,21 @@ def test_ogg_has_the_frames_of_its_source(subtype):
     assert np.median(abs(found[: len(expected)] - expected[: len(found)])[loud[: len(found)]]) < 0.5
 
 
-def test_clip_of_several_channels_is_averaged():
+def test_clip_is_averaged_over_channels_and_cut_and_one_frame_is_enough():
     both = tone(channels=2)
     both[:, 1] = tone(number=3)[:, 0]
     expected = frames(sound(both.mean(axis=1), subtype="DOUBLE"))
     assert (frames(sound(both, subtype="DOUBLE")) == expected).all()
     eight = sound(tone(channels=8), subtype="DOUBLE")
     assert abs(frames(eight) - frames(sound(tone(), subtype="DOUBLE"))).max() < 1e-3
+    decoded = decode_clip(sound(tone(3.0), subtype="DOUBLE"), AUDIO, "")
+    assert decoded.notes == ("cut",)
+    assert (decoded.media.frames == frames(sound(tone(3.0)[:32_000], subtype="DOUBLE"))).all()
+    assert decode_clip(sound(tone(2.0)), AUDIO, "").notes == ()
+    length, hop = frame_samples(AUDIO)
+    assert (length, hop) == (400, 160)
+    assert frames(sound(tone()[:length])).shape == (1, 128)
+    assert frames(sound(tone()[: length + hop])).shape == (2, 128)
 
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 44_100, 48_000, 192_000, 15_999])
@@ -198,17 +203,6 @@ def test_any_rate_becomes_the_wanted_one(rate):
     expected = frames(sound(tone(1.0), subtype="DOUBLE"))
     strongest = [np.bincount(one.argmax(axis=1)).argmax() for one in (decoded.media.frames, expected)]
     assert abs(strongest[0] - strongest[1]) <= 1
-
-
-def test_a_long_clip_is_cut_and_one_frame_is_enough():
-    decoded = decode_clip(sound(tone(3.0), subtype="DOUBLE"), AUDIO, "")
-    assert decoded.notes == ("cut",)
-    assert (decoded.media.frames == frames(sound(tone(3.0)[:32_000], subtype="DOUBLE"))).all()
-    assert decode_clip(sound(tone(2.0)), AUDIO, "").notes == ()
-    length, hop = frame_samples(AUDIO)
-    assert (length, hop) == (400, 160)
-    assert frames(sound(tone()[:length])).shape == (1, 128)
-    assert frames(sound(tone()[: length + hop])).shape == (2, 128)
 
 
 def lying_flac():

@@ -243,7 +243,14 @@ def test_a_corpus_without_a_row_says_why(tmp_path, make_texts, output):
     assert "empty" in message("sentences", {"text": ""})
 
 
-def test_too_large_files_are_refused(tmp_path, make_texts, monkeypatch):
+def test_pairs_in_files_of_other_formats_or_too_large_are_refused(tmp_path, make_texts, monkeypatch):
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "a.jsonl", make_pair("a", "b", 0))
+    (tmp_path / "in" / "README.md").write_text("about")
+    assert [row.texts for row in rows_of(make_texts("pairs", tmp_path / "in"))] == [("a", "b")]
+    config = make_texts("pairs", tmp_path / "in" / "README.md")
+    (problem,) = plan_units(config.corpus, 1, None, config.content)[1]
+    says(problem, "pairs and triples", "jsonl, csv, tsv, parquet")
     path = write_jsonl(tmp_path / "a.jsonl", *(make_pair(f"premise {n}", "h" * 100, 0) for n in range(20)))
     monkeypatch.setattr(text_rows, "MAX_FILE_BYTES", 1000)
     with pytest.raises(OSError, match=all_of("a.jsonl", "pairs", "more than")):
@@ -252,16 +259,6 @@ def test_too_large_files_are_refused(tmp_path, make_texts, monkeypatch):
     config = make_texts("pairs", path)
     (problem,) = plan_units(config.corpus, 1, None, config.content)[1]
     says(problem, "split it")
-
-
-def test_pairs_in_files_of_other_formats_are_refused(tmp_path, make_texts):
-    (tmp_path / "in").mkdir()
-    write_jsonl(tmp_path / "in" / "a.jsonl", make_pair("a", "b", 0))
-    (tmp_path / "in" / "README.md").write_text("about")
-    assert [row.texts for row in rows_of(make_texts("pairs", tmp_path / "in"))] == [("a", "b")]
-    config = make_texts("pairs", tmp_path / "in" / "README.md")
-    (problem,) = plan_units(config.corpus, 1, None, config.content)[1]
-    says(problem, "pairs and triples", "jsonl, csv, tsv, parquet")
 
 
 def test_a_file_of_pairs_is_never_cut(tmp_path, make_texts):
@@ -295,9 +292,6 @@ def test_triples_are_rows_of_the_file(tmp_path, make_texts, prepare_units, decod
     assert decode(folder) == [[("A, b.", None), ("B.", "entailment"), ("C.", "contradiction")], row, row]
     assert manifest.dropped == {"empty_contradiction": 1, "empty_entailment": 1, "empty_premise": 1}
     assert manifest.labels == {"contradiction": 3, "entailment": 3}
-
-
-def test_triples_of_jsonl_with_other_keys_and_cut_into_parts(tmp_path, make_texts):
     path = write_jsonl(tmp_path / "a.jsonl", *({"q": f"q{n}", "pos": "p", "neg": "n"} for n in range(100)))
     content = {"kind": "triples", "premise": "q", "entailment": "pos", "contradiction": "neg"}
     rows = rows_of(make_texts(content, path, unit_mib=0.001))

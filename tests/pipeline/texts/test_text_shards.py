@@ -204,6 +204,11 @@ def test_sentences_of_a_document_have_its_offset_and_all_its_characters(tmp_path
     assert "A heading without an end" in mine
     assert "Last one." in mine
     assert [row.text for row in rows if row.offset > second] == [""]  # counted, and dropped as empty
+    path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"Text {n}. It is number {n}."} for n in range(200)))
+    content = {"kind": "sentences", "split": True}
+    whole, cut = (rows_of(make_texts(content, path, unit_mib=size)) for size in (32, 0.001))
+    assert [(row.text, row.offset) for row in whole] == [(row.text, row.offset) for row in cut]
+    assert len(whole) == 400
 
 
 def test_every_sentence_is_a_row_with_the_id_of_its_text(tmp_path, make_texts, prepare_units, decode):
@@ -247,11 +252,3 @@ def test_windows_do_not_cut_sentences_and_the_language_changes_the_rules():
     text = "Das ist bzw. war gut. Der 3. Mai kam."
     assert list(sentences(text, "de")) == ["Das ist bzw. war gut.", "Der 3. Mai kam."]
     assert list(sentences("你好。再见。", "zh")) == ["你好。", "再见。"]
-
-
-def test_the_same_text_gives_the_same_sentences_in_any_piece_of_a_file(tmp_path, make_texts):
-    path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"Text {n}. It is number {n}."} for n in range(200)))
-    content = {"kind": "sentences", "split": True}
-    whole, cut = (rows_of(make_texts(content, path, unit_mib=size)) for size in (32, 0.001))
-    assert [(row.text, row.offset) for row in whole] == [(row.text, row.offset) for row in cut]
-    assert len(whole) == 400
