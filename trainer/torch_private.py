@@ -1,6 +1,6 @@
 """The only use of names of torch that are not public.
 
-A later version of torch may lack one. `tests/trainer/test_torch_private.py` names it with the installed version.
+A later version of torch may lack one. `tests/trainer/test_imports.py` names it with the installed version.
 """
 
 from collections.abc import Callable

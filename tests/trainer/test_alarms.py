@@ -2,7 +2,6 @@
 
 import html
 import json
-import logging
 import math
 import random
 import re
@@ -44,10 +43,8 @@ def sentences(tmp_path_factory):
 
 def train(data, folder, objective, lr, steps=50, speed=SPEED, seed=0):
     """Trains in this process with the parts of a worker, and writes its metrics as the worker does."""
-    values = runs.train_values(
-        data, folder, steps=steps, objective=objective, batch_documents=16, optim={"lr": lr}, seed=seed
-    )
-    values["encoder"]["dropout"] = 0.1
+    changes = {"batch_documents": 16, "optim": {"lr": lr}, "seed": seed, "encoder": {"dropout": 0.1}}
+    values = runs.train_values(data, folder, steps=steps, objective=objective, **changes)
     del values["spans"]
     config = TrainConfig.model_validate(values)
     folder.mkdir()
@@ -89,14 +86,13 @@ def train(data, folder, objective, lr, steps=50, speed=SPEED, seed=0):
         ),
     ],
 )
-def test_a_planted_failure_is_named_once_with_its_remedy(sentences, tmp_path, caplog, cause, planted, told):
+def test_a_planted_failure_is_named_once_with_its_remedy(sentences, tmp_path, log, cause, planted, told):
     """In the metrics, in the log, and as a sentence at the head of the run's page."""
-    with caplog.at_level(logging.WARNING, "declutr"):
-        alarms = train(sentences, tmp_path / "run", **planted)
+    alarms = train(sentences, tmp_path / "run", **planted)
     (alarm,) = [line for line in alarms if line["alarm"] == cause]
     assert alarm["step"] <= 50
     assert alarm["figure"] != alarm["limit"]
-    assert caplog.text.count(alarm["text"].partition(": ")[2]) == 1
+    assert len([line for line in log if alarm["text"].partition(": ")[2] in line]) == 1
     head = write_runs_page([tmp_path / "run"]).read_text().partition("Losses")[0]
     sentences_of_page = [html.unescape(one) for one in re.findall(r'<li class="alarm">(.*?)</li>', head)]
     assert sentences_of_page.count(alarm["text"]) == 1
@@ -204,12 +200,8 @@ def test_spread_is_that_of_the_covariance():
     expected = uniformity(views[:, 0]), float(values.sum() ** 2 / values.square().sum())
     assert spread(views).tolist() == pytest.approx(expected, rel=1e-4)
     assert spread(views.expand(40, 2, 12)[:1]).isnan().all()
-    alike = replace_rows(views)
+    alike = views[:1].expand_as(views) + 1e-6 * views
     assert spread(alike)[0] == pytest.approx(0, abs=1e-3)
-
-
-def replace_rows(views):
-    return views[:1].expand_as(views) + 1e-6 * views
 
 
 def small_batch(run):

@@ -102,16 +102,8 @@ def on_ranks(comm, folder):
             other.checkpointing.after_step(5, {}, stop=False)
         except SaveError as error:
             words = str(error)
-    return (
-        union,
-        no_request,
-        skipped,
-        ended,
-        resumed,
-        other.scheduler.main.nonfinite_losses.skipped,
-        same(tensors(other), tensors(one)),
-        words,
-    )
+    count, equal = other.scheduler.main.nonfinite_losses.skipped, same(tensors(other), tensors(one))
+    return (union, no_request, skipped, bool(ended), resumed, count, equal), words
 
 
 def test_checkpoints_of_a_run_whose_task_skipped_a_step_are_kept(tmp_path):
@@ -129,14 +121,8 @@ def test_checkpoints_of_a_run_whose_task_skipped_a_step_are_kept(tmp_path):
 @pytest.mark.dist
 def test_every_rank_does_the_same(tmp_path):
     results = run_group(2, on_ranks, tmp_path)
-    for union, no_request, skipped, ended, resumed, count, equal, words in results:
-        assert union == Request.SAVE | Request.STOP
-        assert no_request == Request(0)
-        assert skipped == [False, True, False]
-        assert ended
-        assert resumed == 3
-        assert count == 1
-        assert equal
+    for found, words in results:
+        assert found == (Request.SAVE | Request.STOP, Request(0), [False, True, False], True, 3, 1, True)
         assert words
     says(results[0][-1], "disk is full")
 

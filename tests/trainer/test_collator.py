@@ -229,12 +229,6 @@ def test_ranks_batches_hold_the_global_batchs_spans(cuts, epoch):
     assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
 
 
-def test_collator_of_no_documents_gives_an_empty_batch():
-    batch = rank_batch(tiny_collator(), documents(LENGTHS, 12), 2, 2).spans
-    assert (batch.num_spans, batch.num_tokens, len(batch.selected)) == (0, 0, 0)
-    assert batch.microbatches(10)[0].num_tokens == 0
-
-
 def test_chunked_tables_read_like_whole_ones():
     collator, table = tiny_collator(), documents(LENGTHS, 12)
     chunked = pa.concat_tables([table.slice(0, 2), table.slice(2, 1), table.slice(3)])
@@ -342,3 +336,18 @@ def test_shares_at_their_ends(shares, kinds):
     assert (selected == (~special & (shares["mlm_probability"] == 1.0))).all()
     found = np.where(masked == given["ids"], "kept", np.where(masked == VOCABULARY.mask, "mask", "other"))
     assert set(found[selected]) == kinds
+
+
+def test_selected_tokens_are_masked_replaced_and_kept_as_often_as_asked():
+    """Replacements are drawn from the whole vocabulary, whatever was drawn to decide on the replacement."""
+    given = tokens(20_000)
+    given["ids"] = np.full(20_000, 7)
+    masked, selected = mask(given, MaskingConfig(mlm_probability=0.5, mask_replace_prob=0.6, random_replace_prob=0.3))
+    assert selected.mean() == pytest.approx(0.5, abs=0.02)
+    found = np.bincount(masked[selected], minlength=VOCABULARY.size) / selected.sum()
+    expected = np.full(VOCABULARY.size, 0.3 / VOCABULARY.size)
+    expected[VOCABULARY.mask] += 0.6
+    expected[7] += 0.1
+    assert found == pytest.approx(expected, abs=0.02)
+    rest = np.delete(found, [7, VOCABULARY.mask])
+    assert rest == pytest.approx(np.delete(expected, [7, VOCABULARY.mask]), abs=0.004)

@@ -27,13 +27,13 @@ STATE = f"checkpoints/step-{STEPS:08d}/state.json"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    root = tmp_path_factory.mktemp("made")
-    return finish(root), root
+    """The configuration of a run with one checkpoint and its export."""
+    return finish(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
 def run(made, tmp_path):
-    return shutil.copytree(made[1] / "run", tmp_path / "run")
+    return shutil.copytree(made.run, tmp_path / "run")
 
 
 def train(config, run):
@@ -53,11 +53,7 @@ def list_checkpoints(_, run):
     assert checkpoint_rows(run)
 
 
-READERS = {
-    "export/declutr.json": [inspect_export],
-    "metrics.jsonl": [train, inspect],
-    STATE: [list_checkpoints],
-}
+READERS = {"export/declutr.json": [inspect_export], "metrics.jsonl": [train, inspect], STATE: [list_checkpoints]}
 """The commands that read a file and do not write it anew; those are below."""
 
 
@@ -67,7 +63,7 @@ def test_a_command_goes_on_or_names_the_file(made, run, name, damage):
     (run / name).write_bytes(DAMAGES[damage])
     for command in READERS[name]:
         try:
-            command(made[0], run)
+            command(made, run)
         except NAMED as error:
             told = str(error)
         else:
@@ -79,28 +75,24 @@ def test_a_command_goes_on_or_names_the_file(made, run, name, damage):
 @pytest.mark.parametrize("damage", ["empty", "an empty object", "an empty list", "garbage", "nested deeply"])
 def test_the_command_mends_what_it_wrote_itself(made, run, log, name, damage):
     (run / name).write_bytes(DAMAGES[damage])
-    if name == "seconds.json":
-        add_seconds(run, 2.0)
-    elif name == "summary.json":
-        assert ended_early(run, made[0].validation.patience, STEPS) is None
-        train(made[0], run)
-    else:
-        train(made[0], run)
+    if name == "summary.json":
+        assert ended_early(run, made.validation.patience, STEPS) is None
+    add_seconds(run, 2.0) if name == "seconds.json" else train(made, run)
     mended = json.loads((run / name).read_text())
     assert mended == 2.0 if name == "seconds.json" else type(mended) is dict
     assert any(f"{name} is damaged" in line for line in log)
     log.clear()
-    train(made[0], run)
+    train(made, run)
     assert not any("damaged" in line for line in log)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}"])
 def test_without_a_word_on_its_configuration_the_checkpoints_are_asked(made, run, content):
     (run / "resume_settings.json").unlink() if content is None else (run / "resume_settings.json").write_bytes(content)
-    other = config_of(made[0].data, run, optim={"lr": 0.5})
+    other = config_of(made.data, run, optim={"lr": 0.5})
     with pytest.raises(ConfigError, match=all_of("another configuration", "resume_settings.json")):
         run_training(other)
-    train(made[0], run)
+    train(made, run)
 
 
 @pytest.mark.parametrize(
@@ -113,22 +105,19 @@ def test_without_a_word_on_its_configuration_the_checkpoints_are_asked(made, run
 )
 def test_no_difference_of_the_settings_goes_unseen(made, run, section, value, told):
     """As of another version, or of an objective that was edited: a worker would take no checkpoint, and begin again."""
-    config = made[0] if value is None else with_optim(made[0], weight_decay=value)
+    optim = {} if value is None else {"weight_decay": value}
+    config = made.model_copy(update={"optim": made.optim.model_copy(update=optim)})
     before = config.model_copy(update={"run": str(run)}).resume_settings()
     (run / "resume_settings.json").write_text(json.dumps(before | {"optim": before["optim"] | section}))
     with pytest.raises(ConfigError, match=all_of(told, "name another folder", "encoder.pretrained=")):
         train(config, run)
 
 
-def with_optim(config, **changes):
-    return config.model_copy(update={"optim": config.optim.model_copy(update=changes)})
-
-
 def test_checkpoints_of_another_configuration_than_the_folder_names_are_refused(made, run):
     state = json.loads((run / STATE).read_text())
     (run / STATE).write_text(json.dumps(state | {"config_hash": "0" * 64}))
     with pytest.raises(ConfigError, match=all_of(f"step-{STEPS:08d} is of another configuration")):
-        train(made[0], run)
+        train(made, run)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +148,7 @@ def test_an_impossible_state_is_passed_over(run, log, changed):
 
 
 def test_a_step_beyond_the_last_is_no_end(made, run):
-    config = made[0].model_copy(update={"run": str(run)})
+    config = made.model_copy(update={"run": str(run)})
     save(config, run, step=STEPS + 93)
     with pytest.raises(CheckpointError, match=all_of("step 99", "step 6")):
         run_training(config)
@@ -211,7 +200,7 @@ def test_an_entry_of_another_kind_is_named_before_any_work(made, run, name, kind
     else:
         place.symlink_to("gone")
     with pytest.raises(ConfigError, match=all_of("run =", f"{kind} {name}")):
-        train(made[0], run)
+        train(made, run)
 
 
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json", "1_Pooling/config.json", "README.md")
@@ -221,61 +210,48 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """A configuration, and a run with one checkpoint and its export."""
-    root = tmp_path_factory.mktemp("made")
-    return finish(root), root / "run"
-
-
-@pytest.fixture
-def copied(exported, tmp_path):
-    shutil.copytree(exported[1], tmp_path / "run")
-    return tmp_path / "run"
-
-
 @pytest.mark.parametrize(
     ("name", "damage"),
     [(name, truncate) for name in (*FILES, SETTINGS)]
     + [(name, damage) for name in (FILES[0], SETTINGS) for damage in (empty, flip_a_bit, remove)],
 )
-def test_a_damaged_export_is_made_again_and_nothing_is_lost(exported, copied, log, name, damage):
-    whole = contents(copied / "export")
-    damage(copied / "export" / name)
-    damaged = contents(copied / "export")
-    export(runs.resolved(exported[0], copied))
-    assert contents(copied / "export") == whole
+def test_a_damaged_export_is_made_again_and_nothing_is_lost(made, run, log, name, damage):
+    whole = contents(run / "export")
+    damage(run / "export" / name)
+    damaged = contents(run / "export")
+    export(runs.resolved(made, run))
+    assert contents(run / "export") == whole
     assert any(name in line and "exporting again" in line for line in log)
-    assert contents(copied / "export.kept-1") == damaged
+    assert contents(run / "export.kept-1") == damaged
 
 
-def test_a_whole_export_is_left_alone_with_what_others_put_there(exported, copied, log):
-    (copied / "export" / "onnx").mkdir()
-    (copied / "export" / "onnx" / "model.onnx").write_text("theirs")
-    before = {path: path.stat().st_mtime_ns for path in (copied / "export").rglob("*")}
-    export(runs.resolved(exported[0], copied))
-    assert {path: path.stat().st_mtime_ns for path in (copied / "export").rglob("*")} == before
+def test_a_whole_export_is_left_alone_with_what_others_put_there(made, run, log):
+    (run / "export" / "onnx").mkdir()
+    (run / "export" / "onnx" / "model.onnx").write_text("theirs")
+    before = {path: path.stat().st_mtime_ns for path in (run / "export").rglob("*")}
+    export(runs.resolved(made, run))
+    assert {path: path.stat().st_mtime_ns for path in (run / "export").rglob("*")} == before
     assert log == []
 
 
-def test_an_export_that_a_kill_left_moved_aside_is_put_back(exported, copied):
-    (copied / "export" / "notes.txt").write_text("theirs")
-    before = contents(copied / "export")
-    (copied / "export").rename(copied / ".export.before.tmp")
-    export(runs.resolved(exported[0], copied))
-    assert contents(copied / "export") == before
-    assert not (copied / ".export.before.tmp").exists()
+def test_an_export_that_a_kill_left_moved_aside_is_put_back(made, run):
+    (run / "export" / "notes.txt").write_text("theirs")
+    before = contents(run / "export")
+    (run / "export").rename(run / ".export.before.tmp")
+    export(runs.resolved(made, run))
+    assert contents(run / "export") == before
+    assert not (run / ".export.before.tmp").exists()
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_the_export_of_another_checkpoint_with_the_same_step_gives_way(exported, copied, log, others):
-    old = contents(copied / "export")
+def test_the_export_of_another_checkpoint_with_the_same_step_gives_way(made, run, log, others):
+    old = contents(run / "export")
     if others:
-        (copied / "export" / "notes.txt").write_text("theirs")
-    shutil.rmtree(copied / "checkpoints")
-    save(exported[0], copied, seed=1)
-    export(runs.resolved(exported[0], copied))
-    new = contents(copied / "export")
+        (run / "export" / "notes.txt").write_text("theirs")
+    shutil.rmtree(run / "checkpoints")
+    save(made, run, seed=1)
+    export(runs.resolved(made, run))
+    new = contents(run / "export")
     assert new["model.safetensors"] != old["model.safetensors"]
     assert any("another checkpoint" in line for line in log)
-    assert (copied / "export.kept-1" / "notes.txt").is_file() == others
+    assert (run / "export.kept-1" / "notes.txt").is_file() == others

@@ -162,11 +162,6 @@ def test_a_gpu_that_was_used_before_without_cublas_variable_is_told_apart():
     assert found.stdout == ":4096:8\n"
 
 
-def test_bits_for_any_number_of_workers_need_those_of_one():
-    with pytest.raises(ValueError, match=r"elastic_determinism.* needs deterministic"):
-        ScalingConfig(elastic_determinism=True, deterministic=False)
-
-
 SIZE = 3
 
 
@@ -230,7 +225,6 @@ def test_the_worker_whose_device_did_not_enter_the_exchange_hangs_although_all_p
     while hang is None and clock[0] < 100:
         clock[0] += 0.5
         hang = dog.look([heartbeat.snapshot() for heartbeat in heartbeats], clock[0])
-    assert hang is not None
     assert hang.heartbeat["rank"] == 2
     assert [heartbeat.entered for heartbeat in heartbeats] == [5, 5, 4]
     assert clock[0] == pytest.approx(25, abs=1)
@@ -303,7 +297,7 @@ def test_time_of_a_step_is_that_of_the_device(queued, computed, late):
     for step in range(1, 13):
         taken, ended = [Pending(step)], event()
         recorder.settle()
-        recorder.hold(taken, ended, None)
+        recorder.hold(taken, ended)
         if step % 4 == 0 or not late:
             recorder.settle()
             clock[0] += 7.0  # a validation

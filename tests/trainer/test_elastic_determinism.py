@@ -21,6 +21,7 @@ from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.step.optim import build_optimizer
 
+ROBERTA = {"model_type": "roberta"}
 LENGTHS = [48, 70, 49, 131, 60, 99, 52, 77, 64]
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.2, "projection": {"kind": "mlp", "size": 6}}
 CASES = {
@@ -37,17 +38,14 @@ CASES = {
 }
 
 
-def train_step_of(
-    comm, objective=None, encoder=DROPOUT, family="roberta", tokens=None, dtype=torch.float32, num_terms=99
-):
+def train_step_of(comm, objective=None, encoder=DROPOUT, family="roberta", tokens=None, dtype=torch.float32):
     config = DeclutrConfig(**(objective or {"masking": HALF}))
     comm = dataclasses.replace(comm, deterministic=True)
     optim = OptimConfig(lr=1e-2, bias_correction=False, max_grad_norm=0.1)
-    made = tiny_train_step(
-        tiny_encoder(family, dtype, **encoder), config, comm=comm, microbatch_tokens=tokens, optim=optim
-    )
+    made = {"comm": comm, "microbatch_tokens": tokens, "optim": optim}
+    made = tiny_train_step(tiny_encoder(family, dtype, **encoder), config, **made)
     optimizer = build_optimizer(optim, made.encoder, made.tasks[0].objective)
-    reducer = FixedPointReducer(comm, [p for group in optimizer.param_groups for p in group["params"]], num_terms)
+    reducer = FixedPointReducer(comm, [p for group in optimizer.param_groups for p in group["params"]], 99)
     made = with_task(made, reducer=reducer)
     return dataclasses.replace(made, optimizer=optimizer), tiny_collator(config)
 
@@ -141,27 +139,33 @@ def test_a_gradient_that_could_overflow_is_found():
     assert checksum(train_step.encoder.parameters()) != before
 
 
+def summed(terms, num_terms):
+    """The sum of these gradients in fixed point, and whether all were within the limit."""
+    parameter = torch.nn.Parameter(torch.zeros_like(terms[0]))
+    reducer = FixedPointReducer(Communicator(), [parameter], num_terms)
+    reducer.begin()
+    for term in terms:
+        (parameter * term).sum().backward()
+    return reducer.finish(), parameter.grad
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0**40, -(2.0**40)])
 def test_terms_beyond_the_limit_are_refused(value):
-    parameter = torch.nn.Parameter(torch.zeros(5))
-    reducer = FixedPointReducer(Communicator(), [parameter], 3)
-    reducer.begin()
-    (parameter * torch.tensor([1.0, 2, 3, 4, 5])).sum().backward()
-    (parameter * torch.tensor([0.0, value, 0, 0, 0])).sum().backward()
-    assert not reducer.finish()
-    assert parameter.grad.isnan().all()
+    within, found = summed([torch.tensor([1.0, 2, 3, 4, 5]), torch.tensor([0.0, value, 0, 0, 0])], 3)
+    assert not within
+    assert found.isnan().all()
 
 
-def test_sums_below_the_limit_are_exact():
+def test_sums_below_the_limit_are_exact_and_terms_are_rounded_to_the_nearest_multiple():
     """As many terms as allowed, each just below the limit, do not overflow."""
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    reducer = FixedPointReducer(Communicator(), [parameter], 3)
-    reducer.begin()
-    term = torch.full((4,), reducer.limit).nextafter(torch.tensor(0.0))
-    for _ in range(3):
-        (parameter * term).sum().backward()
-    assert reducer.finish()
-    assert torch.equal(parameter.grad, (3 * term.double()).float())
+    limit = FixedPointReducer(Communicator(), [torch.nn.Parameter(torch.zeros(1))], 3).limit
+    term = torch.full((4,), limit).nextafter(torch.tensor(0.0))
+    within, found = summed([term] * 3, 3)
+    assert within
+    assert torch.equal(found, (3 * term.double()).float())
+    within, found = summed([torch.tensor([0.6, 1.4, -0.6, -1.4]) / SCALE] * 3, 3)
+    assert within
+    assert (found * SCALE).tolist() == [3, 3, -3, -3]
 
 
 def test_a_term_at_the_limit_is_refused_and_gradients_outside_a_step_are_plain():
@@ -182,27 +186,20 @@ def test_order_of_terms_changes_nothing():
     terms = [
         torch.randn(1000, generator=generator) * 10.0 ** (4 * torch.rand(1, generator=generator) - 3) for _ in range(20)
     ]
-    found = []
-    for some in (terms, terms[::-1], terms[7:] + terms[:7]):
-        parameter = torch.nn.Parameter(torch.zeros(1000))
-        reducer = FixedPointReducer(Communicator(), [parameter], 20)
-        reducer.begin()
-        for term in some:
-            (parameter * term).sum().backward()
-        assert reducer.finish()
-        found.append(parameter.grad)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-    assert torch.allclose(found[0], torch.stack(terms).double().sum(0).float(), rtol=1e-6)
+    (within, found), *others = (summed(some, 20) for some in (terms, terms[::-1], terms[7:] + terms[:7]))
+    assert within
+    assert all(other[0] and torch.equal(found, other[1]) for other in others)
+    assert torch.allclose(found, torch.stack(terms).double().sum(0).float(), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"scaling": {"elastic_determinism": True, "fsdp": True}}, ("exclude", "false")),
+        ({"scaling": {"elastic_determinism": True}, "microbatch_tokens": "auto"}, ("microbatch_tokens", "auto")),
         (
-            {"scaling": {"elastic_determinism": True}, "microbatch_tokens": "auto"},
-            ("microbatch_tokens", "auto"),
+            {"scaling": {"elastic_determinism": True, "deterministic": False}},
+            ("elastic_determinism", "needs deterministic"),
         ),
         (
             {"scaling": {"deterministic_chunk_documents": 3}},
@@ -212,15 +209,9 @@ def test_order_of_terms_changes_nothing():
             {"scaling": {"elastic_determinism": True, "reduce_dtype": "bf16"}},
             ("reduce_dtype = bf16", "no effect", "elastic_determinism"),
         ),
+        ({"scaling": {"elastic_determinism": True, "num_workers": [1, 17]}}, ("scaling.num_workers = 17", "16")),
         (
-            {"scaling": {"elastic_determinism": True, "num_workers": [1, 17]}},
-            ("scaling.num_workers = 17", "16"),
-        ),
-        (
-            {
-                "scaling": {"elastic_determinism": True},
-                "encoder": {"from_config": {"model_type": "roberta"}, "compile": True},
-            },
+            {"scaling": {"elastic_determinism": True}, "encoder": {"from_config": ROBERTA, "compile": True}},
             "encoder.compile = false",
         ),
     ],
@@ -260,16 +251,6 @@ def test_large_parameters_are_summed_to_their_last_element():
         sum((p * term).sum() for p, term in zip(parameters, terms, strict=True)).backward()
     assert reducer.finish()
     assert all(torch.equal(p.grad, 2 * term) for p, term in zip(parameters, terms, strict=True))
-
-
-def test_terms_are_rounded_to_the_nearest_multiple():
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    reducer = FixedPointReducer(Communicator(), [parameter], 3)
-    reducer.begin()
-    for _ in range(3):
-        (parameter * torch.tensor([0.6, 1.4, -0.6, -1.4]) / SCALE).sum().backward()
-    assert reducer.finish()
-    assert (parameter.grad * SCALE).tolist() == [3, 3, -3, -3]
 
 
 @pytest.mark.parametrize("num_terms", [1, 3, 1000])

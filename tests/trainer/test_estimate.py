@@ -47,13 +47,9 @@ def test_coverage_equals_the_places_of_the_spans(data, tmp_path, terms, passes):
 def test_a_long_document_is_read_in_small_part():
     """Two anchors of Beta(4, 2) and two positives each of Beta(2, 4), between 16 and 128 tokens: 2 (91 + 2 * 53)."""
     number, geometry = 400, Geometry(num_anchors=2, max_tokens=128)
-    rows = pa.table(
-        {
-            "id": pa.array([row.to_bytes(16, "little") for row in range(number)], pa.binary(16)),
-            "windows": [document_windows(13_000, geometry)] * number,
-            "num_tokens": [13_000] * number,
-        }
-    )
+    ids = pa.array([row.to_bytes(16, "little") for row in range(number)], pa.binary(16))
+    windows = [document_windows(13_000, geometry)] * number
+    rows = pa.table({"id": ids, "windows": windows, "num_tokens": [13_000] * number})
     run = RunContext(spans=SpanConfig(num_anchors=2, num_positives=2, min_tokens=16, max_tokens=128))
     _, start, end = DeclutrConfig().reads_tokens(run, rows, np.zeros(number, np.int64)).T
     assert (end - start).sum() / number == pytest.approx(2 * (16 + 112 * 2 / 3 + 2 * (16 + 112 / 3)), rel=0.02)

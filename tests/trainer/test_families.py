@@ -8,7 +8,7 @@ from families import OTHERS, PACKED, PADDED, REFUSED, TRAINED
 from groups import run_group
 from measures import deviation
 from messages import all_of
-from tiny import documents, random_spans, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
+from tiny import HALF, documents, random_spans, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 
 from declutr.common.errors import EncoderError
 from declutr.trainer.data.batches import SpanBatch, pad_rows
@@ -21,7 +21,6 @@ from declutr.trainer.parallel.communicator import Communicator
 
 MIXED = [9, 3, 30, 12, 12, 4]
 LENGTHS = [48, 70, 49, 60]
-HALF = {"mlm_probability": 0.5}
 
 
 def family_encoder(family, dtype=torch.float64, **settings):
@@ -113,8 +112,7 @@ def taken(comm, family, layout, tokens, dropout, steps):
     dtype = torch.float32 if family == "longformer" else torch.float64  # transformers' own gives NaN in float64
     settings = {"layout": layout} if layout else {}
     encoder = family_encoder(family, dtype, dropout=dropout, attention_dropout=dropout, **settings)
-    made = {"comm": comm, "microbatch_tokens": tokens, "sharded": comm.size > 1}
-    train_step = tiny_train_step(encoder, objective, **made)
+    train_step = tiny_train_step(encoder, objective, comm=comm, microbatch_tokens=tokens, sharded=comm.size > 1)
     table = documents(LENGTHS, 12)
     start, end = len(table) * comm.rank // comm.size, len(table) * (comm.rank + 1) // comm.size
     found = []

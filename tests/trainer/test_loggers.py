@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import math
 import os
 import shutil
@@ -117,37 +116,32 @@ def wait_for_lines(writer, number):
         time.sleep(0.005)
 
 
-def messages(caplog):
-    return [record.getMessage() for record in caplog.records]
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 @pytest.mark.parametrize("fault", ["lost", "in the way", "missing"])
-def test_a_tensorboard_that_fails_is_named_once_and_its_lines_counted(tmp_path, caplog, monkeypatch, fault):
+def test_a_tensorboard_that_fails_is_named_once_and_its_lines_counted(tmp_path, log, monkeypatch, fault):
     """A folder that is gone, a file in its place, and a package that is not installed."""
     if fault == "in the way":
         (tmp_path / TENSORBOARD).write_text("in the way")
     if fault == "missing":
         monkeypatch.setattr(extras, "find_spec", lambda _name: None)
-    with caplog.at_level(logging.INFO, "declutr"):
-        writer = MetricsWriter(tmp_path, 0)
-        take(writer, range(1, 4))
-        if fault == "lost":
-            wait_for_lines(writer, 3)
-            shutil.rmtree(tmp_path / TENSORBOARD)
-        take(writer, range(4, 11))
-        writer.flush()
-        writer.close()
+    writer = MetricsWriter(tmp_path, 0)
+    take(writer, range(1, 4))
+    if fault == "lost":
+        wait_for_lines(writer, 3)
+        shutil.rmtree(tmp_path / TENSORBOARD)
+    take(writer, range(4, 11))
+    writer.flush()
+    writer.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 11))
-    first, second = messages(caplog)
+    first, second = log
     reasons = {"lost": os.strerror(errno.ENOENT), "in the way": "", "missing": "pip install 'declutr-ray[tensorboard]'"}
     says(first, "TensorBoard gets no more metrics", reasons[fault], "metrics.jsonl has all")
     says(second, "TensorBoard lacks", f"{7 if fault == 'lost' else 10} or more")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_tensorboard_on_a_full_disk_leaves_the_metrics_whole_and_starts_again(tmp_path, caplog):
-    with small_volume(tmp_path / "small", 2) as volume, caplog.at_level(logging.INFO, "declutr"):
+def test_a_tensorboard_on_a_full_disk_leaves_the_metrics_whole_and_starts_again(tmp_path, log):
+    with small_volume(tmp_path / "small", 2) as volume:
         (volume.path / "board").mkdir()
         (tmp_path / TENSORBOARD).symlink_to(volume.path / "board")
         writer = MetricsWriter(tmp_path, 0)
@@ -157,7 +151,7 @@ def test_a_tensorboard_on_a_full_disk_leaves_the_metrics_whole_and_starts_again(
         take(writer, range(2, 400))
         writer.close()
         assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 400))
-        first, second = messages(caplog)
+        first, second = log
         says(first, "TensorBoard gets no more metrics", os.strerror(errno.ENOSPC))
         says(second, "TensorBoard lacks")
         volume.drain()
@@ -168,7 +162,7 @@ def test_a_tensorboard_on_a_full_disk_leaves_the_metrics_whole_and_starts_again(
 
 
 @pytest.mark.parametrize("place", ["start", "log", "end", "hang"])
-def test_a_program_that_fails_or_hangs_is_named_once_and_ends_nothing(tmp_path, caplog, monkeypatch, place):
+def test_a_program_that_fails_or_hangs_is_named_once_and_ends_nothing(tmp_path, log, monkeypatch, place):
     free = threading.Event()
 
     @contextmanager
@@ -187,24 +181,23 @@ def test_a_program_that_fails_or_hangs_is_named_once_and_ends_nothing(tmp_path, 
         at("end")
 
     monkeypatch.setattr(loggers, "_MOST_WAITING", 3)
-    with caplog.at_level(logging.INFO, "declutr"):
-        writer = MetricsWriter(tmp_path, 0, loggers={"Broken": broken})
-        began = time.monotonic()
-        for step in range(1, 7):
-            take(writer, [step])
-            if place != "hang":  # the queue of a program that works stays short
-                wait_for_lines(writer, step)
-        writer.flush()
-        writer.close()
+    writer = MetricsWriter(tmp_path, 0, loggers={"Broken": broken})
+    began = time.monotonic()
+    for step in range(1, 7):
+        take(writer, [step])
+        if place != "hang":  # the queue of a program that works stays short
+            wait_for_lines(writer, step)
+    writer.flush()
+    writer.close()
     free.set()
     assert time.monotonic() - began < 10
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 7))
-    first, last = [text for text in messages(caplog) if "Broken" in text]
+    first, last = [text for text in log if "Broken" in text]
     says(first, "Broken", "it takes no lines" if place == "hang" else "cannot import name 'runtime_version'")
     says(last, "Broken lacks", f"{0 if place == 'end' else 6} or more")
 
 
-def test_a_program_that_does_not_end_is_left_behind(caplog, monkeypatch):
+def test_a_program_that_does_not_end_is_left_behind(log, monkeypatch):
     free = threading.Event()
 
     @contextmanager
@@ -217,7 +210,7 @@ def test_a_program_that_does_not_end_is_left_behind(caplog, monkeypatch):
     logger.add({})
     logger.close()
     free.set()
-    says(messages(caplog)[0], "Endless gets no more metrics", "did not end within 0.2 s")
+    says(log[0], "Endless gets no more metrics", "did not end within 0.2 s")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +237,7 @@ def test_loggers_are_off_and_no_part_of_a_runs_identity():
     assert logged.hash() == plain.hash()
 
 
-def test_id_is_a_function_of_the_run_and_moves_with_its_folder(tmp_path, caplog):
+def test_id_is_a_function_of_the_run_and_moves_with_its_folder(tmp_path, log):
     one, other, fork = (tmp_path / name for name in ("one", "other", "fork"))
     for folder in (one, other, fork):
         folder.mkdir()
@@ -254,9 +247,8 @@ def test_id_is_a_function_of_the_run_and_moves_with_its_folder(tmp_path, caplog)
     assert len(found) == 16
     assert run_id(one, FACTS | {"run": "/moved", "host": "there"}) == found
     (one / WANDB_ID).write_text("{")
-    with caplog.at_level(logging.WARNING, "declutr"):
-        assert run_id(one, FACTS) == found
-    assert WANDB_ID in caplog.text
+    assert run_id(one, FACTS) == found
+    assert WANDB_ID in "\n".join(log)
     assert json.loads((one / WANDB_ID).read_text()) == {"id": found}
 
 
@@ -274,15 +266,14 @@ def test_a_missing_package_is_named_before_ray_with_the_command_that_installs_it
 
 
 @without_wandb
-def test_a_package_missing_on_the_workers_host_leaves_the_metrics_whole(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "declutr"):
-        writer = MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path))
-        take(writer, range(1, 6))
-        writer.flush()
-        writer.close()
+def test_a_package_missing_on_the_workers_host_leaves_the_metrics_whole(tmp_path, log):
+    writer = MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path))
+    take(writer, range(1, 6))
+    writer.flush()
+    writer.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 6))
-    assert caplog.text.count("pip install -e '.[wandb]'") == 1
-    assert "Weights & Biases lacks the last lines of metrics (5 or more)" in caplog.text
+    assert "\n".join(log).count("pip install -e '.[wandb]'") == 1
+    assert "Weights & Biases lacks the last lines of metrics (5 or more)" in "\n".join(log)
 
 
 def synced(folder):
@@ -333,26 +324,25 @@ def test_offline_run_holds_every_step_under_one_id_and_no_key(tmp_path, monkeypa
 @with_wandb
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill", "refused"])
-def test_a_dead_process_or_server_leaves_the_metrics_whole(tmp_path, caplog, monkeypatch, fault):
+def test_a_dead_process_or_server_leaves_the_metrics_whole(tmp_path, log, monkeypatch, fault):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     changes = {"mode": "online", "base_url": "http://127.0.0.1:9"} if fault == "refused" else {}
-    with caplog.at_level(logging.INFO, "declutr"):
-        writer = MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path, **changes))
-        take(writer, range(1, 4))
-        wait_for_lines(writer, 3)
-        [process] = [child for child in psutil.Process().children() if loggers.__name__ in child.cmdline()]
-        if fault == "kill":
-            process.kill()
-            process.wait()
-        take(writer, range(4, 9))
-        writer.flush()
-        began = time.monotonic()
-        writer.close()
+    writer = MetricsWriter(tmp_path, 0, loggers=start_wandb(tmp_path, **changes))
+    take(writer, range(1, 4))
+    wait_for_lines(writer, 3)
+    [process] = [child for child in psutil.Process().children() if loggers.__name__ in child.cmdline()]
+    if fault == "kill":
+        process.kill()
+        process.wait()
+    take(writer, range(4, 9))
+    writer.flush()
+    began = time.monotonic()
+    writer.close()
     assert time.monotonic() - began < 14
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 9))
-    assert caplog.text.count("Weights & Biases gets no more metrics") == 1
-    assert "Weights & Biases lacks" in caplog.text
-    assert KEY not in caplog.text
+    assert "\n".join(log).count("Weights & Biases gets no more metrics") == 1
+    assert "Weights & Biases lacks" in "\n".join(log)
+    assert KEY not in "\n".join(log)
     assert not process.is_running()
 
 

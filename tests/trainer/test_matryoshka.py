@@ -99,35 +99,28 @@ def test_simcse_loss_with_sizes_is_that_of_sentence_transformers(supervised):
     check(objective, lambda views: theirs(objective.head(views).unbind(1)), count=2 + supervised)
 
 
-def cut(views, size):
-    return F.pad(views[..., :size], (0, SIZE - size))
-
-
 def test_simcse_head_that_is_dropped_follows_the_cut():
     objective = made(Simcse, SimcseConfig(temperature=0.2, matryoshka=SIZES))
     linear = objective.head[0]
 
-    def expected(views):
-        total = 0
-        for size, weight in CUTS:
-            first, second = (views[..., :size] @ linear.weight[:, :size].T + linear.bias).tanh().unbind(1)
-            scores = F.cosine_similarity(first[:, None], second[None], dim=-1) / 0.2
-            total = total + weight * F.cross_entropy(scores, torch.arange(ROWS))
-        return total
+    def loss(views, size):
+        first, second = (views @ linear.weight[:, :size].T + linear.bias).tanh().unbind(1)
+        scores = F.cosine_similarity(first[:, None], second[None], dim=-1) / 0.2
+        return F.cross_entropy(scores, torch.arange(ROWS))
 
-    check(objective, expected)
+    check(objective, over_sizes(loss))
+
+
+def over_sizes(loss):
+    """The weighted sum of a loss of views that are cut to each size."""
+    return lambda views: sum(weight * loss(views[..., :size], size) for size, weight in CUTS)
 
 
 def test_supcon_with_sizes_is_the_sum_over_sizes():
     labels = torch.arange(ROWS) % 4
     objective = made(Supcon, SupconConfig(temperature=0.2, base_temperature=0.2, head=False, matryoshka=SIZES))
-    check(
-        objective,
-        lambda views: sum(
-            weight * supcon(torch.cat(views[..., :size].unbind(1)), labels.repeat(2), 0.2) for size, weight in CUTS
-        ),
-        label=labels,
-    )
+    expected = over_sizes(lambda views, _: supcon(torch.cat(views.unbind(1)), labels.repeat(2), 0.2))
+    check(objective, expected, label=labels)
 
 
 def test_scl_with_sizes_contrasts_and_classifies_each():
@@ -137,27 +130,19 @@ def test_scl_with_sizes_contrasts_and_classifies_each():
     facts = {"label": keys % 2 * (2 - ENTAILMENT) + ENTAILMENT, "premise": keys // 3, "hypothesis": keys}
     parts = objective.classifier[0].weight.unflatten(1, (3, SIZE))
 
-    def expected(views):
-        total = 0
-        for size, weight in CUTS:
-            u, v = views[..., :size].unbind(1)
-            hidden = sum(one @ parts[:, k, :size].T for k, one in enumerate((u, v, (u - v).abs())))
-            logits = objective.classifier[1](hidden + objective.classifier[0].bias)
-            contrasted = contrast(Gathered(views[..., :size], facts), config)
-            total = total + weight * (0.6 * F.cross_entropy(logits, facts["label"]) + 0.4 * contrasted)
-        return total
+    def loss(views, size):
+        u, v = views.unbind(1)
+        hidden = sum(one @ parts[:, k, :size].T for k, one in enumerate((u, v, (u - v).abs())))
+        logits = objective.classifier[1](hidden + objective.classifier[0].bias)
+        return 0.6 * F.cross_entropy(logits, facts["label"]) + 0.4 * contrast(Gathered(views, facts), config)
 
-    check(objective, expected, **facts)
+    check(objective, over_sizes(loss), **facts)
 
 
 def test_scd_with_sizes_is_the_sum_over_sizes():
     objective = made(Scd, ScdConfig(projector=[7, 6], matryoshka=SIZES))
-
-    def expected(views):
-        plain = [(weight, objective.loss(Gathered(cut(views, size)))) for size, weight in CUTS]
-        return sum(weight * sum(terms.values()) for weight, terms in plain)
-
-    check(objective, expected)
+    padded = over_sizes(lambda views, size: sum(objective.loss(Gathered(F.pad(views, (0, SIZE - size)))).values()))
+    check(objective, padded)
 
 
 def test_queue_is_cut_like_the_batch():
@@ -166,15 +151,12 @@ def test_queue_is_cut_like_the_batch():
     objective, plain = declutr(config, size=SIZE), declutr(config, size=SIZE)
     queue = torch.randn(6, SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
-    def expected(views):
-        total = 0
-        for size, weight in CUTS:
-            plain.queue = queue[:, :size]
-            total = total + weight * plain.loss(Gathered(views[..., :size]))["contrastive"]
-        return total
+    def loss(views, size):
+        plain.queue = queue[:, :size]
+        return plain.loss(Gathered(views))["contrastive"]
 
     objective.queue = queue
-    check(objective, expected)
+    check(objective, over_sizes(loss))
 
 
 @pytest.mark.parametrize("sizes", [{"sizes": ["all"]}, {"sizes": [4, "all"], "weights": [0, 1]}])
@@ -227,8 +209,8 @@ def test_matryoshka_without_a_loss_of_embeddings_is_refused():
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "out"
     texts = [" ".join(f"word{(3 * row + place) % 50}" for place in range(90)) for row in range(40)]
-    write_prepared(folder, [[Row(text, "held-out" if row % 2 else "train") for row, text in enumerate(texts)]],
-                   geometry=runs.GEOMETRY)  # fmt: skip
+    rows = [Row(text, "held-out" if row % 2 else "train") for row, text in enumerate(texts)]
+    write_prepared(folder, [rows], geometry=runs.GEOMETRY)
     return folder
 
 

@@ -258,23 +258,17 @@ def test_plan_counts_the_passes_of_each_corpus(corpora, tmp_path, capsys):
     config.write_text(yaml.safe_dump({"train": values}))
     assert main(["train", str(config), "--plan"]) == 0
     sizes = ShardSet(corpora["one"], "train", others=[corpora["two"]]).sizes
-    says(
-        capsys.readouterr().out,
-        corpora["one"],
-        "80.0% of the rows",
-        f"{77 / sizes[0]:,.3g} pass(es) over its {sizes[0]}",
-    )
+    passes = f"{77 / sizes[0]:,.3g} pass(es) over its {sizes[0]}"
+    says(capsys.readouterr().out, corpora["one"], "80.0% of the rows", passes)
 
 
 @pytest.mark.slow
 def test_run_with_other_weights_or_corpora_is_refused(corpora, trained):
     other = several(corpora["one"], corpora["two"], weights=[1, 1])
-    config = local_values(corpora, trained)
-    says(problems(config.model_copy(update={"data": runs.least_config(data=other).data})), "data.weight", "[4, 1]")
     turned = several(corpora["two"], corpora["one"])
-    says(
-        problems(config.model_copy(update={"data": runs.least_config(data=turned).data})), "other shards", "data.0.path"
-    )
+    for data, told in ((other, ("data.weight", "[4, 1]")), (turned, ("other shards", "data.0.path"))):
+        changed = {"data": runs.least_config(data=data).data}
+        says(problems(local_values(corpora, trained).model_copy(update=changed)), told)
 
 
 @pytest.mark.ray

@@ -180,9 +180,8 @@ def test_tasks_that_read_shards_mix_as_the_worker_does(tmp_path):
     content = {"kind": "audio", "label": r"^(\d)_", "num_mel_bins": MELS}
     folder, _ = prepare_media(tmp_path, content, {f"{n % 3}_{n}.wav": sound(tone(0.2, number=n)) for n in range(12)})
     shards = ShardSet(folder, "train")
-    collator = ClipCollator(
-        SupconConfig(mixup=0.7, masks={"freq_mask": 2, "shared": True}), FrontendConfig(patch_size=(2, MELS)), 3
-    )
+    config = SupconConfig(mixup=0.7, masks={"freq_mask": 2, "shared": True})
+    collator = ClipCollator(config, FrontendConfig(patch_size=(2, MELS)), 3)
     plan = Plan(0, shards.num_documents, 6)
 
     def chunk(rank, workers):
@@ -220,14 +219,9 @@ def rows(pictures, said=None):
     for each in pictures:
         each.save(target := io.BytesIO(), "PNG")
         raw.append(target.getvalue())
-    return pa.table(
-        {
-            "id": pa.array([bytes([number]) * 16 for number in range(len(raw))], pa.binary(16)),
-            "image": pa.array(raw, pa.binary()),
-            "width": [(said or each.size)[0] for each in pictures],
-            "height": [(said or each.size)[1] for each in pictures],
-        }
-    )
+    ids = pa.array([bytes([number]) * 16 for number in range(len(raw))], pa.binary(16))
+    width, height = zip(*(said or each.size for each in pictures), strict=True)
+    return pa.table({"id": ids, "image": pa.array(raw, pa.binary()), "width": width, "height": height})
 
 
 def views(table, epochs, seed=0, **config):
@@ -295,9 +289,8 @@ def test_views_are_keyed_by_image_epoch_view_and_seed_and_by_nothing_else():
 
 def test_flips_colours_and_grays_are_as_often_as_asked():
     table, plain = rows([picture()] * 60), views(rows([picture()] * 60), [0] * 60)
-    flipped, gray, colored = (
-        views(table, [0] * 60, **{name: 1.0}) for name in ("hflip", "grayscale_prob", "color_jitter_prob")
-    )
+    changes = ("hflip", "grayscale_prob", "color_jitter_prob")
+    flipped, gray, colored = (views(table, [0] * 60, **{name: 1.0}) for name in changes)
     assert all(np.array_equal(one[:, :, ::-1], other) for one, other in zip(plain, flipped, strict=True))
     assert all((one[..., :1] == one).all() for one in gray)
     assert all(not np.array_equal(one, other) for one, other in zip(plain, colored, strict=True))

@@ -23,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from declutr.common.errors import EncoderError
 from declutr.trainer.data.batches import SpanBatch
-from declutr.trainer.model.attention import AttentionLayout
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
 from declutr.trainer.model.freezing import frozen_parameters
@@ -210,13 +209,6 @@ def test_packs_tells_who_can(family):
         assert embedding_layout(encoder) == "padded"
 
 
-def test_groups_cover_every_token_once():
-    for lengths in [*SHAPES.values(), [200, 190, 150, 120, 100, 20, 5]]:
-        layout = AttentionLayout(torch.tensor(lengths), torch.device("cpu"))
-        covered = torch.cat([group.tokens.flatten() for group in layout.groups])
-        assert torch.equal(covered[layout.order], torch.arange(sum(lengths)))
-
-
 def test_vocabulary_of_a_tokenizer_has_its_special_ids():
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -258,11 +250,6 @@ def test_settings_for_speed_and_memory_change_no_gradient(setting):
             assert deviation(found[1], found[0]) < 1e-10
     finally:
         torch._dynamo.config.error_on_recompile = before
-
-
-def test_flops_of_weights_equal_a_plain_count():
-    encoder = tiny_encoder("bert")
-    assert linear_weights(encoder.model) == 2 * (4 * 16 * 16 + 2 * 16 * 24)  # layers * (q, k, v, output + up, down)
 
 
 def test_equal_to_torchs_counter():

@@ -32,9 +32,7 @@ CASES = {
 
 def setup(comm, overlap, objective=None, tokens=None, lengths=LENGTHS, bytes=4096, compressed=None):
     config = DeclutrConfig(**(objective or {"masking": HALF}))
-    train_step = tiny_train_step(
-        tiny_encoder(dtype=torch.float64, **DROPOUT), config, comm=comm, microbatch_tokens=tokens
-    )
+    train_step = tiny_train_step(tiny_encoder(**DROPOUT), config, comm=comm, microbatch_tokens=tokens)
     if overlap:
         body = list(train_step.encoder.model.base_model.parameters())
         heads = [p for p in train_step.encoder.parameters() if id(p) not in {id(one) for one in body}]  # sent last
@@ -187,17 +185,10 @@ class Recorded(Communicator):
 
     names: list[str] = field(default_factory=list)
 
-    def all_reduce_counts(self, counts):
-        self.names.append("counts")
-        return super().all_reduce_counts(counts)
-
-    def all_reduce_max(self, number):
-        self.names.append("max")
-        return super().all_reduce_max(number)
-
-    def all_reduce_or(self, requests):
-        self.names.append("or")
-        return super().all_reduce_or(requests)
+    def __getattribute__(self, name):
+        if name in ("all_reduce_counts", "all_reduce_max", "all_reduce_or"):
+            self.names.append(name.rpartition("_")[2])
+        return super().__getattribute__(name)
 
 
 def exchanges_of(comm, automatic, fails_at):

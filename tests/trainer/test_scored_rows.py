@@ -53,6 +53,11 @@ def finished(data, tmp_path_factory):
     return config, top
 
 
+@pytest.fixture
+def other(tmp_path):
+    return shards(tmp_path / "other", seed=2, validation_fraction=0.0)
+
+
 def with_validation(trained, run, **places):
     validation = {"every_steps": 2} | {key: str(place) for key, place in places.items()}
     return runs.train_config(trained, run, steps=2, scaling=LOCAL, validation=validation)
@@ -96,15 +101,13 @@ def test_other_shards_that_the_spans_do_not_fit_are_refused_by_name(data, tmp_pa
         assert found == [], "a validation draws one anchor"
 
 
-def test_missing_shard_of_other_shards_is_named_before_the_start(data, tmp_path):
-    other = shards(tmp_path / "other", seed=2, validation_fraction=0.0)
+def test_missing_shard_of_other_shards_is_named_before_the_start(data, other, tmp_path):
     shard = next(other.rglob("*.arrow"))
     shard.unlink()
     says(problems(with_validation(data, tmp_path / "run", data=other)), "validation.data", shard.name, "missing")
 
 
-def test_rows_that_an_auxiliary_task_trains_on_are_not_scored(data, tmp_path):
-    other = shards(tmp_path / "other", seed=2, validation_fraction=0.0)
+def test_rows_that_an_auxiliary_task_trains_on_are_not_scored(data, other, tmp_path):
     config = with_validation(data, tmp_path / "run", data=other)
     spans = config.spans.model_dump()
     task = {"more": {"data": str(other), "batch_documents": 8, "spans": spans}}
@@ -132,8 +135,8 @@ def test_run_without_a_checkpoint_takes_other_settings(data, tmp_path):
 def test_copies_in_several_corpora_are_scored_once(tmp_path):
     same = [{"text": text} for text in texts(5, 40)]
     more = [{"text": text} for text in texts(6, 20)]
-    places = [shards(tmp_path / name, rows=rows, validation_fraction=0.5) for name, rows in
-              (("one", same), ("two", same + more))]  # fmt: skip
+    named = {"one": same, "two": same + more}
+    places = [shards(tmp_path / name, rows=rows, validation_fraction=0.5) for name, rows in named.items()]
     held_out = ShardSet(places[0], "held-out", others=places[1:])
     rows = held_out_rows(held_out, 1000, seed=3)
     keys = document_keys(held_out.take(rows))
@@ -176,8 +179,8 @@ def test_score_that_the_rows_do_not_have_ends_the_run_at_its_first_validation(tm
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["label"] != "entailment"]
     made, _ = prepare_rows(tmp_path / "pairs", {"kind": "pairs"}, rows)
-    config = runs.train_config(made, tmp_path / "run", objective=SCL, scaling=LOCAL, export="best",
-                               validation={"every_steps": 2, "score": "recall_at_1"})  # fmt: skip
+    changes = {"export": "best", "validation": {"every_steps": 2, "score": "recall_at_1"}}
+    config = runs.train_config(made, tmp_path / "run", objective=SCL, scaling=LOCAL, **changes)
     assert problems(config) == []
     with pytest.raises(TrainingFailedError, match="recall_at_1"):
         run_training(config)
@@ -198,8 +201,7 @@ def test_what_changes_while_a_run_is_up_ends_it_and_costs_no_checkpoint(data, tm
     else:
         path = tmp_path / "sts-dev.csv"
         path.write_text(path.read_text().replace("\t4.", "\t3."))
-    marks = {"command": 0.0}
-    local = LocalRun(with_absolute_paths(config), resolved.identity, 4, Signals(), marks, lambda _: "cpu")
+    local = LocalRun(with_absolute_paths(config), resolved.identity, 4, Signals(), {"command": 0.0}, lambda _: "cpu")
     with pytest.raises(TrainingFailedError, match=f"{own if what == 'shards' else 'validation.stsb'} on .* differ"):
         local.run_to_end()
     assert steps_in(tmp_path / "run" / "checkpoints") == [2]

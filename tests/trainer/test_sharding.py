@@ -4,16 +4,17 @@ import functools
 import math
 
 import pytest
+import tiny
 import torch
 from groups import run_group
 from measures import deviation
 from messages import says
 from safetensors.torch import load_file
+from states import state_of
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from torch.distributed.tensor import DTensor
 
 from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import collect, load
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.freezing import frozen_parameters
@@ -25,15 +26,8 @@ from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 
 pytestmark = pytest.mark.dist
 LENGTHS = [48, 70, 49, 131, 60]
-HALF = {"mlm_probability": 0.5}
-BOTH = {"masking": HALF}
-OBJECTIVES = {
-    "both": BOTH,
-    "mlm": {"terms": "mlm", "masking": HALF},
-    "contrastive": {"terms": "contrastive"},
-    "queue": {"masking": HALF, "queue_size": 13},
-    "nothing selected": {"masking": {"mlm_probability": 0.0}},
-}
+OBJECTIVES = {name: tiny.OBJECTIVES[name] for name in ("both", "mlm", "contrastive", "queue")}
+OBJECTIVES["nothing selected"] = {"masking": {"mlm_probability": 0.0}}
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.2, "projection": {"kind": "mlp", "size": 6}}
 CASES = {
     **{f"{name}, 60": {"objective": given, "tokens": 60} for name, given in OBJECTIVES.items()},
@@ -56,9 +50,9 @@ CASES = {
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def setup(comm, objective=BOTH, lengths=LENGTHS, tokens=None, encoder=DROPOUT, family="roberta", optim=None, **given):
+def setup(comm, objective=None, lengths=LENGTHS, tokens=None, encoder=DROPOUT, family="roberta", optim=None, **given):
     """A train step, sharded where there are several ranks, and this rank's share of a batch."""
-    config = DeclutrConfig(**objective)
+    config = DeclutrConfig(**(objective or OBJECTIVES["both"]))
     optim = OptimConfig(**{"lr": 1e-2, "bias_correction": False, **(optim or {})})
     model = tiny_encoder(family, given.pop("dtype", torch.float64), **encoder)
     frozen = given.pop("frozen", None)
@@ -77,10 +71,8 @@ def weights(train_step):
 
 
 def moments(train_step):
-    named = train_step.encoder.named_parameters()
-    return [
-        full_tensor(v).clone() for _, p in named for key, v in train_step.optimizer.state[p].items() if key != "step"
-    ]
+    states = [train_step.optimizer.state[p] for p in train_step.encoder.parameters()]
+    return [full_tensor(value).clone() for state in states for key, value in state.items() if key != "step"]
 
 
 def one_step(comm, dtype, cases):
@@ -95,9 +87,8 @@ def one_step(comm, dtype, cases):
         gradients = [full_tensor(p.grad).clone() for p in parameters]
         losses = [found.terms.get("contrastive", torch.zeros(())).item(), comm.all_reduce_sum(found.mlm_sum).item()]
         metrics = train_step.step({"": batch}, 1)
-        results.append(
-            (losses, gradients, metrics, weights(train_step), moments(train_step), train_step.tasks[0].objective.queue)
-        )
+        queue = train_step.tasks[0].objective.queue
+        results.append((losses, gradients, metrics, weights(train_step), moments(train_step), queue))
     return results
 
 
@@ -136,19 +127,15 @@ def test_any_number_of_ranks_takes_the_same_step(size, dtype):
 
 
 def held(comm):
-    """Bytes of parameters, gradients and moments that this rank keeps between two steps."""
+    """Bytes of parameters, gradients and moments that this rank keeps between two steps, each piece counted once."""
     train_step, batch = setup(comm, tokens=60)
     train_step.step({"": batch}, 1)
-
-    parameters = list(train_step.encoder.parameters())
+    parameters, sizes = list(train_step.encoder.parameters()), []
     states = [value for p in parameters for value in train_step.optimizer.state[p].values()]
-    return [held_bytes(tensors) for tensors in (parameters, [p.grad for p in parameters], states)]
-
-
-def held_bytes(tensors):
-    """Bytes of the memory behind tensors, each piece counted once."""
-    local = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in local}.values())
+    for kind in (parameters, [p.grad for p in parameters], states):
+        local = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in kind]
+        sizes.append(sum({storage.data_ptr(): storage.nbytes() for storage in local}.values()))
+    return sizes
 
 
 def test_a_rank_keeps_its_part_alone():
@@ -225,8 +212,7 @@ def steps(comm, folder, first, last, start=None, sharded=True, **given):
     contents = collect([train_step], keep=comm.rank == 0)
     assert all(contents.values()) == (comm.rank == 0)
     if comm.rank == 0:
-        done = {"step": last, "documents": 5 * last, "world_size": comm.size}
-        checkpoint.save(folder, RunState(**done, config_hash="c", data_hash="d", scores={}, files={}), contents)
+        checkpoint.save(folder, state_of(last).model_copy(update={"world_size": comm.size}), contents)
     comm.all_reduce_max(0)  # nobody reads before it is written
     return checkpoint.checkpoint_path(folder, last)
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measures import deviation
 from messages import all_of
+from spanbounds import check_document
 from tiny import contrastive, documents, rank_batch, rows_of, tiny_collator, tiny_encoder, tiny_train_step
 
 from declutr.pipeline.shards.shards import ragged
@@ -49,27 +50,6 @@ def sampled(spans, geometry, mode, lengths, seed, keys=None):
     keys = np.arange(len(lengths), dtype=np.uint64) if keys is None else keys
     draws = draw(spans, seed, np.zeros(len(lengths), np.int64), keys)
     return place(spans, draws, lengths, *windows_of(lengths, geometry, mode), mode)
-
-
-def check_document(spans, num_tokens, longest, anchors, positives):
-    """Every bound of one document's spans, `(a, 2)` and `(a, P, 2)`."""
-    top = max(spans.min_tokens, longest - 1)  # the longest itself has probability 0, unless it is the shortest
-    start, end = anchors.T
-    assert ((end - start >= spans.min_tokens) & (end - start <= top)).all()
-    window = start // longest
-    assert (end <= (window + 1) * longest).all()
-    assert (end <= num_tokens // longest * longest).all()
-    assert (np.diff(np.sort(window)) >= 2).all()
-    first, last = positives[..., 0], positives[..., 1]
-    assert ((first >= 0) & (last <= num_tokens)).all()
-    assert ((last - first >= spans.min_tokens) & (last - first <= top)).all()
-    start, end = start[:, None], end[:, None]
-    if spans.strategy == "subsuming":
-        assert ((first >= start) & (last <= end)).all()
-    elif spans.strategy == "adjacent":
-        assert ((last == start) | (first == end)).all()
-    else:
-        assert ((first <= end) & (last >= start)).all()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -129,12 +109,7 @@ def test_long_documents_have_the_same_spans_in_every_mode_and_any_batch(setting,
     [
         ("drop", 47, Geometry(num_anchors=2, max_tokens=12), ("47 tokens", "too short", "48")),
         ("fewer_anchors", 23, Geometry(num_anchors=2, max_tokens=12), ("23 tokens", "1 windows", "0 anchors")),
-        (
-            "shrink_spans",
-            20,
-            Geometry(num_anchors=1, max_tokens=12),
-            ("2 windows", "1 anchors", "2"),
-        ),
+        ("shrink_spans", 20, Geometry(num_anchors=1, max_tokens=12), ("2 windows", "1 anchors", "2")),
         (
             "shrink_spans",
             15,
@@ -204,9 +179,8 @@ def test_windows_are_as_long_as_the_spans_may_be():
 def setup(mode, objective, start=0, end=None, **settings_):
     config = DeclutrConfig(**objective)
     encoder = tiny_encoder(dropout=0.2, projection={"kind": "mlp", "size": 6})
-    return tiny_train_step(encoder, config, **settings_), rank_batch(
-        collator_for(mode, objective), shard_rows(mode), start, end
-    )
+    batch = rank_batch(collator_for(mode, objective), shard_rows(mode), start, end)
+    return tiny_train_step(encoder, config, **settings_), batch
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -214,14 +188,11 @@ def test_the_loss_is_that_of_all_documents_views(mode):
     """Each document's views, made alone, one after the other: the order and number of pairs in the global loss."""
     train_step, batch = setup(mode, OBJECTIVES["unmasked anchors"])
     [found] = train_step.gradients({"": batch}, 1)
-    collator = collator_for(mode, OBJECTIVES["unmasked anchors"])
-    views = []
-    for row in range(5):
-        alone = collator.collate(shard_rows(mode, slice(row, row + 1)), FIRST_EPOCH)
-        views.append(train_step.tasks[0].objective.views(train_step.encoder(alone.spans)[0], alone))
+    collator, objective = collator_for(mode, OBJECTIVES["unmasked anchors"]), train_step.tasks[0].objective
+    batches = [collator.collate(shard_rows(mode, slice(row, row + 1)), FIRST_EPOCH) for row in range(5)]
+    views = [objective.views(train_step.encoder(alone.spans)[0], alone) for alone in batches]
     assert [len(view) for view in views] == ([1, 2, 1, 2, 1] if mode == "fewer_anchors" else [2] * 5)
-    whole = torch.cat(views)
-    expected = contrastive(train_step.tasks[0].objective, whole)
+    expected = contrastive(objective, torch.cat(views))
     assert deviation([found.terms["contrastive"]], [expected]) < 1e-10
 
 
@@ -245,13 +216,8 @@ def steps(comm):
         start, end = Plan(0, size, size).slice(comm.rank, comm.size)
         train_step, batch = setup(mode, objective, start, end, comm=comm, microbatch_tokens=tokens)
         metrics = train_step.step({"": batch}, 1)
-        results.append(
-            (
-                metrics,
-                [p.detach().clone() for p in train_step.encoder.parameters()],
-                train_step.tasks[0].objective.queue,
-            )
-        )
+        parameters = [p.detach().clone() for p in train_step.encoder.parameters()]
+        results.append((metrics, parameters, train_step.tasks[0].objective.queue))
     return results
 
 

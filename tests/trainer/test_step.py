@@ -1,5 +1,6 @@
 """One optimizer step: however the batch is cut and shared out, loss and gradient are those of the whole."""
 
+import copy
 import dataclasses
 import functools
 
@@ -50,16 +51,11 @@ def gradients(train_step, batch, step=1):
     """Contrastive loss, this rank's MLM sum, selected tokens, and all gradients, summed over ranks."""
     train_step.optimizer.zero_grad()
     [found] = train_step.gradients({"": batch}, step)
-    mlm_sum, selected = found.mlm_sum, found.num_selected
-    contrastive = found.terms.get("contrastive", torch.zeros(()))
+    contrastive = found.terms.get("contrastive", torch.zeros(())).item()
     parameters = list(train_step.encoder.parameters())
     train_step.comm.all_reduce_gradients(parameters)
-    return (
-        contrastive.item(),
-        train_step.comm.all_reduce_sum(mlm_sum).item(),
-        selected,
-        [p.grad.clone() for p in parameters],
-    )
+    mlm_sum = train_step.comm.all_reduce_sum(found.mlm_sum).item()
+    return contrastive, mlm_sum, found.num_selected, [p.grad.clone() for p in parameters]
 
 
 def apart(found, expected):
@@ -115,10 +111,8 @@ def test_dropout_belongs_to_tokens_not_to_microbatches(encoder):
 
 
 def test_packed_and_padded_drop_the_same():
-    packed, padded = (
-        gradients(*dropped_out(40, attention_dropout=0.0, layout=layout)) for layout in ("packed", "padded")
-    )
-    assert apart(padded, packed) < 1e-10
+    found = (gradients(*dropped_out(40, attention_dropout=0.0, layout=layout)) for layout in ("packed", "padded"))
+    assert apart(*found) < 1e-10
 
 
 def test_dropout_differs_from_epoch_to_epoch():
@@ -171,7 +165,7 @@ def test_a_loss_that_is_not_finite_updates_nothing(objective, tokens):
     train_step.step({"": batch}, 1)
     with torch.no_grad():
         train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
-    queue = None if train_step.tasks[0].objective.queue is None else train_step.tasks[0].objective.queue.clone()
+    queue = copy.deepcopy(train_step.tasks[0].objective.queue)
     before = [p.detach().clone() for p in train_step.encoder.parameters()]
     moments = [s["exp_avg"].clone() for s in train_step.optimizer.state.values()]
     with pytest.raises(NonFiniteLossError, match=all_of("step 2", "loss nan", "nothing was updated", "optim.lr")):
@@ -242,64 +236,47 @@ def single_results():
     return rank_results(Communicator(), DIST_CASES)
 
 
-def world_check(size):
-    single = single_results()
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_number_of_ranks_takes_the_same_step(size):
+    """5 documents over 2 and 3 ranks, 2 documents over 3; whole and microbatched; every objective; with dropout."""
     ranks = run_group(size, rank_results, DIST_CASES)
-    for number, (expected, metrics, parameters, queue) in enumerate(single):
+    for number, (expected, metrics, parameters, queue) in enumerate(single_results()):
+        case = DIST_CASES[number]
         for results in ranks:
             found, its_metrics, its_parameters, its_queue = results[number]
-            case = DIST_CASES[number]
             assert apart(found, expected) < 1e-10, case
             assert its_metrics.loss == pytest.approx(metrics.loss, rel=1e-10), case
             assert its_metrics.grad_norm == pytest.approx(metrics.grad_norm, rel=1e-10), case
             assert (its_metrics.num_tokens, its_metrics.lr) == (metrics.num_tokens, metrics.lr), case
             assert deviation(its_parameters, parameters) < 1e-10, case
             assert (queue is None) == (its_queue is None)
-            if queue is not None:
-                assert deviation([its_queue], [queue]) < 1e-10, case
+            assert queue is None or deviation([its_queue], [queue]) < 1e-10, case
         for results in ranks[1:]:  # replicas may not drift apart by even one bit
             assert all(torch.equal(a, b) for a, b in zip(ranks[0][number][2], results[number][2], strict=True))
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("size", [2, 3])
-def test_any_number_of_ranks_takes_the_same_step(size):
-    """5 documents over 2 and 3 ranks, 2 documents over 3; whole and microbatched; every objective; with dropout."""
-    world_check(size)
-
-
-def rank_scaled(comm):
+def scaled_and_failed(comm):
+    """Gradients by scaling; then one rank's loss is not finite: every rank must stop, none may wait for the others."""
     start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(comm.rank, comm.size)
-    return [
-        gradients(*setup({**objective, "reference_rank_scaling": scaled}, comm=comm, start=start, end=end))
-        for objective in (OBJECTIVES["contrastive"], OBJECTIVES["mlm"])
+    found = [
+        gradients(*setup({**OBJECTIVES[name], "reference_rank_scaling": scaled}, comm=comm, start=start, end=end))
+        for name in ("contrastive", "mlm")
         for scaled in (None, 4)
     ]
-
-
-def rank_failure(comm):
-    """One rank's loss is not finite: every rank must stop, none may wait for the others."""
-    start, end = Plan(0, len(LENGTHS), len(LENGTHS)).slice(comm.rank, comm.size)
     train_step, batch = setup({"terms": "mlm", "masking": HALF}, comm=comm, start=start, end=end)
     if comm.rank == 1:
         with torch.no_grad():
             train_step.encoder.model.base_model.embeddings.LayerNorm.bias[0] = float("nan")
     before = [p.detach().clone() for p in train_step.encoder.parameters()]
-    try:
+    with pytest.raises(NonFiniteLossError) as stopped:
         train_step.step({"": batch}, 1)
-    except NonFiniteLossError as error:
-        same = same_parameters(train_step.encoder, before)
-        return str(error), same
-    return "no error", False
-
-
-def both_checks(comm):
-    return rank_scaled(comm), rank_failure(comm)
+    return found, str(stopped.value), same_parameters(train_step.encoder, before)
 
 
 @pytest.mark.dist
 def test_two_ranks_scale_as_released_and_fail_together():
-    for (contrastive, contrastive_scaled, mlm, mlm_scaled), (message, same) in run_group(2, both_checks):
+    for (contrastive, contrastive_scaled, mlm, mlm_scaled), message, same in run_group(2, scaled_and_failed):
         assert contrastive_scaled[0] == contrastive[0]  # the loss that is shown is not scaled
         assert deviation([4 * g for g in contrastive_scaled[3]], contrastive[3]) < 1e-12
         assert deviation(mlm_scaled[3], mlm[3]) == 0
@@ -318,13 +295,8 @@ def test_a_late_rank_does_not_shift_its_documents():
 
 
 def test_weights_of_normalisation_layers_of_any_kind_do_not_decay():
-    module = torch.nn.Sequential(
-        torch.nn.Linear(3, 3),
-        torch.nn.RMSNorm(3),
-        torch.nn.LayerNorm(3),
-        torch.nn.BatchNorm1d(3),
-        torch.nn.GroupNorm(1, 3),
-    )
+    norms = torch.nn.RMSNorm(3), torch.nn.LayerNorm(3), torch.nn.BatchNorm1d(3), torch.nn.GroupNorm(1, 3)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), *norms)
     decay, no_decay = parameter_groups(module, 0.1)
     assert [id(p) for p in decay["params"]] == [id(module[0].weight)]
     assert len(no_decay["params"]) == 8

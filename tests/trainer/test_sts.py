@@ -41,10 +41,8 @@ def pairs(number=9):
 
 
 def score(comm, dense=False):
-    layers = []
-    if dense:
-        torch.manual_seed(0)
-        layers = [Dense(nn.Linear(16, 3).double(), nn.Tanh())]
+    torch.manual_seed(0)
+    layers = [Dense(nn.Linear(16, 3).double(), nn.Tanh())] * dense
     encoder = tiny_encoder(dropout=0.5)
     found = StsValidator(pairs(), layers, comm, torch.device("cpu")).scores(encoder)
     assert encoder.training
@@ -53,18 +51,12 @@ def score(comm, dense=False):
 
 def test_the_score_is_the_rank_correlation_of_cosines():
     encoder, given = tiny_encoder(dropout=0.5).eval(), pairs()
+    alone = [StsValidator(StsPairs([text], [0.0]), [], Communicator(), torch.device("cpu")) for text in given.ids]
     with torch.no_grad():
-        vectors = [encoder.hidden(_one(text)).mean(0) for text in given.ids]
-    cosines = [
-        float(torch.cosine_similarity(one, other, dim=0)) for one, other in zip(vectors[:9], vectors[9:], strict=True)
-    ]
+        vectors = torch.stack([encoder.hidden(one._batch(slice(0, 1))).mean(0) for one in alone])
+    cosines = torch.cosine_similarity(vectors[:9], vectors[9:], dim=1).tolist()
     assert score(Communicator()) == pytest.approx(100 * spearmanr(cosines, given.gold).statistic, rel=1e-9)
     assert score(Communicator(), dense=True) != score(Communicator())
-
-
-def _one(text):
-    batch = StsValidator(StsPairs([text], [0.0]), [], Communicator(), torch.device("cpu"))
-    return batch._batch(slice(0, 1))
 
 
 @pytest.mark.dist
@@ -120,10 +112,7 @@ def test_a_file_with_notes_and_windows_line_ends_is_read(tmp_path):
         ("", "0 pairs"),
         ("a,b,c\n", ("line 1", "at least 7")),
         (LINE.format(score="high", first="a", second="b"), ("line 1", "expected")),
-        (
-            LINE.format(score=1, first="a", second="b") + "\n" + LINE.format(score=9, first="a", second="b"),
-            ("line 2", "score", "0", "5"),
-        ),
+        ("\n".join(LINE.format(score=n, first="a", second="b") for n in (1, 9)), ("line 2", "score", "0", "5")),
         (LINE.format(score="nan", first="a", second="b"), ("score", "0", "5")),
         (LINE.format(score=1, first=" ", second="b"), "two texts"),
     ],
@@ -232,11 +221,7 @@ def test_correlations_are_compared_as_correlations():
         (state_of(8), {"validation": {"every_steps": 0}}, ("not validated", "validation.every_steps = 0")),
         (state_of(8), {}, ("no score", "held-out rows", "the start")),
         (state([], [0.1]), {}, ("the start", "not validated")),
-        (
-            state([0.1], [0.1, 0.2]),
-            {},
-            ("other rows", "validation.data"),
-        ),
+        (state([0.1], [0.1, 0.2]), {}, ("other rows", "validation.data")),
         (state([0.1], []), {}, ("step 8", "not validated")),
     ],
 )

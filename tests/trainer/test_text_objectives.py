@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from groups import run_group
 from measures import deviation
 from textrows import sentences, text_rows
-from tiny import VOCABULARY, tiny_encoder, tiny_train_step, with_task
+from tiny import HALF, VOCABULARY, tiny_encoder, tiny_train_step, with_task
 
 from declutr.common.errors import UsageError
 from declutr.trainer.checkpoints.weights import step_parameters
@@ -41,7 +41,6 @@ PAIRS = text_rows(
         [(2, -1), (5, 0), (7, 2)],
     ]
 )
-HALF = {"mlm_probability": 0.5}
 SIZES = {"sizes": [4, "all", 9], "weights": [0.5, 1.0, 2.0]}
 CASES = {
     "simcse": (Simcse, SimcseConfig(temperature=0.2), SENTENCES),
@@ -226,9 +225,7 @@ def test_every_view_is_copied_with_its_own_mask():
     spans = objective.collator(VOCABULARY, 30).collate(SENTENCES, np.full(len(SENTENCES), 1)).spans
     masked = spans.input_ids.split(spans.lengths.tolist())[2 * len(SENTENCES) :]
     assert not all(torch.equal(one, other) for one, other in zip(masked[::2], masked[1::2], strict=True))
-    one_copy = (
-        objective_of("simcse with mlm").collator(VOCABULARY, 30).collate(SENTENCES, np.full(len(SENTENCES), 1)).spans
-    )
+    one_copy = setup("simcse with mlm")[1].spans
     first = one_copy.input_ids.split(one_copy.lengths.tolist())[2 * len(SENTENCES) :]
     assert all(torch.equal(one, other) for one, other in zip(masked[::2], first, strict=True))
 
@@ -253,9 +250,6 @@ def test_the_weight_of_mlm_scales_its_part_of_the_gradient():
         objective.config = objective.config.model_copy(update={"mlm_loss_weight": weight})
         train_step.gradients({"": batch}, 1)
         found[weight] = {n: p.grad.clone() for n, p in train_step.encoder.named_parameters() if p.grad is not None}
-        train_step, batch = setup("simcse with mlm")
-        objective = train_step.tasks[0].objective
-        objective.config = objective.config.model_copy(update={"mlm_loss_weight": weight})
         metrics = train_step.step({"": batch}, 1)
         losses[weight] = metrics.terms["mlm"]
         assert metrics.loss == pytest.approx(metrics.terms["contrastive"] + weight * metrics.terms["mlm"], rel=1e-12)
@@ -290,12 +284,8 @@ def test_a_single_row_has_no_negatives():
 
 
 def pairs(views, labels, premises, step=1):
-    facts = {
-        "label": torch.tensor(labels),
-        "premise": torch.tensor(premises),
-        "hypothesis": torch.arange(len(labels)) * 7,
-    }
-    return Gathered(views, facts, step=step)
+    facts = {"label": torch.tensor(labels), "premise": torch.tensor(premises)}
+    return Gathered(views, facts | {"hypothesis": torch.arange(len(labels)) * 7}, step=step)
 
 
 def test_scl_draws_the_numbers_it_is_told_and_always_its_own():

@@ -50,17 +50,12 @@ def watch(looks, watchdog_timeout_seconds=20.0, every=0.5):
     return None, now
 
 
-def alive(now, **changes):
-    """What a living worker writes: the time in its phase goes on."""
-    return {"phase_seconds": now, **changes}
-
-
 def test_a_stopped_worker_is_found_by_its_silence_and_named():
     hang, at = watch(
         lambda now: [
-            heartbeat(0, **alive(now)),
-            heartbeat(1, phase="forward", entered=29, **alive(min(now, 3))),  # stops at 3 s
-            heartbeat(2, **alive(now)),
+            heartbeat(0, phase_seconds=now),
+            heartbeat(1, phase="forward", entered=29, phase_seconds=min(now, 3)),  # stops at 3 s
+            heartbeat(2, phase_seconds=now),
         ]
     )
     assert at == pytest.approx(20, abs=1)
@@ -71,9 +66,9 @@ def test_a_stopped_worker_is_found_by_its_silence_and_named():
 def test_hang_names_the_living_worker_that_did_not_enter_the_exchange():
     hang, _ = watch(
         lambda now: [
-            heartbeat(0, entered=31, **alive(now)),
-            heartbeat(1, entered=31, **alive(now)),
-            heartbeat(2, entered=30, phase="data", **alive(now)),
+            heartbeat(0, entered=31, phase_seconds=now),
+            heartbeat(1, entered=31, phase_seconds=now),
+            heartbeat(2, entered=30, phase="data", phase_seconds=now),
         ]
     )
     assert hang.heartbeat["rank"] == 2
@@ -82,21 +77,18 @@ def test_hang_names_the_living_worker_that_did_not_enter_the_exchange():
 
 
 def test_hang_of_workers_that_all_wait_names_none():
-    hang, _ = watch(lambda now: [heartbeat(rank, **alive(now)) for rank in range(3)])
+    hang, _ = watch(lambda now: [heartbeat(rank, phase_seconds=now) for rank in range(3)])
     says(str(hang), "3 workers", "same exchange", "none")
 
 
 def test_a_group_that_moves_does_not_hang_and_one_that_starts_has_a_minute():
     assert watch(lambda now: [heartbeat(rank, entered=int(now) // 15) for rank in range(3)])[0] is None
-    _, at = watch(
-        lambda now: [heartbeat(rank, steps=0, phase="data", **alive(now)) for rank in range(3)],
-        watchdog_timeout_seconds=5,
-    )
+    _, at = watch(lambda now: [heartbeat(rank, steps=0, phase="data", phase_seconds=now) for rank in range(3)], 5)
     assert at == pytest.approx(60, abs=1)
 
 
 def test_a_finished_group_and_the_heartbeats_of_a_group_that_is_gone_do_not_hang():
-    assert watch(lambda now: [heartbeat(rank, phase="ended", **alive(now)) for rank in range(3)])[0] is None
+    assert watch(lambda now: [heartbeat(rank, phase="ended", phase_seconds=now) for rank in range(3)])[0] is None
 
     def shrunk(now):
         gone = heartbeat(2, group="old", entered=3)
@@ -107,8 +99,8 @@ def test_a_finished_group_and_the_heartbeats_of_a_group_that_is_gone_do_not_hang
 
 def test_worker_that_fetches_does_not_hang_while_it_lives():
     def looks(now, silent_from):
-        fetches = heartbeat(0, phase="fetching", steps=0, **alive(min(now, silent_from)))
-        return [fetches, heartbeat(1, steps=0, **alive(now))]
+        fetches = heartbeat(0, phase="fetching", steps=0, phase_seconds=min(now, silent_from))
+        return [fetches, heartbeat(1, steps=0, phase_seconds=now)]
 
     assert watch(lambda now: looks(now, silent_from=1000))[0] is None
     hang, _ = watch(lambda now: looks(now, silent_from=3))
@@ -119,9 +111,8 @@ def test_a_slow_worker_is_named_once_and_a_moment_of_slowness_is_not():
     def looks(own):
         dog, found = Watchdog(600.0, straggler_factor=2.0), []
         for look in range(100):
-            dog.look(
-                [heartbeat(rank, steps=50, step=look, own_seconds=own(rank, look)) for rank in range(3)], look * 0.5
-            )
+            group = [heartbeat(rank, steps=50, step=look, own_seconds=own(rank, look)) for rank in range(3)]
+            dog.look(group, look * 0.5)
             found += dog.slow()
         return found
 
@@ -248,9 +239,7 @@ def test_signals_second_within_a_second_is_the_same_request_and_a_later_one_exit
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     (line,) = log
-    assert "SIGINT after SIGTERM" in line
-    assert "without saving" in line
-    assert "the same command continues" in line
+    says(line, "SIGINT after SIGTERM", "without saving", "the same command continues")
 
 
 def test_signals_after_another_reason_to_stop_exits():
@@ -329,10 +318,9 @@ def test_mailbox_folders_of_killed_workers_are_removed_after_a_day(tmp_path):
         os.utime(tmp_path / f"declutr-workers-{name}", (at, at))
     (box,) = boxes(tmp_path, 0)
     box.write({"rank": 0})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "declutr-workers-start-node-group",
-        "declutr-workers-young",
-    ]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"declutr-workers-{name}" for name in ("start-node-group", "young")
+    }
 
 
 def test_listener_without_shared_files_goes_on(tmp_path):
