@@ -31,7 +31,7 @@ from declutr.adaptation.job import _Adaptation, adapt, load_transformer
 from declutr.adaptation.measures import make_passages
 from declutr.adaptation.state import opened
 from declutr.adaptation.whitening import WithinSums, whitening
-from declutr.cli.adapt import run_adapt as run
+from declutr.cli.main import main
 from declutr.common.config import validated
 from declutr.common.errors import UsageError
 from declutr.common.paths import listed
@@ -302,7 +302,7 @@ def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):
     (tmp_path / "pairs.csv").write_text("question,answer\na,b\n")
     output = tmp_path / "pairs.csv" / "out"
     given = ["--pairs", str(tmp_path / "pairs.csv"), "--stsb", str(tmp_path), "--output", str(output)]
-    assert run(["./no", str(tmp_path), *given]) == 1
+    assert main(["adapt", "./no", str(tmp_path), *given]) == 1
     told = capsys.readouterr().err
     says(told, "./no", "no such folder")
     says(told, "query", "text")
@@ -369,7 +369,7 @@ def test_adapt_of_an_encoder_that_alone_lower_cases_is_refused_before_any_work(e
 @pytest.mark.parametrize(("option", "told"), [("--minutes", "minutes = 0.0: "), ("--seed", "seed = -1: ")])
 def test_adapt_refuses_a_poor_setting(tmp_path, capsys, option, told):
     value = "0" if option == "--minutes" else "-1"
-    assert run(["x", str(tmp_path), "--output", str(tmp_path / "out"), option, value]) == 1
+    assert main(["adapt", "x", str(tmp_path), "--output", str(tmp_path / "out"), option, value]) == 1
     assert f"- {told}" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from nanofiles import rows_of, write_test
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
-from declutr.cli.evaluate import run
+from declutr.cli.main import main
 from declutr.common.errors import DataError
 from declutr.encoders.cut import CutEncoder
 from declutr.encoders.loading import load_encoder
@@ -52,7 +52,7 @@ def test_nanobeir_scores_are_those_of_sentence_transformers(folder, model, size)
 
 def test_nanobeir_by_name_writes_the_table_of_each_size(folder, model, tmp_path, capsys):
     given = ["--data", str(folder), "--tasks", "nanonq,NanoSciFact", "--sizes", "8", "--output", str(tmp_path)]
-    assert run([str(model), *given]) == 0
+    assert main(["evaluate", str(model), *given]) == 0
     written = json.loads((tmp_path / "nanobeir.json").read_text())
     assert list(written["encoders"]) == [f"{model} [8]", str(model)]
     assert set(written["tests"]) == {"NanoNQ", "NanoSciFact"}
@@ -113,7 +113,7 @@ def test_nanobeir_of_poor_files_names_the_file(tmp_path, part, change, facts):
 )
 def test_sizes_of_the_command_that_are_none_are_refused(folder, model, tmp_path, sizes, facts, capsys):
     given = ["--data", str(folder), "--tasks", "NanoNQ", "--output", str(tmp_path), "--sizes", sizes]
-    assert run([str(model), *given]) == 1
+    assert main(["evaluate", str(model), *given]) == 1
     says(capsys.readouterr().err, *facts)
 
 

@@ -12,7 +12,7 @@ from messages import all_of, says
 from scipy.stats import rankdata
 from sklearn.metrics import ndcg_score
 
-from declutr.cli.evaluate import run
+from declutr.cli.main import main
 from declutr.common.errors import DataError
 from declutr.evaluation.retrieval.compare import MEASURES, RetrievalScores, differences, measures, positions
 from declutr.evaluation.retrieval.lexicon import Lexicon
@@ -107,7 +107,8 @@ def test_measures_of_embeddings_that_are_not_finite_are_refused(tmp_path, capsys
     (tmp_path / "words.vec").write_text(f"3 2\n{vectors}")
     rows = [{"query": "cat", "text": "cat fish"}, {"query": "dog", "text": "dog"}]
     pairs = jsonl(tmp_path / "pairs.jsonl", rows)
-    assert run([str(tmp_path / "words.vec"), "--pairs", str(pairs), "--output", str(tmp_path / "scores")]) == 1
+    given = ["--pairs", str(pairs), "--output", str(tmp_path / "scores")]
+    assert main(["evaluate", str(tmp_path / "words.vec"), *given]) == 1
     says(capsys.readouterr().err, "words.vec", "not finite")
 
 
@@ -115,7 +116,7 @@ def test_evaluate_pairs_of_an_encoder_named_twice_scores_it_once(tmp_path):
     rows = [{"query": f"w{number}", "text": f"w{number} x"} for number in range(3)]
     pairs = jsonl(tmp_path / "pairs.jsonl", rows)
     given = ["hashed-words:8", "hashed-words@0:8", "hashed-words:4", "--pairs", str(pairs)]
-    assert run([*given, "--output", str(tmp_path / "scores")]) == 0
+    assert main(["evaluate", *given, "--output", str(tmp_path / "scores")]) == 0
     written = json.loads((tmp_path / "scores" / "pairs.json").read_text())
     assert list(written["differences"]) == ["hashed-words:4"]
 
@@ -135,7 +136,7 @@ def test_evaluate_pairs_writes_baselines_and_encoders(tmp_path, capsys):
     texts = [" ".join(rng.choice(words, 12)) for _ in range(120)]
     pairs = jsonl(tmp_path / "pairs.jsonl", [{"query": " ".join(text.split()[:3]), "text": text} for text in texts])
     encoders = ["hashed-words:64", "hashed-words:8"]
-    assert run([*encoders, "--pairs", str(pairs), "--output", str(tmp_path / "scores")]) == 0
+    assert main(["evaluate", *encoders, "--pairs", str(pairs), "--output", str(tmp_path / "scores")]) == 0
     told = capsys.readouterr().out
     says(told, "120 queries", "120 texts")
     says(told, "hashed-words:8", "hashed-words:64")
@@ -152,7 +153,7 @@ def test_evaluate_pairs_writes_baselines_and_encoders(tmp_path, capsys):
 
 
 def test_evaluate_pairs_of_a_missing_file_is_refused_without_torch(tmp_path, capsys):
-    assert run(["hashed-words:8", "--pairs", str(tmp_path / "none.jsonl")]) == 1
+    assert main(["evaluate", "hashed-words:8", "--pairs", str(tmp_path / "none.jsonl")]) == 1
     says(capsys.readouterr().err, "none.jsonl", "no such file")
 
 
