@@ -185,7 +185,7 @@ def test_names_of_files_steer_nothing(tmp_path, capsys):
     name = str(tmp_path / "\x1b[2Jx\u202e\udc80")
     commands = [
         ["inspect", name], ["search", name, "x"], ["index", name, "--output", name],
-        ["checkpoints", name], ["embed", "hashed-words:8", name, "--output", f"{name}.npy"], ["report", name],
+        ["embed", "hashed-words:8", name, "--output", f"{name}.npy"], ["report", name],
     ]  # fmt: skip
     for command in commands:
         assert main(command) == 1
@@ -212,5 +212,5 @@ def test_a_traceback_is_shown_for_debugging_only(monkeypatch, capsys):
         monkeypatch.setenv("DECLUTR_LOG", level)
         assert main(["search", "index", "query"]) == 1
         told = capsys.readouterr().err
-        assert told.endswith("declutr search: no space left\n")
+        assert told.endswith("no space left\n")
         assert ("Traceback" in told) == shown

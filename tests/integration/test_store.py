@@ -93,7 +93,7 @@ def test_a_killed_run_goes_on_on_another_host_in_the_same_bits(data, bucket, tmp
     with pytest.raises(ConfigError, match="another configuration"):
         run_training(changed)
     assert problems(second) == []
-    assert main(["checkpoints", bucket("runs/one")]) == 1
+    assert main(["inspect", bucket("runs/one")]) == 1
     says(capsys.readouterr().err, "declutr copy s3://")
     assert run_folder(second.run, second.cache).parent == tmp_path / "other"
 
