@@ -123,7 +123,7 @@ def test_override_without_key_or_value_is_refused(load, text):
     ],
 )
 def test_every_part_of_an_override_that_a_shell_cut_at_spaces_is_named(load, words, told):
-    says("\n".join(problems(load, "train: {name: a}", *words)), told)
+    says(" ".join(problems(load, "train: {name: a}", *words)), told)
 
 
 def test_unknown_key_without_a_near_one_lists_the_known(load):
