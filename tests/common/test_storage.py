@@ -50,13 +50,13 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     assert names(tmp_path) == ["run"]
 
     def fail():
-        with storage.atomic_folder(tmp_path / "run") as aside:
+        with storage.atomic_folder(tmp_path / "other") as aside:
             (aside / "a.txt").write_text("half")
             raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
         fail()
-    assert names(tmp_path) == []
+    assert names(tmp_path) == ["run"]
 
 
 def test_a_finished_folder_is_not_replaced(tmp_path):
@@ -155,7 +155,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path):
     assert len(found) > 5
     assert all(names in (["a"], ["sub", "sub/b"]) for names in found), found
     assert found == sorted(found), "once the new one is there, it stays"
-    assert [(here / "a").read_text() for here in killed_before_each(FILE, tmp_path / "file")] == ["old", "old", "new"]
+    assert [(here / "a").read_text() for here in killed_before_each(FILE, tmp_path / "killed")] == ["old", "old", "new"]
 
 
 def test_pieces_follow_what_is_there_and_a_file_that_is_gone_is_not_made_anew(tmp_path):
@@ -172,7 +172,7 @@ def test_pieces_follow_what_is_there_and_a_file_that_is_gone_is_not_made_anew(tm
     log.flush(to_disk=True)
     log.flush(to_disk=True)
     assert path.read_bytes() == b"before\none\nand\ntwo\n"
-    path = tmp_path / "it"
+    path = tmp_path / "gone"
     path.touch()
     log = AppendLog(path)
     log.add(b"one\n")
