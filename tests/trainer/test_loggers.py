@@ -190,7 +190,7 @@ def test_a_program_that_fails_or_hangs_is_named_once_and_ends_nothing(tmp_path, 
     writer.flush()
     writer.close()
     free.set()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 45  # it does not wait for the program, which hangs for a minute
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 7))
     first, last = [text for text in log if "Broken" in text]
     says(first, "Broken", "it takes no lines" if place == "hang" else "cannot import name 'runtime_version'")
