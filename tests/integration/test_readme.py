@@ -86,7 +86,7 @@ def test_the_commands_do_what_they_say(home, monkeypatch, capfd):
         assert "DeprecationWarning" not in shown, f"{command}: {shown}"
         if command[0] == "train":
             planned = "--plan" in command
-            assert ("planned from" if planned else "before: step_seconds") in shown, shown
+            assert ("planned from" if planned else "encoder in") in shown, shown
     exec(SNIPPET, names := {})
     np.testing.assert_allclose(names["embeddings"], np.load("embeddings.npy")[:1], atol=1e-5)
 
