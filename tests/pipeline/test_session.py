@@ -82,7 +82,7 @@ def test_gloo_listens_at_the_hosts_address_in_the_cluster(monkeypatch):
 
 
 ROOT = Path(__file__).resolve().parents[2]
-START = "from declutr.common.session import start_ray\nfrom declutr.common.cluster import SessionError\n"
+START = "from declutr.common.session import start_ray\nfrom declutr.common.errors import SessionError\n"
 START += "try: start_ray(1)\nexcept SessionError as error: print(error)"
 
 

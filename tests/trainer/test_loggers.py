@@ -24,7 +24,7 @@ from declutr.common import extras
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.metrics import loggers
 from declutr.trainer.metrics.config import WandbConfig
-from declutr.trainer.metrics.loggers import TENSORBOARD, WANDB_ID, run_id, wandb_run
+from declutr.trainer.metrics.loggers import TENSORBOARD, WANDB_ID, run_id, tensorboard, wandb_run
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
 from declutr.trainer.metrics.progress import ProgressBar
 from declutr.trainer.step.step import StepMetrics
@@ -114,6 +114,12 @@ def wait_for_lines(writer, number):
     while logger._passed < number and not logger._failed:
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def test_a_folder_that_was_renamed_before_tensorboard_is_loaded_is_not_made_anew(tmp_path):
+    with pytest.raises(FileNotFoundError), tensorboard(tmp_path / "run", 0):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread

@@ -126,12 +126,13 @@ def tensorboard(folder: Path, after_step: int) -> Iterator[Log]:
 
     Raises:
         ImportError: the package is missing.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or the folder of the run is gone.
     """
     if absent := missing_extra("tensorboard", "a view of the metrics"):
         raise ImportError(absent)
     from torch.utils.tensorboard import SummaryWriter  # needs the package
 
+    folder.stat()  # loading the package takes seconds; the writer would make a folder that was renamed meanwhile anew
     # Flushed here alone: an error of a flush in TensorBoard's own thread would end as a traceback on stderr.
     with SummaryWriter(folder / TENSORBOARD, purge_step=after_step + 1, flush_secs=86_400) as board:
 
