@@ -1,10 +1,8 @@
-"""Hanging and slow workers, what a start waits for, signals, and files by which workers of a host share news."""
+"""Hanging workers, what a start waits for, and signals."""
 
 import os
 import signal
 import socket
-import stat
-import time
 
 import pytest
 import tinyruns as runs
@@ -16,8 +14,8 @@ from declutr.trainer.driver.signals import Signals
 from declutr.trainer.driver.watchdog import Waiting, Watchdog, oversubscribed
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.worker.backend import _signalled, listen
-from declutr.trainer.worker.channel import EVERY_SECONDS, ControlChannel, newest, period
-from declutr.trainer.worker.entry import Listener, Mailbox
+from declutr.trainer.worker.channel import EVERY_SECONDS, ControlChannel, period
+from declutr.trainer.worker.entry import Listener
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.stopwatch import Stopwatch, describe_start
 
@@ -35,13 +33,12 @@ def heartbeat(rank, step=7, entered=30, phase="gather", group="g", **more):
         "phase": phase,
         "phase_seconds": 0.0,
         "entered": entered,
-        "own_seconds": 0.1,
     } | more
 
 
 def watch(looks, watchdog_timeout_seconds=20.0, every=0.5):
     """Feeds `looks(seconds)` to a watchdog until it finds a hang; the hang and when."""
-    dog, now = Watchdog(watchdog_timeout_seconds, straggler_factor=2.0), 0.0
+    dog, now = Watchdog(watchdog_timeout_seconds), 0.0
     while now < 200:
         hang = dog.look(looks(now), now)
         if hang:
@@ -107,41 +104,12 @@ def test_worker_that_fetches_does_not_hang_while_it_lives():
     assert hang.heartbeat["rank"] == 0
 
 
-def test_a_slow_worker_is_named_once_and_a_moment_of_slowness_is_not():
-    def looks(own):
-        dog, found = Watchdog(600.0, straggler_factor=2.0), []
-        for look in range(100):
-            group = [heartbeat(rank, steps=50, step=look, own_seconds=own(rank, look)) for rank in range(3)]
-            dog.look(group, look * 0.5)
-            found += dog.slow()
-        return found
-
-    (sentence,) = looks(lambda rank, _: 0.25 if rank == 1 else 0.1)
-    says(sentence, "worker 1", "host host-1", "pid 101", "slow", "0.25 s", "0.10 s")
-    assert looks(lambda rank, look: 0.25 if rank == 1 and look % 10 < 9 else 0.1) == []
-    assert looks(lambda rank, _: 0.19 if rank == 1 else 0.1) == []
-
-
-@pytest.mark.parametrize(("steps", "looks", "named"), [(20, 20, True), (20, 19, False), (19, 100, False)])
-def test_the_slower_of_two_workers_is_named_after_ten_seconds_and_twenty_steps(steps, looks, named):
-    dog, found = Watchdog(600.0, straggler_factor=2.0), []
-    for look in range(looks):
-        dog.look([heartbeat(rank, steps=steps, own_seconds=(0.1, 0.25)[rank]) for rank in (0, 1)], look * 0.5)
-        found += dog.slow()
-    assert [sentence.split(" is slow")[0] for sentence in found] == ["worker 1 (host host-1, pid 101)"] * named
-
-
-def test_a_heartbeat_separates_a_workers_own_time_from_waiting():
+def test_a_heartbeat_has_step_exchanges_and_phase():
     heartbeat = Heartbeat(0, 2)
-    heartbeat.finish_step(1, 100.0)  # a first step is not typical
-    assert heartbeat.own_seconds is None
-    begun = time.perf_counter()
+    heartbeat.finish_step(1)
     with heartbeat.exchange("gather"):
         assert heartbeat.snapshot()["phase"] == "gather"
-        time.sleep(0.05)
-    most = time.perf_counter() - begun
-    heartbeat.finish_step(2, 1000.0)
-    assert 1000.0 - most <= heartbeat.own_seconds <= 999.95
+    heartbeat.finish_step(2)
     assert (heartbeat.step, heartbeat.steps, heartbeat.entered, heartbeat.phase) == (2, 2, 1, "data")
 
 
@@ -261,91 +229,10 @@ def test_under_nohup_a_hangup_is_nothing():
         signal.signal(signal.SIGHUP, before)
 
 
-SECONDS = 300.0
-
-
-def boxes(folder, *ranks):
-    return [Mailbox("start-node-group", rank, SECONDS, folder) for rank in ranks]
-
-
-def silence(folder, rank):
-    """Makes a worker's heartbeat as old as that of one that was killed or stands still."""
-    at = time.time() - 4 * SECONDS
-    os.utime(folder / "declutr-workers-start-node-group" / str(rank), (at, at))
-
-
-def test_mailbox_lowest_rank_leads_and_passes_a_notice_on(tmp_path):
-    three, five = boxes(tmp_path, 3, 5)
-    five.write({"rank": 5})
-    assert five.leads(), "no other has started"
-    three.write({"rank": 3, "step": 1})
-    three.write({"rank": 3, "step": 2})
-    assert (three.leads(), five.leads()) == (True, False)
-    assert sorted(five.heartbeats(), key=lambda one: one["rank"]) == [{"rank": 3, "step": 2}, {"rank": 5}]
-    assert five.stop_reason() is None
-    three.pass_on("SIGTERM")
-    assert five.stop_reason() == "SIGTERM"
-    (folder,) = tmp_path.iterdir()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-def test_mailbox_silent_leader_is_replaced_until_it_writes_again(tmp_path):
-    three, five = boxes(tmp_path, 3, 5)
-    three.write({"rank": 3})
-    five.write({"rank": 5})
-    silence(tmp_path, 3)
-    assert five.leads()
-    assert {"rank": 3} in five.heartbeats(), "the watchdog sees that it stands still"
-    three.write({"rank": 3})
-    assert not five.leads()
-
-
-def test_mailbox_last_worker_removes_the_folder(tmp_path):
-    three, five, killed = boxes(tmp_path, 3, 5, 7)
-    for box, rank in ((three, 3), (five, 5), (killed, 7)):
-        box.write({"rank": rank})
-    silence(tmp_path, 7)
-    three.leave()
-    assert five.leads()
-    five.leave()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_mailbox_folders_of_killed_workers_are_removed_after_a_day(tmp_path):
-    for name, age in (("old", 90_000), ("young", 80_000)):
-        (tmp_path / f"declutr-workers-{name}").mkdir()
-        at = time.time() - age
-        os.utime(tmp_path / f"declutr-workers-{name}", (at, at))
-    (box,) = boxes(tmp_path, 0)
-    box.write({"rank": 0})
-    assert {path.name for path in tmp_path.iterdir()} == {
-        f"declutr-workers-{name}" for name in ("start-node-group", "young")
-    }
-
-
-def test_listener_without_shared_files_goes_on(tmp_path):
-    (tmp_path / "file").write_text("")
-    with Listener(ControlChannel("of no session"), Heartbeat(0, 1), folder=tmp_path / "file") as listener:
+def test_a_listener_without_a_session_goes_on():
+    with Listener(ControlChannel("of no session"), Heartbeat(0, 1)) as listener:
         listener.look()
         assert listener.notice() is None
-
-
-def test_listener_shares_its_heartbeat_and_leaves_nothing(tmp_path):
-    with Listener(ControlChannel("of no session"), Heartbeat(4, 8, group="g", node="n"), folder=tmp_path) as listener:
-        listener.look()
-        other = Mailbox("of no session-n-g", 5, SECONDS, tmp_path)
-        assert [one["rank"] for one in other.heartbeats()] == [4]
-        other.pass_on("a drained node")
-        listener.look()
-        assert listener.notice() == "a drained node"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_newest_heartbeat_counts_whoever_posted_it():
-    before, after = ({"rank": 3, "group": group, "written": at} for group, at in (("a", 1.0), ("b", 2.0)))
-    other = {"rank": 4, "group": "b", "written": 1.5}
-    for posted in ([[before, other], [after]], [[after], [other, before]]):
-        assert sorted(newest(posted), key=lambda one: one["rank"]) == [after, other]
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(1, EVERY_SECONDS), (256, EVERY_SECONDS), (512, 1.0), (10_000, 2.0)])

@@ -67,7 +67,7 @@ class Supervisor:
         self._num_read: dict[tuple[str, int], int] = {}
         self._logged: set[tuple[str, str]] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
-        self._watchdog = Watchdog(scaling.watchdog_timeout_seconds, scaling.straggler_factor)
+        self._watchdog = Watchdog(scaling.watchdog_timeout_seconds)
         self._hang: Hang | None = None
         self._notices = ""
         self._stopwatch = Stopwatch(marks)
@@ -82,7 +82,7 @@ class Supervisor:
             RunStoppedError: this process received a signal to stop, or lost the run to another command.
         """
         while True:
-            self._watchdog = Watchdog(self.scaling.watchdog_timeout_seconds, self.scaling.straggler_factor)
+            self._watchdog = Watchdog(self.scaling.watchdog_timeout_seconds)
             self._hang = None
             kills_before = oom_kills()
             outcome = self._start_once()
@@ -184,8 +184,6 @@ class Supervisor:
             if heartbeat["rank"] == 0 and heartbeat["start"] and heartbeat["group"] not in self._started:
                 self._started.add(heartbeat["group"])
                 get_logger().info("%s", describe_start(heartbeat["step"] - heartbeat["steps"] + 1, heartbeat["start"]))
-        for message in self._watchdog.slow():
-            get_logger().warning("%s", message)
         if hang is None or self._hang:
             return
         self._hang = hang

@@ -1,8 +1,6 @@
-"""Finds slow starts, and hanging and slow workers, from their heartbeats. It uses neither Ray nor a clock."""
+"""Finds slow starts and hanging workers from heartbeats. It uses neither Ray nor a clock."""
 
 import os
-import statistics
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +11,6 @@ from declutr.trainer.setup.scaling import ScalingConfig
 
 Snapshot = dict[str, Any]
 
-_SLOW_STEPS = 20  # a mean over fewer steps is unreliable
-_SLOW_LOOKS = 20  # a worker must be slow in this many looks in a row, which is ten seconds
 _START_SECONDS = 60.0  # least limit for a group's first step, which opens the data and compiles
 _ALONE_SECONDS = 60.0  # added while no worker of the group writes: usually Ray is replacing the group
 _SILENT_SECONDS = 10.0  # a worker writes every 0.5 to 2 s; after this long it is stopped or cut off
@@ -59,20 +55,15 @@ class Watchdog:
 
     Attributes:
         watchdog_timeout_seconds: a group without progress for this long hangs.
-        straggler_factor: a worker is slow if its own time exceeds this factor times the others' median.
         group: identity of the group that writes now.
         reached: last finished step that any worker has reported.
-        named: slow workers that were already reported, as (group, rank).
     """
 
     watchdog_timeout_seconds: float
-    straggler_factor: float
     group: str = ""
     reached: int = -1
-    named: set[tuple[str, int]] = field(default_factory=set)
     _written: dict[tuple[str, int], tuple[Snapshot, float]] = field(default_factory=dict)
     _progress: tuple[tuple[Any, ...], float] = ((), 0.0)
-    _slow_looks: dict[int, int] = field(default_factory=dict)
 
     def look(self, heartbeats: Sequence[Snapshot], now: float) -> Hang | None:
         """Reads the newest heartbeats of all ranks, also of earlier groups; returns the worker that hangs, or None.
@@ -122,29 +113,6 @@ class Watchdog:
             for line in p.get("flight", [])
         ]
         return Hang(current[worst][0], silent[worst], still, waiting, tuple(flight))
-
-    def slow(self) -> list[str]:
-        """A message for each worker newly found slow; each is reported once a group."""
-        means = {
-            rank: heartbeat["own_seconds"]
-            for (group, rank), (heartbeat, _) in self._written.items()
-            if group == self.group and heartbeat["own_seconds"] is not None and heartbeat["steps"] >= _SLOW_STEPS
-        }
-        if len(means) < 2:
-            return []
-        sentences, ordered = [], sorted(means.values())
-        for rank, own in means.items():
-            place = bisect_left(ordered, own)
-            median = statistics.median(ordered[:place] + ordered[place + 1 :])
-            self._slow_looks[rank] = self._slow_looks.get(rank, 0) + 1 if own > self.straggler_factor * median else 0
-            if self._slow_looks[rank] >= _SLOW_LOOKS and (self.group, rank) not in self.named:
-                self.named.add((self.group, rank))
-                heartbeat = self._written[(self.group, rank)][0]
-                sentences.append(
-                    f"worker {rank} (host {heartbeat['host']}, pid {heartbeat['pid']}) is slow: "
-                    f"{own:.2f} s a step without waiting, the others {median:.2f} s"
-                )
-        return sentences
 
 
 class Waiting:

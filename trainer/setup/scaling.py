@@ -50,8 +50,6 @@ class ScalingConfig(Strict):
     watchdog_timeout_seconds: float = Field(default=600.0, ge=1)
     """Restart a group without progress for this long, and log the worker that holds it up. Must exceed the longest
     step, validation and save."""
-    straggler_factor: float = Field(default=2.0, gt=1)
-    """Log a worker whose own time for a step exceeds this factor times the others'."""
     shutdown_grace_seconds: float = Field(default=25.0, gt=0)
     """Time after SIGTERM or Ctrl-C for workers to finish their step and save. Kubernetes kills after 30 s."""
     spot_notices: Literal["aws", "gcp"] | None = None

@@ -1,8 +1,7 @@
 """The control channel between the driver and its workers, in Ray's key-value store: no extra process, port or file.
 
-One worker of each host writes the heartbeats (trainer/worker/heartbeat.py) of all workers there
-(trainer/worker/entry.py), twice a second, and less often in a group of over 256 workers; the driver writes a stop
-notice. A write takes about a millisecond of a thread alongside the training.
+Each worker writes its heartbeat (trainer/worker/heartbeat.py) twice a second, and less often in a group of over 256
+workers; the driver writes a stop notice. A write takes about a millisecond of a thread alongside the training.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from declutr.common.watcher import Watcher
 from declutr.trainer.worker.ray_internals import draining_nodes, head
 
 EVERY_SECONDS = 0.5
-_MOST_SECONDS = 2.0  # a worker that is silent for ten seconds is in doubt, and another one takes over after 2 periods
+_MOST_SECONDS = 2.0  # a worker that is silent for ten seconds is in doubt
 _RANKS = 256  # of a group whose period is the least
 _NAMESPACE = b"declutr"
 # Without a limit a call waits for a lost head, and after a minute Ray kills the whole process.
@@ -41,15 +40,15 @@ class ControlChannel:
 
     name: str
 
-    def post(self, rank: int, heartbeats: list[dict[str, Any]]) -> None:
-        """Replaces what the worker of this rank has posted, the heartbeats of its host."""
-        self._put(f"heartbeat/{rank}", heartbeats)
+    def post(self, heartbeat: dict[str, Any]) -> None:
+        """Replaces the heartbeat of a worker."""
+        self._put(f"heartbeat/{heartbeat['rank']}", heartbeat)
 
     def heartbeats(self) -> list[dict[str, Any]]:
         """The newest heartbeat of every rank that has written one."""
         keys = head().internal_kv_keys(self._key("heartbeat/"), _NAMESPACE, timeout=_CALL_SECONDS)
         found = head().internal_kv_multi_get(list(keys), _NAMESPACE, timeout=_CALL_SECONDS) if keys else {}
-        return newest([json.loads(raw) for raw in found.values()])
+        return [json.loads(raw) for raw in found.values()]
 
     def request_stop(self, reason: str) -> None:
         """Asks the workers to save and stop."""
@@ -69,12 +68,6 @@ class ControlChannel:
 
     def _key(self, key: str) -> bytes:
         return f"{self.name}/{key}".encode()
-
-
-def newest(posted: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The newest heartbeat of every rank. A worker's heartbeat may be in several lists if another one took over."""
-    every = sorted((one for heartbeats in posted for one in heartbeats), key=lambda one: one["written"])
-    return list({one["rank"]: one for one in every}.values())
 
 
 class ChannelReader(Watcher):

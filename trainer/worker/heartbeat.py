@@ -28,17 +28,6 @@ _PHASES = {
     "all_reduce_or": "agree",
 }
 """Phase of each exchange between all workers."""
-_SMOOTHING = 0.1  # weight of the newest step in the running mean of a worker's own time
-
-
-@dataclass
-class _Exchange:
-    """An exchange that was queued: events of its begin and end, and what the device has done of it."""
-
-    begin: DeviceEvent
-    end: DeviceEvent | None = None
-    entered: bool = False
-    left: bool = False
 
 
 @dataclass
@@ -55,7 +44,6 @@ class Heartbeat:
         phase: current phase: starting, fetching, data, forward, gather, update, agree, validating, reporting, saving,
             ended.
         entered: number of exchanges between workers that its device has entered.
-        own_seconds: mean time of a step without waiting for data or other workers; None before the first.
         start: seconds of each part of the start until this group's first step: imports, checks, ray, group, model,
             batch, first; empty before that step.
         line: newest line of metrics; on the first worker only.
@@ -75,7 +63,6 @@ class Heartbeat:
     steps: int = 0
     phase: str = "starting"
     entered: int = 0
-    own_seconds: float | None = None
     start: dict[str, float] = field(default_factory=dict)
     line: dict[str, Any] | None = None
     logged: list[str] = field(default_factory=list)
@@ -85,9 +72,8 @@ class Heartbeat:
     pid: int = field(default_factory=os.getpid)
     flight: list[str] = field(default_factory=list)
     _since: float = field(default_factory=time.monotonic)
-    _waited: float = 0.0
     _event: Callable[[], DeviceEvent] = HostEvent
-    _exchanges: deque[_Exchange] = field(default_factory=deque)
+    _queued: deque[DeviceEvent] = field(default_factory=deque)
     _lock: Lock = field(default_factory=Lock)
 
     @contextmanager
@@ -104,53 +90,32 @@ class Heartbeat:
     def exchange(self, phase: str) -> Iterator[None]:
         """Counts an exchange between all workers and sets its phase while the block runs.
 
-        On a GPU the block only queues the exchange. So the device's events decide when it was entered and how long it
-        took, which is mostly the time until the last worker has entered it too.
+        On a GPU the block only queues the exchange, so an event of the device decides when it was entered.
         """
-        exchange = _Exchange(self._event())
         with self._lock:
-            self._exchanges.append(exchange)
+            self._queued.append(self._event())
         self._observe()
-        try:
-            with self.doing(phase):
-                yield
-        finally:
-            exchange.end = self._event()
-            self._observe()
+        with self.doing(phase):
+            yield
 
     def follow(self, device: torch.device) -> None:
         """Takes events on the timeline of this device; call it before the first exchange."""
         self._event = events_of(device)
 
     def _observe(self) -> None:
-        """Counts the exchanges that the device has entered, and adds up the time of those that it has left."""
+        """Counts the exchanges that the device has entered."""
         with self._lock:
-            for exchange in self._exchanges:
-                if not exchange.entered:
-                    if not exchange.begin.reached():
-                        break
-                    exchange.entered = True
-                    self.entered += 1
-                if exchange.end is None or not exchange.end.reached():
-                    break
-                self._waited += exchange.end.seconds_since(exchange.begin)
-                exchange.left = True
-            while self._exchanges and self._exchanges[0].left:
-                self._exchanges.popleft()
+            while self._queued and self._queued[0].reached():
+                self._queued.popleft()
+                self.entered += 1
 
     def set_phase(self, phase: str) -> None:
         """Sets the phase until the next change."""
         self.phase, self._since = phase, time.monotonic()
 
-    def finish_step(self, step: int, seconds: float) -> None:
-        """Records a finished step and its time, which includes waiting for others."""
+    def finish_step(self, step: int) -> None:
+        """Records a finished step."""
         self._observe()
-        own = max(0.0, seconds - self._waited)
-        self._waited = 0.0
-        if self.steps > 0:  # a group's first step includes one-time work
-            self.own_seconds = (
-                own if self.own_seconds is None else self.own_seconds + _SMOOTHING * (own - self.own_seconds)
-            )
         self.step, self.steps = step, self.steps + 1
         self.set_phase("data")
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -115,7 +114,6 @@ class TrainingLoop:
         self.stopwatch.mark("model")
         heartbeat.set_phase("data")
         for step, batch in enumerate(batches, start=done + 1):
-            started = time.monotonic()
             heartbeat.set_phase("forward")
             if step == done + 1:
                 self.stopwatch.mark("batch")
@@ -126,7 +124,7 @@ class TrainingLoop:
             due = step == train_step.total_steps or (every and step % every == 0)
             if due or step == done + 1 or not self.scheduler.late:
                 recorder.settle()
-            heartbeat.finish_step(step, time.monotonic() - started)
+            heartbeat.finish_step(step)
             scores = self.validate(step, metrics) if due else {}
             if self.checkpointing.after_step(step, scores, self.stop(), recorder.settle, agreement.agreed):
                 heartbeat.set_phase("ended")
