@@ -9,10 +9,8 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.chaos.fault import Fault
-from benchmarks.chaos.place import Nodes
 from benchmarks.chaos.run import ChaosError, Run, Snapshot
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
@@ -255,30 +253,24 @@ def _continue(run: Run, snapshot: Snapshot) -> Snapshot:
     return snapshot
 
 
-def _node_with_a_spare(run: Run) -> tuple[Any, Nodes]:
-    """The node of the last worker, and all nodes, of which one is spare."""
-    assert run.nodes is not None
-    node = run.nodes.holder(run.workers()[-1].pid)
-    run.nodes.add()
-    return node, run.nodes
-
-
 def node_killed(run: Run) -> Snapshot:
     """Kill every process of a worker's node at once; a spare node is available."""
-    node, nodes = _node_with_a_spare(run)
+    assert run.nodes is not None
+    node = run.nodes.with_spare(run.workers()[-1].pid)
     snapshot = struck(run.snapshot(), time.time())
-    nodes.remove(node)
+    run.nodes.remove(node)
     return snapshot
 
 
 def preempted(run: Run) -> Snapshot:
     """Announce the preemption of a worker's node: a checkpoint within the deadline, then training without the node."""
-    node, nodes = _node_with_a_spare(run)
+    assert run.nodes is not None
+    node = run.nodes.with_spare(run.workers()[-1].pid)
     before = run.newest_checkpoint()
     snapshot = struck(run.snapshot(), time.time())
     subprocess.run(
         [
-            *(sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", nodes.address),
+            *(sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", run.nodes.address),
             *("--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"),
             *("--reason-message", "spot", "--deadline-remaining-seconds", str(_DEADLINE_SECONDS)),
         ],
@@ -288,7 +280,7 @@ def preempted(run: Run) -> Snapshot:
     )
     run.wait_for("a checkpoint before the deadline", lambda: run.newest_checkpoint() != before, _DEADLINE_SECONDS)
     run.wait_for("workers elsewhere", lambda: run.snapshot().inode != snapshot.inode, 120)
-    nodes.remove(node)
+    run.nodes.remove(node)
     return snapshot
 
 

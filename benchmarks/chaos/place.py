@@ -121,6 +121,12 @@ class Nodes:
         ]
         self._cluster.wait_for_nodes()
 
+    def with_spare(self, pid: int) -> Any:
+        """Add a node; return the one on which a process runs."""
+        node = self.holder(pid)
+        self.add()
+        return node
+
     def holder(self, pid: int) -> Any:
         """Find the node on which a process runs."""
         for node in self.nodes:

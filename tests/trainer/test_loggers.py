@@ -262,7 +262,7 @@ def test_id_is_a_function_of_the_run_and_moves_with_its_folder(tmp_path, log):
 def test_a_missing_package_is_named_before_ray_with_the_command_that_installs_it(tmp_path, monkeypatch):
     wanted = {"metrics": {"wandb": {"mode": "offline"}}}
     (problem,) = place_problems(wanted)
-    says(problem, "metrics.wandb.mode = offline", "pip install -e '.[wandb]'", "disabled")
+    says(problem, "metrics.wandb.mode = offline", "pip install 'declutr-ray[wandb]'", "disabled")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wandb").mkdir()  # as W&B leaves it
     monkeypatch.syspath_prepend("")
@@ -278,7 +278,7 @@ def test_a_package_missing_on_the_workers_host_leaves_the_metrics_whole(tmp_path
     writer.flush()
     writer.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 6))
-    assert "\n".join(log).count("pip install -e '.[wandb]'") == 1
+    assert "\n".join(log).count("pip install 'declutr-ray[wandb]'") == 1
     assert "Weights & Biases lacks the last lines of metrics (5 or more)" in "\n".join(log)
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -147,11 +146,8 @@ def tensorboard(folder: Path, after_step: int) -> Iterator[Log]:
 
 def missing_wandb(mode: str) -> str | None:
     """The problem of a run that logs to W&B in this mode without the package; None if there is none."""
-    package = find_spec("wandb")
-    if package is not None and package.origin is not None:  # a folder `wandb` of files here is no package
-        return None
-    needed = "the package wandb is missing: pip install -e '.[wandb]' in the checkout"
-    return f"metrics.wandb.mode = {mode}: {needed}, or set it to disabled"
+    absent = missing_extra("wandb", f"metrics.wandb.mode = {mode}")
+    return absent and f"{absent}, or set it to disabled"
 
 
 def run_id(folder: Path, facts: Mapping[str, str]) -> str:

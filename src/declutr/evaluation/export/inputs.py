@@ -3,12 +3,12 @@
 import os
 from collections import Counter
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from pydantic import ValidationError
 
 from declutr.common.errors import UsageError
+from declutr.common.extras import missing_extra
 from declutr.common.paths import folder_problem
 from declutr.encoders.protocol import missing
 from declutr.evaluation.export.config import ExportConfig
@@ -16,7 +16,6 @@ from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
 from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure
 
-_LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
 _FIELD = ". --text-field names the key or column of the text"
 _CORPUS_CHARACTERS = 100_000_000
 """Most characters of a corpus that are read; more would hardly change the frequent words."""
@@ -60,8 +59,8 @@ def read_inputs(config: ExportConfig) -> Inputs:
         problems.append(f"--output {config.output}: {problem}")
     if config.to == "static" and not config.corpus:
         problems.append("--to static needs --corpus FILES: its table has the words of your texts")
-    elif config.to != "static" and (lacking := _lacking()):
-        problems.append(f"--to {config.to} needs {lacking}: pip install {' '.join(_LIBRARIES)}")
+    elif config.to != "static" and (absent := missing_extra("onnx", f"--to {config.to}")):
+        problems.append(absent)
     if config.corpus:
         try:
             corpus, told = _texts(config)
@@ -84,16 +83,6 @@ def read_inputs(config: ExportConfig) -> Inputs:
     if problems:
         raise UsageError("\n".join(problems))
     return Inputs(corpus, judged or ([*test.queries, *test.texts] if test else []), test, told)
-
-
-def _lacking() -> str | None:
-    """Name of the first library that is not installed."""
-    for name in _LIBRARIES:
-        try:
-            import_module(name)
-        except ImportError:
-            return name
-    return None
 
 
 def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
