@@ -14,7 +14,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the paths of another active environment out of this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test test-cluster test-fast frozen chaos chaos-short mutants gpu check markers format golden settings docs lock clean
+.PHONY: help setup demo test nightly test-cluster test-fast frozen chaos chaos-short mutants gpu check markers format golden settings docs lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -43,6 +43,10 @@ demo: setup ## corpus, shards, training, encoder, measured result: at most 8 min
 test: setup ## every test: about 22 minutes on 2 CPU cores
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+nightly: setup ## what takes an hour and longer: the fault matrix, three hosts, steps of an imitated GPU, frozen figures; needs root
+	$(BIN)/python -m pytest -m "nightly or cluster"
+	$(MAKE) chaos frozen
+
 test-cluster: setup ## kill one of three hosts in namespaces of this machine: two minutes, needs root
 	$(BIN)/python -m pytest -m cluster
 
@@ -52,7 +56,7 @@ test-fast: setup ## tests of less than two seconds, without Ray and process grou
 chaos: setup ## one run for each fault, compared with the quiet run (docs/evidence/reliability.md): half an hour
 	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json
 
-chaos-short: setup ## seven of the faults, several to a run: about 5 minutes on 2 CPU cores
+chaos-short: setup ## four of the faults in one run: about 3 minutes on 2 CPU cores
 	$(BIN)/python -m benchmarks.chaos --short --patience 3 --json runs/chaos-short.json
 
 frozen: setup ## compare weights, shards, scores and adaptations with those of cb156041 on this machine: 20 minutes

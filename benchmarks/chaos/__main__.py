@@ -12,13 +12,11 @@ from benchmarks.chaos.fault import FaultRow
 from benchmarks.chaos.faults import FAULTS
 from benchmarks.chaos.matrix import SHORT, SHORT_STEPS, STEPS, chains, opened
 
-_AWAY_SECONDS, _SHORT_AWAY_SECONDS = 30.0, 4.0
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the matrix."""
     parser = record.parser("chaos", __doc__)
-    parser.add_argument("--short", action="store_true", help="some faults, in shared runs: at most 5 minutes")
+    parser.add_argument("--short", action="store_true", help="some faults, in shared runs: at most 3 minutes")
     parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], metavar="NAME", help="faults")
     parser.add_argument("--steps", type=int, help=f"steps of each run ({STEPS}; short: {SHORT_STEPS})")
     parser.add_argument("--patience", type=float, default=1, help="multiplies every timeout, for busy machines")
@@ -27,8 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.only or (SHORT if options.short else [fault.name for fault in FAULTS])
     chosen = [fault for fault in FAULTS if fault.name in names]
     begun = time.monotonic()
-    away_seconds = _SHORT_AWAY_SECONDS if options.short else _AWAY_SECONDS
-    with opened(options.seed, steps, away_seconds, options.patience) as bench:
+    with opened(options.seed, steps, options.patience) as bench:
         rows = [FaultRow(fault.name, problem="not tried: needs root") for fault in chosen if not fault.possible]
         bench.undisturbed()
         for group in chains([fault for fault in chosen if fault.possible], options.short):

@@ -18,6 +18,7 @@ from declutr.trainer.checkpoints.exported import EXPORT
 
 _QUICKLY = 0.0005  # seconds between two looks for a moment that is soon over
 _SLOW_SECONDS = 20.0
+_AWAY_SECONDS = 30.0  # time for which storage is unreachable
 _DEADLINE_SECONDS = 30
 _NAN = """
 import declutr.trainer.step.step
@@ -238,7 +239,7 @@ def storage_away(run: Run) -> Snapshot:
     run.wait_for(f"{folder} to be read-only", read_only, 60, ended=True, every_seconds=0.003)
     snapshot = struck(snapshot, time.time())
     try:
-        time.sleep(run.away_seconds)
+        time.sleep(_AWAY_SECONDS)
     finally:
         subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
     return _continue(run, snapshot)

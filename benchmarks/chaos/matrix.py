@@ -32,16 +32,13 @@ from declutr.common import seeding
 
 # Faults of the short form.
 SHORT = (
-    "worker_killed",
     "worker_hung",
-    "disk_full",
     "worker_killed_while_saving",
     "controller_killed",
-    "driver_terminated",
     "driver_killed",
 )
 STEPS = 900
-SHORT_STEPS = 350  # the seven faults above take about 210 of them
+SHORT_STEPS = 240  # the four faults above take about 130 of them
 _CPUS_ON_NODES = 2  # of 3, so that a node takes one worker
 _TAIL_LINES = 40
 _AGENTS_SECONDS = 120  # after SIGKILL of their session, Ray's agents look for it for a minute and then exit
@@ -57,7 +54,6 @@ class Bench:
         seed: seed of corpus, weights and moments of the faults.
         census: census of all our processes.
         steps: steps of a run.
-        away_seconds: time for which storage is unreachable.
         patience: factor of every timeout.
         quiet: state of the quiet run, by CPUs per worker. On a CPU these are threads, and threads decide the order of
             sums.
@@ -68,7 +64,6 @@ class Bench:
     seed: int
     census: Census
     steps: int
-    away_seconds: float
     patience: float
     quiet: dict[int, End] = field(default_factory=dict)
     left_behind: list[str] = field(default_factory=list)
@@ -105,7 +100,7 @@ class Bench:
         values = train_values(self.data, place / "run", self.steps, self.seed)
         for key, value in (changes or {}).items():
             values[key] = values[key] | value if isinstance(values.get(key), dict) else value
-        return Run(place, values, self.census, environment(self.top), self.away_seconds, self.patience)
+        return Run(place, values, self.census, environment(self.top), self.patience)
 
     def gap(self, fault: Fault) -> int:
         """Steps to wait before a fault, drawn so that it hits different places of a checkpoint interval."""
@@ -198,7 +193,7 @@ class Bench:
 
 
 @contextmanager
-def opened(seed: int, steps: int, away_seconds: float, patience: float) -> Iterator[Bench]:
+def opened(seed: int, steps: int, patience: float) -> Iterator[Bench]:
     """Make a bench with its shards in a temporary folder; afterwards find and kill what it left behind."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup also runs after SIGTERM
     leave_mounts_to_ourselves()
@@ -206,7 +201,7 @@ def opened(seed: int, steps: int, away_seconds: float, patience: float) -> Itera
         os.environ.update(environment(top))  # before importing Ray: cluster nodes inherit this environment
         os.environ.pop("RAY_ADDRESS", None)
         with Census() as census, census.nothing_outlives():
-            bench = Bench(top, seed, census, steps, away_seconds, patience)
+            bench = Bench(top, seed, census, steps, patience)
             bench.prepare()
             yield bench
             left = census.wait_gone(_AGENTS_SECONDS)

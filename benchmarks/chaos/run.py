@@ -134,7 +134,6 @@ class Run:
         values: the `train` section.
         census: census of all our processes.
         environment: environment of the command.
-        away_seconds: time for which a fault makes storage unreachable.
         patience: factor of every timeout, for busy machines.
         nodes: nodes of the cluster it runs on, if this benchmark made it.
         starts: number of starts of the command.
@@ -145,7 +144,6 @@ class Run:
     values: dict[str, Any]
     census: Census
     environment: dict[str, str]
-    away_seconds: float
     patience: float
     nodes: Any = None
     starts: int = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # SCL's number of anchors is a result of labels on the GPU, a loss of another package looks for pairs, and sums that do
