@@ -57,19 +57,19 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--corpus is missing: give the folder with SOURCE.jsonl.gz")
     runs: list[dict[str, Any]] = []
     for source in options.sources:
-        for most in (None, *(options.most_documents or ())):
-            for seed in range(options.seeds if most is None else 1):
-                runs += _runs(options, source, most, seed)
+        for limit in (None, *(options.most_documents or ())):
+            for seed in range(options.seeds if limit is None else 1):
+                runs += _runs(options, source, limit, seed)
                 record.publish({"runs": runs}, options)
 
 
-def _corpus(options: argparse.Namespace, source: str, most: int | None) -> Path:
+def _corpus(options: argparse.Namespace, source: str, limit: int | None) -> Path:
     """The documents of a source as a file."""
-    path: Path = options.work / f"{source}{'' if most is None else f'-{most}'}{'-shuffled' * options.shuffled}.jsonl"
+    path: Path = options.work / f"{source}{'' if limit is None else f'-{limit}'}{'-shuffled' * options.shuffled}.jsonl"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         with gzip.open(options.corpus / f"{source}.jsonl.gz", "rt", encoding="utf-8") as stream:
-            lines = list(islice(stream, most))
+            lines = list(islice(stream, limit))
         path.write_text("".join(_shuffled(lines) if options.shuffled else lines), encoding="utf-8")
     return path
 
@@ -77,16 +77,16 @@ def _corpus(options: argparse.Namespace, source: str, most: int | None) -> Path:
 def _shuffled(lines: Sequence[str]) -> Iterator[str]:
     """The same documents as lines of JSON, each with as many passages of any documents as it had."""
     words = [json.loads(line)["text"].split() for line in lines]
-    passages = [one[at : at + _SHUFFLED_WORDS] for one in words for at in range(0, len(one), _SHUFFLED_WORDS)]
+    passages = [text[at : at + _SHUFFLED_WORDS] for text in words for at in range(0, len(text), _SHUFFLED_WORDS)]
     order = iter(np.random.default_rng(0).permutation(len(passages)))
-    for one in words:
-        count = -(-len(one) // _SHUFFLED_WORDS)
+    for text in words:
+        count = -(-len(text) // _SHUFFLED_WORDS)
         yield json.dumps({"text": " ".join(word for place in islice(order, count) for word in passages[place])}) + "\n"
 
 
-def _runs(options: argparse.Namespace, source: str, most: int | None, seed: int) -> Iterator[dict[str, Any]]:
+def _runs(options: argparse.Namespace, source: str, limit: int | None, seed: int) -> Iterator[dict[str, Any]]:
     """One entry for each row of the table of a run."""
-    corpus = _corpus(options, source, most)
+    corpus = _corpus(options, source, limit)
     output = options.work / f"{corpus.stem}-seed{seed}"
     result = adapt(options.start, corpus, output, stsb=options.stsb, minutes=options.minutes, seed=seed)
     same = {"source": source, "seed": seed, "documents": result.facts["documents"], "steps": result.facts["steps"]}
@@ -101,9 +101,9 @@ def _runs(options: argparse.Namespace, source: str, most: int | None, seed: int)
         }
 
 
-def _differences(found: Mapping[str, Comparison], stsb: Comparison | None) -> dict[str, Any]:
-    compared = {"distant": found.get(DISTANT), "queries": found.get(HEADINGS), "stsb": stsb}
-    return {name: one and points(one) for name, one in compared.items()}
+def _differences(comparisons: Mapping[str, Comparison], stsb: Comparison | None) -> dict[str, Any]:
+    compared = {"distant": comparisons.get(DISTANT), "queries": comparisons.get(HEADINGS), "stsb": stsb}
+    return {name: comparison and points(comparison) for name, comparison in compared.items()}
 
 
 def _stsb(options: argparse.Namespace, row: Row, output: Path, result: Result, seed: int) -> Comparison | None:
@@ -141,19 +141,19 @@ def _calibrations(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         outcomes: dict[float, list[str]] = {gain: [] for gain in (0.0, *_GAINS)}
         for repetition in range(options.calibrate):
             first, second = _swapped(development, rng), _swapped(test, rng)
-            for gain, found in outcomes.items():
+            for gain, verdicts in outcomes.items():
                 chosen_on, judged_on = _planted(first, gain, rng), _planted(second, gain, rng)
                 chosen = choose([name for name in chosen_on if name != "start"], chosen_on, DISTANT, repetition)
-                found.append(judge(judged_on["start"], judged_on[chosen], DISTANT, repetition).outcome)
+                verdicts.append(judge(judged_on["start"], judged_on[chosen], DISTANT, repetition).outcome)
         yield {
             "run": state.parent.name,
             "repetitions": options.calibrate,
-            "better_by_planted_points": {100 * gain: found.count("better") for gain, found in outcomes.items()},
+            "better_by_planted_points": {100 * gain: verdicts.count("better") for gain, verdicts in outcomes.items()},
         }
 
 
 def _values(path: Path) -> dict[str, Values]:
-    return {name: {DISTANT: np.array(each[DISTANT], np.float64)} for name, each in read_json(path).items()}
+    return {name: {DISTANT: np.array(scores[DISTANT], np.float64)} for name, scores in read_json(path).items()}
 
 
 def _swapped(half: dict[str, Values], rng: np.random.Generator) -> dict[str, Values]:

@@ -128,8 +128,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = record.parser("batch", __doc__)
     record.add_device(parser)
     parser.add_argument("--objective", choices=tuple(ROWS), default="declutr")
-    known = "; ".join(f"{name}: {' '.join(map(str, sizes))}" for name, sizes in ROWS.items())
-    parser.add_argument("--sizes", type=int, nargs="+", help=f"documents or sentences per step; default: {known}")
+    defaults = "; ".join(f"{name}: {' '.join(map(str, sizes))}" for name, sizes in ROWS.items())
+    parser.add_argument("--sizes", type=int, nargs="+", help=f"documents or sentences per step; default: {defaults}")
     parser.add_argument("--model", choices=SIZES, help="default: demo on cpu, distilroberta on cuda")
     parser.add_argument(
         "--spans", type=int, nargs=2, metavar=("MIN", "MAX"), help="tokens; default: 8 64 on cpu, 32 512 on cuda"

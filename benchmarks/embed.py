@@ -51,26 +51,26 @@ def documentation() -> Iterator[str]:
 
 def sentences_of(texts: Iterator[str], count: int) -> list[str]:
     """The first different sentences of 20 to 300 characters."""
-    found: dict[str, None] = {}
+    sentences: dict[str, None] = {}
     for text in texts:
         for match in _SENTENCE.finditer(text):
-            found[_WHITESPACE.sub(" ", match[0])] = None
-            if len(found) == count:
-                return list(found)
-    return list(found)
+            sentences[_WHITESPACE.sub(" ", match[0])] = None
+            if len(sentences) == count:
+                return list(sentences)
+    return list(sentences)
 
 
 def paragraphs_of(sentences: list[str], count: int) -> list[str]:
     """Consecutive sentences joined to about 2,400 characters, repeated from the beginning if they run out."""
-    made: list[str] = []
+    paragraphs: list[str] = []
     place = 0
-    while len(made) < count:
+    while len(paragraphs) < count:
         parts: list[str] = []
         while sum(map(len, parts)) < _PARAGRAPH_CHARACTERS:
             parts.append(sentences[place % len(sentences)])
             place += 1
-        made.append(" ".join(parts))
-    return made
+        paragraphs.append(" ".join(parts))
+    return paragraphs
 
 
 def write_encoder(folder: Path, size: str, texts: list[str], vocab_size: int, seed: int) -> None:
@@ -102,9 +102,9 @@ def compare(
         for name in sorted(sides, reverse=bool(number % 2)):
             begun = record.now()
             vectors[name] = sides[name](texts)
-            taken, cpu_taken = (record.now() - begun).tolist()
-            seconds[name].append(round(taken, 4))
-            cpu_seconds[name].append(round(cpu_taken, 4))
+            elapsed, cpu_elapsed = (record.now() - begun).tolist()
+            seconds[name].append(round(elapsed, 4))
+            cpu_seconds[name].append(round(cpu_elapsed, 4))
             record.progress(f"round {number} {name} {len(texts)} texts {seconds[name][-1]:.2f} s")
     return {
         "texts": len(texts),
@@ -141,11 +141,11 @@ def main(arguments: list[str] | None = None) -> None:
     workloads = {"sentences": sentences, "paragraphs": paragraphs_of(sentences, options.num_paragraphs)}
     with tempfile.TemporaryDirectory() as name:
         write_encoder(Path(name), options.model, sentences, options.vocab_size, options.seed)
-        theirs = SentenceTransformer(name, device=options.device)
-        ours = load_encoder(name, device=options.device)
+        reference = SentenceTransformer(name, device=options.device)
+        encoder = load_encoder(name, device=options.device)
         sides: dict[str, Callable[[list[str]], NDArray[np.float32]]] = {
-            "sentence_transformers": lambda texts: np.asarray(theirs.encode(texts, show_progress_bar=False)),
-            "ours": ours.encode,
+            "sentence_transformers": lambda texts: np.asarray(reference.encode(texts, show_progress_bar=False)),
+            "ours": encoder.encode,
         }
         measured = {kind: compare(sides, texts, options.rounds) for kind, texts in workloads.items() if texts}
     ratios = {f"ratio_{kind}": figures["ratio_median"] for kind, figures in measured.items()}

@@ -99,10 +99,10 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         if choice.engine != "tokenizers":
             rates["tokenizers"].append(mib / engine_alone(settings | {"engine": "tokenizers"}, where / "limit"))
         if find_spec("datasets"):
-            found = at_once(datasets, [settings], where / "datasets")[0]
-            if (found["documents"], found["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
-                raise RuntimeError(f"`datasets` kept other documents or tokens: {found}, ours: {manifest.totals}")
-            rates["datasets"].append(mib / found["seconds"])
+            result = at_once(datasets, [settings], where / "datasets")[0]
+            if (result["documents"], result["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
+                raise RuntimeError(f"`datasets` kept other documents or tokens: {result}, ours: {manifest.totals}")
+            rates["datasets"].append(mib / result["seconds"])
         record.progress(f"round {number}: " + ", ".join(f"{k} {v[-1]:.1f} MiB/s" for k, v in rates.items() if v))
     return {
         "benchmark": "prepare",
@@ -126,7 +126,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             "share_of_limit": _ratio(rates["cold"], rates["tiktoken"] or rates["our_engine"]),
             "start_seconds": _median([mib / c - mib / w for c, w in zip(rates["cold"], rates["warm"], strict=True)]),
         },
-        "rates_mib_per_s": {name: [round(rate, 2) for rate in found] for name, found in rates.items()},
+        "rates_mib_per_s": {name: [round(rate, 2) for rate in values] for name, values in rates.items()},
     }
 
 
@@ -196,7 +196,7 @@ def command(options: argparse.Namespace, settings: dict[str, Any], output: Path)
 def engine_alone(settings: dict[str, Any], cache: Path) -> float:
     """Time the engine alone, in as many processes, on texts in memory."""
     shares = [settings | {"share": share} for share in range(settings["workers"])]
-    return max(float(found["seconds"]) for found in at_once(limit, shares, cache))
+    return max(float(result["seconds"]) for result in at_once(limit, shares, cache))
 
 
 def texts_of(paths: list[str]) -> Iterator[str]:
@@ -226,8 +226,8 @@ def datasets(settings: dict[str, Any]) -> dict[str, Any]:
     begun = time.perf_counter()
     loaded = library.load_dataset("json", data_files=settings["paths"], split="train")
     rows = loaded.map(tokenize, batched=True, num_proc=workers, remove_columns=loaded.column_names)
-    least = settings["min_tokens"]
-    kept = rows.filter(lambda count: count >= least, input_columns="num_tokens", num_proc=workers)
+    min_tokens = settings["min_tokens"]
+    kept = rows.filter(lambda count: count >= min_tokens, input_columns="num_tokens", num_proc=workers)
     seconds = time.perf_counter() - begun
     return {"seconds": seconds, "documents": len(kept), "tokens": sum(kept["num_tokens"])}
 
@@ -304,12 +304,12 @@ def _median(rates: list[float]) -> float:
     return round(statistics.median(rates), 2)
 
 
-def _ratio(mine: list[float], theirs: list[float]) -> dict[str, Any]:
+def _ratio(rates: list[float], reference_rates: list[float]) -> dict[str, Any]:
     """Median and range of the quotients within each round."""
-    found = [a / b for a, b in zip(mine, theirs, strict=False)]
-    if not found:
+    ratios = [a / b for a, b in zip(rates, reference_rates, strict=False)]
+    if not ratios:
         return {"median": None, "range": None}
-    return {"median": round(statistics.median(found), 3), "range": [round(min(found), 3), round(max(found), 3)]}
+    return {"median": round(statistics.median(ratios), 3), "range": [round(min(ratios), 3), round(max(ratios), 3)]}
 
 
 if __name__ == "__main__":

@@ -63,9 +63,9 @@ def now() -> NDArray[np.float64]:
     return np.array([time.perf_counter(), time.process_time()])
 
 
-def ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
+def ratios(reference_seconds: Sequence[float], own_seconds: Sequence[float]) -> dict[str, Any]:
     """Quotients of the seconds of two sides that took turns, their median and their range."""
-    quotients = [other / own for other, own in zip(theirs, ours, strict=True)]
+    quotients = [other / own for other, own in zip(reference_seconds, own_seconds, strict=True)]
     return {
         "ratios": [round(ratio, 4) for ratio in quotients],
         "ratio_median": round(statistics.median(quotients), 4),

@@ -162,11 +162,11 @@ def main(arguments: list[str] | None = None, official: Checkout | None = None) -
     if not inspections:
         raise SystemExit(f"{data}: no data for any task of {options.tasks}; give their folder with --data FOLDER")
     quick = choose_tasks(options.quick.split(",")) if options.quick else ()
-    rows = sentence_rows(found.data for found in inspections if found.data)
+    rows = sentence_rows(inspection.data for inspection in inspections if inspection.data)
     figures: dict[str, Any] = {
         "official": official.name,
         "preset": "short" if options.short else options.preset,
-        "data": {found.task.name: found.standing for found in inspections},
+        "data": {inspection.task.name: inspection.standing for inspection in inspections},
         "left_out": left_out,
     }
     measured: list[dict[str, Any]] = []
@@ -183,9 +183,9 @@ def main(arguments: list[str] | None = None, official: Checkout | None = None) -
                 identity = f"{task}-{hash_json([*made_of, texts_hash(list(rows))])[:16]}"
                 path = folder / f"{identity}.json"
                 if not path.is_file():
-                    found = _task(inspection, encoder.name, rows, embeddings, chosen, official, turn)
+                    result = _task(inspection, encoder.name, rows, embeddings, chosen, official, turn)
                     preset = "prototyping" if task in quick else figures["preset"]
-                    write_json(path, {**found, "preset": preset, "commit": options.facts["commit"]})
+                    write_json(path, {**result, "preset": preset, "commit": options.facts["commit"]})
                 measured.append(read_json(path))
     record.progress("\n".join(table(measured)))
     record.publish({**figures, **_totals(measured), "tasks": measured}, options)
@@ -213,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _at_hand(names: Sequence[str], data: Path, config: ClassifierConfig) -> tuple[list[Inspection], dict[str, str]]:
     """Tasks that both sides can score, shortest first, and the reasons for leaving out the others."""
-    found, left_out = [], {}
+    inspections, left_out = [], {}
     for name in names:
         task = find(name)
         inspection = checking.inspect(task, data, allow_unchecked=True)
@@ -222,26 +222,26 @@ def _at_hand(names: Sequence[str], data: Path, config: ClassifierConfig) -> tupl
         elif not inspection.usable:
             left_out[name] = inspection.reason.replace(str(data), "DATA")
         else:
-            found.append(inspection)
-    return sorted(found, key=lambda one: cost(one.data, "procedure", config) if one.data else 0), left_out
+            inspections.append(inspection)
+    return sorted(inspections, key=lambda item: cost(item.data, "procedure", config) if item.data else 0), left_out
 
 
 def _encoders(options: argparse.Namespace, folder: Path, texts: list[str]) -> list[SentenceEncoder]:
-    made: list[SentenceEncoder] = []
+    encoders: list[SentenceEncoder] = []
     for kind in options.encoders.split(","):
         if kind == "hashed-words":
-            made.append(HashedWords(options.hashed_size, options.seed))
+            encoders.append(HashedWords(options.hashed_size, options.seed))
         elif kind == "transformer":
             made_of = [options.model, options.vocab_size, options.seed, texts_hash(texts)]
             model = folder / f"encoder-{hash_json(made_of)[:16]}"
             if not model.is_dir():
                 with atomic_folder(model) as aside:
-                    some = texts[:: max(1, len(texts) // 50_000)]
-                    write_encoder(aside, options.model, some, options.vocab_size, options.seed)
-            made.append(load_encoder(str(model), device="cpu"))
+                    sample = texts[:: max(1, len(texts) // 50_000)]
+                    write_encoder(aside, options.model, sample, options.vocab_size, options.seed)
+            encoders.append(load_encoder(str(model), device="cpu"))
         else:
             raise SystemExit(f"--encoders {kind}: must be transformer or hashed-words")
-    return made
+    return encoders
 
 
 def _task(
@@ -301,12 +301,12 @@ def table(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield f"| task | rows | {' | '.join(f'{encoder}: official | ours | apart' for encoder in encoders)} |"
     yield "| --- | " + " | ".join(["---:"] * (1 + 3 * len(encoders))) + " |"
     for task in tasks:
-        found = [by_name[task, encoder] for encoder in encoders]
+        rows = [by_name[task, encoder] for encoder in encoders]
         cells = [
-            f"{row['official']['score']:.2f} | {row['ours']['score']:.2f} | {row['score_diff']:.2f}" for row in found
+            f"{row['official']['score']:.2f} | {row['ours']['score']:.2f} | {row['score_diff']:.2f}" for row in rows
         ]
-        quick = " (prototyping)" if found[0]["preset"] == "prototyping" else ""
-        yield f"| {find(task).label}{quick} | {found[0]['rows']:,} | {' | '.join(cells)} |"
+        quick = " (prototyping)" if rows[0]["preset"] == "prototyping" else ""
+        yield f"| {find(task).label}{quick} | {rows[0]['rows']:,} | {' | '.join(cells)} |"
 
 
 def _totals(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -186,13 +186,13 @@ def run(side: Side, batch: Any, device: torch.device) -> tuple[float, float]:
     return record.finish(device) - begun, float(loss)
 
 
-def equality(ours: Side, other: Side, batch: Any, device: torch.device) -> tuple[float, float]:
+def equality(own: Side, other: Side, batch: Any, device: torch.device) -> tuple[float, float]:
     """Difference of the losses, and the largest difference of a gradient's entries over the largest entry."""
-    loss_diff = abs(run(ours, batch, device)[1] - run(other, batch, device)[1])
-    theirs = dict(other.model.named_parameters())
+    loss_diff = abs(run(own, batch, device)[1] - run(other, batch, device)[1])
+    other_parameters = dict(other.model.named_parameters())
     diffs, largest = [0.0], [1e-30]
-    for name, parameter in ours.model.named_parameters():
-        expected = theirs[name].grad
+    for name, parameter in own.model.named_parameters():
+        expected = other_parameters[name].grad
         if parameter.grad is None or expected is None:
             continue
         diffs.append(float((parameter.grad - expected).abs().max()))
@@ -200,16 +200,16 @@ def equality(ours: Side, other: Side, batch: Any, device: torch.device) -> tuple
     return loss_diff, max(diffs) / max(largest)
 
 
-def compare(ours: Side, other: Side, batches: Sequence[Any], warm_up: int, device: torch.device) -> dict[str, Any]:
+def compare(own: Side, other: Side, batches: Sequence[Any], warm_up: int, device: torch.device) -> dict[str, Any]:
     """Measure the steps of both sides in turns; return seconds and ratios."""
-    seconds: dict[str, list[float]] = {other.name: [], ours.name: []}
+    seconds: dict[str, list[float]] = {other.name: [], own.name: []}
     for number, batch in enumerate(batches):
-        for side in (other, ours):
+        for side in (other, own):
             elapsed, _ = run(side, batch, device)
             if number >= warm_up:
                 seconds[side.name].append(round(elapsed, 6))
             record.progress(f"{'warm-up' if number < warm_up else 'step'} {number} {side.name} {elapsed:.3f} s")
-    return {"times": seconds, **record.ratios(seconds[other.name], seconds[ours.name])}
+    return {"times": seconds, **record.ratios(seconds[other.name], seconds[own.name])}
 
 
 @dataclass(frozen=True)
@@ -283,20 +283,20 @@ def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, An
     _, exact_diff = equality(*exact, next(single.batches(1)), setting.device)
     record.progress(f"loss differs by {loss_diff:.2e}, gradients by {grad_diff:.2e}; in float64 by {exact_diff:.2e}")
     del exact
-    ours, released = setting.ours(), setting.padded("released")
-    measured = compare(ours, released, batches, warm_up, setting.device)
+    own, released = setting.ours(), setting.padded("released")
+    measured = compare(own, released, batches, warm_up, setting.device)
     timed = batches[warm_up:]
     places = list(map(released.places, timed))
     real = [batch.num_tokens for batch in timed]
     seconds = sum(measured["times"]["ours"])
-    weights = linear_weights(ours.model)
-    flops = sum(step_flops(ours.model, weights, batch.lengths, len(batch.labels)) for batch in timed)
+    weights = linear_weights(own.model)
+    flops = sum(step_flops(own.model, weights, batch.lengths, len(batch.labels)) for batch in timed)
     peak = peak_flops(gpu_name(setting.device), half=True)
     return measured | {
         "loss_abs_diff": loss_diff,
         "grad_rel_diff": grad_diff,
         "grad_rel_diff_float64": exact_diff,
-        "padding_share": 1 - sum(real) / sum(map(ours.places, timed)),
+        "padding_share": 1 - sum(real) / sum(map(own.places, timed)),
         "padding_share_released": 1 - sum(real) / sum(places),
         "tokens_real": real,
         "token_places_released": places,
@@ -312,10 +312,10 @@ def against_sentence_transformers(setting: Setting, steps: int, warm_up: int) ->
     spans = setting.spans.model_copy(update={"num_positives": 1})
     setting = dataclasses.replace(setting, spans=spans, objective=DeclutrConfig(terms="contrastive"))
     try:
-        theirs = setting.padded("sentence_transformers")
+        reference = setting.padded("sentence_transformers")
     except ImportError as error:
         return {"ratio_median": None, "reason": f"not importable: {error}"}
-    return compare(setting.ours(), theirs, list(setting.batches(warm_up + steps)), warm_up, setting.device)
+    return compare(setting.ours(), reference, list(setting.batches(warm_up + steps)), warm_up, setting.device)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -105,8 +105,8 @@ def documents(first: int, count: int, spans: SpanConfig, vocab_size: int, seed: 
     """
     schema = shard_schema(vocab_size, Geometry(num_anchors=spans.num_anchors, max_tokens=spans.max_tokens), "made up")
     numbers, shares = _shares(first, count, seed, "benchmark lengths")
-    least = spans.min_document_tokens
-    lengths = least + (shares[:, 0] * least).astype(np.int64)
+    min_document_tokens = spans.min_document_tokens
+    lengths = min_document_tokens + (shares[:, 0] * min_document_tokens).astype(np.int64)
     columns = [
         [_identity(seed, number) for number in numbers.tolist()],
         list(_tokens(numbers, lengths, vocab_size, seed)),
@@ -129,7 +129,7 @@ def text_rows(first: int, count: int, pairs: bool, vocab_size: int, seed: int) -
     labels = [NO_LABEL, *range(len(LABELS))] if pairs else [NO_LABEL]
     numbers, shares = _shares(first, count, seed, "benchmark texts")
     sizes = np.stack(
-        [np.interp(shares[:, place], np.linspace(0, 1, len(known)), known) for place, known in enumerate(lengths)],
+        [np.interp(shares[:, place], np.linspace(0, 1, len(points)), points) for place, points in enumerate(lengths)],
         axis=1,
     ).astype(np.int64)
     totals, small = sizes.sum(axis=1), vocab_size <= 2**16
@@ -182,11 +182,11 @@ class Workload:
     autocast: torch.dtype | None = None
 
     @classmethod
-    def of(cls, options: argparse.Namespace, device: str = "cpu", precision: str | None = None, **others: Any) -> Self:
+    def of(cls, options: argparse.Namespace, device: str = "cpu", precision: str | None = None, **fields: Any) -> Self:
         """Make a workload of the options that `add_options` adds and of `seed`."""
         spans = SpanConfig(min_tokens=options.spans[0], max_tokens=options.spans[1])
         autocast = record.autocast_type(precision, device)
-        return cls(options.model, spans, options.seed, device=torch.device(device), autocast=autocast, **others)
+        return cls(options.model, spans, options.seed, device=torch.device(device), autocast=autocast, **fields)
 
     def loss(self, embedding_size: int) -> Objective[Any]:
         """Build the objective, with weights drawn from the seed."""

@@ -127,10 +127,10 @@ def _exchanged(work: Callable[[], Any]) -> int:
     """Bytes of the tensors that this worker gives to all-reduces during `work`."""
     total, reduce = 0, dist.all_reduce
 
-    def counting(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+    def counting(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
         nonlocal total
         total += tensor.numel() * tensor.element_size()
-        return reduce(tensor, *arguments, **named)
+        return reduce(tensor, *arguments, **keywords)
 
     dist.all_reduce = counting
     try:

@@ -52,18 +52,18 @@ class Fault:
 
     def see(self, run: Run, snapshot: Snapshot, row: "FaultRow") -> None:
         """Record the line that informed the user, and a problem with the output, if any."""
-        said, told = run.said(snapshot), ""
+        output, message = run.said(snapshot), ""
         until = time.monotonic() + _WORDS_SECONDS * run.patience
         while True:
-            told = next((line for line in said.splitlines() if re.search(self.said, line)), "")
-            if told or not self.said or time.monotonic() > until:
+            message = next((line for line in output.splitlines() if re.search(self.said, line)), "")
+            if message or not self.said or time.monotonic() > until:
                 break
             time.sleep(0.2)
-            said = run.said(snapshot)
-        row.seen_by_user = told[:300]
-        if "Traceback (most recent call last)" in said:
+            output = run.said(snapshot)
+        row.seen_by_user = message[:300]
+        if "Traceback (most recent call last)" in output:
             fail(row, "a Traceback was shown")
-        elif self.said and not told:
+        elif self.said and not message:
             fail(row, f"nothing was said (expected {self.said!r})")
 
 
@@ -204,10 +204,10 @@ def compare(
     if ended and not alters and set(end.digests) != set(quiet.digests):
         fail(row, f"{len(end.digests)} steps in the metrics, the quiet run has {len(quiet.digests)}")
     common = sorted(set(end.digests) & set(quiet.digests))
-    others = [step for step in common if end.digests[step] != quiet.digests[step]]
-    row.batches_identical = not others and bool(common)
-    if others:
-        fail(row, f"other documents or spans at {len(others)} steps, first {others[0]}")
+    changed_steps = [step for step in common if end.digests[step] != quiet.digests[step]]
+    row.batches_identical = not changed_steps and bool(common)
+    if changed_steps:
+        fail(row, f"other documents or spans at {len(changed_steps)} steps, first {changed_steps[0]}")
     if alters:
         return
     pairs = [pair for step in common for pair in zip(end.losses[step], quiet.losses[step], strict=True)]

@@ -80,8 +80,8 @@ class Bench:
         config = self.top / "prepare.yaml"
         values = prepare_values(self.top / "corpus.jsonl", self.data)
         config.write_text(yaml.safe_dump({"prepare": values}), encoding="utf-8")
-        made = [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
-        subprocess.run(made, env=environment(self.top), check=True, capture_output=True)
+        command = [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
+        subprocess.run(command, env=environment(self.top), check=True, capture_output=True)
 
     def undisturbed(self, cpus_per_worker: int = 1) -> End:
         """Train the quiet run."""
@@ -110,8 +110,8 @@ class Bench:
         """Cause these faults in one run, in sequence; start a new run after a fault that was not survived."""
         rows: list[FaultRow] = []
         while faults:
-            some, faults = self._one_run(faults)
-            rows += some
+            results, faults = self._one_run(faults)
+            rows += results
         return rows
 
     def _one_run(self, faults: Sequence[Fault]) -> tuple[list[FaultRow], Sequence[Fault]]:
@@ -175,17 +175,17 @@ class Bench:
         if setting in ("cluster", "elastic"):
             if _CPUS_ON_NODES not in self.quiet:
                 self.undisturbed(_CPUS_ON_NODES)
-            made = Nodes(self.census)
+            nodes = Nodes(self.census)
             try:
-                made.add(2)
-                run.nodes = made
-                run.values["scaling"] |= {"address": made.address, "cpus_per_worker": _CPUS_ON_NODES}
+                nodes.add(2)
+                run.nodes = nodes
+                run.values["scaling"] |= {"address": nodes.address, "cpus_per_worker": _CPUS_ON_NODES}
                 if setting == "elastic":
                     run.values["scaling"]["num_workers"] = [1, 3]
                 yield
             finally:
                 run.end()
-                made.close()
+                nodes.close()
             return
         with small_disks(run) if any(fault.needs_root for fault in faults) else nullcontext():
             yield

@@ -77,8 +77,8 @@ def temporary() -> Iterator[Path]:
 def mounts_below(top: Path) -> list[Path]:
     """Mounts below a folder, innermost first."""
     with Path("/proc/mounts").open(encoding="utf-8") as stream:
-        found = [Path(line.split()[1]) for line in stream]
-    return sorted((path for path in found if path.is_relative_to(top)), key=lambda path: -len(path.parts))
+        mount_points = [Path(line.split()[1]) for line in stream]
+    return sorted((path for path in mount_points if path.is_relative_to(top)), key=lambda path: -len(path.parts))
 
 
 @contextmanager

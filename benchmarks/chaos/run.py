@@ -50,7 +50,7 @@ class Census(Watcher):
 
     def __init__(self) -> None:
         super().__init__(_CENSUS_SECONDS, "census")
-        self._known: set[psutil.Process] = set()
+        self._processes: set[psutil.Process] = set()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -70,9 +70,9 @@ class Census(Watcher):
     def alive(self) -> list[psutil.Process]:
         """Our living processes, without zombies."""
         with self._lock:
-            known = [process.pid for process in self._known if process.is_running()]
-            self._known = family([os.getpid(), *known]) - {psutil.Process()}
-            return sorted(self._known, key=lambda process: process.pid)
+            pids = [process.pid for process in self._processes if process.is_running()]
+            self._processes = family([os.getpid(), *pids]) - {psutil.Process()}
+            return sorted(self._processes, key=lambda process: process.pid)
 
     def titled(self, part: str) -> list[psutil.Process]:
         """Our living processes with this text in their title."""
@@ -239,13 +239,13 @@ class Run:
         """Poll until `check` returns something true; `ended`: the command may end meanwhile."""
         deadline = time.monotonic() + seconds * self.patience
         while True:
-            found = check()
-            if found:
-                return found
+            result = check()
+            if result:
+                return result
             if not ended and self.driver is not None and self.over:
-                found = check()
-                if found:
-                    return found
+                result = check()
+                if result:
+                    return result
                 raise ChaosError(f"waiting for {what}: the command ended with status {self.driver.returncode}")
             if time.monotonic() > deadline:
                 raise ChaosError(f"waited {seconds:.0f} s for {what}")
@@ -269,22 +269,22 @@ class Run:
     def workers(self) -> list[psutil.Process]:
         """Training processes, in the order of their ranks."""
 
-        def found() -> list[psutil.Process]:
+        def ranked_workers() -> list[psutil.Process]:
             ranks = {self._rank(worker): worker for worker in self.census.titled("RayTrainWorker")}
             return [ranks[rank] for rank in sorted(ranks)] if ranks and min(ranks) == 0 else []
 
-        workers: list[psutil.Process] = self.wait_for("the workers", found, every_seconds=0.5)
+        workers: list[psutil.Process] = self.wait_for("the workers", ranked_workers, every_seconds=0.5)
         return workers
 
     def _rank(self, worker: psutil.Process) -> int:
         """Rank of a worker; -1 before it has one."""
         if worker.pid not in self._ranks:
             answer = Path(self.environment["DECLUTR_CHAOS"]) / f"{worker.pid}.rank"
-            asked = (
+            code = (
                 f"import os\nwith open({str(answer)!r}, 'w') as stream:\n    stream.write(os.environ.get('RANK', '-1'))"
             )
             try:
-                self.execute(worker, asked)
+                self.execute(worker, code)
             except ChaosError:  # it died meanwhile
                 return -1
             rank = int(answer.read_text())

@@ -58,12 +58,12 @@ def kernel_against_groups(workload: Workload, documents: int) -> dict[str, Any]:
         for parameter in encoder.parameters():
             parameter.mul_(_LARGER if parameter.dim() > 1 else 1)
     drops = drops_attention(encoder.model.config)
-    found = encoder.kernels(_DEVICE, drops)
-    if found is None or (drops and found.attend_dropout is None):
+    kernels = encoder.kernels(_DEVICE, drops)
+    if kernels is None or (drops and kernels.attend_dropout is None):
         return {"passed": False, "why": "the kernel does not run on this GPU; the log has the reason"}
     calls = list[str]()
-    dropping = found.attend_dropout and _counted(found.attend_dropout, calls)
-    encoder._kernels[_DEVICE, drops] = Kernels(_counted(found.attend, calls), dropping)
+    dropping = kernels.attend_dropout and _counted(kernels.attend_dropout, calls)
+    encoder._kernels[_DEVICE, drops] = Kernels(_counted(kernels.attend, calls), dropping)
     with_kernel, used = _values(encoder, workload, documents), len(calls)
     encoder._kernels[_DEVICE, drops] = None
     groups, exact = _values(encoder, workload, documents), _values(encoder, workload, documents, half=False)
@@ -75,9 +75,9 @@ def kernel_against_groups(workload: Workload, documents: int) -> dict[str, Any]:
 def _counted(attend: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
     """The kernel, which notes each of its calls."""
 
-    def counted(*given: Any) -> Any:
+    def counted(*arguments: Any) -> Any:
         calls.append(attend.__name__)
-        return attend(*given)
+        return attend(*arguments)
 
     return counted
 
@@ -144,13 +144,13 @@ def _values(encoder: Encoder, workload: Workload, documents: int, half: bool = T
         embeddings, mlm = encoder(batch)
     (embeddings.square().sum() + mlm).backward()
     gradients = [parameter.grad.float() for parameter in encoder.parameters() if parameter.grad is not None]
-    return [embeddings.detach(), torch.cat([each.flatten() for each in gradients])]
+    return [embeddings.detach(), torch.cat([gradient.flatten() for gradient in gradients])]
 
 
-def _compared(found: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[str, Any]:
-    pairs = zip(_TOLERANCES, found, expected, strict=True)
-    differences = {name: float((one - other).norm() / other.norm()) for name, one, other in pairs}
-    return {"passed": all(differences[name] <= most for name, most in _TOLERANCES.items()), **differences}
+def _compared(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[str, Any]:
+    pairs = zip(_TOLERANCES, actual, expected, strict=True)
+    differences = {name: float((value - other).norm() / other.norm()) for name, value, other in pairs}
+    return {"passed": all(differences[name] <= tolerance for name, tolerance in _TOLERANCES.items()), **differences}
 
 
 def _benchmark(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:

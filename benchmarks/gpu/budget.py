@@ -78,12 +78,12 @@ class Plan:
     @classmethod
     def of(cls, encoder: Encoder, batches: list[SpanBatch], autocast: torch.dtype | None) -> "Plan":
         """Plan the kernels for the first batch; the others show whether another graph is made for them."""
-        made = cls()
+        plan = cls()
         counters.clear()
         torch._dynamo.reset()
-        found = list(parts(encoder.model.base_model))
-        backends = {kind: _Backend(made, kind) for kind in (HEAD, *map(kind_of, found))}  # layers of a kind share it
-        for part in found:
+        modules = list(parts(encoder.model.base_model))
+        backends = {kind: _Backend(plan, kind) for kind in (HEAD, *map(kind_of, modules))}  # layers of a kind share it
+        for part in modules:
             part.compile(backend=backends[kind_of(part)], dynamic=True)
         loss = torch.compile(encoder._compilation.loss, backend=backends[HEAD], dynamic=True)
         for batch in batches:
@@ -91,9 +91,9 @@ class Plan:
                 with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                     embeddings, mlm_sum = encoder(batch)
                 (embeddings.sum() + mlm_sum).backward()
-        made.graphs = counters["stats"]["unique_graphs"]
-        made.breaks = sum(counters["graph_break"].values())
-        return made
+        plan.graphs = counters["stats"]["unique_graphs"]
+        plan.breaks = sum(counters["graph_break"].values())
+        return plan
 
 
 def kind_of(part: nn.Module) -> str:
@@ -115,7 +115,7 @@ class _Backend:
         record_original_output_strides(graph)
         view_to_reshape(graph)
         _recursive_post_grad_passes(graph, is_inference=False)
-        environment = next((each.node.shape_env for each in inputs if isinstance(each, torch.SymInt)), ShapeEnv())
+        environment = next((value.node.shape_env for value in inputs if isinstance(value, torch.SymInt)), ShapeEnv())
         backward = bool(options.get("is_backward", False))
         lowered = GraphLowering(graph, example_inputs=inputs, shape_env=environment, is_backward=backward)
         config = torch._inductor.config.patch(cpu_backend="triton")
@@ -125,12 +125,12 @@ class _Backend:
             lowered.run(*inputs)
             lowered._update_scheduler()
             nodes = [node for node in lowered.scheduler.nodes if node.get_read_write_buffers_sizes()]
-            found = Counter[str]()
+            counts = Counter[str]()
             for node in nodes:
                 kind = "products" if isinstance(node, ExternKernelSchedulerNode) else "compiled"
-                found[kind] += node.get_read_write_buffers_sizes()
-                found[f"{kind} operations"] += 1
-        (self.plan.backward if backward else self.plan.forward).setdefault(self.kind, found)
+                counts[kind] += node.get_read_write_buffers_sizes()
+                counts[f"{kind} operations"] += 1
+        (self.plan.backward if backward else self.plan.forward).setdefault(self.kind, counts)
         return make_boxed_func(_shapes_of(graph))
 
 
@@ -140,13 +140,13 @@ def _shapes_of(graph: GraphModule) -> Callable[..., Any]:
     def call(*values: Any) -> Any:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
-            faked = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in values]
-            made = graph.forward(*faked)
+            faked = [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in values]
+            outputs = graph.forward(*faked)
         return [
-            torch.zeros(each.shape, dtype=each.dtype).as_strided(each.shape, each.stride())
-            if isinstance(each, Tensor)
-            else each
-            for each in made
+            torch.zeros(value.shape, dtype=value.dtype).as_strided(value.shape, value.stride())
+            if isinstance(value, Tensor)
+            else value
+            for value in outputs
         ]
 
     return call
@@ -160,9 +160,9 @@ def planned(encoder: Encoder, plan: Plan, traffic: Any) -> Iterator[None]:
             call = _counted(plan, kind_of(part), part.forward, list(part.parameters()), traffic)
             stack.enter_context(patch.object(part, "forward", call))
         compilation, model = encoder._compilation, encoder.model
-        inner = {id(each) for each in model.base_model.parameters()}
+        inner = {id(p) for p in model.base_model.parameters()}
         embedding = model.get_input_embeddings().weight
-        head = [each for each in model.parameters() if id(each) not in inner or each is embedding]  # which is tied
+        head = [p for p in model.parameters() if id(p) not in inner or p is embedding]  # which is tied
         stack.enter_context(patch.object(compilation, "loss", _counted(plan, HEAD, compilation.loss, head, traffic)))
         yield
 
@@ -172,9 +172,9 @@ def _counted(
 ) -> Callable[..., Tensor]:
     def call(*args: Any, **kwargs: Any) -> Tensor:
         with torch.no_grad(), traffic.pausing():
-            made = forward(*args, **kwargs)
-        inputs = [each for each in (*args, *kwargs.values(), *parameters) if isinstance(each, Tensor)]
-        result: Tensor = _Planned.apply(plan, kind, traffic, made, *inputs)  # type: ignore[no-untyped-call]
+            output = forward(*args, **kwargs)
+        inputs = [value for value in (*args, *kwargs.values(), *parameters) if isinstance(value, Tensor)]
+        result: Tensor = _Planned.apply(plan, kind, traffic, output, *inputs)  # type: ignore[no-untyped-call]
         return result
 
     return call
@@ -182,18 +182,18 @@ def _counted(
 
 class _Planned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, kind: str, traffic: Any, made: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: Plan, kind: str, traffic: Any, output: Tensor, *inputs: Tensor) -> Tensor:
         ctx.parts = plan, kind, traffic
         ctx.save_for_backward(*inputs)
         traffic.add(plan.forward[kind])
-        return made.detach()
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         plan, kind, traffic = ctx.parts
         traffic.add(plan.backward[kind])
-        wanted = zip(ctx.needs_input_grad[4:], ctx.saved_tensors, strict=True)
-        return None, None, None, None, *(torch.empty_like(each) if needed else None for needed, each in wanted)
+        inputs = zip(ctx.needs_input_grad[4:], ctx.saved_tensors, strict=True)
+        return None, None, None, None, *(torch.empty_like(tensor) if needed else None for needed, tensor in inputs)
 
 
 _CPU = torch.device("cpu")
@@ -249,15 +249,15 @@ def measure(workload: Workload, documents: int, compiled: bool) -> dict[str, Any
 def _milliseconds(traffic: Traffic, flops: float) -> dict[str, Any]:
     """Computed times of the step by GPU, with the share of the peak, and the host's time to launch its operations."""
     rest = sum(size for name, size in traffic.bytes.items() if name not in {*_PRODUCTS, "products"})
-    found: dict[str, Any] = {"host": round(sum(traffic.operations.values()) * _LAUNCH_SECONDS * 1e3, 1)}
+    times: dict[str, Any] = {"host": round(sum(traffic.operations.values()) * _LAUNCH_SECONDS * 1e3, 1)}
     for name, bandwidth in _BANDWIDTHS.items():
         peak = peak_flops(name, half=True)
         assert peak is not None
-        products, others = flops / (_REACHED * peak), rest / (_BANDWIDTH_REACHED * bandwidth)
-        seconds = products + others
-        found[name] = {"products": round(products * 1e3, 1), "others": round(others * 1e3, 1)}
-        found[name] |= {"step": round(seconds * 1e3, 1), "mfu": round(flops / seconds / peak, 3)}
-    return found
+        products, other_seconds = flops / (_REACHED * peak), rest / (_BANDWIDTH_REACHED * bandwidth)
+        seconds = products + other_seconds
+        times[name] = {"products": round(products * 1e3, 1), "others": round(other_seconds * 1e3, 1)}
+        times[name] |= {"step": round(seconds * 1e3, 1), "mfu": round(flops / seconds / peak, 3)}
+    return times
 
 
 def _encoder(workload: Workload) -> Encoder:

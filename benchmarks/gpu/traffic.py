@@ -68,7 +68,7 @@ class Traffic(TorchDispatchMode):
                 return 1 if not inputs[0].is_floating_point() else 1.0  # a fake tensor has no value
         result = function(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or _written(function, args, kwargs)
-        if not function.is_view and name not in _FREE and any(isinstance(each, FakeTensor) for each in outputs):
+        if not function.is_view and name not in _FREE and any(isinstance(output, FakeTensor) for output in outputs):
             self.operations[name] += 1
             self.bytes[name] += _moved_bytes(name, inputs, outputs)
         return result
@@ -80,11 +80,11 @@ class Traffic(TorchDispatchMode):
         yield
         self.paused = before
 
-    def add(self, found: Counter[str]) -> None:
+    def add(self, counts: Counter[str]) -> None:
         """Add the operations and bytes of a planned graph."""
         for name in ("products", "compiled"):
-            self.operations[name] += found[f"{name} operations"]
-            self.bytes[name] += found[name]
+            self.operations[name] += counts[f"{name} operations"]
+            self.bytes[name] += counts[name]
 
 
 class HostReads(TorchFunctionMode):
@@ -118,23 +118,23 @@ class HostReads(TorchFunctionMode):
 @contextmanager
 def counting(mode: Any) -> Iterator[Traffic]:
     """Count what happens in the block on fake tensors of a FakeTensorMode."""
-    found = Traffic()
+    traffic = Traffic()
     with ExitStack() as stack:
         stack.enter_context(patch.object(mode, "allow_non_fake_inputs", True))
-        for each in (mode, found, HostReads(found)):
-            stack.enter_context(each)
-        yield found
+        for context in (mode, traffic, HostReads(traffic)):
+            stack.enter_context(context)
+        yield traffic
 
 
 def _written(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Tensors that an operation without a result writes, such as those of a fused optimizer."""
     name, schema = function.overloadpacket.__name__, function._schema
-    given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
+    arguments = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
     written = [
-        given[each.name]
-        for each in schema.arguments
-        if each.alias_info is not None and each.alias_info.is_write and each.name in given
-        if each.name != _UNWRITTEN.get(name)
+        arguments[argument.name]
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in arguments
+        if argument.name != _UNWRITTEN.get(name)
     ]
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
@@ -148,20 +148,20 @@ def _moved_bytes(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
         return sum(map(_bytes, inputs[1:])) + _bytes(inputs[-1])
     if name in ("fill_", "zero_", "zeros_like", "full_like", "ones_like", "new_zeros", "new_full"):
         return written
-    distinct = {id(each): each for each in inputs}
+    distinct = {id(tensor): tensor for tensor in inputs}
     return written + sum(map(_bytes, distinct.values()))
 
 
 def _waits(name: str, args: Any, inputs: list[Tensor], kwargs: dict[str, Any]) -> bool:
-    if not any(isinstance(each, FakeTensor) for each in inputs):
+    if not any(isinstance(tensor, FakeTensor) for tensor in inputs):
         return False
     if name in _WAITING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
         return True
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-        indices = [each for each in args[1] if each is not None]
-        if any(each.dtype in (torch.bool, torch.uint8) for each in indices):
+        indices = [tensor for tensor in args[1] if tensor is not None]
+        if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in indices):
             return True
-    return any(not isinstance(each, FakeTensor) and each.dim() > 0 for each in inputs)
+    return any(not isinstance(tensor, FakeTensor) and tensor.dim() > 0 for tensor in inputs)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 def _watch(folder: Path) -> None:
-    mine = folder / f"{os.getpid()}.py"
+    script = folder / f"{os.getpid()}.py"
     while True:
-        if mine.is_file():
-            code = mine.read_text(encoding="utf-8")
-            exec(compile(code, str(mine), "exec"), {"__name__": "chaos"})
-            mine.unlink()
+        if script.is_file():
+            code = script.read_text(encoding="utf-8")
+            exec(compile(code, str(script), "exec"), {"__name__": "chaos"})
+            script.unlink()
         time.sleep(0.1)
 
 
