@@ -170,9 +170,9 @@ def find_latest(
         path = checkpoint_path(folder, step)
         try:
             for field, value in (expected or {}).items():
-                found = getattr(read_state(path, verify=False), field)
-                if found != value:
-                    raise CheckpointError(f"{path}: {STATE} is of another run ({field} {found[:16]}, not {value[:16]})")
+                other = getattr(read_state(path, verify=False), field)
+                if other != value:
+                    raise CheckpointError(f"{path}: {STATE} is of another run ({field} {other[:16]}, not {value[:16]})")
             return path, read_state(path, verify)
         except CheckpointError as error:
             get_logger().warning("skipping a broken checkpoint: %s", error)

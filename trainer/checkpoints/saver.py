@@ -122,7 +122,7 @@ class Saver:
         self._saved_at = clock()
         self._changed = threading.Condition()  # guards the fields below
         self._job: Job | None = None  # None once it is written
-        self._made: Job | None = None  # the last one whose checkpoint is in the folder
+        self._saved_job: Job | None = None  # the last one whose checkpoint is in the folder
         self._memory: Contents | None = None
         self._writing_since: float | None = None
         self._pausing = False  # between two attempts
@@ -236,14 +236,14 @@ class Saver:
             return self._job
 
     def _write(self, job: Job) -> None:
-        if job is not self._made:  # otherwise only `after` failed
+        if job is not self._saved_job:  # otherwise only `after` failed
             self._before()
             try:
                 retention.sweep(self.folder)  # before the write, which may need their room
             except OSError as error:
                 get_logger().warning("remains of a killed writer in %s stay (%s)", self.folder, error.strerror)
             checkpoint.save(self.folder, job.state, job.contents)
-            self._made = job
+            self._saved_job = job
             try:
                 retention.prune(self.folder, self.config, self.score, job.state.step)
             except OSError as error:  # the next checkpoint deletes them

@@ -53,9 +53,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         for name in names:
             written = _write(handle, _raw(tensors[name]), digest, written)
         os.fsync(handle)
-        found = os.fstat(handle).st_size
-        if found != written:
-            raise OSError(f"{path} holds {found} bytes after {written} were written")
+        size = os.fstat(handle).st_size
+        if size != written:
+            raise OSError(f"{path} holds {size} bytes after {written} were written")
     finally:
         os.close(handle)
     return XXH3 + digest.hexdigest()

@@ -35,7 +35,7 @@ def collect(train_steps: Sequence[TrainStep], keep: bool = True, memory: Content
             files[_file(task.name, OBJECTIVE)] = task.objective.state()
             if task.frontend is not None:
                 files[_file(task.name, FRONTEND)] = dict(task.frontend.named_parameters())
-    contents = {file: _copies(named, keep, memory.get(file, {})) for file, named in files.items()}
+    contents = {file: _copies(tensors, keep, memory.get(file, {})) for file, tensors in files.items()}
     if next(encoder.parameters()).is_cuda:
         torch.cuda.synchronize()  # waits for the copies from the GPU
     return contents
@@ -141,9 +141,9 @@ def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Opti
     }
 
 
-def _copies(named: Mapping[str, Tensor], keep: bool, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copies(tensors: Mapping[str, Tensor], keep: bool, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
     kept = {}
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         full = full_tensor(tensor.detach())  # one at a time, so a worker that keeps nothing holds at most one tensor
         if keep:
             place = memory.get(name)
@@ -153,11 +153,11 @@ def _copies(named: Mapping[str, Tensor], keep: bool, memory: Mapping[str, Tensor
     return kept
 
 
-def _copy(stored: Mapping[str, Tensor], wanted: Mapping[str, nn.Parameter], path: Path) -> None:
-    if set(stored) != set(wanted):
-        raise CheckpointError(f"{path}: parameters differ from the model's: {sorted(set(stored) ^ set(wanted))[:6]}")
+def _copy(stored: Mapping[str, Tensor], targets: Mapping[str, nn.Parameter], path: Path) -> None:
+    if set(stored) != set(targets):
+        raise CheckpointError(f"{path}: parameters differ from the model's: {sorted(set(stored) ^ set(targets))[:6]}")
     with torch.no_grad():
-        for name, parameter in wanted.items():
+        for name, parameter in targets.items():
             if stored[name].shape != parameter.shape:
                 raise CheckpointError(
                     f"{path}: {name} has shape {list(stored[name].shape)}, not {list(parameter.shape)}"
