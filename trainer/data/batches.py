@@ -56,13 +56,13 @@ class SpanBatch(PackedBatch):
     def chosen(self) -> list[int]:
         """S + 1 numbers: the selected tokens before each span, and all."""
         bounds = np.concatenate([[0], self.lengths.numpy().cumsum()])
-        found: list[int] = np.searchsorted(self.selected.cpu().numpy(), bounds).tolist()  # `selected` is ascending
-        return found
+        counts: list[int] = np.searchsorted(self.selected.cpu().numpy(), bounds).tolist()  # `selected` is ascending
+        return counts
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
-        made = replace(self, input_ids=move(self.input_ids), selected=move(self.selected), labels=move(self.labels))
-        vars(made)["chosen"] = self.chosen  # on a GPU, `selected` could not be read without waiting
-        return made
+        batch = replace(self, input_ids=move(self.input_ids), selected=move(self.selected), labels=move(self.labels))
+        vars(batch)["chosen"] = self.chosen  # on a GPU, `selected` could not be read without waiting
+        return batch
 
     def digest(self) -> int:
         """A number below DIGEST that is determined by the spans: documents, tokens, masks, labels.
@@ -88,14 +88,14 @@ class SpanBatch(PackedBatch):
 
     def unselected(self) -> Self:
         """The batch without tokens to predict."""
-        made = replace(self, selected=self.selected[:0], labels=self.labels[:0])
-        vars(made)["table"] = self.table
-        return made
+        batch = replace(self, selected=self.selected[:0], labels=self.labels[:0])
+        vars(batch)["table"] = self.table
+        return batch
 
     def _slice(self, spans: tuple[int, int], tokens: tuple[int, int]) -> Self:
         (first, last), (start, end) = spans, tokens
         picked = slice(self.chosen[first], self.chosen[last])
-        made = type(self)(
+        batch = type(self)(
             self.input_ids[start:end],
             self.lengths[first:last],
             self.selected[picked] - start,
@@ -103,8 +103,8 @@ class SpanBatch(PackedBatch):
             None if self.keys is None else self.keys[first:last],
             None if self.rates is None else self.rates[first:last],
         )
-        vars(made)["chosen"] = [count - picked.start for count in self.chosen[first : last + 1]]
-        return made
+        vars(batch)["chosen"] = [count - picked.start for count in self.chosen[first : last + 1]]
+        return batch
 
 
 AnyBatch = SpanBatch | PatchBatch
@@ -171,14 +171,14 @@ class RankBatch:
 
     def to(self, device: torch.device) -> "RankBatch":
         """The batch on another device; copies to a GPU overlap with its work."""
-        made = replace(
+        batch = replace(
             self,
             spans=self.spans.to(device),
             facts={name: to_device(values, device) for name, values in self.facts.items()},
             views=None if self.views is None else to_device(self.views, device),
         )
-        vars(made)["views_alike"] = self.views_alike  # on a GPU, `views` could not be read without waiting
-        return made
+        vars(batch)["views_alike"] = self.views_alike  # on a GPU, `views` could not be read without waiting
+        return batch
 
 
 def position_ids(batch: AnyBatch, padding_index: int | None) -> Tensor:

@@ -94,7 +94,7 @@ def canonical_microbatches(batch: RankBatch) -> list[RankBatch]:
 def _joined(parts: Sequence[AnyBatch]) -> AnyBatch:
     """The spans of several batches, one after the other."""
     tokens = np.cumsum([0, *(part.num_tokens for part in parts)]).tolist()
-    values: dict[str, Any] = {each.name: [getattr(part, each.name) for part in parts] for each in fields(parts[0])}
+    values: dict[str, Any] = {field.name: [getattr(part, field.name) for part in parts] for field in fields(parts[0])}
     if "selected" in values:
         values["selected"] = [places + at for places, at in zip(values["selected"], tokens, strict=False)]
     joined: dict[str, Any] = {name: _cat(tensors) for name, tensors in values.items()}
@@ -103,5 +103,5 @@ def _joined(parts: Sequence[AnyBatch]) -> AnyBatch:
 
 def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
     """The tensors one after the other; None if they are missing."""
-    found = [tensor for tensor in tensors if tensor is not None]
-    return torch.cat(found) if found else None
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(present) if present else None

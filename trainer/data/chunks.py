@@ -94,13 +94,13 @@ def read_chunk(rows: dict[str, np.ndarray], rank_plan: RankPlan, first: int) -> 
     """Reads a chunk as a Ray Data task: from its number, counted from `first`, to its documents and epochs."""
     opened = rank_plan.folders, rank_plan.part, rank_plan.made_ns
     if opened not in _shards:
-        folder, *others = folders = [Path(one) for one in rank_plan.folders]
+        folder, *other_folders = folders = [Path(path) for path in rank_plan.folders]
         for missing, place in zip(folders, rank_plan.places, strict=False):
             if missing.exists():
                 continue
             if is_remote(place) and Folder(place).cached(missing.parent) != missing:
                 raise ShardError(f"{place} holds other shards than at the start of the run")
-        _shards[opened] = ShardSet(folder, "train", look=False, part=rank_plan.part, others=others)
+        _shards[opened] = ShardSet(folder, "train", look=False, part=rank_plan.part, others=other_folders)
     epochs, documents = rank_plan.chunk(first + int(rows["id"][0]))
     return fetched(_shards[opened], documents, epochs, rank_plan.fetch)
 

@@ -22,7 +22,7 @@ MOST_TURNS = 100_000
 def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
     """The smallest whole numbers in the ratio of positive weights, read as the decimals in which they are written."""
     exact = [Fraction(str(weight)) for weight in weights]
-    scaled = [int(one * math.lcm(*(each.denominator for each in exact))) for one in exact]
+    scaled = [int(fraction * math.lcm(*(other.denominator for other in exact))) for fraction in exact]
     divisor = math.gcd(*scaled)
     return tuple(share // divisor for share in scaled)
 

@@ -56,17 +56,17 @@ class PackedBatch(ABC):
     @cached_property
     def table(self) -> TokenTable:
         """Spans, places and dropout of the tokens, on the batch's device."""
-        return TokenTable.of(self.lengths, self.keys, self.rates).moved(lambda each: to_device(each, self.device))
+        return TokenTable.of(self.lengths, self.keys, self.rates).moved(lambda tensor: to_device(tensor, self.device))
 
     def to(self, device: torch.device) -> Self:
         """The batch on another device; copies to a GPU overlap with its work."""
-        return self.moved(lambda each: to_device(each, device))
+        return self.moved(lambda tensor: to_device(tensor, device))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         """The batch after `move` of each tensor that the layers read."""
-        made = self._moved(move)
-        vars(made)["table"] = self.table.moved(move)  # as cached_property keeps it
-        return made
+        batch = self._moved(move)
+        vars(batch)["table"] = self.table.moved(move)  # as cached_property keeps it
+        return batch
 
     @abstractmethod
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Self: ...
@@ -88,13 +88,13 @@ class PackedBatch(ABC):
     def slices(self, cuts: Sequence[tuple[int, int]]) -> list[Self]:
         """The spans of each [start, end) as separate batches."""
         bounds = [0, *self.lengths.numpy().cumsum().tolist()]
-        made = []
+        batches = []
         for start, end in cuts:
             tokens = bounds[start], bounds[end]
-            made.append(self._slice((start, end), tokens))
+            batches.append(self._slice((start, end), tokens))
             if "table" in vars(self):  # already computed
-                vars(made[-1])["table"] = self.table.slice((start, end), tokens)
-        return made
+                vars(batches[-1])["table"] = self.table.slice((start, end), tokens)
+        return batches
 
     @abstractmethod
     def _slice(self, spans: tuple[int, int], tokens: tuple[int, int]) -> Self:
@@ -110,13 +110,13 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 def pieces(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
     """Cuts consecutive spans into [start, end) with at most `limit` tokens each; a longer span is a separate piece."""
-    found, start, total = [], 0, 0
+    cuts, start, total = [], 0, 0
     for place, size in enumerate(sizes):
         if total and total + size > limit:
-            found.append((start, place))
+            cuts.append((start, place))
             start, total = place, 0
         total += size
-    return [*found, (start, len(sizes))] if start < len(sizes) else found
+    return [*cuts, (start, len(sizes))] if start < len(sizes) else cuts
 
 
 def digest_of(values: NDArray[np.uint64], lengths: Tensor, keys: Tensor | None) -> int:

@@ -96,10 +96,10 @@ class Plan:
         rounds, turn = index // len(corpora), index % len(corpora)
         epochs, numbers = np.empty_like(index), np.empty_like(index)
         for corpus, (seed, first, size, share) in enumerate(self._corpora()):
-            mine = corpora[turn] == corpus
-            row = rounds[mine] * share + places[turn[mine]]
-            epochs[mine] = row // size
-            numbers[mine] = first + permute(seed, row // size, row % size, size)
+            mask = corpora[turn] == corpus
+            row = rounds[mask] * share + places[turn[mask]]
+            epochs[mask] = row // size
+            numbers[mask] = first + permute(seed, row // size, row % size, size)
         return epochs, numbers
 
     def reads_of(self, document: int, last_step: int) -> tuple[I64, I64, I64]:
@@ -137,12 +137,12 @@ class Plan:
 
     def _corpora(self) -> list[tuple[int, int, int, int]]:
         """Seed, first number, size and share of each corpus; the first has the seed of the run."""
-        found, first = list[tuple[int, int, int, int]](), 0
+        corpora, first = list[tuple[int, int, int, int]](), 0
         for corpus, (size, share) in enumerate(zip(self.sizes or (self.num_documents,), self.shares, strict=True)):
             seed = seeding.torch_seed(self.seed, "corpus", corpus) if corpus else self.seed
-            found.append((seed, first, size, share))
+            corpora.append((seed, first, size, share))
             first += size
-        return found
+        return corpora
 
 
 def rows_by_corpus(plans: Mapping[str, Plan], step: int) -> dict[str, float | None]:

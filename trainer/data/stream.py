@@ -85,16 +85,16 @@ def documents(rank_plan: RankPlan, tasks: bool = True) -> Iterator[pa.Table]:
     if per_step == 0:  # more ranks than documents: this one only joins the all-reduces
         yield from ([_no_documents(rank_plan)] * (rank_plan.last_step - rank_plan.first_step))
         return
-    held: list[pa.Table] = []
+    buffer: list[pa.Table] = []
     for block in _blocks(rank_plan) if tasks else _read_here(rank_plan, range(rank_plan.num_chunks)):
-        held.append(block)
-        available = sum(len(table) for table in held)
+        buffer.append(block)
+        available = sum(len(table) for table in buffer)
         if available >= per_step:
-            joined, at = pa.concat_tables(held), 0
+            joined, at = pa.concat_tables(buffer), 0
             while available - at >= per_step:
                 yield joined.slice(at, per_step)
                 at += per_step
-            held = [joined.slice(at)] if available > at else []
+            buffer = [joined.slice(at)] if available > at else []
 
 
 def _blocks(rank_plan: RankPlan) -> Iterator[pa.Table]:
@@ -105,15 +105,15 @@ def _blocks(rank_plan: RankPlan) -> Iterator[pa.Table]:
     documents requested.
     """
     alone = (_AHEAD_BATCHES + 2) * (rank_plan.end - rank_plan.start)
-    others = Prefetcher(_read_by_tasks(rank_plan, 1))
+    prefetcher = Prefetcher(_read_by_tasks(rank_plan, 1))
     try:
         block = next(_read_here(rank_plan, range(1)))
         yield block.slice(0, alone)
-        others.begin()
+        prefetcher.begin()
         yield block.slice(alone)
-        yield from others
+        yield from prefetcher
     finally:
-        others.close()
+        prefetcher.close()
 
 
 def _read_here(rank_plan: RankPlan, chunks: range) -> Iterator[pa.Table]:

@@ -34,7 +34,7 @@ class TokenRates:
             lengths: `(S,)` number of tokens of each span, on the CPU.
         """
         limits = ((rates * 2**32).long() - 2**31).to(torch.int32)
-        limits, factors = (torch.repeat_interleave(each, lengths) for each in (limits, 1 / (1 - rates)))
+        limits, factors = (torch.repeat_interleave(values, lengths) for values in (limits, 1 / (1 - rates)))
         return TokenRates(limits, factors, bool((rates > 0).any()))
 
     def rearranged(self, change: Callable[[Tensor], Tensor]) -> "TokenRates":
@@ -136,7 +136,7 @@ class TokenTable:
         words = None if keys is None else token_keys(keys, lengths)
         if rates is None:
             return cls(lengths, bounds, owners, places, words)
-        hidden, attention = (TokenRates.of(each, lengths) for each in rates.T)
+        hidden, attention = (TokenRates.of(column, lengths) for column in rates.T)
         return cls(lengths, bounds, owners, places, words, hidden, attention)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
@@ -159,7 +159,7 @@ class TokenTable:
             tokens: first token of the part, and the token after its last.
         """
         (first, last), (start, end) = spans, tokens
-        part = self.moved(lambda each: each[start:end])
+        part = self.moved(lambda tensor: tensor[start:end])
         bounds = self.bounds[first : last + 1] - start
         return type(self)(
             self.lengths[first:last],
