@@ -45,18 +45,22 @@ def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
     Raises:
         ConfigError: with every problem that the files of the run and the manifests of its shards show, one line each.
     """
-    found = place_problems(config.model_dump())
-    no_place = any(line.startswith("run = ") for line in found)
+    problems = place_problems(config.model_dump())
+    no_place = any(line.startswith("run = ") for line in problems)
     if no_place and of_run:
-        raise ConfigError("train", found)
+        raise ConfigError("train", problems)
     run, shards = run_folder(config.run, config.cache), find_shards(config)
     config = with_geometry(config, run, shards.manifests).with_contents(shards.contents)
     if not no_place:
-        found += run_problems(config, run, shards)
+        problems += run_problems(config, run, shards)
         if problem := device_problem(config.scaling, run):
-            found.append(problem)
-    found += [line for key, line in shards.unreadable.items() if not any(one.startswith(f"{key} = ") for one in found)]
-    found += [
+            problems.append(problem)
+    problems += [
+        line
+        for key, line in shards.unreadable.items()
+        if not any(problem.startswith(f"{key} = ") for problem in problems)
+    ]
+    problems += [
         f"{key} = {place}: {problem}"
         for name, places in data_places(config).items()
         if name in shards.manifests
@@ -64,18 +68,18 @@ def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
         for problem in check_shards(folder)
     ]
     if shards.scored is not None and (place := config.validation.data):
-        found += [f"validation.data = {place}: {one}" for one in check_shards(data_folder(place, config.cache))]
+        problems += [f"validation.data = {place}: {line}" for line in check_shards(data_folder(place, config.cache))]
     if "" in shards.manifests:
-        found += _manifest_problems(config, shards)
+        problems += _manifest_problems(config, shards)
         if not no_place and len(shards.manifests) == len(config.tasks()):
-            found += other_shards(config, run, data_hashes(shards.manifests))
-    refuse([line for line in found if of_run or not line.startswith("run = ")])
+            problems += other_shards(config, run, data_hashes(shards.manifests))
+    refuse([line for line in problems if of_run or not line.startswith("run = ")])
     return ResolvedRun(config, run, shards.data, shards.manifests, shards.scored)
 
 
 def _manifest_problems(config: TrainConfig, shards: Found) -> list[str]:
     """Problems of settings that do not fit the shards."""
-    manifests, found = shards.manifests, []
+    manifests, problems = shards.manifests, []
     main = manifests[""]
     if main.content.kind in MEDIA_KINDS:
         return [
@@ -85,12 +89,12 @@ def _manifest_problems(config: TrainConfig, shards: Found) -> list[str]:
     for name, task in config.tasks().items():
         if name in manifests:
             prefix = f"auxiliary_tasks.{name}." if name else ""
-            found += corpora_problems(data_places(config)[name], shards.corpora[name])
-            found += [f"{prefix}{line}" for line in data_problems(task, shards.corpora[name])]
-            found += [f"{prefix}{line}" for line in _misfits(config, name, manifests)] if name else []
+            problems += corpora_problems(data_places(config)[name], shards.corpora[name])
+            problems += [f"{prefix}{line}" for line in data_problems(task, shards.corpora[name])]
+            problems += [f"{prefix}{line}" for line in _misfits(config, name, manifests)] if name else []
     if kind_problem(config, main) is None:
-        found += validation_problems(config, shards.corpora, shards.scored)
-    return found
+        problems += validation_problems(config, shards.corpora, shards.scored)
+    return problems
 
 
 def problems(config: TrainConfig) -> list[str]:
@@ -108,26 +112,26 @@ def load_problems(run: ResolvedRun) -> list[str]:
     # The objective and the encoder of a run from scratch that has a checkpoint are not loaded for checks: with torch
     # and transformers that takes seconds of each start.
     from_scratch = began_before and config.encoder.pretrained is None and not config.auxiliary_tasks
-    found = [] if from_scratch else objective_problems(config)
+    problems = [] if from_scratch else objective_problems(config)
     if config.auxiliary_tasks:
         from declutr.trainer.driver.encoder_checks import task_problems
 
-        found += task_problems(run)
+        problems += task_problems(run)
     sizes = run.training_shards[""].sizes if config.part is not None else ()
-    found += [
+    problems += [
         f"data_fraction = {config.data_fraction}: leaves {size} training {run.manifest.noun} of {place}, fewer than "
-        f"the {most} that batch_documents = {config.batch_documents} may need; increase it"
-        for place, size, most in zip(config.places, sizes, run.plan.most_in_batch(), strict=False)
-        if size < most
+        f"the {need} that batch_documents = {config.batch_documents} may need; increase it"
+        for place, size, need in zip(config.places, sizes, run.plan.most_in_batch(), strict=False)
+        if size < need
     ]
     remark = None if began_before else config.objective.remark_before(config.context(run.manifest.short_documents))
     if remark:
         get_logger().warning("%s", remark)
     if from_scratch:
-        return found
+        return problems
     from declutr.trainer.driver.encoder_checks import encoder_problems
 
-    return list(dict.fromkeys([*found, *encoder_problems(run)]))  # both parts load the objective
+    return list(dict.fromkeys([*problems, *encoder_problems(run)]))  # both parts load the objective
 
 
 def _misfits(config: TrainConfig, name: str, manifests: Mapping[str, Manifest]) -> list[str]:
@@ -136,25 +140,25 @@ def _misfits(config: TrainConfig, name: str, manifests: Mapping[str, Manifest]) 
     places = config.of_task(name).places
     if own.content.kind in MEDIA_KINDS:
         return []
-    found = []
+    problems = []
     if task.frontend.model_fields_set:
-        found.append(f"frontend: the shards hold {own.content.kind}, which have no patches; remove it")
+        problems.append(f"frontend: the shards hold {own.content.kind}, which have no patches; remove it")
     if main.tokenizer and own.tokenizer and main.tokenizer.fingerprint != own.tokenizer.fingerprint:
-        found.append(
+        problems.append(
             f"data = {places[0]}: was prepared with another tokenizer than data = {config.places[0]}; prepare it "
             "with that one"
         )
-    return found
+    return problems
 
 
-def refuse(found: list[str]) -> None:
+def refuse(problems: list[str]) -> None:
     """Raises an error that lists the problems, if any.
 
     Raises:
         ConfigError: the list is not empty.
     """
-    if found:
-        raise ConfigError("train", found)
+    if problems:
+        raise ConfigError("train", problems)
 
 
 def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
@@ -191,16 +195,16 @@ def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:
         return []
     import torch
 
-    gpus, least = torch.cuda.device_count(), scaling.least_workers
-    if gpus >= least:
+    gpus, min_workers = torch.cuda.device_count(), scaling.least_workers
+    if gpus >= min_workers:
         return []
     kept = "" if scaling.device == "cuda" else f"this run was started on GPUs ({run / DEVICE}), "
     trained = steps_in(run / CHECKPOINTS)
     cpus = "set it to cpu, in a new run if this one is to stay" if trained else "set it to cpu"
-    others = "" if scaling.local else ", lower scaling.num_workers, or name a cluster (scaling.address)"
+    alternatives = "" if scaling.local else ", lower scaling.num_workers, or name a cluster (scaling.address)"
     return [
-        f"scaling.device = {scaling.device}: {kept}{least} workers need a GPU each, and this machine has {gpus} that "
-        f"torch can use; {cpus}{others}"
+        f"scaling.device = {scaling.device}: {kept}{min_workers} workers need a GPU each, and this machine has {gpus} "
+        f"that torch can use; {cpus}{alternatives}"
     ]
 
 
@@ -247,13 +251,13 @@ def read_resume_settings(run: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = read_record(path, dict[str, Any])
-        if not isinstance(found.get("encoder"), dict):
+        settings = read_record(path, dict[str, Any])
+        if not isinstance(settings.get("encoder"), dict):
             raise DamagedError(f"{path} is damaged: it holds no configuration")
     except DamagedError as error:
         get_logger().warning("%s; reading the run's checkpoints instead", error)
         return None
-    return found
+    return settings
 
 
 def other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
@@ -272,11 +276,11 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
     """Differences between two sets of resume settings, one line a key: all that changes their hash."""
     old, new = flat_keys(before), flat_keys(now)
 
-    def told(tree: dict[str, object], key: str) -> str:
+    def describe(tree: dict[str, object], key: str) -> str:
         return repr(tree[key]) if key in tree else "not set"
 
     return [
-        f"{key} was {told(old, key)}, now {told(new, key)}"
+        f"{key} was {describe(old, key)}, now {describe(new, key)}"
         for key in sorted(set(old) | set(new))
         if key not in old or key not in new or hash_json(old[key]) != hash_json(new[key])
     ]

@@ -85,10 +85,10 @@ def choose_device(scaling: ScalingConfig, run: Path, store: RunStore | None, res
         RemoteError: the store does not take the choice.
     """
     device = kept_device(scaling, run)
-    gpus, least = resources.get("GPU", 0), scaling.least_workers
+    gpus, min_workers = resources.get("GPU", 0), scaling.least_workers
     if device == "auto":
-        device = "cuda" if gpus >= least else "cpu"
-        reason = f"scaling.device = auto, and Ray has {gpus:g} GPU(s) for at least {least} worker(s)"
+        device = "cuda" if gpus >= min_workers else "cpu"
+        reason = f"scaling.device = auto, and Ray has {gpus:g} GPU(s) for at least {min_workers} worker(s)"
     else:
         reason = f"scaling.device = {scaling.device}"
     if recorded_device(run) != device:

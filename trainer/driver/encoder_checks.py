@@ -57,19 +57,19 @@ def _problems(run: ResolvedRun, config: TrainConfig, task: str) -> list[str]:
         tokenizer = load_tokenizer(str(folder))
     except ConfigError:
         return [f"data = {config.places[0]}: {folder} holds no tokenizer that can be loaded; prepare the corpus again"]
-    found = []
+    problems = []
     if fingerprint(tokenizer) != info.fingerprint:
-        found.append(f"data = {config.places[0]}: the tokenizer in {folder} is not the one that made the shards")
+        problems.append(f"data = {config.places[0]}: the tokenizer in {folder} is not the one that made the shards")
     try:
         if vocabulary_of(tokenizer).bos is None and encoder.pooling == "mean_without_cls":
-            found.append(
+            problems.append(
                 "encoder.pooling = mean_without_cls: the shards' tokenizer puts no special token before a text, so its "
                 "first word would be left out; set it to mean"
             )
         if encoder.pretrained is not None:
             own = fingerprint(load_tokenizer(encoder.pretrained, encoder.trust_remote_code))
             if own != info.fingerprint:
-                found.append(
+                problems.append(
                     f"encoder.pretrained = {encoder.pretrained}: its tokenizer ({own[:12]}) is not the one that made "
                     f"the shards ({info.fingerprint[:12]}); prepare the corpus with that tokenizer"
                 )
@@ -80,33 +80,33 @@ def _problems(run: ResolvedRun, config: TrainConfig, task: str) -> list[str]:
             mlm_head(model)
         frozen_parameters(model, encoder.num_trainable_layers)
     except ConfigError as error:
-        return [*found, *(f"encoder: {problem}" for problem in error.problems)]
+        return [*problems, *(f"encoder: {problem}" for problem in error.problems)]
     except _UNLOADABLE as error:
-        return [*found, _unloadable(encoder, error)]
+        return [*problems, _unloadable(encoder, error)]
     if hf.vocab_size < info.vocab_size:
-        found.append(
+        problems.append(
             f"encoder: its vocabulary of {hf.vocab_size} is smaller than the shards' tokenizer's {info.vocab_size}; "
             f"token ids up to {info.vocab_size - 1} would be beyond it"
         )
     rates = [layer.p for layer in model.modules() if isinstance(layer, Dropout)]
-    objectives = [one.objective for one in config.tasks().values()]
+    objectives = [settings.objective for settings in config.tasks().values()]
     if all(limit(rate) == limit(0.0) for rate in rates):
-        found += [
-            f"encoder: it drops nothing, so the two views of objective {one.kind} would be equal; set "
+        problems += [
+            f"encoder: it drops nothing, so the two views of objective {objective.kind} would be equal; set "
             "encoder.dropout=0.1"
-            for one in objectives
-            if one.needs_dropout
+            for objective in objectives
+            if objective.needs_dropout
         ]
     positions = max_span_tokens(model)
     texts = config.objective.text_tokens
     setting, tokens = ("spans", config.spans.max_tokens) if texts is None else ("objective", texts)
     if tokens > positions:
-        found.append(
+        problems.append(
             f"{setting}.max_tokens = {tokens}: the encoder has positions for {positions} tokens, specials included; "
             f"use shorter {'spans (and prepare again)' if texts is None else 'texts'} or an encoder with more positions"
         )
-    if found or checkpoint.steps_in(run.folder / CHECKPOINTS):  # they contain its weights
-        return found
+    if problems or checkpoint.steps_in(run.folder / CHECKPOINTS):  # they contain its weights
+        return problems
     return _weight_problems(config, tokenizer, manifest)
 
 
@@ -120,8 +120,8 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
     try:
         objective = build_objective(config, built, manifest)
     except UsageError as error:  # unless the objective's own checks report the same
-        known = config.objective.problems(config.context(manifest.short_documents), manifest)
-        return [] if known else [str(error)]
+        own_problems = config.objective.problems(config.context(manifest.short_documents), manifest)
+        return [] if own_problems else [str(error)]
     if wrong := _size_problems(config, built, objective):
         return wrong
     if encoder.projection.kind != "none" and objective.exported():
@@ -191,7 +191,7 @@ def _unloadable(encoder: EncoderConfig, error: Exception) -> str:
 
 def task_problems(run: ResolvedRun) -> list[str]:
     """Problems of the objectives and encoders of the auxiliary tasks, one line each, which starts with the key."""
-    found = []
+    problems = []
     for name in run.config.auxiliary_tasks:
         task, manifest = run.config.of_task(name), run.manifests[name]
         wrong = objective_problems(task)
@@ -205,5 +205,5 @@ def task_problems(run: ResolvedRun) -> list[str]:
                 wrong = [str(error).splitlines()[0]]
         elif not wrong:
             wrong = encoder_problems(run, name)
-        found += [f"auxiliary_tasks.{name}.{line}" for line in wrong]
-    return found
+        problems += [f"auxiliary_tasks.{name}.{line}" for line in wrong]
+    return problems

@@ -38,10 +38,10 @@ def export(resolved: ResolvedRun) -> Path:
     config, run = resolved.config, resolved.folder
     target = run / EXPORT
     folder = run / CHECKPOINTS
-    found = _chosen(config, folder)
-    if found is None:
+    source = _chosen(config, folder)
+    if source is None:
         raise CheckpointError(f"{folder}: holds no whole checkpoint to export")
-    path, state = found
+    path, state = source
     put_back(target)
     if target.exists() and (_is_of(target, state) or _is_better(target, config, run, state)):
         return target
@@ -71,8 +71,8 @@ def export(resolved: ResolvedRun) -> Path:
             "files": {name: hash_file(aside / name) for name in sorted(_files(aside))},
         }
         write_json(aside / SETTINGS, settings | {"hash": hash_json(settings)})
-        if others := sorted(_files(target) - _files(aside)):
-            _keep(target, f"it also holds {', '.join(others)}")
+        if other_files := sorted(_files(target) - _files(aside)):
+            _keep(target, f"it also holds {', '.join(other_files)}")
     return target
 
 
@@ -86,12 +86,12 @@ def _is_of(target: Path, state: RunState) -> bool:
     except DamagedError as error:
         _keep(target, str(error))
         return False
-    found = _files(target)
-    altered = [name for name, digest in settings.files.items() if name in found and hash_file(target / name) != digest]
-    missing = sorted(set(settings.files) - found)
+    files = _files(target)
+    altered = [name for name, digest in settings.files.items() if name in files and hash_file(target / name) != digest]
+    missing = sorted(set(settings.files) - files)
     if altered or missing:
-        told = [f"{name} is altered or truncated" for name in altered] + [f"{name} is missing" for name in missing]
-        _keep(target, ", ".join(told))
+        problems = [f"{name} is altered or truncated" for name in altered] + [f"{name} is missing" for name in missing]
+        _keep(target, ", ".join(problems))
         return False
     if without_paths(settings.config) != settings.config:
         return False  # earlier versions wrote the folders of a user into it, and others may get it
@@ -103,8 +103,8 @@ def _is_better(target: Path, config: TrainConfig, run: Path, state: RunState) ->
     if config.export != "best" or not target.exists():
         return False
     step = read_settings(target).step
-    known = ranking.history(run, config.validation.score, max(step, state.step))
-    both = {one: known[one] for one in (step, state.step) if one in known}
+    scores = ranking.history(run, config.validation.score, max(step, state.step))
+    both = {number: scores[number] for number in (step, state.step) if number in scores}
     if len(both) < 2 or ranking.from_best(both)[0] != step:
         return False
     get_logger().warning("keeping %s: no checkpoint is as good as that of step %d, which is gone", target, step)
@@ -191,14 +191,15 @@ def verdict_of(config: TrainConfig, state: RunState) -> dict[str, Any]:
     start, rows = np.asarray(reported.start), np.asarray(reported.rows)
     if start.shape != rows.shape:
         return {"sentence": "no verdict: other rows were validated at the start, so validation.data has changed"}
-    found = compare(start, rows, config.seed, statistic_of(start))
+    comparison = compare(start, rows, config.seed, statistic_of(start))
     return {
         "score": reported.score,
-        "start": found.before,
-        "exported": found.after,
-        "difference": found.difference,
-        "rows": found.rows,
-        "interval": found.interval,
-        "measurable": found.measurable,
-        "sentence": f"{reported.score} {found.before:.4f} at the start, {found.after:.4f} exported: {found.sentence()}",
+        "start": comparison.before,
+        "exported": comparison.after,
+        "difference": comparison.difference,
+        "rows": comparison.rows,
+        "interval": comparison.interval,
+        "measurable": comparison.measurable,
+        "sentence": f"{reported.score} {comparison.before:.4f} at the start, {comparison.after:.4f} exported: "
+        f"{comparison.sentence()}",
     }

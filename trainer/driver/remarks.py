@@ -18,7 +18,7 @@ def validation_remarks(run: ResolvedRun, total_steps: int) -> list[str]:
         run: without `validation_problems`.
         total_steps: number of steps of the run.
     """
-    validation, found = run.config.validation, []
+    validation, remarks = run.config.validation, []
     every_steps = steps_between(validation.every_steps, total_steps)
     if not every_steps:
         return []
@@ -26,12 +26,12 @@ def validation_remarks(run: ResolvedRun, total_steps: int) -> list[str]:
     if number < _MIN_VALIDATIONS:
         steps = "increase epochs or lower batch_documents"
         remedy = steps if total_steps < _MIN_VALIDATIONS else "set validation.every_steps=0.1"
-        found.append(
+        remarks.append(
             f"validation.every_steps = {validation.every_steps}: {number} validations in {total_steps} steps are too "
             f"few to show whether the encoder still improves, which needs {_MIN_VALIDATIONS}; {remedy}"
         )
     if validation.score in validation.pairs:
-        return found
+        return remarks
     available = validated_rows(run)
     remedy = "prepare with a larger validation_fraction, or more documents"
     if available == validation.max_documents:
@@ -39,11 +39,11 @@ def validation_remarks(run: ResolvedRun, total_steps: int) -> list[str]:
     elif validation.data is not None:
         remedy = "prepare more rows in validation.data"
     if available < 2 * MIN_ROWS:
-        found.append(
+        remarks.append(
             f"{available} held-out {run.manifest.noun} are validated, and half of them report the result: an interval "
             f"needs {2 * MIN_ROWS}; {remedy}"
         )
-    return found
+    return remarks
 
 
 def validated_rows(run: ResolvedRun) -> int:

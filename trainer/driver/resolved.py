@@ -53,8 +53,8 @@ class ResolvedRun:
         """The training split of each task."""
         tasks = self.config.tasks()
         return {
-            name: ShardSet(folder, "train", look=False, part=tasks[name].part, others=others)
-            for name, (folder, *others) in self.data.items()
+            name: ShardSet(folder, "train", look=False, part=tasks[name].part, others=other_folders)
+            for name, (folder, *other_folders) in self.data.items()
         }
 
     def corpus_lines(self, steps: int, names: Sequence[str]) -> Iterator[str]:
@@ -86,7 +86,7 @@ class Found:
     @cached_property
     def manifests(self) -> dict[str, Manifest]:
         """The manifest of each task's shards; of several corpora the joined one."""
-        return {name: joined_manifest(some) for name, some in self.corpora.items()}
+        return {name: joined_manifest(manifests) for name, manifests in self.corpora.items()}
 
 
 def data_key(task: str) -> str:
@@ -96,17 +96,17 @@ def data_key(task: str) -> str:
 
 def data_places(config: TrainConfig) -> dict[str, dict[str, str]]:
     """Folders or addresses of each task's corpora by the settings that name them."""
-    found = dict[str, dict[str, str]]()
+    places = dict[str, dict[str, str]]()
     for name, task in config.tasks().items():
         key, several = data_key(name), len(task.places) > 1
-        found[name] = {f"{key}.{n}.path" if several else key: place for n, place in enumerate(task.places)}
-    return found
+        places[name] = {f"{key}.{n}.path" if several else key: place for n, place in enumerate(task.places)}
+    return places
 
 
 def find_shards(config: TrainConfig) -> Found:
     """Reads the manifests of all shards of a run, and its judged pairs; fetches shards at addresses."""
     tasks = data_places(config)
-    places = {key: place for some in tasks.values() for key, place in some.items()}
+    places = {key: place for task_places in tasks.values() for key, place in task_places.items()}
     folders, manifests = dict[str, Path](), dict[str, Manifest]()
     contents, unreadable, scored = scored_contents(config)
     for key, place in places.items():
@@ -115,10 +115,10 @@ def find_shards(config: TrainConfig) -> Found:
             folders[key], manifests[key] = folder, load_manifest(folder)
         except (ShardError, RemoteError, UsageError, OSError) as error:
             unreadable[key] = f"{key} = {place}: {error}"
-    read = {name: some for name, some in tasks.items() if not some.keys() - manifests.keys()}
+    read = {name: task_places for name, task_places in tasks.items() if not task_places.keys() - manifests.keys()}
     return Found(
-        {name: tuple(folders[key] for key in some) for name, some in read.items()},
-        {name: tuple(manifests[key] for key in some) for name, some in read.items()},
+        {name: tuple(folders[key] for key in task_places) for name, task_places in read.items()},
+        {name: tuple(manifests[key] for key in task_places) for name, task_places in read.items()},
         scored,
         contents,
         unreadable,

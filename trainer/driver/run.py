@@ -214,8 +214,8 @@ def _workers(
         from declutr.trainer.driver.local import LocalRun  # loads torch, which a driver of a group does not need
 
         return LocalRun(settings, resolved.identity, steps, signals, marks, device)
-    given = settings.model_dump(mode="json"), resolved.identity, run
-    return Supervisor(config.scaling, *given, steps, signals, marks, device)
+    arguments = settings.model_dump(mode="json"), resolved.identity, run
+    return Supervisor(config.scaling, *arguments, steps, signals, marks, device)
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
@@ -240,7 +240,7 @@ def _absolute(place: str | None) -> str | None:
 def _absolute_data(data: str | list[Corpus]) -> str | list[Corpus]:
     if isinstance(data, str):
         return str(_absolute(data))
-    return [one.model_copy(update={"path": _absolute(one.path)}) for one in data]
+    return [corpus.model_copy(update={"path": _absolute(corpus.path)}) for corpus in data]
 
 
 def _with_absolute_model(settings: Model) -> Model:

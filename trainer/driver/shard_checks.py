@@ -28,50 +28,50 @@ def validation_problems(
     else:
         rows, where = scored.totals["kept_train"], f"training rows in {validation.data}"
         few = "prepare it with validation_fraction=0"
-    found = []
+    problems = []
     if rows < 2 and not (scored is None and validation.score in validation.pairs):  # they alone are scored
-        found.append(
+        problems.append(
             f"validation.every_steps = {validation.every_steps}: the shards hold {rows} {where}, at least 2 are "
             f"needed; {few}"
         )
     if scored is not None:
-        found += _other_data_problems(config, corpora, scored)
+        problems += _other_data_problems(config, corpora, scored)
     kind, score = (scored or manifest).content.kind, validation.score
     if config.chooses and score in config.objective.scores and score not in config.objective.scores_of(kind):
-        found.append(
+        problems.append(
             f"validation.score = {score}: {kind} do not have this score; set validation.stsb (score = {STSB}), "
             "validation.data to shards of pairs or triples, or export=last"
         )
-    return found
+    return problems
 
 
 def _other_data_problems(config: TrainConfig, corpora: Mapping[str, Sequence[Manifest]], scored: Manifest) -> list[str]:
     """Problems of `validation.data`."""
     main = corpora[""][0]
-    named, found = f"validation.data = {config.validation.data}", []
+    label, problems = f"validation.data = {config.validation.data}", []
     reads, kind = config.objective.reads, scored.content.kind
     if ("documents" in reads) != (kind == "documents"):  # a schema that the objective's validator cannot read
-        found.append(
-            f"{named}: holds {kind}, which objective {config.objective.kind} cannot score; name shards of "
+        problems.append(
+            f"{label}: holds {kind}, which objective {config.objective.kind} cannot score; name shards of "
             f"{' or '.join(reads)}, or remove the setting"
         )
     elif kind == "documents" and main.short_documents != scored.short_documents:
-        found.append(
-            f"{named}: was prepared with short_documents = {scored.short_documents}, data = {config.places[0]} with "
+        problems.append(
+            f"{label}: was prepared with short_documents = {scored.short_documents}, data = {config.places[0]} with "
             f"{main.short_documents}; prepare both alike"
         )
     elif kind == "documents":  # a validation draws one anchor of each document
         context = config.context(scored.short_documents)
         context = replace(context, spans=context.spans.model_copy(update={"num_anchors": 1}))
-        found += [f"{named}: {line}" for line in config.objective.problems(context, scored)]
-    if any(data_hash(scored) == data_hash(one) for some in corpora.values() for one in some):
-        found.append(f"{named}: these are the rows that the run trains on; name other shards, or remove the setting")
-    made_by = [one.tokenizer and one.tokenizer.fingerprint for one in (scored, main)]
+        problems += [f"{label}: {line}" for line in config.objective.problems(context, scored)]
+    if any(data_hash(scored) == data_hash(manifest) for manifests in corpora.values() for manifest in manifests):
+        problems.append(f"{label}: these are the rows that the run trains on; name other shards, or remove the setting")
+    made_by = [manifest.tokenizer and manifest.tokenizer.fingerprint for manifest in (scored, main)]
     if made_by[0] != made_by[1]:
-        found.append(
-            f"{named}: was prepared with another tokenizer than data = {config.places[0]}; prepare it with that one"
+        problems.append(
+            f"{label}: was prepared with another tokenizer than data = {config.places[0]}; prepare it with that one"
         )
-    return found
+    return problems
 
 
 def objective_problems(config: TrainConfig) -> list[str]:
@@ -96,8 +96,8 @@ def kind_problem(config: TrainConfig, manifest: Manifest) -> str | None:
     objective, kind = config.objective, manifest.content.kind
     if kind in objective.reads:
         return None
-    *others, last = objective.reads
-    kinds = f"{', '.join(others)} or {last}" if others else last
+    *rest, last = objective.reads
+    kinds = f"{', '.join(rest)} or {last}" if rest else last
     return (
         f"objective.kind = {objective.kind} reads {kinds}; data = {config.places[0]} holds {kind}: prepare it with "
         f"content.kind={objective.reads[0]}"
@@ -113,16 +113,18 @@ def data_problems(config: TrainConfig, corpora: Sequence[Manifest]) -> list[str]
     """
     if other_kind := kind_problem(config, corpora[0]):
         return [other_kind]
-    alike = [one for one in corpora if one.content.kind == corpora[0].content.kind]
-    found = [line for one in alike for line in config.objective.problems(config.context(one.short_documents), one)]
-    sizes = [one.totals["kept_train"] for one in corpora]
-    for place, manifest, size, most in zip(
+    alike = [corpus for corpus in corpora if corpus.content.kind == corpora[0].content.kind]
+    problems = [
+        line for corpus in alike for line in config.objective.problems(config.context(corpus.short_documents), corpus)
+    ]
+    sizes = [corpus.totals["kept_train"] for corpus in corpora]
+    for place, manifest, size, need in zip(
         config.places, corpora, sizes, config.plan(sizes).most_in_batch(), strict=True
     ):
-        if most > size:
-            where = "the shards hold" if len(corpora) == 1 else f"a batch may need {most} rows of {place}, which holds"
-            found.append(
+        if need > size:
+            where = "the shards hold" if len(corpora) == 1 else f"a batch may need {need} rows of {place}, which holds"
+            problems.append(
                 f"batch_documents = {config.batch_documents}: {where} only {size} training {manifest.noun}, and a "
                 "batch must not contrast one of them with itself"
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(problems))

@@ -77,8 +77,8 @@ def try_steps(config: TrainConfig, run: Path, shards: dict[str, ShardSet], total
     encoder = build_encoder(config, tokenizer).to(device).train()
     comm = Communicator(deterministic=config.scaling.elastic_determinism)
     tasks = [
-        build_task(config, name, encoder, one.manifest, comm, Microbatch.of(config.microbatch_tokens, device))
-        for name, one in shards.items()
+        build_task(config, name, encoder, split.manifest, comm, Microbatch.of(config.microbatch_tokens, device))
+        for name, split in shards.items()
     ]
     skipping = config.model_copy(update={"on_nonfinite_loss": "skip", "max_skipped_steps": _MOST_STEPS})
     scheduler = TaskScheduler(build_train_steps(skipping, tasks, total_steps))
@@ -88,7 +88,7 @@ def try_steps(config: TrainConfig, run: Path, shards: dict[str, ShardSet], total
     while len(seconds) <= _MOST_STEPS and sum(seconds[untimed:]) < _SECONDS:
         step = len(seconds)
         began = time.perf_counter()
-        batch = {name: _batch(config, name, one, collators[name], step, device) for name, one in shards.items()}
+        batch = {name: _batch(config, name, split, collators[name], step, device) for name, split in shards.items()}
         tokens.append(scheduler.take(batch, step + 1).num_tokens)
         seconds.append(time.perf_counter() - began)
         if device.type == "cpu" and seconds[0] > _SECONDS:
@@ -122,8 +122,8 @@ def _batch(
     config: TrainConfig, name: str, shards: ShardSet, collator: Collator, step: int, device: torch.device
 ) -> RankBatch:
     """The share of the first worker of a step of a task."""
-    one = config.tasks()[name]
-    plan = one.plan(shards.sizes)
+    task = config.tasks()[name]
+    plan = task.plan(shards.sizes)
     start, end = plan.slice(0, config.scaling.least_workers)
     epochs, documents = plan.documents(step, step + 1, start, end)
     rows = fetched(shards, documents, epochs, getattr(collator, "fetch", None)).combine_chunks()
@@ -141,18 +141,18 @@ def _validation_seconds(
     """Time of a validation of `scored` held-out rows, from one of at most 64, and of all judged pairs."""
     few = max(2, min(scored, _SCORED))
     fewer = config.validation.model_copy(update={"max_documents": few})
-    others = [(task, shards[task.name]) for one in scheduler.train_steps for task in one.tasks if task.name]
+    auxiliary = [(task, shards[task.name]) for step in scheduler.train_steps for task in step.tasks if task.name]
     main = scheduler.main.tasks[0]
     half = main.autocast if device.type == "cuda" else None  # as the training loop
 
     def seconds(validation: ValidationConfig) -> float:
-        one = build_validator(
-            config.model_copy(update={"validation": validation}), main, shards[""], tokenizer, device, others
+        validator = build_validator(
+            config.model_copy(update={"validation": validation}), main, shards[""], tokenizer, device, auxiliary
         )
         began = time.perf_counter()
-        if one is not None:
+        if validator is not None:
             with torch.autocast(device.type, half, enabled=half is not None):
-                one.scores(scheduler.main.encoder)
+                validator.scores(scheduler.main.encoder)
         return time.perf_counter() - began
 
     if half is not None:

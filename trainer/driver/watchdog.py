@@ -101,12 +101,12 @@ class Watchdog:
         worst = max(silent, key=lambda rank: silent[rank])
         if silent[worst] < _SILENT_SECONDS:
             worst = min(current, key=lambda rank: (current[rank][0]["entered"], rank))
-        others = sorted({p["phase"] for rank, (p, _) in current.items() if rank != worst})
+        phases = sorted({p["phase"] for rank, (p, _) in current.items() if rank != worst})
         ahead = any(p["entered"] > current[worst][0]["entered"] for p, _ in current.values())
-        if others and not ahead and silent[worst] < _SILENT_SECONDS:
+        if phases and not ahead and silent[worst] < _SILENT_SECONDS:
             waiting = f"; all {len(current)} workers wait in the same exchange, none is missing"
         else:
-            waiting = f"; the others wait in {' and '.join(others)}" if others else ""
+            waiting = f"; the others wait in {' and '.join(phases)}" if phases else ""
         flight = [
             f"worker {rank}: exchange {line}"
             for rank, (p, _) in sorted(current.items())
@@ -124,7 +124,7 @@ class Waiting:
 
     def __init__(self, scaling: ScalingConfig, device: Device, resources: Mapping[str, float], began: float) -> None:
         self._scaling, self._device, self._resources, self._began = scaling, device, resources, began
-        self._said, self._said_at = "", began
+        self._sentence, self._sentence_at = "", began
         self._over = False
 
     def look(self, heartbeats: Sequence[dict[str, Any]], now: float) -> str | None:
@@ -133,14 +133,14 @@ class Waiting:
         if self._over or now - self._began < FIRST_SECONDS:
             return None
         sentence = self._of_workers(heartbeats) if heartbeats else self._of_room()
-        if sentence == self._said and now - self._said_at < _AGAIN_SECONDS:
+        if sentence == self._sentence and now - self._sentence_at < _AGAIN_SECONDS:
             return None
-        self._said, self._said_at = sentence, now
+        self._sentence, self._sentence_at = sentence, now
         return f"no step yet after {now - self._began:.0f} s: {sentence}"
 
     def _of_room(self) -> str:
-        scaling, found = self._scaling, self._resources
-        cpus, gpus = found.get("CPU", 0), found.get("GPU", 0)
+        scaling, resources = self._scaling, self._resources
+        cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
         needed = f"{scaling.cpus_per_worker} CPU(s)" + (" and a GPU" if self._device == "cuda" else "")
         return (
             f"none of {scaling.least_workers} workers has started; each needs {needed}, and Ray has {cpus:g} CPUs and "
@@ -158,10 +158,10 @@ class Waiting:
 
 def oversubscribed(scaling: ScalingConfig) -> str | None:
     """A message if the workers reserve more CPUs than this machine has, or None."""
-    workers, each, there = scaling.most_workers, scaling.cpus_per_worker, os.cpu_count() or 1
-    if named_cluster(scaling.address)[1] or workers * each <= there:
+    workers, cpus, there = scaling.most_workers, scaling.cpus_per_worker, os.cpu_count() or 1
+    if named_cluster(scaling.address)[1] or workers * cpus <= there:
         return None
     return (
-        f"scaling.num_workers = {workers} with {each} CPU(s) each exceed the {there} CPUs of this machine: the start "
+        f"scaling.num_workers = {workers} with {cpus} CPU(s) each exceed the {there} CPUs of this machine: the start "
         "and every step take longer than with fewer workers"
     )
