@@ -136,7 +136,7 @@ def test_an_alarm_of_the_start_is_given_once(tmp_path, after_step, alarmed):
     alarms = Alarms({"": objective_of(kind="simcse")}, SETTINGS)
     MetricsWriter(tmp_path, after_step, alarms, validates_again=after_step == 0).close()
     assert len([line for line in read_metrics(tmp_path) if line["kind"] == "alarm"]) == alarmed
-    assert bool(alarms._given) == bool(alarmed)
+    assert bool(alarms._past_causes) == bool(alarmed)
 
 
 @pytest.mark.parametrize(

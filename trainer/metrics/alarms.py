@@ -38,8 +38,8 @@ class Alarm:
 
     def line(self) -> dict[str, Any]:
         """The alarm as a line of metrics."""
-        told = f"step {self.step}: {self.text}"
-        return {"alarm": self.cause, "text": told, "figure": self.figure, "limit": self.limit}
+        text = f"step {self.step}: {self.text}"
+        return {"alarm": self.cause, "text": text, "figure": self.figure, "limit": self.limit}
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Alarms:
     ) -> None:
         self._objectives = objectives
         self._settings = settings
-        self._given: set[str] = set()
+        self._past_causes: set[str] = set()
         self._spread: dict[str, _Spread] = {}
         self._memory_mib = memory_mib
         self._waits: deque[float] = deque(maxlen=_WAITED_STEPS)
@@ -96,7 +96,7 @@ class Alarms:
         """Adds the first and the newest of the run's own lines before this start, whose alarms were given then."""
         for line in (*lines[:_REPLAYED], *lines[_REPLAYED:][-_REPLAYED:]):
             self.add(line)
-        self._given = {line["alarm"] for line in lines if line["kind"] == "alarm"}
+        self._past_causes = {line["alarm"] for line in lines if line["kind"] == "alarm"}
 
     def add(self, line: Mapping[str, Any]) -> list[Alarm]:
         """The new alarms that a line gives rise to."""
@@ -104,23 +104,23 @@ class Alarms:
         if kind == "start":
             self._first_step = step
             self._waits.clear()
-        found = list[Alarm]()
+        alarms = list[Alarm]()
         if kind == "validation" and self._objectives[""].embeds:
-            found += self._collapse("held-out embeddings", "", line, "uniformity", "effective_rank", 1)
+            alarms += self._collapse("held-out embeddings", "", line, "uniformity", "effective_rank", 1)
         if kind == "step":
             for name, objective in self._objectives.items():
                 prefix = f"{name}_" if name else ""
                 whose = f"the batch of the task {name}" if name else "the batch"
                 names = f"{prefix}batch_uniformity", f"{prefix}batch_participation_ratio"
                 if objective.embeds:
-                    found += self._collapse(whose, name, line, *names, _WINDOW)
-            found += [*self._starving(line), *self._memory(line), *self._non_finite(line)]
-        return self._new(found)
+                    alarms += self._collapse(whose, name, line, *names, _WINDOW)
+            alarms += [*self._starving(line), *self._memory(line), *self._non_finite(line)]
+        return self._new(alarms)
 
-    def _new(self, found: list[Alarm]) -> list[Alarm]:
+    def _new(self, alarms: list[Alarm]) -> list[Alarm]:
         """The first alarm of each cause that was not given before."""
-        new = {alarm.cause: alarm for alarm in reversed(found) if alarm.cause not in self._given}
-        self._given |= new.keys()
+        new = {alarm.cause: alarm for alarm in reversed(alarms) if alarm.cause not in self._past_causes}
+        self._past_causes |= new.keys()
         return list(new.values())
 
     def _now(self, key: str) -> str:

@@ -51,7 +51,7 @@ def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float,
         lines = path.read_bytes().decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: {error}; name the folder of {file.source} with {file.name}") from error
-    found = []
+    pairs = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or (file.headed and number == 1):
             continue
@@ -66,7 +66,7 @@ def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float,
             ) from error
         if not file.least <= score <= 5 or not first.strip() or not second.strip():
             raise DataError(f"{path}, line {number}: a score from {file.least} to 5 and two texts are needed")
-        found.append((score, first, second))
-    if len(found) < 2:
-        raise DataError(f"{path}: {len(found)} pairs, at least 2 are needed")
-    return found
+        pairs.append((score, first, second))
+    if len(pairs) < 2:
+        raise DataError(f"{path}: {len(pairs)} pairs, at least 2 are needed")
+    return pairs

@@ -115,8 +115,8 @@ class Logger(threading.Thread):
 
 def tags(line: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a line of metrics by the tag that programs show, `kind/name`; without those that are None."""
-    named = {f"{line['kind']}/{name}": value for name, value in line.items() if name not in _NOT_SHOWN}
-    return {tag: value for tag, value in named.items() if value is not None}
+    by_tag = {f"{line['kind']}/{name}": value for name, value in line.items() if name not in _NOT_SHOWN}
+    return {tag: value for tag, value in by_tag.items() if value is not None}
 
 
 @contextmanager

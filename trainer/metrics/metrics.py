@@ -267,8 +267,8 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def _places(path: Path, numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_SHOWN_LINES])) + (", ..." if len(numbers) > _SHOWN_LINES else "")
-    return f"{path}, line{'s' if len(numbers) > 1 else ''} {shown}"
+    line_numbers = ", ".join(map(str, numbers[:_SHOWN_LINES])) + (", ..." if len(numbers) > _SHOWN_LINES else "")
+    return f"{path}, line{'s' if len(numbers) > 1 else ''} {line_numbers}"
 
 
 def _decoded(raw: bytes) -> dict[str, Any] | None:

@@ -78,20 +78,20 @@ class StsValidator:
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """Spearman correlation in percent, 0 if all cosines are equal; None if embeddings are not finite."""
         ids = self.pairs.ids
-        found = embed_together(encoder, len(ids), self._batch, self.layers, self.comm, self.device)
-        if not bool(found.isfinite().all()):
+        embeddings = embed_together(encoder, len(ids), self._batch, self.layers, self.comm, self.device)
+        if not bool(embeddings.isfinite().all()):
             return None
 
         def scores(size: int | None) -> dict[str, float]:
-            first, second = found[:, :size].chunk(2)
+            first, second = embeddings[:, :size].chunk(2)
             cosines = F.cosine_similarity(first, second, dim=-1)
             pairs = np.stack([cosines.numpy(), self.pairs.gold], axis=1)
             return {self.pairs.score: RowScore(np.arange(len(pairs), dtype=np.uint64), pairs)}
 
         return by_size(self.sizes, scores)
 
-    def _batch(self, some: slice) -> SpanBatch:
-        texts = self.pairs.ids[some]
+    def _batch(self, part: slice) -> SpanBatch:
+        texts = self.pairs.ids[part]
         nothing = torch.empty(0, dtype=torch.int64)
         ids = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
         return SpanBatch(ids, torch.tensor([len(text) for text in texts], dtype=torch.int64), nothing, nothing)
@@ -105,13 +105,13 @@ class _Together:
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """The scores of all parts; None if one has none."""
-        found: dict[str, float] = {}
+        all_scores: dict[str, float] = {}
         for part in self.parts:
             scores = part.scores(encoder)
             if scores is None:
                 return None
-            found |= scores
-        return found
+            all_scores |= scores
+        return all_scores
 
 
 def together(parts: Sequence[Validator]) -> Validator | None:
