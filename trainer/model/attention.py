@@ -147,11 +147,11 @@ def packed_attention(
     if kernels is not None and query.dtype in _HALF and (drop is None or kernels.attend_dropout is not None):
         assert bounds is not None
         q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
-        given = q, k, v, bounds, packed_layout.longest, scaling, window
+        inputs = q, k, v, bounds, packed_layout.longest, scaling, window
         if drop is None:
-            return kernels.attend(*given)[None], None
+            return kernels.attend(*inputs)[None], None
         assert kernels.attend_dropout is not None
-        return kernels.attend_dropout(*given, drop)[None], None
+        return kernels.attend_dropout(*inputs, drop)[None], None
     return attend_in_groups(query, key, value, scaling, window, drop, packed_layout), None
 
 
@@ -183,7 +183,7 @@ def attend_in_groups(
     outputs = []
     for group in layout.groups:
         if table:
-            q, k, v = (each[0].unflatten(1, group.tokens.shape).transpose(0, 1) for each in (query, key, value))
+            q, k, v = (tensor[0].unflatten(1, group.tokens.shape).transpose(0, 1) for tensor in (query, key, value))
         else:
             q, k, v = rows[:, group.tokens].transpose(2, 3)  # each (spans, heads, longest, head_dim)
         mask = None if group.valid is None else group.valid[:, None, None, :]
@@ -194,8 +194,8 @@ def attend_in_groups(
             mask = near if mask is None else mask & near
         if drop is not None:
             attend = attend_in_parts if query.is_cuda else attend_with_dropout
-            some = drop.rearranged(lambda each, places=group.tokens: each[places])  # type: ignore[misc]
-            attended = attend(q, k, v, mask, scaling, some)
+            group_drop = drop.rearranged(lambda tensor, places=group.tokens: tensor[places])  # type: ignore[misc]
+            attended = attend(q, k, v, mask, scaling, group_drop)
         else:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))

@@ -100,8 +100,8 @@ def load_dense(settings: dict[str, Any], path: Path, where: str) -> Dense:
     weights = torch.load(path, map_location="cpu", weights_only=True) if pickled else load_file(path)
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise ValueError(f"{path} is no table of tensors")
-    named = {key.removeprefix("linear."): value.float() for key, value in weights.items()}
-    layer.load_state_dict(named, assign=True)
+    state = {key.removeprefix("linear."): value.float() for key, value in weights.items()}
+    layer.load_state_dict(state, assign=True)
     return Dense(layer.requires_grad_(), ACTIVATIONS[activation]())
 
 
@@ -187,16 +187,16 @@ def left_out(pretrained: str | None, pooling: str) -> str | None:
     try:
         modules = _read(pretrained, "modules.json", list[dict[str, Any]]) or []
         kinds = {str(module.get("type", "")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
-        found = [f"its module {kind} is not used" for kind in kinds if kind not in _TAKEN_OVER]
+        remarks = [f"its module {kind} is not used" for kind in kinds if kind not in _TAKEN_OVER]
         own = _read(pretrained, f"{kinds['Pooling']}/config.json", dict[str, Any]) if "Pooling" in kinds else None
     except DamagedError as error:
         return f"encoder.pretrained = {pretrained}: {error}; its pooling is unknown"
     if own and not (own.get("pooling_mode") == pooling or own.get(f"pooling_mode_{_MODES.get(pooling)}")):
-        found.append(f"its pooling differs from encoder.pooling = {pooling}")
-    if not found:
+        remarks.append(f"its pooling differs from encoder.pooling = {pooling}")
+    if not remarks:
         return None
     return (
-        f"encoder.pretrained = {pretrained}: {', '.join(found)}; initial embeddings differ from those of that encoder"
+        f"encoder.pretrained = {pretrained}: {', '.join(remarks)}; initial embeddings differ from those of that encoder"
     )
 
 

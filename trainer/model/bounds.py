@@ -96,10 +96,10 @@ def check_config(values: Mapping[str, Any]) -> None:
         if not math.isfinite(value):
             raise DamagedError(f"config.json: {key} = {value} must be finite")
         count = _COUNT.search(key)
-        most = MAX_OF[count[1] or f"{count[2]}s"] if count else MAX_NUMBER
-        if isinstance(value, int) and value > most and "theta" not in key:
-            shown = value if value < 10**30 else "a number of many digits"
-            raise DamagedError(f"config.json: {key} = {shown} must be at most {most:,}")
+        limit = MAX_OF[count[1] or f"{count[2]}s"] if count else MAX_NUMBER
+        if isinstance(value, int) and value > limit and "theta" not in key:
+            display = value if value < 10**30 else "a number of many digits"
+            raise DamagedError(f"config.json: {key} = {display} must be at most {limit:,}")
         if key in _SIZES and value < 1:
             raise DamagedError(f"config.json: {key} = {value} must be at least 1")
 
@@ -138,8 +138,8 @@ def check_tokenizer(folder: Path) -> None:
         ValueError: a file is not JSON.
     """
     files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
-    found = [read_json(path) if path.is_file() else {} for path in files]
-    engine, settings = (value if isinstance(value, dict) else {} for value in found)
+    contents = [read_json(path) if path.is_file() else {} for path in files]
+    engine, settings = (value if isinstance(value, dict) else {} for value in contents)
     model = engine.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []

@@ -94,7 +94,7 @@ def parts(module: nn.Module) -> Iterator[nn.Module]:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
+    layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if layers and module not in layers:
         for child in module.children():
             yield from parts(child)
@@ -106,9 +106,9 @@ def compiler_problem() -> str | None:
     """The reason why torch.compile cannot generate kernels for a GPU, or None."""
     if find_spec("triton") is None:
         return "the package triton is missing; install torch for CUDA"
-    named = os.environ.get("CC")
-    if not any(shutil.which(name) for name in ([named] if named else _COMPILERS)):
-        return f"no C compiler was found ({named or ', '.join(_COMPILERS)}); install gcc, or set CC"
+    compiler = os.environ.get("CC")
+    if not any(shutil.which(name) for name in ([compiler] if compiler else _COMPILERS)):
+        return f"no C compiler was found ({compiler or ', '.join(_COMPILERS)}); install gcc, or set CC"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.is_file():
         return f"{header} is missing; install python3-dev, or Python's headers in another way"

@@ -41,15 +41,15 @@ class FrontendConfig(Strict):
     def _fits(self) -> "FrontendConfig":
         if min(self.patch_size) < 1:
             raise ValueError(f"patch_size = {list(self.patch_size)}: both numbers must be at least 1")
-        (high, wide), most = self.patch_size, _MOST_PATCHES
-        if high * wide > most:
+        (high, wide), limit = self.patch_size, _MOST_PATCHES
+        if high * wide > limit:
             raise ValueError(
-                f"patch_size = {list(self.patch_size)}: has {high * wide:,} values; at most {most:,} are possible"
+                f"patch_size = {list(self.patch_size)}: has {high * wide:,} values; at most {limit:,} are possible"
             )
-        if (patches := (self.image_size // high) * (self.image_size // wide)) > most:
+        if (patches := (self.image_size // high) * (self.image_size // wide)) > limit:
             raise ValueError(
                 f"image_size = {self.image_size} makes {patches:,} patches of {list(self.patch_size)}; at most "
-                f"{most:,} are possible: make the patches larger or the image smaller"
+                f"{limit:,} are possible: make the patches larger or the image smaller"
             )
         return self
 

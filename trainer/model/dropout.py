@@ -84,7 +84,7 @@ class KeyedDropout(nn.Module):
                 return F.dropout(hidden, self.p)  # values that belong to no token; `drops_by_key` finds these families
             missing = (0, hidden.shape[-2] - length)  # Longformer pads its input again
             keys = F.pad(keys, missing)
-            rates = None if rates is None else rates.rearranged(lambda each: F.pad(each, missing))
+            rates = None if rates is None else rates.rearranged(lambda tensor: F.pad(tensor, missing))
         mixed = keys[..., None] + self.features[: hidden.shape[-1]]
         if rates is not None:
             return rates.apply(hidden, mixed)
@@ -133,7 +133,7 @@ class WeightDropout:
         mixed = self.keys[:, None, :, None] + words[:, None, :]
         if self.rates is None:
             return weights.masked_fill(drops(mixed, limit(self.p)), 0.0) * (1 / (1 - self.p))
-        return self.rates.rearranged(lambda each: each[:, None]).apply(weights, mixed)
+        return self.rates.rearranged(lambda tensor: tensor[:, None]).apply(weights, mixed)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would make a graph for each number, of NumPy's code
@@ -155,7 +155,7 @@ def key_dropout(model: nn.Module, keys: DropoutKeys, width: int) -> None:
         keys: keys of the model's tokens.
         width: largest number of features of its hidden states.
     """
-    found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    layers = [(parent, name, child) for parent, name, child in found if isinstance(child, nn.Dropout)]
+    children = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    layers = [(parent, name, child) for parent, name, child in children if isinstance(child, nn.Dropout)]
     for number, (parent, name, child) in enumerate(layers):
         setattr(parent, name, KeyedDropout(child.p, number, keys, width))

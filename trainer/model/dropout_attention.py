@@ -56,8 +56,8 @@ def attend_dropout(
         limits, kept = drop.rates.limits, drop.rates.factors.float()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     tensors = query, key, value, bounds, drop.keys, limits, kept, drop.layer
-    made: Tensor = _attend(*tensors, longest, scale, window or 0)[0]
-    return made
+    output: Tensor = _attend(*tensors, longest, scale, window or 0)[0]
+    return output
 
 
 @torch.library.custom_op("declutr::attend_dropout", mutates_args=())
@@ -75,10 +75,10 @@ def _attend(
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """Output, and log-sums `(T, heads)` of the scores."""
-    made, sums = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+    output, sums = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
     drop = bounds, token_keys, limits, kept
-    _launch(kernels.forward, (query, key, value, made, sums, *drop), (), layer, longest, scale, window)
-    return made, sums
+    _launch(kernels.forward, (query, key, value, output, sums, *drop), (), layer, longest, scale, window)
+    return output, sums
 
 
 @torch.library.custom_op("declutr::attend_dropout_backward", mutates_args=())
@@ -87,7 +87,7 @@ def _attend_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    made: Tensor,
+    output: Tensor,
     sums: Tensor,
     bounds: Tensor,
     token_keys: Tensor,
@@ -100,9 +100,9 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
     gradient = gradient.contiguous()
-    dots = (gradient.float() * made.float()).sum(-1)
+    dots = (gradient.float() * output.float()).sum(-1)
     inputs = (query, key, value, gradient, sums, dots, bounds, token_keys, limits, kept)
-    of_query, of_key, of_value = (torch.empty_like(each) for each in (query, key, value))
+    of_query, of_key, of_value = (torch.empty_like(tensor) for tensor in (query, key, value))
     _launch(kernels.backward_queries, inputs, (of_query,), layer, longest, scale, window)
     _launch(kernels.backward_keys, inputs, (of_key, of_value), layer, longest, scale, window)
     return of_query, of_key, of_value
@@ -167,7 +167,7 @@ def _difference(head_size: int, device: torch.device, dtype: torch.dtype) -> flo
     """Largest relative difference of values and gradients to those of explicit weights in float32."""
     generator = torch.Generator().manual_seed(0)
     shape = (4, sum(_TRIED_LENGTHS), _TRIED_HEADS, head_size)
-    given = torch.randn(shape, generator=generator).to(device, dtype)
+    samples = torch.randn(shape, generator=generator).to(device, dtype)
     keys = torch.randint(-(2**31), 2**31, shape[1:2], generator=generator, dtype=torch.int32).to(device)
     drop = WeightDropout(torch.tensor(0), _TRIED_RATE, keys)
     bounds = [0, *accumulate(_TRIED_LENGTHS)]
@@ -177,17 +177,17 @@ def _difference(head_size: int, device: torch.device, dtype: torch.dtype) -> flo
         return attend_dropout(query, key, value, starts, max(_TRIED_LENGTHS), None, None, drop)
 
     def explicit(*tensors: Tensor) -> Tensor:
-        made = []
+        outputs = []
         for start, end in pairwise(bounds):
-            query, key, value = (each[start:end].transpose(0, 1)[None] for each in tensors)
-            of_span = drop.rearranged(lambda each, start=start, end=end: each[None, start:end])  # type: ignore[misc]
-            made.append(attend_with_dropout(query, key, value, None, None, of_span)[0].transpose(0, 1))
-        return torch.cat(made)
+            query, key, value = (tensor[start:end].transpose(0, 1)[None] for tensor in tensors)
+            of_span = drop.rearranged(lambda rows, start=start, end=end: rows[None, start:end])  # type: ignore[misc]
+            outputs.append(attend_with_dropout(query, key, value, None, None, of_span)[0].transpose(0, 1))
+        return torch.cat(outputs)
 
     def values(attend: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
-        *inputs, upstream = (each.to(dtype).requires_grad_() for each in given)
-        made = attend(*inputs)
-        return [made.detach(), *torch.autograd.grad(made, inputs, upstream)]
+        *inputs, upstream = (tensor.to(dtype).requires_grad_() for tensor in samples)
+        output = attend(*inputs)
+        return [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
 
     pairs = zip(values(kernel, dtype), values(explicit, torch.float32), strict=True)
-    return max(float((found.float() - expected).norm() / expected.norm()) for found, expected in pairs)
+    return max(float((actual.float() - expected).norm() / expected.norm()) for actual, expected in pairs)

@@ -106,7 +106,7 @@ def forward(
     q = _load(query, start, rows, length, head, heads, SIZE, WIDE)
     largest = tl.full((BLOCK,), _HIDDEN, tl.float32)
     total = tl.full((BLOCK,), 0.0, tl.float32)
-    made = tl.zeros((BLOCK, WIDE), tl.float32)
+    output = tl.zeros((BLOCK, WIDE), tl.float32)
     for begin in range(low, high, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
         k = _load(key, start, columns, length, head, heads, SIZE, WIDE)
@@ -117,10 +117,10 @@ def forward(
         shrunk = tl.exp(largest - above)
         total = total * shrunk + tl.sum(weights, 1)
         weights = weights * _factors(keys, limits, kept, words, start, rows, columns, length, head, num_words)
-        made = made * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        output = output * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = above
     total = tl.where(rows < length, total, 1.0)
-    _store(out, made / total[:, None], start, rows, length, head, heads, SIZE, WIDE)
+    _store(out, output / total[:, None], start, rows, length, head, heads, SIZE, WIDE)
     tl.store(sums + (start + rows) * heads + head, largest + tl.log(total), rows < length)
 
 
@@ -134,7 +134,7 @@ def backward_queries(
     head = tl.program_id(1)
     q = _load(query, start, rows, length, head, heads, SIZE, WIDE)
     g = _load(gradient, start, rows, length, head, heads, SIZE, WIDE)
-    made = tl.zeros((BLOCK, WIDE), tl.float32)
+    sum_query = tl.zeros((BLOCK, WIDE), tl.float32)
     for begin in range(low, high, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
         k = _load(key, start, columns, length, head, heads, SIZE, WIDE)
@@ -143,8 +143,8 @@ def backward_queries(
         _, of_scores = _differentiate(
             q, k, v, g, sums, dots, factors, start, rows, columns, length, head, heads, scale, WINDOW
         )
-        made += tl.dot(of_scores.to(k.dtype), k, input_precision="ieee")
-    _store(of_query, made, start, rows, length, head, heads, SIZE, WIDE)
+        sum_query += tl.dot(of_scores.to(k.dtype), k, input_precision="ieee")
+    _store(of_query, sum_query, start, rows, length, head, heads, SIZE, WIDE)
 
 
 @triton.jit
@@ -157,8 +157,8 @@ def backward_keys(
     head = tl.program_id(1)
     k = _load(key, start, columns, length, head, heads, SIZE, WIDE)
     v = _load(value, start, columns, length, head, heads, SIZE, WIDE)
-    made_key = tl.zeros((BLOCK, WIDE), tl.float32)
-    made_value = tl.zeros((BLOCK, WIDE), tl.float32)
+    sum_key = tl.zeros((BLOCK, WIDE), tl.float32)
+    sum_value = tl.zeros((BLOCK, WIDE), tl.float32)
     for begin in range(low, high, BLOCK):
         rows = begin + tl.arange(0, BLOCK)
         q = _load(query, start, rows, length, head, heads, SIZE, WIDE)
@@ -167,7 +167,7 @@ def backward_keys(
         weights, of_scores = _differentiate(
             q, k, v, g, sums, dots, factors, start, rows, columns, length, head, heads, scale, WINDOW
         )
-        made_value += tl.dot(tl.trans(weights * factors).to(g.dtype), g, input_precision="ieee")
-        made_key += tl.dot(tl.trans(of_scores).to(q.dtype), q, input_precision="ieee")
-    _store(of_key, made_key, start, columns, length, head, heads, SIZE, WIDE)
-    _store(of_value, made_value, start, columns, length, head, heads, SIZE, WIDE)
+        sum_value += tl.dot(tl.trans(weights * factors).to(g.dtype), g, input_precision="ieee")
+        sum_key += tl.dot(tl.trans(of_scores).to(q.dtype), q, input_precision="ieee")
+    _store(of_key, sum_key, start, columns, length, head, heads, SIZE, WIDE)
+    _store(of_value, sum_value, start, columns, length, head, heads, SIZE, WIDE)

@@ -115,9 +115,9 @@ class Encoder(nn.Module):
         if self.config.layout == "padded":
             places, shape = row_places(batch), (batch.num_spans, batch.longest)
 
-            def spread(each: Tensor) -> Tensor:
-                rows = each.new_zeros(shape[0] * shape[1])
-                rows[places] = each
+            def spread(tensor: Tensor) -> Tensor:
+                rows = tensor.new_zeros(shape[0] * shape[1])
+                rows[places] = tensor
                 return rows.view(shape)
 
             filling = int(self.model.config.pad_token_id or 0) if name == "input_ids" else 0
@@ -129,7 +129,7 @@ class Encoder(nn.Module):
         # One kind for all tokens: on a GPU the gradient of T lookups of one row is added token by token.
         kind = torch.zeros_like(positions[:, :1] if positions.is_cuda else positions)
         kinds = {"token_type_ids": kind} if self._has_token_types() else {}
-        self._set_keys(table, lambda each: each[None])
+        self._set_keys(table, lambda tensor: tensor[None])
         drops = self.training and (table.attention is not None or drops_attention(self.model.config))
         kernels = self.kernels(positions.device, drops)
         layout = AttentionLayout(batch.lengths, positions.device, table.keys, table.attention, kernels, table.bounds)
@@ -209,8 +209,8 @@ class Encoder(nn.Module):
         embeddings = _at_least_float32(self.projection(self.behind(self.pool(hidden, batch.table.lengths))))
         if len(batch.selected) == 0:
             return embeddings, embeddings.new_zeros(())
-        most = _GPU_LOGITS if hidden.is_cuda else _LOGITS
-        rows = max(1, most // int(self.model.config.vocab_size))
+        max_logits = _GPU_LOGITS if hidden.is_cuda else _LOGITS
+        rows = max(1, max_logits // int(self.model.config.vocab_size))
         losses = [
             self._predict(hidden[places], labels, keep=len(batch.selected) <= rows)
             for places, labels in zip(batch.selected.split(rows), batch.labels.split(rows), strict=True)

@@ -65,8 +65,8 @@ def step_flops(model: "PreTrainedModel", weights: int, lengths: Tensor, num_sele
 def peak_flops(gpu: str | None, half: bool) -> float | None:
     """Peak of a GPU in FLOP/s by its name; None for other GPUs and for CPUs, which have no name."""
     words = set(re.split(r"[\s-]+", gpu or ""))
-    known = sorted((name for name in _PEAKS if words.issuperset(name.split())), key=lambda name: name.count(" "))
-    return _PEAKS[known[-1]][0 if half else 1] if known else None
+    names = sorted((name for name in _PEAKS if words.issuperset(name.split())), key=lambda name: name.count(" "))
+    return _PEAKS[names[-1]][0 if half else 1] if names else None
 
 
 def gpu_name(device: torch.device) -> str | None:

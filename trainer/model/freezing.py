@@ -30,7 +30,7 @@ def frozen_parameters(model: "PreTrainedModel", num_trainable_layers: int | None
         )
     trained = {id(p) for layer in layers[-num_trainable_layers:] for p in layer.parameters()}
     parts = list(model.base_model.children())
-    holder = next(number for number, part in enumerate(parts) if any(each is layers[-1] for each in part.modules()))
+    holder = next(number for number, part in enumerate(parts) if any(module is layers[-1] for module in part.modules()))
     trained |= {id(p) for part in parts[holder + 1 :] for p in part.parameters()}
     return [p for p in model.base_model.parameters() if id(p) not in trained]
 

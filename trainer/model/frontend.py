@@ -50,12 +50,12 @@ class Frontend(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        for name, given, default in (("mean", config.mean, normal[0]), ("std", config.std, normal[1])):
-            if isinstance(given, tuple):  # a patch has the values of one channel after those of the other
-                each = torch.tensor(given, dtype=torch.float64).repeat_interleave(patch_values // len(given))
-                self.register_buffer(name, each, persistent=False)
+        for name, setting, default in (("mean", config.mean, normal[0]), ("std", config.std, normal[1])):
+            if isinstance(setting, tuple):  # a patch has the values of one channel after those of the other
+                buffer = torch.tensor(setting, dtype=torch.float64).repeat_interleave(patch_values // len(setting))
+                self.register_buffer(name, buffer, persistent=False)
             else:
-                setattr(self, name, default if given is None else given)
+                setattr(self, name, default if setting is None else setting)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeding.torch_seed(seed, "frontend"))
             self.patches = nn.Linear(patch_values, width)
@@ -83,32 +83,32 @@ def load_vit(frontend: Frontend) -> None:
     """
     from transformers import AutoConfig, ViTModel
 
-    config, named = frontend.config, f"frontend.pretrained = {frontend.config.pretrained}"
+    config, setting = frontend.config, f"frontend.pretrained = {frontend.config.pretrained}"
     assert config.pretrained is not None
     folder = expand(config.pretrained)
     source = str(folder) if folder.is_dir() else config.pretrained
     with hub_or_cache(), silence():
-        found = AutoConfig.from_pretrained(source)
-        if found.model_type != "vit":
-            raise EncoderError(f"{named}: is of type {found.model_type}, not vit; name a ViT")
+        vit_config = AutoConfig.from_pretrained(source)
+        if vit_config.model_type != "vit":
+            raise EncoderError(f"{setting}: is of type {vit_config.model_type}, not vit; name a ViT")
         width = frontend.cls.shape[0]
-        wanted = {
+        requirements = {
             "hidden_size": width,
             "patch_size": config.patch_size[0],
             "image_size": config.image_size,
             "num_channels": 3,
         }
-        for name, value in wanted.items():
-            own = getattr(found, name)
+        for name, value in requirements.items():
+            own = getattr(vit_config, name)
             own = own[0] if isinstance(own, (list, tuple)) else own
             if own != value:
                 remedy = "use a ViT as wide as the encoder" if name == "hidden_size" else f"set the frontend's to {own}"
-                raise EncoderError(f"{named}: its {name} is {own}, and this run needs {value}; {remedy}")
+                raise EncoderError(f"{setting}: its {name} is {own}, and this run needs {value}; {remedy}")
         model, info = ViTModel.from_pretrained(
             source, add_pooling_layer=False, dtype=torch.float32, output_loading_info=True
         )
     if missing := sorted(name for name in info["missing_keys"] if name.startswith("embeddings.")):
-        raise EncoderError(f"{named}: its files lack {', '.join(missing)}")
+        raise EncoderError(f"{setting}: its files lack {', '.join(missing)}")
     embeddings = model.embeddings
     with torch.no_grad():
         frontend.patches.weight.copy_(embeddings.patch_embeddings.projection.weight.flatten(1))
@@ -136,9 +136,9 @@ class EmbeddingSwitch:
             self._inner = self._module.forward
             self._module.forward = self._forward
 
-    def _forward(self, *arguments: Any, **named: Any) -> Any:
+    def _forward(self, *arguments: Any, **keywords: Any) -> Any:
         if self._states is None:
-            return self._inner(*arguments, **named)
+            return self._inner(*arguments, **keywords)
         self._used = True
         return self._states
 

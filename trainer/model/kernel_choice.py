@@ -54,10 +54,10 @@ def fitting_dropout(head_size: int, device: torch.device) -> Any:
     if find_spec("triton") is not None:
         from declutr.trainer.model import dropout_attention
 
-        found = dropout_attention.problem(head_size, device)
-        if found is None:
+        failure = dropout_attention.problem(head_size, device)
+        if failure is None:
             return dropout_attention.attend_dropout
-        problem = found
+        problem = failure
     _tell(f"attention dropout stores the weights of some spans at a time, which is slower: {problem}")
     return None
 

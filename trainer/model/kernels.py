@@ -45,9 +45,9 @@ def attend(
         window: w of |i - j| < w; None: the whole span.
     """
     reach = -1 if window is None else window - 1
-    made = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(reach, reach))
-    assert isinstance(made, Tensor)
-    return made
+    output = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(reach, reach))
+    assert isinstance(output, Tensor)
+    return output
 
 
 def problem(capability: tuple[int, int], head_size: int) -> str | None:

@@ -42,16 +42,16 @@ def padded_attention(
     assert isinstance(batch, DropoutKeys)
     if drop := weight_dropout(module, dropout, batch.tokens, batch.attention):
         shared = query.shape[1] // key.shape[1]  # query heads that share a key head
-        key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
+        key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
         attend = attend_in_parts if query.is_cuda else attend_with_dropout
         attended = attend(query, key, value, attention_mask, scaling, drop)
         return attended.transpose(1, 2).contiguous(), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    found: tuple[Tensor, None] = sdpa_attention_forward(
+    output: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, **kwargs
     )
-    return found
+    return output
 
 
 def weight_dropout(
@@ -116,16 +116,16 @@ def attend_in_parts(
     size = max(1, most_weights // max(1, heads * longest * longest))
     parts = []
     for start in range(0, spans, size):
-        some = slice(start, start + size)
+        part = slice(start, start + size)
         parts.append(
             checkpoint(
                 attend_with_dropout,
-                query[some],
-                key[some],
-                value[some],
-                mask if mask is None or mask.ndim < 4 or len(mask) == 1 else mask[some],
+                query[part],
+                key[part],
+                value[part],
+                mask if mask is None or mask.ndim < 4 or len(mask) == 1 else mask[part],
                 scaling,
-                drop.rearranged(lambda each, some=some: each[some]),  # type: ignore[misc]
+                drop.rearranged(lambda tensor, part=part: tensor[part]),  # type: ignore[misc]
                 use_reentrant=False,
                 preserve_rng_state=False,
             )

@@ -61,15 +61,15 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
             hf = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     else:
         assert config.from_config is not None
-        given = dict(config.from_config)
-        check_config(given)
-        if given["model_type"] not in CONFIG_MAPPING:
-            near = suggest(str(given["model_type"]), list(MODEL_FOR_MASKED_LM_MAPPING_NAMES))
-            raise EncoderError(f"transformers has no model type {given['model_type']!r}{near}")
-        hf = AutoConfig.for_model(given.pop("model_type"), **{"vocab_size": vocabulary_size, **ids, **given})
+        settings = dict(config.from_config)
+        check_config(settings)
+        if settings["model_type"] not in CONFIG_MAPPING:
+            near = suggest(str(settings["model_type"]), list(MODEL_FOR_MASKED_LM_MAPPING_NAMES))
+            raise EncoderError(f"transformers has no model type {settings['model_type']!r}{near}")
+        hf = AutoConfig.for_model(settings.pop("model_type"), **{"vocab_size": vocabulary_size, **ids, **settings})
     own_code = "AutoModelForMaskedLM" in (getattr(hf, "auto_map", None) or {})
-    known = hf.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or own_code
-    if not known or hf.is_encoder_decoder or getattr(hf, "is_decoder", False):
+    has_mlm = hf.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or own_code
+    if not has_mlm or hf.is_encoder_decoder or getattr(hf, "is_decoder", False):
         raise EncoderError(
             f"model type {hf.model_type} is not an encoder with a masked language model; "
             f"use one of {', '.join(FAMILIES)}"

@@ -57,7 +57,7 @@ def fitting_layout(encoder: Encoder, mlm: bool) -> Layout:
     Raises:
         EncoderError: the padded layout or the MLM head is not correct.
     """
-    kind, wanted = encoder.model.config.model_type, encoder.config.layout
+    kind, layout = encoder.model.config.model_type, encoder.config.layout
     advice = f"use another encoder, for example of type {', '.join(FAMILIES[:5])}"
     with _Trial(encoder) as trial:
         if mlm and not trial.head_is_whole():
@@ -65,7 +65,7 @@ def fitting_layout(encoder: Encoder, mlm: bool) -> Layout:
                 f"model type {kind}: the loss of its MLM head cannot be computed here{trial.why}; train "
                 f"without MLM, or {advice}"
             )
-        if wanted == "packed" and trial.equals_alone("packed") and trial.trains("packed"):
+        if layout == "packed" and trial.equals_alone("packed") and trial.trains("packed"):
             return "packed"
         if not trial.equals_alone("padded"):
             problem = _unequal(encoder, "a span's embedding changes with the other spans", trial.why)
@@ -158,9 +158,9 @@ class _Trial:
     def repeats(self) -> bool:
         """True if two forwards with dropout give the same bits whatever torch's generator holds."""
         self.encoder.train()
-        found = [self._hidden(self.batch, self.before[0].layout, seed).view(torch.uint8) for seed in (0, 1)]
+        hidden = [self._hidden(self.batch, self.before[0].layout, seed).view(torch.uint8) for seed in (0, 1)]
         self.encoder.eval()
-        return torch.equal(*found)
+        return torch.equal(*hidden)
 
     def head_is_whole(self) -> bool:
         """True if the head, applied to hidden states, gives the logits of the whole model."""
@@ -196,10 +196,10 @@ class _Trial:
             return self.encoder.hidden(batch)
 
 
-def _equal(found: Tensor, expected: Tensor) -> bool:
-    if found.shape != expected.shape or not bool(expected.isfinite().all()):
+def _equal(actual: Tensor, expected: Tensor) -> bool:
+    if actual.shape != expected.shape or not bool(expected.isfinite().all()):
         return False
-    return float((found - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max())
+    return float((actual - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max())
 
 
 def _spans(encoder: Encoder) -> SpanBatch:

@@ -42,8 +42,8 @@ class LoadReport:
             info: `missing_keys`, `mismatched_keys` and `unexpected_keys` of `from_pretrained`.
         """
         missing = {name: name for name in info["missing_keys"] if not _harmless(name)}
-        for name, stored, wanted in info["mismatched_keys"]:
-            missing[name] = f"{name} (of shape {list(stored)}, not {list(wanted)})"
+        for name, stored, model_shape in info["mismatched_keys"]:
+            missing[name] = f"{name} (of shape {list(stored)}, not {list(model_shape)})"
         body = f"{model.base_model_prefix}."
         return LoadReport(
             tuple(missing[name] for name in sorted(missing) if name.startswith(body)),
@@ -59,20 +59,20 @@ class LoadReport:
             needs_head: True if the MLM head is trained and `encoder.new_mlm_head` is off.
         """
         name = f"encoder.pretrained = {pretrained}"
-        found = []
+        problems = []
         if self.encoder:
-            found.append(
+            problems.append(
                 f"{name}: its files lack weights of the encoder, which would be random: "
                 f"{excerpt(self.encoder, _NAMED)}. The files are incomplete, or config.json belongs to another "
                 "encoder; fetch it again"
             )
         if self.head and needs_head:
-            found.append(
+            problems.append(
                 f"{name}: has no MLM head, and the MLM loss would use random weights: "
                 f"{excerpt(self.head, _NAMED)}. Train without MLM, or start with a new "
                 "head (encoder.new_mlm_head=true)"
             )
-        return found
+        return problems
 
     def remark(self, pretrained: str | None) -> str | None:
         """A message about unused weights, or None."""
