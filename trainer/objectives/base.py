@@ -144,10 +144,10 @@ class Objective(nn.Module, ABC, Generic[Config]):
         for size, weight in self.config.matryoshka.cuts(width):
             if not weight:  # the size is only scored
                 continue
-            one = replace(batch, size=size) if size < width else batch
+            cut_batch = replace(batch, size=size) if size < width else batch
             if not self.exported():
-                one = replace(one, views=one.cut(batch.views))
-            for name, value in self.loss(one).items():
+                cut_batch = replace(cut_batch, views=cut_batch.cut(batch.views))
+            for name, value in self.loss(cut_batch).items():
                 total[name] = total[name] + weight * value if name in total else weight * value
         return total
 
@@ -211,15 +211,15 @@ def implementation_of(config: ObjectiveConfig) -> type[Objective[Any]]:
     """
     module, _, name = config.implementation.partition(":")
     try:
-        found = getattr(import_module(module), name)
+        implementation = getattr(import_module(module), name)
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(_not_usable(config, why)) from error
-    if not (isinstance(found, type) and issubclass(found, Objective)):
+    if not (isinstance(implementation, type) and issubclass(implementation, Objective)):
         raise UsageError(_not_usable(config, "is not a subclass of Objective"))
-    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+    if missing := sorted(getattr(implementation, "__abstractmethods__", ())):
         raise UsageError(_not_usable(config, f"does not define {', '.join(missing)}"))
-    return found
+    return implementation
 
 
 def _not_usable(config: ObjectiveConfig, why: str) -> str:

@@ -69,14 +69,14 @@ class MatryoshkaConfig(Strict):
 
     def problem(self, embedding_size: int) -> str | None:
         """The reason why an embedding of this size has not these sizes, or None."""
-        found = [size for size, _ in self.cuts(embedding_size)]
-        told = f"objective.matryoshka.sizes = [{', '.join(map(str, self.sizes))}]"
-        if large := [size for size in found if size > embedding_size]:
-            return f"{told}: the embedding has {embedding_size} numbers; remove {', '.join(map(str, large))}"
-        if found.count(embedding_size) > 1:
-            return f"{told}: all and {embedding_size} are the same size; remove one of them"
-        if embedding_size not in found:
-            return f"{told}: nothing would train the last of {embedding_size} numbers; add all"
+        sizes = [size for size, _ in self.cuts(embedding_size)]
+        setting = f"objective.matryoshka.sizes = [{', '.join(map(str, self.sizes))}]"
+        if large := [size for size in sizes if size > embedding_size]:
+            return f"{setting}: the embedding has {embedding_size} numbers; remove {', '.join(map(str, large))}"
+        if sizes.count(embedding_size) > 1:
+            return f"{setting}: all and {embedding_size} are the same size; remove one of them"
+        if embedding_size not in sizes:
+            return f"{setting}: nothing would train the last of {embedding_size} numbers; add all"
         return None
 
 

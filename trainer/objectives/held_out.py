@@ -19,13 +19,13 @@ _CHUNK = 256  # spans in one forward
 HELD_OUT_EPOCH = 2**32 - 1
 
 
-def held_out_rows(held_out: ShardSet, most: int, seed: int) -> NDArray[np.int64]:
-    """Numbers of at most `most` held-out rows, chosen by the run's seed, ascending.
+def held_out_rows(held_out: ShardSet, max_rows: int, seed: int) -> NDArray[np.int64]:
+    """Numbers of at most `max_rows` held-out rows, chosen by the run's seed, ascending.
 
     Of copies, which several corpora may hold, one row stays: no retrieval could tell them apart.
     """
     available = held_out.num_documents
-    chosen = min(most, available)
+    chosen = min(max_rows, available)
     rows = np.sort(permute(seed, np.full(chosen, HELD_OUT_EPOCH), np.arange(chosen), available))
     _, firsts = np.unique(document_keys(held_out.take(rows)), return_index=True)
     return rows[np.sort(firsts)]
@@ -51,11 +51,11 @@ def embed_together(
     """
     width = layers[-1].linear.out_features if layers else encoder.output_size
 
-    def embed(some: slice) -> Tensor:
-        found = encoder.embed(batch_of(some).to(device))
+    def embed(part: slice) -> Tensor:
+        embeddings = encoder.embed(batch_of(part).to(device))
         for layer in layers:
-            found = nn.Sequential(layer.linear, layer.activation)(found.to(layer.linear.weight.dtype))
-        return found
+            embeddings = nn.Sequential(layer.linear, layer.activation)(embeddings.to(layer.linear.weight.dtype))
+        return embeddings
 
     return compute_together(encoder, total, width, embed, comm, device, _CHUNK)
 

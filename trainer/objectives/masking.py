@@ -104,10 +104,10 @@ def mask_spans(
     """
     special = np.array(vocabulary.special)
     pieces = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-    for some in _cuts(sizes, _MASKED_TOKENS):
-        within = ranges(sizes[some])
-        place = np.repeat(places[some], sizes[some]) + within
-        span = np.repeat(np.arange(some.start, some.stop), sizes[some])
+    for part in _cuts(sizes, _MASKED_TOKENS):
+        within = ranges(sizes[part])
+        place = np.repeat(places[part], sizes[part]) + within
+        span = np.repeat(np.arange(part.start, part.stop), sizes[part])
         original = ids[place]
         masked, chosen = mask_tokens(
             masking,

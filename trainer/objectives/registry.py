@@ -47,9 +47,9 @@ def load_kinds() -> tuple[dict[str, type[ObjectiveConfig]], dict[str, str]]:
             kinds[point.name] = _load(point, kinds)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a module of the package may raise anything
             package = point.dist.name if point.dist else "of unknown name"
-            said = str(error) if type(error) is TypeError else f"{type(error).__name__}: {error}"
+            cause = str(error) if type(error) is TypeError else f"{type(error).__name__}: {error}"
             problems[point.name] = (
-                f"package {package}: entry point {point.name} = {point.value} ({GROUP}): {said}; correct or uninstall "
+                f"package {package}: entry point {point.name} = {point.value} ({GROUP}): {cause}; correct or uninstall "
                 "the package"
             )
     return kinds, problems
@@ -75,8 +75,8 @@ def _load(point: EntryPoint, kinds: Mapping[str, type[ObjectiveConfig]]) -> type
     metrics: Any = loaded.metrics
     if isinstance(metrics, str):
         raise TypeError(f"metrics = {metrics!r} must be a tuple of names")
-    if taken := RESERVED & set(metrics):
-        raise TypeError(f"metrics may not have the names {sorted(taken)}; rename these terms")
+    if clashes := RESERVED & set(metrics):
+        raise TypeError(f"metrics may not have the names {sorted(clashes)}; rename these terms")
     return loaded
 
 

@@ -28,17 +28,17 @@ class RowScore(float):
 
     def __new__(cls, keys: seeding.U64, values: F64) -> "RowScore":
         """The score of all rows; NaN without any."""
-        made = super().__new__(cls, statistic_of(values)(values) if len(values) else float("nan"))
-        made.keys, made.values = keys, values
-        return made
+        score = super().__new__(cls, statistic_of(values)(values) if len(values) else float("nan"))
+        score.keys, score.values = keys, values
+        return score
 
     def __reduce__(self) -> tuple[type["RowScore"], tuple[seeding.U64, F64]]:  # a float would keep its number alone
         return RowScore, (self.keys, self.values)
 
     def of_half(self, seed: int, choosing: bool) -> "RowScore":
         """The score of the rows that choose, or of those that report."""
-        mine = choosing_rows(seed, self.keys) == choosing
-        return RowScore(self.keys[mine], self.values[mine])
+        mask = choosing_rows(seed, self.keys) == choosing
+        return RowScore(self.keys[mask], self.values[mask])
 
 
 def statistic_of(values: F64) -> Statistic:
@@ -58,11 +58,11 @@ def choosing_rows(seed: int, keys: seeding.U64) -> NDArray[np.bool_]:
     return chosen
 
 
-def divide(found: Mapping[str, float], seed: int, score: str) -> tuple[dict[str, float], str, F64]:
+def divide(all_scores: Mapping[str, float], seed: int, score: str) -> tuple[dict[str, float], str, F64]:
     """Divides the scores of a validation into what chooses and what reports.
 
     Args:
-        found: scores by name, of all rows.
+        all_scores: scores by name, of all rows.
         seed: the run's seed.
         score: `validation.score`.
 
@@ -71,8 +71,8 @@ def divide(found: Mapping[str, float], seed: int, score: str) -> tuple[dict[str,
         of the score that is reported, the first one of rows if `score` is not of rows, or "" without any; and the
         values of its reporting rows.
     """
-    of_rows = {name: value for name, value in found.items() if isinstance(value, RowScore)}
-    scores = {**found, **{name: float(value.of_half(seed, choosing=True)) for name, value in of_rows.items()}}
+    of_rows = {name: value for name, value in all_scores.items() if isinstance(value, RowScore)}
+    scores = {**all_scores, **{name: float(value.of_half(seed, choosing=True)) for name, value in of_rows.items()}}
     if not of_rows:
         return scores, "", np.empty(0)
     name = score if score in of_rows else next(iter(of_rows))

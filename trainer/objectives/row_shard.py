@@ -66,10 +66,10 @@ class RowShard:
         except RuntimeError as error:
             failure, values = error, like.new_full((numbers, len(like)), torch.nan)
         own = values.view(numbers, -1, self.total)[..., self.start : self.end].permute(2, 0, 1)
-        found = self.comm.all_gather(own.contiguous(), self.start, self.total).permute(1, 2, 0)
+        all_values = self.comm.all_gather(own.contiguous(), self.start, self.total).permute(1, 2, 0)
         if failure is not None:
             raise failure
-        return found.reshape(numbers, -1)
+        return all_values.reshape(numbers, -1)
 
     def only_own(self, gradient: Tensor) -> Tensor:
         """The gradient `(k M, D)` with zeros in the rows of other workers; changed in place."""

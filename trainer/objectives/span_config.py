@@ -40,8 +40,8 @@ class SpanConfig(Strict):
             raise ValueError(
                 f"min_distance_tokens = {self.min_distance_tokens} needs strategy = distant, not {self.strategy}"
             )
-        given = {"min_tokens", "max_tokens"} <= self.model_fields_set  # an unset one comes from the shards
-        if given and self.min_tokens > self.max_tokens:
+        both_set = {"min_tokens", "max_tokens"} <= self.model_fields_set  # an unset one comes from the shards
+        if both_set and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens = {self.min_tokens} must be at most max_tokens = {self.max_tokens}")
         return self
 

@@ -57,19 +57,19 @@ class TextValidator:
         having, places = np.unique(texts.rows[entailed], return_index=True)
         chosen = np.concatenate([texts.first, entailed[places]])
         epochs, numbers = np.zeros(len(texts.first), np.int64), np.zeros(len(chosen), np.int64)
-        found = embed_together(
+        embeddings = embed_together(
             encoder,
             len(chosen),
-            lambda some: self.packer.pack(texts, chosen[some], numbers[some], epochs),
+            lambda part: self.packer.pack(texts, chosen[part], numbers[part], epochs),
             self.layers,
             self.comm,
             self.device,
         )
-        if not bool(found.isfinite().all()):
+        if not bool(embeddings.isfinite().all()):
             return None
 
         def scores(size: int | None) -> dict[str, float]:
-            first, positives = found[:, :size].tensor_split([len(texts.first)])
+            first, positives = embeddings[:, :size].tensor_split([len(texts.first)])
             scores = {"uniformity": uniformity(first), "effective_rank": effective_rank(first)}
             if len(positives) < 2:
                 return scores

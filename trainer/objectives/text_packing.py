@@ -37,11 +37,11 @@ class Texts:
         self.tokens, offsets = ragged(rows.column("tokens"))
         starts, bounds = ragged(rows.column("starts"))
         labels, _ = ragged(rows.column("labels"))
-        mine = slice(*bounds[[0, -1]])  # the table may be a slice of a larger one
+        part = slice(*bounds[[0, -1]])  # the table may be a slice of a larger one
         self.rows = np.repeat(np.arange(len(rows)), np.diff(bounds))
-        self.starts = offsets[self.rows] + starts[mine]
+        self.starts = offsets[self.rows] + starts[part]
         self.sizes = np.diff(np.append(self.starts, offsets[-1:]))
-        self.labels = labels[mine].astype(np.int64)
+        self.labels = labels[part].astype(np.int64)
         self.first = bounds[:-1] - bounds[0]
         self.keys = document_keys(rows)
 
@@ -86,10 +86,10 @@ class TextPacker:
         keys, read_in = texts.keys[rows], epochs[rows].astype(np.uint64)
         selected = labels = np.empty(0, np.int64)
         if masking is not None:
-            settings, some = masking
-            owners = keys[some], read_in[some], numbers[some]
+            settings, part = masking
+            owners = keys[part], read_in[part], numbers[part]
             selected, labels = mask_spans(
-                settings, self.seed, self.vocabulary, packed.ids, packed.places[some], content[some], *owners
+                settings, self.seed, self.vocabulary, packed.ids, packed.places[part], content[part], *owners
             )
         words = dropout_words(self.seed, keys, read_in, numbers)
         return SpanBatch(

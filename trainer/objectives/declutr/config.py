@@ -48,15 +48,15 @@ class MetricLearningConfig(Strict):
     @field_validator("loss")
     @classmethod
     def _known_loss(cls, name: str) -> str:
-        return _known("losses", name)
+        return _check_class("losses", name)
 
     @field_validator("miner")
     @classmethod
     def _known_miner(cls, name: str | None) -> str | None:
-        return name if name is None else _known("miners", name)
+        return name if name is None else _check_class("miners", name)
 
 
-def _known(module: str, name: str) -> str:
+def _check_class(module: str, name: str) -> str:
     import pytorch_metric_learning.losses
     import pytorch_metric_learning.miners
 
@@ -140,11 +140,11 @@ class DeclutrConfig(ObjectiveConfig):
         """The tokens of the anchors and, unless only MLM is trained, of the positives."""
         spans = sample_spans(run.spans, run.seed, run.short_documents, rows, epochs)
         document, anchor = np.nonzero(spans.present)
-        found = [np.column_stack([document, spans.anchors[document, anchor]])]
+        token_ranges = [np.column_stack([document, spans.anchors[document, anchor]])]
         if self.contrastive:
             positives = spans.positives[document, anchor].reshape(-1, 2)
-            found.append(np.column_stack([np.repeat(document, run.spans.num_positives), positives]))
-        return np.concatenate(found)
+            token_ranges.append(np.column_stack([np.repeat(document, run.spans.num_positives), positives]))
+        return np.concatenate(token_ranges)
 
     def _loss_problems(self) -> list[str]:
         if isinstance(self.loss, MetricLearningConfig):
@@ -186,26 +186,26 @@ class DeclutrConfig(ObjectiveConfig):
 
 
 def _geometry_problems(run: RunContext, manifest: Manifest) -> list[str]:
-    found = []
+    problems = []
     spans, geometry = run.spans, manifest.geometry
     if spans.min_tokens > spans.max_tokens:
-        found.append(
+        problems.append(
             f"spans.min_tokens = {spans.min_tokens}: it must be at most spans.max_tokens = {spans.max_tokens} "
             "(if not set, geometry.max_tokens of the shards); lower it"
         )
     if spans.max_tokens > geometry.max_tokens:
-        found.append(
+        problems.append(
             f"spans.max_tokens = {spans.max_tokens}: the shards were prepared for at most {geometry.max_tokens}; "
             "lower it, or prepare the corpus again with a larger geometry.max_tokens"
         )
     if spans.num_anchors > geometry.num_anchors and manifest.short_documents != "fewer_anchors":
-        found.append(
+        problems.append(
             f"spans.num_anchors = {spans.num_anchors}: the shards were prepared for at most {geometry.num_anchors}; "
             "lower it, or prepare the corpus again with a larger geometry.num_anchors"
         )
     if spans.min_tokens > geometry.min_tokens and manifest.short_documents == "shrink_spans":
-        found.append(
+        problems.append(
             f"spans.min_tokens = {spans.min_tokens}: short documents in the shards have windows of only "
             f"{geometry.min_tokens} tokens; lower it, or prepare the corpus again with a larger geometry.min_tokens"
         )
-    return found
+    return problems

@@ -145,14 +145,14 @@ class SpanValidator:
         if not held_out.finite:
             return None
         keys = document_keys(self.shards.take(self.rows))
-        found = by_size(self.sizes, lambda size: held_out.scores(keys, size))
-        return found | {"distant_share": float(held_out.reached.mean())}
+        scores = by_size(self.sizes, lambda size: held_out.scores(keys, size))
+        return scores | {"distant_share": float(held_out.reached.mean())}
 
     def embed(self, encoder: Encoder) -> HeldOut:
         """Pooled embeddings as exported, on every worker: without projection, masks and dropout."""
 
-        def rows_of(some: slice) -> Tensor:
-            return self._embed(encoder, self.shards.take(self.rows[some]))
+        def rows_of(part: slice) -> Tensor:
+            return self._embed(encoder, self.shards.take(self.rows[part]))
 
         width = 4 * encoder.output_size + 1
         table = compute_together(encoder, len(self.rows), width, rows_of, self.comm, self.device, self.chunk_documents)
@@ -289,8 +289,8 @@ class Declutr(Objective[DeclutrConfig]):
 
     def state(self) -> dict[str, Tensor]:
         """The queue, once it exists, and its documents if the loss needs them."""
-        found = {"queue": self.queue, "queue_documents": self.queue_documents}
-        return {name: values for name, values in found.items() if values is not None}
+        tensors = {"queue": self.queue, "queue_documents": self.queue_documents}
+        return {name: values for name, values in tensors.items() if values is not None}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Loads the queue unless it is longer than `queue_size`, or its documents are unknown and needed.
@@ -298,8 +298,8 @@ class Declutr(Objective[DeclutrConfig]):
         Raises:
             RuntimeError: the state has other tensors, so it is of another objective.
         """
-        if others := sorted(state.keys() - {"queue", "queue_documents"}):
-            raise RuntimeError(f"unexpected {', '.join(others[:3])}")
+        if unexpected := sorted(state.keys() - {"queue", "queue_documents"}):
+            raise RuntimeError(f"unexpected {', '.join(unexpected[:3])}")
         queue, documents = state.get("queue"), state.get("queue_documents")
         needed = self.config.excludes_same_document
         fits = queue is not None and len(queue) <= self.config.queue_size and not (needed and documents is None)

@@ -113,8 +113,8 @@ def place(
         low, high = start_, end_ - positive_length
         positive = low + _pick(draws.positive_starts, high - low + 1)
     elif config.strategy == "adjacent":
-        most = np.minimum(longest_, np.maximum(start_, total - end_))
-        positive_length = _scale(draws.positive_lengths, shortest, most)
+        limit = np.minimum(longest_, np.maximum(start_, total - end_))
+        positive_length = _scale(draws.positive_lengths, shortest, limit)
         left, right = start_ >= positive_length, end_ + positive_length <= total
         go_left = left & (~right | (draws.positive_starts < 0.5))
         positive = np.where(go_left, start_ - positive_length, end_)
@@ -157,19 +157,19 @@ def _count_anchors(config: SpanConfig, num_tokens: I64, num_windows: I64, short_
     Raises:
         ValueError: a document has room for no anchor, or for fewer than A unless the mode is `fewer_anchors`.
     """
-    wanted = config.num_anchors
+    num_anchors = config.num_anchors
     if short_documents == "drop" and len(num_tokens) and int(num_tokens.min()) < config.min_document_tokens:
         raise ValueError(
-            f"a document of {int(num_tokens.min())} tokens is too short: num_anchors = {wanted} and max_tokens = "
+            f"a document of {int(num_tokens.min())} tokens is too short: num_anchors = {num_anchors} and max_tokens = "
             f"{config.max_tokens} need {config.min_document_tokens} tokens"
         )
-    counts: I64 = np.minimum(wanted, num_windows // 2)
-    least = 1 if short_documents == "fewer_anchors" else wanted
-    if len(counts) and int(counts.min()) < least:
+    counts: I64 = np.minimum(num_anchors, num_windows // 2)
+    min_anchors = 1 if short_documents == "fewer_anchors" else num_anchors
+    if len(counts) and int(counts.min()) < min_anchors:
         few = int(counts.argmin())
         raise ValueError(
             f"a document of {num_tokens[few]} tokens is too short: its {num_windows[few]} windows have room for "
-            f"{counts[few]} anchors; short_documents = {short_documents} needs room for {least}"
+            f"{counts[few]} anchors; short_documents = {short_documents} needs room for {min_anchors}"
         )
     return counts
 
@@ -181,11 +181,11 @@ def _rooms(config: SpanConfig, windows: I64, offsets: I64, short_documents: Shor
         ValueError: windows are shorter than `min_tokens`.
     """
     rooms: I64 = windows[offsets[:-1] + 1] - windows[offsets[:-1]]
-    least = config.min_tokens if short_documents == "shrink_spans" else config.max_tokens
-    if len(rooms) and int(rooms.min()) < least:
+    limit = config.min_tokens if short_documents == "shrink_spans" else config.max_tokens
+    if len(rooms) and int(rooms.min()) < limit:
         key = "min_tokens" if short_documents == "shrink_spans" else "max_tokens"
         raise ValueError(
-            f"a document has windows of {int(rooms.min())} tokens, too short for spans of {key} = {least}; lower it, "
+            f"a document has windows of {int(rooms.min())} tokens, too short for spans of {key} = {limit}; lower it, "
             f"or prepare the corpus again with a larger geometry.{key}"
         )
     return rooms
@@ -208,16 +208,16 @@ def _choose_windows(num_anchors: I64, uniform: F64, windows: I64, offsets: I64) 
     only the two ends of the list are eligible, so that every later anchor finds a window.
     """
     chosen = np.zeros(uniform.shape, np.int64)
-    for document, (row, wanted) in enumerate(zip(uniform.tolist(), num_anchors.tolist(), strict=True)):
+    for document, (row, anchor_count) in enumerate(zip(uniform.tolist(), num_anchors.tolist(), strict=True)):
         first = int(offsets[document])
         count = int(offsets[document + 1]) - first
         removed: list[int] = []  # sorted positions in the original list
-        for anchor, u in enumerate(row[:wanted]):
-            left, remaining = count - len(removed), wanted - anchor
+        for anchor, u in enumerate(row[:anchor_count]):
+            left, remaining = count - len(removed), anchor_count - anchor
             index = (0 if u < 0.5 else left - 1) if left // remaining < remaining else int(u * left)
-            taken = [_position(removed, k) for k in range(max(0, index - 1), min(left, index + 2))]
-            chosen[document, anchor] = windows[first + taken[index - max(0, index - 1)]]
-            removed = sorted(removed + taken)
+            neighbours = [_position(removed, k) for k in range(max(0, index - 1), min(left, index + 2))]
+            chosen[document, anchor] = windows[first + neighbours[index - max(0, index - 1)]]
+            removed = sorted(removed + neighbours)
     return chosen
 
 

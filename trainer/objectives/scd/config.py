@@ -70,12 +70,12 @@ class ScdConfig(TextObjectiveConfig):
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports batches without correlation, and a loss that is always 0."""
         del manifest
-        found = []
+        problems = []
         if not (self.repulsion_weight or self.decorrelation_weight):
-            found.append("objective.repulsion_weight and decorrelation_weight are 0, so the loss is 0; raise one")
+            problems.append("objective.repulsion_weight and decorrelation_weight are 0, so the loss is 0; raise one")
         if run.batch_documents < 2:
-            found.append(
+            problems.append(
                 f"batch_documents = {run.batch_documents}: BatchNorm and the correlation of scd need at least 2 "
                 "sentences"
             )
-        return found
+        return problems

@@ -48,18 +48,18 @@ def contrast(batch: Gathered, config: SclConfig) -> Tensor:
     negative = ~positive
     if (config.positives, config.negatives) != ("all", "all"):
         drawn = _priorities(batch, anchors)
-        positive = _most(positive, config.positives, drawn.scatter(1, anchors[:, None], -1))  # its own is always one
-        negative = _most(negative, config.negatives, drawn)
+        positive = _lowest(positive, config.positives, drawn.scatter(1, anchors[:, None], -1))  # its own is always one
+        negative = _lowest(negative, config.negatives, drawn)
     log_sums = scores.masked_fill(~(positive | negative), -torch.inf).logsumexp(dim=1)
     terms = (log_sums[:, None] - scores).masked_fill(~positive, 0).sum(dim=1) / positive.sum(dim=1)
     return terms.mean()
 
 
-def _most(candidates: Tensor, most: Most, priorities: Tensor) -> Tensor:
-    """The candidates with the lowest priorities of each row, at most `most`; `(A, M)` booleans."""
-    if most == "all" or most >= candidates.shape[1]:
+def _lowest(candidates: Tensor, limit: Most, priorities: Tensor) -> Tensor:
+    """The candidates with the lowest priorities of each row, at most `limit`; `(A, M)` booleans."""
+    if limit == "all" or limit >= candidates.shape[1]:
         return candidates
-    kept = priorities.masked_fill(~candidates, torch.iinfo(priorities.dtype).max).topk(most, dim=1, largest=False)
+    kept = priorities.masked_fill(~candidates, torch.iinfo(priorities.dtype).max).topk(limit, dim=1, largest=False)
     return candidates & torch.zeros_like(candidates).scatter(1, kept.indices, True)
 
 

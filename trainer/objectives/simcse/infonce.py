@@ -37,9 +37,9 @@ def infonce(
     """
     with torch.autocast(queries.device.type, enabled=False):
         dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
-        rows, others = (F.normalize(each.to(dtype), dim=-1) for each in (queries, columns))
+        rows, unit_columns = (F.normalize(tensor.to(dtype), dim=-1) for tensor in (queries, columns))
         settings = temperature, own_weight, tile or tile_rows(rows.device), row_shard
-        value: Tensor = _TiledInfoNCE.apply(rows, others, *settings)  # type: ignore[no-untyped-call]
+        value: Tensor = _TiledInfoNCE.apply(rows, unit_columns, *settings)  # type: ignore[no-untyped-call]
         return value
 
 
@@ -53,62 +53,62 @@ class _TiledInfoNCE(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: Tensor,
-        others: Tensor,
+        columns: Tensor,
         temperature: float,
         own_weight: float,
         size: int,
         row_shard: RowShard | None,
     ) -> Tensor:
-        scored = rows, others, temperature, own_weight, size
+        scored = rows, columns, temperature, own_weight, size
         if row_shard is None:
             log_sums = _log_sums(*scored)
         else:
             (log_sums,) = row_shard.complete(lambda: _log_sums(*scored, row_shard.tiles(len(rows), size))[None], rows)
-        positive = (rows * others[: len(rows)]).sum(dim=1) / temperature
-        ctx.save_for_backward(rows, others, log_sums, positive)
+        positive = (rows * columns[: len(rows)]).sum(dim=1) / temperature
+        ctx.save_for_backward(rows, columns, log_sums, positive)
         ctx.settings = temperature, own_weight, size, row_shard
         return -F.logsigmoid(positive - log_sums).mean()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        rows, others, log_sums, positive = ctx.saved_tensors
+        rows, columns, log_sums, positive = ctx.saved_tensors
         temperature, own_weight, size, row_shard = ctx.settings
         with torch.autocast(rows.device.type, enabled=False):
             weights = torch.sigmoid(log_sums - positive) * (upstream / (len(rows) * temperature))
-            to_rows = -weights[:, None] * others[: len(rows)]
-            to_others = torch.zeros_like(others)
-            to_others[: len(rows)] = -weights[:, None] * rows
-            scored = rows, others, temperature, own_weight, size
+            to_rows = -weights[:, None] * columns[: len(rows)]
+            to_columns = torch.zeros_like(columns)
+            to_columns[: len(rows)] = -weights[:, None] * rows
+            scored = rows, columns, temperature, own_weight, size
             if row_shard is None:
                 for first, second, scores in _tiles(*scored):
                     pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
-                    to_rows[first].addmm_(pushes, others[second])
-                    to_others[second].addmm_(pushes.T, rows[first])
-                return to_rows, to_others, None, None, None, None
+                    to_rows[first].addmm_(pushes, columns[second])
+                    to_columns[second].addmm_(pushes.T, rows[first])
+                return to_rows, to_columns, None, None, None, None
             for first, second, scores in _tiles(*scored, row_shard.tiles(len(rows), size)):
                 pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
-                to_rows[first].addmm_(pushes, others[second])
-            for first, second, scores in _tiles(*scored, None, row_shard.tiles(len(others), size)):
+                to_rows[first].addmm_(pushes, columns[second])
+            for first, second, scores in _tiles(*scored, None, row_shard.tiles(len(columns), size)):
                 pushes = scores.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
-                to_others[second].addmm_(pushes.T, rows[first])
-        return row_shard.only_own(to_rows), row_shard.only_own(to_others), None, None, None, None
+                to_columns[second].addmm_(pushes.T, rows[first])
+        return row_shard.only_own(to_rows), row_shard.only_own(to_columns), None, None, None, None
 
 
 def _log_sums(
-    rows: Tensor, others: Tensor, temperature: float, own_weight: float, size: int, firsts: list[slice] | None = None
+    rows: Tensor, columns: Tensor, temperature: float, own_weight: float, size: int, firsts: list[slice] | None = None
 ) -> Tensor:
     """`(N,)` logsumexp of the negatives of each query, or of those in `firsts`."""
     # The lowest finite number, not -inf: a single query has no negatives, and its gradient must be 0, not NaN.
     log_sums = rows.new_full((len(rows),), torch.finfo(rows.dtype).min)
-    for first, _, scores in _tiles(rows, others, temperature, own_weight, size, firsts):
+    for first, _, scores in _tiles(rows, columns, temperature, own_weight, size, firsts):
         torch.logaddexp(log_sums[first], scores.logsumexp(dim=1), out=log_sums[first])
     return log_sums
 
 
 def _tiles(
     rows: Tensor,
-    others: Tensor,
+    columns: Tensor,
     temperature: float,
     own_weight: float,
     size: int,
@@ -117,8 +117,8 @@ def _tiles(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Tiles of the scores of some queries and columns, or of all; a query's score with its positive is the lowest."""
     for first in tiles_of(0, len(rows), size) if firsts is None else firsts:
-        for second in tiles_of(0, len(others), size) if seconds is None else seconds:
-            scores = (rows[first] @ others[second].T).div_(temperature)
+        for second in tiles_of(0, len(columns), size) if seconds is None else seconds:
+            scores = (rows[first] @ columns[second].T).div_(temperature)
             for column, change in ((0, None), (len(rows), own_weight)):  # column - row
                 offset = column + first.start - second.start
                 if -scores.shape[0] < offset < scores.shape[1]:

@@ -82,10 +82,10 @@ class Simcse(TextObjective[SimcseConfig]):
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """SimCSE eq. 1; with hard negatives eq. 5, whose weight is added to the logit of a row's own negative."""
         embeddings = self.head(batch.views)
-        first, *others = (batch.cut(embeddings) if self.exported() else embeddings).unbind(1)
+        first, *rest = (batch.cut(embeddings) if self.exported() else embeddings).unbind(1)
         weight = self.config.hard_negative_weight
         return {
-            "contrastive": infonce(first, torch.cat(others), self.config.temperature, weight, row_shard=batch.row_shard)
+            "contrastive": infonce(first, torch.cat(rest), self.config.temperature, weight, row_shard=batch.row_shard)
         }
 
     def exported(self) -> list[Dense]:

@@ -55,9 +55,9 @@ class Mixup:
             shards: the training split.
         """
         chosen, partners, shares = self.drawn(rows, epochs, shards.num_documents)
-        others = shards.take(partners)
-        labels, other_labels = rows.column("label").to_pylist(), others.column("label").to_pylist()
-        clips, other_clips = clips_of(rows), clips_of(others)
+        partner_rows = shards.take(partners)
+        labels, other_labels = rows.column("label").to_pylist(), partner_rows.column("label").to_pylist()
+        clips, other_clips = clips_of(rows), clips_of(partner_rows)
         for place, (row, share) in enumerate(zip(chosen.tolist(), shares.tolist(), strict=True)):
             clips[row] = mixture(clips[row], other_clips[place], share)
             labels[row] = labels[row] if share >= 0.5 else other_labels[place]
@@ -177,22 +177,22 @@ class ClipCollator:
         """Changes of each clip of rows that `fetch` made, in words: crops, or masks and mixtures of sounds."""
         if "frames" not in rows.column_names:
             return self.fetch.crops.told(rows, epochs)
-        masks, found = self._masks(document_keys(rows), epochs.astype(np.uint64)), []
+        masks, changes = self._masks(document_keys(rows), epochs.astype(np.uint64)), []
         mixtures = self._mixtures(rows, epochs, shards)
         for row, clip in enumerate(clips_of(rows)):
             bands = [zip(("frames", "mel bands"), mask.bands(clip.shape, row), strict=True) for mask in masks]
-            named = [[f"{name} [{band.start}, {band.stop}) masked" for name, band in one] for one in bands]
-            found += [", ".join([*mixtures.get(row, []), *one]) for one in named]
-        return found
+            mask_texts = [[f"{name} [{band.start}, {band.stop}) masked" for name, band in view] for view in bands]
+            changes += [", ".join([*mixtures.get(row, []), *view]) for view in mask_texts]
+        return changes
 
     def _mixtures(self, rows: pa.Table, epochs: NDArray[np.int64], shards: ShardSet) -> dict[int, list[str]]:
         """Share and partner of each mixed sound, in words, by its number."""
         if (mixup := self.fetch.mixup) is None:
             return {}
         chosen, partners, shares = mixup.drawn(rows, epochs, shards.num_documents)
-        others = shards.take(partners).select(["id", "source", "offset"]).to_pylist()
-        told = (f"{one['id'].hex()}, {one['source']} at {one['offset']}" for one in others)
-        drawn = zip(chosen.tolist(), shares.tolist(), told, strict=True)
+        partner_rows = shards.take(partners).select(["id", "source", "offset"]).to_pylist()
+        phrases = (f"{partner['id'].hex()}, {partner['source']} at {partner['offset']}" for partner in partner_rows)
+        drawn = zip(chosen.tolist(), shares.tolist(), phrases, strict=True)
         return {row: [f"{share:.3f} of it mixed with {1 - share:.3f} of {other}"] for row, share, other in drawn}
 
     def _masks(self, keys: seeding.U64, epochs: seeding.U64) -> list["Bands"]:
@@ -253,13 +253,13 @@ class Bands:
     def bands(self, shape: tuple[int, ...], row: int) -> tuple[slice, slice]:
         """The masked frames and the masked mel bands of a clip of this shape."""
         limits = min(self.config.time_mask, shape[0] // 2), min(self.config.freq_mask, shape[1])
-        found = []
+        bands = []
         for axis, limit in enumerate(limits):
             width, start = self.draws[row, 2 * axis : 2 * axis + 2]
             size = int(width * (limit + 1))
             first = int(start * (shape[axis] - size + 1))
-            found.append(slice(first, first + size))
-        return found[0], found[1]
+            bands.append(slice(first, first + size))
+        return bands[0], bands[1]
 
 
 def masked_bands(config: MaskConfig, seed: int, view: int, keys: seeding.U64, epochs: seeding.U64) -> Bands:

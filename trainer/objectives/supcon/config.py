@@ -95,31 +95,33 @@ class SupconConfig(ObjectiveConfig):
 
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports data without labels, and patches that do not fit the data."""
-        content, frontend, found = manifest.content, run.frontend, []
+        content, frontend, problems = manifest.content, run.frontend, []
         if absent := missing_extra(content.kind, f"data with {content.kind}"):
-            found.append(absent)
+            problems.append(absent)
         if frontend is None:
             return [f"{content.kind} need a frontend; set `frontend: {{}}` or its settings"]
         if self.labels and getattr(content, "label", None) is None:
-            found.append("objective.labels = true: the shards have no labels; set it to false, or prepare with labels")
+            problems.append(
+                "objective.labels = true: the shards have no labels; set it to false, or prepare with labels"
+            )
         if run.batch_documents < 2:
-            found.append(f"batch_documents = {run.batch_documents}: a contrast needs at least 2 rows")
+            problems.append(f"batch_documents = {run.batch_documents}: a contrast needs at least 2 rows")
         height, width = frontend.patch_size
         if content.kind == "images" and (frontend.image_size % height or frontend.image_size % width):
-            found.append(
+            problems.append(
                 f"frontend.image_size = {frontend.image_size}: must be a multiple of both sides of "
                 f"frontend.patch_size = {list(frontend.patch_size)}"
             )
         if content.kind == "images" and (self.mixup or self.masks != MaskConfig()):
-            found.append("objective.mixup and objective.masks are for sounds; the shards hold images; remove them")
+            problems.append("objective.mixup and objective.masks are for sounds; the shards hold images; remove them")
         if content.kind == "audio":
             if isinstance(frontend.mean, tuple) or isinstance(frontend.std, tuple):
-                found.append("frontend.mean and frontend.std: sounds have one channel; give one number each")
+                problems.append("frontend.mean and frontend.std: sounds have one channel; give one number each")
             num_mel_bins = int(getattr(content, "num_mel_bins", 0))
             if width > num_mel_bins:
-                found.append(
+                problems.append(
                     f"frontend.patch_size = {list(frontend.patch_size)}: the shards have {num_mel_bins} mel bands"
                 )
             if frontend.pretrained is not None:
-                found.append("frontend.pretrained: a ViT reads images, not sounds; remove it")
-        return found
+                problems.append("frontend.pretrained: a ViT reads images, not sounds; remove it")
+        return problems

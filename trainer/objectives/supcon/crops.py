@@ -61,21 +61,21 @@ class Crops:
         """
         sizes = zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True)
         images = (_decoded(raw.as_py(), size) for raw, size in zip(rows.column("image"), sizes, strict=True))
-        resized = [one.resize((self.size, self.size), Image.Resampling.BILINEAR).tobytes() for one in images]
-        views = pa.array([NUM_VIEWS * one for one in resized], pa.binary())
+        resized = [image.resize((self.size, self.size), Image.Resampling.BILINEAR).tobytes() for image in images]
+        views = pa.array([NUM_VIEWS * image for image in resized], pa.binary())
         return rows.drop_columns(["image"]).append_column(VIEWS, views)
 
     def told(self, rows: pa.Table, epochs: NDArray[np.int64]) -> list[str]:
         """Changes that make each view of each row, in words: the crop and those of its colours."""
         sizes = list(zip(rows.column("width").to_pylist(), rows.column("height").to_pylist(), strict=True))
-        drawn, found = self._draws(rows, epochs), []
+        drawn, descriptions = self._draws(rows, epochs), []
         for number, size in enumerate(sizes):
             for box, rest in (np.split(draws[number], [3 * _TRIES]) for draws in drawn):
                 left, upper, right, lower = self._box(size, box)
                 names = zip(("mirrored", "recoloured", "grey"), self._changes(rest), strict=True)
                 changes = "".join(f", {name}" for name, done in names if done)
-                found.append(f"pixels [{left}, {right}) x [{upper}, {lower}) of {size[0]} x {size[1]}{changes}")
-        return found
+                descriptions.append(f"pixels [{left}, {right}) x [{upper}, {lower}) of {size[0]} x {size[1]}{changes}")
+        return descriptions
 
     def _draws(self, rows: pa.Table, epochs: NDArray[np.int64]) -> list[NDArray[np.float64]]:
         """`(n, 40)` numbers in [0, 1) for each view."""

@@ -167,11 +167,11 @@ def nearest_accuracy(queries: Tensor, candidates: Tensor, labels: NDArray[np.int
     scores = F.normalize(queries, dim=-1) @ F.normalize(candidates, dim=-1).T
     groups = torch.arange(len(scores)) if labels is None else torch.from_numpy(labels)
     same = groups[:, None] == groups
-    others = ~same
+    different = ~same
     if labels is not None:
         same.fill_diagonal_(False)
-    judged = same.any(dim=1) & others.any(dim=1)
-    right = scores.where(same, -torch.inf).amax(dim=1) > scores.where(others, -torch.inf).amax(dim=1)
+    judged = same.any(dim=1) & different.any(dim=1)
+    right = scores.where(same, -torch.inf).amax(dim=1) > scores.where(different, -torch.inf).amax(dim=1)
     return float(right[judged].double().mean()) if bool(judged.any()) else None
 
 
@@ -202,15 +202,15 @@ class NeighbourValidator:
         table = self.shards.take(self.rows)
         epochs = np.full(len(table), HELD_OUT_EPOCH, np.int64)
 
-        def embed(some: slice) -> Tensor:
-            batch = self.collator.collate(self.views(table.slice(some.start, some.stop - some.start)), epochs[some])
+        def embed(part: slice) -> Tensor:
+            batch = self.collator.collate(self.views(table.slice(part.start, part.stop - part.start)), epochs[part])
             return encoder.embed(batch.spans.to(self.device), self.frontend).flatten().reshape(-1, NUM_VIEWS * width)
 
         width = encoder.output_size
-        found = compute_together(encoder, len(table), NUM_VIEWS * width, embed, self.comm, self.device, _CHUNK)
-        if not bool(found.isfinite().all()):
+        embeddings = compute_together(encoder, len(table), NUM_VIEWS * width, embed, self.comm, self.device, _CHUNK)
+        if not bool(embeddings.isfinite().all()):
             return None
-        first, second = found.split(width, dim=1)
+        first, second = embeddings.split(width, dim=1)
         accuracy = nearest_accuracy(first, second, label_keys(table) if self.labelled else None)
         return {} if accuracy is None else {NN_ACCURACY: accuracy}
 
