@@ -50,11 +50,11 @@ class FixedPointReducer:
         device = self.parameters[0].device
         self._refused = torch.zeros((), dtype=torch.int64, device=device)
         self._buckets = []
-        for some in grouped(self.parameters, _BUCKET):
-            flat = torch.zeros(sum(parameter.numel() for parameter in some), dtype=torch.int64, device=device)
-            self._buckets.append((flat, some))
-            parts = flat.split([parameter.numel() for parameter in some])
-            self._sums.update({id(parameter): part for parameter, part in zip(some, parts, strict=True)})
+        for group in grouped(self.parameters, _BUCKET):
+            flat = torch.zeros(sum(parameter.numel() for parameter in group), dtype=torch.int64, device=device)
+            self._buckets.append((flat, group))
+            parts = flat.split([parameter.numel() for parameter in group])
+            self._sums.update({id(parameter): part for parameter, part in zip(group, parts, strict=True)})
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
@@ -74,9 +74,9 @@ class FixedPointReducer:
         self._active = False
         self.comm.all_reduce_sum_(self._refused)
         allowed = int(self._refused) == 0
-        for flat, some in self._buckets:
+        for flat, group in self._buckets:
             self.comm.all_reduce_sum_(flat)
-            for parameter in some:
+            for parameter in group:
                 parameter.grad = self._converted(self._sums.pop(id(parameter)), parameter, allowed)
         self._buckets = []
         return allowed

@@ -59,11 +59,11 @@ class BucketedReducer:
         self._next = 0
         self._bucket_of: dict[int, Bucket] = {}
         own = [p for p in reversed(parameters) if p.requires_grad]
-        for some in grouped(own, bucket_bytes, lambda p: p.numel() * p.element_size()):
-            bucket = Bucket(some[0].new_zeros(sum(p.numel() for p in some)), some)
+        for group in grouped(own, bucket_bytes, lambda p: p.numel() * p.element_size()):
+            bucket = Bucket(group[0].new_zeros(sum(p.numel() for p in group)), group)
             self.buckets.append(bucket)
-            self._bucket_of.update({id(parameter): bucket for parameter in some})
-            for parameter in some:
+            self._bucket_of.update({id(parameter): bucket for parameter in group})
+            for parameter in group:
                 parameter.register_post_accumulate_grad_hook(self._complete)
 
     def begin(self) -> None:
