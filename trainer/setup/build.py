@@ -62,14 +62,14 @@ def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
     hf = load_hf_config(config.encoder, len(tokenizer), ids)
-    objectives = [one.objective for one in config.tasks().values()]
-    load = load_with_dropout_layers if any(one.sets_rates for one in objectives) else load_model
+    objectives = [task.objective for task in config.tasks().values()]
+    load = load_with_dropout_layers if any(objective.sets_rates for objective in objectives) else load_model
     model, load_report = load(config.encoder, hf, config.seed)
     settings = config.encoder
     if config.scaling.elastic_determinism:  # compiled kernels depend on the lengths seen before
         settings = settings.model_copy(update={"compile": False})
     encoder = Encoder(settings, model, config.seed, load_report, read_behind(config.encoder.pretrained))
-    layout = fitting_layout(encoder, any(one.mlm for one in objectives))
+    layout = fitting_layout(encoder, any(objective.mlm for objective in objectives))
     encoder.set_layout(settings.model_copy(update={"layout": layout}))
     # The sizes stand in the model's settings, as in published encoders; those of an earlier training are removed.
     matryoshka, stored = config.objective.matryoshka, encoder.model.config
@@ -123,8 +123,8 @@ class _TaskValidator:
     validator: Validator
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
-        found = self.validator.scores(encoder)
-        return None if found is None else {f"{self.label}{name}": float(value) for name, value in found.items()}
+        scores = self.validator.scores(encoder)
+        return None if scores is None else {f"{self.label}{name}": float(value) for name, value in scores.items()}
 
 
 def build_validator(
@@ -148,16 +148,16 @@ def build_validator(
         held_out = ShardSet(data_folder(validation.data, config.cache), "train", look=False)
     vocabulary = vocabulary_of(tokenizer)
     room = max_content(task.encoder, vocabulary)
-    found = []
+    validators = []
     if held_out.num_documents > 1:  # all rows may be trained on if judged pairs validate
-        found.append(objective.validator(held_out, vocabulary, room, validation.max_documents, task.comm, device))
+        validators.append(objective.validator(held_out, vocabulary, room, validation.max_documents, task.comm, device))
     for score, folder in validation.pairs.items():
         pairs = read_judged(score, expand(folder), tokenizer, room + vocabulary.num_specials)
-        found.append(StsValidator(pairs, objective.exported(), task.comm, device, objective.sizes))
+        validators.append(StsValidator(pairs, objective.exported(), task.comm, device, objective.sizes))
     for other, trained in auxiliary:
         rows = trained.held_out()
         if other.frontend is not None and rows.num_documents > 1:
-            given = rows, other.frontend, validation.max_documents, task.comm, device
-            if own := other.objective.clip_validator(*given):
-                found.append(_TaskValidator(other.label, own))
-    return together([one for one in found if one is not None])
+            arguments = rows, other.frontend, validation.max_documents, task.comm, device
+            if own := other.objective.clip_validator(*arguments):
+                validators.append(_TaskValidator(other.label, own))
+    return together([validator for validator in validators if validator is not None])

@@ -37,8 +37,8 @@ def training_set(config: TrainConfig) -> ShardSet:
         OSError: shards cannot be fetched.
         ShardError: they cannot be read.
     """
-    folder, *others = (data_folder(place, config.cache) for place in config.places)
-    return ShardSet(folder, "train", look=False, part=config.part, others=others)
+    folder, *other_folders = (data_folder(place, config.cache) for place in config.places)
+    return ShardSet(folder, "train", look=False, part=config.part, others=other_folders)
 
 
 @lru_cache

@@ -105,18 +105,18 @@ class TrainConfig(Strict):
     def _known_score(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
         """Refuses a score that the objective does not have. Errors of other settings do not hide this one."""
         if "objective" in info.data:  # absent if it has errors
-            known = (*validation.pairs, *info.data["objective"].scores)
-            if validation.score == _FOLLOWED and not known:
+            scores = (*validation.pairs, *info.data["objective"].scores)
+            if validation.score == _FOLLOWED and not scores:
                 return validation.model_copy(update={"score": ""})
             if validation.score == _FOLLOWED:
                 raise ValueError(
                     "score = followed: no process scores a run alongside it any more; remove it, and score the "
                     "checkpoints with `declutr evaluate RUN`, or choose by sentences with validation.stsb"
                 )
-            if validation.score and validation.score not in known:
-                options, hint = ", ".join(known), suggest(validation.score, known)
+            if validation.score and validation.score not in scores:
+                options, hint = ", ".join(scores), suggest(validation.score, scores)
                 raise ValueError(
-                    f"score = {validation.score!r}: must be {f'one of {options}' if known else 'empty'}{hint}"
+                    f"score = {validation.score!r}: must be {f'one of {options}' if scores else 'empty'}{hint}"
                 )
         return validation
 
@@ -255,9 +255,9 @@ class TrainConfig(Strict):
             "auxiliary_tasks": {},
             "task_schedule": "joint",
         }
-        made = self.model_copy(update=values)
-        made._frontend = task.frontend
-        return made
+        config = self.model_copy(update=values)
+        config._frontend = task.frontend
+        return config
 
     def tasks(self) -> dict[str, "TrainConfig"]:
         """The main task, named "", and the additional ones by name, so that their order in a file has no effect."""
@@ -270,9 +270,9 @@ class TrainConfig(Strict):
 
     def with_contents(self, contents: Mapping[str, str]) -> "TrainConfig":
         """A copy that knows the hash of what `validation.data`, `stsb` and `sickr` name, by setting."""
-        made = self.model_copy()
-        made._contents = dict(contents)
-        return made
+        config = self.model_copy()
+        config._contents = dict(contents)
+        return config
 
     def resume_settings(self) -> dict[str, object]:
         """The settings that determine the result; a run is resumed only if they are unchanged.
@@ -285,16 +285,16 @@ class TrainConfig(Strict):
         places = ("run", "data", "cache")
         written = ("checkpoint", "metrics")
         free = (*places, *written, "scaling", "microbatch_tokens", "on_nonfinite_loss", "max_skipped_steps")
-        found = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
+        settings = self.model_dump(mode="json", exclude={**dict.fromkeys(free, True), "validation": {"patience"}})
         for name, task in self.tasks().items():
-            values: dict[str, object] = found["auxiliary_tasks"][name] if name else found
+            values: dict[str, object] = settings["auxiliary_tasks"][name] if name else settings
             values.pop("data", None)  # where it is decides nothing, and the shards have hashes
             if len(task.places) > 1:
                 values["data.weight"] = list(shares_of(task.data))
-        validation: dict[str, object] = found["validation"]
+        validation: dict[str, object] = settings["validation"]
         validation["score"] = validation["score"] or _FOLLOWED  # runs without a score were stored so
         validation.update(self._contents)
-        return found
+        return settings
 
     def hash(self) -> str:
         """Hash of the resume settings."""

@@ -25,7 +25,7 @@ def _checked(data: str | list[Corpus]) -> str | list[Corpus]:
         return data
     if len(data) == 1:
         return data[0].path
-    weights = [one.weight for one in data]
+    weights = [corpus.weight for corpus in data]
     if (period := sum(whole_shares(weights))) > MOST_TURNS:
         rounded = [max(1, round(1000 * weight / max(weights))) for weight in weights]
         rows = f"{period:,}" if period < 10**12 else "10^12 or more"
@@ -52,12 +52,12 @@ Data = Annotated[
 
 def places_of(data: str | list[Corpus]) -> tuple[str, ...]:
     """Folders or addresses of the corpora."""
-    return (data,) if isinstance(data, str) else tuple(one.path for one in data)
+    return (data,) if isinstance(data, str) else tuple(corpus.path for corpus in data)
 
 
 def shares_of(data: str | list[Corpus]) -> tuple[int, ...]:
     """Shares of the corpora as whole numbers."""
-    return (1,) if isinstance(data, str) else whole_shares([one.weight for one in data])
+    return (1,) if isinstance(data, str) else whole_shares([corpus.weight for corpus in data])
 
 
 def corpora_problems(places: Mapping[str, str], corpora: Sequence[Manifest]) -> list[str]:
@@ -67,32 +67,34 @@ def corpora_problems(places: Mapping[str, str], corpora: Sequence[Manifest]) -> 
         places: their folders or addresses by the settings that name them.
         corpora: their manifests.
     """
-    named = [f"{key} = {place}" for key, place in places.items()]
-    wanted, found = _traits(corpora[0]), []
+    labels = [f"{key} = {place}" for key, place in places.items()]
+    first_traits, problems = _traits(corpora[0]), []
     for number, manifest in enumerate(corpora[1:], 1):
         traits = _traits(manifest)
-        other = [key for key in wanted if traits.get(key) != wanted[key]]
+        other = [key for key in first_traits if traits.get(key) != first_traits[key]]
         same = [
-            name for name, one in zip(named, corpora[:number], strict=False) if data_hash(one) == data_hash(manifest)
+            name
+            for name, corpus in zip(labels, corpora[:number], strict=False)
+            if data_hash(corpus) == data_hash(manifest)
         ]
         if other:
-            told = "; ".join(f"{key} is {traits.get(key)}, not {wanted[key]}" for key in other)
-            found.append(f"{named[number]}: was prepared otherwise than {named[0]} ({told}); prepare both alike")
+            reason = "; ".join(f"{key} is {traits.get(key)}, not {first_traits[key]}" for key in other)
+            problems.append(f"{labels[number]}: was prepared otherwise than {labels[0]} ({reason}); prepare both alike")
         elif same:
-            found.append(f"{named[number]}: holds the same shards as {same[0]}; name each corpus once")
-    return found
+            problems.append(f"{labels[number]}: holds the same shards as {same[0]}; name each corpus once")
+    return problems
 
 
 def _traits(manifest: Manifest) -> dict[str, object]:
     """Traits that corpora must share to be read as one, by setting of `prepare`."""
     kind = manifest.content.kind
-    found: dict[str, object] = {"content.kind": kind}
+    traits: dict[str, object] = {"content.kind": kind}
     if manifest.tokenizer is not None:
-        found["tokenizer"] = manifest.tokenizer.fingerprint[:12]
+        traits["tokenizer"] = manifest.tokenizer.fingerprint[:12]
     if kind == "documents":
         geometry = {f"geometry.{key}": value for key, value in manifest.geometry.model_dump().items()}
-        found |= {**geometry, "short_documents": manifest.short_documents}
+        traits |= {**geometry, "short_documents": manifest.short_documents}
     if kind == "audio":
         names = ("sample_rate", "num_mel_bins", "frame_ms", "hop_length_ms", "max_seconds")
-        found |= {f"content.{name}": getattr(manifest.content, name) for name in names}
-    return found
+        traits |= {f"content.{name}": getattr(manifest.content, name) for name in names}
+    return traits

@@ -50,10 +50,10 @@ def joint_coverage(
     tokens = np.zeros(4)
     for corpus, (size, share) in enumerate(zip(plan.sizes, plan.shares, strict=True)):
         own = plan.num_documents * share / (sum(plan.shares) * size)  # passes over this corpus in one over all
-        whole, once = (coverage(objective, run, shards, own * each, corpus) for each in (passes, 1.0))
-        found = (whole.num_tokens, once.read_tokens, own * once.span_tokens, whole.read_tokens)
-        tokens += np.array(found) * size / whole.num_documents
-    return Coverage(plan.num_documents, *(int(one) for one in tokens))
+        whole, once = (coverage(objective, run, shards, own * times, corpus) for times in (passes, 1.0))
+        counts = (whole.num_tokens, once.read_tokens, own * once.span_tokens, whole.read_tokens)
+        tokens += np.array(counts) * size / whole.num_documents
+    return Coverage(plan.num_documents, *(int(count) for count in tokens))
 
 
 def coverage(objective: ObjectiveConfig, run: RunContext, shards: ShardSet, passes: float, corpus: int = 0) -> Coverage:
@@ -65,8 +65,8 @@ def coverage(objective: ObjectiveConfig, run: RunContext, shards: ShardSet, pass
     passes = min(passes, _PASSES)
     size, first = shards.sizes[corpus], sum(shards.sizes[:corpus])
     mean = shards.manifest.totals["num_tokens"] / max(1, shards.manifest.totals["kept"])
-    most = max(32, min(int(_DRAWS / max(1.0, passes)), int(_TOKENS / max(1.0, mean))))
-    places = np.arange(min(size, most))
+    max_documents = max(32, min(int(_DRAWS / max(1.0, passes)), int(_TOKENS / max(1.0, mean))))
+    places = np.arange(min(size, max_documents))
     rows = shards.take(first + permute(seeding.key_for(run.seed, "coverage"), np.zeros_like(places), places, size))
     lengths = rows.column("num_tokens").to_numpy()
     starts = np.concatenate([[0], np.cumsum(lengths)])

@@ -48,11 +48,11 @@ def _spans(config: TrainConfig, run: Path, section: tuple[str, ...], manifest: M
         return config.spans
     began = manifest is None or bool(steps_in(run / CHECKPOINTS))
     values = (_started_with(run, section) if began else {}) or _of_shards(config, manifest)
-    found = {key: values[key] for key in missing if key in values}
-    if "min_tokens" in found:
-        longest = found.get("max_tokens", config.spans.max_tokens)
-        found["min_tokens"] = min(found["min_tokens"], longest)
-    return config.spans.model_copy(update=found)
+    update = {key: values[key] for key in missing if key in values}
+    if "min_tokens" in update:
+        longest = update.get("max_tokens", config.spans.max_tokens)
+        update["min_tokens"] = min(update["min_tokens"], longest)
+    return config.spans.model_copy(update=update)
 
 
 def unknown(config: TrainConfig) -> list[str]:
@@ -65,7 +65,7 @@ def unknown(config: TrainConfig) -> list[str]:
 def _started_with(run: Path, section: tuple[str, ...]) -> dict[str, Any]:
     """The spans of the run's settings below `section`; empty where there are none."""
     try:
-        spans = reduce(lambda found, key: found[key], (*section, "spans"), read_json(run / RESUME_SETTINGS))
+        spans = reduce(lambda tree, key: tree[key], (*section, "spans"), read_json(run / RESUME_SETTINGS))
         return {key: int(spans[key]) for key in _KEYS}
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the checks report it
         return {}
@@ -75,5 +75,5 @@ def _of_shards(config: TrainConfig, manifest: Manifest | None) -> dict[str, Any]
     if manifest is None:
         return {}
     # Rows of short texts have no spans: the defaults stay.
-    found = manifest.geometry if manifest.content.kind == "documents" else config.spans
-    return {key: getattr(found, key) for key in _KEYS}
+    geometry = manifest.geometry if manifest.content.kind == "documents" else config.spans
+    return {key: getattr(geometry, key) for key in _KEYS}

@@ -76,13 +76,13 @@ def build_train_steps(config: TrainConfig, tasks: Sequence[TrainTask], total_ste
     freeze_unused(encoder, tasks)
     if config.scaling.fsdp:
         shard(encoder, tasks[0].comm)
-    groups = [tasks] if config.task_schedule == "joint" else [[one] for one in (*tasks[1:], tasks[0])]
+    groups = [tasks] if config.task_schedule == "joint" else [[task] for task in (*tasks[1:], tasks[0])]
     return [_train_step(config, settings[group[0].name].optim, group, total_steps) for group in groups]
 
 
 def _train_step(config: TrainConfig, optim: OptimConfig, tasks: Sequence[TrainTask], total_steps: int) -> TrainStep:
     """A train step whose update has the gradients of these tasks."""
-    modules: list[nn.Module] = [one for task in tasks for one in (task.objective, task.frontend) if one]
+    modules: list[nn.Module] = [module for task in tasks for module in (task.objective, task.frontend) if module]
     reached = used_parameters(tasks[0].encoder, tasks)
     optimizer = build_optimizer(optim, tasks[0].encoder, *modules, reached=reached)
     encoder = tasks[0].encoder
@@ -116,7 +116,7 @@ def _with_reducer(config: TrainConfig, optimizer: torch.optim.Optimizer, tasks: 
     layers = {id(p) for p in body}
     # the last microbatch may have no token to predict, so heads are sent last, after what every microbatch reaches
     heads = [p for p in encoder.parameters() if id(p) not in layers]
-    frontends = [p for one in tasks if one.frontend for p in one.frontend.parameters()]
+    frontends = [p for task in tasks if task.frontend for p in task.frontend.parameters()]
     parameters = [p for p in (*heads, *frontends, *body) if id(p) in trained]
     *first, last = tasks
     return [*first, replace(last, overlap=BucketedReducer(comm, parameters, compressed))]
@@ -207,5 +207,5 @@ def parameter_counts(config: TrainConfig, shards: Path, manifests: Mapping[str, 
             modules.append([implementation_of(task.objective)(task.objective, context, size)])
             if context.frontend is not None and isinstance(content, ImagesContent | AudioContent):
                 modules[-1].append(new_frontend(context.frontend, content, embedding_width(model), task.seed))
-    first, *others = [sum(weight.numel() for part in parts for weight in part.parameters()) for parts in modules]
-    return [first + extra, *others]
+    first, *rest = [sum(weight.numel() for part in parts for weight in part.parameters()) for parts in modules]
+    return [first + extra, *rest]

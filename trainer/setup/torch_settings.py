@@ -29,10 +29,10 @@ def repeat_bits() -> None:
     Without it, sums in the gradients of flash attention and of word embeddings have the order in which a GPU gets to
     them.
     """
-    given = os.environ.get(_CUBLAS)
-    if given not in _WORKSPACES:
-        if given is not None:
-            get_logger().warning("%s = %s does not repeat bits; %s is used", _CUBLAS, given, _WORKSPACES[0])
+    value = os.environ.get(_CUBLAS)
+    if value not in _WORKSPACES:
+        if value is not None:
+            get_logger().warning("%s = %s does not repeat bits; %s is used", _CUBLAS, value, _WORKSPACES[0])
         os.environ[_CUBLAS] = _WORKSPACES[0]  # read at the first product
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it only finds mistakes
