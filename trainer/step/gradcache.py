@@ -51,8 +51,8 @@ def terms_problem(terms: Any, metrics: tuple[str, ...], views: Tensor) -> str | 
         return f"returned {terms!r}; it must return a dict of one term or more"
     for name, value in terms.items():
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-            shown = f"a {value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            return f"returned the term {name!r} as {shown}; it must be a scalar tensor of floats"
+            description = f"a {value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            return f"returned the term {name!r} as {description}; it must be a scalar tensor of floats"
     if unknown := set(terms) - set(metrics):
         return f"has terms {sorted(unknown)}; add them to its config.metrics"
     if "mlm" in terms:
@@ -145,13 +145,13 @@ class GradCache:
         own = [0] * 2 * size
         problem = facts_problem(batch) or keys_problem(self.objective, batch)
         own[rank], own[size + rank] = batch.num_rows, -1 if problem else facts_code(batch)
-        failures, selected, *found = self.comm.all_reduce_counts([int(failed), len(batch.spans.labels), *own])
-        rows, codes = found[:size], found[size:]
+        failures, selected, *by_rank = self.comm.all_reduce_counts([int(failed), len(batch.spans.labels), *own])
+        rows, codes = by_rank[:size], by_rank[size:]
         if problem or len(set(codes)) > 1:
-            given = ", ".join(batch.facts) or "none"
+            names = ", ".join(batch.facts) or "none"
             raise UsageError(
                 f"objective {self.objective.config.kind}: "
-                f"{problem or f'the facts of the collator differ between workers; worker {rank} has {given}'}. "
+                f"{problem or f'the facts of the collator differ between workers; worker {rank} has {names}'}. "
                 "Correct `collate`, which must give the same facts for any number of rows, also 0"
             )
         return None if failures else GlobalCounts(selected, sum(rows[:rank]), sum(rows))
@@ -225,11 +225,11 @@ class GradCache:
         if not self.objective.config.embeds:
             return {}, None, None
         views, total = self._views(spans, batch), counts.num_rows
-        wanted = (batch.num_rows, self.objective.num_views)
-        if views.dim() != 3 or views.shape[:2] != wanted:
+        shape = (batch.num_rows, self.objective.num_views)
+        if views.dim() != 3 or views.shape[:2] != shape:
             raise ValueError(
                 f"objective {self.objective.config.kind}: `views` returned the shape {list(views.shape)}, not "
-                f"[{wanted[0]}, {wanted[1]}, D]: `num_rows` of the batch, `num_views` of the objective, and the size"
+                f"[{shape[0]}, {shape[1]}, D]: `num_rows` of the batch, `num_views` of the objective, and the size"
             )
         table = self.comm.all_gather(views.flatten(1), counts.first_row, total).view(total, *views.shape[1:])
         if torch.is_grad_enabled() and not table.requires_grad:  # a rank without rows finds detached terms as others do

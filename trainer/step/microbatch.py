@@ -72,4 +72,4 @@ _FAILED_ALLOCATIONS = (
 
 def out_of_memory(error: RuntimeError) -> bool:
     """True if this error is a failed allocation: on a GPU, by torch or a library, or (under a limit) on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or any(one in str(error) for one in _FAILED_ALLOCATIONS)
+    return isinstance(error, torch.OutOfMemoryError) or any(phrase in str(error) for phrase in _FAILED_ALLOCATIONS)

@@ -48,5 +48,5 @@ class NonFiniteLosses:
             raise NonFiniteLossError(
                 f"{problem}. {self.in_a_row} such steps in a row exceed max_skipped_steps = {self.most_in_a_row}"
             )
-        named = f"task {name}: " if name else ""
-        get_logger().warning("step %d: %sloss or gradient not finite, skipped (%d so far)", step, named, self.skipped)
+        prefix = f"task {name}: " if name else ""
+        get_logger().warning("step %d: %sloss or gradient not finite, skipped (%d so far)", step, prefix, self.skipped)

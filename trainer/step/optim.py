@@ -60,19 +60,19 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     if len(kinds) == 1:
         return full_tensor(torch.nn.utils.clip_grad_norm_(kinds[0], math.inf if max_norm is None else max_norm))
     gradients = [[p.grad for p in kind if p.grad is not None] for kind in kinds]
-    norms = [full_tensor(torch.nn.utils.get_total_norm(some)) for some in gradients]
+    norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in gradients]
     norm = math.hypot(*map(float, norms))
     if max_norm is not None:
         factor = max_norm / (norm + 1e-6)  # as torch clips
-        for some in gradients:
-            multiply_all(some, min(1.0, factor))
+        for group in gradients:
+            multiply_all(group, min(1.0, factor))
     return torch.tensor(norm, dtype=torch.float64, device=norms[0].device)
 
 
 def build_optimizer(
     config: OptimConfig,
     encoder: nn.Module,
-    *others: nn.Module,
+    *modules: nn.Module,
     reached: Collection[int] | None = None,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
@@ -81,14 +81,14 @@ def build_optimizer(
     Args:
         config: settings of the optimizer.
         encoder: the encoder.
-        others: objectives and frontends.
+        modules: objectives and frontends.
         reached: ids of the encoder's parameters that get a gradient; None: all that are trainable.
         fused: update all parameters by one kernel; None: on a GPU.
     """
     groups = parameter_groups(encoder, config.weight_decay)
     if reached is not None:
         groups = [{**group, "params": [p for p in group["params"] if id(p) in reached]} for group in groups]
-    groups += [group for one in others for group in parameter_groups(one, config.weight_decay) if group["params"]]
+    groups += [group for part in modules for group in parameter_groups(part, config.weight_decay) if group["params"]]
     fused = next(encoder.parameters()).is_cuda if fused is None else fused
     if not config.bias_correction:
         return UncorrectedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)

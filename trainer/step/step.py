@@ -86,14 +86,14 @@ class TrainStep:
         """As `step`, but leaves the metrics to be read later. Workers agree on the requests of `agreement` too."""
         self._clear()
         buffers = [task.buffers() for task in self.tasks]
-        found = self.gradients(batch, step, agreement)
+        results = self.gradients(batch, step, agreement)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._sum(parameters)
         norm = clip_gradients(parameters, self.optim.max_grad_norm)
-        totals = [task.totals(batch[task.name], one) for task, one in zip(self.tasks, found, strict=True)]
+        totals = [task.totals(batch[task.name], result) for task, result in zip(self.tasks, results, strict=True)]
         values = torch.cat([norm.double().view(1), *totals])
-        spreads = [one.spread for one in found if one.spread is not None]
-        pending = PendingStep(self, step, found, torch.cat([values, *spreads]))
+        spreads = [result.spread for result in results if result.spread is not None]
+        pending = PendingStep(self, step, results, torch.cat([values, *spreads]))
         if self.late:  # the spread may be NaN in a step that is whole
             self.optimizer.found_inf = (~values.isfinite().all()).float()  # type: ignore[attr-defined]
         elif pending.metrics.skipped:
@@ -102,9 +102,9 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = pending.rate
         self.optimizer.step()
-        for task, one in zip(self.tasks, found, strict=True):
-            if one.gathered is not None:
-                task.objective.remember(one.gathered)
+        for task, result in zip(self.tasks, results, strict=True):
+            if result.gathered is not None:
+                task.objective.remember(result.gathered)
         return pending
 
     def gradients(
@@ -122,14 +122,14 @@ class TrainStep:
         """
         buffers = [task.buffers() for task in self.tasks]
         while True:
-            found = list[Gradients]()
+            results = list[Gradients]()
             for task in self.tasks:
-                one = task.attempt(batch[task.name], step, agreement if task is self.tasks[-1] else None)
-                if one is None:
+                result = task.attempt(batch[task.name], step, agreement if task is self.tasks[-1] else None)
+                if result is None:
                     break
-                found.append(one)
+                results.append(result)
             else:
-                return found
+                return results
             self._clear()
             self._restore(buffers)
             task.microbatch.lower(batch[task.name].spans, self.comm)
@@ -201,28 +201,28 @@ class PendingStep:
         if self._copied is not None:
             self._copied.synchronize()
         tasks = self.train_step.tasks
-        sizes = [1, *(NUM_COUNTS + len(one.terms) for one in self.found)]
-        spread = [task for task, one in zip(tasks, self.found, strict=True) if one.spread is not None]
+        sizes = [1, *(NUM_COUNTS + len(result.terms) for result in self.found)]
+        spread = [task for task, result in zip(tasks, self.found, strict=True) if result.spread is not None]
         parts = self.values.split([*sizes, *([len(SPREAD)] * len(spread))])
         (norm,), *totals = (part.tolist() for part in parts[: len(sizes)])
         spreads = zip(spread, parts[len(sizes) :], strict=True)
-        losses = [task.losses(*one) for task, *one in zip(tasks, self.found, totals, strict=True)]
-        loss = sum(each for each, _ in losses)
-        counts = [one[:NUM_COUNTS] for one in totals]
+        losses = [task.losses(*arguments) for task, *arguments in zip(tasks, self.found, totals, strict=True)]
+        loss = sum(task_loss for task_loss, _ in losses)
+        counts = [total[:NUM_COUNTS] for total in totals]
         _, tokens, places, flops, _ = (sum(column) for column in zip(*counts, strict=True))
-        digest, *others = (int(one[-1]) % DIGEST for one in counts)
+        digest, *task_digests = (int(row[-1]) % DIGEST for row in counts)
         return StepMetrics(
             loss=loss,
             terms={name: value for _, terms in losses for name, value in terms.items()},
             grad_norm=norm,
             lr=self.rate,
-            num_selected=sum(one.num_selected for one in self.found),
+            num_selected=sum(result.num_selected for result in self.found),
             num_tokens=int(tokens),
             padding_share=1 - tokens / max(1.0, places),
             flops=flops,
             batch_digest=digest,
             skipped=not (math.isfinite(loss) and math.isfinite(norm)),
-            auxiliary={f"{task.label}batch_digest": one for task, one in zip(tasks[1:], others, strict=True)}
+            auxiliary={f"{task.label}batch_digest": value for task, value in zip(tasks[1:], task_digests, strict=True)}
             | {
                 f"{task.label}{name}": value
                 for task, values in spreads
@@ -244,11 +244,11 @@ class PendingStep:
 
     def _problem(self) -> str:
         """Message about a loss or gradient that is not finite."""
-        found, name = self.metrics, self.train_step.name
+        metrics, name = self.metrics, self.train_step.name
         return (
-            f"step {self.step}{f', task {name}' if name else ''}: loss {found.loss} "
-            f"({', '.join(f'{term} {value}' for term, value in found.terms.items())}), gradient norm "
-            f"{found.grad_norm}: not finite, nothing was updated{' by this task' if name else ''}. Try a smaller "
+            f"step {self.step}{f', task {name}' if name else ''}: loss {metrics.loss} "
+            f"({', '.join(f'{term} {value}' for term, value in metrics.terms.items())}), gradient norm "
+            f"{metrics.grad_norm}: not finite, nothing was updated{' by this task' if name else ''}. Try a smaller "
             f"{f'auxiliary_tasks.{name}.' if name else ''}optim.lr (now {self.train_step.optim.lr}), a larger "
             "temperature if the loss has one, or precision: fp32"
         )

@@ -63,7 +63,7 @@ class CanonicalCache(GradCache):
     ) -> Gradients:
         share = self.weight * self.objective.config.mlm_weight / max(1, counts.selected)
         cached = [(spans.detach(), mlm_sum.detach()) for spans, mlm_sum in embedded]
-        kept = embedded if any(each.requires_grad for pair in embedded for each in pair) else []
+        kept = embedded if any(tensor.requires_grad for pair in embedded for tensor in pair) else []
         # the loss is the same on every rank, so one of them adds the gradient of the objective's parameters
         with self.reducer.ignoring() if self.comm.rank else nullcontext():
             terms, gradient, gathered, spread = self._through_loss(cached, batch, counts)
@@ -164,25 +164,25 @@ class TrainTask:
         counts = passes.count(batch, failed=embedded is None)
         if embedded is None or counts is None:
             return None
-        found = self._tried(lambda: passes.differentiate(batch, pieces, embedded, counts))
+        result = self._tried(lambda: passes.differentiate(batch, pieces, embedded, counts))
         if self.microbatch.automatic and self.overlap is not None:
             self.overlap.flush()  # a rank that failed sends the rest too, so that all enter the same exchanges
-        return found if self._all_fit(found is not None, agreement) else None
+        return result if self._all_fit(result is not None, agreement) else None
 
-    def totals(self, batch: RankBatch, found: Gradients) -> Tensor:
+    def totals(self, batch: RankBatch, gradients: Gradients) -> Tensor:
         """`(5 + n,)` float64: MLM sum, tokens, token places, FLOPs and digest of all ranks, and n terms of the loss."""
-        spans, encoder, mlm_sum = batch.spans, self.encoder, found.mlm_sum.double()[None]
+        spans, encoder, mlm_sum = batch.spans, self.encoder, gradients.mlm_sum.double()[None]
         places = sum(encoder.token_places(piece) for piece in self.cut(batch))
         flops = step_flops(encoder.model, encoder.num_linear_weights, spans.lengths, len(spans.labels))
         counts = torch.tensor([spans.num_tokens, places, flops, batch.digest], dtype=torch.float64)
         totals = self.comm.all_reduce_sum(torch.cat([mlm_sum, to_device(counts, mlm_sum.device)]))
-        return torch.cat([totals, *(value.detach().double().view(1) for value in found.terms.values())])
+        return torch.cat([totals, *(value.detach().double().view(1) for value in gradients.terms.values())])
 
-    def losses(self, found: Gradients, totals: list[float]) -> tuple[float, dict[str, float]]:
+    def losses(self, gradients: Gradients, totals: list[float]) -> tuple[float, dict[str, float]]:
         """The weighted loss, and its terms by their names in the metrics, of `totals` that were read."""
         config, (mlm_sum, *numbers) = self.objective.config, totals
-        values = dict(zip(found.terms, numbers[NUM_COUNTS - 1 :], strict=True))
-        values["mlm"] = mlm_sum / max(1, found.num_selected)
+        values = dict(zip(gradients.terms, numbers[NUM_COUNTS - 1 :], strict=True))
+        values["mlm"] = mlm_sum / max(1, gradients.num_selected)
         values = {name: values.get(name, 0.0) for name in config.metrics}
         loss = sum({"mlm": config.mlm_weight}.get(name, 1.0) * value for name, value in values.items())
         return self.weight * loss, {f"{self.label}{name}": value for name, value in values.items()}
@@ -195,12 +195,12 @@ class TrainTask:
 
     def _passes(self, batch: RankBatch, step: int) -> GradCache:
         """Both passes of a step."""
-        given = self.encoder, self.objective, self.comm, self.seed, step, self.autocast, self.frontend, self.weight
+        arguments = self.encoder, self.objective, self.comm, self.seed, step, self.autocast, self.frontend, self.weight
         if self.reducer is None:
-            return GradCache(*given, self.shared_rows, *([] if self.overlap is None else [self.overlap.arm]))
+            return GradCache(*arguments, self.shared_rows, *([] if self.overlap is None else [self.overlap.arm]))
         first = batch.canonical[0].number if batch.canonical else 0
         limit = self.microbatch.max_tokens
-        return CanonicalCache(*given, reducer=self.reducer, max_tokens=limit, first_canonical=first)
+        return CanonicalCache(*arguments, reducer=self.reducer, max_tokens=limit, first_canonical=first)
 
     def _pieces(self, batch: RankBatch) -> list[AnyBatch]:
         """The microbatches of a share. With a sharded encoder, all ranks get the same number; the last may be empty."""
