@@ -74,10 +74,10 @@ def _gpu_problem() -> str | None:
     """A message if torch cannot use the GPU that Ray has reserved here: Ray counts GPUs when a node starts."""
     if torch.cuda.is_available():
         return None
-    found = f"this run trains on GPUs, and torch {torch.__version__} can use none on host {socket.gethostname()}"
+    problem = f"this run trains on GPUs, and torch {torch.__version__} can use none on host {socket.gethostname()}"
     if not torch.backends.cuda.is_built():
-        return f"{found}, because it is built without CUDA; install torch with CUDA on all hosts"
-    return f"{found}; check `nvidia-smi` there, and restart or replace the host"
+        return f"{problem}, because it is built without CUDA; install torch with CUDA on all hosts"
+    return f"{problem}; check `nvidia-smi` there, and restart or replace the host"
 
 
 def _refuse(problem: str) -> None:
@@ -117,16 +117,16 @@ def record_exchanges() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_KEPT))
 
 
-def newest_exchanges(most: int = 3) -> list[str]:
+def newest_exchanges(limit: int = 3) -> list[str]:
     """Descriptions of the newest exchanges of each backend, oldest first: number, kind, sizes, and if it has ended.
 
     Empty without a recorder, which is not a public part of torch.
     """
-    found = list[_Exchange]()
+    exchanges = list[_Exchange]()
     for dump in flight_recorders():
-        found += msgspec.json.decode(dump(True, False), type=_Trace).entries[-most:]
+        exchanges += msgspec.json.decode(dump(True, False), type=_Trace).entries[-limit:]
     return [
-        f"{one.collective_seq_id} {one.profiling_name} {one.input_dtypes}{one.input_sizes}: "
-        f"{'ended' if one.retired else one.state}"
-        for one in found
+        f"{exchange.collective_seq_id} {exchange.profiling_name} {exchange.input_dtypes}{exchange.input_sizes}: "
+        f"{'ended' if exchange.retired else exchange.state}"
+        for exchange in exchanges
     ]

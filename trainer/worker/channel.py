@@ -47,8 +47,8 @@ class ControlChannel:
     def heartbeats(self) -> list[dict[str, Any]]:
         """The newest heartbeat of every rank that has written one."""
         keys = head().internal_kv_keys(self._key("heartbeat/"), _NAMESPACE, timeout=_CALL_SECONDS)
-        found = head().internal_kv_multi_get(list(keys), _NAMESPACE, timeout=_CALL_SECONDS) if keys else {}
-        return [json.loads(raw) for raw in found.values()]
+        values = head().internal_kv_multi_get(list(keys), _NAMESPACE, timeout=_CALL_SECONDS) if keys else {}
+        return [json.loads(raw) for raw in values.values()]
 
     def request_stop(self, reason: str) -> None:
         """Asks the workers to save and stop."""
@@ -96,8 +96,10 @@ class ChannelReader(Watcher):
                 self._channel.request_stop(self.stop_reason)
                 self._posted = True
             self.heartbeats = self._channel.heartbeats()
-            self._seconds = period(max((each["size"] for each in self.heartbeats), default=1))
-            self.draining = draining({each["node"] for each in self.heartbeats if each["phase"] != "ended"})
+            self._seconds = period(max((heartbeat["size"] for heartbeat in self.heartbeats), default=1))
+            self.draining = draining(
+                {heartbeat["node"] for heartbeat in self.heartbeats if heartbeat["phase"] != "ended"}
+            )
             self.answered = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
@@ -110,9 +112,9 @@ class ChannelReader(Watcher):
 
 def draining(nodes: set[str]) -> str | None:
     """A message if one of these nodes is about to be removed, with the remaining time."""
-    found = {node: at for node, at in draining_nodes().items() if node in nodes}
-    if not found:
+    deadlines = {node: at for node, at in draining_nodes().items() if node in nodes}
+    if not deadlines:
         return None
-    node, deadline_ms = min(found.items(), key=lambda item: item[1] or float("inf"))
+    node, deadline_ms = min(deadlines.items(), key=lambda item: item[1] or float("inf"))
     left = f" in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
     return f"node {node[:8]} is about to be removed{left}"

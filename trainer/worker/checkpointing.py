@@ -70,23 +70,23 @@ class Checkpointing:
         """
         folder, train_step = self._run / CHECKPOINTS, self._train_step
         first = train_step.comm.rank == 0
-        found = checkpoint.find_latest(folder, self.identity) if first else None
-        done = train_step.comm.all_reduce_max(0 if found is None else found[1].step)
+        latest = checkpoint.find_latest(folder, self.identity) if first else None
+        done = train_step.comm.all_reduce_max(0 if latest is None else latest[1].step)
         if done:
             path = checkpoint.checkpoint_path(folder, done)
-            state = checkpoint.read_state(path) if found is None else found[1]
+            state = checkpoint.read_state(path) if latest is None else latest[1]
             load(path, self._scheduler.train_steps)
             counts = {"": (state.skipped, state.skipped_in_a_row), **state.tasks_skipped}
-            for one in self._scheduler.train_steps:
-                one.nonfinite_losses.skipped, one.nonfinite_losses.in_a_row = counts.get(one.name, (0, 0))
+            for update in self._scheduler.train_steps:
+                update.nonfinite_losses.skipped, update.nonfinite_losses.in_a_row = counts.get(update.name, (0, 0))
             self._reported, self._validated = state.reported, done
         self.at_start = done == 0
         if first:
             self.early_stopping.resume(done)
             line = read_last_step(self._run / METRICS)
-            taken = 0 if line is None else line["step"]
-            if done or taken:
-                repeated = f"; repeating steps {done + 1} to {taken}" if taken > done else ""
+            last_step = 0 if line is None else line["step"]
+            if done or last_step:
+                repeated = f"; repeating steps {done + 1} to {last_step}" if last_step > done else ""
                 get_logger().info("continuing after step %d%s", done, repeated)
         return done
 
@@ -214,7 +214,7 @@ class Checkpointing:
                 line = {name: value for name, value in (self._heartbeat.line or {}).items() if name != "kind"}
                 place = child(child(self._config.run, CHECKPOINTS), checkpoint.checkpoint_path(Path(), step).name)
                 self._metrics[step] = {**line, **scores, "step": step, "checkpoint": place}
-            *others, (_, main) = [(one.name, one.nonfinite_losses) for one in self._scheduler.train_steps]
+            *auxiliary, (_, main) = [(update.name, update.nonfinite_losses) for update in self._scheduler.train_steps]
             reported = self._reported
             if reported is not None and self._validated != step:
                 reported = reported.model_copy(update={"rows": []})
@@ -227,7 +227,7 @@ class Checkpointing:
                 files={},
                 skipped=main.skipped,
                 skipped_in_a_row=main.in_a_row,
-                tasks_skipped={name: (one.skipped, one.in_a_row) for name, one in others if one.skipped},
+                tasks_skipped={name: (losses.skipped, losses.in_a_row) for name, losses in auxiliary if losses.skipped},
                 task_hashes=self._task_hashes,
                 **self.identity,
             )

@@ -119,5 +119,5 @@ def _device(kind: Literal["cpu", "cuda"]) -> torch.device:
         return torch.device("cpu")
     from ray.train.torch import get_device
 
-    found: torch.device = get_device()
-    return found
+    device: torch.device = get_device()
+    return device

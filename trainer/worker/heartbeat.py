@@ -160,9 +160,9 @@ def _counted(name: str, phase: str) -> Callable[..., Any]:
     exchange = getattr(Communicator, name)
 
     @wraps(exchange)
-    def counted(self: CountedCommunicator, *arguments: Any, **named: Any) -> Any:
+    def counted(self: CountedCommunicator, *arguments: Any, **keywords: Any) -> Any:
         with self.heartbeat.exchange(phase):
-            return exchange(self, *arguments, **named)
+            return exchange(self, *arguments, **keywords)
 
     return counted
 

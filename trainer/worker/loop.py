@@ -101,8 +101,8 @@ class TrainingLoop:
         loggers = dict[str, Callable[[], AbstractContextManager[Log]]]()
         if config.metrics.wandb.mode != "disabled":
             facts = self.checkpointing.identity | {"run": config.run, "host": socket.gethostname()}
-            shown = config.model_dump(mode="json")
-            loggers["Weights & Biases"] = partial(wandb_run, config.metrics.wandb, self.run, facts, shown)
+            config_values = config.model_dump(mode="json")
+            loggers["Weights & Biases"] = partial(wandb_run, config.metrics.wandb, self.run, facts, config_values)
         again = self.checkpointing.at_start and self.validator is not None
         return contextlib.closing(MetricsWriter(self.run, done, alarms, loggers, again))
 
@@ -118,9 +118,9 @@ class TrainingLoop:
             if step == done + 1:
                 self.stopwatch.mark("batch")
             agreement = Agreement(partial(self.requests, step))
-            taken, ended = self.scheduler.begin(batch, step, agreement), recorder.event()
+            pending, ended = self.scheduler.begin(batch, step, agreement), recorder.event()
             recorder.settle()  # the step before, which the device finishes while it has this one to compute
-            recorder.hold(taken, ended)
+            recorder.hold(pending, ended)
             due = step == train_step.total_steps or (every and step % every == 0)
             if due or step == done + 1 or not self.scheduler.late:
                 recorder.settle()
@@ -152,14 +152,14 @@ class TrainingLoop:
             return {}
         half = self.train_step.tasks[0].autocast if self.device.type == "cuda" else None
         with self.heartbeat.doing("validating"), torch.autocast(self.device.type, half, enabled=half is not None):
-            found = self.validator.scores(self.train_step.encoder)
-        if found is None:
+            all_scores = self.validator.scores(self.train_step.encoder)
+        if all_scores is None:
             raise NonFiniteLossError(
                 f"step {step}: held-out embeddings are not finite. Try a smaller optim.lr (now {self.config.optim.lr}) "
                 "or precision: fp32"
             )
         score = self.config.validation.score
-        scores, name, rows = divide(found, self.config.seed, score)
+        scores, name, rows = divide(all_scores, self.config.seed, score)
         if self.config.chooses and score not in scores:
             raise UsageError(
                 f"validation.score = {score}: the held-out rows have only {', '.join(scores)}, so no checkpoint could "
@@ -167,9 +167,9 @@ class TrainingLoop:
             )
         if metrics:
             metrics.scores(step, scores)
-            chosen = [each for each in (score, REPORTED + score) if each in scores] or scores
-            told = ", ".join(f"{each} {scores[each]:.4f}" for each in chosen)
-            get_logger().info("validated after step %d of %d: %s", step, self.train_step.total_steps, told)
+            chosen = [key for key in (score, REPORTED + score) if key in scores] or scores
+            text = ", ".join(f"{key} {scores[key]:.4f}" for key in chosen)
+            get_logger().info("validated after step %d of %d: %s", step, self.train_step.total_steps, text)
         self.checkpointing.scored(step, scores, name, rows)
         return scores
 
@@ -197,10 +197,11 @@ class TrainingLoop:
         """
         encoder = self.config.encoder
         needs_head = self.config.objective.mlm and not encoder.new_mlm_head
-        found = self.train_step.encoder.load_report.problems(encoder.pretrained, needs_head)
-        if self.train_step.comm.all_reduce_max(len(found)):
+        problems = self.train_step.encoder.load_report.problems(encoder.pretrained, needs_head)
+        if self.train_step.comm.all_reduce_max(len(problems)):
             raise EncoderError(
-                "; ".join(found) or f"encoder.pretrained = {encoder.pretrained}: weights are missing on another worker"
+                "; ".join(problems)
+                or f"encoder.pretrained = {encoder.pretrained}: weights are missing on another worker"
             )
 
 
@@ -229,14 +230,14 @@ class Recorder:
         self._pending: list[PendingStep] = []
         self._began = self.event()
 
-    def hold(self, taken: list[PendingStep], ended: DeviceEvent) -> None:
+    def hold(self, pending: list[PendingStep], ended: DeviceEvent) -> None:
         """Keeps a step until its metrics are read.
 
         Args:
-            taken: its updates.
+            pending: its updates.
             ended: their end on the device.
         """
-        self._pending, self._ended = taken, ended
+        self._pending, self._ended = pending, ended
         self._waited_seconds, self.batches.waited_seconds = self.batches.waited_seconds, 0.0
 
     def settle(self) -> None:

@@ -59,8 +59,8 @@ def draining_nodes() -> dict[str, int]:
     """
     from ray._private.state import state
 
-    found: dict[str, int] = state.get_draining_nodes()
-    return found
+    nodes: dict[str, int] = state.get_draining_nodes()
+    return nodes
 
 
 def drain_node(node: str, reason: str, end: float) -> str | None:
@@ -77,9 +77,9 @@ def drain_node(node: str, reason: str, end: float) -> str | None:
 
 def _exists(module: str, name: str) -> bool:
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError):
         return False
     return True

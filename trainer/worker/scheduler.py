@@ -27,7 +27,7 @@ class TaskScheduler:
     @property
     def late(self) -> bool:
         """True if metrics may be read while the next step is computed."""
-        return all(one.late for one in self.train_steps)
+        return all(train_step.late for train_step in self.train_steps)
 
     def take(self, batch: Mapping[str, RankBatch], step: int) -> StepMetrics:
         """Takes all updates of a step; a bad loss leaves out its own update alone.
@@ -43,35 +43,35 @@ class TaskScheduler:
         Raises:
             NonFiniteLossError: a loss is not finite and may not be skipped; earlier updates of the step are done.
         """
-        taken = []
-        for one in self.train_steps:
-            taken.append(one.begin(batch, step, agreement if one is self.main else None))
+        pending = []
+        for train_step in self.train_steps:
+            pending.append(train_step.begin(batch, step, agreement if train_step is self.main else None))
             if not self.late:
-                taken[-1].read()
-        return taken
+                pending[-1].read()
+        return pending
 
 
-def read(taken: Sequence[PendingStep]) -> StepMetrics:
+def read(pending: Sequence[PendingStep]) -> StepMetrics:
     """Metrics of all updates of a step: sums of loss and counts; norm, rate and digest by task.
 
     Raises:
         NonFiniteLossError: a loss is not finite and may not be skipped.
     """
-    parts = [one.read() for one in taken]
-    *others, main = parts
-    if not others:
+    parts = [step.read() for step in pending]
+    *other_parts, main = parts
+    if not other_parts:
         return main
     tokens = sum(part.num_tokens for part in parts)
     places = sum(part.num_tokens / max(1e-9, 1 - part.padding_share) for part in parts)
     auxiliary = {
-        f"{one.train_step.name}_{key}": getattr(part, key)
-        for one, part in zip(taken, others, strict=False)
+        f"{step.train_step.name}_{key}": getattr(part, key)
+        for step, part in zip(pending, other_parts, strict=False)
         for key in ("grad_norm", "lr", "batch_digest", "skipped")
     }
     return replace(
         main,
         loss=sum(part.loss for part in parts),
-        terms={name: value for part in (main, *others) for name, value in part.terms.items()},
+        terms={name: value for part in (main, *other_parts) for name, value in part.terms.items()},
         num_selected=sum(part.num_selected for part in parts),
         num_tokens=tokens,
         padding_share=1 - tokens / max(1.0, places),

@@ -79,10 +79,10 @@ class AwsMetadata:
         if answer is None:
             return None
         try:
-            found = msgspec.json.decode(answer, type=_Action)
+            instance_action = msgspec.json.decode(answer, type=_Action)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise OSError(f"spot/instance-action: {error}") from error
-        return SpotNotice(found.action, found.time.timestamp())
+        return SpotNotice(instance_action.action, instance_action.time.timestamp())
 
     def _get(self) -> bytes | None:
         """The answer about this host's end; None while there is none."""

@@ -57,18 +57,18 @@ def work(
     with heartbeat.doing("fetching"):
         run = run_folder(config.run, config.cache)
         settings = config.tasks()
-        shards = {name: training_set(one) for name, one in settings.items()}
-        hashes = data_hashes({name: one.manifest for name, one in shards.items()})
+        shards = {name: training_set(task_config) for name, task_config in settings.items()}
+        hashes = data_hashes({name: split.manifest for name, split in shards.items()})
         contents, unreadable, _ = scored_contents(config)
         if unreadable:
             raise OSError("; ".join(unreadable.values()))  # of a storage it may pass: a group is started again
         here = {"data_hash": joint_hash(hashes), **config.with_contents(contents).contents}
-        others = [key for key, value in identity.items() if key != "config_hash" and here.get(key) != value]
+        keys = [key for key, value in identity.items() if key != "config_hash" and here.get(key) != value]
         problem = ""
-        if others:
-            places = " or ".join(place for one in settings.values() for place in one.places)
-            told, host = " and ".join(places if key == "data_hash" else key for key in others), socket.gethostname()
-            problem = f"{told} on {host} differ from what this command began with; restore them, or name another run"
+        if keys:
+            places = " or ".join(place for task_config in settings.values() for place in task_config.places)
+            names, host = " and ".join(places if key == "data_hash" else key for key in keys), socket.gethostname()
+            problem = f"{names} on {host} differ from what this command began with; restore them, or name another run"
         if comm.all_reduce_max(int(bool(problem))):
             return _given_up(problem, comm.rank)
         identity = {key: identity[key] for key in ("config_hash", "data_hash")}
@@ -78,26 +78,26 @@ def work(
         tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
         encoder = build_encoder(config, tokenizer).to(device).train()
         tasks = [
-            build_task(config, name, encoder, one.manifest, comm, Microbatch.of(config.microbatch_tokens, device))
-            for name, one in shards.items()
+            build_task(config, name, encoder, split.manifest, comm, Microbatch.of(config.microbatch_tokens, device))
+            for name, split in shards.items()
         ]
     except (ShardError, EncoderError, UsageError) as error:
         problem = str(error)
     if comm.all_reduce_max(int(bool(problem))):  # a host may have other packages than the first one
         return _given_up(problem, comm.rank)
-    plans = {name: one.plan(shards[name].sizes) for name, one in settings.items()}
+    plans = {name: task_config.plan(shards[name].sizes) for name, task_config in settings.items()}
     train_steps = build_train_steps(config, tasks, config.total_steps(plans[""]))
     collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
 
     def read(name: str, done: int) -> Iterator[RankBatch]:
         fetch = getattr(collators[name], "fetch", None)
         place = comm.rank, comm.size, done, train_steps[-1].total_steps, settings[name].places
-        mine = rank_plan(plans[name], shards[name], *place, fetch=fetch)
-        return batches(mine, collators[name], device, tasks=reporter is not None)
+        plan = rank_plan(plans[name], shards[name], *place, fetch=fetch)
+        return batches(plan, collators[name], device, tasks=reporter is not None)
 
     def prefetch(done: int) -> Prefetcher:
         shares = zip(*(read(name, done) for name in settings), strict=True)
-        return Prefetcher(dict(zip(settings, one, strict=True)) for one in shares)
+        return Prefetcher(dict(zip(settings, rank_batches, strict=True)) for rank_batches in shares)
 
     scheduler = TaskScheduler(train_steps)
     checkpointing = Checkpointing(config, run, identity, hashes, scheduler, heartbeat, reporter)
