@@ -147,7 +147,7 @@ def _began() -> float:
 def _data_places(config: TrainConfig) -> list[str]:
     """Folders and addresses of all shards that a run reads."""
     validated = [config.validation.data] if config.validation.data else []
-    return validated + [place for one in config.tasks().values() for place in one.places]
+    return validated + [place for task in config.tasks().values() for place in task.places]
 
 
 def _plan(run: ResolvedRun) -> str:
@@ -167,10 +167,10 @@ def _plan(run: ResolvedRun) -> str:
     except (ShardError, EncoderError, NonFiniteLossError, MicrobatchError, OSError) as error:
         raise ConfigError("train --plan", [str(error)]) from error
     except RuntimeError as error:
-        told = refusal(error)
-        if told is None:
+        message = refusal(error)
+        if message is None:
             raise
-        raise ConfigError("train --plan", [told]) from error
+        raise ConfigError("train --plan", [message]) from error
 
 
 @answered
@@ -182,11 +182,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # before loading torch and Ray, which takes many seconds on a busy machine
     config = load_config(arguments.config, "train", TrainConfig, arguments.overrides, place_problems)
     if arguments.print_config:
-        shown = config
+        printed_config = config
         if not any(map(is_remote, _data_places(config))):
-            shown = with_geometry(config, run_folder(config.run, config.cache), find_shards(config).manifests)
-        sys.stdout.write(annotated_yaml(shown))
-        if left := unknown(shown):
+            printed_config = with_geometry(config, run_folder(config.run, config.cache), find_shards(config).manifests)
+        sys.stdout.write(annotated_yaml(printed_config))
+        if left := unknown(printed_config):
             get_logger().warning(
                 "data = %s: its shards cannot be read now. A run takes %s from them; the values shown are "
                 "defaults, so remove them before you use this output as a config file",
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             early.end()
     sys.stdout.write(f"{summary['run']}: {summary['steps']} steps in {summary['seconds']:.0f} s")
     sys.stdout.write(f", ended early: {summary['why']}" if summary["ended"] == "early" else "")
-    sys.stdout.write("".join(f"; {told}" for told in (summary["verdict"]["sentence"], *neighbours_of(summary))))
+    sys.stdout.write("".join(f"; {sentence}" for sentence in (summary["verdict"]["sentence"], *neighbours_of(summary))))
     exported = "" if summary["exported_step"] == summary["steps"] else f" (step {summary['exported_step']})"
     sys.stdout.write(f"; encoder in {summary['export']}{exported}\n")
     return 0

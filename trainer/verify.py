@@ -88,20 +88,20 @@ def verify(config: TrainConfig, documents: int, processes: list[int]) -> Iterato
     precisions: tuple[Precision, ...] = ("float64", "float32")
     references = {precision: _single(config, size, Case(precision, 1, None)) for precision in precisions}
     tokens = references["float64"][1]
-    gradients = {precision: found for precision, (found, _) in references.items()}
+    gradients = {precision: tensors for precision, (tensors, _) in references.items()}
     rounding = _distance(gradients["float32"], gradients["float64"])[1]
     limits = TOLERANCES | {"float32": max(TOLERANCES["float32"], _ROUNDINGS * rounding)}
     cuts = [None, max(1, tokens // 2), max(1, tokens // 7)]
     for number in [1, *processes]:
         cases = [Case(p, number, cut) for p in precisions for cut in cuts if (number, cut) != (1, None)]
-        found = [_single(config, size, case)[0] for case in cases] if number == 1 else _group(config, size, cases)
-        for case, one in zip(cases, found, strict=True):
+        results = [_single(config, size, case)[0] for case in cases] if number == 1 else _group(config, size, cases)
+        for case, result in zip(cases, results, strict=True):
             reference = gradients[case.precision]
-            loss = float((one["loss"] - reference["loss"]).abs())
-            yield Difference(case, loss, *_distance(one, reference), limits[case.precision])
+            loss = float((result["loss"] - reference["loss"]).abs())
+            yield Difference(case, loss, *_distance(result, reference), limits[case.precision])
 
 
-def _distance(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, float]:
+def _distance(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, float]:
     """Largest difference of a gradient's entry, and the largest one relative to the largest entry of the reference.
 
     Encoder, objectives and frontends are compared separately, because their gradients differ in size; so are the train
@@ -113,7 +113,7 @@ def _distance(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[f
             parts.setdefault(_part(name), []).append(name)
     absolute, relative = [0.0], [0.0]
     for names in parts.values():
-        difference = _largest([float((found[name] - reference[name]).abs().max()) for name in names])
+        difference = _largest([float((gradients[name] - reference[name]).abs().max()) for name in names])
         largest = _largest([float(reference[name].abs().max()) for name in names])
         absolute.append(difference)
         relative.append(difference / largest if largest else difference)
@@ -160,9 +160,9 @@ def _rank(rank: int, config: dict[str, object], size: int, cases: list[dict[str,
     torch.set_num_threads(1)
     try:
         for number, case in enumerate(cases):
-            found = _gradients(*_prepare(TrainConfig.model_validate(config), size, Case(**case), comm))
+            gradients = _gradients(*_prepare(TrainConfig.model_validate(config), size, Case(**case), comm))
             if rank == 0:
-                save_file(found, _result(folder, number))
+                save_file(gradients, _result(folder, number))
     finally:
         dist.destroy_process_group()
 
@@ -173,16 +173,18 @@ def _prepare(
     """The configuration's train steps, and this rank's share of the run's first batch."""
     transformers_logging.disable_progress_bar()  # one per case and process
     settings = config.tasks()
-    shards = {name: training_set(one) for name, one in settings.items()}
+    shards = {name: training_set(task_config) for name, task_config in settings.items()}
     tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
     encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()
     exact = config.model_copy(update={"precision": "fp32"})
     tasks, shares = [], {}
-    for name, one in settings.items():
+    for name, task_config in settings.items():
         microbatch = Microbatch(case.microbatch_tokens)
         task = build_task(exact, name, encoder, shards[name].manifest, comm, microbatch)
-        batch = size if not name else min(size, one.batch_documents)
-        plan = dataclasses.replace(one.plan(shards[name].sizes), batch_documents=batch, canonical_documents=None)
+        batch = size if not name else min(size, task_config.batch_documents)
+        plan = dataclasses.replace(
+            task_config.plan(shards[name].sizes), batch_documents=batch, canonical_documents=None
+        )
         epochs, documents = plan.documents(0, 1, *plan.slice(comm.rank, comm.size))
         collator = build_collator(task.objective, encoder, vocabulary)
         rows = fetched(shards[name], documents, epochs, getattr(collator, "fetch", None))
@@ -197,16 +199,16 @@ def _gradients(train_steps: list[TrainStep], batch: dict[str, RankBatch]) -> dic
     total = torch.zeros((), dtype=torch.float64)
     for train_step in train_steps:
         train_step.optimizer.zero_grad(set_to_none=True)
-        found = train_step.gradients(batch, 1)
-        named = step_parameters(train_step)
-        named = {name: p for name, p in named.items() if p.requires_grad}
-        train_step.comm.all_reduce_gradients(list(named.values()))
-        for task, one in zip(train_step.tasks, found, strict=True):
-            mlm = train_step.comm.all_reduce_sum(one.mlm_sum) / max(1, one.num_selected)
-            loss = sum(one.terms.values()) + task.objective.config.mlm_weight * mlm
+        results = train_step.gradients(batch, 1)
+        params = step_parameters(train_step)
+        params = {name: p for name, p in params.items() if p.requires_grad}
+        train_step.comm.all_reduce_gradients(list(params.values()))
+        for task, result in zip(train_step.tasks, results, strict=True):
+            mlm = train_step.comm.all_reduce_sum(result.mlm_sum) / max(1, result.num_selected)
+            loss = sum(result.terms.values()) + task.objective.config.mlm_weight * mlm
             total += task.weight * loss.detach()
         prefix = f"{train_step.name} " if train_step.name else ""
-        gradients |= {prefix + name: full_tensor(p.grad).clone() for name, p in named.items() if p.grad is not None}
-        for parameter in named.values():
+        gradients |= {prefix + name: full_tensor(p.grad).clone() for name, p in params.items() if p.grad is not None}
+        for parameter in params.values():
             parameter.grad = None
     return {"loss": total.reshape(1), **gradients}
