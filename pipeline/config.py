@@ -66,17 +66,17 @@ class PipelineConfig(Strict):
 
     @field_validator("tokenizer")
     @classmethod
-    def _needs_tokenizer(cls, tokenizer: TokenizerConfig | None, given: ValidationInfo) -> TokenizerConfig | None:
+    def _needs_tokenizer(cls, tokenizer: TokenizerConfig | None, info: ValidationInfo) -> TokenizerConfig | None:
         """Requires a tokenizer for kinds of content with text."""
-        if tokenizer is None and "content" in given.data and given.data["content"].kind not in MEDIA_KINDS:
+        if tokenizer is None and "content" in info.data and info.data["content"].kind not in MEDIA_KINDS:
             raise PydanticKnownError("missing")
         return tokenizer
 
     @model_validator(mode="after")
     def _check_content(self) -> "PipelineConfig":
         """Refuses settings that have no effect on this content, or no sense."""
-        if found := _content_problems(self):
-            raise ValueError("\n".join(found))
+        if problems := _content_problems(self):
+            raise ValueError("\n".join(problems))
         return self
 
 
@@ -86,74 +86,74 @@ def _content_problems(config: PipelineConfig) -> list[str]:
     if kind == "documents":
         return []
     media, keys = kind in MEDIA_KINDS, keys_of(content)
-    found = [
+    problems = [
         f"{name}: has no effect with content.kind = {kind}, whose rows have no windows; remove it"
         for name, default in (("geometry", Geometry()), ("short_documents", "drop"))
         if getattr(config, name) != default
     ]
     if media:
-        found += _media_problems(config)
+        problems += _media_problems(config)
     elif not keys:
-        return found
-    found += [
+        return problems
+    problems += [
         f"filters.{name}: its rules are for long documents; content.kind = {kind} has short texts; remove it"
         for name in (() if media else _DOCUMENT_RULES)
         if getattr(config.filters, name) is not None
     ]
     if isinstance(corpus, PythonDocs):
-        return [*found, f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub"]
+        return [*problems, f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub"]
     settings = ", ".join(keys)
     if corpus.text_field != "text":
         remedy = f"content.{'image' if kind == 'images' else 'audio'} for Parquet" if media else settings
-        found.append(f"corpus.text_field: has no effect with content.kind = {kind}; set {remedy}")
+        problems.append(f"corpus.text_field: has no effect with content.kind = {kind}; set {remedy}")
     chosen = corpus.format if isinstance(corpus, FilesCorpus) else "auto"
     if media and chosen != "auto":
-        found.append(
+        problems.append(
             f"corpus.format = {chosen}: has no effect with content.kind = {kind}, whose files are known by their "
             "endings; remove it"
         )
     if not media and chosen not in ("auto", *FIELD_FORMATS):
-        found.append(
+        problems.append(
             f"corpus.format = {chosen}: has no columns; content.kind = {kind} is read from {', '.join(FIELD_FORMATS)}"
         )
     if not media and len(set(keys.values())) < len(keys):
-        found.append(f"{settings}: two of them name the same key, {' '.join(keys.values())}; give each another one")
-    return found
+        problems.append(f"{settings}: two of them name the same key, {' '.join(keys.values())}; give each another one")
+    return problems
 
 
 def _media_problems(config: PipelineConfig) -> list[str]:
     """Settings for texts that were given for images or audio, one line each."""
     kind = config.content.kind
-    found = list(filter(None, [missing_extra(kind, f"content.kind = {kind}")]))
+    problems = list(filter(None, [missing_extra(kind, f"content.kind = {kind}")]))
     if getattr(config.content, "max_labels", None) is not None:
         if getattr(config.content, "label", None) is None:
-            found.append("content.max_labels: content.label = null gives no labels; set it, or remove max_labels")
+            problems.append("content.max_labels: content.label = null gives no labels; set it, or remove max_labels")
         if not config.duplicates.enabled:
-            found.append(
+            problems.append(
                 "content.max_labels: counts the labels of all rows before the shards are written, as the search for "
                 "duplicates does; set duplicates.exact=true"
             )
     if config.tokenizer is not None:
-        found.append(f"tokenizer: has no effect with content.kind = {kind}, whose rows have no text; remove it")
-    found += [
+        problems.append(f"tokenizer: has no effect with content.kind = {kind}, whose rows have no text; remove it")
+    problems += [
         f"filters.{name}: is for texts; content.kind = {kind} has none; remove it"
         for name in FiltersConfig.model_fields
         if getattr(config.filters, name) != getattr(FiltersConfig(), name)
     ]
     if config.duplicates.near is not None:
-        found.append(f"duplicates.near: compares words; content.kind = {kind} has none; remove it (exact works)")
-    return found
+        problems.append(f"duplicates.near: compares words; content.kind = {kind} has none; remove it (exact works)")
+    return problems
 
 
 def identity(config: PipelineConfig) -> dict[str, Any]:
     """The settings that decide the content of the shards, as JSON. Those without effect on its kind are left out."""
-    found = config.model_dump(mode="json", exclude=_NO_INFLUENCE)
-    found["unit_mib"] = found["unit_mib"] or UNIT_MIB
+    settings = config.model_dump(mode="json", exclude=_NO_INFLUENCE)
+    settings["unit_mib"] = settings["unit_mib"] or UNIT_MIB
     if config.content.kind != "documents":
-        del found["geometry"], found["short_documents"]
+        del settings["geometry"], settings["short_documents"]
     if config.content.kind in MEDIA_KINDS:
-        del found["tokenizer"], found["filters"]
-    return found
+        del settings["tokenizer"], settings["filters"]
+    return settings
 
 
 def config_hash(config: PipelineConfig) -> str:
@@ -163,9 +163,9 @@ def config_hash(config: PipelineConfig) -> str:
 
 def differing_keys(config: PipelineConfig, other: dict[str, Any]) -> list[str]:
     """Lines `key: here <value>, there <value>` for settings that differ between this config and an `identity`."""
-    mine, theirs = flat_keys(identity(config)), flat_keys(other)
+    here, there = flat_keys(identity(config)), flat_keys(other)
     return [
-        f"{key}: here {mine.get(key, '(not set)')!r}, there {theirs.get(key, '(not set)')!r}"
-        for key in sorted(mine.keys() | theirs.keys())
-        if mine.get(key, "(not set)") != theirs.get(key, "(not set)")
+        f"{key}: here {here.get(key, '(not set)')!r}, there {there.get(key, '(not set)')!r}"
+        for key in sorted(here.keys() | there.keys())
+        if here.get(key, "(not set)") != there.get(key, "(not set)")
     ]

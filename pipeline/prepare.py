@@ -47,8 +47,8 @@ _INTERRUPTED = 130
 
 def problems(config: PipelineConfig) -> list[str]:
     """Finds problems of inputs, tokenizer and output before any work, one line each."""
-    with _examined(config) as (_, _, _, found):
-        return found
+    with _examined(config) as (_, _, _, messages):
+        return messages
 
 
 def prepare(
@@ -72,17 +72,17 @@ def prepare(
         SessionError: no Ray session could be started on this machine.
     """
     config = load_config(settings, "prepare", PipelineConfig, overrides, look)
-    with _examined(config, verify_inputs) as (output, units, plan, found):
-        if found or plan is None or output is None:
-            raise ConfigError("prepare", found)
+    with _examined(config, verify_inputs) as (output, units, plan, messages):
+        if messages or plan is None or output is None:
+            raise ConfigError("prepare", messages)
         try:
             if output.is_complete():
                 get_logger().info("%s is already prepared", output.name)
                 return load_manifest(output.folder)
             with output.owned(_lost):
                 output.refresh()  # another command may have changed it meanwhile
-                if found := output_problems(output.folder, output.names(), output.config, plan):
-                    raise ConfigError("prepare", found)
+                if messages := output_problems(output.folder, output.names(), output.config, plan):
+                    raise ConfigError("prepare", messages)
                 return _make(output, units, plan)
         except OSError as error:  # a full disk, a lost storage, a folder without write permission
             raise ShardError(
@@ -136,9 +136,9 @@ def plan_ahead(config: PipelineConfig) -> Estimate:
         ConfigError: problems of inputs, tokenizer or output folder.
         ShardError: the sample could not be processed, for example because the disk is full.
     """
-    with _examined(config) as (output, units, plan, found):
-        if found or plan is None or output is None:
-            raise ConfigError("prepare", found)
+    with _examined(config) as (output, units, plan, messages):
+        if messages or plan is None or output is None:
+            raise ConfigError("prepare", messages)
         folder, config = output.folder, output.config
         try:
             with tempfile.TemporaryDirectory(prefix="declutr-plan-") as work:
@@ -157,8 +157,8 @@ Examined = tuple[Output | None, list[Unit], PreparePlan | None, list[str]]
 @contextmanager
 def _examined(config: PipelineConfig, verify: bool = False) -> Iterator[Examined]:
     """The output if it can be used, the units, their plan if the inputs can be read, and all problems."""
-    if found := list(refused_settings(config.model_dump(mode="json"))):
-        yield None, [], None, found
+    if messages := list(refused_settings(config.model_dump(mode="json"))):
+        yield None, [], None, messages
         return
     places, skipped = look(config.model_dump()), Skipped()
     units, problems, output, plan = list[Unit](), list[str](), None, None
@@ -172,13 +172,13 @@ def _examined(config: PipelineConfig, verify: bool = False) -> Iterator[Examined
             except OSError as error:
                 places.append(f"output = {config.output!r}: {error}")
         problems += places
-        found = problems + filter_problems(config.filters) + duplicates_problems(config.duplicates)
-        if not found and output is not None:  # missing inputs would also be reported as changed inputs
+        messages = problems + filter_problems(config.filters) + duplicates_problems(config.duplicates)
+        if not messages and output is not None:  # missing inputs would also be reported as changed inputs
             units = with_file_states(units)
             plan = plan_of(config, units, skipped.kinds())
             for line in describe_skipped(plan.skipped):
                 get_logger().warning(line)
-            found += output_problems(output.folder, output.names(), config, plan) or content_problems(
+            messages += output_problems(output.folder, output.names(), config, plan) or content_problems(
                 output.folder, config, units, verify
             )
         tokenizer = config.tokenizer
@@ -188,8 +188,8 @@ def _examined(config: PipelineConfig, verify: bool = False) -> Iterator[Examined
             try:
                 load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
             except ConfigError as error:
-                found += error.problems
-        yield output, units, plan, found
+                messages += error.problems
+        yield output, units, plan, messages
 
 
 @answered

@@ -52,13 +52,13 @@ def problems(config: DuplicatesConfig) -> list[str]:
         return []
     # Documents slightly more similar than the limit must almost always be compared; at the limit itself the
     # verification is random anyway.
-    wanted = min(1.0, near.similarity + 0.1)
-    share = 1 - (1 - wanted**near.rows) ** near.bands  # probability that two documents so similar are compared
+    similarity = min(1.0, near.similarity + 0.1)
+    share = 1 - (1 - similarity**near.rows) ** near.bands  # probability that two documents so similar are compared
     if share >= _LEAST_CANDIDATE_SHARE:
         return []
     percent = math.floor(1000 * share) / 10
     return [
         f"near.bands = {near.bands}, near.rows = {near.rows}: only {percent:g}% of the pairs with similarity "
-        f"{wanted:g} would be compared, {_LEAST_CANDIDATE_SHARE:.0%} are needed for near.similarity = "
+        f"{similarity:g} would be compared, {_LEAST_CANDIDATE_SHARE:.0%} are needed for near.similarity = "
         f"{near.similarity:g}; take more bands, fewer rows or a higher similarity"
     ]

@@ -73,8 +73,8 @@ class Documents:
         """Keys in [first, stop) of all units, and the documents that have them, unit after unit."""
         keys, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
         for place, start in enumerate(self.numbering.starts[:-1]):
-            found, rows = self.open(place).slice_of(first, stop)
-            keys.append(found.copy())  # a view would keep the file mapped
+            unit_keys, rows = self.open(place).slice_of(first, stop)
+            keys.append(unit_keys.copy())  # a view would keep the file mapped
             numbers.append(rows + start)
         return np.concatenate(keys), np.concatenate(numbers)
 
@@ -94,11 +94,11 @@ class Documents:
         """The label of each kept document if that of its copy is another, else None, `(n,)`; empty without labels."""
         if not len(kept) or self._label(int(kept[0])) is None:
             return []
-        found: list[str | None] = []
-        for one, copy in zip(kept.tolist(), copies.tolist(), strict=True):
-            of_kept, of_copy = self._label(one), self._label(copy)
-            found.append(None if of_copy in (None, of_kept) else of_kept)
-        return found
+        labels: list[str | None] = []
+        for document, copy in zip(kept.tolist(), copies.tolist(), strict=True):
+            of_kept, of_copy = self._label(document), self._label(copy)
+            labels.append(None if of_copy in (None, of_kept) else of_kept)
+        return labels
 
     def _label(self, document: int) -> str | None:
         place = int(self.numbering.units_of(np.array([document], np.int64))[0])

@@ -116,12 +116,12 @@ def write_keys(
         raise ValueError(f"unit {unit}: {len(signatures)} signatures for {count} documents, near = {config.near}")
     if len(labels) not in (0, count):
         raise ValueError(f"unit {unit}: {len(labels)} labels for {count} documents")
-    found = [halves[:, :1] & ~_LOWEST] if config.exact else []
+    key_columns = [halves[:, :1] & ~_LOWEST] if config.exact else []
     signed = np.zeros((count, 0), np.uint32)
     if config.near:
         signed = np.stack(signatures) if count else np.zeros((0, config.near.num_slots), np.uint32)
-        found.append(band_keys(signed, config.near) | _LOWEST)
-    keys = np.concatenate(found, axis=1)
+        key_columns.append(band_keys(signed, config.near) | _LOWEST)
+    keys = np.concatenate(key_columns, axis=1)
     rows = np.repeat(np.arange(count, dtype=np.int32), keys.shape[1])
     flat = keys.reshape(-1)
     sorting = np.argsort(flat, kind="stable")

@@ -71,8 +71,8 @@ def write_duplicates(
         "similarity": pa.array(decisions.similarity),
         "cluster_size": pa.array(decisions.cluster_size),
     }
-    if any(others := documents.other_labels(decisions.kept, decisions.dropped)):
-        columns["kept_label"] = pa.array(others, pa.string())
+    if any(other_labels := documents.other_labels(decisions.kept, decisions.dropped)):
+        columns["kept_label"] = pa.array(other_labels, pa.string())
     batch = pa.record_batch(columns)
     kept = {} if labels is None else {LABELS: json.dumps(labels)}
     batch = batch.replace_schema_metadata({STAMP: stamp, **kept})
@@ -117,5 +117,5 @@ def kept_labels(folder: Path) -> frozenset[str] | None:
     Raises:
         FileNotFoundError: the search is not finished.
     """
-    found = (pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).schema.metadata or {}).get(LABELS)
-    return None if found is None else frozenset(json.loads(found))
+    labels_json = (pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).schema.metadata or {}).get(LABELS)
+    return None if labels_json is None else frozenset(json.loads(labels_json))

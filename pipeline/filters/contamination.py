@@ -88,15 +88,15 @@ class ContaminationIndex:
         marked = self._bitmap[bits >> np.uint64(3)] >> (bits & np.uint64(7)).astype(np.uint8) & 1
         places = np.flatnonzero(marked)
         hashes = heads[places]
-        found: list[tuple[int, int, int]] = []
+        hits: list[tuple[int, int, int]] = []
         for length in range(self._head_words, self._lengths[-1] + 1 if self._lengths else 0):
             if length > self._head_words:
                 inside = places + length <= len(words)
                 places, hashes = places[inside], hashes[inside]
                 hashes = extend_ngrams(hashes, words[places + length - 1])
             if length in self._lengths:
-                found += self._look_up(places, keys_of(hashes, length), length)
-        return self._verify(text, sorted(found)) if found else None
+                hits += self._look_up(places, keys_of(hashes, length), length)
+        return self._verify(text, sorted(hits)) if hits else None
 
     def _look_up(self, places: NDArray[np.int64], keys: U64, length: int) -> list[tuple[int, int, int]]:
         """Returns (place, length, row of the index) for each n-gram whose key is in the index."""
@@ -104,12 +104,12 @@ class ContaminationIndex:
         same = self._keys[rows] == keys
         return [(place, length, row) for place, row in zip(places[same].tolist(), rows[same].tolist(), strict=True)]
 
-    def _verify(self, text: str, found: list[tuple[int, int, int]]) -> Match | None:
+    def _verify(self, text: str, hits: list[tuple[int, int, int]]) -> Match | None:
         """The match of those hits that the second hash confirms."""
         words = folded_words(text)
         seen: set[int] = set()
         first: tuple[int, str] | None = None
-        for place, length, row in found:
+        for place, length, row in hits:
             ngram = " ".join(words[place : place + length])
             if row not in seen and check_of(ngram) == int(self._checks[row]):
                 seen.add(row)

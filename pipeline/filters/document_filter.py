@@ -134,10 +134,10 @@ class FiltersConfig(Strict):
 
 def problems(config: FiltersConfig) -> list[str]:
     """Finds problems of the settings and of the files that they name, one line each."""
-    found = c4_problems(config.c4) if config.c4 else []
-    found += language_problems(config.language) if config.language else []
-    found += contamination_problems(config.contamination) if config.contamination else []
-    return found
+    messages = c4_problems(config.c4) if config.c4 else []
+    messages += language_problems(config.language) if config.language else []
+    messages += contamination_problems(config.contamination) if config.contamination else []
+    return messages
 
 
 def fingerprints(config: FiltersConfig) -> dict[str, str]:
@@ -146,12 +146,12 @@ def fingerprints(config: FiltersConfig) -> dict[str, str]:
     Raises:
         OSError: a file cannot be read (`problems` reports this earlier).
     """
-    found = {}
+    hashes = {}
     if config.c4 and config.c4.bad_words:
-        found["filters.c4.bad_words"] = hash_file(expand(config.c4.bad_words))
+        hashes["filters.c4.bad_words"] = hash_file(expand(config.c4.bad_words))
     if config.contamination:
-        found["filters.contamination.paths"] = hash_sets(config.contamination)
-    return found
+        hashes["filters.contamination.paths"] = hash_sets(config.contamination)
+    return hashes
 
 
 _WHITESPACE = [chr(code) for code in range(0x3001) if chr(code).isspace() and chr(code) != " "]

@@ -27,26 +27,28 @@ _LONGEST_FIELD = 1 << 24
 
 def contamination_problems(config: Contamination) -> list[str]:
     """Finds problems of the settings and the files, one line each."""
-    found = []
-    for given in config.paths:
+    problems = []
+    for entry in config.paths:
         try:
-            root = expand(given)
+            root = expand(entry)
         except UsageError as error:
-            found.append(f"filters.contamination.paths: {error}")
+            problems.append(f"filters.contamination.paths: {error}")
             continue
         if not root.exists():
-            found.append(f"filters.contamination.paths: {given!r} does not exist; looked at {root.absolute()}")
+            problems.append(f"filters.contamination.paths: {entry!r} does not exist; looked at {root.absolute()}")
             continue
         files = [path for path, _ in _files(root)]
         if not files:
-            found.append(f"filters.contamination.paths: {given!r} holds no files")
+            problems.append(f"filters.contamination.paths: {entry!r} holds no files")
         for path in files:
             try:
                 if b"\0" in _head(path):
-                    found.append(f"filters.contamination.paths: {path} is not text; give JSONL, CSV, TSV or plain text")
+                    problems.append(
+                        f"filters.contamination.paths: {path} is not text; give JSONL, CSV, TSV or plain text"
+                    )
             except (OSError, EOFError, zlib.error) as error:
-                found.append(f"filters.contamination.paths: {path} cannot be read: {error}")
-    return found
+                problems.append(f"filters.contamination.paths: {path} cannot be read: {error}")
+    return problems
 
 
 def build_index(config: Contamination, path: Path) -> None:
@@ -59,8 +61,8 @@ def build_index(config: Contamination, path: Path) -> None:
     """
     entries: dict[int, tuple[int, int, int]] = {}
     lengths: set[int] = set()
-    found = dict.fromkeys((name, file) for root in config.paths for file, name in _files(expand(root)))
-    sets = sorted(found, key=itemgetter(0))
+    named_files = dict.fromkeys((name, file) for root in config.paths for file, name in _files(expand(root)))
+    sets = sorted(named_files, key=itemgetter(0))
     shortest = min(config.min_example_words, config.ngram)
     for number, (_, file) in enumerate(sets):
         for text in _texts(file):
@@ -98,7 +100,7 @@ def build_index(config: Contamination, path: Path) -> None:
 
 def hash_sets(config: Contamination) -> str:
     """SHA-256 of the names and contents of the evaluation sets."""
-    files = (found for entry in config.paths for found in _files(expand(entry)))
+    files = (file for entry in config.paths for file in _files(expand(entry)))
     return hash_json([[name, hash_file(path)] for path, name in files])
 
 

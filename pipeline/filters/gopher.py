@@ -86,15 +86,15 @@ def _within(value: float, low: float | None, high: float | None) -> bool:
     return (low is None or value >= low) and (high is None or value <= high)
 
 
-def _has_stop_words(text: str, least: int) -> bool:
-    """Returns True if at least `least` different stop words occur; English text needs about one sentence for this."""
+def _has_stop_words(text: str, min_words: int) -> bool:
+    """True if at least `min_words` different stop words occur; English text needs about one sentence for this."""
     seen: set[str] = set()
-    if least > 0:
+    if min_words > 0:
         for match in _STOP_WORD.finditer(text):
             seen.add(match.group().lower())
-            if len(seen) >= least:
+            if len(seen) >= min_words:
                 break
-    return len(seen) >= least
+    return len(seen) >= min_words
 
 
 _PARAGRAPHS = re.compile(r"\n\s*\n")
@@ -189,8 +189,8 @@ def _repeats(hashes: U64) -> tuple[NDArray[np.bool_], np.uint64 | None]:
     repeated[order] = ~(edges[1:] & edges[:-1])
     first = np.flatnonzero(edges)
     counts = np.diff(first)
-    most = int(np.argmax(counts))
-    return repeated, ordered[first[most]] if counts[most] > 1 else None
+    top = int(np.argmax(counts))
+    return repeated, ordered[first[top]] if counts[top] > 1 else None
 
 
 def _covered(places: NDArray[np.int64], n: int, lengths: NDArray[np.int64]) -> int:

@@ -114,12 +114,12 @@ def c4_problems(config: C4Rules) -> list[str]:
     except UsageError as error:
         return [f"filters.c4.bad_words: {error}"]
     try:
-        found = _bad_words(path, path.stat().st_mtime_ns)
+        bad_words = _bad_words(path, path.stat().st_mtime_ns)
     except OSError as error:
         return [f"filters.c4.bad_words = {config.bad_words!r}: {error.strerror}; looked at {path.absolute()}"]
     except UnicodeDecodeError as error:
         return [f"filters.c4.bad_words = {config.bad_words!r}: not UTF-8 ({error.reason} at byte {error.start})"]
-    if not found.words and not found.phrases:
+    if not bad_words.words and not bad_words.phrases:
         return [f"filters.c4.bad_words = {config.bad_words!r}: holds no words; write one word or phrase a line"]
     return []
 
@@ -159,8 +159,8 @@ def _is_kept(line: str, config: C4Rules) -> bool:
     """Returns True if a stripped line is kept."""
     if config.terminal_punctuation and (not line.endswith(_TERMINAL) or line.endswith(_ELLIPSES)):
         return False
-    least = config.min_line_words
-    if least is not None and len(line.split(None, least - 1)) < least:
+    min_words = config.min_line_words
+    if min_words is not None and len(line.split(None, min_words - 1)) < min_words:
         return False
     if not config.javascript and not config.policies:
         return True

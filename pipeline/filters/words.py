@@ -45,10 +45,10 @@ class WordHashes:
 
 def hash_words(text: str) -> WordHashes:
     """The whitespace-separated words of any string."""
-    found = [_hash_piece(codes) for codes in _pieces(text, fold=False)]
-    hashes = [np.empty(0, np.uint64), *(hashes for hashes, _, _, _ in found)]
-    lengths = [np.empty(0, np.int64), *(stops - starts for _, starts, stops, _ in found)]
-    letters = [np.empty(0, np.bool_), *(_with_letter(starts, classes) for _, starts, _, classes in found)]
+    pieces = [_hash_piece(codes) for codes in _pieces(text, fold=False)]
+    hashes = [np.empty(0, np.uint64), *(hashes for hashes, _, _, _ in pieces)]
+    lengths = [np.empty(0, np.int64), *(stops - starts for _, starts, stops, _ in pieces)]
+    letters = [np.empty(0, np.bool_), *(_with_letter(starts, classes) for _, starts, _, classes in pieces)]
     return WordHashes(np.concatenate(hashes), np.concatenate(lengths), np.concatenate(letters))
 
 
@@ -163,5 +163,5 @@ def _with_letter(starts: NDArray[np.int64], classes: NDArray[np.uint8]) -> NDArr
     """A mask of words with a letter, `(n,)`; between words lies only whitespace, which has no letters."""
     if not len(starts):
         return np.empty(0, np.bool_)
-    found: NDArray[np.bool_] = (np.bitwise_or.reduceat(classes, starts) & _LETTER) != 0
-    return found
+    mask: NDArray[np.bool_] = (np.bitwise_or.reduceat(classes, starts) & _LETTER) != 0
+    return mask

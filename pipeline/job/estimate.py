@@ -57,7 +57,7 @@ class SampleTotals:
     """Bytes of kept images and clips."""
 
     def __add__(self, other: "SampleTotals") -> "SampleTotals":
-        return SampleTotals(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return SampleTotals(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, factor: float) -> "SampleTotals":
         return SampleTotals(*(value * factor for value in astuple(self)))
@@ -84,7 +84,7 @@ class Sampled:
 
     def estimate(self) -> SampleTotals:
         """Estimated sums over the bytes that it represents."""
-        return sum((found for found, _ in self.chunks), SampleTotals()) * (self.stands_for / max(1, self.num_bytes))
+        return sum((sums for sums, _ in self.chunks), SampleTotals()) * (self.stands_for / max(1, self.num_bytes))
 
 
 @dataclass
@@ -103,30 +103,30 @@ class Stratum:
 
     def estimate(self) -> SampleTotals:
         """Estimated sums over all of its parts."""
-        return sum((one.estimate() for one in self.sampled), SampleTotals())
+        return sum((sample.estimate() for sample in self.sampled), SampleTotals())
 
     def variance(self) -> SampleTotals:
         """Variances of `estimate`: between parts, if not all were read, and within partly read ones."""
-        totals = np.array([astuple(one.estimate()) for one in self.sampled])
-        found = np.zeros(totals.shape[1])
+        totals = np.array([astuple(sample.estimate()) for sample in self.sampled])
+        variances = np.zeros(totals.shape[1])
         count = len(self.sampled)
         if len(self.parts) > count:
-            shares = np.array([one.stands_for for one in self.sampled])[:, None]
+            shares = np.array([sample.stands_for for sample in self.sampled])[:, None]
             rates = totals / np.maximum(1, shares)
             spread = rates.var(axis=0, ddof=1) if count > 1 else (_UNKNOWN_SPREAD * rates[0]) ** 2
             between = self.num_bytes**2 * spread / count
             if self.by_size and count > 1:  # neighbours are of nearly the same size
                 between = (np.diff(totals, axis=0) ** 2).sum(axis=0) / 2
-            found += between * (1 - count / len(self.parts))
-        for one, total in zip(self.sampled, totals, strict=True):
-            unread = max(0.0, 1 - one.num_bytes / max(1, one.part.num_bytes))
-            sizes = np.array([size for _, size in one.chunks], dtype=float)
+            variances += between * (1 - count / len(self.parts))
+        for sample, total in zip(self.sampled, totals, strict=True):
+            unread = max(0.0, 1 - sample.num_bytes / max(1, sample.part.num_bytes))
+            sizes = np.array([size for _, size in sample.chunks], dtype=float)
             if unread and len(sizes) > 1:
-                rates = np.array([astuple(chunk) for chunk, _ in one.chunks]) / np.maximum(1, sizes)[:, None]
-                found += one.stands_for**2 * rates.var(axis=0, ddof=1) / len(sizes) * unread
+                rates = np.array([astuple(chunk) for chunk, _ in sample.chunks]) / np.maximum(1, sizes)[:, None]
+                variances += sample.stands_for**2 * rates.var(axis=0, ddof=1) / len(sizes) * unread
             elif unread:
-                found += (_UNKNOWN_SPREAD * total) ** 2 * unread
-        return SampleTotals(*found.tolist())
+                variances += (_UNKNOWN_SPREAD * total) ** 2 * unread
+        return SampleTotals(*variances.tolist())
 
 
 def draw_strata(parts: Sequence[Part]) -> list[Stratum]:
@@ -153,17 +153,17 @@ def chunks(reader: UnitReader, num_bytes: int) -> Iterator[tuple[list[Record], i
     A reader takes its input in pieces, so its consumed bytes are ahead of its records. The two agree when the reader
     requests another piece, so a chunk ends there.
     """
-    held: list[Record] = []
+    chunk: list[Record] = []
     before = mark = characters = 0
     for record in reader:
         now = reader.bytes_read
-        if now > mark and (len(held) >= _CHUNK_DOCUMENTS or characters >= _CHUNK_CHARACTERS):
-            yield held, mark - before
-            held, before, characters = [], mark, 0
+        if now > mark and (len(chunk) >= _CHUNK_DOCUMENTS or characters >= _CHUNK_CHARACTERS):
+            yield chunk, mark - before
+            chunk, before, characters = [], mark, 0
         mark = now
-        held.append(record)
+        chunk.append(record)
         characters += len(record.text) if isinstance(record, Document) else 0
-    yield held, num_bytes - before
+    yield chunk, num_bytes - before
 
 
 def _kind(part: Part) -> tuple[str, str]:
@@ -177,8 +177,8 @@ def _draw(parts: list[Part], total: int) -> Stratum:
     A file is often one document, so its documents do not follow its bytes: a short one drawn by bytes would stand for
     hundreds.
     """
-    mine = sum(part.num_bytes for part in parts)
-    count = max(LEAST_PARTS, math.ceil(SAMPLED_PARTS * mine / total))
+    num_bytes = sum(part.num_bytes for part in parts)
+    count = max(LEAST_PARTS, math.ceil(SAMPLED_PARTS * num_bytes / total))
     if len(parts) <= count:
         return Stratum(parts, [Sampled(part, part.num_bytes, []) for part in parts])
     if parts[0].format == "stream":
@@ -188,9 +188,9 @@ def _draw(parts: list[Part], total: int) -> Stratum:
         middles = [(group[len(group) // 2], sum(part.num_bytes for part in group)) for group in groups]
         return Stratum(parts, [Sampled(part, size, []) for part, size in middles], by_size=True)
     ends = np.cumsum([part.num_bytes for part in parts])
-    places = (np.arange(count) + 0.5) * (mine / count)
+    places = (np.arange(count) + 0.5) * (num_bytes / count)
     drawn, times = np.unique(np.searchsorted(ends, places, side="right"), return_counts=True)
-    sampled = [Sampled(parts[index], mine * many / count, []) for index, many in zip(drawn, times, strict=True)]
+    sampled = [Sampled(parts[index], num_bytes * many / count, []) for index, many in zip(drawn, times, strict=True)]
     return Stratum(parts, sampled)
 
 
@@ -278,37 +278,37 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
     strata = draw_strata([part for unit in units for part in unit.parts])
     total = sum(stratum.num_bytes for stratum in strata)
     for stratum in strata:
-        for one in stratum.sampled:
+        for sample in stratum.sampled:
             began, started = time.perf_counter(), time.process_time()
-            reader = read_unit(Unit(name="00000", parts=[one.part]), config.corpus, config.content)
-            for records, num_bytes in chunks(reader, one.part.num_bytes):
+            reader = read_unit(Unit(name="00000", parts=[sample.part]), config.corpus, config.content)
+            for records, num_bytes in chunks(reader, sample.part.num_bytes):
                 failures += [record for record in records if isinstance(record, ReadFailure)][:1]
-                found = _totals_of(decide(iter(records)), seen)
+                sums = _totals_of(decide(iter(records)), seen)
                 now = time.process_time()
-                one.chunks.append((replace(found, cpu_seconds=now - started), num_bytes))
+                sample.chunks.append((replace(sums, cpu_seconds=now - started), num_bytes))
                 started = now
-                if time.perf_counter() - began > _SAMPLE_SECONDS * one.stands_for / total:
+                if time.perf_counter() - began > _SAMPLE_SECONDS * sample.stands_for / total:
                     break
     counts = seen.counts()
     if problem := nothing_kept(counts, config, failures):
         get_logger().warning("in the sample: %s", problem)
-    found = sum((stratum.estimate() for stratum in strata), SampleTotals())
+    sums = sum((stratum.estimate() for stratum in strata), SampleTotals())
     spread = sum((stratum.variance() for stratum in strata), SampleTotals())
     num_cpus = config.session.num_cpus or os.cpu_count() or 1
     token_bytes = (2 if tokenizer.vocab_size <= UINT16_VOCABULARY else 4) if tokenizer else 0
     window_bytes = 4 / config.geometry.max_tokens if config.content.kind == "documents" else 0
     return Estimate(
-        sampled_bytes=sum(one.num_bytes for stratum in strata for one in stratum.sampled),
+        sampled_bytes=sum(sample.num_bytes for stratum in strata for sample in stratum.sampled),
         input_bytes=total,
-        documents=round(found.documents),
-        kept=round(found.kept),
-        num_tokens=round(found.num_tokens),
-        text_bytes=round(found.text_bytes),
+        documents=round(sums.documents),
+        kept=round(sums.kept),
+        num_tokens=round(sums.num_tokens),
+        text_bytes=round(sums.text_bytes),
         shards=len(units) * len(SPLITS),
-        shard_bytes=round(found.num_tokens * (token_bytes + window_bytes) + found.kept * _ROW_BYTES)
-        + round(found.num_texts * _TEXT_BYTES + found.media_bytes),
+        shard_bytes=round(sums.num_tokens * (token_bytes + window_bytes) + sums.kept * _ROW_BYTES)
+        + round(sums.num_texts * _TEXT_BYTES + sums.media_bytes),
         num_cpus=num_cpus,
-        seconds=max(found.cpu_seconds / num_cpus, _longest_unit(units, strata)),
+        seconds=max(sums.cpu_seconds / num_cpus, _longest_unit(units, strata)),
         not_kept=dict(Counter({**counts.dropped, **counts.failed}).most_common()),
         hint=lines_hint(
             counts.read, counts.dropped, identity(config), (part.source for unit in units for part in unit.parts)
@@ -332,12 +332,12 @@ def _totals_of(
     records: Iterable[tuple[Decision, NDArray[np.uint32] | Media | None]], seen: RunningCounts
 ) -> SampleTotals:
     """Sums over some records; counts their statuses in `seen`."""
-    found = SampleTotals()
+    sums = SampleTotals()
     for decision, content in records:
         kept, entry = content is not None, decision.entry
         num_texts = 0 if decision.layout is None else len(decision.layout.starts)
         media_bytes = content.num_bytes if isinstance(content, Image | Clip) else 0
         size = (entry.num_tokens or 0) if kept else 0
-        found += SampleTotals(1, int(kept), size, entry.text_bytes, num_texts=num_texts, media_bytes=media_bytes)
+        sums += SampleTotals(1, int(kept), size, entry.text_bytes, num_texts=num_texts, media_bytes=media_bytes)
         seen.add(entry, kept)
-    return found
+    return sums

@@ -43,13 +43,13 @@ def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[Read
     could_not = f" ({failed})" if failed else ""
     if 2 * sum(counts.failed.values()) > counts.read:
         return _unread(counts, failed, failures)
-    others = ", ".join(
+    other_reasons = ", ".join(
         f"{number} {reason}" for reason, number in counts.dropped.items() if reason not in (EMPTY, TOO_SHORT)
     )
     if TOO_SHORT not in counts.dropped:
-        what = others or "all are empty"
+        what = other_reasons or "all are empty"
         return f"corpus: none of {counts.read} documents is kept{could_not}: {what}; check the inputs and `filters`"
-    could_not += f" (others: {others})" if others else ""
+    could_not += f" (others: {other_reasons})" if other_reasons else ""
     return (
         f"corpus: none of {counts.read} documents is long enough{could_not}: the longest has {counts.longest_tokens} "
         f"tokens, the limit is {limit_in_words(config.geometry, config.short_documents)}; lower one of them or use "
@@ -63,16 +63,16 @@ def _unread(counts: Counts, failed: str, failures: Sequence[ReadFailure]) -> str
     what = f"{num_failed} of {counts.read} documents could not be read ({failed}), and none of the others is kept"
     if num_failed == counts.read:
         what = f"no document could be read, all {counts.read} failed ({failed})"
-    most = max(counts.failed, key=lambda reason: counts.failed[reason])
-    remedy = _REMEDIES.get(most, "check corpus.paths and corpus.format")
-    example = next((failure for failure in failures if failure.reason == most), None)
-    return f"corpus: {what}; {remedy}" + (f". The first {most}: {example}" if example else "")
+    main_reason = max(counts.failed, key=lambda reason: counts.failed[reason])
+    remedy = _REMEDIES.get(main_reason, "check corpus.paths and corpus.format")
+    example = next((failure for failure in failures if failure.reason == main_reason), None)
+    return f"corpus: {what}; {remedy}" + (f". The first {main_reason}: {example}" if example else "")
 
 
 def _no_row(counts: Counts, content: AnyContent, failures: Sequence[ReadFailure]) -> str:
     """An error message if no row of short texts was kept."""
     lost = counts.dropped | counts.failed
-    reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(lost.items(), key=lambda one: -one[1]))
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(lost.items(), key=lambda item: -item[1]))
     keys = ", ".join(f"{setting}={key}" for setting, key in keys_of(content).items())
     message = f"corpus: none of {counts.read:,} records became a row of {content.kind}: {reasons}"
     if isinstance(content, PairsContent) and any(reason.startswith(LACKS) for reason in lost):

@@ -43,8 +43,8 @@ class Done(Strict):
         )
 
     def __add__(self, other: "Done") -> "Done":
-        mine, theirs = self.model_dump(), other.model_dump()
-        return Done(**{name: mine[name] + theirs[name] for name in mine})
+        left, right = self.model_dump(), other.model_dump()
+        return Done(**{name: left[name] + right[name] for name in left})
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Progress(Watcher):
         # Unbuffered, so that a line refused by a full disk is not retried at the end.
         self._log = (folder / PROGRESS).open("ab", buffering=0)
         self._finished = {sidecar.unit for sidecar in done}
-        self._done = self._before = sum((Done.of(each.counts, each.num_bytes) for each in done), Done())
+        self._done = self._before = sum((Done.of(sidecar.counts, sidecar.num_bytes) for sidecar in done), Done())
         self._started = time.monotonic()
         self._lock = threading.Lock()
         self._bar = bar(
@@ -135,8 +135,8 @@ class Progress(Watcher):
         with contextlib.suppress(OSError):
             self._log.write(json.dumps(line).encode() + b"\n")
         rows, content = noun_of(self._kind), bytes_noun(self._kind)
-        told = f"{now.documents:,} {rows}, {line['kept_share']:.0%} kept, {line['text_mib_per_s']} MiB/s of {content}"
-        self._bar.set_postfix_str(told, refresh=False)
+        text = f"{now.documents:,} {rows}, {line['kept_share']:.0%} kept, {line['text_mib_per_s']} MiB/s of {content}"
+        self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(now.num_bytes - self._bar.n)
 
     def __exit__(self, *_: object) -> None:

@@ -60,12 +60,12 @@ def output_tokenizer(config: PipelineConfig, folder: Path, units: Sequence[Unit]
         if isinstance(tokenizer, TrainedTokenizer):
             get_logger().info("training a tokenizer on %g MiB of the corpus", tokenizer.sample_mib)
             texts = sample_texts(config, units, tokenizer.sample_mib)
-            made = train_tokenizer(texts, tokenizer.vocab_size)
+            hf_tokenizer = train_tokenizer(texts, tokenizer.vocab_size)
         else:
-            made = load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
+            hf_tokenizer = load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
         with atomic_folder(folder / TOKENIZER) as aside:
             try:
-                made.save_pretrained(str(aside))
+                hf_tokenizer.save_pretrained(str(aside))
             except Exception as error:
                 if type(error) is not Exception:
                     raise

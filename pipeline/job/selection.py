@@ -30,13 +30,13 @@ RARE_LABEL = "rare_label"
 
 def most_frequent_labels(candidates: Sequence[Sidecar], content: AnyContent) -> list[str] | None:
     """The labels whose rows are kept, the most frequent first; None: all."""
-    most = getattr(content, "max_labels", None)
-    if most is None:
+    limit = getattr(content, "max_labels", None)
+    if limit is None:
         return None
     counted: Counter[str] = Counter()
     for sidecar in candidates:
         counted.update(sidecar.counts.labels)
-    return sorted(counted, key=lambda label: (-counted[label], label))[:most]
+    return sorted(counted, key=lambda label: (-counted[label], label))[:limit]
 
 
 def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: TokenizerInfo | None) -> Sidecar:
@@ -68,8 +68,8 @@ def write_selected(unit: Unit, folder: Path, config: PipelineConfig, tokenizer: 
                 and isinstance(content, Image | Clip)
                 and content.label not in labels
             ):
-                told = f"label {content.label!r} is not one of the {len(labels)} most frequent"
-                writer.reject(replace(entry, status=RARE_LABEL, row=None, detail=told), "")
+                detail = f"label {content.label!r} is not one of the {len(labels)} most frequent"
+                writer.reject(replace(entry, status=RARE_LABEL, row=None, detail=detail), "")
             elif copy is None:
                 writer.keep(entry, content, layout)
             else:

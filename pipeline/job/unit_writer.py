@@ -113,8 +113,10 @@ class RunningCounts:
 
     def counts(self) -> Counts:
         """The counts, sorted by reason."""
-        named = {name: dict(sorted(getattr(self, name).items())) for name in ("dropped", "failed", "labels", "notes")}
-        return Counts(**(vars(self) | named))
+        sorted_counts = {
+            name: dict(sorted(getattr(self, name).items())) for name in ("dropped", "failed", "labels", "notes")
+        }
+        return Counts(**(vars(self) | sorted_counts))
 
 
 class UnitWriter(ExitStack):

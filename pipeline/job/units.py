@@ -59,7 +59,7 @@ class UnitReader(Iterator[Record]):
         self._done = 0
         self._part_bytes = 0
         self._meter = Meter()
-        self._most = 0
+        self._max_bytes_read = 0
         if isinstance(content, ImagesContent | AudioContent):
             self._records = media_rows(self._read(), content)
         else:
@@ -78,8 +78,8 @@ class UnitReader(Iterator[Record]):
     def bytes_read(self) -> int:
         """Input bytes (compressed if the input is) from 0 to the unit's `num_bytes`, slightly ahead of the records."""
         now = self._done + min(self._part_bytes, max(0, int(self._meter.measure())))
-        self._most = max(self._most, now)
-        return self._most
+        self._max_bytes_read = max(self._max_bytes_read, now)
+        return self._max_bytes_read
 
     def _read(self) -> Iterator[Record]:
         rules = None if isinstance(self._corpus, PythonDocs) else _rules(self._corpus, self._content)
@@ -107,13 +107,13 @@ def plan_units(
     else:
         parts, problems = file_parts(corpus, unit_bytes, skipped, _rules(corpus, content))
     groups: list[list[Part]] = []
-    held = 0
+    group_bytes = 0
     for part in parts:
-        if not groups or held + part.weight > unit_bytes:
+        if not groups or group_bytes + part.weight > unit_bytes:
             groups.append([])
-            held = 0
+            group_bytes = 0
         groups[-1].append(part)
-        held += part.weight
+        group_bytes += part.weight
     return [Unit(name=f"{index:05d}", parts=group) for index, group in enumerate(groups)], problems
 
 

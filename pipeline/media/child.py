@@ -45,16 +45,16 @@ def main(argv: list[str]) -> None:
     warnings.simplefilter("ignore")  # on damaged metadata, which is not used
     answers = os.fdopen(os.dup(1), "wb", _BUFFER_BYTES)
     os.dup2(2, 1)  # a library that prints does not answer
-    known: dict[str, Decode] = {}
+    decoders: dict[str, Decode] = {}
     while (batch := read_batch(sys.stdin.buffer)) is not None:
         content, files = batch
-        if content not in known:  # memory and time of the libraries do not count
-            known[content] = _decode(TypeAdapter(MediaContent).validate_json(content))
+        if content not in decoders:  # memory and time of the libraries do not count
+            decoders[content] = _decode(TypeAdapter(MediaContent).validate_json(content))
             limit_memory(limits)
         for place, data in enumerate(files):
             write_started(started, place)
             limit_time(limits)
-            write_answer(answers, _answer(known[content], data))
+            write_answer(answers, _answer(decoders[content], data))
         answers.flush()
 
 

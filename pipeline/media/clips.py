@@ -136,23 +136,23 @@ def _read(data: bytes, max_seconds: float) -> tuple[NDArray[np.float64], int, bo
             _check(file)
             if file.format == "OGG":
                 check_ogg(data)
-            most = max(1, round(max_seconds * file.samplerate))
-            parts, held = [], 0
+            limit = max(1, round(max_seconds * file.samplerate))
+            parts, count = [], 0
             # One sample more shows whether the clip is longer. Blocks, because the claimed length is not trusted.
-            while held <= most and len(block := file.read(min(_BLOCK_FRAMES, most + 1 - held), "float64", True)):
+            while count <= limit and len(block := file.read(min(_BLOCK_FRAMES, limit + 1 - count), "float64", True)):
                 parts.append(block.mean(axis=1))
-                held += len(block)
+                count += len(block)
             rate, claimed = int(file.samplerate), int(file.frames)
     except UndecodableError:
         raise
     except (soundfile.SoundFileError, RuntimeError, OSError, ValueError, TypeError) as error:
         message = library_message(error)
-        known = "not recognised" in message or "unknown format" in message.lower()
-        raise UndecodableError("not_audio" if known else "undecodable", f"{message} (libsndfile)") from error
-    if held < min(0 if claimed == _UNKNOWN_FRAMES else claimed, most) or _is_cut_off(data):
-        raise UndecodableError("truncated", f"{held} samples, its header gives {claimed} or more")
+        not_audio = "not recognised" in message or "unknown format" in message.lower()
+        raise UndecodableError("not_audio" if not_audio else "undecodable", f"{message} (libsndfile)") from error
+    if count < min(0 if claimed == _UNKNOWN_FRAMES else claimed, limit) or _is_cut_off(data):
+        raise UndecodableError("truncated", f"{count} samples, its header gives {claimed} or more")
     mono = np.concatenate(parts) if parts else np.zeros(0)
-    return mono[:most], rate, held > most
+    return mono[:limit], rate, count > limit
 
 
 def _check(file: Any) -> None:
@@ -174,15 +174,15 @@ def _is_cut_off(data: bytes) -> bool:
     return size < _UNKNOWN_BYTES and size + 8 > len(data) + 1  # some programs leave out the last padding byte
 
 
-def _resampled(samples: NDArray[np.float64], rate: int, wanted: int) -> NDArray[np.float64]:
+def _resampled(samples: NDArray[np.float64], rate: int, sample_rate: int) -> NDArray[np.float64]:
     """The samples at another rate, by a polyphase low-pass filter."""
     from scipy.signal import resample_poly  # imported here because it takes a second
 
-    common = math.gcd(rate, wanted)
-    if max(rate, wanted) // common > MAX_TERM:  # the filter has 20 times as many taps
-        raise UndecodableError("unsupported", f"{rate} Hz has no simple ratio to content.sample_rate = {wanted}")
-    found: NDArray[np.float64] = resample_poly(samples, wanted // common, rate // common)
-    return found
+    common = math.gcd(rate, sample_rate)
+    if max(rate, sample_rate) // common > MAX_TERM:  # the filter has 20 times as many taps
+        raise UndecodableError("unsupported", f"{rate} Hz has no simple ratio to content.sample_rate = {sample_rate}")
+    resampled: NDArray[np.float64] = resample_poly(samples, sample_rate // common, rate // common)
+    return resampled
 
 
 @lru_cache(maxsize=4)
@@ -244,5 +244,5 @@ def _page(data: bytes, at: int) -> tuple[int, int]:
 
 def _checksum(page: bytes) -> int:
     """The checksum of a page: zlib's polynomial with the bits of bytes and result in the other order, started at 0."""
-    found = zlib.crc32(page.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
-    return int(f"{found:032b}"[::-1], 2)
+    crc = zlib.crc32(page.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
+    return int(f"{crc:032b}"[::-1], 2)

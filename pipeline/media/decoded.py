@@ -78,8 +78,8 @@ def limit_memory(limits: Limits) -> None:
     if not Path("/proc/self/statm").exists():
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + limits.memory_mib * MIB
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    max_bytes = pages * resource.getpagesize() + limits.memory_mib * MIB
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
 
 
 def limit_time(limits: Limits) -> None:

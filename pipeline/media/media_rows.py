@@ -62,10 +62,10 @@ class _Child:
 
     def __init__(self, limits: Limits) -> None:
         self._started = tempfile.TemporaryFile()  # noqa: SIM115
-        given = (str(limits.memory_mib), str(limits.cpu_seconds), str(self._started.fileno()))
+        arguments = (str(limits.memory_mib), str(limits.cpu_seconds), str(self._started.fileno()))
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # noqa: PTH109
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "declutr.pipeline.media.child", *given],
+            [sys.executable, "-P", "-m", "declutr.pipeline.media.child", *arguments],
             bufsize=_BUFFER_BYTES,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -82,10 +82,10 @@ class _Child:
 
     def answers(self, number: int) -> list[Answer]:
         """The first answers to the batch: all of them, or fewer because the process has ended."""
-        found: list[Answer] = []
-        while len(found) < number and (answer := read_answer(cast(BinaryIO, self._process.stdout))) is not None:
-            found.append(answer)
-        return found
+        answers: list[Answer] = []
+        while len(answers) < number and (answer := read_answer(cast(BinaryIO, self._process.stdout))) is not None:
+            answers.append(answer)
+        return answers
 
     def end(self, *, ending: bool = False) -> tuple[int, int]:
         """Ends the process, or waits for the end of one whose answers have ended.
@@ -156,11 +156,11 @@ class Decoder:
             OSError: the process was killed from outside, or cannot start.
         """
         files, left = self._files, list(range(len(self._files)))
-        found: dict[int, Answer] = {}
+        answer_of: dict[int, Answer] = {}
         while left:
             assert self._child is not None
             answers = self._child.answers(len(left))
-            found |= zip(left, answers, strict=False)
+            answer_of |= zip(left, answers, strict=False)
             left, before = left[len(answers) :], left
             if not left:
                 break
@@ -170,12 +170,12 @@ class Decoder:
             left.remove(last)
             # Earlier files of a process must not decide, so the file comes first in a new one.
             if status == -signal.SIGPROF or (first and place == 0):
-                found[last] = self._verdict(status)
+                answer_of[last] = self._verdict(status)
             else:
                 left.insert(0, last)
             self.send([files[number] for number in left])
         self._files = ()
-        return [found[number] for number in range(len(files))]
+        return [answer_of[number] for number in range(len(files))]
 
     def _verdict(self, status: int) -> Answer:
         """The failure of a file at which the process ended."""
@@ -231,8 +231,8 @@ def _from_path(source: str, rule: str) -> str | None:
         # In an archive, the folders around the archive are not those of the member.
         names, level = _MEMBER.split(source)[-1].split("/"), 2 if rule == FOLDER else 3
         return names[-level] if len(names) >= level else None
-    found = _compiled(rule).search(source)
-    return found[1] if found else None
+    match = _compiled(rule).search(source)
+    return match[1] if match else None
 
 
 @lru_cache(maxsize=4)
@@ -296,8 +296,8 @@ def media_rows(records: Iterator[Record], content: MediaContent, limits: Limits 
 
 def _rows(records: list[Record], answers: list[Answer]) -> list[Record]:
     """The records with the answers for their images or clips."""
-    given = iter(answers)
-    return [_row(record, next(given)) if isinstance(record, Blob) else record for record in records]
+    remaining = iter(answers)
+    return [_row(record, next(remaining)) if isinstance(record, Blob) else record for record in records]
 
 
 def _size(record: Record) -> int:

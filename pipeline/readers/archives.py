@@ -99,10 +99,10 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
                 sparse = sparse or _SPARSE in payload
             continue
         length = length if size is None else size
-        given = _name(header) if name is None else name
+        path = _name(header) if name is None else name
         contents = _Contents(stream, 0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else length)
         end = stream.position + _padded(contents.left)
-        yield Member(given, "a sparse file" if sparse else _kind(kind, given), start, ByteStream(contents.read))
+        yield Member(path, "a sparse file" if sparse else _kind(kind, path), start, ByteStream(contents.read))
         stream.skip(end - stream.position)
         name = size = None
         sparse = False
@@ -132,8 +132,8 @@ def _skip_zeros(stream: ByteStream, start: int) -> bool:
     while data := stream.read():
         zeros = len(data) - len(data.lstrip(b"\0"))
         if zeros < len(data):
-            found = stream.position - len(data) + zeros
-            stream.unread(data[max(0, zeros - (found - start) % BLOCK_BYTES) :])
+            position = stream.position - len(data) + zeros
+            stream.unread(data[max(0, zeros - (position - start) % BLOCK_BYTES) :])
             return True
     return False
 

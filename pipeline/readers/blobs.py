@@ -59,26 +59,28 @@ def blob_format(head: bytes, name: str, blobs: BlobRules) -> BlobFormat:
     return "blob" if suffix in blobs.suffixes else "label" if suffix == _LABEL_SUFFIX else "other"
 
 
-def read_blob(stream: ByteStream, source: str, known: BlobFormat, max_bytes: int) -> Iterator[Record]:
+def read_blob(stream: ByteStream, source: str, file_format: BlobFormat, max_bytes: int) -> Iterator[Record]:
     """The record of one file: an image or clip, a label, or a file that is neither."""
-    if known == "other":
+    if file_format == "other":
         yield Rejected("", source, 0, OTHER_FILE)
         return
-    held, limit = bytearray(), _LABEL_BYTES if known == "label" else max_bytes
+    data, limit = bytearray(), _LABEL_BYTES if file_format == "label" else max_bytes
     try:
-        while len(held) <= limit and (chunk := stream.read()):
-            held += chunk
+        while len(data) <= limit and (chunk := stream.read()):
+            data += chunk
     except READ_ERRORS as error:
         yield unreadable(error, source, 0)
         return
-    if len(held) > limit:
-        allowed = f"{limit} bytes" if known == "label" else f"corpus.max_document_mib = {max_bytes / (1 << 20):g} MiB"
+    if len(data) > limit:
+        allowed = (
+            f"{limit} bytes" if file_format == "label" else f"corpus.max_document_mib = {max_bytes / (1 << 20):g} MiB"
+        )
         yield ReadFailure(reason="too_large", source=source, offset=0, message=f"the file has more than {allowed}")
-    elif known == "blob":
-        yield Blob("", source, 0, bytes(held), None)
+    elif file_format == "blob":
+        yield Blob("", source, 0, bytes(data), None)
     else:
         try:
-            yield _Label(held.decode().strip(), source, 0)
+            yield _Label(data.decode().strip(), source, 0)
         except UnicodeDecodeError as error:
             yield ReadFailure(reason="bad_label", source=source, offset=0, message=f"not UTF-8: {error.reason}")
 
@@ -94,34 +96,34 @@ def with_labels(records: Iterator[Record], max_bytes: int) -> Iterator[Record]:
 
     Those of one name are held until the next name, but not more than `max_bytes` bytes of them.
     """
-    held: list[Blob] = []
+    blobs: list[Blob] = []
     key: str | None = None
     label: _Label | None = None
     used = False
     for record in records:
         name = member_key(record.source)
         if name != key:
-            yield from _released(held, label, used)
-            held, key, label, used = [], name, None, False
+            yield from _released(blobs, label, used)
+            blobs, key, label, used = [], name, None, False
         if isinstance(record, _Label) and label is None:
             label = record
         elif isinstance(record, _Label):
             yield Rejected("", record.source, 0, LABEL_ALONE)
         elif isinstance(record, Blob) and record.label is None:
-            held.append(record)
-            while len(held) > 1 and sum(len(blob.data) for blob in held) > max_bytes:
-                yield _labelled(held.pop(0), label)
+            blobs.append(record)
+            while len(blobs) > 1 and sum(len(blob.data) for blob in blobs) > max_bytes:
+                yield _labelled(blobs.pop(0), label)
                 used = True
         else:
             yield record
-    yield from _released(held, label, used)
+    yield from _released(blobs, label, used)
 
 
-def _released(held: list[Blob], label: _Label | None, used: bool) -> Iterator[Record]:
+def _released(blobs: list[Blob], label: _Label | None, used: bool) -> Iterator[Record]:
     """The held images or clips with their label; the label itself as left out if there are none."""
-    if label is not None and not held and not used:
+    if label is not None and not blobs and not used:
         yield Rejected("", label.source, 0, LABEL_ALONE)
-    for blob in held:
+    for blob in blobs:
         yield _labelled(blob, label)
 
 

@@ -175,11 +175,12 @@ def shown_names(names: Names) -> str:
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 
-def missing(names: Names, found: Sequence[str], what: str = "column") -> str | None:
+def missing(names: Names, present: Sequence[str], what: str = "column") -> str | None:
     """A message on the first of these names that was not found, with the nearest of those that were; else None."""
     for name in names:
-        if name not in found:
-            whole = [one.encode("utf-8", "backslashreplace").decode() for one in found]  # a surrogate cannot be written
+        if name not in present:
+            # a surrogate cannot be written
+            whole = [item.encode("utf-8", "backslashreplace").decode() for item in present]
             hint = separated(whole) or suggest(name, whole)
             return f"no {what} {name!r}; found {shorten(', '.join(whole), _SHOWN_CHARACTERS)}{hint}"
     return None

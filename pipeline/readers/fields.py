@@ -41,15 +41,15 @@ def read_json_fields(stream: ByteStream, source: str, keys: Keys, max_bytes: int
         try:
             values = msgspec.structs.astuple(parse(raw))
         except (ValueError, RecursionError):
-            record, found = explained_object(bytes(raw), source, offset, names[0])
-            if found is None:
+            record, json_object = explained_object(bytes(raw), source, offset, names[0])
+            if json_object is None:
                 blank = not isinstance(record, ReadFailure)
                 yield Fields("", source, offset, ()) if blank else record
                 continue
-            values = tuple(found.get(name, msgspec.UNSET) for name in names)
+            values = tuple(json_object.get(name, msgspec.UNSET) for name in names)
         if msgspec.UNSET in values:
-            _, found = explained_object(bytes(raw), source, offset, names[0])
-            yield missing_key(keys, found or {}, source, offset)
+            _, json_object = explained_object(bytes(raw), source, offset, names[0])
+            yield missing_key(keys, json_object or {}, source, offset)
         else:
             yield _fields(values, source, offset, keys, max_bytes)
 
@@ -111,9 +111,9 @@ def fields_problem(schema: pa.Schema, keys: Keys) -> str | None:
     return missing_key(keys, schema.names, "", 0).message
 
 
-def missing_key(keys: Keys, found: Any, source: str, offset: int) -> ReadFailure:
+def missing_key(keys: Keys, columns: Any, source: str, offset: int) -> ReadFailure:
     """The failure of a row without one of the keys, or with two columns of that name."""
-    names = list(found)
+    names = list(columns)
     setting, name = next(((s, n) for s, n in keys.items() if names.count(n) != 1), ("", ""))
     what = "more than one" if name in names else "no"
     message = f"{what} key {name!r}; found {sorted(map(str, names))}; set {setting} to one of them"

@@ -90,8 +90,8 @@ def rules_of(
 def format_of(head: bytes, name: str, rules: Rules, *, inside: bool) -> Format | None:
     """The format of uncompressed content that is not an archive."""
     if rules.blobs:
-        known = blob_format(head, name, rules.blobs)
-        return known if inside or known in ("blob", "parquet") else None
+        kind = blob_format(head, name, rules.blobs)
+        return kind if inside or kind in ("blob", "parquet") else None
     if rules.format:
         return rules.format
     if head.startswith(_PARQUET):
@@ -99,10 +99,10 @@ def format_of(head: bytes, name: str, rules: Rules, *, inside: bool) -> Format |
     if head.startswith(_ARROW_FILE):
         return "arrow"
     suffix = bare_suffix(name)
-    named: Format | None = "jsonl" if suffix == JSON_SUFFIX else SUFFIXES.get(suffix)
+    by_suffix: Format | None = "jsonl" if suffix == JSON_SUFFIX else SUFFIXES.get(suffix)
     if not suffix:
         return "jsonl" if is_json_lines(head, rules) else "text_file" if is_prose(head) else None
-    return "text_file" if named == "text" and inside else named
+    return "text_file" if by_suffix == "text" and inside else by_suffix
 
 
 def is_json_lines(head: bytes, rules: Rules) -> bool:
@@ -110,7 +110,7 @@ def is_json_lines(head: bytes, rules: Rules) -> bool:
     line, newline, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
     names = rules.keys.values() if rules.keys else rules.text_names
     written = [json.dumps(name, ensure_ascii=escaped) for name in names for escaped in (True, False)]
-    if not line.startswith(b"{") or not any(one.encode("utf-8", "replace") in line for one in written):
+    if not line.startswith(b"{") or not any(key.encode("utf-8", "replace") in line for key in written):
         return False
     try:
         return not newline or isinstance(json.loads(line), dict)
@@ -168,11 +168,11 @@ def read_stream(
         yield from read_stream(inner, source, rules, depth=depth, compressed=compressed + 1, allowance=allowance)
     elif archive:
         yield from read_archive(stream, source, rules, END, allowance, depth=depth)
-    elif (known := format_of(head, source, rules, inside=depth > 0)) is None:
+    elif (file_format := format_of(head, source, rules, inside=depth > 0)) is None:
         message = "neither its name nor its content tells a format; corpus.format can"
         yield ReadFailure(reason="unknown_format", source=source, offset=0, message=message)
     else:
-        yield from _read(stream, source, rules, known, head)
+        yield from _read(stream, source, rules, file_format, head)
 
 
 def read_archive(
@@ -207,22 +207,22 @@ def _read_member(member: Member, archive: str, rules: Rules, depth: int, allowan
         yield from read_stream(member.data, source, rules, depth=depth + 1, allowance=allowance)
 
 
-def _read(stream: ByteStream, source: str, rules: Rules, known: Format, head: bytes) -> Iterator[Record]:
+def _read(stream: ByteStream, source: str, rules: Rules, file_format: Format, head: bytes) -> Iterator[Record]:
     """The records of uncompressed content of a known format."""
-    if known == "blob" or known == "label" or known == "other":
-        yield from read_blob(stream, source, known, rules.max_bytes)
+    if file_format == "blob" or file_format == "label" or file_format == "other":
+        yield from read_blob(stream, source, file_format, rules.max_bytes)
         return
-    if known not in ("parquet", "arrow") and (encoding := encoding_of(head)):
+    if file_format not in ("parquet", "arrow") and (encoding := encoding_of(head)):
         stream = as_utf8(stream, encoding)
-    if rules.keys and known not in FIELD_FORMATS:
-        message = f"{known} has no columns; premises and hypotheses are read from {', '.join(FIELD_FORMATS)}"
+    if rules.keys and file_format not in FIELD_FORMATS:
+        message = f"{file_format} has no columns; premises and hypotheses are read from {', '.join(FIELD_FORMATS)}"
         yield ReadFailure(reason="unknown_format", source=source, offset=0, message=message)
         return
-    match known:
+    match file_format:
         case "jsonl" if rules.keys:
             yield from read_json_fields(stream, source, rules.keys, rules.max_bytes)
         case "csv" | "tsv" if rules.keys:
-            yield from read_delimited_fields(stream, source, rules.keys, rules.max_bytes, DELIMITERS[known])
+            yield from read_delimited_fields(stream, source, rules.keys, rules.max_bytes, DELIMITERS[file_format])
         case "jsonl":
             yield from read_jsonl(stream, source, rules.text_names, rules.max_bytes)
         case "text":
@@ -230,7 +230,7 @@ def _read(stream: ByteStream, source: str, rules: Rules, known: Format, head: by
         case "text_file":
             yield from read_text_file(stream, source, rules.max_bytes)
         case "csv" | "tsv":
-            yield from read_delimited(stream, source, rules.text_names, rules.max_bytes, DELIMITERS[known])
+            yield from read_delimited(stream, source, rules.text_names, rules.max_bytes, DELIMITERS[file_format])
         case "arrow":
             if head.startswith(_ARROW_FILE):
                 stream.skip(len(_ARROW_FILE))
@@ -242,18 +242,18 @@ def _read(stream: ByteStream, source: str, rules: Rules, known: Format, head: by
 
 def _read_held_parquet(stream: ByteStream, source: str, rules: Rules) -> Iterator[Record]:
     """A Parquet file that can only be read forward; it is held in memory, because its directory is at its end."""
-    held = bytearray()
+    data = bytearray()
     try:
-        while len(held) <= MAX_HELD_BYTES and (chunk := stream.read()):
-            held += chunk
+        while len(data) <= MAX_HELD_BYTES and (chunk := stream.read()):
+            data += chunk
     except READ_ERRORS as error:
         yield unreadable(error, source, 0)
         return
-    if len(held) > MAX_HELD_BYTES:
+    if len(data) > MAX_HELD_BYTES:
         message = f"a Parquet file of more than {MAX_HELD_BYTES >> 20} MiB inside an archive or compression"
         yield ReadFailure(reason="too_large", source=source, offset=0, message=message)
     else:
-        file = pa.BufferReader(pa.py_buffer(held))
+        file = pa.BufferReader(pa.py_buffer(data))
         if rules.blobs:
             yield from read_parquet_blobs(file, source, rules.blobs, rules.max_bytes, None, Rows())
         elif rules.keys:

@@ -48,10 +48,10 @@ def read_file_states(parts: Iterable[Part]) -> dict[str, FileState | None]:
 
 def input_state_of(parts: Sequence[Part], states: dict[str, FileState | None], digest: str | None = None) -> InputState:
     """The input state of a unit's parts, from the states of their files."""
-    found = [states[path] for path in dict.fromkeys(part.path for part in parts)]
+    file_states = [states[path] for path in dict.fromkeys(part.path for part in parts)]
     return InputState(
-        modified=hash_json([state and state.modified for state in found]),
-        sample=hash_json([state and state.sample for state in found]),
+        modified=hash_json([state and state.modified for state in file_states]),
+        sample=hash_json([state and state.sample for state in file_states]),
         digest=digest,
     )
 

@@ -34,7 +34,7 @@ from declutr.pipeline.readers.streams import CHUNK_BYTES, ByteStream
 _REMOTE_CHUNK_BYTES = 8 * CHUNK_BYTES
 
 
-def find_inputs(given: str, skipped: Skipped) -> Iterator[Input]:
+def find_inputs(entry: str, skipped: Skipped) -> Iterator[Input]:
     """Finds the files of one entry of `corpus.paths`.
 
     Unreadable entries are included and marked as lost. Entries that are neither files nor searched are counted in
@@ -43,10 +43,10 @@ def find_inputs(given: str, skipped: Skipped) -> Iterator[Input]:
     Raises:
         OSError: the storage does not answer, or refuses.
     """
-    if is_remote(given):
-        yield from _find_remote(given)
+    if is_remote(entry):
+        yield from _find_remote(entry)
         return
-    root = expand(given)
+    root = expand(entry)
     if root.is_file():
         yield _local(root, root.name, searched=False)
     elif root.is_dir():
@@ -62,8 +62,8 @@ def _search(root: Path, skipped: Skipped) -> Iterator[Input]:
     while folders:
         folder = folders.pop()
         try:
-            with os.scandir(folder) as found:
-                entries = list(found)
+            with os.scandir(folder) as scan:
+                entries = list(scan)
         except OSError:
             if folder == root:
                 raise
@@ -82,17 +82,17 @@ def _search(root: Path, skipped: Skipped) -> Iterator[Input]:
 def _match(plain: Path, parts: tuple[str, ...], skipped: Skipped) -> Iterator[Input]:
     """Finds everything below a folder that matches a pattern, given as its components. `**` does not follow links."""
     lost: list[Path] = []
-    found = [plain]
+    matches = [plain]
     for number, part in enumerate(parts):
-        folders = [path for path in found if path.is_dir()] if number else found
+        folders = [path for path in matches if path.is_dir()] if number else matches
         steps = [path for folder in folders for path in _step(folder, part, lost)]
-        found = [path for path in dict.fromkeys(steps) if not is_hidden(path.relative_to(plain).as_posix())]
+        matches = [path for path in dict.fromkeys(steps) if not is_hidden(path.relative_to(plain).as_posix())]
     if plain in lost:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(plain))
     for path in dict.fromkeys(lost):
         yield _lost(path, path.relative_to(plain).as_posix())
     if parts[-1] != "**":
-        for path in sorted(found):
+        for path in sorted(matches):
             if "**" not in parts or not path.is_dir():
                 yield from _met(path, path.relative_to(plain).as_posix(), FOLDER, skipped)
 
@@ -137,11 +137,11 @@ def _lost(path: Path, source: str) -> Input:
     return Input(str(path.absolute()), source, 0, searched=True, lost=True)
 
 
-def _find_remote(given: str) -> Iterator[Input]:
-    if given.startswith("hf://") and (unreached := hub_problem()):
+def _find_remote(address: str) -> Iterator[Input]:
+    if address.startswith("hf://") and (unreached := hub_problem()):
         raise OSError(unreached)
     with network_errors():
-        files, path, query = filesystem(given)
+        files, path, query = filesystem(address)
         if glob.has_magic(path):
             parts = path.split("/")
             num_plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
@@ -149,9 +149,9 @@ def _find_remote(given: str) -> Iterator[Input]:
             if is_object_store(files):
                 pattern, levels = re.compile(glob_translate(path)), None if "**" in path else len(parts) - num_plain
                 below = files_below(files, root, levels)
-                found = {name: one for name, one in below.items() if pattern.match(name)}
+                infos = {name: info for name, info in below.items() if pattern.match(name)}
             else:
-                found = files.glob(path, detail=True)
+                infos = files.glob(path, detail=True)
         else:
             root = path.rstrip("/")
             try:
@@ -160,15 +160,15 @@ def _find_remote(given: str) -> Iterator[Input]:
                 return
             if entry["type"] == "file":
                 yield Input(
-                    address_of(files, path, given, query), path.rsplit("/", 1)[-1], entry["size"], searched=False
+                    address_of(files, path, address, query), path.rsplit("/", 1)[-1], entry["size"], searched=False
                 )
                 return
             below_it = is_object_store(files)
-            found = files_below(files, path) if below_it else files.find(path, detail=True)
-        for name in sorted(found):
+            infos = files_below(files, path) if below_it else files.find(path, detail=True)
+        for name in sorted(infos):
             relative = name.removeprefix(root).lstrip("/")
-            if found[name]["type"] == "file" and not is_hidden(relative):
-                yield Input(address_of(files, name, given, query), relative, found[name]["size"] or 0, searched=True)
+            if infos[name]["type"] == "file" and not is_hidden(relative):
+                yield Input(address_of(files, name, address, query), relative, infos[name]["size"] or 0, searched=True)
 
 
 class StoreLostError(Exception):
@@ -222,9 +222,9 @@ def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> Byt
 
     def read(num_bytes: int) -> bytes:
         nonlocal chunk_bytes
-        most = min(chunk_bytes, max(CHUNK_BYTES, stop - file.tell()))
+        max_bytes = min(chunk_bytes, max(CHUNK_BYTES, stop - file.tell()))
         chunk_bytes = min(2 * chunk_bytes, _REMOTE_CHUNK_BYTES)
-        return file.read(min(num_bytes, most))
+        return file.read(min(num_bytes, max_bytes))
 
     return ByteStream(read, start, _REMOTE_CHUNK_BYTES, file.seek)
 

@@ -91,9 +91,9 @@ def _explained(line: bytes, source: str, offset: int, names: Names) -> Record:
     if problem := missing(names, sorted(value), "key"):
         return ReadFailure(reason=NO_TEXT, source=source, offset=offset, message=problem)
     values = [value[name] for name in names]
-    for name, one in zip(names, values, strict=True):
-        if not isinstance(one, str) and (one is not None or not any(values)):
-            return _no_text(source, offset, name, f"it is {json_kind(json.dumps(one)[:1])}")
+    for name, part in zip(names, values, strict=True):
+        if not isinstance(part, str) and (part is not None or not any(values)):
+            return _no_text(source, offset, name, f"it is {json_kind(json.dumps(part)[:1])}")
     text = _joined(values, names)
     try:
         text.encode()
@@ -112,8 +112,8 @@ def explained_object(line: bytes, source: str, offset: int, text_field: str) -> 
     except (ValueError, RecursionError) as error:
         return ReadFailure(reason="invalid_json", source=source, offset=offset, message=str(error)), None
     if not isinstance(value, dict):
-        found = f"the line is {json_kind(record.text.strip()[:1])}, not an object"
-        return _no_text(source, offset, text_field, found), None
+        problem = f"the line is {json_kind(record.text.strip()[:1])}, not an object"
+        return _no_text(source, offset, text_field, problem), None
     return record, value
 
 
@@ -124,8 +124,8 @@ def json_kind(start: str) -> str:
     )
 
 
-def _no_text(source: str, offset: int, text_field: str, found: str) -> ReadFailure:
-    message = f"no text under {text_field!r}: {found}"[:200]
+def _no_text(source: str, offset: int, text_field: str, problem: str) -> ReadFailure:
+    message = f"no text under {text_field!r}: {problem}"[:200]
     return ReadFailure(reason=NO_TEXT, source=source, offset=offset, message=message)
 
 
@@ -154,7 +154,7 @@ def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes
         elif quote != b"n" or len(names) == 1 or (name == names[-1] and not strings):
             yield _no_text(source, offset, name, f"it is {json_kind(quote.decode('latin-1'))}")
             return
-    string = strings[0] if len(names) == 1 else memoryview(b"\\n".join(one for one in strings if len(one)))
+    string = strings[0] if len(names) == 1 else memoryview(b"\\n".join(part for part in strings if len(part)))
     first = _address(string) - _address(whole) if len(names) == 1 else 0
     start = 0
     while start < len(string) or start == 0:

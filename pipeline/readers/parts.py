@@ -144,9 +144,9 @@ def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Itera
 def _skip_line(stream: ByteStream) -> None:
     """Moves the stream past the next newline, or to its end."""
     while chunk := stream.read():
-        found = chunk.find(b"\n")
-        if found >= 0:
-            stream.unread(chunk[found + 1 :])
+        newline = chunk.find(b"\n")
+        if newline >= 0:
+            stream.unread(chunk[newline + 1 :])
             return
 
 
@@ -173,10 +173,10 @@ def cut_archive(
     """
     starts, end = find_members(stream, key)
     size = end or stream.position
-    least = max(part_bytes, -(-size // max_parts)) if max_parts > 1 else part_bytes
+    min_bytes = max(part_bytes, -(-size // max_parts)) if max_parts > 1 else part_bytes
     cuts = [0]
     for start in starts:
-        if start - cuts[-1] >= least:
+        if start - cuts[-1] >= min_bytes:
             cuts.append(start)
     stops = [*cuts[1:], end or END]
     shares = [file.num_bytes * cut // max(1, size) for cut in cuts[1:]]
@@ -189,11 +189,11 @@ def cut_archive(
     ]
 
 
-def cut_ranges(file: Input, known: str, part_bytes: int) -> list[Part]:
+def cut_ranges(file: Input, file_format: str, part_bytes: int) -> list[Part]:
     """Byte ranges of a plain file. A line belongs to the range of its first byte."""
     count = max(1, -(-file.num_bytes // part_bytes))
     cuts = [file.num_bytes * i // count for i in range(count + 1)]
-    return [make_part(file, known, start, stop, stop - start, stop - start) for start, stop in pairwise(cuts)]
+    return [make_part(file, file_format, start, stop, stop - start, stop - start) for start, stop in pairwise(cuts)]
 
 
 def cut_parquet(file: Input, opened: BinaryIO, names: Names, part_bytes: int, setting: str = TEXT_SETTING) -> Cut:
@@ -225,9 +225,9 @@ def cut_parquet(file: Input, opened: BinaryIO, names: Names, part_bytes: int, se
     return Cut(_grouped(file, "parquet", weights, sizes, part_bytes))
 
 
-def _without_text(file: Input, known: str, setting: str, names: Names, problem: str) -> Cut:
+def _without_text(file: Input, file_format: str, setting: str, names: Names, problem: str) -> Cut:
     """The part of a table without a column; it gives a failure for each row."""
-    part = make_part(file, known, 0, END if known == "parquet" else file.num_bytes, file.num_bytes, 0)
+    part = make_part(file, file_format, 0, END if file_format == "parquet" else file.num_bytes, file.num_bytes, 0)
     remedy = "; name another one, or several to join" if setting == TEXT_SETTING else ""
     return Cut([part], f"{setting} = {shown_names(names)}: {file.path}: {problem}{remedy}")
 
@@ -246,30 +246,32 @@ def cut_arrow(file: Input, opened: BinaryIO, names: Names, part_bytes: int) -> C
     return Cut(_grouped(file, "arrow", sizes, sizes, part_bytes))
 
 
-def cut_delimited(file: Input, head: bytes, known: str, names: Names) -> Cut:
+def cut_delimited(file: Input, head: bytes, file_format: str, names: Names) -> Cut:
     """The part of a CSV or TSV file that begins with these bytes: the whole file."""
-    if problem := header_problem(head, names, DELIMITERS[known]):
+    if problem := header_problem(head, names, DELIMITERS[file_format]):
         return _without_text(file, "stream", TEXT_SETTING, names, problem)
     return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
 
 
-def _grouped(file: Input, known: str, weights: list[int], sizes: list[int], part_bytes: int) -> list[Part]:
+def _grouped(file: Input, file_format: str, weights: list[int], sizes: list[int], part_bytes: int) -> list[Part]:
     """Parts of consecutive pieces (row groups, record batches), each except the last of at least `part_bytes`."""
     cuts = [0]
-    held = 0
+    group_weight = 0
     for number, weight in enumerate(weights, 1):
-        held += weight
-        if held >= part_bytes or number == len(weights):
+        group_weight += weight
+        if group_weight >= part_bytes or number == len(weights):
             cuts.append(number)
-            held = 0
+            group_weight = 0
     total = max(1, sum(sizes))
     return [
-        make_part(file, known, start, stop, file.num_bytes * sum(sizes[start:stop]) // total, sum(weights[start:stop]))
+        make_part(
+            file, file_format, start, stop, file.num_bytes * sum(sizes[start:stop]) // total, sum(weights[start:stop])
+        )
         for start, stop in pairwise(cuts)
     ]
 
 
-def make_part(file: Input, known: str, start: int, stop: int, num_bytes: int, weight: int) -> Part:
+def make_part(file: Input, file_format: str, start: int, stop: int, num_bytes: int, weight: int) -> Part:
     """A part of a file; arguments as in `Part`."""
-    values = {"format": known, "path": file.path, "source": file.source, "start": start, "stop": stop}
+    values = {"format": file_format, "path": file.path, "source": file.source, "start": start, "stop": stop}
     return Part.model_validate(values | {"num_bytes": num_bytes, "weight": weight})

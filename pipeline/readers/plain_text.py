@@ -53,8 +53,8 @@ def cut(window: bytes | bytearray, max_bytes: int) -> int:
 
     The cut is after the last whitespace, or between two characters if there is none.
     """
-    found = max(window.rfind(space, 0, max_bytes) for space in _SPACES)
-    return found + 1 if found >= 0 else character_start(window, max_bytes)
+    last_space = max(window.rfind(space, 0, max_bytes) for space in _SPACES)
+    return last_space + 1 if last_space >= 0 else character_start(window, max_bytes)
 
 
 def character_start(window: bytes | bytearray, position: int) -> int:
@@ -114,24 +114,24 @@ def lines(
     Yields:
         Bytes (valid until the next iteration), position of the first byte, and True if the line continues.
     """
-    held = bytearray()
+    buffer = bytearray()
     start = stream.position
     goes_on = False
     while (goes_on or start < stop) and (chunk := stream.read(CHUNK_BYTES)):
         begin = 0
-        if held or goes_on:
+        if buffer or goes_on:
             end = chunk.find(b"\n")
-            held += chunk if end < 0 else memoryview(chunk)[:end]
-            while len(held) > max_bytes:
-                length = cut(held, max_bytes) if keep else len(held)
-                yield held[:length] if keep else b"", start, True
-                del held[:length]
+            buffer += chunk if end < 0 else memoryview(chunk)[:end]
+            while len(buffer) > max_bytes:
+                length = cut(buffer, max_bytes) if keep else len(buffer)
+                yield buffer[:length] if keep else b"", start, True
+                del buffer[:length]
                 start += length
                 goes_on = True
             if end < 0:
                 continue
             begin = end + 1
-            line, held = held, bytearray()
+            line, buffer = buffer, bytearray()
             yield line, start, False
             start += len(line) + 1
             goes_on = False
@@ -148,14 +148,14 @@ def lines(
                 yield rest, at, False
                 start += len(piece) + 1
             begin = last + 1
-        held += memoryview(chunk)[begin:]
-    if goes_on or (held and start < stop):
-        while len(held) > max_bytes and keep:
-            length = cut(held, max_bytes)
-            yield held[:length], start, True
-            del held[:length]
+        buffer += memoryview(chunk)[begin:]
+    if goes_on or (buffer and start < stop):
+        while len(buffer) > max_bytes and keep:
+            length = cut(buffer, max_bytes)
+            yield buffer[:length], start, True
+            del buffer[:length]
             start += length
-        yield held, start, False
+        yield buffer, start, False
 
 
 def read_text(stream: ByteStream, source: str, max_bytes: int, stop: int = END) -> Iterator[Record]:
@@ -170,17 +170,17 @@ def read_text(stream: ByteStream, source: str, max_bytes: int, stop: int = END) 
 
 def read_text_file(stream: ByteStream, source: str, max_bytes: int) -> Iterator[Record]:
     """One document a file. A file that breaks off gives a failure, not a truncated document."""
-    held = bytearray()
+    buffer = bytearray()
     offset = 0
     try:
         while chunk := stream.read(CHUNK_BYTES):
-            held += chunk
-            while len(held) > max_bytes:
-                length = cut(held, max_bytes)
-                yield decode(held[:length], source, offset)
-                del held[:length]
+            buffer += chunk
+            while len(buffer) > max_bytes:
+                length = cut(buffer, max_bytes)
+                yield decode(buffer[:length], source, offset)
+                del buffer[:length]
                 offset += length
-        yield decode(held, source, offset)
+        yield decode(buffer, source, offset)
     except READ_ERRORS as error:
         yield unreadable(error, source, offset)
 

@@ -109,15 +109,15 @@ def _choose(corpus: HubCorpus, files: Files, card: dict[str, Any]) -> tuple[File
     splits = {name: _split_of(name) for name in data}
     if not any(splits.values()):
         return (data, None) if corpus.split == "train" else ({}, None)
-    wanted = _SAME_SPLIT.get(corpus.split, corpus.split)
-    return {name: size for name, size in data.items() if splits[name] == wanted}, None
+    split = _SAME_SPLIT.get(corpus.split, corpus.split)
+    return {name: size for name, size in data.items() if splits[name] == split}, None
 
 
 def _split_of(name: str) -> str | None:
     """The split in a file's name or in the name of one of its folders."""
     for part in reversed(name.lower().split("/")):
-        if found := _SPLIT.search(part):
-            return _SAME_SPLIT.get(found[1], found[1])
+        if match := _SPLIT.search(part):
+            return _SAME_SPLIT.get(match[1], match[1])
     return None
 
 
@@ -143,8 +143,8 @@ def _declared(corpus: HubCorpus, data: Files, configs: list[Any]) -> tuple[Files
         return _choose(corpus.model_copy(update={"config": None}), inside, {})
     if corpus.split not in patterns:
         return {}, f"corpus.split = {corpus.split!r}: {corpus.name} ({names[0]}) has the splits {sorted(patterns)}"
-    wanted = [re.compile(fnmatch.translate(pattern.removeprefix("./"))) for pattern in patterns[corpus.split]]
-    return {name: size for name, size in data.items() if any(test.match(name) for test in wanted)}, None
+    regexes = [re.compile(fnmatch.translate(pattern.removeprefix("./"))) for pattern in patterns[corpus.split]]
+    return {name: size for name, size in data.items() if any(test.match(name) for test in regexes)}, None
 
 
 def _converted(corpus: HubCorpus, files: Files) -> tuple[Files, str | None]:
@@ -187,11 +187,11 @@ def file_parts(
     skipped = Skipped() if skipped is None else skipped
     rules = rules or rules_of(corpus)
     if isinstance(corpus, HubCorpus):
-        found, problems = hub_inputs(corpus)
+        inputs, problems = hub_inputs(corpus)
     else:
-        found, problems = _corpus_files(corpus, skipped, rules)
+        inputs, problems = _corpus_files(corpus, skipped, rules)
     unique = dict[str, Input]()
-    for file in sorted(found, key=lambda file: file.source):  # of a file and links to it, the first name counts
+    for file in sorted(inputs, key=lambda file: file.source):  # of a file and links to it, the first name counts
         unique.setdefault(file.path, file)
     sources = Counter(file.source for file in unique.values())
     files = [
@@ -221,17 +221,17 @@ def file_parts(
 
 def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[list[Input], list[str]]:
     """The files of all entries of `paths`, and their problems, one line each."""
-    found: list[Input] = []
+    inputs: list[Input] = []
     problems: list[str] = []
-    for given in corpus.paths:
+    for entry in corpus.paths:
         try:
-            matches = list(find_inputs(given, skipped))
+            matches = list(find_inputs(entry, skipped))
         except OSError as error:
-            problems.append(f"corpus.paths: {given!r} cannot be listed: {explained(error)}")
+            problems.append(f"corpus.paths: {entry!r} cannot be listed: {explained(error)}")
             continue
         if not matches:
-            where = given if is_remote(given) else expand(given).absolute()
-            problems.append(f"corpus.paths: {given!r} matches no file; looked at {where}")
+            where = entry if is_remote(entry) else expand(entry).absolute()
+            problems.append(f"corpus.paths: {entry!r} matches no file; looked at {where}")
         usable: list[Input] = []
         for file in matches:
             if file.searched and any(fnmatchcase(file.source, pattern) for pattern in corpus.exclude):
@@ -243,13 +243,13 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
         unnamed = [file for file in usable if not _is_unicode(file.source)]
         problems += [f"corpus.paths: the name {file.path!r} is not UTF-8; rename the file" for file in unnamed]
         if matches and not usable:
-            named = " ".join(rules.suffixes)
+            suffixes = " ".join(rules.suffixes)
             problems.append(
-                f"corpus.paths: {given!r} holds no file named like {named} and no archive of such files"
+                f"corpus.paths: {entry!r} holds no file named like {suffixes} and no archive of such files"
                 + "".join(f"; {line}" for line in describe_skipped(skipped.kinds()))
             )
-        found += usable
-    return found, problems
+        inputs += usable
+    return inputs, problems
 
 
 def _is_unicode(name: str) -> bool:
@@ -293,21 +293,21 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
                 if not is_remote(file.path):  # seek from header to header; for remote files plain reading is faster
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
                 return Cut(cut_archive(file, stream, part_bytes, 1, member_key if rules.blobs else None))
-            known = format_of(head, file.source, rules, inside=False)
-            if known is None or (file.searched and not _is_data(head, file, rules)):
+            file_format = format_of(head, file.source, rules, inside=False)
+            if file_format is None or (file.searched and not _is_data(head, file, rules)):
                 return _unknown(file, rules)
-            if rules.blobs and known == "parquet":
+            if rules.blobs and file_format == "parquet":
                 return cut_parquet(file, opened, (rules.blobs.column,), part_bytes, rules.blobs.setting)
             if rules.keys:
-                return _cut_fields(file, opened, head, known, rules, part_bytes)
-            if known in ("jsonl", "text") and encoding_of(head) is None:
-                return Cut(cut_ranges(file, known, part_bytes))
-            if known == "parquet":
+                return _cut_fields(file, opened, head, file_format, rules, part_bytes)
+            if file_format in ("jsonl", "text") and encoding_of(head) is None:
+                return Cut(cut_ranges(file, file_format, part_bytes))
+            if file_format == "parquet":
                 return cut_parquet(file, opened, rules.text_names, part_bytes)
-            if known == "arrow" and head.startswith(b"ARROW1"):
+            if file_format == "arrow" and head.startswith(b"ARROW1"):
                 return cut_arrow(file, opened, rules.text_names, part_bytes)
-            if known in DELIMITERS:
-                return cut_delimited(file, head, known, rules.text_names)
+            if file_format in DELIMITERS:
+                return cut_delimited(file, head, file_format, rules.text_names)
             return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
     except OSError as error:
         if file.searched and not is_remote(file.path):
@@ -315,16 +315,17 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
         return Cut([], f"corpus.paths: {file.path} cannot be read: {explained(error)}")
 
 
-def _cut_fields(file: Input, opened: BinaryIO, head: bytes, known: str, rules: Rules, part_bytes: int) -> Cut:
+def _cut_fields(file: Input, opened: BinaryIO, head: bytes, file_format: str, rules: Rules, part_bytes: int) -> Cut:
     """The part of a file whose rows have several values. A file is one part if its size is limited.
 
     Then its rows belong together, such as the pairs of a premise.
     """
-    if known not in FIELD_FORMATS:
+    if file_format not in FIELD_FORMATS:
         if file.searched:
             return Cut([], skipped=True)
         return Cut(
-            [], f"corpus.paths: {file.path} is {known}; pairs and triples are read from {', '.join(FIELD_FORMATS)}"
+            [],
+            f"corpus.paths: {file.path} is {file_format}; pairs and triples are read from {', '.join(FIELD_FORMATS)}",
         )
     if rules.max_file_bytes is not None and file.num_bytes > rules.max_file_bytes:
         return Cut(
@@ -333,7 +334,7 @@ def _cut_fields(file: Input, opened: BinaryIO, head: bytes, known: str, rules: R
             "MiB are possible, because the pairs of a file are held in memory; split it into files with different "
             "premises",
         )
-    if known == "parquet":
+    if file_format == "parquet":
         part = make_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes)
         try:
             with pq.ParquetFile(opened) as table:
@@ -341,8 +342,8 @@ def _cut_fields(file: Input, opened: BinaryIO, head: bytes, known: str, rules: R
         except TABLE_ERRORS:
             problem = None  # damage is found when the file is read
         return Cut([part], problem and f"content: {file.path}: {problem}")
-    if known == "jsonl" and rules.max_file_bytes is None and encoding_of(head) is None:
-        return Cut(cut_ranges(file, known, part_bytes))
+    if file_format == "jsonl" and rules.max_file_bytes is None and encoding_of(head) is None:
+        return Cut(cut_ranges(file, file_format, part_bytes))
     return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
 
 
@@ -372,8 +373,8 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
     weight = file.num_bytes * COMPRESSION_RATIO
     whole = [make_part(file, "stream", 0, file.num_bytes, file.num_bytes, weight)]
     suffix = bare_suffix(file.source)
-    named = rules.format is not None or suffix in rules.suffixes or suffix == TAR_SUFFIX
-    if named and weight <= part_bytes:
+    is_expected = rules.format is not None or suffix in rules.suffixes or suffix == TAR_SUFFIX
+    if is_expected and weight <= part_bytes:
         return Cut(whole)
     opened.seek(0)
     beginning = ByteStream(opened.read, 0, _PEEKED_BYTES)
@@ -387,11 +388,11 @@ def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rule
         key = member_key if rules.blobs else None
         return Cut(cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS, key))
     nested = is_tar(head) or compression_of(head) is not None
-    known = format_of(head, file.source, rules, inside=False) is not None and _is_data(head, file, rules)
-    return Cut(whole) if named or nested or known else _unknown(file, rules)
+    is_data = format_of(head, file.source, rules, inside=False) is not None and _is_data(head, file, rules)
+    return Cut(whole) if is_expected or nested or is_data else _unknown(file, rules)
 
 
 def _is_data(head: bytes, file: Input, rules: Rules) -> bool:
     """Returns False for a .json that a search met, if its first line is no object with a key that is read."""
-    named = not file.searched or rules.format is not None or rules.blobs is not None
-    return named or bare_suffix(file.source) != JSON_SUFFIX or is_json_lines(head, rules)
+    is_expected = not file.searched or rules.format is not None or rules.blobs is not None
+    return is_expected or bare_suffix(file.source) != JSON_SUFFIX or is_json_lines(head, rules)

@@ -113,8 +113,8 @@ def _described(parent: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]:
 
 def _arguments(arguments: ast.arguments) -> str:
     """Argument names without defaults and annotations, which are code and not English."""
-    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return ", ".join(argument.arg for argument in named if argument.arg not in ("self", "cls"))
+    parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return ", ".join(argument.arg for argument in parameters if argument.arg not in ("self", "cls"))
 
 
 def _docstring(node: ast.Module | _Definition) -> str:

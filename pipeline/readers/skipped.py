@@ -49,8 +49,8 @@ class Skipped:
         """Counts one more file of this kind."""
         kind = kind if kind in self._counts or len(self._counts) < MAX_KINDS else OTHERS
         self._counts[kind] += 1
-        shown = source.encode("utf-8", "backslashreplace").decode()
-        self._examples[kind] = min(self._examples.get(kind, shown), shown)
+        printable = source.encode("utf-8", "backslashreplace").decode()
+        self._examples[kind] = min(self._examples.get(kind, printable), printable)
 
     def add_file(self, source: str) -> None:
         """Counts a file by its suffix."""
@@ -66,13 +66,13 @@ class Skipped:
 def describe_skipped(kinds: dict[str, Skip]) -> list[str]:
     """A line for all kinds of files that are not read, with examples and remedies, and one for unreadable files."""
     lines = []
-    if told := [f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in kinds.items() if kind != UNREADABLE]:
+    if parts := [f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in kinds.items() if kind != UNREADABLE]:
         remedies: dict[str, list[str]] = {}
         for kind in kinds:
             if kind in _ADVICE:
                 remedies.setdefault(_ADVICE[kind], []).append(kind)
         advice = "".join(f"; {', '.join(names)}: {remedy}" for remedy, names in remedies.items())
-        lines.append(f"not read: {', '.join(told)}{advice}")
+        lines.append(f"not read: {', '.join(parts)}{advice}")
     if lost := kinds.get(UNREADABLE):
         what = "folders, links and files cannot be read, and each counts as a failure"
         lines.append(f"{lost.files:,} {what} (for example {lost.example!r})")

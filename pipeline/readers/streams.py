@@ -58,7 +58,7 @@ class ByteStream:
         self._read = read
         self._seek = seek
         self._chunk_bytes = chunk_bytes
-        self._held = b""
+        self._buffer = b""
         self._next = 0
         self.position = position
         self._error: Exception | None = None
@@ -75,16 +75,16 @@ class ByteStream:
 
     def peek(self, num_bytes: int) -> bytes:
         """The next bytes without consuming them; fewer only at the end."""
-        while len(self._held) - self._next < num_bytes and (more := self._more(self._chunk_bytes)):
-            self._held = self._held[self._next :] + more
+        while len(self._buffer) - self._next < num_bytes and (more := self._more(self._chunk_bytes)):
+            self._buffer = self._buffer[self._next :] + more
             self._next = 0
-        return self._held[self._next : self._next + num_bytes]
+        return self._buffer[self._next : self._next + num_bytes]
 
     def read(self, num_bytes: int = CHUNK_BYTES) -> bytes:
         """At most the next `num_bytes` bytes; none at the end."""
-        if self._next >= len(self._held):
-            self._held, self._next = self._more(max(num_bytes, self._chunk_bytes)), 0
-        data = self._held[self._next : self._next + num_bytes]
+        if self._next >= len(self._buffer):
+            self._buffer, self._next = self._more(max(num_bytes, self._chunk_bytes)), 0
+        data = self._buffer[self._next : self._next + num_bytes]
         self._next += len(data)
         self.position += len(data)
         return data
@@ -101,16 +101,16 @@ class ByteStream:
 
     def unread(self, data: bytes) -> None:
         """Puts back the bytes that were read last."""
-        self._held = data + self._held[self._next :]
+        self._buffer = data + self._buffer[self._next :]
         self._next = 0
         self.position -= len(data)
 
     def skip(self, num_bytes: int) -> None:
         """Skips bytes, at most to the end."""
-        held = min(num_bytes, len(self._held) - self._next)
-        self._next += held
-        self.position += held
-        left = num_bytes - held
+        num_buffered = min(num_bytes, len(self._buffer) - self._next)
+        self._next += num_buffered
+        self.position += num_buffered
+        left = num_bytes - num_buffered
         if left and self._seek is not None and left > self._chunk_bytes:
             self._seek(self.position + left)
             self.position += left
@@ -132,7 +132,7 @@ class Allowance:
 
     def __init__(self, file: ByteStream) -> None:
         self._file = file
-        self._given = 0
+        self._spent = 0
 
     def spend(self, num_bytes: int) -> None:
         """Counts uncompressed bytes.
@@ -140,8 +140,8 @@ class Allowance:
         Raises:
             OSError: the file decompresses to more than text ever does.
         """
-        self._given += num_bytes
-        if self._given > FREE_BYTES + MAX_RATIO * self._file.position:
+        self._spent += num_bytes
+        if self._spent > FREE_BYTES + MAX_RATIO * self._file.position:
             raise OSError(
                 f"{self._file.position} bytes decompress to more than {MAX_RATIO} times as many and "
                 f"{FREE_BYTES >> 20} MiB, which no text does"
@@ -160,12 +160,12 @@ def decompressed(
         chunk_bytes: uncompressed bytes at a time.
     """
     if compression == "zst":
-        below, most = pa.CompressedInputStream(pa.PythonFile(ForwardFile(source), mode="r"), "zstd").read, _ZSTD_BYTES
+        below, size = pa.CompressedInputStream(pa.PythonFile(ForwardFile(source), mode="r"), "zstd").read, _ZSTD_BYTES
     else:
-        below, most = _Members(source, compression).read, chunk_bytes
+        below, size = _Members(source, compression).read, chunk_bytes
 
     def read(num_bytes: int) -> bytes:
-        data: bytes = below(min(num_bytes, most))
+        data: bytes = below(min(num_bytes, size))
         allowance.spend(len(data))
         return data
 

@@ -25,16 +25,16 @@ _TEXTS = {"starts": (pa.list_(pa.int32()),), "labels": (pa.list_(pa.int8()),)}
 
 def schema_problem(schema: pa.Schema, kind: ContentKind = "documents") -> str | None:
     """A problem of the columns; None if they are those of a shard with this kind of rows."""
-    wanted: dict[str, tuple[pa.DataType, ...]]
+    expected: dict[str, tuple[pa.DataType, ...]]
     if kind == "images" or kind == "audio":
-        wanted = {field.name: (field.type,) for field in media_schema(kind)}
+        expected = {field.name: (field.type,) for field in media_schema(kind)}
     else:
-        wanted = _text_columns(kind)
-    if sorted(schema.names) != sorted(wanted):
-        return f"its columns are {', '.join(schema.names)}, not {', '.join(wanted)}"
-    for name, types in wanted.items():
-        if (found := schema.field(name).type) not in types:
-            return f"its column {name} holds {found}, not {' or '.join(map(str, types))}"
+        expected = _text_columns(kind)
+    if sorted(schema.names) != sorted(expected):
+        return f"its columns are {', '.join(schema.names)}, not {', '.join(expected)}"
+    for name, types in expected.items():
+        if (column_type := schema.field(name).type) not in types:
+            return f"its column {name} holds {column_type}, not {' or '.join(map(str, types))}"
     return None
 
 
@@ -84,15 +84,15 @@ def content_problem(
     if not len(batch):
         return None
     tokens, lengths = _lists(batch, "tokens")
-    said = batch.column("num_tokens").to_numpy()
-    if row := _first(said != lengths):
-        return row[0], f"num_tokens = {said[row[0]]}, but it has {lengths[row[0]]} tokens"
+    num_tokens = batch.column("num_tokens").to_numpy()
+    if row := _first(num_tokens != lengths):
+        return row[0], f"num_tokens = {num_tokens[row[0]]}, but it has {lengths[row[0]]} tokens"
     if kind == "documents":
-        found = _windows_problem(batch, geometry, short_documents, said)
+        problem = _windows_problem(batch, geometry, short_documents, num_tokens)
     else:
-        found = _texts_problem(batch, kind, said)
-    if found:
-        return found
+        problem = _texts_problem(batch, kind, num_tokens)
+    if problem:
+        return problem
     if row := _first(tokens >= vocab_size):
         at = int(np.searchsorted(np.cumsum(lengths), row[0], side="right"))
         return at, f"token id {tokens[row[0]]} is beyond the vocabulary of {vocab_size} tokens"
@@ -100,16 +100,20 @@ def content_problem(
 
 
 def _windows_problem(
-    batch: pa.RecordBatch, geometry: Geometry, short_documents: ShortDocuments, said: NDArray[np.int64]
+    batch: pa.RecordBatch, geometry: Geometry, short_documents: ShortDocuments, num_tokens: NDArray[np.int64]
 ) -> tuple[int, str] | None:
     """The first document whose windows are not those of its length."""
     windows, counts = _lists(batch, "windows")
-    longest = np.full(len(said), geometry.max_tokens)
+    longest = np.full(len(num_tokens), geometry.max_tokens)
     if short_documents == "shrink_spans":
-        longest = np.maximum(1, np.minimum(longest, said // (2 * geometry.num_anchors)))
-    if row := _first(counts != said // longest):
+        longest = np.maximum(1, np.minimum(longest, num_tokens // (2 * geometry.num_anchors)))
+    if row := _first(counts != num_tokens // longest):
         at = row[0]
-        return at, f"{counts[at]} windows, but its {said[at]} tokens have {said[at] // longest[at]} of {longest[at]}"
+        return (
+            at,
+            f"{counts[at]} windows, but its {num_tokens[at]} tokens have {num_tokens[at] // longest[at]} "
+            f"of {longest[at]}",
+        )
     starts = _ordinals(counts) * np.repeat(longest, counts)
     if row := _first(windows != starts):
         at = int(np.searchsorted(np.cumsum(counts), row[0], side="right"))
@@ -117,7 +121,7 @@ def _windows_problem(
     return None
 
 
-def _texts_problem(batch: pa.RecordBatch, kind: TextKind, said: NDArray[np.int64]) -> tuple[int, str] | None:
+def _texts_problem(batch: pa.RecordBatch, kind: TextKind, num_tokens: NDArray[np.int64]) -> tuple[int, str] | None:
     """The first row whose texts or labels are not those of this kind."""
     (starts, counts), (labels, labelled) = _lists(batch, "starts"), _lists(batch, "labels")
     if row := _first(counts != labelled):
@@ -128,12 +132,12 @@ def _texts_problem(batch: pa.RecordBatch, kind: TextKind, said: NDArray[np.int64
     places, owners = _ordinals(counts), np.repeat(np.arange(len(counts)), counts)
     first = places == 0
     before = np.where(first, -1, np.roll(starts, 1))
-    if row := _first((first & (starts != 0)) | (starts <= before) | (starts >= said[owners])):
+    if row := _first((first & (starts != 0)) | (starts <= before) | (starts >= num_tokens[owners])):
         at, place = int(owners[row[0]]), int(places[row[0]])
         after = f", the text before it at {before[row[0]]}" if place else ""
-        return at, f"text {place} starts at {starts[row[0]]}{after}; the row has {said[at]} tokens"
-    wanted = np.array(TRIPLE_LABELS)[places] if kind == "triples" else np.where(first, NO_LABEL, labels)
-    if row := _first((labels != wanted) | (~first & ((labels < 0) | (labels >= len(LABELS))))):
+        return at, f"text {place} starts at {starts[row[0]]}{after}; the row has {num_tokens[at]} tokens"
+    expected = np.array(TRIPLE_LABELS)[places] if kind == "triples" else np.where(first, NO_LABEL, labels)
+    if row := _first((labels != expected) | (~first & ((labels < 0) | (labels >= len(LABELS))))):
         return int(owners[row[0]]), f"text {places[row[0]]} has the label {labels[row[0]]}"
     return None
 

@@ -211,27 +211,27 @@ def ledger_entries(path: Path) -> Iterator[Entry]:
         yield from (Entry(**row) for row in batch.to_pylist())
 
 
-def find_entries(folder: Path, wanted: str) -> Iterator[tuple[str, int, Entry]]:
+def find_entries(folder: Path, document: str) -> Iterator[tuple[str, int, Entry]]:
     """Every row of an output folder that matches a name, with its unit and its ordinal.
 
     Args:
         folder: output folder of `prepare`.
-        wanted: a document id in hexadecimal (or its first digits, an even number of at least 8), a source, or
+        document: a document id in hexadecimal (or its first digits, an even number of at least 8), a source, or
             `SOURCE:OFFSET`.
     """
-    source, _, offset = wanted.rpartition(":")
-    prefix = _hex_prefix(wanted)
+    source, _, offset = document.rpartition(":")
+    prefix = _hex_prefix(document)
     for path in sorted((folder / LEDGERS).glob("*.arrow")):
         ordinal = 0
         for batch in ledger_batches(path):
-            found = pc.equal(batch.column("source"), wanted)
+            mask = pc.equal(batch.column("source"), document)
             if source and offset.isdecimal() and len(offset) <= _OFFSET_DIGITS:
                 here = pc.and_(pc.equal(batch.column("source"), source), pc.equal(batch.column("offset"), int(offset)))
-                found = pc.or_(found, here)
+                mask = pc.or_(mask, here)
             if prefix is not None:
-                named = pc.starts_with(batch.column("id").cast(pa.binary()), pattern=prefix)
-                found = pc.or_(found, pc.fill_null(named, fill_value=False))
-            for index in np.flatnonzero(found.to_numpy(zero_copy_only=False)).tolist():
+                by_id = pc.starts_with(batch.column("id").cast(pa.binary()), pattern=prefix)
+                mask = pc.or_(mask, pc.fill_null(by_id, fill_value=False))
+            for index in np.flatnonzero(mask.to_numpy(zero_copy_only=False)).tolist():
                 yield path.stem, ordinal + index, Entry(**batch.slice(index, 1).to_pylist()[0])
             ordinal += batch.num_rows
 
@@ -253,11 +253,11 @@ def entries_at(folder: Path, places: Iterable[tuple[int, int]]) -> dict[tuple[in
     return entries
 
 
-def _hex_prefix(wanted: str) -> bytes | None:
+def _hex_prefix(document: str) -> bytes | None:
     """The first bytes of a document id from its hexadecimal digits; None if too short or not hexadecimal."""
-    if len(wanted) < _SHORTEST_PREFIX or len(wanted) % 2:
+    if len(document) < _SHORTEST_PREFIX or len(document) % 2:
         return None
     try:
-        return bytes.fromhex(wanted)
+        return bytes.fromhex(document)
     except ValueError:
         return None

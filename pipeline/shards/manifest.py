@@ -120,8 +120,8 @@ class Manifest(Strict):
     @property
     def short_documents(self) -> ShortDocuments:
         """Treatment of documents too short for `geometry`."""
-        found: ShortDocuments = self.config.get("short_documents", "drop")
-        return found
+        setting: ShortDocuments = self.config.get("short_documents", "drop")
+        return setting
 
     @property
     def content(self) -> AnyContent:
@@ -247,18 +247,20 @@ def joined_manifest(manifests: Sequence[Manifest]) -> Manifest:
     if len(manifests) == 1:
         return manifests[0]
     first = manifests[0]
-    totals = {key: sum(one.totals[key] for one in manifests) for key in first.totals}
-    counts = {name: [getattr(one, name) for one in manifests] for name in ("dropped", "failed", "labels", "notes")}
+    totals = {key: sum(manifest.totals[key] for manifest in manifests) for key in first.totals}
+    counts = {
+        name: [getattr(manifest, name) for manifest in manifests] for name in ("dropped", "failed", "labels", "notes")
+    }
     return first.model_copy(
         update={
             "shards": [
                 shard.model_copy(update={"name": f"{place}/{shard.name}"})
-                for place, one in enumerate(manifests)
-                for shard in one.shards
+                for place, manifest in enumerate(manifests)
+                for shard in manifest.shards
             ],
             "ledgers": [],
-            "totals": totals | {"longest_tokens": max(one.totals["longest_tokens"] for one in manifests)},
-            "config_hash": hash_json([one.config_hash for one in manifests]),
-            **{name: dict(sum(map(Counter, some), Counter[str]())) for name, some in counts.items()},
+            "totals": totals | {"longest_tokens": max(manifest.totals["longest_tokens"] for manifest in manifests)},
+            "config_hash": hash_json([manifest.config_hash for manifest in manifests]),
+            **{name: dict(sum(map(Counter, of_corpora), Counter[str]())) for name, of_corpora in counts.items()},
         }
     )

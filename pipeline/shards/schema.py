@@ -115,6 +115,6 @@ def media_schema(kind: MediaKind) -> pa.Schema:
 
 def geometry_of(schema: pa.Schema) -> tuple[Geometry, ShortDocuments]:
     """The geometry of a shard, and the treatment of short documents."""
-    found = {key.decode(): value.decode() for key, value in schema.metadata.items()}
-    geometry = Geometry.model_validate({key: found[key] for key in Geometry.model_fields if key in found})
-    return geometry, cast(ShortDocuments, found.get("short_documents", "drop"))
+    metadata = {key.decode(): value.decode() for key, value in schema.metadata.items()}
+    geometry = Geometry.model_validate({key: metadata[key] for key in Geometry.model_fields if key in metadata})
+    return geometry, cast(ShortDocuments, metadata.get("short_documents", "drop"))

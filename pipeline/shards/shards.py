@@ -54,12 +54,12 @@ class ShardSet:
     ) -> None:
         self.folder, self.folders, self.part = folder, (folder, *others), part
         self._most_open = most_open
-        indexes = [load_index(one) for one in self.folders]
+        indexes = [load_index(path) for path in self.folders]
         self._index = indexes[0]
         listed = [[shard for shard in index.shards if shard.split == split] for index in indexes]
-        self._shards = [shard for some in listed for shard in sorted(some, key=lambda shard: shard.name)]
+        self._shards = [shard for group in listed for shard in sorted(group, key=lambda shard: shard.name)]
         self._firsts = np.cumsum([0, *map(len, listed)])  # first shard of each corpus, and their number
-        if look and (problems := [one for place in range(len(self._shards)) for one in self._size_problems(place)]):
+        if look and (problems := [line for place in range(len(self._shards)) for line in self._size_problems(place)]):
             raise ShardError("\n".join(problems))
         self._starts = np.cumsum([0, *(shard.num_documents for shard in self._shards)])
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
@@ -128,22 +128,22 @@ class ShardSet:
         rows = rows if self.part is None else self._chosen[rows]
         which = np.searchsorted(self._starts, rows, side="right") - 1
         pieces: list[pa.RecordBatch] = []
-        asked: list[NDArray[np.int64]] = []
+        requested_places: list[NDArray[np.int64]] = []
         for number in np.unique(which):
-            mine = np.flatnonzero(which == number)
-            for batch, positions, places in self._shard(int(number)).locate(rows[mine] - self._starts[number]):
+            in_shard = np.flatnonzero(which == number)
+            for batch, positions, places in self._shard(int(number)).locate(rows[in_shard] - self._starts[number]):
                 pieces.append(batch.take(pa.array(positions)))
-                asked.append(mine[places])
+                requested_places.append(in_shard[places])
         if not pieces:
             if not self._shards:
                 raise ShardError(f"{self.folder} holds no documents of this split")
             return self._shard(0).schema.empty_table()
         # The rows were gathered by record batch; restore the requested order.
-        order = np.argsort(np.concatenate(asked), kind="stable")
+        order = np.argsort(np.concatenate(requested_places), kind="stable")
         gathered = pa.Table.from_batches(pieces).combine_chunks()
         table = gathered.take(pa.array(order)).combine_chunks()
-        if found := self._index.problem(table.to_batches()[0]):
-            at, problem = found
+        if unsound := self._index.problem(table.to_batches()[0]):
+            at, problem = unsound
             path = self._folder_of(int(which[at])) / self._shards[which[at]].name
             raise ShardError(_unsound(path, rows[at] - self._starts[which[at]], problem))
         return table
@@ -215,11 +215,11 @@ class _OpenShard:
         """An error message for the first unsound document; None if all are sound."""
         for number, start in enumerate(self._starts[:-1]):
             try:
-                found = index.problem(self._batch(number))
+                unsound = index.problem(self._batch(number))
             except ShardError as error:
                 return str(error)
-            if found:
-                return _unsound(self._path, int(start) + found[0], found[1])
+            if unsound:
+                return _unsound(self._path, int(start) + unsound[0], unsound[1])
         return None
 
 
@@ -238,17 +238,17 @@ def check_shards(folder: Path, full: bool = False) -> list[str]:
     written = (folder / MANIFEST).stat().st_mtime_ns
     index, problems = load_index(folder), list[str]()
     for shard in manifest.shards:
-        found = _size_problems(folder, shard)
-        if not found:
+        shard_problems = _size_problems(folder, shard)
+        if not shard_problems:
             try:
                 opened = _OpenShard(folder, shard, index.kind)
             except ShardError as error:
-                found = [str(error)]
+                shard_problems = [str(error)]
             else:
                 if full or (folder / shard.name).stat().st_mtime_ns > written:
                     problem = opened.problem(index)
-                    found = _hash_problems(folder, shard) + ([problem] if problem else [])
-        problems += found
+                    shard_problems = _hash_problems(folder, shard) + ([problem] if problem else [])
+        problems += shard_problems
     for ledger in manifest.ledgers:
         problems += _size_problems(folder, ledger) or (_hash_problems(folder, ledger) if full else [])
     return problems
@@ -275,9 +275,9 @@ def _unsound(path: Path, row: int, problem: str) -> str:
 def _hash_problems(folder: Path, written: Shard | LedgerFile) -> list[str]:
     """A problem if the checksum of a file is wrong."""
     path = folder / written.name
-    if (found := hash_file(path)) == written.sha256:
+    if (digest := hash_file(path)) == written.sha256:
         return []
-    return [f"{path} is damaged: SHA-256 {found}, the manifest says {written.sha256}; delete it and prepare again"]
+    return [f"{path} is damaged: SHA-256 {digest}, the manifest says {written.sha256}; delete it and prepare again"]
 
 
 def document_keys(documents: pa.Table) -> NDArray[np.uint64]:

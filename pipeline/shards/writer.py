@@ -96,7 +96,7 @@ class ShardWriter(ExitStack):
             geometry, short_documents = geometry_of(self._schema)
             inner = {"windows": [document_windows(len(row), geometry, short_documents) for row in tokens]}
         else:
-            inner = {"starts": [one.starts for one in layouts], "labels": [one.labels for one in layouts]}
+            inner = {"starts": [layout.starts for layout in layouts], "labels": [layout.labels for layout in layouts]}
         return {
             "tokens": _lists(tokens, self._schema.field("tokens").type),
             **{name: _lists(rows, self._schema.field(name).type) for name, rows in inner.items()},

@@ -102,7 +102,7 @@ def sentences(text: str, language: str) -> Iterator[str]:
     start = 0
     while start < len(text):
         window = text[start : start + _WINDOW_CHARACTERS]
-        starts = [found["start_index"] for found in get_sentence_boundaries(language, window)]
+        starts = [boundary["start_index"] for boundary in get_sentence_boundaries(language, window)]
         if start + len(window) < len(text) and len(starts) > 1:
             window = window[: starts.pop()]  # the last sentence may continue after the window
         for first, stop in zip([0, *starts[1:]], [*starts[1:], len(window)], strict=True):
@@ -139,10 +139,10 @@ def pair_rows(records: Iterator[Record], required_labels: Sequence[Label]) -> It
     Raises:
         OSError: the pairs of a file have too many characters.
     """
-    for source, some in groupby(records, key=lambda record: record.source):
+    for source, group in groupby(records, key=lambda record: record.source):
         premises: dict[str, _Premise] = {}
-        held = 0
-        for record in some:
+        num_characters = 0
+        for record in group:
             pair = _pair(record)
             if not isinstance(pair, _Pair):
                 yield pair
@@ -153,8 +153,8 @@ def pair_rows(records: Iterator[Record], required_labels: Sequence[Label]) -> It
                 yield _rejected((pair.premise, pair.hypothesis), source, pair.offset, REPEATED)
                 continue
             premise.hypotheses[key] = pair.hypothesis
-            held += len(pair.premise) + len(pair.hypothesis)
-            if held > MAX_FILE_BYTES:
+            num_characters += len(pair.premise) + len(pair.hypothesis)
+            if num_characters > MAX_FILE_BYTES:
                 raise OSError(
                     f"{source}: its pairs have more than {MAX_FILE_BYTES // MIB:,} Mi characters, and the pairs of a "
                     "file are held in memory; split it into files with different premises"
@@ -193,11 +193,11 @@ def _pair(record: Record) -> _Pair | Record:
         return record
     if not record.values:
         return _rejected(("",), record.source, record.offset, EMPTY)
-    given = record.values[-1]
-    label = _label(given)
+    value = record.values[-1]
+    label = _label(value)
     if label is None:
-        known = f"{', '.join(LABELS)}, 0, 1, 2; - and -1 mean that there is none"
-        message = f"label {_shown(given)} is unknown; known are {known}"
+        choices = f"{', '.join(LABELS)}, 0, 1, 2; - and -1 mean that there is none"
+        message = f"label {_short_repr(value)} is unknown; known are {choices}"
         return ReadFailure(reason=UNKNOWN_LABEL, source=record.source, offset=record.offset, message=message)
     texts = _texts(record, ("premise", "hypothesis"))
     if not isinstance(texts, tuple):
@@ -208,9 +208,9 @@ def _pair(record: Record) -> _Pair | Record:
     return _Pair(premise, hypothesis, label, record.offset)
 
 
-def _label(given: Value) -> int | None:
+def _label(value: Value) -> int | None:
     """Place of a label in LABELS; NO_LABEL if annotators did not agree; None if it is unknown."""
-    written = str(given).strip().lower()
+    written = str(value).strip().lower()
     if written in _UNLABELLED:
         return NO_LABEL
     if written in LABELS:
@@ -238,6 +238,6 @@ def _rejected(texts: tuple[str, ...], source: str, offset: int, reason: str) -> 
     return Rejected("\n".join(map(normalise, texts)), source, offset, reason)
 
 
-def _shown(value: Value) -> str:
+def _short_repr(value: Value) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

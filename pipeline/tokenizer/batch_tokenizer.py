@@ -78,8 +78,8 @@ class BatchTokenizer:
         """Ids of a few pieces."""
         if self._fast is None:
             return self._reference(pieces)
-        found = ((piece, self._fast.encode(piece)) for piece in pieces)
-        return [self._reference([piece])[0] if ids is None else ids for piece, ids in found]
+        encoded = ((piece, self._fast.encode(piece)) for piece in pieces)
+        return [self._reference([piece])[0] if ids is None else ids for piece, ids in encoded]
 
     def _reference(self, pieces: list[str]) -> list[Ids]:
         """Ids by `tokenizers`, the reference."""
@@ -141,16 +141,16 @@ def _types(pre_tokenizer: dict[str, Any] | None) -> list[str]:
 
 
 def batches(
-    items: Iterable[Item], size: Callable[[Item], int], most: int, most_items: int = sys.maxsize
+    items: Iterable[Item], size: Callable[[Item], int], max_size: int, most_items: int = sys.maxsize
 ) -> Iterator[list[Item]]:
-    """Groups items in order; a group ends when its sizes add up to `most`, or with `most_items` items."""
+    """Groups items in order; a group ends when its sizes add up to `max_size`, or with `most_items` items."""
     group: list[Item] = []
-    held = 0
+    group_size = 0
     for item in items:
         group.append(item)
-        held += size(item)
-        if held >= most or len(group) >= most_items:
+        group_size += size(item)
+        if group_size >= max_size or len(group) >= most_items:
             yield group
-            group, held = [], 0
+            group, group_size = [], 0
     if group:
         yield group

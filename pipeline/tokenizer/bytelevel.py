@@ -55,10 +55,10 @@ def obstacle(backend: Tokenizer, parsed: dict[str, Any]) -> str | None:
     missing = [letter for letter in byte_letters() if letter not in model["vocab"]]
     if missing:
         return f"its vocabulary has no token for {len(missing)} of {_NUM_BYTES} bytes"
-    made = [first + second for first, second in _merges(model)]
-    if len({*made, *byte_letters()}) < len(made) + _NUM_BYTES:
+    merged = [first + second for first, second in _merges(model)]
+    if len({*merged, *byte_letters()}) < len(merged) + _NUM_BYTES:
         return "two of its merges make the same token"
-    apart = next((token for token in made if len(backend.model.tokenize(token)) != 1), None)
+    apart = next((token for token in merged if len(backend.model.tokenize(token)) != 1), None)
     return None if apart is None else f"its token {apart!r}, encoded alone, is several tokens"
 
 
@@ -98,8 +98,8 @@ class ByteLevelBPE:
 def byte_letters() -> list[str]:
     """The letter for each byte in a byte-level vocabulary (GPT-2): Latin-1 where it is printable."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(_NUM_BYTES)]
+    substitutes = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
+    return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(_NUM_BYTES)]
 
 
 def _merges(model: dict[str, Any]) -> list[tuple[str, str]]:

@@ -88,10 +88,10 @@ def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = 
 def disagreement(reference: BatchTokenizer, fast: BatchTokenizer, texts: Iterable[str]) -> str | None:
     """Describes the first text whose ids differ; None if all ids are equal."""
     for batch in batches(texts, len, _CHARACTERS_AT_ONCE):
-        for text, expected, found in zip(batch, reference.encode(batch), fast.encode(batch), strict=True):
-            if not np.array_equal(expected, found):
-                shared = min(len(expected), len(found))
-                first = int(np.argmin(np.append(expected[:shared] == found[:shared], False)))
+        for text, expected, actual in zip(batch, reference.encode(batch), fast.encode(batch), strict=True):
+            if not np.array_equal(expected, actual):
+                shared = min(len(expected), len(actual))
+                first = int(np.argmin(np.append(expected[:shared] == actual[:shared], False)))
                 return f"ids differ from token {first} of a text that begins {text[:60]!r}"
     return None
 

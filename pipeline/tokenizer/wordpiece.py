@@ -46,14 +46,14 @@ class WordTable:
     """
 
     def __init__(self, backend: Tokenizer, parsed: dict[str, Any]) -> None:
-        self._known = _Pieces(backend, bool((parsed["normalizer"] or {}).get("lowercase")))
+        self._pieces = _Pieces(backend, bool((parsed["normalizer"] or {}).get("lowercase")))
         signs = re.escape("".join(_signs(backend)))
         self._find = re.compile(f"[^{_SPACES}{signs}]+|[{signs}]").findall
         self._edge = re.compile(f"[ {signs}]")
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Ids of a text, `(num_tokens,)`."""
-        look_up = self._known.__getitem__
+        look_up = self._pieces.__getitem__
         ids = [b"".join(map(look_up, self._find(stretch))) for stretch in _stretches(text, self._edge)]
         return np.frombuffer(b"".join(ids), np.uint32)
 
@@ -94,7 +94,7 @@ def _stretches(text: str, edge: re.Pattern[str]) -> Iterator[str]:
     Chinese has no spaces, but each of its characters is a sign.
     """
     start = 0
-    while len(text) - start > _CHARACTERS_AT_ONCE and (found := edge.search(text, start + _CHARACTERS_AT_ONCE)):
-        yield text[start : found.start()]
-        start = found.start()
+    while len(text) - start > _CHARACTERS_AT_ONCE and (boundary := edge.search(text, start + _CHARACTERS_AT_ONCE)):
+        yield text[start : boundary.start()]
+        start = boundary.start()
     yield text[start:]

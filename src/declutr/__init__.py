@@ -37,8 +37,8 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'declutr' has no attribute {name!r}")
     module, _, function = _PLACES[name].partition(":")
-    globals()[name] = found = getattr(import_module(module), function)
-    return found
+    globals()[name] = value = getattr(import_module(module), function)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -159,8 +159,8 @@ def check_versions() -> Finding:
             continue
         if package is None or not requirement.specifier.contains(package.version, prereleases=True):
             wrong.append(f"{requirement} is needed, {package.version if package else 'nothing'} is installed")
-    shown = [f"{name} {installed[name].version}" for name in map(canonicalize_name, _SHOWN) if name in installed]
-    text = "; ".join(wrong) or ", ".join([f"python {platform.python_version()}", *shown])
+    versions = [f"{name} {installed[name].version}" for name in map(canonicalize_name, _SHOWN) if name in installed]
+    text = "; ".join(wrong) or ", ".join([f"python {platform.python_version()}", *versions])
     return judge("versions", text, fail=bool(wrong), remedy="install again: `make setup`, or pip install -e .")
 
 
@@ -208,11 +208,11 @@ def check_gpus(answer: str | None, torch_version: str, cuda_of_torch: str | None
 
 def check_memory(total_mib: int, free_mib: int, needs: Needs | None) -> Finding:
     """Check the memory for weights, gradients and moments of this machine's workers."""
-    least = needs.memory_mib if needs else 0
-    limit = f"{least} MiB for weights, gradients and moments of {needs.workers} worker(s)" if needs else ""
-    value, tight = f"{free_mib} of {total_mib} MiB free", least > free_mib
+    needed_mib = needs.memory_mib if needs else 0
+    limit = f"{needed_mib} MiB for weights, gradients and moments of {needs.workers} worker(s)" if needs else ""
+    value, tight = f"{free_mib} of {total_mib} MiB free", needed_mib > free_mib
     remedy = "use fewer workers per node, or scaling.fsdp; `declutr train CONFIG --plan` measures a few steps"
-    return judge("memory", value, limit, fail=least > total_mib, warn=tight, remedy=remedy)
+    return judge("memory", value, limit, fail=needed_mib > total_mib, warn=tight, remedy=remedy)
 
 
 def ray_ports() -> list[tuple[str, str, int]] | None:
@@ -245,10 +245,10 @@ def check_ports(ports: Sequence[tuple[str, str, int]] | None, addresses: set[str
     public = sorted(address for address in addresses if ipaddress.ip_address(address).is_global)
     wide = [port for port in ports if port[1] in ("0.0.0.0", "::", *public)]
     runs_code = [port for port in wide if port[0] in ("dashboard", "Ray client")]
-    shown = [f"{kind} {address}:{port}" for kind, address, port in sorted(wide, key=lambda port: port not in runs_code)]
+    texts = [f"{kind} {address}:{port}" for kind, address, port in sorted(wide, key=lambda port: port not in runs_code)]
     value = f"{len(wide)}, to this network only" if wide else "none"
     if wide and (public or runs_code):
-        value = excerpt(shown, 4) + (f" on {', '.join(public)}" if public else "")
+        value = excerpt(texts, 4) + (f" on {', '.join(public)}" if public else "")
     remedy = (
         "start Ray with --dashboard-host=127.0.0.1 and --node-ip-address=PRIVATE_ADDRESS, close these ports in the "
         "firewall or security group, and turn tokens on (RAY_AUTH_MODE=token before every `ray start` and command)"
@@ -347,6 +347,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = {status: sum(finding.status == status for finding in findings) for status in ("ok", "warn", "FAIL")}
     lines = [finding.line() for finding in findings]
     lines.append(f"{counts['ok']} ok, {counts['warn']} to check (warn), {counts['FAIL']} to fix (FAIL)")
-    shown = {"findings": [asdict(finding) for finding in findings], "counts": counts}
-    print(json.dumps(shown, indent=2) if options.json else "\n".join(lines))
+    report = {"findings": [asdict(finding) for finding in findings], "counts": counts}
+    print(json.dumps(report, indent=2) if options.json else "\n".join(lines))
     return int(counts["FAIL"] > 0)

@@ -26,7 +26,7 @@ from declutr.adaptation.candidates import (
     write_trained,
 )
 from declutr.adaptation.config import AdaptConfig, located, prepare_config, train_config
-from declutr.adaptation.documents import HeldOutDocument, _most, _rows, held_out_documents
+from declutr.adaptation.documents import HeldOutDocument, _rows, _select, held_out_documents
 from declutr.adaptation.job import _Adaptation, adapt, load_transformer
 from declutr.adaptation.measures import make_passages
 from declutr.adaptation.state import opened
@@ -290,12 +290,12 @@ def test_adapt_refuses_too_few_queries_before_any_work(encoder, tmp_path):
 
 def test_most_documents_are_the_first_by_key_if_all_are_long_and_long_ones_first():
     keys = np.random.default_rng(0).permutation(1000).astype(np.uint64)
-    assert keys[_most(keys, np.full(1000, 256), 500)].tolist() == list(range(500))
+    assert keys[_select(keys, np.full(1000, 256), 500)].tolist() == list(range(500))
     tokens = np.where(keys % 4 == 0, 300, 255).astype(np.int64)
-    assert keys[_most(keys, tokens, 200)].tolist() == list(range(0, 800, 4))
-    some = keys[_most(keys, tokens, 260)].tolist()
+    assert keys[_select(keys, tokens, 200)].tolist() == list(range(0, 800, 4))
+    some = keys[_select(keys, tokens, 260)].tolist()
     assert some == sorted({*range(0, 1000, 4), 1, 2, 3, 5, 6, 7, 9, 10, 11, 13})
-    assert keys[_most(keys, tokens, 2000)].tolist() == list(range(1000))
+    assert keys[_select(keys, tokens, 2000)].tolist() == list(range(1000))
 
 
 def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):

@@ -283,8 +283,8 @@ def test_the_table_is_bounded_and_right_when_it_begins_anew(monkeypatch):
     monkeypatch.setattr(wordpiece, "_MOST_PIECES", 50)
     texts = [" ".join(f"w{number}{letter}" for letter in LETTERS) for number in range(20)]
     assert disagreement(reference, fast, [*texts, "z" * 200, *texts]) is None
-    assert len(fast._fast._known) <= 50
-    assert max(map(len, fast._fast._known)) <= 48
+    assert len(fast._fast._pieces) <= 50
+    assert max(map(len, fast._fast._pieces)) <= 48
 
 
 def test_a_sample_that_differs_decides_on_wordpiece(tmp_path, monkeypatch):

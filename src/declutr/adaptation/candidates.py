@@ -93,9 +93,9 @@ class CandidateBuilder:
         return place
 
     def _loaded(self, folder: Path) -> TransformerEncoder:
-        found = load_encoder(str(folder), trust_remote_code=self.config.trust_remote_code)
-        assert isinstance(found, TransformerEncoder)
-        return found
+        encoder = load_encoder(str(folder), trust_remote_code=self.config.trust_remote_code)
+        assert isinstance(encoder, TransformerEncoder)
+        return encoder
 
     def _whitening(self, encoder: str) -> WhitenConfig:
         return WhitenConfig(
@@ -158,11 +158,11 @@ def cross_fitted(
     for fold in range(min(_FOLDS, passages.num_documents)):
         inside = fold_of[passages.owners] == fold
         matrix = whitening(WithinSums.of(rows[~inside], passages.owners[~inside]), power, shrinkage)
-        mine = np.flatnonzero(fold_of == fold)
-        part = _of_documents(passages, mine)
-        for values, found in ((before, rows[inside]), (after, rows[inside] @ matrix)):
-            unit = unit_rows(found)
-            values[mine] = part.distant((unit @ unit.T).astype(np.float32))
+        fold_documents = np.flatnonzero(fold_of == fold)
+        part = _of_documents(passages, fold_documents)
+        for values, fold_rows in ((before, rows[inside]), (after, rows[inside] @ matrix)):
+            unit = unit_rows(fold_rows)
+            values[fold_documents] = part.distant((unit @ unit.T).astype(np.float32))
     return {DISTANT: before}, {DISTANT: after}
 
 

@@ -51,9 +51,9 @@ def held_out_documents(config: PipelineConfig, data: Path, seed: int) -> dict[Sp
         "development": np.flatnonzero(drawn < 0.5),
         "test": np.flatnonzero(drawn >= 0.5),
     }
-    chosen = {split: mine[_most(keys[mine], tokens[mine], MOST_DOCUMENTS)].tolist() for split, mine in places.items()}
-    texts = _read(config, {ids[place]: int(keys[place]) for mine in chosen.values() for place in mine})
-    return {split: [texts[ids[place]] for place in mine if ids[place] in texts] for split, mine in chosen.items()}
+    chosen = {split: rows[_select(keys[rows], tokens[rows], MOST_DOCUMENTS)].tolist() for split, rows in places.items()}
+    texts = _read(config, {ids[place]: int(keys[place]) for rows in chosen.values() for place in rows})
+    return {split: [texts[ids[place]] for place in rows if ids[place] in texts] for split, rows in chosen.items()}
 
 
 def all_documents(config: PipelineConfig, data: Path) -> list[HeldOutDocument]:
@@ -61,13 +61,13 @@ def all_documents(config: PipelineConfig, data: Path) -> list[HeldOutDocument]:
     parts = [_rows(data, split) for split in ("train", "held-out")]
     ids = [identity for part in parts for identity in part[0]]
     keys, tokens = (np.concatenate([part[place] for part in parts]) for place in (1, 2))
-    wanted = {ids[place]: int(keys[place]) for place in _most(keys, tokens, _MOST_OF_FEW).tolist()}
-    return sorted(_read(config, wanted).values(), key=lambda one: one.key)
+    keys_by_id = {ids[place]: int(keys[place]) for place in _select(keys, tokens, _MOST_OF_FEW).tolist()}
+    return sorted(_read(config, keys_by_id).values(), key=lambda document: document.key)
 
 
-def _most(keys: NDArray[np.uint64], tokens: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Places of at most `most` documents in the order of their keys; long ones have precedence."""
-    first = np.lexsort((keys, tokens < LONG_TOKENS))[:most]
+def _select(keys: NDArray[np.uint64], tokens: NDArray[np.int64], max_documents: int) -> NDArray[np.int64]:
+    """Places of at most `max_documents` documents in the order of their keys; long ones have precedence."""
+    first = np.lexsort((keys, tokens < LONG_TOKENS))[:max_documents]
     ordered: NDArray[np.int64] = first[np.argsort(keys[first])]
     return ordered
 
@@ -78,19 +78,19 @@ def _rows(data: Path, split: str) -> tuple[list[bytes], NDArray[np.uint64], NDAr
     if not shards.num_documents:
         return [], np.empty(0, np.uint64), np.empty(0, np.int64)
     rows = shards.take(np.arange(shards.num_documents))
-    return [each.as_py() for each in rows.column("id")], document_keys(rows), rows.column("num_tokens").to_numpy()
+    return [value.as_py() for value in rows.column("id")], document_keys(rows), rows.column("num_tokens").to_numpy()
 
 
-def _read(config: PipelineConfig, wanted: dict[bytes, int]) -> dict[bytes, HeldOutDocument]:
+def _read(config: PipelineConfig, keys_by_id: dict[bytes, int]) -> dict[bytes, HeldOutDocument]:
     """The documents with these ids, which have these keys."""
-    found: dict[bytes, HeldOutDocument] = {}
+    documents: dict[bytes, HeldOutDocument] = {}
     units, _ = plan_units(config.corpus, config.unit_mib)
     for unit in units:
         for record in read_unit(unit, config.corpus):
-            if len(found) == len(wanted):
-                return found
+            if len(documents) == len(keys_by_id):
+                return documents
             if isinstance(record, Document) and not isinstance(record, Rejected):
                 identity = document_id(normalise(record.text).encode())
-                if identity in wanted:
-                    found.setdefault(identity, HeldOutDocument(int(wanted[identity]), record.text))
-    return found
+                if identity in keys_by_id:
+                    documents.setdefault(identity, HeldOutDocument(int(keys_by_id[identity]), record.text))
+    return documents

@@ -94,8 +94,8 @@ def adapt(
         RunStoppedError: the training was stopped by a signal.
         RunLockedError: another command works in the folder.
     """
-    given = {"encoder": str(encoder), "corpus": listed(corpus), **settings}
-    config, output = located(validated("adapt", AdaptConfig, given)), expand(str(output)).absolute()
+    values = {"encoder": str(encoder), "corpus": listed(corpus), **settings}
+    config, output = located(validated("adapt", AdaptConfig, values)), expand(str(output)).absolute()
     pairs = _checked(config, output)
     output.mkdir(parents=True, exist_ok=True)
     lost = f"another command has taken over {output}"
@@ -191,41 +191,41 @@ class _Adaptation:
         recalls: dict[str, list[F64]] = {}
         sets = {
             split: TestSet(
-                make_passages(each, self.start.tokenizer),
+                make_passages(split_documents, self.start.tokenizer),
                 self.pairs,
                 self.pairs.places(split, self.config.seed) if self.pairs else np.empty(0, np.int64),
                 recalls,
             )
-            for split, each in documents.items()
+            for split, split_documents in documents.items()
         }
         test = sets["test"]
         if test.num_rows < MIN_ROWS:
             return self._few(make_passages(all_documents(prepared, self.output / "data"), self.start.tokenizer))
         development = self._development(sets["development"])
-        made = [name for name in ORDER if name in development]
-        chosen = choose(made, development, self.primary, self.config.seed)
-        return self._judged(test, made, chosen)
+        candidates = [name for name in ORDER if name in development]
+        chosen = choose(candidates, development, self.primary, self.config.seed)
+        return self._judged(test, candidates, chosen)
 
     def _development(self, test: TestSet) -> dict[str, Values]:
         """Values of the start and of every candidate on development rows, in the order of their cost."""
         self._say("scoring the start and the lexical baselines on development documents")
-        found = {_START: self._scored(test, self.start)}
+        scored = {_START: self._scored(test, self.start)}
         for name, values in self._baselines(test).items():
-            self._tell(name, found[_START], values)
+            self._tell(name, scored[_START], values)
         steps = self._steps(test)
         names = wanted(steps)
         for number, name in enumerate(names, 1):
             self._say(f"candidate {number} of {len(names)}: {name}")
             folder = self.builder.make(name, self.start, steps)
-            found[name] = self._scored(test, load_transformer(str(folder), self.config.trust_remote_code))
-            self._tell(name, found[_START], found[name])
-        self._keep("development", found)
-        return found
+            scored[name] = self._scored(test, load_transformer(str(folder), self.config.trust_remote_code))
+            self._tell(name, scored[_START], scored[name])
+        self._keep("development", scored)
+        return scored
 
     def _tell(self, name: str, start: Values, values: Values) -> None:
-        told = compared(start, values, self.config.seed)[self.primary].sentence()
+        sentence = compared(start, values, self.config.seed)[self.primary].sentence()
         get_logger().info(
-            "%s against the start, %s recall@1 of development %s: %s", name, self.primary, self.rows, told
+            "%s against the start, %s recall@1 of development %s: %s", name, self.primary, self.rows, sentence
         )
 
     def _baselines(self, test: TestSet) -> dict[str, Values]:
@@ -247,10 +247,10 @@ class _Adaptation:
         if decided := self.config.steps or self.state.steps:
             self.state.decide_steps(decided)
             return decided
-        some = test.passages.ids[:_TIMED_PASSAGES]
+        timed_ids = test.passages.ids[:_TIMED_PASSAGES]
         began = time.monotonic()
-        self.start.embed_ids(some)
-        rate = sum(map(len, some)) / max(1e-3, time.monotonic() - began)
+        self.start.embed_ids(timed_ids)
+        rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began)
         steps = self.builder.steps_within(self.state.seconds_left, rate, documents)
         self.state.decide_steps(steps)
         if not steps:
@@ -260,20 +260,20 @@ class _Adaptation:
             )
         return steps
 
-    def _judged(self, test: TestSet, made: Sequence[str], chosen: str) -> Result:
+    def _judged(self, test: TestSet, candidates: Sequence[str], chosen: str) -> Result:
         """The verdict on the chosen candidate, with every row of the table on test documents."""
         self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
         looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
         encoders = {
-            name: load_transformer(str(self.builder.place(name)), self.config.trust_remote_code) for name in made
+            name: load_transformer(str(self.builder.place(name)), self.config.trust_remote_code) for name in candidates
         }
         start = self._scored(test, self.start)
-        values = {name: self._scored(test, one) for name, one in encoders.items()}
+        values = {name: self._scored(test, encoder) for name, encoder in encoders.items()}
         self._keep("test", {_START: start, **values})
         seed = self.config.seed
         rows = [Row.of(_START, "start", start, start, seed)]
-        rows += [Row.of(name, "baseline", start, each, seed) for name, each in self._baselines(test).items()]
-        rows += [Row.of(name, "candidate", start, each, seed) for name, each in values.items()]
+        rows += [Row.of(name, "baseline", start, scores, seed) for name, scores in self._baselines(test).items()]
+        rows += [Row.of(name, "candidate", start, scores, seed) for name, scores in values.items()]
         verdict = judge(start, values[chosen], self.primary, seed)
         examples = _examples(test, self.start, encoders[chosen])
         return self._finish(verdict, chosen, encoders[chosen], rows, looks, examples)
@@ -354,14 +354,14 @@ class _Adaptation:
         if encoder is None:
             return None, ""
         if self.config.stsb is None:
-            told = f"Cosines of general sentences moved by {moved(self.start, encoder):.3f} on average"
-            return None, f"{told} (--stsb FOLDER measures STS-B)"
-        one = compare_stsb(self.start, encoder, expand(self.config.stsb), self.config.seed)
-        assert one.interval is not None
-        low, high = (100 * end for end in one.interval)
-        return one, (
-            f"STS-B test: {100 * one.before:.2f} before, {100 * one.after:.2f} after, difference "
-            f"{100 * one.difference:+.2f} (95% interval {low:+.2f} to {high:+.2f})"
+            sentence = f"Cosines of general sentences moved by {moved(self.start, encoder):.3f} on average"
+            return None, f"{sentence} (--stsb FOLDER measures STS-B)"
+        comparison = compare_stsb(self.start, encoder, expand(self.config.stsb), self.config.seed)
+        assert comparison.interval is not None
+        low, high = (100 * end for end in comparison.interval)
+        return comparison, (
+            f"STS-B test: {100 * comparison.before:.2f} before, {100 * comparison.after:.2f} after, difference "
+            f"{100 * comparison.difference:+.2f} (95% interval {low:+.2f} to {high:+.2f})"
         )
 
     def _scored(self, test: TestSet, encoder: TransformerEncoder) -> Values:
@@ -369,13 +369,13 @@ class _Adaptation:
         path = self.output / "scores" / f"{hash_json([encoder.fingerprint, test.digest])[:32]}.json"
         if path.is_file():
             return {key: np.array(values, np.float64) for key, values in read_json(path).items()}
-        found = test.encoder(encoder)
-        write_json(path, _plain(found))
-        return found
+        scores = test.encoder(encoder)
+        write_json(path, _plain(scores))
+        return scores
 
-    def _keep(self, split: str, found: dict[str, Values]) -> None:
+    def _keep(self, split: str, scored: dict[str, Values]) -> None:
         """Writes the values of every row, from which all intervals can be computed again."""
-        write_json(self.output / "scores" / f"{split}.json", {name: _plain(values) for name, values in found.items()})
+        write_json(self.output / "scores" / f"{split}.json", {name: _plain(values) for name, values in scored.items()})
 
     def _say(self, what: str) -> None:
         get_logger().info("%s; %.0f minutes left", what, self.state.seconds_left / 60)
@@ -383,7 +383,7 @@ class _Adaptation:
 
 def _plain(values: Values) -> dict[str, list[float | None]]:
     """Values as JSON has them: null for a row without a value."""
-    return {key: [None if value != value else value for value in each.tolist()] for key, each in values.items()}
+    return {key: [None if value != value else value for value in array.tolist()] for key, array in values.items()}
 
 
 def _examples(test: TestSet, before: TransformerEncoder, after: TransformerEncoder) -> list[SearchExample]:
@@ -392,17 +392,17 @@ def _examples(test: TestSet, before: TransformerEncoder, after: TransformerEncod
     if not passages.num_documents:
         return []
     first, second = test.nearest(before), test.nearest(after)
-    right = [passages.owners[found] == passages.owners for found in (first, second)]
+    right = [passages.owners[nearest] == passages.owners for nearest in (first, second)]
     chosen = [*np.flatnonzero(~right[0] & right[1])[:_EXAMPLES], *np.flatnonzero(right[0] & ~right[1])[:_EXAMPLES]]
 
-    def told(place: int, own: bool) -> tuple[str, bool]:
+    def excerpt(place: int, own: bool) -> tuple[str, bool]:
         return shorten(" ".join(passages.texts[place].split()), _SHOWN_CHARACTERS), own
 
     return [
         SearchExample(
-            told(place, own=True)[0],
-            told(first[place], bool(right[0][place])),
-            told(second[place], bool(right[1][place])),
+            excerpt(place, own=True)[0],
+            excerpt(first[place], bool(right[0][place])),
+            excerpt(second[place], bool(right[1][place])),
         )
         for place in chosen
     ]

@@ -91,15 +91,15 @@ class Passages:
         Args:
             scores: `(Q, P)`.
         """
-        found = np.zeros((self.num_documents, 2))
+        counts = np.zeros((self.num_documents, 2))
         if not self.queries:
-            return found
+            return counts
         starts = np.flatnonzero(np.diff(self.owners, prepend=-1))
         table = np.maximum.reduceat(scores, starts, axis=1)
         own = table[np.arange(len(table)), self.targets]
-        np.add.at(found[:, 0], self.targets, (table >= own[:, None]).sum(axis=1) == 1)
-        np.add.at(found[:, 1], self.targets, 1)
-        return found
+        np.add.at(counts[:, 0], self.targets, (table >= own[:, None]).sum(axis=1) == 1)
+        np.add.at(counts[:, 1], self.targets, 1)
+        return counts
 
 
 def share(values: F64) -> float:
@@ -114,7 +114,7 @@ def make_passages(documents: Sequence[HeldOutDocument], tokenizer: Any) -> Passa
     those of several documents, such as "Introduction", and those of one word are left out.
     """
     parts = [_headings(document.text) for document in documents]
-    common = Counter(heading for headings, _ in parts for heading in {each.lower() for each in headings})
+    common = Counter(heading for headings, _ in parts for heading in {line.lower() for line in headings})
     engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     engine.no_truncation()
     engine.no_padding()
@@ -144,7 +144,7 @@ def make_passages(documents: Sequence[HeldOutDocument], tokenizer: Any) -> Passa
 
 def _headings(text: str) -> tuple[list[str], str]:
     """The headings of a document, and its text without their lines."""
-    found, kept = [], []
+    headings, kept = [], []
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines):
         match = _HEADING.fullmatch(line)
@@ -152,12 +152,12 @@ def _headings(text: str) -> tuple[list[str], str]:
         if heading is None or num_words(heading) > _MOST_WORDS:
             kept.append(line)
         elif num_words(heading) > 1:
-            found.append(heading)
-    return found, "\n".join(kept)
+            headings.append(heading)
+    return headings, "\n".join(kept)
 
 
 def _specials(engine: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids before and after the tokens of a text."""
-    one = engine.encode("a", add_special_tokens=True)
-    places = [place for place, special in enumerate(one.special_tokens_mask) if not special]
-    return one.ids[: places[0]], one.ids[places[-1] + 1 :]
+    encoding = engine.encode("a", add_special_tokens=True)
+    places = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
+    return encoding.ids[: places[0]], encoding.ids[places[-1] + 1 :]

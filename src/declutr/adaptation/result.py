@@ -39,11 +39,13 @@ class Row:
     def of(name: str, kind: Kind, start: Values, values: Values, seed: int) -> "Row":
         """The row of these values, compared with the start's; a measure without a value is left out."""
         present = {
-            measure: each[~np.isnan(each).any(axis=tuple(range(1, each.ndim)))] for measure, each in values.items()
+            measure: array[~np.isnan(array).any(axis=tuple(range(1, array.ndim)))] for measure, array in values.items()
         }
-        scores = {measure: float(STATISTICS[measure](each)) for measure, each in present.items() if len(each)}
-        told = {measure: one for measure, one in compared(start, values, seed).items() if one.rows}
-        return Row(name, kind, scores, {} if kind == "start" else told)
+        scores = {measure: float(STATISTICS[measure](array)) for measure, array in present.items() if len(array)}
+        comparisons = {
+            measure: comparison for measure, comparison in compared(start, values, seed).items() if comparison.rows
+        }
+        return Row(name, kind, scores, {} if kind == "start" else comparisons)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def write_result(result: Result, folder: Path) -> None:
                     "name": row.name,
                     "kind": row.kind,
                     "scores": row.scores,
-                    "differences": {measure: _facts(one) for measure, one in row.differences.items()},
+                    "differences": {measure: _facts(comparison) for measure, comparison in row.differences.items()},
                 }
                 for row in result.rows
             ],
@@ -127,7 +129,7 @@ def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncode
     measures = list(result.rows[0].scores)
     heads = ["", *(f"{measure} recall@1 (difference to the start, 95% interval)" for measure in measures)]
     lines = [heads, ["---"] * len(heads)]
-    lines += [[row.name, *(_shown(row, measure) for measure in measures)] for row in result.rows]
+    lines += [[row.name, *(_score_cell(row, measure) for measure in measures)] for row in result.rows]
     looks = f" {_looks(result.looks)}" if result.looks > 1 else ""
     meanings = "\n".join(f"- {measure}: {MEANING[measure]}" for measure in measures)
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -155,9 +157,14 @@ def _held_out(result: Result) -> str:
     )
 
 
-def _facts(one: Comparison) -> dict[str, Any]:
-    low, high = one.interval or (None, None)
-    return {"value": None if math.isnan(one.difference) else one.difference, "low": low, "high": high, "rows": one.rows}
+def _facts(comparison: Comparison) -> dict[str, Any]:
+    low, high = comparison.interval or (None, None)
+    return {
+        "value": None if math.isnan(comparison.difference) else comparison.difference,
+        "low": low,
+        "high": high,
+        "rows": comparison.rows,
+    }
 
 
 def write_adaptation_page(result: Result, path: Path) -> None:
@@ -183,7 +190,7 @@ def write_adaptation_page(result: Result, path: Path) -> None:
         looks=_looks(result.looks) if result.looks > 1 else "",
         held_out=_held_out(result),
         heads=["", *(f"{measure} (difference to the start, 95% interval)" for measure in measures)],
-        rows=[[row.name, *(_shown(row, measure) for measure in measures)] for row in result.rows],
+        rows=[[row.name, *(_score_cell(row, measure) for measure in measures)] for row in result.rows],
         charts=charts,
     )
 
@@ -195,10 +202,14 @@ def _looks(looks: int) -> str:
     )
 
 
-def _shown(row: Row, measure: str) -> str:
+def _score_cell(row: Row, measure: str) -> str:
     """A score in percent, and its difference to the start with the interval."""
-    one, told = row.differences.get(measure), f"{100 * row.scores[measure]:.1f}"
-    if one is not None:
-        told += f" ({100 * one.difference:+.1f}"
-        told += f" [{100 * one.interval[0]:+.1f}, {100 * one.interval[1]:+.1f}])" if one.interval else ")"
-    return told
+    comparison, text = row.differences.get(measure), f"{100 * row.scores[measure]:.1f}"
+    if comparison is not None:
+        text += f" ({100 * comparison.difference:+.1f}"
+        text += (
+            f" [{100 * comparison.interval[0]:+.1f}, {100 * comparison.interval[1]:+.1f}])"
+            if comparison.interval
+            else ")"
+        )
+    return text

@@ -60,9 +60,9 @@ class TestSet:
     @cached_property
     def digest(self) -> str:
         """Hash of the passages, and of the queries of this split with their texts."""
-        pairs, mine = self.pairs, self.mine.tolist()
-        asked = pairs and [[pairs.queries[place], pairs.relevant[place]] for place in mine]
-        return hash_json([self.passages.texts, asked, pairs and pairs.texts])
+        pairs, places = self.pairs, self.mine.tolist()
+        queries = pairs and [[pairs.queries[place], pairs.relevant[place]] for place in places]
+        return hash_json([self.passages.texts, queries, pairs and pairs.texts])
 
     @cached_property
     def lexicon(self) -> Lexicon:
@@ -89,18 +89,18 @@ class TestSet:
 
     def encoder(self, encoder: TransformerEncoder, with_idf: bool = False) -> Values:
         """Values of an encoder, with the IDF cosines added to its own on request."""
-        found = self._values(*self._cosines(encoder, with_idf))
+        values = self._values(*self._cosines(encoder, with_idf))
         if self.pairs is not None:
-            found[PAIRS] = self._recalls(encoder)[int(with_idf)]
-        return found
+            values[PAIRS] = self._recalls(encoder)[int(with_idf)]
+        return values
 
     def nearest(self, encoder: TransformerEncoder) -> NDArray[np.int64]:
         """`(P,)` passage of another document or far away in the same one that is nearest to each passage."""
         scores, _ = self._cosines(encoder, with_idf=False)
         owners, starts = self.passages.owners, self.passages.starts
         near = (owners[:, None] == owners) & (np.abs(starts[:, None] - starts) < FAR_TOKENS)
-        found: NDArray[np.int64] = np.where(near, -np.inf, scores).argmax(axis=1)
-        return found
+        places: NDArray[np.int64] = np.where(near, -np.inf, scores).argmax(axis=1)
+        return places
 
     def _cosines(self, encoder: TransformerEncoder, with_idf: bool) -> tuple[F32, F32]:
         rows, queries = self._rows(encoder)
@@ -127,10 +127,10 @@ class TestSet:
         return [values[self.mine] for values in self.recalls[key]]
 
     def _values(self, passages: F32, headings: F32) -> Values:
-        found = {DISTANT: self.passages.distant(passages)}
+        values = {DISTANT: self.passages.distant(passages)}
         if self.passages.queries:
-            found[HEADINGS] = self.passages.headings(headings)
-        return found
+            values[HEADINGS] = self.passages.headings(headings)
+        return values
 
     def _lexical(self, scores: Callable[[Sequence[str]], F32]) -> tuple[F32, F32]:
         return scores(self.passages.texts), scores(self.passages.queries)
@@ -138,11 +138,11 @@ class TestSet:
 
 def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
     """Differences of two candidates by measure; documents without headings are no rows of that measure."""
-    found = {}
+    comparisons = {}
     for name in (name for name in before if name in after):
         rows = before[name][:, 1] > 0 if name == HEADINGS else slice(None)
-        found[name] = compare(before[name][rows], after[name][rows], seed, STATISTICS[name])
-    return found
+        comparisons[name] = compare(before[name][rows], after[name][rows], seed, STATISTICS[name])
+    return comparisons
 
 
 def compare_stsb(before: TransformerEncoder, after: TransformerEncoder, folder: Path, seed: int) -> Comparison:
@@ -158,7 +158,8 @@ def moved(before: TransformerEncoder, after: TransformerEncoder) -> float:
     """Mean absolute change of the cosines between any two of some general sentences."""
     sentences = general_sentences()
     tables = [
-        rows @ rows.T for rows in (unit_rows(one.encode(sentences).astype(np.float64)) for one in (before, after))
+        rows @ rows.T
+        for rows in (unit_rows(encoder.encode(sentences).astype(np.float64)) for encoder in (before, after))
     ]
     pairs = np.triu_indices(len(sentences), 1)
     return float(np.abs(tables[1] - tables[0])[pairs].mean())
@@ -178,11 +179,11 @@ def choose(order: Sequence[str], development: dict[str, Values], primary: str, s
         seed: of the intervals.
     """
     for place, name in enumerate(order):
-        found = [
+        comparisons = [
             compare(development[name][primary], development[other][primary], seed, STATISTICS[primary])
             for other in order[place + 1 :]
         ]
-        if not any(one.measurable and one.difference > 0 for one in found):
+        if not any(comparison.measurable and comparison.difference > 0 for comparison in comparisons):
             return name
     raise ValueError("there is no candidate")
 
@@ -213,27 +214,28 @@ class Verdict:
         Args:
             rows: what the rows are, such as documents.
         """
-        one = self.comparison
-        if one.interval is None:
+        comparison = self.comparison
+        if comparison.interval is None:
             long = f" of {LONG_TOKENS} tokens or more" if rows == "documents" else ""
-            return f"{self.outcome}: {one.rows} test {rows}{long}, an interval needs at least {MIN_ROWS}"
-        low, high = (100 * end for end in one.interval)
-        told = (
-            f"{self.outcome}: {100 * one.before:.1f} before, {100 * one.after:.1f} after, difference "
-            f"{100 * one.difference:+.1f} points (95% interval {low:+.1f} to {high:+.1f}, {one.rows:,} test {rows})"
+            return f"{self.outcome}: {comparison.rows} test {rows}{long}, an interval needs at least {MIN_ROWS}"
+        low, high = (100 * end for end in comparison.interval)
+        text = (
+            f"{self.outcome}: {100 * comparison.before:.1f} before, {100 * comparison.after:.1f} after, difference "
+            f"{100 * comparison.difference:+.1f} points (95% interval {low:+.1f} to {high:+.1f}, {comparison.rows:,} "
+            f"test {rows})"
         )
-        if one.few_changed:
-            told += f"; {rows} that differ: {one.changed}, and a difference needs {MIN_CHANGED}"
+        if comparison.few_changed:
+            text += f"; {rows} that differ: {comparison.changed}, and a difference needs {MIN_CHANGED}"
         if low <= 0 <= high:
-            told += f"; a difference of one point would need about {self.rows_needed:,} test {rows}"
-        return told
+            text += f"; a difference of one point would need about {self.rows_needed:,} test {rows}"
+        return text
 
 
 def judge(before: Values, after: Values, primary: str, seed: int) -> Verdict:
     """The verdict on a candidate against the start, by the primary measure."""
-    one = compare(before[primary], after[primary], seed, STATISTICS[primary])
-    if one.interval is None:
-        return Verdict("too few documents to tell", one)
-    if not one.measurable:
-        return Verdict("no measurable difference", one)
-    return Verdict("better" if one.difference > 0 else "worse", one)
+    comparison = compare(before[primary], after[primary], seed, STATISTICS[primary])
+    if comparison.interval is None:
+        return Verdict("too few documents to tell", comparison)
+    if not comparison.measurable:
+        return Verdict("no measurable difference", comparison)
+    return Verdict("better" if comparison.difference > 0 else "worse", comparison)

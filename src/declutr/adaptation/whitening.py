@@ -237,14 +237,14 @@ def within_sums(config: WhitenConfig, address: str | None = None) -> WithinSums:
     rows = ray.data.from_items(blocks, override_num_blocks=len(blocks)).map(
         SumsOfBlock, fn_constructor_kwargs={"config": config}, **share
     )
-    found: dict[int, WithinSums] = {}
-    with bar(total=num_documents, desc="covariance", unit="documents") as shown:
+    sums_by_start: dict[int, WithinSums] = {}
+    with bar(total=num_documents, desc="covariance", unit="documents") as progress:
         for row in rows.iter_rows():
             sums = WithinSums(row["scatter"], row["total"], row["spans"], row["documents"])
-            found[row["start"]] = sums
-            shown.update(sums.documents)
-    first, *others = [found[start] for start in starts]  # added in their order, whatever finished first
-    return sum(others, first)
+            sums_by_start[row["start"]] = sums
+            progress.update(sums.documents)
+    first, *rest = [sums_by_start[start] for start in starts]  # added in their order, whatever finished first
+    return sum(rest, first)
 
 
 class SumsOfBlock:

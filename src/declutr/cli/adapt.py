@@ -29,13 +29,13 @@ def run_adapt(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="of split, training and intervals (0)")
     parser.add_argument("--address", help="address of a Ray cluster")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the encoder")
-    named = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    options = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     from declutr.common.console.logs import setup_logging
 
     setup_logging("adapt")
     from declutr.adaptation.job import REPORT, adapt
 
-    result = adapt(**named)
+    result = adapt(**options)
     for row in result.rows:
         scores = ", ".join(f"{measure} {100 * score:.1f}" for measure, score in row.scores.items())
         print(f"{row.name:32s} {scores}")
@@ -45,7 +45,7 @@ def run_adapt(arguments: list[str]) -> int:
     if result.looks > 1:
         print(f"This is look {result.looks} at a test in this folder: its interval is too narrow")
     print(
-        f"{named['output'] / REPORT}"
+        f"{options['output'] / REPORT}"
         + (f"; the encoder is {result.encoder}" if result.encoder else "; no encoder was written")
     )
     return 0

@@ -8,7 +8,7 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="declutr demo", description="Prepare a corpus, train and measure encoders.")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the train section to change")
     parser.add_argument("--config", default="configs/demo.yaml")
-    given = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     from declutr.common.config import load_config
     from declutr.common.console.logs import setup_logging
     from declutr.pipeline.config import PipelineConfig
@@ -16,11 +16,11 @@ def run(arguments: list[str]) -> int:
     from declutr.trainer.setup.config import TrainConfig
 
     # before the corpus is prepared, and before torch is loaded
-    load_config(given.config, "prepare", PipelineConfig, (), look_for_data)
-    load_config(given.config, "train", TrainConfig, given.overrides)
+    load_config(options.config, "prepare", PipelineConfig, (), look_for_data)
+    load_config(options.config, "train", TrainConfig, options.overrides)
     from declutr.cli.run_demo import demo
 
     setup_logging("demo")
-    for line in demo(given.config, given.overrides):
+    for line in demo(options.config, options.overrides):
         print(line, flush=True)
     return 0

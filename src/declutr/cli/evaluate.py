@@ -29,20 +29,21 @@ _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
 def run(arguments: list[str]) -> int:
     """Run the command; return the exit status: 1 if a transfer failed, data are unusable, or scores are missing."""
     parser = _parser()
-    given = parser.parse_intermixed_args(arguments)
-    given.encoders = with_checkpoints(given.encoders)
-    given.sizes = None if given.sizes is None else parse_sizes(given.sizes)
-    if given.mteb is not None:
-        if not given.encoders or given.pretrained:
+    options = parser.parse_intermixed_args(arguments)
+    options.encoders = with_checkpoints(options.encoders)
+    options.sizes = None if options.sizes is None else parse_sizes(options.sizes)
+    if options.mteb is not None:
+        if not options.encoders or options.pretrained:
             parser.error("--mteb takes one ENCODER or more, and no --pretrained")
-        return evaluate_mteb(given)
-    if given.pairs is not None:
-        if not given.encoders or given.pretrained:
+        return evaluate_mteb(options)
+    if options.pairs is not None:
+        if not options.encoders or options.pretrained:
             parser.error("--pairs takes one ENCODER or more, and no --pretrained")
-        return evaluate_pairs(given)
-    if given.data is not None and not given.data.is_dir():
+        return evaluate_pairs(options)
+    if options.data is not None and not options.data.is_dir():
         return refused(
-            f"--data {given.data}: no such folder; `declutr evaluate --download {given.data}` fetches SentEval's data"
+            f"--data {options.data}: no such folder; `declutr evaluate --download {options.data}` fetches SentEval's "
+            "data"
         )
     from declutr.common.errors import UsageError
     from declutr.evaluation.retrieval import nanobeir
@@ -51,30 +52,30 @@ def run(arguments: list[str]) -> int:
     from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, find
     from declutr.evaluation.senteval.runner.plan import SETS, ScoringChoice, choose_tasks
 
-    default = [*STS, *TRANSFER] if given.protocol == "simcse" else ["all"]
-    if given.cpus is not None and given.cpus < 1:
-        return refused(f"--cpus {given.cpus}: must be 1 or more")
-    data = given.data or given.download
+    default = [*STS, *TRANSFER] if options.protocol == "simcse" else ["all"]
+    if options.cpus is not None and options.cpus < 1:
+        return refused(f"--cpus {options.cpus}: must be 1 or more")
+    data = options.data or options.download
     try:
-        nano, words = nanobeir.split_names(given.tasks.split(",") if given.tasks else default)
+        nano, words = nanobeir.split_names(options.tasks.split(",") if options.tasks else default)
         names = choose_tasks(words)
         tests = nanobeir.read_nanobeir(data, nano)
     except UsageError as error:
         return refused(f"--tasks: {error}")
     for line in nanobeir.overview(tests):
         say(line)
-    wanted = names if given.tasks else SETS["all"]
-    failed = _download(data, given.mirror, wanted) if given.download and names else False
-    inspections = [inspect(find(name), data, given.allow_unchecked) for name in names]
+    fetch_names = names if options.tasks else SETS["all"]
+    failed = _download(data, options.mirror, fetch_names) if options.download and names else False
+    inspections = [inspect(find(name), data, options.allow_unchecked) for name in names]
     if names:
         print("\n".join(overview(inspections)), flush=True)
         failed |= any(inspection.standing == "refused" for inspection in inspections)
         failed |= not any(inspection.usable for inspection in inspections)
-    classifier = ClassifierConfig.official() if given.preset == "official" else ClassifierConfig.prototyping()
-    choice = ScoringChoice(tasks=names, protocols=_PROTOCOLS[given.protocol], classifier=classifier)
-    if given.encoders or given.pretrained:
-        failed |= bool(tests) and not evaluate_nanobeir(given, tests)
-        failed |= bool(names) and not _evaluate(given, inspections, choice)
+    classifier = ClassifierConfig.official() if options.preset == "official" else ClassifierConfig.prototyping()
+    choice = ScoringChoice(tasks=names, protocols=_PROTOCOLS[options.protocol], classifier=classifier)
+    if options.encoders or options.pretrained:
+        failed |= bool(tests) and not evaluate_nanobeir(options, tests)
+        failed |= bool(names) and not _evaluate(options, inspections, choice)
     return int(failed)
 
 
@@ -129,7 +130,7 @@ def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
     return any(file.outcome == "failed" for file in fetched)
 
 
-def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
+def _evaluate(options: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
     """Score all encoders and write the tables; return whether every encoder was scored."""
     from declutr.common.cluster import SessionConfig
     from declutr.common.extras import missing_extra
@@ -143,37 +144,37 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
     if not any(inspection.usable for inspection in inspections):
         sys.stderr.write("nothing was scored: the chosen tasks have no usable data\n")
         return False
-    session = SessionConfig(num_cpus=given.cpus, address=given.address)
+    session = SessionConfig(num_cpus=options.cpus, address=options.address)
     evaluated, failed, vocabulary = [], [], None
-    names = dict.fromkeys([*given.encoders, *([given.pretrained] if given.pretrained else [])])
+    names = dict.fromkeys([*options.encoders, *([options.pretrained] if options.pretrained else [])])
     if any(Path(name).is_file() for name in names):  # read only the needed words of a file of word vectors
         texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
         vocabulary = {word for text in texts for word in text.split()}
-    given.output.mkdir(parents=True, exist_ok=True)
-    page = given.output / "scores.html"
+    options.output.mkdir(parents=True, exist_ok=True)
+    page = options.output / "scores.html"
     lack = missing_extra("report", f"{page} is not written")
     # another call would remove embeddings that this one reads, and replace its tables
-    with RunLock(given.output, lambda: say(f"{given.output}: another command has taken over")):
+    with RunLock(options.output, lambda: say(f"{options.output}: another command has taken over")):
         for name in names:
             try:
-                encoder = load(name, given, vocabulary, tokenized=True)
+                encoder = load(name, options, vocabulary, tokenized=True)
                 if unused := getattr(encoder, "unused", ()):
                     say(f"{name}: its files also contain parts that embeddings do not use: {', '.join(unused)}")
                 of_sizes = [
-                    evaluate(one, inspections, choice, given.output, session, say)
-                    for one in with_cuts(encoder, sizes_of(encoder, given.sizes))
+                    evaluate(variant, inspections, choice, options.output, session, say)
+                    for variant in with_cuts(encoder, sizes_of(encoder, options.sizes))
                 ]
             except EncoderError as error:
                 failed.append(name)
                 sys.stderr.write(f"not scored: {error}\n")
                 continue
-            if given.pretrained:
-                of_sizes = [replace(found, pretrained=given.pretrained) for found in of_sizes]
+            if options.pretrained:
+                of_sizes = [replace(scored, pretrained=options.pretrained) for scored in of_sizes]
             evaluated += of_sizes
-            if not any(report.results for found in of_sizes for report in found.reports.values()):
+            if not any(report.results for scored in of_sizes for report in scored.reports.values()):
                 failed.append(name)
                 sys.stderr.write(f"not scored: {name}: no task has a score; the table gives the reasons\n")
-            shown = write_tables(evaluated, given.output)  # after each encoder, so that a long call can be watched
+            table = write_tables(evaluated, options.output)  # after each encoder, so that a long call can be watched
             if lack is None:
                 write_scores_page(evaluated, page)
     if evaluated:
@@ -181,7 +182,7 @@ def _evaluate(given: argparse.Namespace, inspections: Sequence["Inspection"], ch
         if lack is not None:
             page.unlink(missing_ok=True)  # it would show earlier scores
             compared = f"{page.with_suffix('.md')} compares with published numbers; also: scores.json. {lack}"
-        print(f"\n{shown}\n{compared}")
+        print(f"\n{table}\n{compared}")
     if failed and len(names) > 1:
         sys.stderr.write(f"{len(failed)} of {len(names)} encoders were not scored: {', '.join(failed)}\n")
     return not failed

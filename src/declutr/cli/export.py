@@ -34,31 +34,32 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--vocabulary-size", type=int, help="most tokens of a table (30,000)")
     parser.add_argument("--dimensions", type=int, help="most numbers of an embedding of a table (256)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    if len(names := given.get("text_field", [])) == 1:
-        given["text_field"] = names[0]
+    options = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    if len(names := options.get("text_field", [])) == 1:
+        options["text_field"] = names[0]
     from declutr.common.config import validated
     from declutr.evaluation.export.inputs import read_inputs
 
-    config = validated("export", ExportConfig, given)
+    config = validated("export", ExportConfig, options)
     inputs = read_inputs(config)
     from declutr.evaluation.export.job import export
     from declutr.reproduction import provenance
 
-    found = export(config, inputs, provenance.facts(["declutr", *sys.argv[1:]]))
-    told = [f"{found['bytes']:,} bytes", f"{found['texts_per_second']['export']:,} texts a second"]
-    told.append(f"{found['speedup']:.2f} times as fast as {found['compared_with']} in float32")
-    if found["cosine"] is not None:
-        same = found.get("texts_of_ranges")
-        told.append(
-            f"cosine {found['cosine']:.4f}" + (f" ({same} of {found['texts']} texts set its ranges)" if same else "")
+    figures = export(config, inputs, provenance.facts(["declutr", *sys.argv[1:]]))
+    parts = [f"{figures['bytes']:,} bytes", f"{figures['texts_per_second']['export']:,} texts a second"]
+    parts.append(f"{figures['speedup']:.2f} times as fast as {figures['compared_with']} in float32")
+    if figures["cosine"] is not None:
+        same = figures.get("texts_of_ranges")
+        parts.append(
+            f"cosine {figures['cosine']:.4f}"
+            + (f" ({same} of {figures['texts']} texts set its ranges)" if same else "")
         )
-    if "stsb_after" in found:
-        told.append(f"STS-B {found['stsb_before']:.2f} before, {found['stsb_after']:.2f} after")
-    for name, one in list(found.get("pairs", {}).items())[:1]:
-        told.append(f"{name} {100 * one['before']:.1f} before, {100 * one['after']:.1f} after")
-    print(f"{config.output}: {', '.join(told)}")
-    corpus = found.get("corpus", {"skipped": {}, "cut": False})
+    if "stsb_after" in figures:
+        parts.append(f"STS-B {figures['stsb_before']:.2f} before, {figures['stsb_after']:.2f} after")
+    for name, scores in list(figures.get("pairs", {}).items())[:1]:
+        parts.append(f"{name} {100 * scores['before']:.1f} before, {100 * scores['after']:.1f} after")
+    print(f"{config.output}: {', '.join(parts)}")
+    corpus = figures.get("corpus", {"skipped": {}, "cut": False})
     for reason, number in corpus["skipped"].items():
         print(f"skipped: {number:,} {reason}")
     if corpus["cut"]:

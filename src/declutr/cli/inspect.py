@@ -15,20 +15,20 @@ def run_report(arguments: list[str]) -> int:
     )
     parser.add_argument("folder", type=path_argument, nargs="+", help="output folder of `prepare`, or folders of runs")
     parser.add_argument("--output", type=path_argument, help="folder of report.html (FOLDER/report)")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     from declutr.common.extras import missing_extra
     from declutr.report.record import is_run
 
     if lack := missing_extra("report", "declutr report"):
         return refused(lack)
-    if any(map(is_run, given.folder)) or len(given.folder) > 1:
+    if any(map(is_run, options.folder)) or len(options.folder) > 1:
         from declutr.report.runs import write_runs_page
 
-        print(write_runs_page(given.folder, given.output))
+        print(write_runs_page(options.folder, options.output))
     else:
         from declutr.report.corpus import write_corpus_page
 
-        print(write_corpus_page(given.folder[0], given.output))
+        print(write_corpus_page(options.folder[0], options.output))
     return 0
 
 
@@ -44,22 +44,22 @@ def run_inspect(arguments: list[str]) -> int:
     parser.add_argument("--document", help="show one document of shards, by id, source or SOURCE:OFFSET")
     parser.add_argument("--json", action="store_true", help="print the checkpoints of a run as a JSON list")
     parser.add_argument("--fast", action="store_true", help="compare only the sizes of checkpoints, not checksums")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     from declutr.inspection.describe import checkpoint_rows, describe, describe_run
     from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 
     broken = False
-    if given.document:
+    if options.document:
         from declutr.inspection.locate import locate
 
-        lines = locate(given.path, given.document)
-    elif given.json or given.fast or (given.path / CHECKPOINTS).is_dir():
-        rows = checkpoint_rows(given.path, verify=not given.fast)
+        lines = locate(options.path, options.document)
+    elif options.json or options.fast or (options.path / CHECKPOINTS).is_dir():
+        rows = checkpoint_rows(options.path, verify=not options.fast)
         broken = bool(rows) and rows[-1].broken is not None
         listed = json.dumps([asdict(row) for row in rows], indent=2)
-        lines = iter([listed]) if given.json else describe_run(given.path, rows, not given.fast)
+        lines = iter([listed]) if options.json else describe_run(options.path, rows, not options.fast)
     else:
-        lines = describe(given.path, given.documents)
+        lines = describe(options.path, options.documents)
     for line in lines:
         print(line)
     return int(broken)

@@ -113,23 +113,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = suggest(arguments[0], list(_COMMANDS))
         print(f"declutr: there is no command {arguments[0]!r}{near}\ndeclutr --help lists all", file=sys.stderr)
         return 1
-    command, *given = arguments
-    for option in given:
+    command, *rest = arguments
+    for option in rest:
         if instead := _REPLACED_OPTIONS.get((command, option.partition("=")[0])):
             print(f"declutr {command}: there is no option {option} any more: {instead}", file=sys.stderr)
             return 1
-    for problem in filter(None, map(refused_argument, given)):
+    for problem in filter(None, map(refused_argument, rest)):
         print(f"declutr {command}: {problem}", file=sys.stderr)
         return 1
-    read = given if command in _READ_FOLDERS else given[:1] if command in ("embed", "search") else []
-    if address := next((one for one in read if one.startswith(_STORES)), None):
+    read = rest if command in _READ_FOLDERS else rest[:1] if command in ("embed", "search") else []
+    if address := next((argument for argument in read if argument.startswith(_STORES)), None):
         print(f"declutr {command} reads folders: declutr copy {address} FOLDER, then name that folder", file=sys.stderr)
         return 1
     if argv is None:
         if command in _RELAYED:
             relay()
         end_at_signals()
-    if command in ("prepare", "train") and {"-h", "--help"} & set(given):  # before the command's libraries are loaded
+    if command in ("prepare", "train") and {"-h", "--help"} & set(rest):  # before the command's libraries are loaded
         config_parser(command).parse_args(["--help"])
     module, _, function = _COMMANDS[command][1].partition(":")
     with shown():

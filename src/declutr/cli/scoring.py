@@ -26,7 +26,7 @@ def with_checkpoints(names: Sequence[str]) -> list[str]:
 
 
 def load(
-    name: str, given: argparse.Namespace, vocabulary: Collection[str] | None = None, tokenized: bool = False
+    name: str, options: argparse.Namespace, vocabulary: Collection[str] | None = None, tokenized: bool = False
 ) -> "SentenceEncoder":
     """Load an encoder as the options say.
 
@@ -38,23 +38,23 @@ def load(
 
     encoder = load_encoder(
         name,
-        given.pooling,
-        device=given.device,
+        options.pooling,
+        device=options.device,
         vocabulary=vocabulary,
         tokenized=tokenized,
-        trust_remote_code=given.trust_remote_code,
-        precision=given.precision,
+        trust_remote_code=options.trust_remote_code,
+        precision=options.precision,
     )
-    if given.pooling and not hasattr(encoder, "encoder"):
-        raise EncoderError(f"{name}: --pooling {given.pooling} has no effect on word vectors; remove it")
+    if options.pooling and not hasattr(encoder, "encoder"):
+        raise EncoderError(f"{name}: --pooling {options.pooling} has no effect on word vectors; remove it")
     return encoder
 
 
-def evaluate_pairs(given: argparse.Namespace) -> int:
+def evaluate_pairs(options: argparse.Namespace) -> int:
     """Score baselines and encoders on the user's pairs; return 1 if one could not be scored."""
     from declutr.evaluation.retrieval.pairs import read_test
 
-    test = read_test(given.pairs, given.documents)
+    test = read_test(options.pairs, options.documents)
     from declutr.common.errors import EncoderError
     from declutr.encoders.cut import sizes_of
     from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
@@ -62,21 +62,21 @@ def evaluate_pairs(given: argparse.Namespace) -> int:
 
     lexicon = Lexicon(test.texts)
     scored, names = score_lexical(test, lexicon), list[str]()
-    for name in given.encoders:
+    for name in options.encoders:
         try:
-            encoder = load(name, given)
+            encoder = load(name, options)
             if encoder.name in names:
                 continue
-            scored += score_encoder(test, encoder, lexicon, sizes_of(encoder, given.sizes))
+            scored += score_encoder(test, encoder, lexicon, sizes_of(encoder, options.sizes))
         except EncoderError as error:
             return refused(f"{name} is not scored: {error}")
         names.append(encoder.name)
-    print(write_comparison(test, scored, names, given.output))
-    print(f"\n{given.output / 'pairs.json'} has all numbers")
+    print(write_comparison(test, scored, names, options.output))
+    print(f"\n{options.output / 'pairs.json'} has all numbers")
     return 0
 
 
-def evaluate_mteb(given: argparse.Namespace) -> int:
+def evaluate_mteb(options: argparse.Namespace) -> int:
     """Score all encoders on MTEB's tasks; return 1 if one could not be scored."""
     from declutr.common.errors import EncoderError
     from declutr.common.extras import missing_extra
@@ -90,42 +90,42 @@ def evaluate_mteb(given: argparse.Namespace) -> int:
     from declutr.evaluation.mteb import choose_mteb, score_mteb, write_mteb
 
     scores, failed = dict[str, dict[str, float]](), False
-    tasks = choose_mteb(given.mteb.split(","))
-    for name in given.encoders:
+    tasks = choose_mteb(options.mteb.split(","))
+    for name in options.encoders:
         try:
-            encoder = load(name, given)
-            for one in with_cuts(encoder, sizes_of(encoder, given.sizes)):
-                scores[one.name] = score_mteb(one, tasks, given.output, say)
+            encoder = load(name, options)
+            for variant in with_cuts(encoder, sizes_of(encoder, options.sizes)):
+                scores[variant.name] = score_mteb(variant, tasks, options.output, say)
         except EncoderError as error:
             failed = True
             sys.stderr.write(f"not scored: {error}\n")
             continue
-        write_mteb(scores, given.output)
+        write_mteb(scores, options.output)
     if scores:
-        print(f"main scores: {given.output / 'mteb.json'}; all of MTEB's figures: {given.output / 'mteb'}")
+        print(f"main scores: {options.output / 'mteb.json'}; all of MTEB's figures: {options.output / 'mteb'}")
     return int(failed)
 
 
-def evaluate_nanobeir(given: argparse.Namespace, tests: Sequence["NanoTest"]) -> bool:
+def evaluate_nanobeir(options: argparse.Namespace, tests: Sequence["NanoTest"]) -> bool:
     """Score encoders on tests of NanoBEIR and write the table; return whether every encoder was scored."""
     from declutr.common.errors import DataError, EncoderError
     from declutr.encoders.cut import sizes_of
     from declutr.evaluation.retrieval.nanobeir import score_nanobeir, write_nanobeir
 
-    scored, failed, shown = dict[str, Any](), False, ""
-    for name in dict.fromkeys([*given.encoders, *([given.pretrained] if given.pretrained else [])]):
+    scored, failed, table = dict[str, Any](), False, ""
+    for name in dict.fromkeys([*options.encoders, *([options.pretrained] if options.pretrained else [])]):
         try:
-            encoder = load(name, given)
-            sizes = sizes_of(encoder, given.sizes)
-            found = score_nanobeir(encoder, tests, sizes, say)
+            encoder = load(name, options)
+            sizes = sizes_of(encoder, options.sizes)
+            means_by_size = score_nanobeir(encoder, tests, sizes, say)
         except (EncoderError, DataError) as error:
             failed = True
             sys.stderr.write(f"not scored: {error}\n")
             continue
-        scored |= {name if size == encoder.size else f"{name} [{size}]": means for size, means in found.items()}
-        shown = write_nanobeir(tests, scored, given.output)
-    if shown:
-        print(f"\n{shown}\n{given.output / 'nanobeir.json'} has all measures")
+        scored |= {name if size == encoder.size else f"{name} [{size}]": means for size, means in means_by_size.items()}
+        table = write_nanobeir(tests, scored, options.output)
+    if table:
+        print(f"\n{table}\n{options.output / 'nanobeir.json'} has all measures")
     return not failed
 
 

@@ -61,8 +61,8 @@ def run_index(arguments: list[str]) -> int:
         from declutr.embedding.plane import SHARE
 
         share = float(pq.read_schema(options.parquet).metadata[SHARE])
-        shown = f"uvx embedding-atlas {shlex.quote(str(options.parquet))} --text text --x x --y y"
-        lines.append(f"{options.parquet}: x and y have {100 * share:.1f}% of the variance; open it with: {shown}")
+        command = f"uvx embedding-atlas {shlex.quote(str(options.parquet))} --text text --x x --y y"
+        lines.append(f"{options.parquet}: x and y have {100 * share:.1f}% of the variance; open it with: {command}")
     print(*lines, *(line for choice in choices for line in sentences(choice)), sep="\n")
     return 0
 

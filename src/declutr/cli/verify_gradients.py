@@ -13,14 +13,14 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--documents", type=int, default=8, help="most documents in the batch (8)")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="numbers of workers to try (2 3)")
-    given = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     from declutr.common.config import load_config
     from declutr.trainer.driver.path_checks import place_problems
     from declutr.trainer.setup.config import TrainConfig
 
-    if given.documents < 1 or min(given.processes) < 1:
+    if options.documents < 1 or min(options.processes) < 1:
         parser.error("--documents and --processes must be at least 1")
-    config = load_config(given.config, "train", TrainConfig, given.overrides, place_problems)
+    config = load_config(options.config, "train", TrainConfig, options.overrides, place_problems)
     from declutr.trainer.driver.checks import load_problems, refuse, resolve
     from declutr.trainer.verify import verify
 
@@ -30,7 +30,7 @@ def run(arguments: list[str]) -> int:
     heads = ("precision", "processes", "microbatch", "loss diff", "largest", "relative")
     print("".join(f"{head:>11s}" for head in heads))
     apart = 0
-    for row in verify(resolved.config, given.documents, given.processes):
+    for row in verify(resolved.config, options.documents, options.processes):
         case, cut = row.case, row.case.microbatch_tokens or "whole"
         numbers = f"{row.loss:10.1e} {row.absolute:10.1e} {row.relative:10.1e}"
         within = "" if row.within else "  APART"

@@ -17,21 +17,21 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--step", type=int, help="show the documents, spans, masks and views of this step")
     parser.add_argument("--document", help="show every step that reads a document: id, source or SOURCE:OFFSET")
     parser.add_argument("--full", action="store_true", help="show whole texts")
-    given = parser.parse_intermixed_args(arguments)
-    if given.step is None and given.document is None:
+    options = parser.parse_intermixed_args(arguments)
+    if options.step is None and options.document is None:
         parser.error("give --step, --document or both")
     from declutr.inspection.order import read_order
 
-    order = read_order(given.run, given.overrides)
-    if given.step is None:
-        for line in order.document_lines(given.document):
+    order = read_order(options.run, options.overrides)
+    if options.step is None:
+        for line in order.document_lines(options.document):
             print(line)
         return 0
-    order.check_step(given.step)
+    order.check_step(options.step)
     from declutr.inspection.views import step_lines
 
     as_logged = True
-    for line, right in step_lines(order, given.step, given.document, None if given.full else _SHOWN_CHARACTERS):
+    for line, right in step_lines(order, options.step, options.document, None if options.full else _SHOWN_CHARACTERS):
         as_logged &= right
         print(line)
     return int(not as_logged)

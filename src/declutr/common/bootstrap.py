@@ -82,10 +82,10 @@ class Comparison:
         if self.interval is None:
             return f"{self.difference:+.4f} ({self.rows} rows: no interval, which needs at least {MIN_ROWS})"
         low, high = self.interval
-        told = f"{self.difference:+.4f} (95% interval {low:+.4f} to {high:+.4f}, {self.rows} rows)"
+        text = f"{self.difference:+.4f} (95% interval {low:+.4f} to {high:+.4f}, {self.rows} rows)"
         judged = "no measurable difference" if not self.measurable else "better" if self.difference > 0 else "worse"
         few = f", {self.changed} rows differ and it needs {MIN_CHANGED}" if self.few_changed else ""
-        return f"{told}: {judged}{few}"
+        return f"{text}: {judged}{few}"
 
 
 def compare(before: F64, after: F64, seed: int, statistic: Statistic = mean) -> Comparison:

@@ -36,9 +36,9 @@ Settings: TypeAlias = Config | Mapping[str, Any] | str | Path
 def _plain(value: Any) -> Any:
     """A copy of settings from Python, with paths as strings, as a file has them."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -48,11 +48,11 @@ def validated(title: str, model: type[Config], values: Mapping[str, Any]) -> Con
     Raises:
         ConfigError: with every problem of the values.
     """
-    given = _plain(values)
+    tree = _plain(values)
     try:
-        return model.model_validate(given)
+        return model.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(title, describe(error, model, given)) from error
+        raise ConfigError(title, describe(error, model, tree)) from error
 
 
 def find_config(name: str) -> Path:
@@ -61,22 +61,22 @@ def find_config(name: str) -> Path:
     Raises:
         ConfigError: neither place has the file.
     """
-    given = Path(name)
-    candidates = list(dict.fromkeys((given.absolute(), Path(__file__).resolve().parent.parent / given)))
+    config_path = Path(name)
+    candidates = list(dict.fromkeys((config_path.absolute(), Path(__file__).resolve().parent.parent / config_path)))
     for candidate in candidates:
         if os.path.isfile(candidate):  # noqa: PTH113 - Path.is_file raises for impossible names
             return candidate
     if "=" in name:
         raise ConfigError(name, ["is a setting; the config file comes first, then key=value"])
-    if os.path.isdir(given):  # noqa: PTH112
+    if os.path.isdir(config_path):  # noqa: PTH112
         raise ConfigError(name, ["is a folder; name a YAML file"])
-    files = [str(given.parent / path.name) for place in candidates for path in place.parent.glob("*.y*ml")]
+    files = [str(config_path.parent / path.name) for place in candidates for path in place.parent.glob("*.y*ml")]
     looked = " and ".join(map(str, candidates))
     raise ConfigError(name, [f"no such config file; looked at {looked}{suggest(name, files)}"])
 
 
 def load_config(
-    given: Settings[Config],
+    settings: Settings[Config],
     section: str,
     model: type[Config],
     overrides: Sequence[str] = (),
@@ -96,23 +96,23 @@ def load_config(
     Raises:
         ConfigError: with every problem of the file, the overrides and the values.
     """
-    others: dict[str, Any] = {key: {} for key in SECTIONS if key != section}
+    other_sections: dict[str, Any] = {key: {} for key in SECTIONS if key != section}
     withdrawn: list[str] = []
     if isinstance(overrides, str):
         raise ConfigError(section, [f"overrides = {overrides!r}: must be a list, as [{overrides!r}]"])
     name = section
-    if isinstance(given, model):
+    if isinstance(settings, model):
         if not overrides:
-            return given
-        values = given.model_dump(mode="json", exclude_unset=True)
-    elif isinstance(given, Mapping):
-        values = _plain(given)
-    elif not isinstance(given, str | Path):
-        raise ConfigError(name, [f"{type(given).__name__}: settings are a {model.__name__}, a dict or a path"])
+            return settings
+        values = settings.model_dump(mode="json", exclude_unset=True)
+    elif isinstance(settings, Mapping):
+        values = _plain(settings)
+    elif not isinstance(settings, str | Path):
+        raise ConfigError(name, [f"{type(settings).__name__}: settings are a {model.__name__}, a dict or a path"])
     else:
-        name, tree = f"{given} ({section})", _read_sections(str(given), section, model)
+        name, tree = f"{settings} ({section})", _read_sections(str(settings), section, model)
         values = tree.pop(section)
-        others |= tree
+        other_sections |= tree
         withdrawn = _withdraw_trust(values)
     problems = apply_overrides(values, overrides, model.alternatives)
     decided = flat_keys(values)
@@ -127,7 +127,7 @@ def load_config(
     try:
         config = model.model_validate(values)
     except ValidationError as error:
-        problems += describe(error, model, values, section, others)
+        problems += describe(error, model, values, section, other_sections)
     problems += [
         line
         for line in number_problems(values, model)
@@ -147,13 +147,13 @@ def _read_sections(name: str, section: str, model: type[BaseModel]) -> dict[str,
     except OSError as error:
         raise ConfigError(name, [f"cannot be read: {error.strerror}"]) from error
     if not isinstance(tree, dict) or not set(tree) <= set(SECTIONS):
-        found, hint = "nothing" if tree is None else type(tree).__name__, ""
+        text, hint = "nothing" if tree is None else type(tree).__name__, ""
         if isinstance(tree, dict):
-            found = str(sorted(map(str, tree)))
+            text = str(sorted(map(str, tree)))
             odd = next(str(key) for key in tree if key not in SECTIONS)
             flat = odd in model.model_fields
             hint = f"; put the settings below `{section}:`" if flat else suggest(odd, SECTIONS)
-        raise ConfigError(name, [f"top level must hold the sections {' and/or '.join(SECTIONS)}, found {found}{hint}"])
+        raise ConfigError(name, [f"top level must hold the sections {' and/or '.join(SECTIONS)}, found {text}{hint}"])
     if section not in tree:
         raise ConfigError(name, [f"has no section `{section}`, which this command reads; it has {sorted(tree)}"])
     tree[section] = {} if tree[section] is None else tree[section]
@@ -164,22 +164,22 @@ def _read_sections(name: str, section: str, model: type[BaseModel]) -> dict[str,
 
 def _withdraw_trust(tree: dict[str, Any], prefix: str = "") -> list[str]:
     """Remove every `trust_remote_code` of a file that is not false, in place; return their dotted keys."""
-    found = []
+    withdrawn = []
     for key, value in list(tree.items()):
         if isinstance(value, dict):
-            found += _withdraw_trust(value, f"{prefix}{key}.")
+            withdrawn += _withdraw_trust(value, f"{prefix}{key}.")
         elif key == "trust_remote_code" and value is not False:
             del tree[key]
-            found.append(prefix + key)
-    return found
+            withdrawn.append(prefix + key)
+    return withdrawn
 
 
 def first_problem(error: ValueError, model: type[BaseModel]) -> str:
     """The first problem of a validated file, in one line; the message of any other error."""
     if not isinstance(error, ValidationError):
         return str(error)
-    found = describe(error, model)
-    return found[0] + (f", and {len(found) - 1} more" if len(found) > 1 else "")
+    problems = describe(error, model)
+    return problems[0] + (f", and {len(problems) - 1} more" if len(problems) > 1 else "")
 
 
 def describe(
@@ -187,11 +187,11 @@ def describe(
     model: type[BaseModel],
     values: Any = None,
     section: str = "",
-    others: Mapping[str, Any] | None = None,
+    other_sections: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """One line per problem: dotted key, value, problem. With `values`, keys are named as they were written.
 
-    `others` has the settings of the file's other sections, to which an unknown key may belong.
+    `other_sections` has the settings of the file's other sections, to which an unknown key may belong.
     """
     lines: dict[str, list[str]] = {}
     for item in error.errors():
@@ -201,27 +201,27 @@ def describe(
             inside = flat_keys(item["input"]) if isinstance(item["input"], dict) else {}
             for rest in inside or [""]:
                 full = [*path, *rest.split(".")] if rest else path
-                hint = unknown_key(full, model, section, others or {}) if len(lines) < _MOST_HINTS else ""
+                hint = unknown_key(full, model, section, other_sections or {}) if len(lines) < _MOST_HINTS else ""
                 if "known here" in hint and [f"unknown key{hint}"] in lines.values():  # said once
                     hint = ""
                 lines[f"{'.'.join(full)}: "] = [f"unknown key{hint}"]
             continue
         if item["loc"][-1:] == ("[key]",) and not isinstance(item["input"], str):
             above = ".".join(str(part) for part in item["loc"][:-2])
-            said, message = f"{above}: ", f"the key {shown_value(item['input'])} must be text; put it into quotes"
+            prefix, message = f"{above}: ", f"the key {shown_value(item['input'])} must be text; put it into quotes"
         elif item["type"] == "missing":
-            said, message = f"{key}: ", "missing, and it has no default"
+            prefix, message = f"{key}: ", "missing, and it has no default"
         elif item["type"].startswith("union_tag"):
             kind = item["ctx"]["discriminator"].strip("'")
-            given = item["input"].get(kind) if isinstance(item["input"], dict) else item["input"]
+            value = item["input"].get(kind) if isinstance(item["input"], dict) else item["input"]
             choices = re.findall("'(.+?)'", item["ctx"].get("expected_tags", "")) or choices_of([*path, kind], model)
-            said = f"{key}.{kind} = {shown_value(given)}: "
-            message = f"must be one of {', '.join(choices)}{suggest(str(given), choices)}" if choices else "missing"
+            prefix = f"{key}.{kind} = {shown_value(value)}: "
+            message = f"must be one of {', '.join(choices)}{suggest(str(value), choices)}" if choices else "missing"
         elif not item["loc"]:
             lines |= {line: [] for line in item["msg"].removeprefix("Value error, ").splitlines()}
             continue
         else:
-            said, message = f"{key} = {shown_value(item['input'])}: ", item["msg"].removeprefix("Value error, ")
+            prefix, message = f"{key} = {shown_value(item['input'])}: ", item["msg"].removeprefix("Value error, ")
             if item["input"] is None:
                 message = f"is empty. {message}"
             elif item["type"] == "literal_error":
@@ -233,8 +233,8 @@ def describe(
                 message = "must be a section with settings"
             elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], str):
                 message += f": write [{item['input']}]"
-        lines.setdefault(said, []).append(message)
-    return [said + "; or: ".join(dict.fromkeys(messages)) for said, messages in lines.items()]
+        lines.setdefault(prefix, []).append(message)
+    return [prefix + "; or: ".join(dict.fromkeys(messages)) for prefix, messages in lines.items()]
 
 
 def _written(loc: Sequence[int | str], values: Any) -> list[str]:

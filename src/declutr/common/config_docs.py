@@ -41,7 +41,9 @@ def settings_tables(model: type[BaseModel], name: str) -> Iterator[str]:
     yield from _tables(model, "", "", PydanticUndefined, {})
 
 
-def _tables(model: type[BaseModel], prefix: str, owner: str, default: Any, shown: dict[Hashable, str]) -> Iterator[str]:
+def _tables(
+    model: type[BaseModel], prefix: str, owner: str, default: Any, owners: dict[Hashable, str]
+) -> Iterator[str]:
     """The table of a section, then the tables of the sections below it.
 
     Args:
@@ -49,44 +51,44 @@ def _tables(model: type[BaseModel], prefix: str, owner: str, default: Any, shown
         prefix: its path, with a dot at the end.
         owner: the kind to which it belongs, empty if there is none.
         default: its value if it is not set.
-        shown: owners of the rows and sections that the page has; they are named instead of repeated.
+        owners: owners of the rows and sections that the page has; they are named instead of repeated.
     """
     rows, below = [], []
     again: dict[str, dict[str, None]] = {}
     for name, field in model.model_fields.items():
         if name == "kind" and _kind(model):
             continue  # the heading has it
-        given = getattr(default, name) if isinstance(default, model) else field.get_default(call_default_factory=True)
+        value = getattr(default, name) if isinstance(default, model) else field.get_default(call_default_factory=True)
         models = list(sections_of(field.annotation))
         kinds = [get_origin(kind) or kind for kind in kinds_of(field.annotation)]
         path = f"{prefix}{name}" + (".NAME" if kinds[0] is dict else ".N" if models and list in kinds else "")
         plain = str in kinds and kinds[0] is not dict  # a text does instead of the sections
-        if not models or given is None or plain:
-            row = f"| `{prefix}{name}` | {_shown(given)} | {_cell(_meaning(field, ''))} |"
-            if row in shown:
-                again.setdefault(shown[row], {})[path] = None
+        if not models or value is None or plain:
+            row = f"| `{prefix}{name}` | {_default_cell(value)} | {_cell(_meaning(field, ''))} |"
+            if row in owners:
+                again.setdefault(owners[row], {})[path] = None
             else:
-                shown[row] = owner
+                owners[row] = owner
                 rows.append(row)
-        for one in models:
+        for section in models:
             place = path.rpartition(".NAME.")[2]
-            if (one, place) in shown:
-                again.setdefault(shown[one, place], {})[place] = None
+            if (section, place) in owners:
+                again.setdefault(owners[section, place], {})[place] = None
             else:
-                shown[one, place] = owner
+                owners[section, place] = owner
                 own = plain or len(models) > 1 or not field.description
-                below.append((one, path, given, _summary(one) if own else field.description))
+                below.append((section, path, value, _summary(section) if own else field.description))
     if rows:
         yield from ["| setting | default | meaning |", "| --- | --- | --- |", *rows, ""]
     for first, paths in again.items():
         yield f"As {f'for kind `{first}`' if first else f'above, after `{prefix}`'}: `{'`, `'.join(paths)}`."
     if again:
         yield ""
-    for one, path, given, summary in below:
-        kind = _kind(one)
-        default_kind = " The default." if kind and isinstance(given, one) else ""
+    for section, path, value, summary in below:
+        kind = _kind(section)
+        default_kind = " The default." if kind and isinstance(value, section) else ""
         yield from [f"### `{path}`" + (f", kind `{kind}`" if kind else ""), f"{summary}{default_kind}", ""]
-        yield from _tables(one, f"{path}.", kind or owner, given, shown)
+        yield from _tables(section, f"{path}.", kind or owner, value, owners)
 
 
 def _summary(model: type[BaseModel]) -> str:
@@ -112,7 +114,7 @@ def _meaning(field: FieldInfo, otherwise: str) -> str:
     return text if explained else f"{text} One of {', '.join(choices)}.".strip()
 
 
-def _shown(default: Any) -> str:
+def _default_cell(default: Any) -> str:
     """A default as a cell of a table: YAML in one line."""
     if default is PydanticUndefined:
         return "required"

@@ -48,12 +48,12 @@ def shown_value(value: Any) -> str:
 
 def refusal(address: str) -> str | None:
     """The reason why an address is refused, without the secret itself; None if it holds no credentials."""
-    if (shown := redact(address)) == address:
+    if (redacted := redact(address)) == address:
         return None
     scheme = address.partition("://")[0].rpartition(":")[2].lower()
     way = f"in the environment ({_WAYS[scheme]})" if scheme in _WAYS else "in the environment, or fetch the file first"
     return (
-        f"{shown!r} holds credentials, which would be written to manifests, reports and logs; remove them and give "
+        f"{redacted!r} holds credentials, which would be written to manifests, reports and logs; remove them and give "
         f"them {way}"
     )
 
@@ -71,8 +71,8 @@ def refused_settings(tree: Any, key: str = "") -> Iterator[str]:
     elif isinstance(tree, list):
         for value in tree:
             yield from refused_settings(value, key)
-    elif isinstance(tree, str) and (found := refusal(tree)):
-        yield f"{key} = {found}"
+    elif isinstance(tree, str) and (reason := refusal(tree)):
+        yield f"{key} = {reason}"
 
 
 def _hide(option: re.Match[str]) -> str:

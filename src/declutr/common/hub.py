@@ -30,7 +30,7 @@ def hub_problem() -> str | None:
         return reason
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
-    return _asked(constants.ENDPOINT)
+    return _connection_problem(constants.ENDPOINT)
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def stay_offline_unless_it_answers() -> None:
 
 
 @lru_cache
-def _asked(address: str) -> str | None:
+def _connection_problem(address: str) -> str | None:
     """Sends one request a process and address, in a thread, because a DNS lookup may take longer than the timeout."""
     from huggingface_hub import get_session
 

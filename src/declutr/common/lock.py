@@ -83,7 +83,7 @@ class _Lock(Watcher):
     def look(self) -> bool:
         """Renews the lock; False when it is lost."""
         try:
-            if self._mine():
+            if self._is_own():
                 self._renew()
                 return True
         except OSError as error:  # the storage does not answer: the next call may succeed
@@ -92,7 +92,7 @@ class _Lock(Watcher):
         self._lost()
         return False
 
-    def _mine(self) -> bool:
+    def _is_own(self) -> bool:
         holder = self._read()
         return holder is not None and holder.token == self._holder.token
 
@@ -136,13 +136,13 @@ class RunLock(_Lock):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        named = False  # it may be unlinked between opening and locking
-        while not named:
+        linked = False  # it may be unlinked between opening and locking
+        while not linked:
             with self._path.open("ab") as stream:  # closing it releases the flock
                 fcntl.flock(stream, fcntl.LOCK_EX)
                 with contextlib.suppress(FileNotFoundError):
-                    named = os.fstat(stream.fileno()).st_ino == self._path.stat().st_ino
-                if named:
+                    linked = os.fstat(stream.fileno()).st_ino == self._path.stat().st_ino
+                if linked:
                     yield
 
     def _read(self) -> Holder | None:
@@ -161,7 +161,7 @@ class RunLock(_Lock):
 
     def _release(self) -> None:
         with self._alone():
-            if self._mine():
+            if self._is_own():
                 self._path.unlink()
 
     def _age_seconds(self) -> float:
@@ -198,7 +198,7 @@ class StoreLock(_Lock):
         try:
             for attempt in range(_ATTEMPTS):
                 self._remote.put(self._entry, b"{}")
-                if not self._others():
+                if not self._others_enter():
                     yield
                     return
                 self._remote.delete(self._entry)
@@ -207,7 +207,7 @@ class StoreLock(_Lock):
         finally:
             self._remote.delete(self._entry)
 
-    def _others(self) -> bool:
+    def _others_enter(self) -> bool:
         """True if another command is entering. An entry of more than a minute was left by one that was killed."""
         now, entering = self._remote.modified(self._entry), False
         for name in self._remote.names():
@@ -229,7 +229,7 @@ class StoreLock(_Lock):
         self._write()
 
     def _release(self) -> None:
-        if self._mine():
+        if self._is_own():
             self._remote.delete(LOCK)
 
     def _age_seconds(self) -> float:

@@ -26,14 +26,14 @@ def apply_overrides(tree: dict[str, Any], words: Sequence[str], alternatives: Se
 
 def _twice(overrides: Sequence[str]) -> list[str]:
     """Problems of overrides that would silently undo an earlier one."""
-    found = []
+    problems = []
     for number, text in enumerate(overrides):
         key, equals, _ = text.partition("=")
         for before in overrides[:number]:
             earlier = before.partition("=")[0]
             if equals and (earlier == key or earlier.startswith(f"{key}.")):
-                found.append(f"override {key}: {before!r} and then {text!r}, which undoes it; give one of them")
-    return found
+                problems.append(f"override {key}: {before!r} and then {text!r}, which undoes it; give one of them")
+    return problems
 
 
 def _apply(tree: dict[str, Any], text: str) -> str | None:

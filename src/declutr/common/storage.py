@@ -97,8 +97,8 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def read_regular(path: Path, most: int = -1) -> bytes:
-    """Reads a file, at most the first `most` bytes.
+def read_regular(path: Path, max_bytes: int = -1) -> bytes:
+    """Reads a file, at most the first `max_bytes` bytes.
 
     Raises:
         OSError: it cannot be read, or is a pipe or a device, whose reading may never end.
@@ -107,7 +107,7 @@ def read_regular(path: Path, most: int = -1) -> bytes:
     with os.fdopen(handle, "rb") as stream:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(path))
-        return stream.read(most)
+        return stream.read(max_bytes)
 
 
 def read_json(path: Path) -> Any:

@@ -39,14 +39,14 @@ _OTHER_WORDS = {
 def suggest(word: str, choices: Sequence[str]) -> str:
     """`; did you mean ...?` with the choice nearest to a word; empty if none is near."""
     lower = {choice.lower(): choice for choice in choices}
-    if (ours := _OTHER_WORDS.get(word.lower())) in choices:
-        return f"; did you mean `{ours}`?"
+    if (own_word := _OTHER_WORDS.get(word.lower())) in choices:
+        return f"; did you mean `{own_word}`?"
     near = difflib.get_close_matches(word.lower(), list(lower), n=1) if len(word) <= _LONGEST_WORD else []
     return f"; did you mean `{lower[near[0]]}`?" if near else ""
 
 
 def unknown_key(
-    path: Sequence[str], model: type[BaseModel], section: str = "", others: Mapping[str, Any] | None = None
+    path: Sequence[str], model: type[BaseModel], section: str = "", other_sections: Mapping[str, Any] | None = None
 ) -> str:
     """Advice on an unknown key: the nearest key of its section, one of its name elsewhere, or all keys of its section.
 
@@ -54,27 +54,27 @@ def unknown_key(
         path: the key and the sections above it.
         model: model of the whole section.
         section: name of the section, with which a key may start by mistake.
-        others: settings of the file's other sections, by the section's name.
+        other_sections: settings of the file's other sections, by the section's name.
     """
     *parents, last = path
     everywhere = list(dict.fromkeys(".".join(key) for key in _keys((model,))))
     if path[0] == section and len(path) > 1:
         rest = ".".join(path[1:])
-        known = f": write `{rest}`" if rest in everywhere else suggest(rest, everywhere)
-        return f"; settings of the section `{section}` are named without it{known}"
-    for other, settings in (others or {}).items():
-        theirs = isinstance(settings, dict) and path[0] in settings and path[0] not in model.model_fields
-        if theirs or path[0] == other:
+        hint = f": write `{rest}`" if rest in everywhere else suggest(rest, everywhere)
+        return f"; settings of the section `{section}` are named without it{hint}"
+    for other, settings in (other_sections or {}).items():
+        is_other_key = isinstance(settings, dict) and path[0] in settings and path[0] not in model.model_fields
+        if is_other_key or path[0] == other:
             return f"; it is a setting of the section `{other}`, which only `declutr {other}` reads"
     sections = below((model,), parents)
     if kinds := [kind for owner in sections if last in owner.model_fields for kind in _choices(owner, "kind")]:
         key = ".".join([*parents, "kind"])
         return f"; it needs {key} = {' or '.join(dict.fromkeys(kinds))}; set that or remove the key"
     beside = {name: ".".join([*parents, name]) for owner in sections for name in owner.model_fields}
-    ours = _OTHER_WORDS.get(last, last)
-    if ours in beside:
-        return f"; did you mean `{beside[ours]}`?"
-    same = [key for key in everywhere if f".{key}".endswith(f".{ours}")]
+    own_word = _OTHER_WORDS.get(last, last)
+    if own_word in beside:
+        return f"; did you mean `{beside[own_word]}`?"
+    same = [key for key in everywhere if f".{key}".endswith(f".{own_word}")]
     same = [key for key in same if ".NAME." not in key] or same
     if 0 < len(same) <= 3:
         return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
@@ -84,7 +84,7 @@ def unknown_key(
     for word, choices in ((last, beside), (".".join(path), other_places), (last, elsewhere)):
         if len(word) <= _LONGEST_WORD and (near := difflib.get_close_matches(word, choices, n=1)):
             return f"; did you mean `{choices[near[0]]}`?"
-    return f"; known here: {', '.join(beside)}" if beside else unknown_key(parents, model, section, others)
+    return f"; known here: {', '.join(beside)}" if beside else unknown_key(parents, model, section, other_sections)
 
 
 def choices_of(path: Sequence[str], model: type[BaseModel]) -> list[str]:
@@ -117,12 +117,12 @@ def below(models: Sequence[type[BaseModel]], path: Sequence[str]) -> list[type[B
     path = [part for part in path if not part.isdigit()]
     if not path:
         return list(models)
-    found = []
+    sections = []
     for field in (model.model_fields[path[0]] for model in models if path[0] in model.model_fields):
-        named = _is_named(field.annotation)
-        if not named or len(path) > 1:
-            found += below(list(sections_of(field.annotation)), path[2 if named else 1 :])
-    return found
+        has_names = _is_named(field.annotation)
+        if not has_names or len(path) > 1:
+            sections += below(list(sections_of(field.annotation)), path[2 if has_names else 1 :])
+    return sections
 
 
 def _keys(models: Sequence[type[BaseModel]]) -> Iterator[tuple[str, ...]]:
@@ -162,8 +162,8 @@ def number_problems(values: Any, model: type[BaseModel], path: tuple[str, ...] =
             yield from number_problems(value, model, (*path, str(number)))
         return
     if (problem := _problem(values, model, path)) is not None:
-        shown = repr(values) if len(repr(values)) <= _SHOWN_CHARACTERS else f"{repr(values)[:_SHOWN_CHARACTERS]}..."
-        yield f"{'.'.join(path)} = {shown}: {problem}"
+        text = repr(values) if len(repr(values)) <= _SHOWN_CHARACTERS else f"{repr(values)[:_SHOWN_CHARACTERS]}..."
+        yield f"{'.'.join(path)} = {text}: {problem}"
 
 
 def _problem(value: Any, model: type[BaseModel], path: tuple[str, ...]) -> str | None:

@@ -25,14 +25,14 @@ def lexical_words(text: str) -> list[str]:
     """
     if not _SPECIAL.search(text):  # four times as fast
         return [run[:_MOST_CHARACTERS] for run in _PLAIN_WORD.findall(text.lower())]
-    found: list[str] = []
+    words: list[str] = []
     for run in _WORD.findall(text.lower()):
         if _UNSPACED_START.match(run):
-            found += run
-            found += map("".join, pairwise(run))
+            words += run
+            words += map("".join, pairwise(run))
         else:
-            found.append(run[:_MOST_CHARACTERS])
-    return found
+            words.append(run[:_MOST_CHARACTERS])
+    return words
 
 
 def has_other_words(text: str) -> bool:

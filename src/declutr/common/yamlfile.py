@@ -98,7 +98,7 @@ def read_yaml(text: str) -> Any:
         _measure(node, {}, set())
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
-        raise YamlError(_told(error, text)) from error
+        raise YamlError(_yaml_problem(error, text)) from error
     except yaml.reader.ReaderError as error:
         place = f"line {text[: error.position].count(chr(10)) + 1}"
         raise YamlError(f"holds the character U+{error.character:04X}, which YAML does not allow ({place})") from error
@@ -125,7 +125,7 @@ def read_yaml_file(path: Path) -> Any:
         raise YamlError(f"is not UTF-8 text: byte {raw[error.start]:#04x} in line {line}; save it as UTF-8") from error
 
 
-def _measure(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
+def _measure(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:
     """Counts the values below a node, aliases expanded.
 
     Raises:
@@ -133,21 +133,21 @@ def _measure(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
     """
     if id(node) in above:
         raise YamlError(f"an anchor contains itself (line {node.start_mark.line + 1})")
-    if id(node) in known or not isinstance(node, yaml.CollectionNode):
-        return known.get(id(node), 1)
+    if id(node) in sizes or not isinstance(node, yaml.CollectionNode):
+        return sizes.get(id(node), 1)
     above.add(id(node))
     total = 1
     for entry in node.value:
         for child in entry if isinstance(entry, tuple) else (entry,):
-            total += _measure(child, known, above)
+            total += _measure(child, sizes, above)
             if total > MAX_VALUES:
                 raise YamlError(f"holds more than {MAX_VALUES:,} values, aliases expanded")
     above.discard(id(node))
-    known[id(node)] = total
+    sizes[id(node)] = total
     return total
 
 
-def _told(error: yaml.MarkedYAMLError, text: str) -> str:
+def _yaml_problem(error: yaml.MarkedYAMLError, text: str) -> str:
     """The problem and its place, in one line."""
     problem, mark = error.problem or error.context or "", error.problem_mark or error.context_mark
     if problem == "but found another document":

@@ -202,15 +202,15 @@ def _run(
         unit_scale=True,
         unit_divisor=1024,
         bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
-    ) as shown:
+    ) as progress:
         num_texts = 0
 
         def report(texts: int, num_bytes: int) -> None:
             nonlocal num_texts
             num_texts += texts
-            seconds = max(1e-9, float(shown.format_dict["elapsed"]))
-            shown.set_postfix_str(f"{num_texts:,} texts, {num_texts / seconds:,.0f} a second", refresh=False)
-            shown.update(num_bytes)
+            seconds = max(1e-9, float(progress.format_dict["elapsed"]))
+            progress.set_postfix_str(f"{num_texts:,} texts, {num_texts / seconds:,.0f} a second", refresh=False)
+            progress.update(num_bytes)
 
         if here:
             embedded = [embed_unit(unit, folder, config, identity, encoder, report) for unit, identity in todo]

@@ -103,8 +103,8 @@ def plan(config: EmbedConfig) -> list[Unit]:
         unreadable = plan_units(corpus_of(config, config.id_field), 1)[1]
     words = {"corpus.paths": "input", "corpus.format": "--format", "corpus.text_field": "--text-field or --id-field"}
     for problem in unreadable:
-        for ours, theirs in words.items():
-            problem = problem.replace(ours, theirs)
+        for setting, option in words.items():
+            problem = problem.replace(setting, option)
         problems.append(problem)
     if problems:
         raise UsageError("\n".join(problems))

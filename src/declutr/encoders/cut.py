@@ -56,23 +56,23 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def sizes_of(encoder: SentenceEncoder, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
+def sizes_of(encoder: SentenceEncoder, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
     """The smaller sizes at which an encoder is scored, ascending.
 
     Args:
         encoder: the encoder.
-        wanted: the user's sizes; None: those that `matryoshka_dimensions` of its config.json declares, if any.
+        sizes: the user's sizes; None: those that `matryoshka_dimensions` of its config.json declares, if any.
 
     Raises:
         EncoderError: an embedding is not larger than a wanted size, or the declaration is no list of sizes.
     """
-    if wanted is not None:
-        if large := [size for size in wanted if size >= encoder.size]:
+    if sizes is not None:
+        if large := [size for size in sizes if size >= encoder.size]:
             raise EncoderError(
                 f"{encoder.name}: --sizes {', '.join(map(str, large))}: its embedding has {encoder.size} numbers, "
                 "which are scored anyway; name smaller sizes"
             )
-        return wanted
+        return sizes
     model = getattr(getattr(encoder, "encoder", None), "model", None)
     declared: Any = getattr(getattr(model, "config", None), "matryoshka_dimensions", None)
     if declared is None:

@@ -57,12 +57,12 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
     """
     if (path / CHECKPOINTS).is_dir():
         try:
-            found = checkpoint.find_latest(path / CHECKPOINTS)
+            latest = checkpoint.find_latest(path / CHECKPOINTS)
         except UnreadableError as error:
             raise EncoderError(str(error)) from error
-        if found is None:
+        if latest is None:
             raise EncoderError(f"{path}: the run has no complete checkpoint yet")
-        path = found[0]
+        path = latest[0]
     settings = path.parent.parent / "config.yaml"
     try:
         config = TrainConfig.stored(read_yaml_file(settings))
@@ -96,7 +96,7 @@ def _cached_encoder(config: TrainConfig, tokenizer: Any, weights: Path) -> Encod
             hf = load_hf_config(config.encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
             with torch.device("meta"):
                 planned = AutoModelForMaskedLM.from_config(hf, trust_remote_code=config.encoder.trust_remote_code)
-            check_size(sum(one.numel() for one in planned.parameters()), weights.stat().st_size)
+            check_size(sum(parameter.numel() for parameter in planned.parameters()), weights.stat().st_size)
             return build_encoder(config, tokenizer)
     except OSError as error:
         if name is None or expand(name).exists():
@@ -132,8 +132,8 @@ def start_of(path: Path) -> str:
             continue
         try:
             settings = run / "config.yaml"  # an export alone names no folder
-            found = read_yaml_file(settings) if settings.is_file() else read_json(file)["config"]
-            return str(found["encoder"]["pretrained"] or "").removeprefix(A_PATH)
+            config = read_yaml_file(settings) if settings.is_file() else read_json(file)["config"]
+            return str(config["encoder"]["pretrained"] or "").removeprefix(A_PATH)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return ""  # settings of another program; nothing depends on them here
     return ""
@@ -235,11 +235,13 @@ def load_encoder(
     if isinstance(longest, bool) or not isinstance(longest, (int, float)) or not longest >= 1:
         raise EncoderError(f"{name}: its tokenizer_config.json has model_max_length = {longest!r}, not a length")
     limit = min(_model_limit(encoder), int(min(longest, 10**9)), (recipe and recipe.max_tokens) or 10**9)
-    least = len(tokenizer("")["input_ids"]) + 1
-    if limit < least:
-        raise EncoderError(f"{name}: it takes {limit} tokens, and one token with its special tokens needs {least}")
-    if max_tokens is not None and max_tokens < least:
-        raise EncoderError(f"max_tokens = {max_tokens}: {name} needs {least} for one token with its special tokens")
+    min_tokens = len(tokenizer("")["input_ids"]) + 1
+    if limit < min_tokens:
+        raise EncoderError(f"{name}: it takes {limit} tokens, and one token with its special tokens needs {min_tokens}")
+    if max_tokens is not None and max_tokens < min_tokens:
+        raise EncoderError(
+            f"max_tokens = {max_tokens}: {name} needs {min_tokens} for one token with its special tokens"
+        )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         there = torch.device(device).type != "cuda" or torch.cuda.is_available()
@@ -282,8 +284,8 @@ def _exported(
     kind = OnnxEncoder if (path / ONNX_SETTINGS).is_file() else StaticEncoder if is_static(path) else None
     if kind is None:
         return None
-    given = {"--pooling": pooling, "--max-tokens": max_tokens, "--long-texts": long_texts}
-    if fixed := [f"{name} {value}" for name, value in given.items() if value not in (None, "cut")]:
+    options = {"--pooling": pooling, "--max-tokens": max_tokens, "--long-texts": long_texts}
+    if fixed := [f"{name} {value}" for name, value in options.items() if value not in (None, "cut")]:
         raise EncoderError(f"{path}: {', '.join(fixed)} has no effect on an export; export again with other settings")
     try:
         check_folder(path)

@@ -125,8 +125,8 @@ def _prompt(name: str, options: dict[str, Any]) -> str:
         raise EncoderError(f"{name}: config_sentence_transformers.json is damaged: its prompts must be texts by name")
     if len(prompt) > MOST_PROMPT:
         raise EncoderError(f"{name}: its prompt has {len(prompt):,} characters; it may have {MOST_PROMPT:,}")
-    others = {role: other for role in _ROLES if isinstance(other := prompts.get(role), str) and other != prompt}
-    if left := ", ".join(f"{role} = {other[:_SHOWN_CHARACTERS]!r}" for role, other in others.items() if other):
+    other_prompts = {role: other for role in _ROLES if isinstance(other := prompts.get(role), str) and other != prompt}
+    if left := ", ".join(f"{role} = {other[:_SHOWN_CHARACTERS]!r}" for role, other in other_prompts.items() if other):
         _warn_of_prompts(prompt[:_SHOWN_CHARACTERS], left)
     return prompt
 
@@ -175,8 +175,8 @@ def _dense(name: str, folder: str, previous: int | None) -> tuple[nn.Module, int
     except ValueError as error:
         raise EncoderError(f"{name}: {error}") from error
     except DAMAGE as error:
-        told = " ".join(str(error).split())
-        raise EncoderError(f"{path}: does not hold the weights that its config.json describes ({told})") from error
+        cause = " ".join(str(error).split())
+        raise EncoderError(f"{path}: does not hold the weights that its config.json describes ({cause})") from error
     if previous not in (None, layer.linear.in_features):
         raise EncoderError(
             f"{name}: its dense layer {folder} takes {layer.linear.in_features} numbers, the one before {previous}"
@@ -193,12 +193,12 @@ def _json(name: str, file: str, required: bool = False) -> dict[str, Any]:
     if path is None and required:
         raise EncoderError(f"{name}: {file} is missing; the folder is incomplete, copy or download it again")
     try:
-        found = read_json(path) if path else {}
+        settings = read_json(path) if path else {}
     except (ValueError, OSError) as error:
         raise EncoderError(f"{path} is damaged or half downloaded ({error})") from error
-    if not isinstance(found, dict):
-        raise EncoderError(f"{path} is damaged: it holds a {type(found).__name__} instead of settings")
-    return found
+    if not isinstance(settings, dict):
+        raise EncoderError(f"{path} is damaged: it holds a {type(settings).__name__} instead of settings")
+    return settings
 
 
 def _file(name: str, file: str) -> Path | None:

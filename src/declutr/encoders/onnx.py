@@ -77,18 +77,18 @@ class OnnxEncoder:
         batches = batches_of([len(row) for row in ids])
         embeddings = np.zeros((len(texts), self.size), np.float32)
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            for batch, found in zip(batches, pool.map(lambda batch: self._embed(batch, ids), batches), strict=True):
-                embeddings[batch] = found
+            for batch, vectors in zip(batches, pool.map(lambda batch: self._embed(batch, ids), batches), strict=True):
+                embeddings[batch] = vectors
         return embeddings
 
     def _embed(self, batch: list[int], ids: list[list[int]]) -> NDArray[np.float32]:
         try:
-            found: NDArray[np.float32] = self._session.run(None, padded([ids[place] for place in batch], self._pad))[0]
+            rows: NDArray[np.float32] = self._session.run(None, padded([ids[place] for place in batch], self._pad))[0]
         except Exception as error:  # onnxruntime raises any kind
             raise EncoderError(
                 f"{self.name}: onnxruntime cannot compute it ({' '.join(str(error).split())})"
             ) from error
-        return found
+        return rows
 
 
 def padded(rows: list[list[int]], pad: int) -> dict[str, NDArray[np.int64]]:

@@ -54,7 +54,7 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
             if local:
                 with torch.device("meta"):
                     planned = AutoModel.from_config(config, **_without_pooler(config), **trust)
-                check_size(sum(one.numel() for one in planned.parameters()), bytes_of_weights(folder))
+                check_size(sum(parameter.numel() for parameter in planned.parameters()), bytes_of_weights(folder))
             kinds = _without_pooler(config) | where | trust
             # Sizes that differ are reported with the other weights, by name.
             kinds |= {"ignore_mismatched_sizes": True, "output_loading_info": True}

@@ -48,11 +48,11 @@ def texts_of(texts: Sequence[str]) -> list[str]:
     """
     if isinstance(texts, str):
         raise TypeError("encode takes a list of texts: write encode([text])")
-    found = list(texts)
-    for place, text in enumerate(found):
+    listed = list(texts)
+    for place, text in enumerate(listed):
         if not isinstance(text, str):
             raise TypeError(f"texts[{place}] = {text!r}: is no text; leave it out, or give an empty text")
-    return found
+    return listed
 
 
 def unit_rows(rows: NDArray[Any]) -> NDArray[Any]:

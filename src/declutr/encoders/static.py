@@ -41,7 +41,7 @@ class StaticEncoder:
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
         modules = [
-            (str(one["type"]).rpartition(".")[2], str(one["path"])) for one in read_json(folder / "modules.json")
+            (str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in read_json(folder / "modules.json")
         ]
         kinds, place = [kind for kind, _ in modules], modules[0][1]
         if kinds not in ([MODULE], [MODULE, "Normalize"]):
@@ -77,5 +77,5 @@ class StaticEncoder:
         starts = np.cumsum([0, *map(len, rows[:-1])])
         flat = torch.from_numpy(np.concatenate([np.array(row, np.int64) for row in rows]))
         with torch.inference_mode():
-            found = F.embedding_bag(flat, self._table, torch.from_numpy(starts), mode="mean")
-            return (F.normalize(found, dim=-1) if self._unit else found).numpy()
+            means = F.embedding_bag(flat, self._table, torch.from_numpy(starts), mode="mean")
+            return (F.normalize(means, dim=-1) if self._unit else means).numpy()

@@ -35,7 +35,7 @@ def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collec
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     own = {child for child, _ in model.named_children()} - {_POOLER}
     missing = [key for key in report["missing_keys"] if not _of_pooler(key)]
-    mismatched = [f"{key} {tuple(found)} instead of {tuple(due)}" for key, found, due in report["mismatched_keys"]]
+    mismatched = [f"{key} {tuple(shape)} instead of {tuple(due)}" for key, shape, due in report["mismatched_keys"]]
     unexpected = [key.removeprefix(prefix) for key in report["unexpected_keys"]]
     foreign = [key for key in unexpected if key.partition(".")[0] in own]
     problems = [
@@ -90,8 +90,8 @@ def bytes_of_weights(folder: Path) -> int:
 def explain(error: Exception) -> str:
     """Message of an error; if the model's code must be trusted, the option for that."""
     if "trust_remote_code" not in str(error):
-        told = " ".join(str(error).split())
-        return told if isinstance(error, DAMAGE) else f"{type(error).__name__}: {told}"
+        message = " ".join(str(error).split())
+        return message if isinstance(error, DAMAGE) else f"{type(error).__name__}: {message}"
     return "it comes with Python code, which is not run; if you trust that code, add --trust-remote-code"
 
 

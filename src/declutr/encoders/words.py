@@ -93,19 +93,19 @@ class WordVectors:
     def __init__(self, path: Path, vocabulary: Collection[str] | None = None, tokenized: bool = False) -> None:
         self.name = str(path)
         self._tokenized = tokenized
-        wanted = None if vocabulary is None else {form for word in vocabulary for form in (word, word.lower())}
+        forms = None if vocabulary is None else {form for word in vocabulary for form in (word, word.lower())}
         self._places: dict[str, int] = {}
         chunks, number = [], 0
         try:
-            for words, vectors in _read(path, wanted):
+            for words, vectors in _read(path, forms):
                 chunks.append(vectors)
-                found = {word: place for place, word in enumerate(words, number)}
-                self._places = self._places | found if tokenized else found | self._places
+                new_places = {word: place for place, word in enumerate(words, number)}
+                self._places = self._places | new_places if tokenized else new_places | self._places
                 number += len(words)
         except (OSError, EOFError) as error:
             raise EncoderError(f"{path}: cannot be read as word vectors: {error}") from error
         if not chunks:
-            raise EncoderError(f"{path}: holds no word vector{'' if wanted is None else ' of the requested words'}")
+            raise EncoderError(f"{path}: holds no word vector{'' if forms is None else ' of the requested words'}")
         self._vectors = np.concatenate(chunks)
         self.size = self._vectors.shape[1]
         made_of = {"kind": "word-vectors", "version": 1, "file": hash_file(path)}
@@ -123,13 +123,13 @@ class WordVectors:
 
     def _rows(self, text: str) -> list[int]:
         if self._tokenized:
-            found = [self._places.get(word, -1) for word in text.split()]
+            rows = [self._places.get(word, -1) for word in text.split()]
         else:
-            found = [self._places.get(word, self._places.get(word.lower(), -1)) for word in words_of(text)]
-        return [row for row in found if row >= 0]
+            rows = [self._places.get(word, self._places.get(word.lower(), -1)) for word in words_of(text)]
+        return [row for row in rows if row >= 0]
 
 
-def _read(path: Path, wanted: set[str] | None) -> Iterator[tuple[list[str], NDArray[np.float32]]]:
+def _read(path: Path, forms: set[str] | None) -> Iterator[tuple[list[str], NDArray[np.float32]]]:
     """Words with their vectors `(words, size)`, in file order, in bounded chunks."""
     words: list[str] = []
     rows: list[list[bytes]] = []
@@ -148,7 +148,7 @@ def _read(path: Path, wanted: set[str] | None) -> Iterator[tuple[list[str], NDAr
             if not size:
                 raise EncoderError(f"{path}, line {number}: no numbers after a word and a space or tab")
             word = first.decode("utf-8", "replace")
-            if wanted is not None and word not in wanted:
+            if forms is not None and word not in forms:
                 continue
             values = rest.split()
             if len(values) > size:  # some files have words that contain spaces; no text is split into such words

@@ -24,8 +24,8 @@ class MtebEncoder:
     def __init__(self, encoder: SentenceEncoder) -> None:
         self._encoder = encoder
         name = re.sub(r"[^\w.-]+", "_", encoder.name).strip("_")[-60:]
-        known = {"name": f"declutr/{name}", "revision": encoder.fingerprint[:16], "embed_dim": encoder.size}
-        self.mteb_model_meta = ModelMeta.create_empty(known | {"similarity_fn_name": ScoringFunction.COSINE})
+        metadata = {"name": f"declutr/{name}", "revision": encoder.fingerprint[:16], "embed_dim": encoder.size}
+        self.mteb_model_meta = ModelMeta.create_empty(metadata | {"similarity_fn_name": ScoringFunction.COSINE})
 
     def encode(self, inputs: Any, **_: Any) -> NDArray[np.float32]:
         """Embeddings `(N, size)` of the texts of MTEB's batches, in their order."""
@@ -67,10 +67,10 @@ def score_mteb(
     for task in tasks:
         name = task.metadata.name
         try:
-            found = mteb.evaluate(MtebEncoder(encoder), task, cache=cache, co2_tracker=False, show_progress_bar=False)
+            result = mteb.evaluate(MtebEncoder(encoder), task, cache=cache, co2_tracker=False, show_progress_bar=False)
         except (OSError, ValueError, KeyError) as error:
             raise EncoderError(f"{encoder.name}: MTEB's task {name} has no score: {error}") from error
-        scores[name] = 100 * float(found.task_results[0].get_score())
+        scores[name] = 100 * float(result.task_results[0].get_score())
         say(f"{encoder.name}: {name} {scores[name]:.2f} ({task.metadata.main_score})")
     return scores
 

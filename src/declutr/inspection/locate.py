@@ -15,10 +15,10 @@ from declutr.pipeline.shards.shards import ShardSet
 _SHOWN = 20
 
 
-def locate(folder: Path, wanted: str) -> Iterator[str]:
-    """Describe every document of prepared shards that `wanted` names.
+def locate(folder: Path, document: str) -> Iterator[str]:
+    """Describe every document of prepared shards that `document` names.
 
-    `wanted` is an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
+    `document` is an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
 
     Raises:
         UsageError: no document matches the name.
@@ -27,10 +27,10 @@ def locate(folder: Path, wanted: str) -> Iterator[str]:
     manifest = load_manifest(folder)
     unit_noun = size_noun(manifest.content.kind)
     of_text, done = (" of text", "tokenized") if manifest.tokenizer else (" of its file", "decoded")
-    found = 0
-    for unit, ordinal, entry in find_entries(folder, wanted):
-        found += 1
-        if found > _SHOWN:
+    count = 0
+    for unit, ordinal, entry in find_entries(folder, document):
+        count += 1
+        if count > _SHOWN:
             yield f"... and more; only {_SHOWN} are shown"
             return
         yield f"Document {entry.id.hex() if entry.id else '(without an id)'}: {entry.source} at {entry.offset}"
@@ -54,12 +54,12 @@ def locate(folder: Path, wanted: str) -> Iterator[str]:
         if entry.detail:
             yield f"  note: {entry.detail}"
         yield from text_lines(folder, shards, [number]) if manifest.tokenizer else media_lines(shards, [number])
-    if not found:
-        parts = wanted.split("/")
+    if not count:
+        parts = document.split("/")
         tails = ("/".join(parts[start:]) for start in range(1, len(parts)))
         shorter = next((tail for tail in tails if any(find_entries(folder, tail))), "")
         near = f"; sources are named from inside their folder, so try {shorter}" if shorter else ""
         raise UsageError(
-            f"{folder}: no document matches {wanted!r}{near}; give an id (at least 8 hexadecimal digits), a source or "
-            "SOURCE:OFFSET from the ledger"
+            f"{folder}: no document matches {document!r}{near}; give an id (at least 8 hexadecimal digits), a source "
+            "or SOURCE:OFFSET from the ledger"
         )

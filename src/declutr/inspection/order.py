@@ -70,16 +70,16 @@ class RunOrder:
         digest = None if line is None else line.get(f"{task}_batch_digest" if task else "batch_digest")
         return None if digest is None else int(digest)
 
-    def document_lines(self, wanted: str) -> Iterator[str]:
-        """Describe every step that reads the documents which `wanted` names: an id, a source or SOURCE:OFFSET.
+    def document_lines(self, document: str) -> Iterator[str]:
+        """Describe every step that reads the documents which `document` names: an id, a source or SOURCE:OFFSET.
 
         Raises:
             UsageError: no document has this name.
         """
-        found = False
+        matched = False
         for name, task in self.tasks.items():
-            for row, line in entries(task.shards, wanted):
-                found = True
+            for row, line in entries(task.shards, document):
+                matched = True
                 yield f"{f'task {name}: ' if name else ''}{line}"
                 if row is None:
                     yield "  no step reads it"
@@ -87,7 +87,7 @@ class RunOrder:
                 corpus, _ = task.plan.place_of(row)
                 if (times := task.plan.rows_read(self.last_step)[corpus] // task.shards.sizes[corpus]) > _MOST_READS:
                     raise UsageError(
-                        f"--document {wanted}: {self.last_step:,} steps read it about {times:,} times, and at most "
+                        f"--document {document}: {self.last_step:,} steps read it about {times:,} times, and at most "
                         f"{_MOST_READS:,} are listed; add steps=N with fewer"
                     )
                 epochs, steps, positions = task.plan.reads_of(row, self.last_step)
@@ -98,18 +98,18 @@ class RunOrder:
                 if rate := getattr(task.config.objective, "mixup", 0):
                     yield f"  not listed: steps that mix it into another clip (objective.mixup = {rate})"
                 yield f"  {past:,} of the {self.taken:,} steps taken read it, {len(steps):,} of all {self.last_step:,}"
-        if not found:
+        if not matched:
             folders = ", ".join(str(folder) for task in self.tasks.values() for folder in task.shards.folders)
             raise UsageError(
-                f"{folders}: no document matches {wanted!r}; give an id (at least 8 hexadecimal digits), a source or "
+                f"{folders}: no document matches {document!r}; give an id (at least 8 hexadecimal digits), a source or "
                 "SOURCE:OFFSET, as --step shows them"
             )
 
 
-def entries(shards: ShardSet, wanted: str) -> Iterator[tuple[int | None, str]]:
-    """The documents that `wanted` names: number in these shards, or None, and place with what became of it."""
-    found = ((corpus, *one) for corpus, folder in enumerate(shards.folders) for one in find_entries(folder, wanted))
-    for corpus, unit, _, entry in found:
+def entries(shards: ShardSet, document: str) -> Iterator[tuple[int | None, str]]:
+    """The documents that `document` names: number in these shards, or None, and place with what became of it."""
+    hits = ((corpus, *hit) for corpus, folder in enumerate(shards.folders) for hit in find_entries(folder, document))
+    for corpus, unit, _, entry in hits:
         place = f"document {entry.id.hex() if entry.id else '(without an id)'}, {entry.source} at {entry.offset}"
         if entry.status != "train":
             became = "held out" if entry.status in SPLITS else f"not kept: {entry.status}"
@@ -135,8 +135,8 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     remedy = {name: f"add {data_key(name)}={replacement(task)}" for name, task in config.tasks().items()}
     problems = [
         f"{key} = {place} is an address, which is not opened: declutr copy {place} FOLDER, then {remedy[name]}"
-        for name, some in places.items()
-        for key, place in some.items()
+        for name, task_places in places.items()
+        for key, place in task_places.items()
         if is_remote(place)
     ]
     shards = dict[str, ShardSet]()
@@ -152,21 +152,23 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     if problems:
         raise UsageError("\n".join(problems))
     folder = path if path.is_dir() else run_folder(config.run, config.cache)
-    config = with_geometry(config, folder, {name: one.manifest for name, one in shards.items()})
-    tasks = {name: TaskOrder(one, shards[name], one.plan(shards[name].sizes)) for name, one in config.tasks().items()}
+    config = with_geometry(config, folder, {name: shard_set.manifest for name, shard_set in shards.items()})
+    tasks = {
+        name: TaskOrder(task, shards[name], task.plan(shards[name].sizes)) for name, task in config.tasks().items()
+    }
     wrong = [
         f"{f'auxiliary_tasks.{name}.' if name else ''}{problem}; or {remedy[name]}"
-        for name, one in tasks.items()
-        for problem in _misfits(one.config, one.shards.manifest)
+        for name, order in tasks.items()
+        for problem in _misfits(order.config, order.shards.manifest)
     ]
     wrong += [
-        f"batch_documents = {one.config.batch_documents}: the training split of {key} = {place} has {size:,} "
+        f"batch_documents = {order.config.batch_documents}: the training split of {key} = {place} has {size:,} "
         f"documents, which is no run's data; {remedy[name]}"
-        for name, one in tasks.items()
-        for (key, place), size, most in zip(
-            places[name].items(), one.shards.sizes, one.plan.most_in_batch(), strict=True
+        for name, order in tasks.items()
+        for (key, place), size, needed in zip(
+            places[name].items(), order.shards.sizes, order.plan.most_in_batch(), strict=True
         )
-        if most > size
+        if needed > size
     ]
     if wrong:
         raise UsageError("\n".join(wrong))

@@ -109,8 +109,8 @@ class StepReader:
             origin = self.task.shards.take(row)
             table = fetched(self.task.shards, row, in_epoch, getattr(self.collator, "fetch", None))
             batch = self.collator.collate(table, in_epoch)
-            named = (origin[name][0].as_py() for name in ("id", "source", "offset"))
-            identity, source, offset = named
+            fields = (origin[name][0].as_py() for name in ("id", "source", "offset"))
+            identity, source, offset = fields
             roles = self._roles(table, in_epoch)
             yield ReadRow(position, epoch, number, identity.hex(), source, offset, batch, roles)
 
@@ -126,7 +126,7 @@ class StepReader:
         roles += [f"{role}, unmasked" for role in roles] * self.collator.unmasked_anchors
         if self.collator.include_positives:
             for anchor, its in zip(anchors, positives, strict=True):
-                roles += [f"positive [{one[0]}, {one[1]}) {relation(anchor, one)}" for one in its]
+                roles += [f"positive [{positive[0]}, {positive[1]}) {relation(anchor, positive)}" for positive in its]
         return roles
 
 
@@ -173,7 +173,7 @@ def _positions(encoder: EncoderConfig, tokenizer: Any, run: Path) -> int:
 
 
 def step_lines(
-    order: RunOrder, step: int, document: str | None = None, most: int | None = None
+    order: RunOrder, step: int, document: str | None = None, limit: int | None = None
 ) -> Iterator[tuple[str, bool]]:
     """Show the rows of each task in a step; with each line, whether the digests so far are those of the run's metrics.
 
@@ -181,20 +181,20 @@ def step_lines(
         order: order of the run.
         step: 1-based step that the run has.
         document: show only the documents of this name, and compare no digest.
-        most: characters of a text to show; None: all.
+        limit: characters of a text to show; None: all.
 
     Raises:
         UsageError: an objective cannot be loaded.
         UsageError: the step does not read the document, or an encoder cannot be found.
         ShardError: shards that are damaged.
     """
-    shown = False
+    matched = False
     for name, task in order.tasks.items():
-        wanted = None if document is None else {row for row, _ in entries(task.shards, document)}
+        chosen_rows = None if document is None else {row for row, _ in entries(task.shards, document)}
         epochs, numbers = task.plan.documents(step - 1, step)
-        if wanted is not None and not wanted & set(numbers.tolist()):
+        if chosen_rows is not None and not chosen_rows & set(numbers.tolist()):
             continue
-        shown = True
+        matched = True
         reader, digest = StepReader(task, order.folder), 0
         head = f"Step {step:,} of {order.last_step:,}{f', task {name}' if name else ''}: objective "
         noun = task.shards.manifest.noun
@@ -202,13 +202,13 @@ def step_lines(
         if task.plan.sizes:
             within += f" ({', '.join(_by_corpus(task, epochs, numbers))})"
         yield f"{head}{task.config.objective.kind}, {within}, seed {task.config.seed}", True
-        for row in reader.rows(step, wanted):
+        for row in reader.rows(step, chosen_rows):
             digest = (digest + row.batch.spans.digest()) % DIGEST
-            for line in row_lines(reader, row, most):
+            for line in row_lines(reader, row, limit):
                 yield line, True
-        if wanted is None:
+        if chosen_rows is None:
             yield _compared(order, name, step, digest)
-    if not shown:
+    if not matched:
         raise UsageError(
             f"--document {document}: step {step} does not read it; --document alone shows the steps that do"
         )
@@ -224,8 +224,8 @@ def _by_corpus(task: TaskOrder, epochs: NDArray[np.int64], numbers: NDArray[np.i
     """The rows of each corpus in a batch."""
     corpora = np.array([task.plan.place_of(number)[0] for number in numbers.tolist()])
     for corpus, folder in enumerate(task.shards.folders):
-        if (mine := corpora == corpus).any():
-            yield f"{mine.sum()} of {_within(epochs[mine])} in {folder}"
+        if (in_corpus := corpora == corpus).any():
+            yield f"{in_corpus.sum()} of {_within(epochs[in_corpus])} in {folder}"
 
 
 def _compared(order: RunOrder, task: str, step: int, digest: int) -> tuple[str, bool]:
@@ -246,19 +246,19 @@ def _compared(order: RunOrder, task: str, step: int, digest: int) -> tuple[str, 
     )
 
 
-def row_lines(reader: StepReader, row: ReadRow, most: int | None = None) -> Iterator[str]:
+def row_lines(reader: StepReader, row: ReadRow, limit: int | None = None) -> Iterator[str]:
     """Show a row: place, spans with their texts and masks, views and facts.
 
     Args:
         reader: reader of its task.
         row: the row.
-        most: characters of a text to show; None: all.
+        limit: characters of a text to show; None: all.
     """
     corpus, number = reader.task.plan.place_of(row.number)
     of_corpus = f" of {reader.task.shards.folders[corpus]}" if reader.task.plan.sizes else ""
     place = f"position {row.position}: row {number:,}{of_corpus}, document {row.id}"
     yield f"{place}, {row.source} at {row.offset}, epoch {row.epoch}"
-    yield from _clips(row) if reader.tokenizer is None else _spans(reader, row, most)
+    yield from _clips(row) if reader.tokenizer is None else _spans(reader, row, limit)
     if row.roles and reader.tokenizer is not None:
         return  # the roles of the spans describe the views
     views = row.batch.views
@@ -270,7 +270,7 @@ def row_lines(reader: StepReader, row: ReadRow, most: int | None = None) -> Iter
         yield f"  views {number}: spans {' and '.join(map(str, spans))}{facts}"
 
 
-def _spans(reader: StepReader, row: ReadRow, most: int | None) -> Iterator[str]:
+def _spans(reader: StepReader, row: ReadRow, limit: int | None) -> Iterator[str]:
     """One line a span: its role, length, dropout rates and text; and one line for the tokens to predict."""
     assert reader.tokenizer is not None
     spans = row.batch.tokens
@@ -286,14 +286,14 @@ def _spans(reader: StepReader, row: ReadRow, most: int | None) -> Iterator[str]:
             notes.append(f"{len(chosen)} to predict")
         text = reader.tokenizer.decode(spans.input_ids[start:end].tolist())
         role = f" {row.roles[number]}" if row.roles else ""
-        yield f"  span {number}{role} ({'; '.join(notes)}): {text if most is None else shorten(text, most)}"
+        yield f"  span {number}{role} ({'; '.join(notes)}): {text if limit is None else shorten(text, limit)}"
         if len(chosen):
             places = spans.selected[chosen]
-            wanted = reader.tokenizer.convert_ids_to_tokens(spans.labels[chosen].tolist())
-            shown = reader.tokenizer.convert_ids_to_tokens(spans.input_ids[places].tolist())
-            masks = zip((places - start).tolist(), wanted, shown, strict=True)
-            told = ", ".join(f"{place} {own}" + (f" as {seen}" * (own != seen)) for place, own, seen in masks)
-            yield f"    to predict: {told}"
+            label_tokens = reader.tokenizer.convert_ids_to_tokens(spans.labels[chosen].tolist())
+            input_tokens = reader.tokenizer.convert_ids_to_tokens(spans.input_ids[places].tolist())
+            masks = zip((places - start).tolist(), label_tokens, input_tokens, strict=True)
+            predictions = ", ".join(f"{place} {own}" + (f" as {seen}" * (own != seen)) for place, own, seen in masks)
+            yield f"    to predict: {predictions}"
 
 
 def _clips(row: ReadRow) -> Iterator[str]:

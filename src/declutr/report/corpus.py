@@ -126,7 +126,7 @@ class Content:
             counts["Premises by number of hypotheses"] = {f"{number} hypotheses": rows for number, rows in numbers}
         counts[f"Kept {'hypotheses' if self.texts else manifest.noun} by label"] = manifest.labels
         counts[f"Kept {manifest.noun} that were changed"] = manifest.notes
-        return {title: _most(names) for title, names in counts.items() if names}
+        return {title: _most_frequent(names) for title, names in counts.items() if names}
 
     def bands(self) -> Iterator[tuple[str, list[int], int, int]]:
         """Documents kept, too short and dropped otherwise between each two limits, and all documents and tokens."""
@@ -140,11 +140,11 @@ class Content:
             yield name, [int(counts[row, 0]) for counts in sums.values()], documents, tokens
 
 
-def _most(counts: Mapping[str, int]) -> dict[str, int]:
+def _most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
     """The most frequent names, and all others as one."""
     order = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    first, others = order[:_SHOWN_NAMES], order[_SHOWN_NAMES:]
-    rest = {f"({len(others):,} others)": sum(number for _, number in others)} if others else {}
+    first, other_items = order[:_SHOWN_NAMES], order[_SHOWN_NAMES:]
+    rest = {f"({len(other_items):,} others)": sum(number for _, number in other_items)} if other_items else {}
     return dict(first) | rest
 
 

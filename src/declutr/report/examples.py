@@ -170,8 +170,8 @@ def find_clusters(folder: Path, survey: Survey) -> Clusters:
     places, groups, counts = np.unique(kept, return_inverse=True, return_counts=True)
     largest = np.argsort(-counts, kind="stable")[:_SHOWN_CLUSTERS]
     members = {int(group): copies[groups == group][:_SHOWN_COPIES].tolist() for group in largest}
-    shown = [*places[largest].tolist(), *(place for group in members.values() for place in group)]
-    entries = entries_at(folder, map(unit_and_ordinal, shown))
+    all_places = [*places[largest].tolist(), *(place for group in members.values() for place in group)]
+    entries = entries_at(folder, map(unit_and_ordinal, all_places))
     return Clusters(
         sizes=counts.astype(np.int64) + 1,
         largest=[

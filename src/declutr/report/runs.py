@@ -110,10 +110,10 @@ def _glance(run: RunRecord, order: RunOrder | None) -> _Glance:
     verdict = "no verdict before the run ends" if run.summary is None else run.summary.verdict.sentence
     kinds = Counter(event.kind for event in run.events)
     skipped = Counter(name for line in run.lines for name in line if _is_skip(name) and line[name])
-    others = "".join(f", {skipped[name]:,} of the task {name[:-8]}" for name in sorted(skipped) if name != "skipped")
+    of_tasks = "".join(f", {skipped[name]:,} of the task {name[:-8]}" for name in sorted(skipped) if name != "skipped")
     faults = (
         f"{kinds['start']} start(s), {kinds['failure']} failure(s), {skipped['skipped']:,} step(s) without an update "
-        f"because of a bad loss{others}."
+        f"because of a bad loss{of_tasks}."
     )
     return _Glance(run, verdict, state, faults)
 

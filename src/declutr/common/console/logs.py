@@ -75,16 +75,16 @@ def setup_logging(role: str) -> None:
     If the reader of its output ends, the process continues and drops further output.
     """
     lasting_streams()
-    given = os.environ.get("DECLUTR_LOG", "")
-    known = given.upper() in logging.getLevelNamesMapping()
+    level = os.environ.get("DECLUTR_LOG", "")
+    is_level = level.upper() in logging.getLevelNamesMapping()
     handler = _BesideBars(sys.stderr)
     handler.setFormatter(_Visible(f"%(asctime)s {role} %(levelname)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("declutr")
     logger.handlers[:] = [handler]
-    logger.setLevel(given.upper() if known else logging.INFO)
+    logger.setLevel(level.upper() if is_level else logging.INFO)
     logger.propagate = False
-    if given and not known:
-        logger.warning("DECLUTR_LOG = %s is no level; INFO is used. The others are DEBUG, WARNING and ERROR", given)
+    if level and not is_level:
+        logger.warning("DECLUTR_LOG = %s is no level; INFO is used. The others are DEBUG, WARNING and ERROR", level)
 
 
 def get_logger() -> logging.Logger:

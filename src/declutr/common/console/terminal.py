@@ -89,15 +89,15 @@ def age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def excerpt(names: Sequence[str], most: int = 3) -> str:
-    """Joins the first `most` names with commas and counts the others."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def excerpt(names: Sequence[str], max_names: int = 3) -> str:
+    """Joins the first `max_names` names with commas and counts the others."""
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more
 
 
-def shorten(text: str, most: int) -> str:
-    """Cuts a text longer than `most` characters and marks the cut with an ellipsis."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def shorten(text: str, max_characters: int) -> str:
+    """Cuts a text longer than `max_characters` characters and marks the cut with an ellipsis."""
+    return text if len(text) <= max_characters else f"{text[: max_characters - 1]}…"
 
 
 _ALLOWED = frozenset("\n\u200c\u200d\u00ad")
@@ -111,10 +111,10 @@ _RESET = "\x1b[0m"
 
 def visible(text: str) -> str:
     """Replaces control, format and surrogate characters by their code points, as `⟨U+202E⟩`, and tabs by spaces."""
-    return "".join(_shown(character) for character in text.replace("\t", "    "))
+    return "".join(_visible_character(character) for character in text.replace("\t", "    "))
 
 
-def _shown(character: str) -> str:
+def _visible_character(character: str) -> str:
     if character in _ALLOWED or unicodedata.category(character) not in {"Cc", "Cf", "Cs"}:
         return character
     return f"⟨U+{ord(character):04X}⟩"
@@ -144,18 +144,18 @@ class _Shown(Wrapper):
 
     Args:
         stream: the stream to write to.
-        ours: lets the control sequences of progress bars and coloured log lines pass.
+        keep_controls: lets the control sequences of progress bars and coloured log lines pass.
     """
 
-    def __init__(self, stream: TextIO, ours: bool) -> None:
+    def __init__(self, stream: TextIO, keep_controls: bool) -> None:
         super().__init__(stream)
-        self._ours = ours
+        self._keep_controls = keep_controls
 
     def write(self, text: str) -> int:
         """Writes a text with visible control characters."""
         if text == _RESET:
             return len(text)
-        kept = _OURS.findall(text) if self._ours else []
+        kept = _OURS.findall(text) if self._keep_controls else []
         parts = _OURS.split(text) if kept else [text]
         self._stream.write("".join(map("".join, zip(map(visible, parts), [*kept, ""], strict=True))))
         return len(text)
@@ -180,7 +180,7 @@ class Piped(_Shown):
 
     def lasting(self) -> TextIO:
         """The same stream for a long command, which continues when its reader ends."""
-        return cast(TextIO, _Shown(self._stream, ours=False))
+        return cast(TextIO, _Shown(self._stream, keep_controls=False))
 
     def _end(self) -> NoReturn:
         """Ends the process with the exit status of SIGPIPE and discards buffered text."""
@@ -199,7 +199,7 @@ def shown() -> Iterator[None]:
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):  # characters that the encoding lacks become \\u2026
             stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = Piped(before[0], ours=False), _Shown(before[1], ours=True)
+    sys.stdout, sys.stderr = Piped(before[0], keep_controls=False), _Shown(before[1], keep_controls=True)
     try:
         try:
             yield

@@ -109,8 +109,8 @@ def with_retries(url: str, retries: RetryPolicy, action: Callable[[], Answer]) -
 def explained(error: OSError) -> str:
     """A store's error in short: operation, code and cause, then the remedy if one is known."""
     text = redact(str(error))
-    if found := _AWS.search(text):
-        cause = found["cause"].rpartition("Details: ")[2].strip(". ")
-        text = f"{found['operation']}: {found['code']}" + (f" ({cause})" if cause != "No response body" else "")
+    if match := _AWS.search(text):
+        cause = match["cause"].rpartition("Details: ")[2].strip(". ")
+        text = f"{match['operation']}: {match['code']}" + (f" ({cause})" if cause != "No response body" else "")
     remedy = next((remedy for code, remedy in _REMEDIES.items() if code in str(error)), "")
     return shorten(text, _SHOWN_CHARACTERS) + (f". {remedy}" if remedy else "")

@@ -69,7 +69,7 @@ def write_graph(encoder: TransformerEncoder, folder: Path, opset: int) -> None:
     Raises:
         EncoderError: the encoder is too large for one file, or has a layer that ONNX cannot express.
     """
-    size = sum(4 * one.numel() for module in (encoder.encoder.model, encoder.after) for one in module.parameters())
+    size = sum(4 * p.numel() for module in (encoder.encoder.model, encoder.after) for p in module.parameters())
     if size >= _MOST_BYTES:
         raise EncoderError(f"{size:,} bytes of weights; a graph in one file has less than 2 GiB")
     before = encoder.encoder.config
@@ -77,8 +77,8 @@ def write_graph(encoder: TransformerEncoder, folder: Path, opset: int) -> None:
     try:
         _trace(_Graph(encoder).eval(), folder / GRAPH, encoder.device, opset)
     except OnnxExporterError as error:
-        told = shorten(" ".join(str(error.__cause__ or error).split()), _MESSAGE_CHARACTERS)
-        raise EncoderError(f"the exporter of torch failed ({told})") from error
+        cause = shorten(" ".join(str(error.__cause__ or error).split()), _MESSAGE_CHARACTERS)
+        raise EncoderError(f"the exporter of torch failed ({cause})") from error
     finally:
         encoder.encoder.set_layout(before)
     onnx.save(fuse(onnx.load(folder / GRAPH), encoder.encoder.model.config), folder / GRAPH)
@@ -140,16 +140,20 @@ def fuse(model: onnx.ModelProto, config: Any) -> onnx.ModelProto:
         config: of the encoder, with its number of heads.
     """
     nodes = model.graph.node
-    made = {name: node for node in nodes for name in node.output}
+    producers = {name: node for node in nodes for name in node.output}
     for node in nodes:
-        if node.op_type == "LayerNormalization" and (before := made.get(node.input[0])) and before.op_type == "Add":
+        if (
+            node.op_type == "LayerNormalization"
+            and (before := producers.get(node.input[0]))
+            and before.op_type == "Add"
+        ):
             before.op_type = "Sum"
     heads = getattr(config, "num_attention_heads", None)
     if not heads or getattr(config, "num_key_value_heads", heads) != heads:
         return model
     users = _users(model.graph)
-    for node in [one for one in nodes if one.op_type == "Attention"]:
-        before = [_reshaped(name, made) for name in node.input[:3]]
+    for node in [item for item in nodes if item.op_type == "Attention"]:
+        before = [_reshaped(name, producers) for name in node.input[:3]]
         after = _only(node, "Transpose", users)
         end = _only(after, "Reshape", users) if after else None
         if after and end and all(before):
@@ -171,29 +175,29 @@ def _users(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:
     return users
 
 
-def _reshaped(name: str, made: dict[str, onnx.NodeProto]) -> str | None:
+def _reshaped(name: str, producers: dict[str, onnx.NodeProto]) -> str | None:
     """Input of the Reshape and Transpose that made a tensor; None if something else made it."""
-    last = made.get(name)
-    first = made.get(last.input[0]) if last and last.op_type == "Transpose" else None
+    last = producers.get(name)
+    first = producers.get(last.input[0]) if last and last.op_type == "Transpose" else None
     return first.input[0] if first and first.op_type == "Reshape" else None
 
 
 def _only(node: onnx.NodeProto, kind: str, users: dict[str, list[onnx.NodeProto]]) -> onnx.NodeProto | None:
     """The only reader of a node's output, if it is of that kind."""
-    found = users.get(node.output[0], [])
-    return found[0] if len(found) == 1 and found[0].op_type == kind else None
+    readers = users.get(node.output[0], [])
+    return readers[0] if len(readers) == 1 and readers[0].op_type == kind else None
 
 
 def _drop_unused(graph: onnx.GraphProto) -> None:
     """Remove nodes and initializers that nothing reads."""
-    wanted = {one.name for one in graph.output}
+    needed = {output.name for output in graph.output}
     for node in reversed(graph.node):  # nodes are in the order of their computation
-        if wanted.intersection(node.output):
-            wanted.update(node.input)
+        if needed.intersection(node.output):
+            needed.update(node.input)
         else:
             graph.node.remove(node)
-    for one in [each for each in graph.initializer if each.name not in wanted]:
-        graph.initializer.remove(one)
+    for unused in [tensor for tensor in graph.initializer if tensor.name not in needed]:
+        graph.initializer.remove(unused)
 
 
 def quantize(path: Path, inputs: Iterable[dict[str, NDArray[np.int64]]]) -> int:
@@ -205,7 +209,7 @@ def quantize(path: Path, inputs: Iterable[dict[str, NDArray[np.int64]]]) -> int:
     """
     model = onnx.load(path)
     graph = model.graph
-    values = {one.name: one for one in graph.initializer}
+    values = {tensor.name: tensor for tensor in graph.initializer}
     layers = [node for node in graph.node if node.op_type == "MatMul" and _is_matrix(values.get(node.input[1]))]
     ranges = _ranges(model, [node.input[0] for node in layers], inputs)
     users = _users(graph)
@@ -214,18 +218,21 @@ def quantize(path: Path, inputs: Iterable[dict[str, NDArray[np.int64]]]) -> int:
     added: set[str] = set()
     for node in layers:
         name, bias = node.input[0], _bias(node, users, values)
-        integers, named = f"{name}.u8", _activation(graph, name, ranges[name])
-        first = [] if name in rounded else [helper.make_node("QuantizeLinear", named, [integers])]
+        integers, activation = f"{name}.u8", _activation(graph, name, ranges[name])
+        first = [] if name in rounded else [helper.make_node("QuantizeLinear", activation, [integers])]
         rounded.add(name)
         weight, scale = _columns(graph, numpy_helper.to_array(values[node.input[1]]), node.input[1])
-        names = [integers, weight, named[1], scale, named[2], "", *([bias[1]] if bias else [])]
+        names = [integers, weight, activation[1], scale, activation[2], "", *([bias[1]] if bias else [])]
         end = bias[0].output[0] if bias else node.output[0]
         replaced[node.output[0]] = [*first, helper.make_node("MatMulIntegerToFloat", names, [end], domain=_DOMAIN)]
         added.update([end] if bias else [])
-    for node in [one for one in graph.node if one.op_type == "Gather" and _is_table(values.get(one.input[0]))]:
+    for node in [item for item in graph.node if item.op_type == "Gather" and _is_table(values.get(item.input[0]))]:
         replaced[node.output[0]] = _rows(graph, numpy_helper.to_array(values[node.input[0]]), node)
     nodes = [
-        each for node in graph.node if node.output[0] not in added for each in replaced.get(node.output[0], [node])
+        new_node
+        for node in graph.node
+        if node.output[0] not in added
+        for new_node in replaced.get(node.output[0], [node])
     ]
     del graph.node[:]
     graph.node.extend(nodes)
@@ -250,16 +257,16 @@ def _ranges(
     watched = onnx.ModelProto()
     watched.CopyFrom(model)
     distinct = list(dict.fromkeys(names))
-    kept = {one.name for one in watched.graph.output}
+    kept = {output.name for output in watched.graph.output}
     watched.graph.output.extend(
         helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in distinct if name not in kept
     )
     session = session_of(watched.SerializeToString())
-    found = dict.fromkeys(distinct, (0.0, 0.0))
+    ranges = dict.fromkeys(distinct, (0.0, 0.0))
     for batch in inputs:
         for name, value in zip(distinct, session.run(distinct, batch), strict=True):
-            found[name] = min(found[name][0], float(value.min())), max(found[name][1], float(value.max()))
-    return found
+            ranges[name] = min(ranges[name][0], float(value.min())), max(ranges[name][1], float(value.max()))
+    return ranges
 
 
 def _bias(
@@ -305,6 +312,6 @@ def _rows(graph: onnx.GraphProto, table: NDArray[np.float32], node: onnx.NodePro
 
 def _constant(graph: onnx.GraphProto, name: str, value: NDArray[Any]) -> str:
     """Name of a constant, added if it is new."""
-    if name not in {one.name for one in graph.initializer}:
+    if name not in {tensor.name for tensor in graph.initializer}:
         graph.initializer.append(numpy_helper.from_array(value, name))
     return name

@@ -48,7 +48,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
     """
     problems: list[str] = []
     corpus: list[str] = []
-    told: dict[str, Any] | None = None
+    corpus_facts: dict[str, Any] | None = None
     judged: list[str] = []
     test = None
     if problem := missing(config.model):
@@ -63,7 +63,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
         problems.append(absent)
     if config.corpus:
         try:
-            corpus, told = _texts(config)
+            corpus, corpus_facts = _texts(config)
         except (UsageError, OSError) as error:
             problems.append(f"--corpus {' '.join(config.corpus)}: {error}")
     if config.stsb is not None:
@@ -82,7 +82,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
             problems.append(str(error))
     if problems:
         raise UsageError("\n".join(problems))
-    return Inputs(corpus, judged or ([*test.queries, *test.texts] if test else []), test, told)
+    return Inputs(corpus, judged or ([*test.queries, *test.texts] if test else []), test, corpus_facts)
 
 
 def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
@@ -98,9 +98,9 @@ def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
         raise UsageError(error.errors()[0]["msg"]) from error
     units, problems = plan_units(corpus, 1)
     if problems:
-        told = "; ".join(problem.removeprefix("corpus.paths: ") for problem in problems)
-        raise UsageError(told.replace("corpus.text_field", "--text-field"))
-    found, characters = list[str](), 0
+        message = "; ".join(problem.removeprefix("corpus.paths: ") for problem in problems)
+        raise UsageError(message.replace("corpus.text_field", "--text-field"))
+    texts, characters = list[str](), 0
     failures: Counter[str] = Counter()
     first: ReadFailure | None = None
     cut = False
@@ -109,12 +109,12 @@ def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
             break
         for record in read_unit(unit, corpus):
             if isinstance(record, Document):
-                found.append(record.text)
+                texts.append(record.text)
                 characters += len(record.text)
             else:
                 failures[record.reason] += 1
                 first = first or record
-    if not found:
+    if not texts:
         why = f"; {failures.total():,} records cannot be read, the first: {first}" if first else ""
         raise UsageError(f"holds no text{why}{_FIELD if failures['no_text_field'] else ''}")
-    return found, {"read": len(found), "skipped": dict(sorted(failures.items())), "cut": cut}
+    return texts, {"read": len(texts), "skipped": dict(sorted(failures.items())), "cut": cut}

@@ -57,26 +57,26 @@ def measure(
     """
     first, second = before.encode(texts), after.encode(texts)
     alone = np.concatenate([after.encode([text]) for text in texts[:_ALONE]])
-    found: dict[str, Any] = {"texts": len(texts), "size_before": before.size, "size": after.size}
+    figures: dict[str, Any] = {"texts": len(texts), "size_before": before.size, "size": after.size}
     if not isinstance(after, StaticEncoder):
         cosines = (unit_rows(first.astype(np.float64)) * unit_rows(second.astype(np.float64))).sum(axis=1)
         filled = cosines[np.abs(first).max(axis=1) > 0]
-        found |= {"cosine": float(filled.mean()), "cosine_least": float(filled.min())}
+        figures |= {"cosine": float(filled.mean()), "cosine_least": float(filled.min())}
     else:  # principal components are another basis
-        found |= {"cosine": None, "cosine_least": None}
-    found["difference_alone"] = float(np.abs(alone - second[:_ALONE]).max())
+        figures |= {"cosine": None, "cosine_least": None}
+    figures["difference_alone"] = float(np.abs(alone - second[:_ALONE]).max())
     if stsb is not None:
-        one = compare(stsb_values(before, stsb), stsb_values(after, stsb), _SEED, spearman)
-        found |= {"stsb_before": 100 * one.before, "stsb_after": 100 * one.after}
-        found["stsb_interval"] = one.interval and [100 * end for end in one.interval]
+        comparison = compare(stsb_values(before, stsb), stsb_values(after, stsb), _SEED, spearman)
+        figures |= {"stsb_before": 100 * comparison.before, "stsb_after": 100 * comparison.after}
+        figures["stsb_interval"] = comparison.interval and [100 * end for end in comparison.interval]
     if test is not None:
         lexicon = Lexicon(test.texts)
         rows = [score_encoder(test, encoder, lexicon)[0] for encoder in (before, after)]
-        found["pairs"] = {
-            name: {"before": one.before, "after": one.after, "interval": one.interval}
-            for name, one in differences(*rows).items()
+        figures["pairs"] = {
+            name: {"before": comparison.before, "after": comparison.after, "interval": comparison.interval}
+            for name, comparison in differences(*rows).items()
         }
-    return found | _timed({TORCH: before, **floats}, after, texts)
+    return figures | _timed({TORCH: before, **floats}, after, texts)
 
 
 def _timed(floats: Mapping[str, SentenceEncoder], after: SentenceEncoder, texts: list[str]) -> dict[str, Any]:
@@ -90,9 +90,9 @@ def _timed(floats: Mapping[str, SentenceEncoder], after: SentenceEncoder, texts:
             if number:
                 seconds[name].append(max(time.perf_counter() - begun, 1e-9))
     fastest = min(floats, key=lambda name: statistics.median(seconds[name]))
-    ratios = [one / own for one, own in zip(seconds[fastest], seconds["export"], strict=True)]
+    ratios = [reference / own for reference, own in zip(seconds[fastest], seconds["export"], strict=True)]
     return {
-        "texts_per_second": {name: round(len(texts) / statistics.median(each), 1) for name, each in seconds.items()},
+        "texts_per_second": {name: round(len(texts) / statistics.median(times), 1) for name, times in seconds.items()},
         "compared_with": fastest,
         "speedup": round(statistics.median(ratios), 3),
         "speedup_range": [round(min(ratios), 3), round(max(ratios), 3)],
@@ -174,8 +174,8 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("cosine to the encoder, least", "", f"{figures['cosine_least']:.4f}"))
     if "stsb_before" in figures:
         rows.append(("STS-B test, Spearman", f"{figures['stsb_before']:.2f}", f"{figures['stsb_after']:.2f}"))
-    for name, one in figures.get("pairs", {}).items():
-        rows.append((f"{name} of your pairs, %", f"{100 * one['before']:.1f}", f"{100 * one['after']:.1f}"))
+    for name, scores in figures.get("pairs", {}).items():
+        rows.append((f"{name} of your pairs, %", f"{100 * scores['before']:.1f}", f"{100 * scores['after']:.1f}"))
     speeds = figures["texts_per_second"]
     rows.append(("texts a second", f"{speeds['torch']:,}", f"{speeds['export']:,}"))
     return rows
@@ -243,14 +243,14 @@ def _write_onnx(
         try:
             write_graph(encoder, folder, opset)
             graph = load_encoder(str(folder), device="cpu")
-            first, second = (unit_rows(one.encode(texts).astype(np.float64)) for one in (encoder, graph))
+            first, second = (unit_rows(side.encode(texts).astype(np.float64)) for side in (encoder, graph))
         except EncoderError as error:
             problems.append(str(error))
             continue
-        least = float((first * second).sum(axis=1).min())
-        if least >= _LEAST_COSINE:
+        cosine = float((first * second).sum(axis=1).min())
+        if cosine >= _LEAST_COSINE:
             break
-        problems.append(f"its graph gives other embeddings (cosine {least:.4f}, at least {_LEAST_COSINE} is needed)")
+        problems.append(f"its graph gives other embeddings (cosine {cosine:.4f}, at least {_LEAST_COSINE} is needed)")
     else:
         raise EncoderError(
             f"{encoder.name}: has a layer that cannot be exported to ONNX: {problems[-1]}; --to static needs no graph"
@@ -267,7 +267,7 @@ def _weight_bytes(encoder: SentenceEncoder) -> int | None:
     if not isinstance(encoder, TransformerEncoder):
         return None
     modules: tuple[torch.nn.Module, ...] = (encoder.encoder.model.base_model, encoder.after)
-    return sum(4 * one.numel() for module in modules for one in module.parameters())
+    return sum(4 * parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def _texts_of(config: ExportConfig, inputs: Inputs) -> tuple[list[str], list[str]]:
@@ -278,8 +278,8 @@ def _texts_of(config: ExportConfig, inputs: Inputs) -> tuple[list[str], list[str
     if inputs.measured or config.to != "onnx-int8":
         return _spread(inputs.corpus), _spread(inputs.measured or inputs.corpus)
     ranges = _spread(inputs.corpus[::2])
-    known = set(ranges)
-    return ranges, _spread([text for text in inputs.corpus[1::2] if text not in known])
+    range_texts = set(ranges)
+    return ranges, _spread([text for text in inputs.corpus[1::2] if text not in range_texts])
 
 
 def _spread(texts: Sequence[str]) -> list[str]:

@@ -100,10 +100,10 @@ def _with(model: models.Model, normalizer: Any, pre_tokenizer: Any) -> Tokenizer
     return tokenizer
 
 
-def _components(vectors: NDArray[np.float64], most: int) -> NDArray[np.float64]:
+def _components(vectors: NDArray[np.float64], max_components: int) -> NDArray[np.float64]:
     """Principal components `(tokens, min(most, size))`, each with a positive largest weight."""
     centered = vectors - vectors.mean(axis=0)
-    directions = np.linalg.eigh(centered.T @ centered)[1][:, ::-1][:, :most]
+    directions = np.linalg.eigh(centered.T @ centered)[1][:, ::-1][:, :max_components]
     signs = np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])
-    found: NDArray[np.float64] = centered @ (directions * signs)
-    return found
+    components: NDArray[np.float64] = centered @ (directions * signs)
+    return components

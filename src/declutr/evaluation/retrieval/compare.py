@@ -30,10 +30,10 @@ def positions(scores: NDArray[np.floating], relevant: Sequence[int]) -> F64:
         relevant: numbers of the relevant texts.
     """
     own = np.sort(scores[list(relevant)])[::-1]
-    others = np.delete(scores, list(relevant))
-    above = (others[None] > own[:, None]).sum(axis=1) + 0.5 * (others[None] == own[:, None]).sum(axis=1)
-    found: F64 = above + np.arange(1, len(own) + 1)
-    return found
+    other_scores = np.delete(scores, list(relevant))
+    above = (other_scores[None] > own[:, None]).sum(axis=1) + 0.5 * (other_scores[None] == own[:, None]).sum(axis=1)
+    ranks: F64 = above + np.arange(1, len(own) + 1)
+    return ranks
 
 
 def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) -> F64:
@@ -53,8 +53,8 @@ def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) ->
     if np.isnan(scores).any():
         raise EncoderError("an embedding is not finite, so that texts have no order")
     rows = np.empty((len(relevant), len(MEASURES)))
-    for row, (values, wanted) in enumerate(zip(scores, relevant, strict=True)):
-        places = positions(values, wanted)
+    for row, (values, targets) in enumerate(zip(scores, relevant, strict=True)):
+        places = positions(values, targets)
         shares = [float((places <= k).mean()) for k in CUTOFFS]
         gain = float((1 / np.log2(1 + places[places <= 10])).sum())
         best = float((1 / np.log2(1 + np.arange(1, min(len(places), 10) + 1))).sum())
@@ -83,11 +83,11 @@ class RetrievalScores:
 
     def facts(self) -> dict[str, Any]:
         """Mean and 95% interval of each measure; the interval is None for fewer than `MIN_ROWS` queries."""
-        found = {}
+        facts = {}
         for name, column in zip(MEASURES, self.values.T, strict=True):
             interval = paired_interval(np.zeros_like(column), column, SEED) if len(column) >= MIN_ROWS else None
-            found[name] = {"value": float(column.mean()), "interval": interval}
-        return found
+            facts[name] = {"value": float(column.mean()), "interval": interval}
+        return facts
 
 
 def embed_windows(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[F32, NDArray[np.int64]]:
@@ -97,10 +97,10 @@ def embed_windows(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[F32, 
     """
     if isinstance(encoder, TransformerEncoder):
         rows, owners = encoder.windows(texts)
-        found = encoder.embed_ids(rows)
+        embeddings = encoder.embed_ids(rows)
     else:
-        found, owners = encoder.encode(texts), np.arange(len(texts))
-    return unit_rows(found), owners
+        embeddings, owners = encoder.encode(texts), np.arange(len(texts))
+    return unit_rows(embeddings), owners
 
 
 def score_lexical(test: RetrievalTest, lexicon: Lexicon) -> list[RetrievalScores]:
@@ -123,13 +123,13 @@ def score_encoder(
         rows = unit_rows(encoder.encode(queries)[:, : texts.shape[1]])
         return np.maximum.reduceat(rows @ texts.T, starts, axis=1)
 
-    found = []
+    of_sizes = []
     for size in sizes:
         cut = partial(cosines, texts=unit_rows(whole[:, :size]))
-        found.append(RetrievalScores(f"{encoder.name} [{size}]", _by_chunks(test, cut)))
+        of_sizes.append(RetrievalScores(f"{encoder.name} [{size}]", _by_chunks(test, cut)))
     name = encoder.name
     return [
-        *found,
+        *of_sizes,
         RetrievalScores(name, _by_chunks(test, cosines)),
         RetrievalScores(
             f"{name} + {IDF}", _by_chunks(test, lambda queries: cosines(queries) + lexicon.idf_cosine(queries))
@@ -153,9 +153,9 @@ def write_comparison(
     Every further encoder is compared with the first of `encoders`.
     """
     rows = {row.name: row for row in scored}
-    found = {name: differences(rows[encoders[0]], rows[name]) for name in encoders[1:]}
+    comparisons = {name: differences(rows[encoders[0]], rows[name]) for name in encoders[1:]}
     facts = {name: row.facts() for name, row in rows.items()}
-    text = "\n".join(_table(test, facts, encoders, found))
+    text = "\n".join(_table(test, facts, encoders, comparisons))
     write_json(
         folder / "pairs.json",
         {
@@ -164,10 +164,14 @@ def write_comparison(
             "scores": facts,
             "differences": {
                 name: {
-                    measure: {"value": one.difference, "interval": one.interval, "measurable": one.measurable}
-                    for measure, one in each.items()
+                    measure: {
+                        "value": comparison.difference,
+                        "interval": comparison.interval,
+                        "measurable": comparison.measurable,
+                    }
+                    for measure, comparison in by_measure.items()
                 }
-                for name, each in found.items()
+                for name, by_measure in comparisons.items()
             },
         },
     )
@@ -186,7 +190,7 @@ def _table(
     test: RetrievalTest,
     facts: Mapping[str, Mapping[str, Any]],
     encoders: Sequence[str],
-    found: dict[str, dict[str, Comparison]],
+    comparisons: dict[str, dict[str, Comparison]],
 ) -> Iterator[str]:
     yield f"{len(test.queries):,} queries, {len(test.texts):,} texts; percent with 95% intervals over queries\n"
     if len(test.queries) < MIN_ROWS:
@@ -195,11 +199,11 @@ def _table(
     yield f"| --- |{' ---: |' * len(MEASURES)}"
     for name, scores in facts.items():
         cells = []
-        for one in scores.values():
-            interval = one["interval"] and f" [{100 * one['interval'][0]:.1f}, {100 * one['interval'][1]:.1f}]"
-            cells.append(f"{100 * one['value']:.1f}{interval or ''}")
+        for fact in scores.values():
+            interval = fact["interval"] and f" [{100 * fact['interval'][0]:.1f}, {100 * fact['interval'][1]:.1f}]"
+            cells.append(f"{100 * fact['value']:.1f}{interval or ''}")
         yield f"| {name} | {' | '.join(cells)} |"
-    for name, each in found.items():
+    for name, by_measure in comparisons.items():
         yield f"\n{name} compared with {encoders[0]}:"
-        for measure, one in each.items():
-            yield f"- {measure}: {one.sentence()}"
+        for measure, comparison in by_measure.items():
+            yield f"- {measure}: {comparison.sentence()}"

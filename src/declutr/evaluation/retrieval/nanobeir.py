@@ -63,12 +63,12 @@ def split_names(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     Raises:
         DataError: a word begins like a name and is none.
     """
-    known = {name.lower(): (name,) for name in NAMES} | {SET: NAMES}
-    mine = [word for word in words if word.lower().startswith("nano")]
-    if wrong := next((word for word in mine if word.lower() not in known), None):
+    tests_by_word = {name.lower(): (name,) for name in NAMES} | {SET: NAMES}
+    nano_words = [word for word in words if word.lower().startswith("nano")]
+    if wrong := next((word for word in nano_words if word.lower() not in tests_by_word), None):
         raise DataError(f"--tasks: there is no {wrong!r}{suggest(wrong, [*NAMES, SET])}; {SET} has {', '.join(NAMES)}")
-    chosen = {name for word in mine for name in known[word.lower()]}
-    return tuple(name for name in NAMES if name in chosen), [word for word in words if word not in mine]
+    chosen = {name for word in nano_words for name in tests_by_word[word.lower()]}
+    return tuple(name for name in NAMES if name in chosen), [word for word in words if word not in nano_words]
 
 
 def read_nanobeir(folder: Path, names: Sequence[str]) -> list[NanoTest]:
@@ -77,24 +77,24 @@ def read_nanobeir(folder: Path, names: Sequence[str]) -> list[NanoTest]:
     Raises:
         DataError: files are missing, too large or damaged, or a test is empty; with all problems.
     """
-    root, found, problems = folder / SET, list[NanoTest](), list[str]()
+    root, tests, problems = folder / SET, list[NanoTest](), list[str]()
     parts = {name: {part: _files(root, name, part) for part in _PARTS} for name in names}
     lacking = {name: ", ".join(part for part in _PARTS if not parts[name][part]) for name in names}
     if any(lacking.values()):
-        told = ", ".join(f"{name} ({gone})" for name, gone in lacking.items() if gone)
+        listing = ", ".join(f"{name} ({gone})" for name, gone in lacking.items() if gone)
         problems.append(
-            f"{root} lacks the Parquet files of {told}; the project fetches none, this does: hf download "
+            f"{root} lacks the Parquet files of {listing}; the project fetches none, this does: hf download "
             f"zeta-alpha-ai/NAME --repo-type dataset --local-dir {root}/NAME"
         )
     for name in names:
         try:
             if not lacking[name]:
-                found.append(_read(name, parts[name]))
+                tests.append(_read(name, parts[name]))
         except DataError as error:
             problems.append(str(error))
     if problems:
         raise DataError("\n".join(problems))
-    return found
+    return tests
 
 
 def _read(name: str, parts: Mapping[str, list[Path]]) -> NanoTest:
@@ -109,8 +109,8 @@ def _read(name: str, parts: Mapping[str, list[Path]]) -> NanoTest:
             left_out += 1
     if not judged:
         raise DataError(f"{name}: none of its {left_out} judgements names a query and a document of its files")
-    asked = [key for key in queries if key in judged]
-    test = RetrievalTest([queries[key] for key in asked], list(documents.values()), [sorted(judged[k]) for k in asked])
+    keys = [key for key in queries if key in judged]
+    test = RetrievalTest([queries[key] for key in keys], list(documents.values()), [sorted(judged[k]) for k in keys])
     digest = hash_json([hash_file(path) for paths in parts.values() for path in paths])
     return NanoTest(name, test, digest, left_out)
 
@@ -149,10 +149,10 @@ def _rows(name: str, paths: Sequence[Path], columns: tuple[str, str]) -> list[tu
 
 def overview(tests: Sequence[NanoTest]) -> Iterator[str]:
     """Format a line per test, with what is left out of it."""
-    for one in tests:
-        yield f"{one.name}: {len(one.test.queries):,} queries, {len(one.test.texts):,} texts"
-        if one.left_out:
-            yield f"{one.name}: {one.left_out:,} judgements name no query or document of its files and are left out"
+    for nano in tests:
+        yield f"{nano.name}: {len(nano.test.queries):,} queries, {len(nano.test.texts):,} texts"
+        if nano.left_out:
+            yield f"{nano.name}: {nano.left_out:,} judgements name no query or document of its files and are left out"
 
 
 def score_nanobeir(
@@ -169,16 +169,16 @@ def score_nanobeir(
     Raises:
         DataError: an embedding is not finite.
     """
-    found: dict[int, dict[str, F64]] = {size: {} for size in (*sizes, encoder.size)}
-    for one in tests:
-        queries, texts = encoder.encode(one.test.queries), encoder.encode(one.test.texts)
+    means: dict[int, dict[str, F64]] = {size: {} for size in (*sizes, encoder.size)}
+    for nano in tests:
+        queries, texts = encoder.encode(nano.test.queries), encoder.encode(nano.test.texts)
         if not (np.isfinite(queries).all() and np.isfinite(texts).all()):
-            raise DataError(f"{encoder.name}: {one.name} has no score, because embeddings are not finite")
-        for size, scores in found.items():
+            raise DataError(f"{encoder.name}: {nano.name} has no score, because embeddings are not finite")
+        for size, scores in means.items():
             cosines = unit_rows(queries[:, :size]) @ unit_rows(texts[:, :size]).T
-            scores[one.name] = measures(cosines, one.test.relevant).mean(axis=0)
-        say(f"{encoder.name}: {one.name} nDCG@10 {100 * found[encoder.size][one.name][NDCG]:.2f}")
-    return found
+            scores[nano.name] = measures(cosines, nano.test.relevant).mean(axis=0)
+        say(f"{encoder.name}: {nano.name} nDCG@10 {100 * means[encoder.size][nano.name][NDCG]:.2f}")
+    return means
 
 
 def write_nanobeir(tests: Sequence[NanoTest], scored: dict[str, dict[str, F64]], folder: Path) -> str:
@@ -190,9 +190,9 @@ def write_nanobeir(tests: Sequence[NanoTest], scored: dict[str, dict[str, F64]],
         folder: folder of the files.
     """
     facts = {
-        one.name: {"queries": len(one.test.queries), "texts": len(one.test.texts), "left_out": one.left_out}
-        | {"hash": one.digest}
-        for one in tests
+        nano.name: {"queries": len(nano.test.queries), "texts": len(nano.test.texts), "left_out": nano.left_out}
+        | {"hash": nano.digest}
+        for nano in tests
     }
     lines = [f"| nDCG@10 | {' | '.join([*facts, 'mean'])} |", f"| --- |{' ---: |' * (len(facts) + 1)}"]
     written = {}

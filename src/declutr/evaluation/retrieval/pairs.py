@@ -39,17 +39,17 @@ class RetrievalTest:
 
     def half(self, which: Half, seed: int) -> "RetrievalTest":
         """The queries that choose (development), or those that report (test)."""
-        mine = self.places(which, seed).tolist()
+        places = self.places(which, seed).tolist()
         return RetrievalTest(
-            [self.queries[place] for place in mine], self.texts, [self.relevant[place] for place in mine]
+            [self.queries[place] for place in places], self.texts, [self.relevant[place] for place in places]
         )
 
     def places(self, which: Half, seed: int) -> NDArray[np.int64]:
         """Numbers of the queries of a half, by a draw for each query."""
         keys = np.array([int(hash_json(query)[:16], 16) for query in self.queries], np.uint64)
         drawn = seeding.unit(seeding.words(seed, "adaptation pairs", keys, np.zeros_like(keys), 1))[:, 0]
-        found: NDArray[np.int64] = np.flatnonzero((drawn < 0.5) == (which == "development"))
-        return found
+        numbers: NDArray[np.int64] = np.flatnonzero((drawn < 0.5) == (which == "development"))
+        return numbers
 
 
 def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
@@ -66,13 +66,13 @@ def read_test(pairs: Path, documents: Path | None = None) -> RetrievalTest:
         texts = list(dict.fromkeys(text for _, _, text in rows))
         number = {text: [place] for place, text in enumerate(texts)}
     else:
-        found, number = dict[str, int](), dict[str, list[int]]()  # equal texts are one, or they would tie
+        text_numbers, number = dict[str, int](), dict[str, list[int]]()  # equal texts are one, or they would tie
         rows_of_documents = (
             (_text(documents, line, row, "id"), _text(documents, line, row, "text")) for line, row in _rows(documents)
         )
         for name, text in dict.fromkeys(rows_of_documents):  # an id may have several texts, such as its passages
-            number.setdefault(name, []).append(found.setdefault(text, len(found)))
-        texts = list(found)
+            number.setdefault(name, []).append(text_numbers.setdefault(text, len(text_numbers)))
+        texts = list(text_numbers)
     queries, relevant = join_pairs(pairs, rows, number, str(documents))
     if len(texts) < 2:
         raise DataError(f"--pairs {pairs}: there is one text to search; a retrieval test needs at least two")
@@ -115,17 +115,17 @@ def join_pairs(
     """
     relevant: dict[str, set[int]] = {}
     unknown = []
-    for line, query, wanted in rows:
-        if wanted in number:
-            relevant.setdefault(query, set()).update(number[wanted])
+    for line, query, target in rows:
+        if target in number:
+            relevant.setdefault(query, set()).update(number[target])
         else:
-            unknown.append(f"line {line}: {shorten(wanted, _MOST_CHARACTERS)}")
+            unknown.append(f"line {line}: {shorten(target, _MOST_CHARACTERS)}")
     if unknown:
         raise DataError(
             f"--pairs {pairs}: {len(unknown):,} of {len(rows):,} pairs name no document of {where}: "
             f"{excerpt(unknown, _MOST_NAMED)}"
         )
-    return list(relevant), [sorted(each) for each in relevant.values()]
+    return list(relevant), [sorted(numbers) for numbers in relevant.values()]
 
 
 def _missing(pairs: Path, missing: list[str], names: set[str], keys: Sequence[str]) -> str:

@@ -82,8 +82,8 @@ class _Model:
 
 def compare(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel] = ()) -> tuple[Block, ...]:
     """Build the blocks that have at least one number of an encoder scored here."""
-    models = [_ours(one) for one in evaluated] + [_theirs(one) for one in published]
-    made = (
+    models = [_scored_model(entry) for entry in evaluated] + [_published_model(entry) for entry in published]
+    blocks = (
         _sts(models, "mean", "STS12-16, mean of the subsets (DeCLUTR's way)"),
         _sts(models, "wmean", "STS12-16, mean of the subsets weighted by pairs (SCL's way)"),
         _all(models),
@@ -100,7 +100,7 @@ def compare(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel] 
         _averages(models, dev=True),
         _geometry(models),
     )
-    return tuple(_scored_here(block) for block in made if any(not row.source for row in block.rows))
+    return tuple(_scored_here(block) for block in blocks if any(not row.source for row in block.rows))
 
 
 def _scored_here(block: Block) -> Block:
@@ -112,17 +112,19 @@ def _scored_here(block: Block) -> Block:
     return replace(block, columns=tuple(block.columns[place] for place in kept), rows=filled)
 
 
-def _ours(one: Evaluated) -> _Model:
+def _scored_model(scored: Evaluated) -> _Model:
     results = {
         protocol: {name: result.scores for name, result in report.results.items()}
-        for protocol, report in one.reports.items()
+        for protocol, report in scored.reports.items()
     }
-    marked = {name for report in one.reports.values() for name, found in report.results.items() if not found.comparable}
-    return _Model(one.encoder, "", results, frozenset(marked), one.geometry)
+    marked = {
+        name for report in scored.reports.values() for name, score in report.results.items() if not score.comparable
+    }
+    return _Model(scored.encoder, "", results, frozenset(marked), scored.geometry)
 
 
-def _theirs(one: PublishedModel) -> _Model:
-    return _Model(one.model, one.source, {one.protocol: one.results()}, frozenset(one.doubted))
+def _published_model(model: PublishedModel) -> _Model:
+    return _Model(model.model, model.source, {model.protocol: model.results()}, frozenset(model.doubted))
 
 
 def _rows(
@@ -160,8 +162,8 @@ def _rounded_mean(values: list[float]) -> float:
 
 def _sts(models: Sequence[_Model], way: str, title: str) -> Block:
     def value(model: _Model, task: str) -> float | None:
-        found = model.scores(task, None).get(f"spearman.{way}")
-        return None if found is None else 100 * found
+        score = model.scores(task, None).get(f"spearman.{way}")
+        return None if score is None else 100 * score
 
     return Block(f"sts-{way}", f"STS, {way}", title, (*_YEARS, "mean"), _rows(models, _YEARS, value, _mean))
 
@@ -169,8 +171,8 @@ def _sts(models: Sequence[_Model], way: str, title: str) -> Block:
 def _all(models: Sequence[_Model]) -> Block:
     def value(model: _Model, task: str) -> float | None:
         key, protocol = ("spearman.all", None) if task in _YEARS else ("spearman", "simcse")
-        found = model.scores(task, protocol).get(key)  # type: ignore[arg-type]
-        return None if found is None else 100 * found
+        score = model.scores(task, protocol).get(key)  # type: ignore[arg-type]
+        return None if score is None else 100 * score
 
     title = "STS by cosine, one correlation over all pairs (SimCSE's way)"
     return Block("sts-all", "STS, all", title, (*_labels(STS), "mean"), _rows(models, STS, value, _rounded_mean))
@@ -178,8 +180,8 @@ def _all(models: Sequence[_Model]) -> Block:
 
 def _languages(models: Sequence[_Model], split: str, key: str, title: str) -> Block:
     def value(model: _Model, task: str) -> float | None:
-        found = model.scores(task, None).get(key)
-        return None if found is None else 100 * found
+        score = model.scores(task, None).get(key)
+        return None if score is None else 100 * score
 
     rows = _rows(models, STSB_MULTI, value, _mean)
     return Block(f"languages-{split}", f"Languages, {split}", title, (*LANGUAGES, "mean"), rows)
@@ -205,8 +207,8 @@ def _transfer(models: Sequence[_Model]) -> Block:
 
 def _averages(models: Sequence[_Model], dev: bool = False) -> Block:
     def value(model: _Model, name: str) -> float | None:
-        found = averages(model.results.get("senteval", {}), "senteval")
-        return next(average.dev if dev else average.value for average in found if average.name == name)
+        rows = averages(model.results.get("senteval", {}), "senteval")
+        return next(average.dev if dev else average.value for average in rows if average.name == name)
 
     marked = [  # all averages of a model with a marked task
         replace(model, marked=frozenset(_AVERAGES if model.marked & set(model.results.get("senteval", {})) else ()))

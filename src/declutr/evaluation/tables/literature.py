@@ -50,9 +50,9 @@ class PublishedModel(Strict):
 
     def results(self) -> Mapping[str, Mapping[str, float]]:
         """Scores by task, named like the results of this project."""
-        return {name: self._named(name, values) for name, values in self.scores.items()}
+        return {name: self._by_metric(name, values) for name, values in self.scores.items()}
 
-    def _named(self, task: str, values: tuple[float, ...]) -> Mapping[str, float]:
+    def _by_metric(self, task: str, values: tuple[float, ...]) -> Mapping[str, float]:
         procedure = find(task).procedure
         if procedure == "similarity":
             return {f"spearman.{self.sts}": values[0] / 100}

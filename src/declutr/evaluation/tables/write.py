@@ -52,13 +52,15 @@ def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel])
         (f"{model.source}, {_labels(model.doubted)}: {model.doubt}", model.model) for model in published if model.doubt
     )
     marks += [f"{', '.join(names)} in {doubt}" for doubt, names in doubts.items()]
-    numbers = {source: number for number, source in enumerate(dict.fromkeys(one.source for one in published), start=1)}
-    names = {one.encoder for one in evaluated}
+    numbers = {
+        source: number for number, source in enumerate(dict.fromkeys(model.source for model in published), start=1)
+    }
+    names = {scored.encoder for scored in evaluated}
     differences = [
-        f"{one.encoder}: to {one.pretrained}"
-        + ("" if one.pretrained in names else ", which was not scored in this call")
-        for one in evaluated
-        if one.pretrained and one.pretrained != one.encoder
+        f"{scored.encoder}: to {scored.pretrained}"
+        + ("" if scored.pretrained in names else ", which was not scored in this call")
+        for scored in evaluated
+        if scored.pretrained and scored.pretrained != scored.encoder
     ]
     differences += [f"{model.model}, published: to {model.pretrained}" for model in published if model.pretrained]
     return Remarks(
@@ -69,33 +71,33 @@ def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel])
 def _sources(published: Sequence[PublishedModel], numbers: Mapping[str, int]) -> tuple[str, ...]:
     """Papers with their numbers and their aggregation of STS."""
     ways = {"mean": "mean of subsets", "wmean": "weighted mean", "all": "all pairs"}
-    found = dict.fromkeys(
+    papers = dict.fromkeys(
         (model.source, f"STS12-16 by {ways[model.sts]}" if model.split == "test" else "validation pairs of STS-B")
         for model in published
     )
     return tuple(
-        f"{numbers[source]}: {source}; {way}; copied from the paper, not computed here" for source, way in found
+        f"{numbers[source]}: {source}; {way}; copied from the paper, not computed here" for source, way in papers
     )
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, None]]:
     """Names by remark, each once, in order of appearance."""
-    found: dict[str, dict[str, None]] = {}
+    names_by_remark: dict[str, dict[str, None]] = {}
     for remark, name in pairs:
-        found.setdefault(remark, {})[name] = None
-    return found
+        names_by_remark.setdefault(remark, {})[name] = None
+    return names_by_remark
 
 
 def _labels(names: Iterable[str]) -> str:
     return ", ".join(find(name).label for name in names)
 
 
-def markdown(blocks: Sequence[Block], told: Remarks) -> str:
+def markdown(blocks: Sequence[Block], notes: Remarks) -> str:
     """Format blocks as headings and tables, followed by the remarks."""
-    return "\n".join([*_lines(blocks, told), ""])
+    return "\n".join([*_lines(blocks, notes), ""])
 
 
-def _lines(blocks: Sequence[Block], told: Remarks) -> Iterator[str]:
+def _lines(blocks: Sequence[Block], notes: Remarks) -> Iterator[str]:
     yield "# Sentence encoders on SentEval"
     for block in blocks:
         yield ""
@@ -104,9 +106,9 @@ def _lines(blocks: Sequence[Block], told: Remarks) -> Iterator[str]:
         yield _row(["", *block.columns])
         yield _row(["---", *("---:" for _ in block.columns)])
         yield from (
-            _row([_labelled(row, told), *(shown(cell, block.percent) for cell in row.cells)]) for row in block.rows
+            _row([_labelled(row, notes), *(shown(cell, block.percent) for cell in row.cells)]) for row in block.rows
         )
-    for title, lines in told.parts():
+    for title, lines in notes.parts():
         yield ""
         yield f"## {title}"
         yield ""
@@ -120,9 +122,9 @@ def shown(cell: Cell, percent: bool = True) -> str:
     return f"{cell.value:{'+' if cell.signed else ''}.{2 if percent else 3}f}{'*' if cell.marked else ''}"
 
 
-def _labelled(row: ModelRow, told: Remarks) -> str:
+def _labelled(row: ModelRow, notes: Remarks) -> str:
     label = _plain(row.label)
-    return f"*{label}*, published ({told.numbers[row.source]})" if row.source else f"**{label}**"
+    return f"*{label}*, published ({notes.numbers[row.source]})" if row.source else f"**{label}**"
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -148,16 +150,16 @@ def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
     write_text(folder / "scores.md", markdown(blocks, remarks(evaluated, published)))
     encoders = [
         {
-            "encoder": one.encoder,
-            "fingerprint": one.fingerprint,
-            "size": one.size,
-            "warnings": list(one.warnings),
-            "seconds": one.seconds,
-            "pretrained": one.pretrained,
-            "geometry": dict(one.geometry),
-            "protocols": {protocol: report.to_json() for protocol, report in one.reports.items()},
+            "encoder": scored.encoder,
+            "fingerprint": scored.fingerprint,
+            "size": scored.size,
+            "warnings": list(scored.warnings),
+            "seconds": scored.seconds,
+            "pretrained": scored.pretrained,
+            "geometry": dict(scored.geometry),
+            "protocols": {protocol: report.to_json() for protocol, report in scored.reports.items()},
         }
-        for one in evaluated
+        for scored in evaluated
     ]
     write_json(
         folder / "scores.json",
@@ -172,7 +174,7 @@ def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
 
 def tables(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> tuple[Block, ...]:
     """Build the tables with their difference columns."""
-    starts = {(one.encoder, ""): one.pretrained for one in evaluated}
+    starts = {(scored.encoder, ""): scored.pretrained for scored in evaluated}
     starts |= {(model.model, model.source): model.pretrained for model in published}
     return tuple(_with_differences(block, starts) for block in compare(evaluated, published))
 
@@ -184,16 +186,16 @@ def _with_differences(block: Block, starts: Starts) -> Block:
     """
     if not block.percent or not block.columns:
         return block
-    wanted = _PREFERRED if block.name.startswith("averages") else ("mean",)
-    of = next((name for name in wanted if name in block.columns), "")
+    preferred = _PREFERRED if block.name.startswith("averages") else ("mean",)
+    of = next((name for name in preferred if name in block.columns), "")
     rows = {(row.label, row.source): row for row in block.rows}
     cells = []
     for row in block.rows:
         start = rows.get((starts.get((row.label, row.source), ""), row.source))
-        mine, theirs = _number(block, row, of), _number(block, start, of) if start and start is not row else Cell(None)
-        known = mine.value is not None and theirs.value is not None
-        value = (mine.value or 0.0) - (theirs.value or 0.0) if known else None
-        cells.append(Cell(value, known and (mine.marked or theirs.marked), signed=True))
+        after, before = _number(block, row, of), _number(block, start, of) if start and start is not row else Cell(None)
+        has_both = after.value is not None and before.value is not None
+        value = (after.value or 0.0) - (before.value or 0.0) if has_both else None
+        cells.append(Cell(value, has_both and (after.marked or before.marked), signed=True))
     if all(cell.value is None for cell in cells):
         return block
     added = tuple(replace(row, cells=(*row.cells, cell)) for row, cell in zip(block.rows, cells, strict=True))

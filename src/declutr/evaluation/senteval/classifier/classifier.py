@@ -184,10 +184,10 @@ class Fits:
         self, of_set: int, decay: int, features: Table, rows: NDArray[np.int64] | None = None
     ) -> NDArray[np.int64]:
         """Classes that one fit gives to `rows` of `features`; None means all rows."""
-        one = Network([p[of_set : of_set + 1, decay : decay + 1] for p in self.network.parameters])
+        fit = Network([p[of_set : of_set + 1, decay : decay + 1] for p in self.network.parameters])
         buffer = BlockBuffer(features, 1, 1)
         places = torch.from_numpy(np.arange(len(features)) if rows is None else rows)
-        chosen = [one.forward(buffer.take(part[None])).logits[0, 0].argmax(0) for part in places.split(buffer.num_rows)]
+        chosen = [fit.forward(buffer.take(part[None])).logits[0, 0].argmax(0) for part in places.split(buffer.num_rows)]
         return torch.cat(chosen).numpy()
 
 
@@ -210,8 +210,8 @@ def fit_many(
     for name, labels in (("train", train.labels), ("dev", dev.labels)):
         if int(labels.min()) < 0 or int(labels.max()) >= num_classes:
             raise ValueError(f"{name} labels must be 0 to {num_classes - 1}, found {labels.unique().tolist()[:20]}")
-    each = np.asarray(decays, np.float64)
-    each = np.broadcast_to(each, (len(sets), each.shape[-1]))
+    set_decays = np.asarray(decays, np.float64)
+    set_decays = np.broadcast_to(set_decays, (len(sets), set_decays.shape[-1]))
     parts = []
     places: list[int] = []
 
@@ -221,13 +221,13 @@ def fit_many(
     for _, together in itertools.groupby(sorted(range(len(sets)), key=num_batches), key=num_batches):
         members = list(together)
         places += members
-        parts.append(_Group(train, dev, [sets[m] for m in members], each[members], config, num_classes).fit())
+        parts.append(_Group(train, dev, [sets[m] for m in members], set_decays[members], config, num_classes).fit())
     back = np.argsort(places)
     states = zip(*(part.network.parameters for part in parts), strict=True)
     return Fits(
         np.concatenate([part.num_right for part in parts])[back],
         np.concatenate([part.num_dev for part in parts])[back],
-        Network([torch.cat(each)[torch.from_numpy(back)] for each in states]),
+        Network([torch.cat(parameters)[torch.from_numpy(back)] for parameters in states]),
         np.concatenate([part.num_scores for part in parts])[back],
     )
 
@@ -249,8 +249,8 @@ class _Group:
         start = torch.Generator().manual_seed(config.seed)
         hidden = [config.num_hidden] if config.num_hidden else []
         widths = itertools.pairwise([train.features.width, *hidden, num_classes])
-        one = [p for pair in widths for p in linear_start(*pair, start)]
-        self.network = Network([p.expand(*decays.shape, *p.shape).contiguous() for p in one])
+        parameters = [p for pair in widths for p in linear_start(*pair, start)]
+        self.network = Network([p.expand(*decays.shape, *p.shape).contiguous() for p in parameters])
         self.best = Network([torch.empty_like(p) for p in self.network.parameters])
         decay = torch.tensor(decays, dtype=torch.float32)
         self.updates = Updates.start(config.optimizer, config.rate, decay, self.network.parameters)
@@ -263,7 +263,7 @@ class _Group:
         """Train all fits until they stop."""
         config = self.config
         shape = (len(self.set_places), len(self.decay_places))
-        most, misses, scores = np.full(shape, -1), np.zeros(shape, int), np.zeros(shape, int)
+        best_right, misses, scores = np.full(shape, -1), np.zeros(shape, int), np.zeros(shape, int)
         running = np.ones(shape, bool)
         num_passes = 0
         while running.any() and num_passes <= config.max_epoch:
@@ -271,15 +271,15 @@ class _Group:
             num_passes += config.epoch_size
             here = np.ix_(self.set_places, self.decay_places)
             right = self._score()
-            better = running[here] & (right > most[here])
+            better = running[here] & (right > best_right[here])
             self._keep(better)
-            most[here] = np.where(better, right, most[here])
+            best_right[here] = np.where(better, right, best_right[here])
             scores[here] += running[here]
             missed = running[here] & ~better
             running[here] &= ~(missed & (misses[here] >= config.tenacity))
             misses[here] += missed
             self._compact(running[here])
-        return Fits(most, self.num_dev, self.best, scores)
+        return Fits(best_right, self.num_dev, self.best, scores)
 
     def _train(self) -> None:
         """Train every remaining set for `epoch_size` passes, block after block of sets."""

@@ -47,12 +47,12 @@ class Table:
     def take(self, rows: Tensor, buffer: Tensor) -> Tensor:
         """Features of `rows` (any shape), `(*rows.shape, width)`, written into the flat `buffer` of `buffer`."""
         flat = rows.reshape(-1)
-        taken = buffer[: len(flat) * self.width].view(len(flat), self.width)
+        out = buffer[: len(flat) * self.width].view(len(flat), self.width)
         if self.second is None:
-            torch.index_select(self.first, 0, flat, out=taken)
+            torch.index_select(self.first, 0, flat, out=out)
         else:
             first, second = self.first.index_select(0, flat), self.second.index_select(0, flat)
-            parts = taken.unflatten(1, (-1, first.shape[1])).unbind(1)
+            parts = out.unflatten(1, (-1, first.shape[1])).unbind(1)
             if self.keep_both:
                 parts[0].copy_(first)
                 parts[1].copy_(second)
@@ -61,7 +61,7 @@ class Table:
             else:
                 torch.mul(first, second, out=parts[1])
                 torch.sub(first, second, out=parts[0]).abs_()
-        return taken.view(*rows.shape, self.width)
+        return out.view(*rows.shape, self.width)
 
 
 class BlockBuffer:

@@ -74,8 +74,8 @@ class Network:
 def _linear(columns: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     sets, regularisations, outputs, features = weight.shape
     flat = weight.view(sets, regularisations * outputs, features)
-    made = torch.baddbmm(bias.view(sets, -1, 1), flat, columns)
-    return made.view(sets, regularisations, outputs, -1)
+    result = torch.baddbmm(bias.view(sets, -1, 1), flat, columns)
+    return result.view(sets, regularisations, outputs, -1)
 
 
 def _linear_grad(rows: Tensor, grad: Tensor, weight: Tensor, bias: Tensor) -> None:

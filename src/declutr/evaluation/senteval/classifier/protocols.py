@@ -47,8 +47,8 @@ def inner_kfold(data: Examples, num_classes: int, config: ClassifierConfig) -> P
         for rows, _ in outer
     ]
     fits = fit_many(data, data, [s for sets in inner for s in sets], config.decays, config, num_classes)
-    each = config.num_folds
-    means = [_means(fits.accuracies(slice(each * fold, each * (fold + 1)))) for fold in range(each)]
+    num_folds = config.num_folds
+    means = [_means(fits.accuracies(slice(num_folds * fold, num_folds * (fold + 1)))) for fold in range(num_folds)]
     chosen = [int(np.argmax(mean)) for mean in means]
     best = [[config.decays[decay]] for decay in chosen]
     refits = fit_many(data, data, [hold_out(train, config.seed) for train, _ in outer], best, config, num_classes)

@@ -91,9 +91,9 @@ def _other_rows(data: TaskData, figures: Published) -> Iterator[str]:
     """Numbers of rows that are not the published ones."""
     about, per_mille = ("about ", 2) if figures["basis"] == "probing" else ("", 0)
     for name, rows in figures["rows"].items():
-        if abs((found := len(data.splits[name])) - rows) > rows * per_mille / 1000:
+        if abs((count := len(data.splits[name])) - rows) > rows * per_mille / 1000:
             where = f"{data.task.label} {name}" if len(figures["rows"]) > 1 else data.task.label
-            yield f"{where}: {found:,} rows, published {about}{rows:,}"
+            yield f"{where}: {count:,} rows, published {about}{rows:,}"
 
 
 def overview(inspections: Sequence[Inspection]) -> Iterator[str]:

@@ -74,8 +74,8 @@ def fetch(url: str, target: Path, max_bytes: int, expected: str = "") -> None:
         try:
             with atomic_file(target) as aside:
                 _receive(request, aside, max_bytes)
-                if expected and (found := git_sha1(aside)) != expected:
-                    raise RemoteError(f"{url}: has git SHA-1 {found}, but the published file has {expected}")
+                if expected and (digest := git_sha1(aside)) != expected:
+                    raise RemoteError(f"{url}: has git SHA-1 {digest}, but the published file has {expected}")
         except RemoteError:
             raise
         except urllib.error.HTTPError as error:
@@ -114,14 +114,14 @@ def download(
     Returns:
         A result for each file. An existing file is kept, whatever its content: the check reports errors in it.
     """
-    wanted = {path for name in names for path in task_files(find(name))}
-    known, outcomes = sources(), list[Fetched]()
-    for path, url in known["files"].items():
-        if path in wanted:
+    paths = {path for name in names for path in task_files(find(name))}
+    published, outcomes = sources(), list[Fetched]()
+    for path, url in published["files"].items():
+        if path in paths:
             outcomes.append(_fetch_file(folder, path, f"{mirror.rstrip('/')}/{path}" if mirror else url, tell))
-    url = known["archive"]["url"]
+    url = published["archive"]["url"]
     archive = f"{mirror.rstrip('/')}/{url.rpartition('/')[2]}" if mirror else url
-    outcomes += _fetch_archive(folder, archive, [path for path in known["archive"]["paths"] if path in wanted], tell)
+    outcomes += _fetch_archive(folder, archive, [path for path in published["archive"]["paths"] if path in paths], tell)
     return tuple(outcomes)
 
 

@@ -36,10 +36,10 @@ class SplitRows:
     """Oddities of the files."""
 
 
-def read_binary(one: Path, zero: Path) -> SplitRows:
+def read_binary(ones_path: Path, zeros_path: Path) -> SplitRows:
     """MR, CR, MPQA, SUBJ: a sentence per line, a file per class; latin-1; empty lines are rows."""
-    ones = [line.split() for line in read_lines(one, "latin-1", unicode_breaks=True)]
-    zeros = [line.split() for line in read_lines(zero, "latin-1", unicode_breaks=True)]
+    ones = [line.split() for line in read_lines(ones_path, "latin-1", unicode_breaks=True)]
+    zeros = [line.split() for line in read_lines(zeros_path, "latin-1", unicode_breaks=True)]
     return SplitRows(first=ones + zeros, labels=[1] * len(ones) + [0] * len(zeros))
 
 
@@ -48,7 +48,7 @@ def read_trec(path: Path) -> SplitRows:
 
     def parse(line: str) -> tuple[WordList, int]:
         label, rest = line.strip().split(":", 1)
-        number = _named(label, TREC)
+        number = _place_in(label, TREC)
         return rest.split(" ", 1)[1].split(), number
 
     return _single(parse_lines(path, read_lines(path, "latin-1"), parse))
@@ -91,16 +91,16 @@ def read_snli(first: Path, second: Path, labels: Path) -> SplitRows:
         for path, lines in zip((first, second), columns, strict=True)
         if any(len(line.splitlines()) > 1 for line in lines)
     )
-    numbers = parse_lines(labels, names, lambda name: _named(name.strip(), SNLI))
-    one, two = ([line.split() for line in column] for column in columns)
-    return SplitRows(first=one, second=two, labels=numbers, notes=notes)
+    numbers = parse_lines(labels, names, lambda name: _place_in(name.strip(), SNLI))
+    premises, hypotheses = ([line.split() for line in column] for column in columns)
+    return SplitRows(first=premises, second=hypotheses, labels=numbers, notes=notes)
 
 
 def read_sick(path: Path, entailment: bool) -> SplitRows:
     """`id<TAB>a<TAB>b<TAB>1..5<TAB>judgment` after a header, UTF-8, LF or CRLF."""
 
     def label(cells: list[str]) -> int | float:
-        return _named(cells[4], SICK) if entailment else _between(float(cells[3]), 1, 5)
+        return _place_in(cells[4], SICK) if entailment else _between(float(cells[3]), 1, 5)
 
     lines = read_lines(path, "utf-8")
     if not lines[0].startswith("pair_ID"):
@@ -204,7 +204,7 @@ def _among(label: int, num_classes: int) -> int:
     return label
 
 
-def _named(name: str, names: tuple[str, ...]) -> int:
+def _place_in(name: str, names: tuple[str, ...]) -> int:
     if name not in names:
         raise ValueError(f"{name!r} is none of {', '.join(names)}")
     return names.index(name)
@@ -220,8 +220,8 @@ def _same_length(lengths: dict[Path, int]) -> None:
     """Raise DataError if files that belong together line by line have different lengths."""
     if len(set(lengths.values())) == 1:
         return
-    told = ", ".join(f"{path.name} {length:,}" for path, length in lengths.items())
+    counts = ", ".join(f"{path.name} {length:,}" for path, length in lengths.items())
     where = next(iter(lengths)).parent
     raise DataError(
-        f"{where}: unequal numbers of lines ({told}): a download stopped halfway, or a file belongs to another set"
+        f"{where}: unequal numbers of lines ({counts}): a download stopped halfway, or a file belongs to another set"
     )

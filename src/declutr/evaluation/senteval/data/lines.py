@@ -55,9 +55,9 @@ def parse_lines(path: Path, lines: list[str], parse: Callable[[str], Parsed], sk
                 raise DataError(
                     f"{path}, line {number} is blank: a row was lost there, or the line was added"
                 ) from error
-            shown = line if len(line) <= 60 else f"{line[:60]}..."
+            text = line if len(line) <= 60 else f"{line[:60]}..."
             what = "is cut short" if isinstance(error, IndexError) else f"cannot be read ({error})"
-            raise DataError(f"{path}, line {number} {what}: {shown!r}") from error
+            raise DataError(f"{path}, line {number} {what}: {text!r}") from error
     return parsed
 
 

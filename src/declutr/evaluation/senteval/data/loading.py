@@ -110,8 +110,8 @@ def load(task: SentEvalTask, folder: Path) -> TaskData:
 
 def _read(task: SentEvalTask, folder: Path, features: dict[str, NDArray[np.float32]]) -> Mapping[str, SplitRows]:
     if task.name in _BINARY:
-        one, zero = _BINARY[task.name]
-        return {"all": formats.read_binary(folder / one, folder / zero)}
+        ones_file, zeros_file = _BINARY[task.name]
+        return {"all": formats.read_binary(folder / ones_file, folder / zeros_file)}
     if task.group == "probing":
         return formats.read_probing(folder / f"{_PROBING[task.name]}.txt")
     if task.procedure == "similarity":
@@ -161,7 +161,10 @@ def _in_official_order(task: SentEvalTask, rows: SplitRows, classes: tuple[str, 
         second=tuple(" ".join(rows.second[row]) or EMPTY for row in order) if rows.second else None,
         labels=labels[order],
         order=order.astype(np.int64),
-        unscored=tuple((place, " ".join(one) or EMPTY, " ".join(two) or EMPTY) for place, one, two in rows.unscored),
+        unscored=tuple(
+            (place, " ".join(first_words) or EMPTY, " ".join(second_words) or EMPTY)
+            for place, first_words, second_words in rows.unscored
+        ),
     )
 
 

@@ -118,17 +118,17 @@ STSB_MULTI: tuple[str, ...] = tuple(task.name for task in TRANSLATED)
 _BY_NAME = {name.lower(): task for task in ALL_TASKS for name in (task.name, task.label)}
 
 
-def find(name: str, others: Collection[str] = ()) -> SentEvalTask:
-    """Find the task of that name or label, in any case; `others` are further names to suggest (sets of tasks).
+def find(name: str, other_names: Collection[str] = ()) -> SentEvalTask:
+    """Find the task of that name or label, in any case; `other_names` are further names to suggest (sets of tasks).
 
     Raises:
         UsageError: no task matches; the message has the nearest name and lists all names.
     """
     task = _BY_NAME.get(name.lower())
     if task is None:
-        near = suggest(name, [*(known for task in ALL_TASKS for known in (task.name, task.label)), *others])
+        near = suggest(name, [*(word for task in ALL_TASKS for word in (task.name, task.label)), *other_names])
         raise UsageError(
             f"no task {name!r}{near}{' There' if near else '; there'} are "
-            f"{', '.join(dict.fromkeys([*(task.name for task in ALL_TASKS), *others]))}"
+            f"{', '.join(dict.fromkeys([*(task.name for task in ALL_TASKS), *other_names]))}"
         )
     return task

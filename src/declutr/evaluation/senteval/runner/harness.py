@@ -45,8 +45,8 @@ def score_unit(
     begun = time.monotonic()
     with _one_thread():
         try:
-            found = score(data, method, embeddings, config)
-            scores, warnings, failed = dict(found.scores), found.warnings, ""
+            scored = score(data, method, embeddings, config)
+            scores, warnings, failed = dict(scored.scores), scored.warnings, ""
         except ValueError as error:
             scores, warnings, failed = {}, (), str(error)
     return StoredUnit(
@@ -154,8 +154,8 @@ def evaluate(
     if todo:
         if there:
             say(f"{encoder.name}: reusing {len(there)} of {len(units)} results from an earlier run")
-        found, warnings = _score(encoder, units, todo, choice, output, session, say)
-        there |= found
+        results, warnings = _score(encoder, units, todo, choice, output, session, say)
+        there |= results
         write_json(folder / "encoder.json", {"fingerprint": vectors_fingerprint(encoder), "warnings": list(warnings)})
     shutil.rmtree(output / _CACHE / vectors_fingerprint(encoder)[:16], ignore_errors=True)
     geometry = there.get(("STSBenchmark", "geometry"))
@@ -194,15 +194,15 @@ def _score(
         return vectors.take(np.array([rows[text] for text in sentences(unit.data)], np.int64))[:, :size]
 
     started, total, done = time.monotonic(), sum(unit.cost for unit in todo), 0.0
-    found: dict[tuple[str, Method], StoredUnit] = {}
+    results: dict[tuple[str, Method], StoredUnit] = {}
     for unit, stored in score_units(todo, take, choice.classifier, session):
         write_json(unit.path, stored.model_dump(mode="json"))
-        found[unit.data.task.name, unit.method] = stored
+        results[unit.data.task.name, unit.method] = stored
         done += unit.cost
         more = time_left(started, done, total)
         outcome = f"no score: {stored.failed}" if stored.failed else f"{duration(stored.seconds)}"
-        say(f"{encoder.name}: {len(found)}/{len(todo)} {unit.name} {outcome}{more}")
-    return found, warnings
+        say(f"{encoder.name}: {len(results)}/{len(todo)} {unit.name} {outcome}{more}")
+    return results, warnings
 
 
 def _report(encoder: str, protocol: Protocol, inspections: Sequence[Inspection], units: Units) -> Report:

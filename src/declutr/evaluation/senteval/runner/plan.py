@@ -89,10 +89,10 @@ class ScoringUnit:
     def stored(self) -> StoredUnit | None:
         """Result of an earlier call for the same encoder, data and settings, or None."""
         try:
-            found = StoredUnit.model_validate(read_json(self.path))
+            unit = StoredUnit.model_validate(read_json(self.path))
         except (OSError, ValueError, ValidationError):
             return None  # no file yet, or not a unit's file: compute the unit
-        return found if found.identity == self.identity else None
+        return unit if unit.identity == self.identity else None
 
 
 def choose_tasks(words: Sequence[str]) -> tuple[str, ...]:
@@ -108,8 +108,8 @@ def choose_tasks(words: Sequence[str]) -> tuple[str, ...]:
 def methods(task_name: str, choice: ScoringChoice) -> tuple[Method, ...]:
     """Methods that score a task; STS-B also gets alignment and uniformity if they are chosen."""
     task = find(task_name)
-    found = dict.fromkeys(method for protocol in choice.protocols if (method := method_for(task, protocol)))
-    return (*found, "geometry") if choice.geometry and found and task.name == "STSBenchmark" else tuple(found)
+    chosen = dict.fromkeys(method for protocol in choice.protocols if (method := method_for(task, protocol)))
+    return (*chosen, "geometry") if choice.geometry and chosen and task.name == "STSBenchmark" else tuple(chosen)
 
 
 def plan_units(

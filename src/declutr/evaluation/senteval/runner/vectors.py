@@ -33,13 +33,13 @@ class Vectors:
 
     def take(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Rows `(len(rows), D)` in the given order; opens only the parts that hold them."""
-        taken = np.empty((len(rows), self.size), np.float32)
+        result = np.empty((len(rows), self.size), np.float32)
         parts = rows // self.part_rows
         for part in np.unique(parts):
             here = np.flatnonzero(parts == part)
             stored = np.load(self.path(int(part)), mmap_mode="r", allow_pickle=False)
-            taken[here] = stored[rows[here] - part * self.part_rows]
-        return taken
+            result[here] = stored[rows[here] - part * self.part_rows]
+        return result
 
     def path(self, part: int) -> Path:
         """Path of a part."""
@@ -92,16 +92,16 @@ def embed_all(
     started = time.monotonic()
     for done, part in enumerate(missing, start=1):
         own = texts[part * part_rows : (part + 1) * part_rows]
-        made = np.ascontiguousarray(encoder.encode(own), np.float32)
-        if made.shape != (len(own), encoder.size):
-            raise EncoderError(f"{encoder.name}: embeddings are {made.shape}, expected {(len(own), encoder.size)}")
-        wrong = int((~np.isfinite(made)).any(axis=1).sum())
+        rows = np.ascontiguousarray(encoder.encode(own), np.float32)
+        if rows.shape != (len(own), encoder.size):
+            raise EncoderError(f"{encoder.name}: embeddings are {rows.shape}, expected {(len(own), encoder.size)}")
+        wrong = int((~np.isfinite(rows)).any(axis=1).sum())
         if wrong:
             raise EncoderError(
                 f"{encoder.name}: {wrong:,} of {len(own):,} embeddings have values that are not finite; no score"
             )
         with atomic_file(vectors.path(part)) as aside, aside.open("wb") as stream:
-            np.save(stream, made)
+            np.save(stream, rows)
         more = time_left(started, done, len(missing))
         say(f"{encoder.name}: embedded {min((part + 1) * part_rows, len(texts)):,} of {len(texts):,} sentences{more}")
     return vectors

@@ -112,18 +112,18 @@ def _average(
 ) -> Average:
     """Average of a set; `rounded`: of SimCSE's numbers, each rounded to two decimals."""
     missing = tuple(task for task in tasks if task not in results)
-    told = tuple(task for task in tasks if task in marked)
+    marked_tasks = tuple(task for task in tasks if task in marked)
     if missing:
-        return Average(name, None, None, missing, told)
+        return Average(name, None, None, missing, marked_tasks)
     if rounded:
         values = [float(f"{headline(task, results[task], 'simcse'):.2f}") for task in tasks]
-        return Average(name, sum(values) / len(values), None, missing, told)
+        return Average(name, sum(values) / len(values), None, missing, marked_tasks)
     value = sum(headline(task, results[task]) for task in tasks) / len(tasks)
     has_dev = all(
         not find(task).has_dev or {"devacc", "devpearson", "devspearman"} & set(results[task]) for task in tasks
     )
     dev = sum(_declutrs_dev(task, results[task]) for task in tasks) / len(tasks) if has_dev else None
-    return Average(name, value, dev, missing, told)
+    return Average(name, value, dev, missing, marked_tasks)
 
 
 def _declutrs_dev(task: str, scores: Scores) -> float:
@@ -131,10 +131,10 @@ def _declutrs_dev(task: str, scores: Scores) -> float:
     return dev_headline(task, scores) if find(task).has_dev else headline(task, scores)
 
 
-def _mean_of(name: str, one: Average, two: Average) -> Average:
-    value = (one.value + two.value) / 2 if one.value is not None and two.value is not None else None
-    dev = (one.dev + two.dev) / 2 if one.dev is not None and two.dev is not None else None
-    return Average(name, value, dev, one.missing + two.missing, one.marked + two.marked)
+def _mean_of(name: str, first: Average, second: Average) -> Average:
+    value = (first.value + second.value) / 2 if first.value is not None and second.value is not None else None
+    dev = (first.dev + second.dev) / 2 if first.dev is not None and second.dev is not None else None
+    return Average(name, value, dev, first.missing + second.missing, first.marked + second.marked)
 
 
 Protocol = Literal["senteval", "simcse"]

@@ -141,10 +141,10 @@ def contrasts(stream: np.random.RandomState, permutation: Rows, begin: int, conf
         ValueError: there are no captions outside the batch.
     """
     size = min(config.batch_size, len(permutation) - begin)
-    others = len(permutation) - size
-    if not others:
+    num_others = len(permutation) - size
+    if not num_others:
         raise ValueError(f"{len(permutation)} training captions are one batch: there are none to contrast with")
-    places = stream.randint(0, others, size * config.num_contrasts)
+    places = stream.randint(0, num_others, size * config.num_contrasts)
     return permutation[places + size * (places >= begin)].reshape(size, config.num_contrasts)
 
 
@@ -171,13 +171,13 @@ def _project(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def mean_recalls(held: Gallery, parameters: Sequence[Tensor], fold_images: int) -> Recalls:
+def mean_recalls(evaluation_set: Gallery, parameters: Sequence[Tensor], fold_images: int) -> Recalls:
     """Means over folds of `fold_images` images; an incomplete last fold is not scored, unless it is the only one.
 
     The official code takes five folds of 1,000 images, which is all that the published dev and test sets hold.
     """
-    images = torch.cat([_project(part, *parameters[:2]) for part in held.images.split(_PROJECTED_ROWS)])
-    captions = torch.cat([_project(part, *parameters[2:]) for part in held.captions.split(_PROJECTED_ROWS)])
+    images = torch.cat([_project(part, *parameters[:2]) for part in evaluation_set.images.split(_PROJECTED_ROWS)])
+    captions = torch.cat([_project(part, *parameters[2:]) for part in evaluation_set.captions.split(_PROJECTED_ROWS)])
     count = max(1, len(images) // fold_images)
     size = min(fold_images, len(images))
     folds = [
@@ -186,8 +186,8 @@ def mean_recalls(held: Gallery, parameters: Sequence[Tensor], fold_images: int) 
     ]
 
     def mean(of: Callable[[Recalls], tuple[float, ...]]) -> tuple[float, float, float, float]:
-        one, five, ten, median = (sum(values) / count for values in zip(*map(of, folds), strict=True))
-        return one, five, ten, median
+        at_1, at_5, at_10, median = (sum(values) / count for values in zip(*map(of, folds), strict=True))
+        return at_1, at_5, at_10, median
 
     return Recalls(mean(lambda fold: fold.to_text), mean(lambda fold: fold.to_image))
 
@@ -207,12 +207,12 @@ def recalls(images: Tensor, captions: Tensor) -> Recalls:
         text_ranks.append((scores > best).sum(1) + 0.5 * ((scores == best) & ~own).sum(1))
     for part, image in zip(captions.split(_SCORED_QUERIES), owner.split(_SCORED_QUERIES), strict=True):
         scores = part @ images.mT
-        mine = scores.gather(1, image[:, None])
-        image_ranks.append((scores > mine).sum(1) + 0.5 * ((scores == mine).sum(1) - 1))
+        own_scores = scores.gather(1, image[:, None])
+        image_ranks.append((scores > own_scores).sum(1) + 0.5 * ((scores == own_scores).sum(1) - 1))
     return Recalls(_summary(torch.cat(text_ranks)), _summary(torch.cat(image_ranks)))
 
 
 def _summary(ranks: Tensor) -> tuple[float, float, float, float]:
     values = ranks.numpy()
-    one, five, ten = (100.0 * int((values < limit).sum()) / len(values) for limit in (1, 5, 10))
-    return one, five, ten, float(np.floor(np.median(values)) + 1)
+    at_1, at_5, at_10 = (100.0 * int((values < limit).sum()) / len(values) for limit in (1, 5, 10))
+    return at_1, at_5, at_10, float(np.floor(np.median(values)) + 1)

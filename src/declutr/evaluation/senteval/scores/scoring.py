@@ -208,13 +208,13 @@ def score(data: TaskData, method: Method, embeddings: Embeddings, config: Classi
     if method == "geometry":
         return Scored(score_geometry(data, rows, embeddings))
     if method == "cosine" or task.procedure in ("similarity", "cosine"):
-        found = score_sts(data, rows, embeddings)
+        result = score_sts(data, rows, embeddings)
         if task.procedure in ("cosine", "relatedness"):
-            of_test, of_dev = found.subsets["test"], found.subsets["dev"]
+            of_test, of_dev = result.subsets["test"], result.subsets["dev"]
             scores = {"spearman": of_test.spearman, "pearson": of_test.pearson}
             scores |= {"devspearman": of_dev.spearman, "devpearson": of_dev.pearson}
-            return Scored(scores, found.warnings)
-        return Scored(found.flat(), found.warnings)
+            return Scored(scores, result.warnings)
+        return Scored(result.flat(), result.warnings)
     if task.procedure == "relatedness":
         train, dev, test = (Pairs(_features(split, rows, embeddings, task), gold(split)) for _, split in _three(data))
         fit = relatedness(train, dev, test, config.seed)
@@ -234,24 +234,24 @@ def _classified(data: TaskData, rows: Mapping[str, int], embeddings: Embeddings,
         return examples(_features(split, rows, embeddings, task), split.labels)
 
     if task.procedure == "inner_kfold":
-        found = protocols.inner_kfold(part("all"), classes, config)
+        result = protocols.inner_kfold(part("all"), classes, config)
     elif task.procedure == "kfold":
-        found = protocols.kfold(part("train"), part("test"), classes, config)
+        result = protocols.kfold(part("train"), part("test"), classes, config)
     else:
         chosen = config.for_snli() if task.name == "SNLI" else config
         chosen = chosen.for_word_content() if task.name == "WordContent" else chosen
-        found = protocols.split(part("train"), part("dev"), part("test"), classes, chosen)
-    scores = {"devacc": found.dev_accuracy, "acc": found.accuracy}
-    return Scored(scores if found.f1 is None else {**scores, "f1": found.f1})
+        result = protocols.split(part("train"), part("dev"), part("test"), classes, chosen)
+    scores = {"devacc": result.dev_accuracy, "acc": result.accuracy}
+    return Scored(scores if result.f1 is None else {**scores, "f1": result.f1})
 
 
 def _retrieval(data: TaskData, rows: Mapping[str, int], embeddings: Embeddings, seed: int) -> Scored:
     train, dev, test = (
         gallery(data.features[name], embeddings[[rows[text] for text in split.first]]) for name, split in _three(data)
     )
-    found = retrieval(train, dev, test, RetrievalConfig(seed=seed))
-    recalls = (*found.test.to_text[:3], *found.test.to_image[:3])
-    return Scored({**dict(zip(RECALLS, recalls, strict=True)), "devacc": found.dev_total})
+    result = retrieval(train, dev, test, RetrievalConfig(seed=seed))
+    recalls = (*result.test.to_text[:3], *result.test.to_image[:3])
+    return Scored({**dict(zip(RECALLS, recalls, strict=True)), "devacc": result.dev_total})
 
 
 def _features(split: Split, rows: Mapping[str, int], embeddings: Embeddings, task: SentEvalTask) -> Table:

@@ -74,9 +74,9 @@ def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Vector
     cosines differ by rounding, and ranks follow: another order of the same sums moves a Spearman by up to 0.13 points
     (hashed words on STS12, float64 instead of float32).
     """
-    one, two = np.nan_to_num(first), np.nan_to_num(second)
+    left, right = np.nan_to_num(first), np.nan_to_num(second)
     with np.errstate(all="ignore"):  # a zero vector divides by zero; `nan_to_num` makes it 0
-        pairs = zip(one, two, strict=True)
+        pairs = zip(left, right, strict=True)
         values = [np.dot(u, v) / (np.linalg.norm(u) * np.linalg.norm(v)) for u, v in pairs]
     result: Vector = np.nan_to_num(np.array(values)).astype(np.float64)
     return result
@@ -158,9 +158,9 @@ def score_geometry(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[
     if not close:
         raise ValueError(f"{data.task.name}: no pair is scored above {ABOVE}")
     vectors = torch.from_numpy(np.asarray(embeddings))
-    one, two = (vectors[[side[index] for index in close]] for side in (first, second))
+    left, right = (vectors[[side[index] for index in close]] for side in (first, second))
     return {
-        "alignment": float(alignment(one.double(), two.double())),
+        "alignment": float(alignment(left.double(), right.double())),
         "uniformity": blockwise_uniformity(vectors[first + second]),
         "num_pairs": float(len(close)),
         "num_sentences": float(len(first) + len(second)),
@@ -205,16 +205,16 @@ def collapse_warnings(embeddings: NDArray[np.float32]) -> tuple[str, ...]:
     values = embeddings.astype(np.float64)
     norms = np.linalg.norm(values, axis=1)
     zero = int((norms == 0).sum())
-    told = []
+    messages = []
     if zero > _MAX_ZERO_SHARE * len(values):
-        told.append(f"{zero:,} of {len(values):,} sampled embeddings are zero")
+        messages.append(f"{zero:,} of {len(values):,} sampled embeddings are zero")
     unit = values[norms > 0] / norms[norms > 0, None]
     number = len(unit)
     if number > 1:
         mean = (float(np.square(unit.sum(axis=0)).sum()) - number) / (number * (number - 1))
         rank = effective_rank(torch.from_numpy(unit))
         if mean > _MAX_MEAN_COSINE:
-            told.append(f"collapsed: the mean cosine of two different sentences is {mean:.4f}")
+            messages.append(f"collapsed: the mean cosine of two different sentences is {mean:.4f}")
         if rank < min(_MIN_RANK, values.shape[1]):
-            told.append(f"collapsed: embeddings fill {rank:.1f} of {values.shape[1]} dimensions (effective rank)")
-    return tuple(told)
+            messages.append(f"collapsed: embeddings fill {rank:.1f} of {values.shape[1]} dimensions (effective rank)")
+    return tuple(messages)
