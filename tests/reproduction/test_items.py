@@ -2,10 +2,8 @@
 
 import numpy as np
 import pytest
-import yaml
 from folders import encoder_folder
-from messages import all_of
-from papers import arguments, write_item
+from papers import arguments, changed, refusal, write_item
 from scipy import stats
 from transformers import AutoModel
 
@@ -13,7 +11,8 @@ from declutr.cli.main import main
 from declutr.common.config import flat_keys
 from declutr.common.errors import UsageError
 from declutr.reproduction import lower_layers
-from declutr.reproduction.item import Cell, item_names, load_item, plan_item
+from declutr.reproduction.item import item_names, load_item
+from declutr.reproduction.plan import ItemPlan
 from declutr.reproduction.table import compare_labels, difference_row
 from declutr.trainer.step.config import OptimConfig
 
@@ -21,23 +20,24 @@ NAMES = item_names()
 SCALES = [(name, scale) for name in NAMES for scale in load_item(name).scales]
 
 
-def places(folder):
-    return folder / "data", folder / "senteval", folder / "work"
+def plan(folder, item, scale="tiny", words=(), seeds=(0,), **options):
+    """The plan of an item, by name or loaded, with its working folder below `folder`."""
+    item = load_item(item) if isinstance(item, str) else item
+    places = folder / "data", folder / "senteval", folder / "work"
+    return ItemPlan("an-item", item, scale, *places, words, seeds, **options)
 
 
 @pytest.mark.parametrize(("name", "scale"), SCALES)
 def test_item_has_valid_runs(tmp_path, name, scale):
-    plan = plan_item(name, load_item(name), scale, *places(tmp_path), {}, None)
-    assert plan.runs
-    assert "$" not in str([run.config and run.config.model_dump() for run in plan.runs])
+    runs = plan(tmp_path, name, scale, seeds=None).runs
+    trained = [run.config for run in runs if run.config]
+    assert runs
+    assert "$" not in str([config.model_dump() for config in trained])
     if scale == "tiny":
-        assert len({run.seed for run in plan.runs}) >= 3
-        trained = [run for run in plan.runs if run.config]
-        assert all(run.config.scaling.local for run in trained)
-        assert all(run.config.epochs or run.config.steps >= 300 for run in trained)
-    same = [run.config for run in plan.runs if run.config and run.seed == plan.runs[0].seed]
-    changed = [(config.data, config.resume_settings() | {"seed": 0}) for config in same]
-    assert all(one != other for number, one in enumerate(changed) for other in changed[:number])
+        assert len({run.seed for run in runs}) >= 3
+        assert all(config.scaling.local and (config.epochs or config.steps >= 300) for config in trained)
+    changed = [(config.data, config.resume_settings()) for config in trained]
+    assert all(other not in changed[:number] for number, other in enumerate(changed))
 
 
 def test_there_are_at_least_ten_items_of_which_five_have_a_tiny_scale():
@@ -46,19 +46,21 @@ def test_there_are_at_least_ten_items_of_which_five_have_a_tiny_scale():
     assert tiny >= {"declutr-figure2", "declutr-figure3", "scd-table3", "scl-tables5-7", "simcse-dropout"}
 
 
-@pytest.mark.parametrize(("name", "column"), [("scl-tables5-7", "STS"), ("visualcse-table4", "Avg.")])
-def test_printed_means_are_those_of_the_printed_tasks(name, column):
-    tasks = [task for task in load_item(name).printed["t=1.0" if "scl" in name else "BERT, SupCon"] if task != column]
-    tasks = [task for task in tasks if task.startswith("ST" if "scl" in name else "S")]
+@pytest.mark.parametrize(
+    ("name", "column", "start"), [("scl-tables5-7", "STS", "ST"), ("visualcse-table4", "Avg.", "S")]
+)
+def test_printed_means_are_those_of_the_printed_tasks(name, column, start):
     for numbers in load_item(name).printed.values():
-        assert sum(numbers[task] for task in tasks) / len(tasks) == pytest.approx(numbers[column], abs=0.02)
+        tasks = [number for task, number in numbers.items() if task.startswith(start) and task not in (column, "SUBJ")]
+        tasks = tasks[:5] if column == "STS" else tasks
+        assert sum(tasks) / len(tasks) == pytest.approx(numbers[column], abs=0.02)
 
 
 def test_siblings_differ_from_their_controls_in_one_setting(tmp_path):
-    plan = plan_item("siblings", load_item("siblings"), "tiny", *places(tmp_path), {}, [0])
-    runs = {run.cell.name: flat_keys(run.config.model_dump(mode="json")) for run in plan.runs if run.config}
+    runs = plan(tmp_path, "siblings").runs
+    runs = {run.cell: flat_keys(run.config.model_dump(mode="json")) for run in runs if run.config}
     rates = {"optim.lr"}  # a control has its method's
-    for one, other, differing in (
+    for method, control, differing in (
         ("SCD", "SCD without repulsion", {"objective.repulsion_weight"}),
         ("SimCSE", "SimCSE with equal views", {"objective.equal_views"}),
         ("SimCSE", "SimCSE on hypotheses", {"data"} | rates),
@@ -66,50 +68,37 @@ def test_siblings_differ_from_their_controls_in_one_setting(tmp_path):
         ("SCL", "SCL cross entropy alone", {"objective.contrastive_weight"}),
         ("DeCLUTR", "MLM", {"objective.terms", "encoder.new_mlm_head"} | rates),
     ):
-        found = {key for key in runs[one].keys() | runs[other].keys() if runs[one].get(key) != runs[other].get(key)}
-        assert found == differing | {"run"}, one
-
-
-def test_given_start_replaces_the_start_and_its_shards(tmp_path):
-    item, start = load_item("siblings"), tmp_path / "start"
-    start.mkdir()
-    own = plan_item("siblings", item, "tiny", *places(tmp_path), {}, [0])
-    given = plan_item("siblings", item, "tiny", *places(tmp_path), {}, [0], start)
-    assert (own.start.data, given.start) == (own.shards["tiny-documents"].output, None)
-    assert own.shards.keys() - given.shards.keys() == {"tiny-documents"}
-    names = {run.config.encoder.pretrained if run.config else run.cell.encoder.name for run in given.runs}
-    assert names == {str(start)}
+        keys = runs[method].keys() | runs[control].keys()
+        changed = {key for key in keys if runs[method].get(key) != runs[control].get(key)}
+        assert changed == differing | {"run"}, method
 
 
 @pytest.mark.parametrize("name", ["work", 'Größe "1" 😀'])
-def test_part_of_an_item_needs_its_own_shards_alone(tmp_path, name):
-    item, start, folder = load_item("siblings"), tmp_path / "start", tmp_path / name
+def test_other_start_replaces_the_start_and_a_part_needs_its_own_shards_alone(tmp_path, name):
+    start, folder = tmp_path / "start", tmp_path / name
     start.mkdir()
-    one = plan_item("siblings", item, "tiny", *places(folder), {}, [0], start, ["start", "SCL"])
-    assert [run.cell.name for run in one.runs] == ["start", "SCL"]
-    assert set(one.shards) == {"siblings-pairs"}
-    assert one.runs[1].config.run == str(folder / "work/siblings-tiny/SCL-0/run")
+    own, other = plan(folder, "siblings"), plan(folder, "siblings", start=start)
+    part = plan(folder, "siblings", start=start, only=["start", "SCL"])
+    assert (own.start.data, other.start) == (own.shards["tiny-documents"].output, None)
+    assert own.shards.keys() - other.shards.keys() == {"tiny-documents"}
+    assert {run.config.encoder.pretrained if run.config else run.encoder.name for run in other.runs} == {str(start)}
+    assert [run.cell for run in part.runs] == ["start", "SCL"]
+    assert set(part.shards) == {"siblings-pairs"}
+    assert part.runs[1].config.run == str(folder / "work/an-item-tiny/SCL-0/run")
 
 
-def test_figure_2_has_as_many_spans_with_one_anchor_as_with_two(tmp_path):
-    for scale, name in (("tiny", "declutr-figure2"), ("paper", "declutr-figure2")):
-        plan = plan_item(name, load_item(name), scale, *places(tmp_path), {}, [0])
-        one, two = (
-            next(run.config for run in plan.runs if run.cell.labels.get("anchors") == label) for label in ("A=1", "A=2")
-        )
-        assert one.batch_documents == 2 * two.batch_documents
-        assert one.spans.num_anchors * one.batch_documents == two.spans.num_anchors * two.batch_documents
+@pytest.mark.parametrize("scale", ["tiny", "paper"])
+def test_figure_2_has_as_many_spans_with_one_anchor_as_with_two(tmp_path, scale):
+    runs = reversed(plan(tmp_path, "declutr-figure2", scale).runs)
+    runs = {run.labels.get("anchors"): run.config for run in runs}
+    single, double = runs["A=1"], runs["A=2"]
+    assert single.batch_documents == 2 * double.batch_documents
+    assert single.spans.num_anchors * single.batch_documents == double.spans.num_anchors * double.batch_documents
 
 
 @pytest.fixture
 def own(tmp_path):
     return write_item(tmp_path)
-
-
-def refusal(capsys, *words):
-    assert main(["reproduce", *map(str, words)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
 
 
 TERMS = {"both": {}, "mlm": {"objective.terms": "mlm"}}
@@ -148,10 +137,7 @@ TERMS = {"both": {}, "mlm": {"objective.terms": "mlm"}}
     ],
 )
 def test_wrong_item_is_refused_before_anything_starts(own, tmp_path, capsys, change, parts):
-    wrong = tmp_path / "wrong.yaml"
-    values = yaml.safe_load(own.read_text()) | {"printed": {}} | change
-    wrong.write_text(yaml.safe_dump(values, sort_keys=False))
-    line = refusal(capsys, wrong, *arguments(own, tmp_path / "work")[1:])
+    line = refusal(capsys, *arguments(changed(own, "wrong", **change), tmp_path / "work"))
     assert [part for part in parts if part not in line] == []
     assert not (tmp_path / "work").exists()
 
@@ -164,6 +150,8 @@ def test_wrong_item_is_refused_before_anything_starts(own, tmp_path, capsys, cha
         (["objective.terms=both"], "objective.terms cannot be changed for all runs"),
         (["objective={terms: both}"], "which differ in objective.terms"),
         (["--only", "boht"], "did you mean `both`"),
+        (["--seeds", "3,3"], "give each label and seed once"),
+        (["--seeds=-1"], "seed = -1"),
         (["--start", "configs"], "config.json"),
         (["--work", __file__], "is a file; name a folder"),
     ],
@@ -182,36 +170,36 @@ def test_plan_names_cells_seeds_steps_and_rows_and_runs_nothing(own, tmp_path, c
     assert "trains nothing" in refusal(capsys, "declutr-tableS1", "steps=3", "--work", tmp_path)
 
 
-def changed(own, settings, axes):
-    """Plans the item with other settings of its scale and other axes."""
-    values = yaml.safe_load(own.read_text()) | {"printed": {}, "axes": axes}
-    values["scales"]["tiny"]["settings"] = settings
+def with_settings(own, settings, axes):
+    """The item with other settings of its scale and other axes."""
+    scale = {"settings": settings}
     if "encoder" in settings:
-        values["scales"]["tiny"]["start"] = {"config": values["scales"]["tiny"]["config"]}
-    own.write_text(yaml.safe_dump(values, sort_keys=False))
-    return load_item(str(own))
+        scale["start"] = {"config": str(own.parent / "train.yaml")}
+    return load_item(str(changed(own, "changed", scale, axes=axes)))
+
+
+STARTING = {"encoder": {"pretrained": "$DECLUTR_START"}}
 
 
 @pytest.mark.parametrize(
-    ("settings", "change", "expected"),
+    ("settings", "words", "expected"),
     [
-        ({"steps": None, "epochs": 1}, {"steps": 3}, (3, None)),
-        ({"steps": 5}, {"epochs": 2}, (None, 2)),
-        ({"steps": None, "epochs": 1}, {"epochs": 2}, (None, 2)),
+        ({"steps": None, "epochs": 1}, ["steps=3"], {"steps": 3, "epochs": None}),
+        ({"steps": 5}, ["epochs=2"], {"steps": None, "epochs": 2}),
+        ({"steps": None, "epochs": 1}, ["epochs=2"], {"steps": None, "epochs": 2}),
+        (
+            {"optim.lr": 0.5, "optim.weight_decay": 0.3},
+            ["optim={lr: 0.25}"],
+            {"optim": OptimConfig(lr=0.25)},
+        ),
     ],
 )
-def test_steps_of_the_command_replace_epochs_of_the_item(own, tmp_path, settings, change, expected):
-    plan = plan_item("terms", changed(own, settings, {"terms": TERMS}), "tiny", *places(tmp_path), change, None)
-    assert {(run.config.steps, run.config.epochs) for run in plan.runs} == {expected}
+def test_steps_and_sections_of_the_command_replace_those_of_the_item(own, tmp_path, settings, words, expected):
+    runs = plan(tmp_path, with_settings(own, settings, {"terms": TERMS}), words=words).runs
+    assert all({key: getattr(run.config, key) for key in expected} == expected for run in runs)
     axes = {"anchors": {"A=1": {"epochs": 2}, "A=2": {}}}
     with pytest.raises(UsageError, match=r"steps cannot be changed for all runs, which differ in epochs"):
-        plan_item("terms", changed(own, {}, axes), "tiny", *places(tmp_path), {"steps": 3}, None)
-
-
-def test_section_replaces_what_the_item_has_of_it(own, tmp_path):
-    item = changed(own, {"optim.lr": 0.5, "optim.weight_decay": 0.3}, {"terms": TERMS})
-    run, *_ = plan_item("terms", item, "tiny", *places(tmp_path), {"optim": {"lr": 0.25}}, None).runs
-    assert (run.config.optim.lr, run.config.optim.weight_decay) == (0.25, OptimConfig().weight_decay)
+        plan(tmp_path, with_settings(own, {"steps": 4}, axes), words=["steps=3"])
 
 
 @pytest.mark.parametrize("only", [[], ["start"]])
@@ -220,24 +208,27 @@ def test_section_replaces_what_the_item_has_of_it(own, tmp_path):
 )
 def test_start_is_scored_with_the_pooling_that_all_runs_share(own, tmp_path, only, pooling, expected):
     axes = {"axis": {label: {"encoder.pooling": name} for label, name in zip("ab", pooling, strict=True)}}
-    item = changed(own, {"encoder": {"pretrained": "$DECLUTR_START"}}, axes)
+    item = with_settings(own, STARTING, axes)
     (tmp_path / "start").mkdir()
     start = encoder_folder(tmp_path / "start", "bert", pooling="cls")
-    first, *_ = plan_item("terms", item, "tiny", *places(tmp_path), {}, None, start, only).runs
-    assert (first.cell.name, first.cell.encoder.name, first.cell.encoder.pooling) == ("start", str(start), expected)
+    first, *_ = plan(tmp_path, item, start=start, only=only).runs
+    assert (first.cell, first.encoder.name, first.encoder.pooling) == ("start", str(start), expected)
 
 
 def test_start_with_a_prompt_or_where_nothing_starts_from_it_is_refused(own, tmp_path):
     (tmp_path / "start").mkdir()
     start = encoder_folder(tmp_path / "start", "bert", prompts={"query": "find: "}, default_prompt_name="query")
     with pytest.raises(UsageError, match="takes no --start"):
-        plan_item("terms", load_item(str(own)), "tiny", *places(tmp_path), {}, None, start)
-    item = changed(own, {"encoder": {"pretrained": "$DECLUTR_START"}}, {"axis": {"a": {}, "b": {"optim.lr": 0.5}}})
+        plan(tmp_path, str(own), start=start)
+    item = with_settings(own, STARTING, {"axis": {"a": {}, "b": {"optim.lr": 0.5}}})
     with pytest.raises(UsageError, match=f"--start {start}: puts 'find: ' before each text"):
-        plan_item("terms", item, "tiny", *places(tmp_path), {}, None, start)
+        plan(tmp_path, item, start=start)
 
 
-AXES = [Cell({"terms": terms, "share": share}, {}) for terms in ("both", "mlm") for share in ("all", "half")]
+CELLS = {
+    f"{terms}, {share}": {"terms": terms, "share": share} for terms in ("both", "mlm") for share in ("all", "half")
+}
+START = {"start": {}}
 
 
 def numbers(seeds=5, effect=1.0):
@@ -245,59 +236,54 @@ def numbers(seeds=5, effect=1.0):
     rng = np.random.default_rng(0)
     luck = 10 * rng.standard_normal(seeds)
     return {
-        cell.name: {
-            seed: float(luck[seed] + (effect if cell.labels["terms"] == "both" else 0) + rng.standard_normal())
+        name: {
+            seed: float(luck[seed] + effect * (cell["terms"] == "both") + rng.standard_normal())
             for seed in range(seeds)
         }
-        for cell in AXES
+        for name, cell in CELLS.items()
     }
 
 
-def averaged(*given):
-    return [one for one in compare_labels(*given) if not one.within]
+def averaged(*arguments):
+    return [row for row in compare_labels(*arguments) if not row.within]
 
 
-def test_labels_are_compared_as_by_a_paired_t_test():
-    given = numbers()
-    one, other = averaged(AXES, given)
-    assert (one.axis, one.label, one.base, one.seeds) == ("terms", "mlm", "both", 5)
-    assert (other.axis, other.label, other.base) == ("share", "half", "all")
-    means = {
-        terms: np.mean([list(given[f"{terms}, {share}"].values()) for share in ("all", "half")], axis=0)
-        for terms in ("both", "mlm")
-    }
-    expected = stats.ttest_rel(means["mlm"], means["both"])
+@pytest.mark.parametrize("within", ["", "all", "half"])
+def test_labels_are_compared_as_by_a_paired_t_test_also_within_each_label_of_the_other_axis(within):
+    column, rows = numbers(), compare_labels(CELLS, numbers())
+    assert [(row.axis, row.label, row.base, row.seeds) for row in rows if not row.within] == [
+        ("terms", "mlm", "both", 5),
+        ("share", "half", "all", 5),
+    ]
+    assert len(rows) == 6
+    (row,) = (row for row in rows if (row.label, row.within) == ("mlm", within))
+    shares = [within] if within else ["all", "half"]
+    mlm, both = (
+        np.mean([list(column[f"{terms}, {share}"].values()) for share in shares], axis=0) for terms in ("mlm", "both")
+    )
+    expected = stats.ttest_rel(mlm, both)
     interval = expected.confidence_interval(0.95)
-    assert one.difference == pytest.approx((means["mlm"] - means["both"]).mean())
-    assert one.p == pytest.approx(expected.pvalue)
-    assert one.interval == pytest.approx((interval.low, interval.high))
-    assert compare_labels(AXES, numbers(effect=20.0))[0].measurable
-    assert not compare_labels(AXES, numbers(effect=0.0))[0].measurable
-    given = numbers()
-    del given["mlm, half"][3]
-    assert [one.seeds for one in averaged(AXES, given)] == [4, 4]
-    given["both, all"] = {}
-    assert averaged(AXES, given) == []
+    assert row.difference == pytest.approx((mlm - both).mean())
+    assert row.p == pytest.approx(expected.pvalue)
+    assert row.interval == pytest.approx((interval.low, interval.high))
+    assert [compare_labels(CELLS, numbers(effect=effect))[0].measurable for effect in (20.0, 0.0)] == [True, False]
 
 
-def test_labels_of_two_axes_are_compared_within_each_label_of_the_other():
-    given = numbers()
-    found = {(one.label, one.within): one for one in compare_labels(AXES, given)}
-    assert len(found) == 6
-    for share in ("all", "half"):
-        one, other = (list(given[f"{terms}, {share}"].values()) for terms in ("mlm", "both"))
-        assert found["mlm", share].difference == pytest.approx(np.mean(one) - np.mean(other))
-        assert found["mlm", share].p == pytest.approx(stats.ttest_rel(one, other).pvalue)
-    three = [Cell(cell.labels | {"third": "x"}, {}) for cell in AXES]
-    assert all(not one.within for one in compare_labels(three, {f"{name}, x": one for name, one in given.items()}))
-    # Else the other axes' effects would count as those of the label.
-    given, part = numbers(), [cell for cell in AXES if cell.name != "both, half"]
-    one, other = averaged(part, given)
-    pairs = (given["mlm, all"].values(), given["both, all"].values())
-    assert one.difference == pytest.approx(np.mean([mlm - both for mlm, both in zip(*pairs, strict=True)]))
-    assert (one.label, other.label) == ("mlm", "half")
-    apart = [cell for cell in AXES if cell.name in ("both, all", "mlm, half")]
-    assert compare_labels(apart, given) == []
+def test_only_seeds_and_combinations_that_both_labels_have_are_compared():
+    """Else the other axes' effects would count as those of the label."""
+    column = numbers()
+    part = {name: cell for name, cell in CELLS.items() if name != "both, half"}
+    first, second = averaged(part, column)
+    pairs = zip(column["mlm, all"].values(), column["both, all"].values(), strict=True)
+    assert first.difference == pytest.approx(np.mean([mlm - both for mlm, both in pairs]))
+    assert (first.label, second.label) == ("mlm", "half")
+    assert compare_labels({name: CELLS[name] for name in ("both, all", "mlm, half")}, column) == []
+    three = {name: cell | {"third": "x"} for name, cell in CELLS.items()}
+    assert [row.within for row in compare_labels(three, column)] == ["", ""]
+    del column["mlm, half"][3]
+    assert [row.seeds for row in averaged(CELLS, column)] == [4, 4]
+    column["both, all"] = {}
+    assert averaged(CELLS, column) == []
 
 
 @pytest.mark.parametrize("effect", [0.0, 0.1, 40.1])
@@ -305,65 +291,62 @@ def test_labels_of_two_axes_are_compared_within_each_label_of_the_other():
 def test_few_numbers_or_equal_differences_have_neither_interval_nor_p(seeds, effect):
     """Differences that are equal but for rounding, such as 0.3 - 0.2 and 0.2 - 0.1, vary by nothing."""
     equal = {
-        cell.name: {seed: 0.1 * seed + effect * (cell.labels["terms"] == "mlm") for seed in range(seeds)}
-        for cell in AXES
+        name: {seed: 0.1 * seed + effect * (cell["terms"] == "mlm") for seed in range(seeds)}
+        for name, cell in CELLS.items()
     }
-    one = compare_labels(AXES, equal)[0]
-    assert one.difference == pytest.approx(effect)
-    assert (one.p, one.interval, one.measurable) == (None, None, False)
-    assert ("(one seed)" if seeds == 1 else "(not measurable)") in difference_row(one)
+    row = compare_labels(CELLS, equal)[0]
+    assert row.difference == pytest.approx(effect)
+    assert (row.p, row.interval, row.measurable) == (None, None, False)
+    assert ("(one seed)" if seeds == 1 else "(not measurable)") in difference_row(row)
 
 
 def test_every_label_of_every_axis_is_compared_with_the_start():
-    start = dict.fromkeys(range(5), 7.0)
-    found = averaged([Cell({}, {}), *AXES], numbers() | {"start": start})
-    assert [(one.axis, one.label, one.base) for one in found] == [
+    rows = averaged(START | CELLS, numbers() | {"start": dict.fromkeys(range(5), 7.0)})
+    assert [(row.axis, row.label, row.base) for row in rows] == [
         *[("terms", "mlm", "both"), ("terms", "both", "start"), ("terms", "mlm", "start")],
         *[("share", "half", "all"), ("share", "all", "start"), ("share", "half", "start")],
     ]
-    assert [one for one in found if one.base != "start"] == averaged(AXES, numbers())
-    gains = {one.label: one.difference for one in found if one.base == "start"}
-    assert gains["mlm"] - gains["both"] == pytest.approx(found[0].difference)
+    assert [row for row in rows if row.base != "start"] == averaged(CELLS, numbers())
+    gains = {row.label: row.difference for row in rows if row.base == "start"}
+    assert gains["mlm"] - gains["both"] == pytest.approx(rows[0].difference)
 
 
-def test_pairs_of_an_axis_are_compared_in_place_of_its_first_label():
-    cells = [Cell({}, {}), *(Cell({"method": name}, {}) for name in ("first", "one", "other"))]
-    start, first = dict.fromkeys((0, 1), 1.0), {0: 2.0, 1: 1.0}
-    given = {"start": start, "first": first, "one": {0: 3.0, 1: 4.0}, "other": {0: 2.5, 1: 3.0}}
-    pairs = [("one", "other"), ("one", "of a cell that is not run")]
-    found = compare_labels(cells, given, pairs)
-    assert [(one.label, one.base, one.difference) for one in found] == [
-        ("one", "other", 0.75),
-        ("first", "start", 0.5),
-        ("one", "start", 2.5),
-        ("other", "start", 1.75),
-    ]
-    of_other_axis = [("a", "b")]
-    assert [one.base for one in compare_labels(cells, given, of_other_axis)] == ["first", "first", *["start"] * 3]
-    part = [cell for cell in cells if cell.name != "other"]
-    assert [(one.label, one.base) for one in compare_labels(part, given, pairs)] == [
-        ("first", "start"),
-        ("one", "start"),
-    ]
+@pytest.mark.parametrize(
+    ("pairs", "without", "expected"),
+    [
+        ([("second", "third"), ("second", "of a cell that is not run")], "", [("second", "third", 0.75)]),
+        ([("second", "third")], "third", []),
+        ([("of another", "axis")], "", [("second", "first", 2.0), ("third", "first", 1.25)]),
+    ],
+)
+def test_pairs_of_an_axis_are_compared_in_place_of_its_first_label(pairs, without, expected):
+    cells = START | {name: {"method": name} for name in ("first", "second", "third") if name != without}
+    column = {
+        "start": {0: 1.0, 1: 1.0},
+        "first": {0: 2.0, 1: 1.0},
+        "second": {0: 3.0, 1: 4.0},
+        "third": {0: 2.5, 1: 3.0},
+    }
+    rows = [(row.label, row.base, row.difference) for row in compare_labels(cells, column, pairs)]
+    gains = [("first", "start", 0.5), ("second", "start", 2.5), ("third", "start", 1.75)]
+    assert rows == expected + [row for row in gains if row[0] != without]
 
 
-def test_lower_layers_are_those_of_the_source(tmp_path):
+def test_lower_layers_are_those_of_the_source(tmp_path, capsys):
     (tmp_path / "source").mkdir()
     source = encoder_folder(tmp_path / "source", "bert")
-    lower_layers.main([str(source), "1", str(tmp_path / "one")])
-    whole, cut = AutoModel.from_pretrained(source), AutoModel.from_pretrained(tmp_path / "one")
+    lower_layers.main([str(source), "1", str(tmp_path / "new")])
+    whole, cut = AutoModel.from_pretrained(source), AutoModel.from_pretrained(tmp_path / "new")
     assert cut.config.num_hidden_layers == len(cut.encoder.layer) == 1
     theirs = whole.state_dict()
     assert all(value.equal(theirs[name]) for name, value in cut.state_dict().items())
-    with pytest.raises(SystemExit, match=all_of("9 layers", "has 2")):
-        lower_layers.main([str(source), "9", str(tmp_path / "nine")])
-    assert not (tmp_path / "nine").exists()
-
-
-@pytest.mark.parametrize(("source", "target", "part"), [("none", "new", "no config.json"), ("one", "one", "exists")])
-def test_wrong_folders_are_refused(tmp_path, capsys, source, target, part):
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "config.json").write_text("{}")
-    with pytest.raises(SystemExit):
-        lower_layers.main([str(tmp_path / source), "1", str(tmp_path / target)])
-    assert part in capsys.readouterr().err
+    for folder, layers, target, parts in (
+        (source, 9, "nine", ("9 layers", "has 2")),
+        (tmp_path / "none", 1, "other", ("none has no config.json",)),
+        (source, 1, "new", ("new exists already",)),
+    ):
+        with pytest.raises(SystemExit):
+            lower_layers.main([str(folder), str(layers), str(tmp_path / target)])
+        message = capsys.readouterr().err
+        assert [part for part in parts if part not in message] == []
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "new"}

@@ -1,9 +1,7 @@
 """`declutr reproduce` as a whole on a tiny item, without Ray: runs, results, kills, and what decides scores."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -13,7 +11,7 @@ import pytest
 import torch
 import yaml
 from folders import encoder_folder
-from papers import arguments, write_item
+from papers import arguments, changed, refusal, write_item
 from prepared import Row, write_prepared
 from safetensors.torch import load_file, save_file
 from sentevalsets import write_sets
@@ -25,18 +23,13 @@ from declutr.common.errors import UsageError
 from declutr.common.lock import RunLock
 from declutr.evaluation.senteval.runner.plan import VERSIONS
 from declutr.reproduction import provenance
-from declutr.reproduction.item import load_item, plan_item
-from declutr.reproduction.running import identity, made_from, run_ready
+from declutr.reproduction.identity import identity, made_from, run_ready
+from declutr.reproduction.item import load_item
+from declutr.reproduction.plan import ItemPlan
 
 
 def call(*words):
     return main(["reproduce", *map(str, words)])
-
-
-def refusal(capsys, *words):
-    capsys.readouterr()
-    assert call(*words) == 1
-    return capsys.readouterr().err.splitlines()[-1]
 
 
 def planned(capsys, *words):
@@ -45,17 +38,17 @@ def planned(capsys, *words):
     return capsys.readouterr().out
 
 
-def changed(item, path, scale=(), **keys):
-    """Writes the item with other keys to a path, and with other keys of its scale; returns the path."""
-    values = yaml.safe_load(item.read_text()) | {"printed": {}} | keys
-    values["scales"]["tiny"] |= dict(scale)
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
-    return path
-
-
-def beside(item, copy, work, *words):
-    """Arguments for another file of the item with its data."""
-    return [copy, *arguments(item, work, *words)[1:]]
+def kill_at(file, *words):
+    """Kills the command once the file exists, and waits until its processes are gone; returns the command."""
+    command = [sys.executable, "-m", "declutr.cli.main", "reproduce", *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until(file.is_file, str(file), 120)
+    started = {pid: title for pid, title in descendants(process.pid).items() if "declutr.cli.main" in title}
+    assert started, "a process that works"
+    process.kill()
+    process.communicate()
+    assert wait_gone(started, 20) == {}
+    return command
 
 
 def results(folder, name="results"):
@@ -82,6 +75,7 @@ def test_results_have_all_runs_the_papers_number_paired_differences_and_facts(fi
     cells = whole["numbers"]["STS-B"]
     names = ("both, 100%", "both, 50%", "mlm, 100%", "mlm, 50%")
     assert {(name, seed) for name, seeds in cells.items() for seed in seeds} == {(n, s) for n in names for s in "01"}
+    assert len({number for seeds in cells.values() for number in seeds.values()}) == 8
     rows = {(row["axis"], row["label"]): row for row in whole["differences"]["STS-B"] if not row["within"]}
     assert set(rows) == {("terms", "mlm"), ("share", "50%")}
     gains = [cells[f"mlm, {share}"][seed] - cells[f"both, {share}"][seed] for share in ("100%", "50%") for seed in "01"]
@@ -96,20 +90,7 @@ def test_results_have_all_runs_the_papers_number_paired_differences_and_facts(fi
 
 
 @pytest.mark.slow
-def test_runs_are_ordinary_and_differ_by_seed_and_share(finished):
-    def digests(name):
-        lines = map(json.loads, (finished / name / "run/metrics.jsonl").read_text().splitlines())
-        return [line["batch_digest"] for line in lines if line["kind"] == "step"]
-
-    assert (finished / "both-100--0/run/export/model.safetensors").is_file()
-    assert len(digests("both-100--0")) == 4
-    assert len({tuple(digests(name)) for name in ("both-100--0", "both-100--1", "both-50--0")}) == 3
-    config = yaml.safe_load((finished / "mlm-50--1/run/config.yaml").read_text())
-    assert (config["seed"], config["data_fraction"], config["objective"]["terms"]) == (1, 0.5, "mlm")
-
-
-@pytest.mark.slow
-def test_second_call_repeats_nothing_and_other_columns_train_nothing(item, finished, tmp_path):
+def test_second_call_repeats_nothing_nor_does_a_part_or_another_column_train(item, finished, tmp_path, capsys):
     work = shutil.copytree(finished.parent, tmp_path / "work")
 
     def times(name):
@@ -117,22 +98,28 @@ def test_second_call_repeats_nothing_and_other_columns_train_nothing(item, finis
 
     scored, trained = times("scores.json"), times("metrics.jsonl")
     assert call(*arguments(item, work)) == 0
+    whole = (work / "terms-tiny/results.json").read_bytes()
+    assert call(*arguments(item, work, "--only", "mlm", "--seeds", "0")) == 0
+    assert (work / "terms-tiny/results.json").read_bytes() == whole
+    assert results(work / "terms-tiny", "results-part")["numbers"]["STS-B"].keys() == {"mlm, 100%", "mlm, 50%"}
     assert (times("scores.json"), len(scored)) == (scored, 8)
     columns = yaml.safe_load(item.read_text())["columns"] | {"years": {"tasks": ["STS12"]}}
-    assert call(*beside(item, changed(item, tmp_path / "terms.yaml", columns=columns), work)) == 0
+    copy = shutil.copytree(item.parent, tmp_path / "item") / item.name
+    assert call(*arguments(changed(copy, "terms", columns=columns), work)) == 0
     numbers = results(work / "terms-tiny")["numbers"]
     assert numbers["years"].keys() == numbers["STS-B"].keys()
     assert times("metrics.jsonl") == trained
+    assert "8 finished" in planned(capsys, *arguments(item, finished.parent, "checkpoint.every_steps=2"))
+    message = refusal(capsys, *arguments(item, work, "--plan", "optim.lr=0.5"))
+    assert "both-100--0/run: was trained with other settings or data (optim.lr was" in message
+    (work / "terms-tiny/mlm-100--0/run.made_from.json").unlink()
+    assert "mlm-100--0/run: has a run, and no" in refusal(capsys, *arguments(item, work))
 
 
 @pytest.mark.slow
 def test_killed_call_continues_to_the_same_numbers(item, finished, tmp_path):
     work, words = tmp_path / "work", ("--seeds", "0")
-    command = [sys.executable, "-m", "declutr.cli.main", "reproduce", *arguments(item, work, *words)]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until((work / "terms-tiny/both-50--0/run/checkpoints/step-00000002/state.json").is_file, "a checkpoint", 120)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    kill_at(work / "terms-tiny/both-50--0/run/checkpoints/step-00000002/state.json", *arguments(item, work, *words))
     assert not (work / "terms-tiny/mlm-50--0/scores.json").exists()
     assert call(*arguments(item, work, *words)) == 0
     again, whole = results(work / "terms-tiny", "results-part"), results(finished)
@@ -147,11 +134,11 @@ def test_start_is_scored_beside_the_chosen_and_the_last_checkpoint(item, finishe
     config = yaml.safe_load(item.read_text())["scales"]["tiny"]["config"]
     scale = {"settings": {"encoder": {"pretrained": "$DECLUTR_START"}, "optim.lr": 0.01}, "start": {"config": config}}
     columns = {"chosen": judged, "last": judged | {"checkpoint": "last"}}
-    copy = changed(item, tmp_path / "starts.yaml", scale, columns=columns, axes={"terms": {"both": {}, "mlm": {
+    copy = changed(item, "starts", scale, columns=columns, axes={"terms": {"both": {}, "mlm": {
         "objective.terms": "mlm"}}})  # fmt: skip
     words, numbers = ["--start", start, "--only", "start", "--only", "mlm", "--seeds", "0"], {}
     for export in ("best", "last"):
-        assert call(*beside(item, copy, tmp_path / export, *words, f"export={export}")) == 0
+        assert call(*arguments(copy, tmp_path / export, *words, f"export={export}")) == 0
         assert not (tmp_path / export / "start").exists()
         part = results(tmp_path / export / "starts-tiny", "results-part")
         numbers[export] = part["numbers"]
@@ -159,7 +146,7 @@ def test_start_is_scored_beside_the_chosen_and_the_last_checkpoint(item, finishe
     assert numbers["best"]["chosen"]["start"] == numbers["best"]["last"]["start"] == numbers["last"]["last"]["start"]
     assert numbers["best"]["last"]["mlm"] == numbers["last"]["chosen"]["mlm"] == numbers["last"]["last"]["mlm"]
     for word in ("checkpoint.every_steps=2", "validation.patience=7"):  # of these checkpoints one was chosen
-        message = refusal(capsys, *beside(item, copy, tmp_path / "best", *words, "export=best", "--plan", word))
+        message = refusal(capsys, *arguments(copy, tmp_path / "best", *words, "export=best", "--plan", word))
         assert f"mlm-0/run: was trained with other settings or data ({word.partition('=')[0]} was" in message
 
 
@@ -169,47 +156,22 @@ def test_runs_from_another_start_are_refused(item, tmp_path, capsys):
     work, words = tmp_path / "work", ("--only", "mlm, 50%", "--seeds", "0")
 
     def starting(steps):
-        scale = {"settings": {"encoder": {"pretrained": "$DECLUTR_START"}}}
-        scale["start"] = {"config": config, "settings": {"steps": steps}}
-        return changed(item, tmp_path / "starts.yaml", scale)
+        start = {"config": config, "settings": {"steps": steps}}
+        scale = {"settings": {"encoder": {"pretrained": "$DECLUTR_START"}}, "start": start}
+        return arguments(changed(item, "starts", scale), work, *words)
 
-    assert call(*beside(item, starting(2), work, *words)) == 0
-    assert "start      ready" in planned(capsys, *beside(item, starting(2), work))
-    message = refusal(capsys, *beside(item, starting(3), work, "--plan"))
-    assert "start: was trained with other settings or data (steps was 2, now 3); delete it, or name another" in message
+    assert call(*starting(2)) == 0
+    assert "start      ready" in planned(capsys, *starting(2))
+    message = "was trained with other settings or data"
+    assert f"start: {message} (steps was 2, now 3); delete it, or name" in refusal(capsys, *starting(3), "--plan")
     shutil.rmtree(work / "start")
     (work / "start.made_from.json").unlink()
-    message = refusal(capsys, *beside(item, starting(3), work, *words))
-    assert "mlm-50--0/run: was trained with other settings or data (encoder.pretrained (content) was" in message
-
-
-@pytest.mark.slow
-def test_other_shards_settings_or_senteval_files_never_show_earlier_scores(item, finished, tmp_path, capsys):
-    work = shutil.copytree(finished.parent, tmp_path / "work")
-    write_prepared(tmp_path / "other", [[Row(f"other words {n} " * 40) for n in range(96)]], geometry=GEOMETRY)
-    assert "8 finished" in planned(capsys, *arguments(item, work))
-    assert "8 finished" in planned(capsys, *arguments(item, work, "checkpoint.every_steps=2"))
-    for word, key in ((f"data={tmp_path / 'other'}", "data (content)"), ("optim.lr=0.5", "optim.lr")):
-        message = refusal(capsys, *arguments(item, work, "--plan", word))
-        assert "both-100--0/run: was trained with other settings or data (" in message
-        assert f"{key} was" in message
-        assert "--work" in message
-    (work / "terms-tiny/mlm-100--0/run.made_from.json").unlink()
-    assert "mlm-100--0/run: has a run, and no" in refusal(capsys, *arguments(item, work))
-
-
-@pytest.mark.slow
-def test_part_of_an_item_does_not_replace_the_results_of_all(item, finished, tmp_path):
-    work = shutil.copytree(finished.parent, tmp_path / "work")
-    whole = (work / "terms-tiny/results.json").read_bytes()
-    assert call(*arguments(item, work, "--only", "mlm", "--seeds", "0")) == 0
-    assert (work / "terms-tiny/results.json").read_bytes() == whole
-    assert results(work / "terms-tiny", "results-part")["numbers"]["STS-B"].keys() == {"mlm, 100%", "mlm, 50%"}
+    assert f"mlm-50--0/run: {message} (encoder.pretrained (content) was" in refusal(capsys, *starting(3))
 
 
 def test_commit_and_machine_of_the_training_stay_when_its_run_is_scored_again(item, tmp_path):
-    copy, folder = changed(item, tmp_path / "terms.yaml", axes={"run": {"one": {}}}), tmp_path / "work/terms-tiny"
-    words = beside(item, copy, tmp_path / "work", "--seeds", "0")
+    copy, folder = changed(item, "single", axes={"run": {"one": {}}}), tmp_path / "work/single-tiny"
+    words = arguments(copy, tmp_path / "work", "--seeds", "0")
     assert call(*words) == 0
     scored_by = results(folder, "results-part")["scored_by"]
     (folder / "one-0/trained_by.json").write_text(json.dumps([scored_by[0] | {"commit": "0123abc"}]))
@@ -220,60 +182,48 @@ def test_commit_and_machine_of_the_training_stay_when_its_run_is_scored_again(it
     assert text.index("Trained by: *Hardware:*") < text.index("0123abc") < text.index("Scored by: *Hardware:*")
 
 
-def test_commit_is_that_of_a_checkout_and_never_that_of_a_repository_around_the_package(tmp_path):
+@pytest.mark.parametrize(
+    ("package", "named"), [("src/declutr/reproduction", True), (".venv/lib/site-packages/declutr/reproduction", False)]
+)
+def test_commit_is_that_of_a_checkout_and_never_that_of_a_repository_around_the_package(tmp_path, package, named):
     def git(*words):
-        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        done = subprocess.run(["git", "-C", tmp_path, *name, *words], check=True, capture_output=True, text=True)
-        return done.stdout.strip()
+        command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "theirs")
-
-    def commit(package):
-        package.mkdir(parents=True)
-        copied = shutil.copy(Path(provenance.__file__).resolve(), package)
-        spec = spec_from_file_location("copied", copied)
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.facts([])["commit"]
-
-    assert commit(tmp_path / ".venv/lib/site-packages/declutr/reproduction") is None
-    assert commit(tmp_path / "src/declutr/reproduction") == git("rev-parse", "HEAD")
+    (tmp_path / package).mkdir(parents=True)
+    spec = spec_from_file_location("copied", shutil.copy(Path(provenance.__file__).resolve(), tmp_path / package))
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.facts([])["commit"] == (git("rev-parse", "HEAD") if named else None)
 
 
-def test_failed_run_and_column_without_data_are_named_and_the_others_run(item, tmp_path, capsys):
-    """A rate beyond all bounds makes the loss of one cell infinite; the shards of another have no corpus."""
-    (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": {
-        "output": "unused", "corpus": {"kind": "files", "paths": ["$DECLUTR_DATA/gone.txt"]},
-        "tokenizer": {"kind": "train", "vocab_size": 400}}}))  # fmt: skip
-    axes = {"run": {"small": {}, "huge": {"optim.lr": 1.0e12, "optim.max_grad_norm": None},
-            "other": {"data": "$DECLUTR_WORK/shards/gone"}}}  # fmt: skip
+def test_failed_runs_and_columns_without_data_are_named_and_the_others_run(item, tmp_path, capsys):
+    """A rate beyond all bounds makes a loss infinite; other runs have less than a batch, or shards without a corpus."""
+    values = {"output": "unused", "corpus": {"kind": "files", "paths": ["$DECLUTR_DATA/gone.txt"]}}
+    values["tokenizer"] = {"kind": "train", "vocab_size": 400}
+    (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": values}))
+    axes = {"run": {"few": {"data_fraction": 0.01}, "huge": {"optim.lr": 1.0e12, "optim.max_grad_norm": None},
+            "other": {"data": "$DECLUTR_WORK/shards/gone"}, "small": {}}}  # fmt: skip
     columns = {"STS-B": {"tasks": ["STSBenchmark"], "number": "all"}, "SNLI": {"tasks": ["SNLI"]}}
     columns["mean"] = {"mean_of": ["STS-B", "SNLI"]}
     scale = {"shards": {"gone": {"config": str(tmp_path / "prepare.yaml")}}}
-    copy = changed(item, tmp_path / "rates.yaml", scale, axes=axes, columns=columns)
-    words = beside(item, copy, tmp_path / "work", "--seeds", "0")
+    copy = changed(item, "rates", scale, axes=axes, columns=columns)
+    words = arguments(copy, tmp_path / "work", "--seeds", "0")
     text = planned(capsys, *words)
     for part in ("missing    SNLI: no data of SNLI in", "missing    mean: needs SNLI", "missing    gone: "):
         assert part in text
-    assert "2 of 3 runs failed, the others are scored: huge, seed 0: " in refusal(capsys, *words)
+    assert "3 of 4 runs failed, the others are scored: shards gone: corpus.paths" in refusal(capsys, *words)
     part = results(tmp_path / "work/rates-tiny", "results-part")
     assert (list(part["numbers"]), set(part["numbers"]["STS-B"])) == (["STS-B"], {"small"})
-    assert list(part["failed"]) == ["huge, seed 0", "other, seed 0"]
+    assert list(part["failed"]) == ["shards gone", "few, seed 0", "huge, seed 0", "other, seed 0"]
+    assert "data_fraction = 0.01: leaves" in part["failed"]["few, seed 0"]
+    assert not list((tmp_path / "work/rates-tiny/few-0").rglob("step-*"))
     assert list(part["not_scored"]) == ["SNLI", "mean"]
     text = (tmp_path / "work/rates-tiny/results-part.md").read_text()
-    assert [
-        line for line in ("| huge | - |", "- other, seed 0: shards gone: ", "- SNLI: no data") if line not in text
-    ] == []
-
-
-def test_share_smaller_than_a_batch_is_refused_before_its_run(item, tmp_path, capsys):
-    copy = changed(item, tmp_path / "terms.yaml", axes={"run": {"one": {}}})
-    capsys.readouterr()
-    assert call(*beside(item, copy, tmp_path / "work", "data_fraction=0.01")) == 1
-    message = capsys.readouterr().err
-    assert "data_fraction = 0.01: leaves" in message
-    assert not list((tmp_path / "work").rglob("step-*"))
+    for line in ("| huge | - |", "- other, seed 0: data = ", "- shards gone: corpus.paths", "- SNLI: no data"):
+        assert line in text
 
 
 @pytest.mark.parametrize("folder", [".", "terms-tiny"])
@@ -289,9 +239,9 @@ def test_shards_of_other_settings_are_refused(item, tmp_path, capsys):
     values = {"output": "unused", "tokenizer": {"kind": "train", "vocab_size": 400}, "geometry": GEOMETRY}
     values["corpus"] = {"kind": "files", "paths": ["$DECLUTR_DATA/texts"]}
     (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": values}))
-    copy = changed(item, tmp_path / "a.yaml", {"shards": {"documents": {"config": str(tmp_path / "prepare.yaml")}}})
+    copy = changed(item, "a", {"shards": {"documents": {"config": str(tmp_path / "prepare.yaml")}}})
     shutil.copytree(item.parent / "shards", tmp_path / "work/shards/documents")
-    message = refusal(capsys, *beside(item, copy, tmp_path / "work"))
+    message = refusal(capsys, *arguments(copy, tmp_path / "work"))
     assert "was prepared with other settings" in message
     assert f"{item.parent / 'data/texts'}" in message
 
@@ -304,15 +254,8 @@ def test_kill_while_shards_are_prepared_ends_all_and_the_same_command_finishes(t
     (tmp_path / "prepare.yaml").write_text(yaml.safe_dump({"prepare": prepare}))
     scale = {"settings": {"data": "$DECLUTR_WORK/shards/documents"}}
     scale["shards"] = {"documents": {"config": str(tmp_path / "prepare.yaml")}}
-    changed(item, item, scale, axes={"run": {"one": {}}})
-    command = [sys.executable, "-m", "declutr.cli.main", "reproduce", *arguments(item, work, "--seeds", "0")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until((work / "shards/documents/lock.json").is_file, "the lock of the preparation", 120)
-    started = {pid: title for pid, title in descendants(process.pid).items() if "declutr.cli.main" in title}
-    assert len(started) == 3, "a process that works, and two that prepare"
-    process.kill()
-    process.communicate()
-    assert wait_gone(started, 10) == {}
+    changed(item, "terms", scale, axes={"run": {"one": {}}})
+    command = kill_at(work / "shards/documents/lock.json", *arguments(item, work, "--seeds", "0"))
     again = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stderr
     assert list(results(work / "terms-tiny", "results-part")["numbers"]["STS-B"]) == ["one"]
@@ -363,18 +306,18 @@ def test_warnings_of_a_scoring_stand_with_the_results(encoders, tmp_path):
     folder = shutil.copytree(values["encoders"]["CLS"]["name"], tmp_path / "collapsed")
     weights = load_file(folder / "model.safetensors")
     save_file({name: torch.zeros_like(tensor) for name, tensor in weights.items()}, folder / "model.safetensors")
-    copy = changed(encoders, tmp_path / "pooling.yaml", encoders=values["encoders"] | {"none": {"name": str(folder)}})
+    copy = changed(encoders, "warned", encoders=values["encoders"] | {"none": {"name": str(folder)}})
     for _ in range(2):  # the second time from files
-        assert call(*beside(encoders, copy, tmp_path / "work")) == 0
-        warnings = results(tmp_path / "work/pooling-tiny")["warnings"]
+        assert call(*arguments(copy, tmp_path / "work")) == 0
+        warnings = results(tmp_path / "work/warned-tiny")["warnings"]
         assert warnings.keys() == {"none, seed 0"}
         lines = warnings["none, seed 0"]
         assert any(line.endswith("sampled embeddings are zero") for line in lines)
         assert any(line.startswith("STS12: no correlation in") for line in lines)
         assert not any("published" in line for line in lines)
-        text = (tmp_path / "work/pooling-tiny/results.md").read_text()
+        text = (tmp_path / "work/warned-tiny/results.md").read_text()
         assert "Warnings of the scoring:\n\n- none, seed 0: " in text
-        for path in (tmp_path / "work/pooling-tiny").glob("*/scores.json"):
+        for path in (tmp_path / "work/warned-tiny").glob("*/scores.json"):
             path.unlink()
 
 
@@ -403,9 +346,9 @@ def home(tmp_path, monkeypatch):
 
 def first_run(home, **keys):
     """Plan and first run of the item with other keys."""
-    copy = changed(home / "terms.yaml", home / "changed.yaml", **keys)
+    copy = changed(home / "terms.yaml", "changed", **keys)
     places = (home / "data", home / "data/senteval", home / "work")
-    plan = plan_item("changed", load_item(str(copy)), "tiny", *places, {}, None)
+    plan = ItemPlan("changed", load_item(str(copy)), "tiny", *places)
     return plan, plan.runs[0]
 
 
@@ -431,19 +374,19 @@ def test_encoder_of_other_files_has_other_scores(home, name):
 
 
 def test_run_that_is_trained_further_has_other_scores_and_its_logs_decide_nothing(home):
-    run = home / "run"
-    write(run / "checkpoints/step-00000002/encoder.pt", "2")
-    seen = [encoder_identity(home, str(run))]
-    write(run / "metrics.jsonl")
-    write(run / "checkpoints/step-00000001/encoder.pt")
-    assert encoder_identity(home, str(run)) == seen[0]
-    write(run / "checkpoints/step-00000004/encoder.pt", "4")
-    seen.append(encoder_identity(home, str(run)))
-    write(run / "export/model.safetensors", "4")
-    seen.append(encoder_identity(home, str(run)))
-    write(run / "checkpoints/step-00000006/encoder.pt", "6")
-    assert encoder_identity(home, str(run)) == seen[-1]
-    assert len({*seen}) == 3
+    identities = [""]
+    for file, decides in (
+        ("checkpoints/step-00000002/encoder.pt", True),
+        ("metrics.jsonl", False),
+        ("checkpoints/step-00000001/encoder.pt", False),
+        ("checkpoints/step-00000004/encoder.pt", True),
+        ("export/model.safetensors", True),
+        ("checkpoints/step-00000006/encoder.pt", False),
+    ):
+        write(home / "run" / file, file)
+        identities.append(encoder_identity(home, str(home / "run")))
+        assert (identities[-1] != identities[-2]) == decides, file
+    assert len({*identities}) == 4
 
 
 IMAGES = {"data": "shards", "objective": {"kind": "supcon"}, "frontend": {"pretrained": "$PLACE/encoder"}}

@@ -7,10 +7,12 @@ from prepared import Row, write_prepared
 from sentevalsets import write_sets
 from tinyruns import train_values
 
+from declutr.cli.main import main
+
 WORDS = ["".join(pair) for pair in zip("abcdefghijklmno" * 2, "pqrstuvwxyzabcd" * 2, strict=True)][:24]
 
 
-def write_item(folder, **changes):
+def write_item(folder):
     """Writes shards, SentEval's tasks, a training config and the file of an item; returns the path of the item.
 
     Its axes are the terms of DeCLUTR's loss and the share of the corpus; the score is STS-B's.
@@ -43,7 +45,7 @@ def write_item(folder, **changes):
         "scales": {"tiny": {"config": str(folder / "train.yaml"), "seeds": [0, 1]}},
     }
     path = folder / "terms.yaml"
-    path.write_text(yaml.safe_dump(item | changes, sort_keys=False))
+    path.write_text(yaml.safe_dump(item, sort_keys=False))
     return path
 
 
@@ -52,3 +54,20 @@ def arguments(item, work, *more, checked=False):
     data = str(item.parent / "data")
     words = [str(item), "--scale", "tiny", "--data", data, "--work", str(work), *more]
     return words if checked else [*words, "--allow-unchecked"]
+
+
+def changed(item, name, scale=(), **keys):
+    """Writes the item with other keys, and with other keys of its scale, beside it; returns the path."""
+    values = yaml.safe_load(item.read_text()) | {"printed": {}} | keys
+    if scale:
+        values["scales"]["tiny"] |= scale
+    path = item.with_name(f"{name}.yaml")
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return path
+
+
+def refusal(capsys, *words):
+    """The last line of the refusal of a command."""
+    capsys.readouterr()
+    assert main(["reproduce", *map(str, words)]) == 1
+    return capsys.readouterr().err.splitlines()[-1]

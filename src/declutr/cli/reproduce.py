@@ -1,15 +1,9 @@
 """`declutr reproduce`."""
 
 import argparse
-import sys
-from functools import reduce
-from operator import getitem
 from pathlib import Path
-from typing import Any
 
 from declutr.common.console.terminal import refused
-from declutr.common.lock import refuse_held
-from declutr.common.overrides import apply_overrides
 from declutr.common.paths import folder_problem, path_argument
 
 
@@ -17,56 +11,39 @@ def run(arguments: list[str]) -> int:
     """Run the command; return the exit status.
 
     Raises:
-        ConfigError: settings of a run do not fit its shards.
+        ConfigError: settings of the start do not fit its shards.
         RunLockedError: another command works in the folder.
     """
     options = _parser().parse_intermixed_args(arguments)
     from declutr.common.console.logs import setup_logging
-    from declutr.reproduction.item import item_names, load_item, plan_item
+    from declutr.reproduction.item import item_names, load_item
 
     if options.item is None:
         print("\n".join(f"{name:28s} {load_item(name).title}" for name in item_names()))
         return 0
-    tree: dict[str, Any] = {}
-    if problems := apply_overrides(tree, options.settings):
-        return refused(problems[0])
-    keys = [word.partition("=")[0] for word in options.settings]
-    changes = {key: reduce(getitem, key.split("."), tree) for key in keys}
     name, work, start = Path(options.item).stem, options.work.absolute(), options.start
     if start and not (start / "config.json").is_file():
         return refused(f"--start {start}: has no config.json; name the folder of an encoder of transformers")
     if problem := folder_problem(work):
         return refused(f"--work {work}: {problem}")
-    item, senteval = load_item(options.item), options.senteval or options.data / "senteval"
-    places = (options.data, senteval, work)
-    plan = plan_item(name, item, options.scale, *places, changes, options.seeds, start, options.only)
+    from declutr.reproduction.plan import ItemPlan
     from declutr.reproduction.running import plan_lines, reproduce
 
-    if not options.plan:
-        refuse_held(work)
-        refuse_held(plan.folder)
+    places = options.data, options.senteval or options.data / "senteval", work
+    item = load_item(options.item)
+    plan = ItemPlan(name, item, options.scale, *places, options.settings, options.seeds, start, options.only)
     print("\n".join(plan_lines(plan)), flush=True)
     if options.plan:
         return 0
     setup_logging("reproduce")
-    print(f"\n{reproduce(plan, work, senteval, options.allow_unchecked, arguments, _say)}")
+    print(f"\n{reproduce(plan, options.allow_unchecked, arguments)}")
     print(f"{plan.folder / plan.results}.md; also .json")
     return 0
 
 
-def _seeds(text: str) -> list[int]:
-    """Distinct seeds, separated by commas."""
-    try:
-        seeds = [int(word) for word in text.split(",")]
-    except ValueError:
-        seeds = []
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise argparse.ArgumentTypeError(f"{text}: write different numbers from 0 on, separated by commas")
-    return seeds
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+def seeds(text: str) -> list[int]:
+    """Seeds, separated by commas; the plan refuses equal or negative ones."""
+    return [int(word) for word in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
                         "results (runs/reproduce)")  # fmt: skip
     parser.add_argument("--start", type=path_argument, metavar="FOLDER", help="encoder of transformers to start from, "
                         "in place of the start that the item trains; one --work for each")  # fmt: skip
-    parser.add_argument("--seeds", type=_seeds, metavar="0,1,...", help="seeds in place of the item's")
+    parser.add_argument("--seeds", type=seeds, metavar="0,1,...", help="seeds in place of the item's")
     parser.add_argument("--only", action="append", default=[], metavar="LABEL", help="run the cells with this label; "
                         "repeat it for several")  # fmt: skip
     parser.add_argument("--allow-unchecked", action="store_true", help="score data other than the published ones")

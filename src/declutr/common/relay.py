@@ -14,8 +14,6 @@ from typing import Any, NoReturn
 
 from declutr.common.watcher import Watcher
 
-CALLER = "DECLUTR_CALLER"
-"""Variable with the process id of a command that starts another one, which is to be killed with it."""
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 1.0
@@ -45,9 +43,8 @@ def relay() -> None:
     """Returns in a child process with a new session; this process forwards signals to it and never returns.
 
     The exit status is that of the child, also death by a signal. The child is killed if this process is killed, so
-    no run continues unseen, and this process if its parent is killed and the variable `CALLER` names it. A signal that
-    is ignored, as SIGHUP under `nohup`, stays ignored; SIGTERM and SIGINT never are. Call it in the main thread, before
-    another thread has started.
+    no run continues unseen. A signal that is ignored, as SIGHUP under `nohup`, stays ignored; SIGTERM and SIGINT never
+    are. Call it in the main thread, before another thread has started.
     """
     global _parent
     numbers: set[int] = {
@@ -57,11 +54,9 @@ def relay() -> None:
     }
     numbers.add(signal.SIGCHLD)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # a signal waits until both processes can take it
-    parent, caller = os.getpid(), os.environ.pop(CALLER, None)
+    parent = os.getpid()
     child = os.fork()
     if child:
-        if caller:
-            end_with(int(caller))
         _forward(child, numbers)
     _parent = parent
     os.setsid()

@@ -10,36 +10,31 @@ from declutr.trainer.model.load_report import silence
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the folder."""
-    options = argparse.ArgumentParser(prog="python -m declutr.reproduction.lower_layers", description=__doc__)
-    options.add_argument("source", type=Path, help="folder of an encoder of BERT's or RoBERTa's family")
-    options.add_argument("layers", type=int, help="layers to keep")
-    options.add_argument("target", type=Path, help="new folder")
-    given = options.parse_args(arguments)
-    if not (given.source / "config.json").is_file():
-        options.error(f"{given.source} has no config.json; name the folder of an encoder of transformers")
-    if given.target.exists():
-        options.error(f"{given.target} exists already; name a new folder")
-    with atomic_folder(given.target) as aside:
-        keep_lower_layers(given.source, given.layers, aside)
-
-
-def keep_lower_layers(source: Path, layers: int, target: Path) -> None:
-    """Write an encoder with the lower layers of another one, and its tokenizer.
+    """Write a folder with the lower layers of an encoder, and its tokenizer.
 
     Raises:
-        SystemExit: it has fewer layers.
+        SystemExit: a folder cannot be used, or the encoder has fewer layers.
     """
+    parser = argparse.ArgumentParser(prog="python -m declutr.reproduction.lower_layers", description=__doc__)
+    parser.add_argument("source", type=Path, help="folder of an encoder of BERT's or RoBERTa's family")
+    parser.add_argument("layers", type=int, help="layers to keep")
+    parser.add_argument("target", type=Path, help="new folder")
+    options = parser.parse_args(arguments)
+    if not (options.source / "config.json").is_file():
+        parser.error(f"{options.source} has no config.json; name the folder of an encoder of transformers")
+    if options.target.exists():
+        parser.error(f"{options.target} exists already; name a new folder")
     from transformers import AutoModel, AutoTokenizer
 
     with silence():
-        model = AutoModel.from_pretrained(source, dtype=torch.float32)
-        if not 1 <= layers <= len(model.encoder.layer):
-            raise SystemExit(f"{layers} layers: {source} has {len(model.encoder.layer)}")
-        model.encoder.layer = model.encoder.layer[:layers]
-        model.config.num_hidden_layers = layers
-        model.save_pretrained(target)
-        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+        model = AutoModel.from_pretrained(options.source, dtype=torch.float32)
+        if not 1 <= options.layers <= len(model.encoder.layer):
+            parser.error(f"{options.layers} layers: {options.source} has {len(model.encoder.layer)}")
+        model.encoder.layer = model.encoder.layer[: options.layers]
+        model.config.num_hidden_layers = options.layers
+        with atomic_folder(options.target) as aside:
+            model.save_pretrained(aside)
+            AutoTokenizer.from_pretrained(options.source).save_pretrained(aside)
 
 
 if __name__ == "__main__":

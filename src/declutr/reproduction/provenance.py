@@ -38,16 +38,16 @@ def facts(command: Sequence[str], commit: str | None = None) -> dict[str, Any]:
 
 def lasting_facts() -> dict[str, Any]:
     """Those of this process that are the same for all runs of a machine: without its command and load."""
-    told = facts([])
-    hardware = {key: value for key, value in told["hardware"].items() if key != "load_average"}
-    return {"commit": told["commit"], "versions": told["versions"], "hardware": hardware}
+    now = facts([])
+    hardware = {key: value for key, value in now["hardware"].items() if key != "load_average"}
+    return {"commit": now["commit"], "versions": now["versions"], "hardware": hardware}
 
 
-def origins(found: Sequence[Mapping[str, Any]]) -> str:
+def origins(processes: Sequence[Mapping[str, Any]]) -> str:
     """Hardware and commits of several `facts` as Markdown, each once."""
-    hardware = [one["hardware"] for one in found]
-    names = dict.fromkeys(one["gpu"] or f"{one['cores']} cores of {one['cpu']}" for one in hardware)
-    commits = dict.fromkeys(one["commit"] or "unknown" for one in found)
+    hardware = [process["hardware"] for process in processes]
+    names = dict.fromkeys(machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}" for machine in hardware)
+    commits = dict.fromkeys(process["commit"] or "unknown" for process in processes)
     return f"*Hardware:* {', '.join(names)}. *Commit:* {', '.join(commits)}."
 
 
@@ -76,7 +76,7 @@ def _commit() -> str | None:
 
 def _hardware() -> dict[str, Any]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found: dict[str, Any] = {
+    hardware: dict[str, Any] = {
         "cpu": _processor(),
         "cores": usable,
         "threads": torch.get_num_threads(),
@@ -85,9 +85,9 @@ def _hardware() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "gpu_memory_gib": round(properties.total_memory / 2**30, 1)}
-        found |= {"cuda": torch.version.cuda}
-    return found
+        memory = round(properties.total_memory / 2**30, 1)
+        hardware |= {"gpu": properties.name, "gpu_memory_gib": memory, "cuda": torch.version.cuda}
+    return hardware
 
 
 def _processor() -> str:

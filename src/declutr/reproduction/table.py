@@ -5,15 +5,16 @@ taken seed by seed, as the mean over the combinations of the other axes' labels 
 those axes would count as the label's. With two axes it is also taken within each label of the other one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from statistics import fmean, stdev
 from typing import Any
 
 from scipy import stats
 
-from declutr.common.storage import write_json, write_text
-from declutr.reproduction.item import Cell, ItemPlan, PlannedRun
+from declutr.common.storage import hash_json, write_json, write_text
+from declutr.reproduction.plan import ItemPlan, PlannedRun
 from declutr.reproduction.provenance import facts, origins
 
 _CONFIDENCE = 0.95
@@ -55,46 +56,47 @@ class Difference:
         return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
 
 
-def compare_labels(cells: Sequence[Cell], numbers: Numbers, pairs: Sequence[tuple[str, str]] = ()) -> list[Difference]:
+def compare_labels(
+    cells: Mapping[str, Mapping[str, str]], numbers: Numbers, pairs: Sequence[tuple[str, str]] = ()
+) -> list[Difference]:
     """Each label of each axis against the first label of its axis, or the axis' pairs, and then against the start.
 
     Those without a common seed are left out.
 
     Args:
-        cells: the cells; the start has no labels.
+        cells: label by axis of each cell, by its name; the start has no labels.
         numbers: the column's numbers of finished runs.
         pairs: labels to compare, the first one against the second, in place of an axis' others against its first.
     """
     differences = []
-    starts, trained = [cell.name for cell in cells if not cell.labels], [cell for cell in cells if cell.labels]
-    axes = list(dict.fromkeys(axis for cell in trained for axis in cell.labels))
-    for axis in axes:
-        labels = list(dict.fromkeys(cell.labels[axis] for cell in trained))
+    starts, trained = {name for name in cells if not cells[name]}, {name: own for name, own in cells.items() if own}
+    cell_of = {frozenset(own.items()): name for name, own in trained.items()}
+    labels_of: dict[str, list[str]] = {}
+    for axis, label in dict.fromkeys(pair for own in trained.values() for pair in own.items()):
+        labels_of.setdefault(axis, []).append(label)
+    for axis, labels in labels_of.items():
         compared = [pair for pair in pairs if {*labels} & {*pair}] or [(label, labels[0]) for label in labels[1:]]
         compared = [pair for pair in compared if {*pair} <= {*labels}]
         compared += [(label, start) for start in starts for label in labels]
-        other = next(name for name in axes if name != axis) if len(axes) == 2 else ""
-        insides = list(dict.fromkeys(cell.labels[other] for cell in trained)) if other else []
-        for within in ["", *(insides if len(insides) > 1 else [])]:
-            sides: dict[str, dict[tuple[str, ...], str]] = {label: {} for label in labels}
-            for cell in trained:
-                if not within or cell.labels[other] == within:
-                    rest = tuple(label for name, label in cell.labels.items() if name != axis)
-                    sides[cell.labels[axis]][rest] = cell.name
-            for label, base in compared:
-                ours, theirs = sides[label], sides.get(base)
-                shared = [rest for rest in ours if theirs is None or rest in theirs]
-                first = _by_seed([ours[rest] for rest in shared], numbers)
-                second = _by_seed([base] if theirs is None else [theirs[rest] for rest in shared], numbers)
-                if seeds := sorted(first.keys() & second.keys()):
-                    values = [first[seed] for seed in seeds], [second[seed] for seed in seeds]
-                    differences.append(_compare((axis, label, base, within), *values))
+        others = [name for name in labels_of if name != axis]
+        insides = labels_of[others[0]] if len(others) == 1 else []
+        for within, (label, base) in product(["", *(insides if len(insides) > 1 else [])], compared):
+            twins = {
+                name: base if base in starts else cell_of.get(frozenset({**own, axis: base}.items()))
+                for name, own in trained.items()
+                if own[axis] == label and within in ("", *own.values())
+            }
+            twins = {name: twin for name, twin in twins.items() if twin}
+            ours, theirs = _by_seed(twins, numbers), _by_seed({*twins.values()}, numbers)
+            if seeds := sorted(ours.keys() & theirs.keys()):
+                values = [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
+                differences.append(_compare((axis, label, base, within), *values))
     return differences
 
 
-def _by_seed(names: Sequence[str], numbers: Numbers) -> dict[int, float]:
+def _by_seed(names: Iterable[str | None], numbers: Numbers) -> dict[int, float]:
     """Mean over these cells, by seed, of the seeds that have all."""
-    columns = [numbers.get(name, {}) for name in names]
+    columns = [numbers.get(name, {}) for name in names if name]
     seeds = columns[0] if columns else {}
     return {seed: fmean(column[seed] for column in columns) for seed in seeds if all(seed in c for c in columns)}
 
@@ -126,37 +128,22 @@ def write_results(
         command: arguments of the command.
         failed: reason of each run of this call that failed, by its name.
     """
-    cells, seeds = {run.cell.name: run.cell for run in plan.runs}, sorted({run.seed for run in plan.runs})
-    records = [(run, record) for run, record in scored if record]
-    numbers: dict[str, dict[str, dict[int, float]]] = {name: {} for name in plan.columns}
-    for run, record in records:
-        for name, value in record["scores"].items():  # those of an encoder stand beside those of every seed
+    cells, seeds = {run.cell: run for run in plan.runs}, sorted({run.seed for run in plan.runs})
+    records = {run.name: record for run, record in scored if record}
+    numbers: dict[str, dict[str, dict[int, float]]] = {heading: {} for heading in plan.columns}
+    for run, record in scored:
+        for heading, value in (
+            record["scores"].items() if record else ()
+        ):  # an encoder's stand beside those of each seed
             of_seeds = dict.fromkeys([run.seed] if run.config else seeds, value)
-            numbers[name].setdefault(run.cell.name, {}).update(of_seeds)
-    by_run = {f"{run.cell.name}, seed {run.seed}": record for run, record in records}
-    warnings = {name: record["warnings"] for name, record in by_run.items() if record["warnings"]}
-    marks = sorted({mark for record in by_run.values() for mark in record["marks"]})
-    trained_by = _distinct(facts for record in by_run.values() for facts in record["trained"])
-    scored_by = _distinct(record["made"] for record in by_run.values())
+            numbers[heading].setdefault(run.cell, {}).update(of_seeds)
+    labels = {cell: run.labels for cell, run in cells.items()}
     compared = {
-        name: compare_labels([*cells.values()], column, plan.item.pairs) if plan.item.axes else []
-        for name, column in numbers.items()
+        heading: compare_labels(labels, column, plan.item.pairs) if plan.item.axes else []
+        for heading, column in numbers.items()
     }
     now = facts(["declutr reproduce", *command])
-    trainers, scorers = (origins(machines or scored_by or [now]) for machines in (trained_by, scored_by))
-    origin = scorers if trainers == scorers else f"Trained by: {trainers} Scored by: {scorers}"
-    lines = [*_markdown(plan, cells, numbers, compared, len(records)), ""]
-    lines += [f"{plan.item.note}\n"] if plan.item.note else []
-    for title, notes in (("Warnings of the scoring", warnings), ("Failed", failed), ("Not scored", plan.unscored)):
-        if notes:
-            points = (f"- {name}: {note if isinstance(note, str) else '; '.join(note)}" for name, note in notes.items())
-            lines += [f"{title}:\n", *points, ""]
-    lines += [f"Data that differ from the published ones: {'; '.join(marks)}.\n"] if marks else []
-    text = "\n".join([*lines, f"{origin} *Command:* `{now['command']}`"]) + "\n"
-    differences = {
-        name: [asdict(row) | {"measurable": row.measurable} for row in column] for name, column in compared.items()
-    }
-    results = {
+    results: dict[str, Any] = {
         "item": plan.name,
         "scale": plan.scale,
         "source": plan.item.source,
@@ -164,50 +151,66 @@ def write_results(
         "planned_runs": len(plan.runs),
         "numbers": numbers,
         "printed": plan.item.printed,
-        "differences": differences,
-        "seconds": {name: record["seconds"] for name, record in by_run.items()},
+        "differences": {
+            heading: [asdict(row) | {"measurable": row.measurable} for row in column]
+            for heading, column in compared.items()
+        },
+        "seconds": {name: record["seconds"] for name, record in records.items()},
         "failed": dict(failed),
         "not_scored": plan.unscored,
-        "warnings": warnings,
-        "trained_by": trained_by,
-        "scored_by": scored_by,
-        "not_published_data": marks,
+        "warnings": {name: record["warnings"] for name, record in records.items() if record["warnings"]},
+        "trained_by": _distinct(machine for record in records.values() for machine in record["trained"]),
+        "scored_by": _distinct(record["made"] for record in records.values()),
+        "not_published_data": sorted({mark for record in records.values() for mark in record["marks"]}),
         "settings": plan.settings.model_dump(mode="json"),
     }
     write_json(plan.folder / f"{plan.results}.json", results | now)
+    text = "\n".join(_markdown(plan, cells, results, compared, now)) + "\n"
     write_text(plan.folder / f"{plan.results}.md", text)
     return text
 
 
-def _distinct(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    distinct: list[dict[str, Any]] = []
-    for row in rows:
-        distinct += [row] if row not in distinct else []
-    return distinct
+def _distinct(rows: Iterable[Any]) -> list[Any]:
+    return [*{hash_json(row): row for row in rows}.values()]
 
 
 def _markdown(
     plan: ItemPlan,
-    cells: Mapping[str, Cell],
-    numbers: Mapping[str, Numbers],
+    cells: Mapping[str, PlannedRun],
+    results: Mapping[str, Any],
     compared: Mapping[str, Sequence[Difference]],
-    finished: int,
+    now: Mapping[str, Any],
 ) -> Iterator[str]:
     part = ", a part of the item" if plan.partial else ""
     yield f"# {plan.item.title}\n\n*Paper:* {plan.item.source}. {plan.item.says}\n"
-    yield f"Scale {plan.scale}: {finished} of {len(plan.runs)} runs{part}. Mean ± standard deviation over seeds; the"
+    finished = f"{results['finished_runs']} of {len(plan.runs)} runs{part}"
+    yield f"Scale {plan.scale}: {finished}. Mean ± standard deviation over seeds; the"
     yield "paper's number in parentheses; n: seeds, where runs are missing.\n"
     yield f"| run | {' | '.join(plan.columns)} |\n| --- | {' | '.join('---:' for _ in plan.columns)} |"
-    for name, cell in cells.items():
-        planned = len({run.seed for run in plan.runs if run.cell.name == name or cell.encoder})
+    for name, run in cells.items():
+        planned = len({other.seed for other in plan.runs if other.cell == name or run.encoder})
         printed = plan.item.printed.get(name, {})
-        shown = (_cell(column.get(name, {}), printed.get(heading), planned) for heading, column in numbers.items())
+        shown = (
+            _cell(column.get(name, {}), printed.get(heading), planned) for heading, column in results["numbers"].items()
+        )
         yield f"| {name} | {' | '.join(shown)} |"
     for heading, differences in compared.items():
         if differences:
             yield f"\n| {heading}: difference, seed by seed | mean | 95% interval | p | seeds |"
             yield "| --- | ---: | ---: | ---: | ---: |"
             yield from map(difference_row, differences)
+    yield f"\n{plan.item.note}\n" if plan.item.note else ""
+    for title, key in (("Warnings of the scoring", "warnings"), ("Failed", "failed"), ("Not scored", "not_scored")):
+        if results[key]:
+            yield f"{title}:\n"
+            for name, note in results[key].items():
+                yield f"- {name}: {note if isinstance(note, str) else '; '.join(note)}"
+            yield ""
+    if results["not_published_data"]:
+        yield f"Data that differ from the published ones: {'; '.join(results['not_published_data'])}.\n"
+    trainers, scorers = (origins(results[key] or results["scored_by"] or [now]) for key in ("trained_by", "scored_by"))
+    origin = scorers if trainers == scorers else f"Trained by: {trainers} Scored by: {scorers}"
+    yield f"{origin} *Command:* `{now['command']}`"
 
 
 def difference_row(row: Difference) -> str:
