@@ -85,7 +85,7 @@ def test_positions_and_seeds_have_their_places():
 
 
 PURPOSES = {
-    "adaptation pairs", "adaptation split", "branch", "choosing half", "collapse", "corpus", "coverage", "crop {view}",
+    "adaptation pairs", "adaptation split", "branch", "choosing half", "collapse", "corpus", "crop {view}",
     "difficult texts", "dropout", "frontend", "hashed-words", "held-out", "label {label}", "map", "mask {view}",
     "mixup", "mlm", "objective", "order", "paired bootstrap", "projection", "report", "scl", "share of the corpus",
     "spans", "text", "weights",

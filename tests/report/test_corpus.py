@@ -211,7 +211,7 @@ def test_more_sources_than_are_held_lose_their_names_only():
 
 
 def test_the_report_answers_whether_to_train(content):
-    """Each obstacle is named with its remedy; without one, the tokens that a run would read."""
+    """Each obstacle is named with its remedy."""
     totals = content.manifest.totals
     message = readiness(content)
     says(message, "Not yet")
@@ -220,8 +220,6 @@ def test_the_report_answers_whether_to_train(content):
     enough = content.manifest.model_copy(update={"totals": totals | {"kept_train": 900, "kept_held_out": 200}})
     kept = replace(content, manifest=enough, statuses={"train": content.kept_tally})
     says(readiness(kept), "900 training documents")
-    read = content.coverage
-    says(readiness(kept), "three passes", f"{100 * read.share:.1f}%")
     few = enough.model_copy(update={"totals": enough.totals | {"kept_train": 15, "kept_held_out": 199}})
     message = readiness(replace(kept, manifest=few))
     says(message, "15 training documents", "batch of 16")

@@ -9,7 +9,6 @@ from declutr.trainer.driver.remarks import corpora_remarks, validated_rows, vali
 from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.metrics.metrics import memory_mib
-from declutr.trainer.setup.coverage import Coverage, joint_coverage
 
 if TYPE_CHECKING:
     from declutr.trainer.driver.trial import Trial
@@ -18,8 +17,7 @@ _LEAST_SECONDS = 60.0
 """Shortest duration that is shown in minutes."""
 _DAY_SECONDS = 86_400.0
 _LITTLE = 0.5
-"""Share of the tokens below which a plan says what more passes would read."""
-_MORE = 4
+"""Share of the tokens below which a plan names the passes that would read it, were no token read twice."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class TrainEstimate:
         steps: number of its steps.
         scored: held-out rows of a validation.
         validations: validations after the first step.
-        read: the part of the corpus that it reads.
         trial: a few of its steps.
     """
 
@@ -39,7 +36,6 @@ class TrainEstimate:
     steps: int
     scored: int
     validations: int
-    read: Coverage
     trial: "Trial"
 
     @property
@@ -52,14 +48,18 @@ class TrainEstimate:
         """Expected duration without the start of Ray and the workers."""
         return self.steps * self.trial.step_seconds + (self.validations + 1) * self.trial.validation_seconds
 
+    @property
+    def read_tokens(self) -> tuple[float, float] | None:
+        """Tokens of a document's spans in a pass, and of a document; None if the rows are no documents or not alone."""
+        totals = self.run.manifest.totals
+        if self.run.manifest.content.kind != "documents" or len(self.run.training_shards) > 1:
+            return None
+        return self.trial.step_tokens / self.run.config.batch_documents, totals["num_tokens"] / totals["kept"]
+
     def lines(self) -> list[str]:
         """The estimate as text."""
-        run, manifest, read, trial = self.run, self.run.manifest, self.read, self.trial
-        size, noun = run.training_shards[""].num_documents, manifest.noun
-        whole = sum(shard.num_tokens for shard in manifest.of_split("train"))
-        tokens = round(whole * size / manifest.totals["kept_train"])
-        sums = (read.pass_tokens, read.num_tokens, read.span_tokens)
-        in_pass, in_row, in_spans = (number / read.num_documents for number in sums)
+        run, trial = self.run, self.trial
+        size, noun = run.training_shards[""].num_documents, run.manifest.noun
         rows = f"{self.scored:,} held-out {noun}" if self.scored else "judged pairs"
         scored = f"{self.validations:,} on {rows}" if self.validations else "none"
         corpora = run.corpus_lines(self.steps, run.config.places) if run.plan.sizes else ()
@@ -71,8 +71,11 @@ class TrainEstimate:
             *(f"  corpus       {line}" for line in corpora),
             f"  time         {_duration(self.seconds)}, {trial.step_seconds:,.2f} s a step (and up to a minute for "
             "Ray)",
-            f"  read         {read.share:.0%} of the corpus' {tokens:,} tokens: a pass reads about {in_pass:,.0f} of "
-            f"the {in_row:,.0f} tokens of a {noun.removesuffix('s')}, in spans of {in_spans:,.0f} tokens together",
+            *(
+                f"  read         a pass reads spans of {in_spans:,.0f} tokens together, "
+                f"of the {in_document:,.0f} tokens of a document"
+                for in_spans, in_document in filter(None, [self.read_tokens])
+            ),
             f"  validations  {scored}",
             f"  memory       up to {trial.memory_mib:,.0f} MiB for each of {workers} worker(s)",
             *(["to consider:"] if advice else []),
@@ -82,11 +85,11 @@ class TrainEstimate:
     def _advice(self) -> list[str]:
         """Settings to change, and why."""
         advice = [*validation_remarks(self.run, self.steps), *corpora_remarks(self.run, self.steps)]
-        if self.read.share < _LITTLE:
-            more = math.ceil(_MORE * self.passes)
+        if self.read_tokens and (share := self.passes * self.read_tokens[0] / self.read_tokens[1]) < _LITTLE:
+            more = math.ceil(_LITTLE * self.passes / share)
             advice.append(
-                f"{1 - self.read.share:.0%} of the tokens are never read: epochs={more} reads "
-                f"{_coverage(self.run, more).share:.0%} of them in {_duration(self.seconds * more / self.passes)}"
+                f"at most {share:.0%} of the tokens are read: epochs={more} reads at most "
+                f"{share * more / self.passes:.0%} of them in {_duration(self.seconds * more / self.passes)}"
             )
         if self.seconds > _DAY_SECONDS:
             advice.append(f"steps={math.floor(_DAY_SECONDS / self.trial.step_seconds)} end within a day")
@@ -114,15 +117,9 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
     every_steps = steps_between(validation.every_steps, steps)
     scored = validated_rows(run) if every_steps else 0
     validations = -(-steps // every_steps) if every_steps and (scored or validation.pairs) else 0
-    read = _coverage(run, steps * config.batch_documents / shards[""].num_documents)
     from declutr.trainer.driver.trial import try_steps  # loads torch
 
-    return TrainEstimate(run, steps, scored, validations, read, try_steps(config, run.folder, shards, steps, scored))
-
-
-def _coverage(run: ResolvedRun, passes: float) -> Coverage:
-    context, shards = run.config.context(run.manifest.short_documents), run.training_shards[""]
-    return joint_coverage(run.config.objective, context, shards, run.plan, passes)
+    return TrainEstimate(run, steps, scored, validations, try_steps(config, run.folder, shards, steps, scored))
 
 
 def _duration(seconds: float) -> str:

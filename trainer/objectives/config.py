@@ -6,9 +6,6 @@ Settings of Matryoshka sizes: parts of an embedding that are trained together. R
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from declutr.common.config import Strict
@@ -197,16 +194,6 @@ class ObjectiveConfig(Strict):
         """Reasons why these settings cannot train on these shards, one line each; checked before Ray starts."""
         del run, manifest
         return []
-
-    def reads_tokens(self, run: RunContext, rows: pa.Table, epochs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens of n shard rows that a run reads in the epochs `(n,)`, for the plan of a run; by default all.
-
-        Returns:
-            `(m, 3)`: the number of a row, and the start and end of tokens of it that are read.
-        """
-        del run, epochs
-        ends = rows.column("num_tokens").to_numpy()
-        return np.column_stack([np.arange(len(ends)), np.zeros_like(ends), ends])
 
     def remark_before(self, run: RunContext) -> str | None:
         """A warning about a run that can start but will teach little, or None."""

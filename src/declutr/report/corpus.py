@@ -18,7 +18,7 @@ from declutr.pipeline.job.outcome import labels_hint, lines_hint
 from declutr.pipeline.readers.skipped import describe_skipped
 from declutr.pipeline.shards.content import size_noun
 from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, load_manifest
-from declutr.pipeline.shards.shards import ShardSet, check_shards
+from declutr.pipeline.shards.shards import check_shards
 from declutr.pipeline.shards.windows import TOO_SHORT
 from declutr.report.examples import SHOWN_CHARACTERS, Clusters, Example, find_clusters, kept_examples, rejected_examples
 from declutr.report.page import REPORT, Role, share, write_page
@@ -34,10 +34,6 @@ from declutr.report.survey import (
     survey_texts,
     total,
 )
-from declutr.trainer.objectives.config import RunContext
-from declutr.trainer.objectives.registry import DEFAULT
-from declutr.trainer.objectives.span_config import SpanConfig
-from declutr.trainer.setup.coverage import Coverage, coverage
 
 _SHOWN_NAMES = 20
 _SHOWN_SETS = 40
@@ -60,7 +56,6 @@ class Content:
         rejected: examples of others, by reason.
         statuses: documents by split, or by the reason why they are not kept.
         texts: figures of short texts; None for documents, images and audio.
-        coverage: tokens that three passes of DeCLUTR read; None without training documents.
     """
 
     name: str
@@ -72,7 +67,6 @@ class Content:
     rejected: dict[str, list[Example]]
     statuses: dict[str, Tally]
     texts: TextSurvey | None
-    coverage: Coverage | None
 
     @property
     def noun(self) -> str:
@@ -168,22 +162,7 @@ def gather(folder: Path) -> Content:
         rejected=rejected_examples(folder, sums),
         statuses=sums.statuses.all(),
         texts=survey_texts(folder, manifest),
-        coverage=_coverage(folder, manifest),
     )
-
-
-def _coverage(folder: Path, manifest: Manifest) -> Coverage | None:
-    """Tokens that three passes read with the spans of the shards' geometry."""
-    if manifest.content.kind != "documents" or not manifest.totals["kept_train"]:
-        return None
-    geometry = manifest.geometry
-    spans = SpanConfig(
-        num_anchors=geometry.num_anchors,
-        max_tokens=geometry.max_tokens,
-        min_tokens=min(geometry.min_tokens, geometry.max_tokens),
-    )
-    run = RunContext(spans=spans, short_documents=manifest.short_documents)
-    return coverage(DEFAULT, run, ShardSet(folder, "train"), _PASSES)
 
 
 def glance(content: Content) -> list[str]:
@@ -213,20 +192,13 @@ def glance(content: Content) -> list[str]:
 
 def readiness(content: Content) -> str:
     """One sentence: yes, or what to change first."""
-    obstacles, totals, read = list(_obstacles(content)), content.manifest.totals, content.coverage
+    obstacles, totals = list(_obstacles(content)), content.manifest.totals
     if obstacles:
         return f"Worth training on? Not yet: {'; '.join(obstacles)}."
-    about = ""
-    if read is not None:
-        about = (
-            f", of which three passes read {share(read.read_tokens, read.num_tokens)} of the tokens "
-            f"({read.pass_tokens / read.num_documents:,.0f} of {read.num_tokens / read.num_documents:,.0f} tokens of a "
-            "document a pass)"
-        )
     return (
-        f"Worth training on? Nothing here speaks against it: {totals['kept_train']:,} training {content.noun}{about}, "
-        f"and {totals['kept_held_out']:,} held out to measure the result. `declutr train CONFIG --plan` estimates time "
-        "and memory."
+        f"Worth training on? Nothing here speaks against it: {totals['kept_train']:,} training {content.noun}, "
+        f"and {totals['kept_held_out']:,} held out to measure the result. `declutr train CONFIG --plan` estimates "
+        "time, memory and the share of the tokens that a run reads."
     )
 
 

@@ -3,15 +3,11 @@
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from declutr.common.config import Strict
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
-from declutr.trainer.objectives.declutr.spans import sample_spans
 from declutr.trainer.objectives.masking import MaskingConfig
 
 # Documents in the paper's batch. With fewer, distinguishing their spans soon becomes too easy (docs/decisions, 18).
@@ -135,16 +131,6 @@ class DeclutrConfig(ObjectiveConfig):
     def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
         """Reports spans that do not fit the shards' windows, and losses that reject their arguments."""
         return [*_geometry_problems(run, manifest), *self._loss_problems()]
-
-    def reads_tokens(self, run: RunContext, rows: pa.Table, epochs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens of the anchors and, unless only MLM is trained, of the positives."""
-        spans = sample_spans(run.spans, run.seed, run.short_documents, rows, epochs)
-        document, anchor = np.nonzero(spans.present)
-        token_ranges = [np.column_stack([document, spans.anchors[document, anchor]])]
-        if self.contrastive:
-            positives = spans.positives[document, anchor].reshape(-1, 2)
-            token_ranges.append(np.column_stack([np.repeat(document, run.spans.num_positives), positives]))
-        return np.concatenate(token_ranges)
 
     def _loss_problems(self) -> list[str]:
         if isinstance(self.loss, MetricLearningConfig):
