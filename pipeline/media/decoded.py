@@ -8,11 +8,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
+import msgspec
 import numpy as np
 
 from declutr.pipeline.shards.media import Clip, Image, Media
+
+Message = TypeVar("Message")
 
 
 class UndecodableError(ValueError):
@@ -92,89 +95,73 @@ IMAGE, CLIP, FAILED, UNSUITABLE = range(4)
 Answer = Decoded | tuple[int, str, str]
 """An image or clip; or FAILED or UNSUITABLE, the reason, and a message."""
 
-_BATCH = struct.Struct("<II")
-"""Bytes of the content's settings, number of files."""
-_FILE = struct.Struct("<Q")
-_ANSWER = struct.Struct("<B16sIIIQ")
-"""Kind, id, two sizes, bytes of the text, bytes of the image or frames."""
+_NUMBER = struct.Struct("<Q")
+_Batch = tuple[str, list[bytes]]
+_Fields = tuple[int, bytes, tuple[int, int], list[str], bytes]
+"""An answer on its way: kind, id, two sizes, notes or reason and message, bytes of the image or frames."""
 
 
 def write_batch(stream: BinaryIO, content: str, files: Sequence[bytes]) -> None:
     """Writes files, and the settings of their content as JSON."""
-    settings = content.encode()
-    stream.write(_BATCH.pack(len(settings), len(files)) + settings)
-    for data in files:
-        stream.write(_FILE.pack(len(data)))
-        stream.write(data)
+    _write(stream, (content, files))
     stream.flush()
 
 
-def read_batch(stream: BinaryIO) -> tuple[str, list[bytes]] | None:
+def read_batch(stream: BinaryIO) -> _Batch | None:
     """Reads what `write_batch` wrote; None at the end."""
-    if (head := _whole(stream, _BATCH.size)) is None:
-        return None
-    settings, number = _BATCH.unpack(head)
-    content = _whole(stream, settings)
-    files = []
-    for _ in range(number):
-        size = _whole(stream, _FILE.size)
-        data = None if size is None else _whole(stream, _FILE.unpack(size)[0])
-        if data is None:
-            return None
-        files.append(data)
-    return None if content is None else (content.decode(), files)
+    return _read(stream, _Batch)
 
 
 def write_started(file: int, place: int) -> None:
     """Notes the place in the batch of the file that is decoded next: answers that were not sent yet may be lost."""
-    os.pwrite(file, _FILE.pack(place), 0)
+    os.pwrite(file, _NUMBER.pack(place), 0)
 
 
 def read_started(file: int) -> int:
     """The place that `write_started` noted last; 0 if there is none."""
-    noted = os.pread(file, _FILE.size, 0)
-    return int(_FILE.unpack(noted)[0]) if noted else 0
+    noted = os.pread(file, _NUMBER.size, 0)
+    return int(_NUMBER.unpack(noted)[0]) if noted else 0
 
 
 def write_answer(stream: BinaryIO, answer: Answer) -> None:
     """Writes the answer for one file, without flushing it."""
+    fields: _Fields
     if not isinstance(answer, Decoded):
-        kind, reason, message = answer
-        _write(stream, kind, b"", (0, 0), f"{reason}\n{message}", b"")
+        kind, *texts = answer
+        fields = kind, b"", (0, 0), [text.encode("utf-8", "backslashreplace").decode() for text in texts], b""
     elif isinstance(answer.media, Image):
         size = answer.media.width, answer.media.height
-        _write(stream, IMAGE, answer.id, size, "\n".join(answer.notes), answer.media.png)
+        fields = IMAGE, answer.id, size, list(answer.notes), answer.media.png
     else:
         frames = answer.media.frames
         size = frames.shape[0], frames.shape[1]
-        _write(stream, CLIP, answer.id, size, "\n".join(answer.notes), frames.tobytes())
+        fields = CLIP, answer.id, size, list(answer.notes), frames.tobytes()
+    _write(stream, fields)
 
 
 def read_answer(stream: BinaryIO) -> Answer | None:
     """Reads what `write_answer` wrote; None if the stream ends before."""
-    if (head := _whole(stream, _ANSWER.size)) is None:
+    if (fields := _read(stream, _Fields)) is None:
         return None
-    kind, identity, width, height, num_text, num_bytes = _ANSWER.unpack(head)
-    raw, payload = _whole(stream, num_text), _whole(stream, num_bytes)
-    if raw is None or payload is None:
-        return None
-    text = raw.decode()
+    kind, identity, (width, height), texts, payload = fields
     if kind in (FAILED, UNSUITABLE):
-        reason, _, message = text.partition("\n")
-        return kind, reason, message
-    notes = tuple(text.split("\n")) if text else ()
+        return kind, texts[0], texts[1]
     if kind == IMAGE:
-        return Decoded(Image(payload, width, height, ""), identity, notes)
-    return Decoded(Clip(np.frombuffer(payload, np.float32).reshape(width, height), ""), identity, notes)
+        return Decoded(Image(payload, width, height, ""), identity, tuple(texts))
+    return Decoded(Clip(np.frombuffer(payload, np.float32).reshape(width, height), ""), identity, tuple(texts))
 
 
-def _write(stream: BinaryIO, kind: int, identity: bytes, size: tuple[int, int], text: str, payload: bytes) -> None:
-    encoded = text.encode("utf-8", "backslashreplace")
-    stream.write(_ANSWER.pack(kind, identity, *size, len(encoded), len(payload)) + encoded)
-    stream.write(payload)
+def _write(stream: BinaryIO, message: _Batch | _Fields | tuple[str, Sequence[bytes]]) -> None:
+    encoded = msgspec.msgpack.encode(message)
+    stream.write(_NUMBER.pack(len(encoded)))
+    stream.write(encoded)
 
 
-def _whole(stream: BinaryIO, num_bytes: int) -> bytes | None:
-    """Exactly the next bytes; None if the stream ends before."""
-    data = stream.read(num_bytes)
-    return data if len(data) == num_bytes else None
+def _read(stream: BinaryIO, kind: type[Message]) -> Message | None:
+    """The next message; None if the stream ends before its end."""
+    head = stream.read(_NUMBER.size)
+    if len(head) < _NUMBER.size:
+        return None
+    size = _NUMBER.unpack(head)[0]
+    encoded = stream.read(size)
+    return msgspec.msgpack.decode(encoded, type=kind) if len(encoded) == size else None

@@ -308,11 +308,6 @@ def test_a_step_whose_line_is_damaged_was_taken_and_a_fork_of_an_earlier_version
     shown = capsys.readouterr().out
     says(shown, "the step was taken", "no whole line")
     assert "not taken yet" not in shown
-    # Its first steps are those of another run.
-    (short_run / "fork.json").write_text('{"from": "/runs/first", "step": 4}')
-    for view in (["--step", "5"], ["--document", "0" * 32]):
-        assert main(["why", str(short_run), *view]) == 1
-        says(capsys.readouterr().err, short_run, "fork.json", "encoder.pretrained=RUN/export")
 
 
 def test_shards_prepared_for_shorter_spans_are_refused_with_the_setting(shards, short_run, tmp_path, capsys):

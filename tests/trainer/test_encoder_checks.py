@@ -315,9 +315,3 @@ def test_replaced_shards_are_named_by_their_task(config, tmp_path):
     pictures(tmp_path / "images", 50)
     (line,) = problems(config)
     says(line, "other shards", f"auxiliary_tasks.image.data = {tmp_path}/images/out")
-
-
-def test_a_fork_of_an_earlier_version_is_not_continued(config, tmp_path):
-    (tmp_path / "run" / "fork.json").write_text('{"from": "/runs/first", "step": 2}')
-    (line,) = problems(config)
-    says(line, config.run, "fork.json", "train --fork", "encoder.pretrained=RUN/export")

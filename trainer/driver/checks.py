@@ -162,7 +162,7 @@ def refuse(problems: list[str]) -> None:
 
 
 def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
-    """Problems with Ray for this run: its version, a cluster that does not answer, too few GPUs on this machine.
+    """Problems with Ray for this run: a cluster that does not answer, too few GPUs on this machine.
 
     A finished run needs no Ray, nor does one in this process. Without `own_session`, another session of this process
     may use any cluster.
@@ -171,10 +171,6 @@ def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]
         return []
     if config.scaling.local:
         return _gpu_problems(config.scaling, run)
-    from declutr.trainer.worker.ray_internals import unsupported_ray  # loads Ray
-
-    if problem := unsupported_ray():
-        return [problem]
     if "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session:
         return []
     scaling = config.scaling
@@ -212,12 +208,10 @@ def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:
 
 
 def run_problems(config: TrainConfig, run: Path, shards: Found) -> list[str]:
-    """Problems of a folder that holds a run of another configuration, or a fork of an earlier version.
+    """Problems of a folder that holds a run of another configuration.
 
     A run without a checkpoint has computed nothing yet, so that its settings may still change.
     """
-    if problem := fork_problem(run):
-        return [f"run = {config.run}: {problem}"]
     remote = is_remote(config.run)  # the copy here may lack its checkpoints
     began = steps_among((Folder(config.run) / CHECKPOINTS).names()) if remote else steps_in(run / CHECKPOINTS)
     if not began or any(key.startswith("validation.") for key in shards.unreadable):
@@ -230,19 +224,6 @@ def run_problems(config: TrainConfig, run: Path, shards: Found) -> list[str]:
         f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder; "
         f"encoder.pretrained={config.run}/export starts a new run with this run's weights, once it is exported"
     ]
-
-
-def fork_problem(run: Path) -> str | None:
-    """Why a folder that `train --fork` of an earlier version made is not continued; None of other folders.
-
-    Its first steps are another run's, with other settings and documents, which nothing here would tell apart.
-    """
-    if not (run / "fork.json").is_file():
-        return None
-    return (
-        "was made by `train --fork` of an earlier version (fork.json), whose runs this version does not continue; "
-        "start a new run with the weights of an export, encoder.pretrained=RUN/export"
-    )
 
 
 def read_resume_settings(run: Path) -> dict[str, Any] | None:

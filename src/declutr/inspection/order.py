@@ -13,7 +13,6 @@ from declutr.pipeline.shards.ledger import find_entries
 from declutr.pipeline.shards.manifest import SPLITS, Manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.driver.checks import fork_problem
 from declutr.trainer.driver.resolved import data_key, data_places
 from declutr.trainer.driver.shard_checks import kind_problem
 from declutr.trainer.metrics.metrics import METRICS, find_step, read_last_step
@@ -172,8 +171,6 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     ]
     if wrong:
         raise UsageError("\n".join(wrong))
-    if problem := fork_problem(folder):
-        raise UsageError(f"{folder}: {problem}")
     newest = read_last_step(folder / METRICS)
     return RunOrder(folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0)
 
