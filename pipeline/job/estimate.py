@@ -5,7 +5,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -42,25 +42,9 @@ _UNKNOWN_SPREAD = 0.3
 """Assumed relative standard deviation of a rate if only one chunk of a part was read."""
 
 
-@dataclass(frozen=True)
-class SampleTotals:
-    """Sums over the sample, or estimated sums over the input that it represents."""
-
-    documents: float = 0
-    kept: float = 0
-    num_tokens: float = 0
-    text_bytes: float = 0
-    cpu_seconds: float = 0
-    num_texts: float = 0
-    """Short texts in kept rows; 0 for documents."""
-    media_bytes: float = 0
-    """Bytes of kept images and clips."""
-
-    def __add__(self, other: "SampleTotals") -> "SampleTotals":
-        return SampleTotals(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
-
-    def __mul__(self, factor: float) -> "SampleTotals":
-        return SampleTotals(*(value * factor for value in astuple(self)))
+SUMS = ("documents", "kept", "num_tokens", "text_bytes", "cpu_seconds", "num_texts", "media_bytes")
+"""What is added up over records; `num_texts` are short texts in kept rows, `media_bytes` those of kept media."""
+Sums = NDArray[np.float64]
 
 
 @dataclass
@@ -75,58 +59,50 @@ class Sampled:
 
     part: Part
     stands_for: float
-    chunks: list[tuple[SampleTotals, int]]
+    chunks: list[tuple[Sums, int]]
 
     @property
     def num_bytes(self) -> int:
         """Input bytes that were read."""
         return sum(size for _, size in self.chunks)
 
-    def estimate(self) -> SampleTotals:
-        """Estimated sums over the bytes that it represents."""
-        return sum((sums for sums, _ in self.chunks), SampleTotals()) * (self.stands_for / max(1, self.num_bytes))
+    def pieces(self) -> Sums:
+        """`(chunks, sums)` of the bytes that the part represents."""
+        return np.array([sums for sums, _ in self.chunks]) * (self.stands_for / max(1, self.num_bytes))
 
 
 @dataclass
 class Stratum:
-    """Parts of one folder and one format, and the sampled ones among them."""
+    """Parts of one folder and one format, and the sampled ones among them, in order."""
 
     parts: list[Part]
     sampled: list[Sampled]
-    by_size: bool = False
-    """Each sampled part stands for those of about its size, in the order of size."""
 
     @property
     def num_bytes(self) -> int:
         """Input bytes of all its parts."""
         return sum(part.num_bytes for part in self.parts)
 
-    def estimate(self) -> SampleTotals:
+    def estimate(self) -> Sums:
         """Estimated sums over all of its parts."""
-        return sum((sample.estimate() for sample in self.sampled), SampleTotals())
+        total: Sums = np.concatenate([sample.pieces() for sample in self.sampled]).sum(axis=0)
+        return total
 
-    def variance(self) -> SampleTotals:
-        """Variances of `estimate`: between parts, if not all were read, and within partly read ones."""
-        totals = np.array([astuple(sample.estimate()) for sample in self.sampled])
-        variances = np.zeros(totals.shape[1])
-        count = len(self.sampled)
-        if len(self.parts) > count:
-            shares = np.array([sample.stands_for for sample in self.sampled])[:, None]
-            rates = totals / np.maximum(1, shares)
-            spread = rates.var(axis=0, ddof=1) if count > 1 else (_UNKNOWN_SPREAD * rates[0]) ** 2
-            between = self.num_bytes**2 * spread / count
-            if self.by_size and count > 1:  # neighbours are of nearly the same size
-                between = (np.diff(totals, axis=0) ** 2).sum(axis=0) / 2
-            variances += between * (1 - count / len(self.parts))
-        for sample, total in zip(self.sampled, totals, strict=True):
-            unread = max(0.0, 1 - sample.num_bytes / max(1, sample.part.num_bytes))
-            sizes = np.array([size for _, size in sample.chunks], dtype=float)
-            if unread and len(sizes) > 1:
-                rates = np.array([astuple(chunk) for chunk, _ in sample.chunks]) / np.maximum(1, sizes)[:, None]
-                variances += sample.stands_for**2 * rates.var(axis=0, ddof=1) / len(sizes) * unread
-            elif unread:
-                variances += (_UNKNOWN_SPREAD * total) ** 2 * unread
-        return SampleTotals(*variances.tolist())
+    def variance(self) -> Sums:
+        """Variances of `estimate`, from successive differences of parts, or of the chunks of an only one.
+
+        Neighbours are alike: they follow each other in a folder or a file, or have about the same size.
+        """
+        pieces = np.array([sample.pieces().sum(axis=0) for sample in self.sampled])
+        if len(pieces) == 1:
+            pieces = self.sampled[0].pieces()
+        unread = max(0.0, 1 - sum(sample.num_bytes for sample in self.sampled) / self.num_bytes)
+        if len(pieces) == 1:
+            variances: Sums = (_UNKNOWN_SPREAD * pieces[0]) ** 2 * unread
+        else:
+            number = len(pieces)
+            variances = number / (number - 1) / 2 * (np.diff(pieces, axis=0) ** 2).sum(axis=0) * unread
+        return variances
 
 
 def draw_strata(parts: Sequence[Part]) -> list[Stratum]:
@@ -186,7 +162,7 @@ def _draw(parts: list[Part], total: int) -> Stratum:
         cuts = [len(ordered) * index // count for index in range(count + 1)]
         groups = [ordered[start:stop] for start, stop in pairwise(cuts)]
         middles = [(group[len(group) // 2], sum(part.num_bytes for part in group)) for group in groups]
-        return Stratum(parts, [Sampled(part, size, []) for part, size in middles], by_size=True)
+        return Stratum(parts, [Sampled(part, size, []) for part, size in middles])
     ends = np.cumsum([part.num_bytes for part in parts])
     places = (np.arange(count) + 0.5) * (num_bytes / count)
     drawn, times = np.unique(np.searchsorted(ends, places, side="right"), return_counts=True)
@@ -283,38 +259,40 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
             reader = read_unit(Unit(name="00000", parts=[sample.part]), config.corpus, config.content)
             for records, num_bytes in chunks(reader, sample.part.num_bytes):
                 failures += [record for record in records if isinstance(record, ReadFailure)][:1]
-                sums = _totals_of(decide(iter(records)), seen)
+                sums = _sums_of(decide(iter(records)), seen)
                 now = time.process_time()
-                sample.chunks.append((replace(sums, cpu_seconds=now - started), num_bytes))
-                started = now
+                sums[SUMS.index("cpu_seconds")], started = now - started, now
+                sample.chunks.append((sums, num_bytes))
                 if time.perf_counter() - began > _SAMPLE_SECONDS * sample.stands_for / total:
                     break
     counts = seen.counts()
     if problem := nothing_kept(counts, config, failures):
         get_logger().warning("in the sample: %s", problem)
-    sums = sum((stratum.estimate() for stratum in strata), SampleTotals())
-    spread = sum((stratum.variance() for stratum in strata), SampleTotals())
+    sums, variances = (
+        dict(zip(SUMS, np.sum([np.zeros(len(SUMS)), *map(part, strata)], axis=0).tolist(), strict=True))
+        for part in (Stratum.estimate, Stratum.variance)
+    )
     num_cpus = config.session.num_cpus or os.cpu_count() or 1
     token_bytes = (2 if tokenizer.vocab_size <= UINT16_VOCABULARY else 4) if tokenizer else 0
     window_bytes = 4 / config.geometry.max_tokens if config.content.kind == "documents" else 0
     return Estimate(
         sampled_bytes=sum(sample.num_bytes for stratum in strata for sample in stratum.sampled),
         input_bytes=total,
-        documents=round(sums.documents),
-        kept=round(sums.kept),
-        num_tokens=round(sums.num_tokens),
-        text_bytes=round(sums.text_bytes),
+        documents=round(sums["documents"]),
+        kept=round(sums["kept"]),
+        num_tokens=round(sums["num_tokens"]),
+        text_bytes=round(sums["text_bytes"]),
         shards=len(units) * len(SPLITS),
-        shard_bytes=round(sums.num_tokens * (token_bytes + window_bytes) + sums.kept * _ROW_BYTES)
-        + round(sums.num_texts * _TEXT_BYTES + sums.media_bytes),
+        shard_bytes=round(sums["num_tokens"] * (token_bytes + window_bytes) + sums["kept"] * _ROW_BYTES)
+        + round(sums["num_texts"] * _TEXT_BYTES + sums["media_bytes"]),
         num_cpus=num_cpus,
-        seconds=max(sums.cpu_seconds / num_cpus, _longest_unit(units, strata)),
+        seconds=max(sums["cpu_seconds"] / num_cpus, _longest_unit(units, strata)),
         not_kept=dict(Counter({**counts.dropped, **counts.failed}).most_common()),
         hint=lines_hint(
             counts.read, counts.dropped, identity(config), (part.source for unit in units for part in unit.parts)
         ),
         kind=config.content.kind,
-        deviations={name: round(math.sqrt(getattr(spread, name)), 3) for name in _RANGED},
+        deviations={name: round(math.sqrt(variances[name]), 3) for name in _RANGED},
     )
 
 
@@ -322,22 +300,19 @@ def _longest_unit(units: Sequence[Unit], strata: Sequence[Stratum]) -> float:
     """Seconds of the longest unit, which more CPUs cannot shorten."""
     rates: dict[tuple[str, int], float] = {}
     for stratum in strata:
-        rate = stratum.estimate().cpu_seconds / stratum.num_bytes
+        rate = stratum.estimate()[SUMS.index("cpu_seconds")] / stratum.num_bytes
         rates |= {(part.source, part.start): rate for part in stratum.parts}
     costs = (sum(rates.get((part.source, part.start), 0) * part.num_bytes for part in unit.parts) for unit in units)
     return max(costs, default=0)
 
 
-def _totals_of(
-    records: Iterable[tuple[Decision, NDArray[np.uint32] | Media | None]], seen: RunningCounts
-) -> SampleTotals:
-    """Sums over some records; counts their statuses in `seen`."""
-    sums = SampleTotals()
+def _sums_of(records: Iterable[tuple[Decision, NDArray[np.uint32] | Media | None]], seen: RunningCounts) -> Sums:
+    """Sums over some records, without their time; counts their statuses in `seen`."""
+    sums = np.zeros(len(SUMS))
     for decision, content in records:
         kept, entry = content is not None, decision.entry
         num_texts = 0 if decision.layout is None else len(decision.layout.starts)
         media_bytes = content.num_bytes if isinstance(content, Image | Clip) else 0
-        size = (entry.num_tokens or 0) if kept else 0
-        sums += SampleTotals(1, int(kept), size, entry.text_bytes, num_texts=num_texts, media_bytes=media_bytes)
+        sums += [1, kept, (entry.num_tokens or 0) if kept else 0, entry.text_bytes, 0, num_texts, media_bytes]
         seen.add(entry, kept)
     return sums
