@@ -3,7 +3,6 @@
 import dataclasses
 import time
 
-import numpy as np
 import pytest
 import ray
 import tinyruns as runs
@@ -119,12 +118,3 @@ def test_the_first_chunk_waits_for_no_task(data):
     (alone,) = rank_plans(data, 1)
     ids = [table.column("id").to_pylist() for table in begun + rest]
     assert ids == [table.column("id").to_pylist() for table in documents(alone)]
-
-
-def test_an_epoch_reads_every_document_once(data):
-    (plan,) = rank_plans(data, 1, chunk_steps=3)
-    ids = [key for table in documents(plan) for key in table.column("id").to_pylist()]
-    size = plan.plan.num_documents
-    assert len(set(ids[:size])) == size
-    assert set(ids[:size]) == set(ShardSet(data, "train").take(np.arange(size)).column("id").to_pylist())
-    assert ids[size:] != ids[: len(ids) - size]
