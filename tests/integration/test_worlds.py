@@ -53,12 +53,9 @@ def global_steps(data, collator, world, **sizes):
     steps = []
     for parts in zip(*ranks, strict=True):
         assert sum(part.num_documents for part in parts) == BATCH
-        anchors, positives = [], []
-        for part in parts:
-            spans, first = spans_of(part), 2 * part.num_documents
-            anchors += spans[:first]
-            positives += spans[first:]
-        steps.append((anchors, positives))
+        cut = [(spans_of(part), 2 * part.num_documents) for part in parts]
+        anchors = [span for spans, first in cut for span in spans[:first]]
+        steps.append((anchors, [span for spans, first in cut for span in spans[first:]]))
     return steps
 
 
