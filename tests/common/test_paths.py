@@ -32,8 +32,6 @@ from declutr.pipeline.readers.skipped import Skipped
 from declutr.pipeline.tokenizer.tokenization import load_tokenizer
 from declutr.trainer.train import main as train_main
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_home_and_variables_are_expanded_unless_the_name_exists(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -23,7 +23,6 @@ from declutr.trainer.worker.spotwatch import CLOUDS, AwsMetadata, GcpMetadata, S
 
 LEFT = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:33291")
 DEAD = RayActorError(error_msg="ActorMetadata(\n hostname='spot-3',\n node_id='b1', pid=30750,\n) died unexpectedly")
-BAD_ROW = "ValueError: row # is bad"
 SYSTEM = RayActorError(error_msg="The actor died.\n\tpid: 4711\n\tip: 10.0.0.9\nThe process ended, SYSTEM_ERROR.")
 
 
