@@ -16,7 +16,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -39,8 +38,8 @@ def write_inputs(folder):
     from nanofiles import rows_of, write_test
     from textruns import write_texts
     from tinyruns import write_corpus
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import BertConfig, BertModel, BertTokenizerFast, set_seed
+    from vocabularies import wordpiece_backend
 
     folder.mkdir(parents=True)
     write_corpus(folder / "documents.jsonl")
@@ -52,13 +51,7 @@ def write_inputs(folder):
     rng = random.Random(1)
     rows = [{"query": " ".join(rng.sample(text.split(), 4)), "text": " ".join(text.split()[:20])} for text in texts]
     (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    letters = "abcdefghijklmnopqrstuvwxyz0123456789.,;:-()'\""
-    tokenizer.train_from_iterator(
-        [*texts, " ".join(letters)], trainers.WordPieceTrainer(vocab_size=600, special_tokens=special)
-    )
+    tokenizer = wordpiece_backend([*texts, " ".join("abcdefghijklmnopqrstuvwxyz0123456789.,;:-()'\"")], 600)
     BertTokenizerFast(tokenizer_object=tokenizer, model_max_length=128).save_pretrained(folder / "encoder")
     set_seed(0)
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
@@ -110,29 +103,21 @@ class Checkout:
         self.root, self.inputs, self.folder = root, inputs, folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def start(self, *arguments):
-        """A running command in a session of its own."""
+    def command(self, *arguments):
+        """A command in a session of its own, as for Popen."""
         environment = os.environ | {"PYTHONPATH": str(self.root / "src"), "PYTHONWARNINGS": "ignore"}
         environment |= {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         output = (self.folder / "log.txt").open("a")
         print("$ declutr", *arguments, file=output, flush=True)
         line = [sys.executable, "-m", "declutr.cli.main", *map(str, arguments)]
-        return subprocess.Popen(
-            line,
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            text=True,
-            start_new_session=True,
-        )
+        place = {"cwd": self.folder, "env": environment, "start_new_session": True, "text": True}
+        return {"args": line, "stdout": subprocess.PIPE, "stderr": output, **place}
 
     def run(self, *arguments):
         """What a command prints, once it has ended well."""
-        process = self.start(*arguments)
-        printed, _ = process.communicate(timeout=1800)
-        assert process.returncode == 0, f"{self.root}: declutr {' '.join(map(str, arguments))}: {self.folder}/log.txt"
-        return printed
+        done = subprocess.run(**self.command(*arguments), timeout=1800, check=False)
+        assert done.returncode == 0, f"{self.root}: declutr {' '.join(map(str, arguments))}: {self.folder}/log.txt"
+        return done.stdout
 
     def configured(self, command, name, values):
         """Runs `prepare` or `train` with a configuration."""
@@ -181,29 +166,11 @@ class Checkout:
 
     def train_killed(self, name, *arguments, **changes):
         """Trains, with a kill of every process after a checkpoint in the middle; returns the weights."""
+        from tinyruns import kill_at_checkpoint
+
         path = self.folder / f"{name}-train.yaml"
         path.write_text(yaml.safe_dump({"train": self.train_values(name, *arguments, **changes) | {"steps": 4000}}))
-        process = self.start("train", path)
-        state = self.folder / name / "checkpoints" / f"step-{KILLED:08}" / "state.json"
-        deadline = time.monotonic() + 180
-        while not state.is_file():
-            assert process.poll() is None, f"ended before the checkpoint: {self.folder}/log.txt"
-            assert time.monotonic() < deadline, f"no checkpoint: {self.folder}/log.txt"
-            time.sleep(0.05)
-        table = subprocess.run(
-            ["ps", "-axww", "-o", "pid=,command="], capture_output=True, text=True, check=True
-        ).stdout
-        os.killpg(process.pid, signal.SIGKILL)
-        for line in table.splitlines():
-            pid, _, title = line.strip().partition(" ")
-            if str(self.folder) in title or str(process.pid) in title:
-                with_pid = int(pid)
-                if with_pid != os.getpid():
-                    try:
-                        os.kill(with_pid, signal.SIGKILL)
-                    except ProcessLookupError:
-                        continue
-        process.communicate()
+        kill_at_checkpoint(self.command("train", path), self.folder / name, KILLED)
         for later in sorted((self.folder / name / "checkpoints").glob("step-*")):
             if int(later.name[5:]) > KILLED:
                 shutil.rmtree(later)

@@ -9,10 +9,12 @@ import sys
 import pytest
 import tinyruns as runs
 from mediafiles import png
-from mediashards import prepare_media
 from messages import says
 from prepared import Row, write_prepared
+from preparing import prepare_media
+from processes import run_python
 from transformers import AutoTokenizer
+from volumes import small_volume
 
 from declutr import doctor
 from declutr.cli.main import main
@@ -23,20 +25,6 @@ from declutr.trainer.setup.build import build_encoder
 NEEDS = Needs(
     parameters=10**8, checkpoint_bytes=12 * 10**8, disk_bytes=36 * 10**8, memory_mib=1525 * 4, workers=4, device="auto"
 )
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of one MiB, which may be made read-only."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
-    )
-    if not mounted or mounted.returncode:
-        pytest.skip("needs the right to mount")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
 
 
 def only(findings, name):
@@ -85,7 +73,7 @@ def test_a_run_that_train_refuses_fails(tmp_path, capsys):
 
 def test_help_loads_neither_torch_nor_ray():
     code = "import sys; from declutr.doctor import main\ntry: main(['--help'])\nfinally: print(sorted(sys.modules))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    shown = run_python("-c", code).stdout
     assert "planned run" in shown
     assert not {f"'{name}'" for name in ("torch", "ray", "transformers", "pyarrow")} & set(
         shown.replace(",", "").split()
@@ -140,14 +128,16 @@ def test_a_folder_or_address_that_works_is_ok(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_or_read_only_fails(small_disk):
-    space = only(doctor.check_folder(str(small_disk), NEEDS.disk_bytes), "space")
+def test_a_disk_that_is_full_or_read_only_fails(tmp_path):
+    with small_volume(tmp_path / "disk", size_mib=1) as volume:
+        space = only(doctor.check_folder(str(volume.path), NEEDS.disk_bytes), "space")
+        volume.fill()
+        full = only(doctor.check_folder(str(volume.path), 0), "writable")
+        volume.read_only(True)
+        (finding,) = doctor.check_folder(str(volume.path / "run"), 0)
     assert space.status == "FAIL"
     says(space.limit, "3.35 GiB", "checkpoints")
-    (small_disk / "fill").write_bytes(b"0" * (2**20 - 4096))
-    says(only(doctor.check_folder(str(small_disk), 0), "writable").value, "No space left")
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    (finding,) = doctor.check_folder(str(small_disk / "run"), 0)
+    says(full.value, "No space left")
     assert finding.status == "FAIL"
     says(finding.value, "Read-only file system")
 

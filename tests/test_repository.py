@@ -15,6 +15,7 @@ import pytest
 import ray
 import yaml
 from messages import says
+from processes import ROOT, run_python
 
 from declutr.cli.main import main
 from declutr.cli.settings_page import page
@@ -25,7 +26,6 @@ from declutr.trainer.objectives.base import implementation_of
 from declutr.trainer.objectives.registry import DEFAULT
 from declutr.trainer.setup.config import TrainConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = "common|pipeline|trainer|evaluation|adaptation|reproduction|doctor|inspection|cli|benchmarks"
 FOLDERS += "|configs|deploy|docs|tests"
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -192,7 +192,7 @@ def test_help_waits_for_no_library():
             loaded = {"torch", "ray", "transformers", "pyarrow", "pandas", "matplotlib"} & set(sys.modules)
             assert not loaded, (command, loaded)
     """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("-c", code)
 
 
 def test_choices_of_options_are_those_of_the_settings():
@@ -235,16 +235,14 @@ def test_wheel_has_every_file_of_the_packages(installed):
 def test_wheel_runs_its_commands_outside_of_the_checkout(installed, tmp_path):
     code = "import declutr.cli.main as m; print(m.__file__); m.main()"
     for arguments in (["--help"], ["train", "configs/cpu-small.yaml", "--print-config"]):
-        given = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(installed)!r}); {code}", *arguments]
-        done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        words = [f"import sys; sys.path.insert(0, {str(installed)!r}); {code}", *arguments]
+        done = run_python("-c", *words, folder=tmp_path)
         assert done.stdout.startswith(str(installed))
 
 
 @pytest.mark.parametrize("package", ["pipeline", "trainer"])
 def test_package_under_a_second_name_is_refused(package):
-    done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True)
-    says(done.stderr, "ImportError", f"declutr.{package}", package)
+    says(run_python("-c", f"import {package}", check=False).stderr, "ImportError", f"declutr.{package}", package)
 
 
 def named_in(path):

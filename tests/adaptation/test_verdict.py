@@ -235,25 +235,17 @@ def test_make_passages_of_documents_without_headings_has_no_queries(tokenizer):
 CONFIG = AdaptConfig(encoder="models/x", corpus=["texts"], minutes=10)
 
 
-def test_opened_after_a_stop_keeps_time_steps_and_looks(tmp_path):
+def test_opened_after_a_stop_or_a_kill_keeps_time_steps_and_looks(tmp_path):
     with opened(CONFIG, tmp_path) as state:
         state.decide_steps(77)
         state.look("first")
-    record = json.loads((tmp_path / STATE).read_text())
-    (tmp_path / STATE).write_text(json.dumps(record | {"seconds": 240.0}))
-    with opened(CONFIG.model_copy(update={"minutes": 5.0}), tmp_path) as state:
-        assert state.steps == 77
-        assert 59 < state.seconds_left <= 60
-        assert [state.look(what) for what in ("first", "second", "first")] == [1, 2, 2]
-
-
-def test_opened_after_a_kill_keeps_what_was_decided(tmp_path):
-    with opened(CONFIG, tmp_path) as state:
-        state.decide_steps(77)
         killed = (tmp_path / STATE).read_bytes()
-    (tmp_path / STATE).write_bytes(killed)
-    with opened(CONFIG, tmp_path) as state:
-        assert state.steps == 77
+    for left in ((tmp_path / STATE).read_bytes(), killed):
+        (tmp_path / STATE).write_text(json.dumps(json.loads(left) | {"seconds": 240.0}))
+        with opened(CONFIG.model_copy(update={"minutes": 5.0}), tmp_path) as state:
+            assert state.steps == 77
+            assert 59 < state.seconds_left <= 60
+            assert [state.look(what) for what in ("first", "second", "first")] == [1, 2, 2]
 
 
 def test_decide_steps_of_no_time_is_decided_again(tmp_path):

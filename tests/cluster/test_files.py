@@ -5,13 +5,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import ray
 import yaml
+from processes import ROOT, run_python
 from ray.autoscaler._private.node_provider_availability_tracker import NodeAvailabilitySummary
 from ray.autoscaler._private.resource_demand_scheduler import _default_utilization_scorer, get_nodes_for
 from ray.autoscaler._private.util import prepare_config, validate_config
@@ -20,7 +20,6 @@ from declutr.common.config import load_config
 from declutr.pipeline.config import PipelineConfig
 from declutr.trainer.setup.config import TrainConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs/guides/cluster.md"
 SECTIONS = {"prepare": PipelineConfig, "train": TrainConfig}
 
@@ -348,15 +347,9 @@ def test_scripts_run_from_the_home_folder(script, tmp_path):
     name = Path(script).stem
     arguments = [config[name], "--print-config"] if name in config else ["--help"]
 
-    def run(*given):
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, copied, *given]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-
-    done = run(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    here = {"folder": tmp_path, "env": {"PYTHONWARNINGS": "ignore"}}
+    assert run_python(copied, *arguments, **here).stdout
     if name in config:
-        missing = run("configs/nowhere.yaml")
+        missing = run_python(copied, "configs/nowhere.yaml", check=False, **here)
         assert missing.returncode == 1
         assert str(tmp_path / "configs" / "nowhere.yaml") in missing.stderr

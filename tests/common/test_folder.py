@@ -299,10 +299,8 @@ def test_an_error_names_its_cause_and_the_remedy(store, status, code, remedy):
 
 
 @pytest.fixture
-def sent(tmp_path):
+def sent(folder, tmp_path):
     """A folder that was sent, and its address."""
-    folder = tmp_path / "local"
-    (folder / "deep").mkdir(parents=True)
     (folder / "a.bin").write_bytes(b"a" * 100)
     (folder / "deep/b").write_text("b")
     place = f"file://{tmp_path}/remote/data"

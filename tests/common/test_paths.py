@@ -5,13 +5,13 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 from messages import all_of, says
+from processes import run_python
 
 from declutr.cli.main import main as declutr
 from declutr.common import hub
@@ -31,8 +31,6 @@ from declutr.pipeline.readers.planning import hub_inputs
 from declutr.pipeline.readers.skipped import Skipped
 from declutr.pipeline.tokenizer.tokenization import load_tokenizer
 from declutr.trainer.train import main as train_main
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_home_and_variables_are_expanded_unless_the_name_exists(tmp_path, monkeypatch):
@@ -62,9 +60,8 @@ def test_path_that_names_no_place_is_refused(path, monkeypatch):
 @pytest.mark.skipif(os.getuid() != 0, reason="takes the identity of a user without a home folder")
 def test_path_without_any_home_is_refused():
     code = "from declutr.common.paths import expand\nimport os; os.setuid(54321)\nexpand('~/x')"
-    bare = {"PYTHONPATH": str(ROOT / "src"), "PATH": os.environ["PATH"]}
-    done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=False)
-    says(done.stderr, ".UsageError", "'~/x'", "home folder")
+    bare = {name: None for name in os.environ if name not in ("PATH", "PYTHONPATH")}
+    says(run_python("-c", code, env=bare, check=False).stderr, ".UsageError", "'~/x'", "home folder")
 
 
 def test_folder_problem_names_what_is_in_the_way(tmp_path):

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from processes import environment
 from waiting import until
 
 from declutr.common.relay import end_at_signals
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Prints "ready", process ids, and a line for every signal; meanwhile a process of its group waits, as Ray's do.
 COMMAND = """
@@ -42,7 +41,7 @@ def command(work=WAIT, handled=HANDLED, before="", prefix=(), **options):
     code = COMMAND.format(work=work, before=before)
     process = subprocess.Popen(
         [*prefix, sys.executable, "-c", code, *map(str, map(int, handled))],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        env=environment(),
         **({"process_group": 0, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True} | options),
     )
     try:
@@ -177,7 +176,7 @@ def test_terminal_is_read_written_and_interrupts():
     spawn = f"import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn({line!r})))"
     process = subprocess.Popen(
         [sys.executable, "-c", spawn],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

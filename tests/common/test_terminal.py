@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import tinyruns as runs
+from processes import environment, run_python
 
 from declutr.common.console import logs
 from declutr.common.console.logs import get_logger, setup_logging
@@ -17,8 +17,7 @@ HOSTILE = "a\x1b]0;title\x07\x1b[2J\x1b[31m\x9b1m\u202eb\rc\bd\x7f\x00\udc80"
 
 
 def run(code, encoding="utf-8", **options):
-    environment = os.environ | {"PYTHONPATH": str(runs.ROOT / "src"), "PYTHONIOENCODING": encoding}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False, **options)
+    return run_python("-c", code, env={"PYTHONIOENCODING": encoding}, check=False, text=False, **options)
 
 
 def test_control_characters_are_visible_everywhere_and_bars_stay_what_they_are(capsys):
@@ -47,8 +46,7 @@ def test_the_reset_of_colours_at_the_end_of_a_process_leaves_no_trace():
     )
     code += "with shown():\n    colorama.init(strip=False)\n    print('done')\n"
     reader, terminal = os.openpty()
-    environment = os.environ | {"PYTHONPATH": str(runs.ROOT / "src")}
-    subprocess.run([sys.executable, "-c", code], env=environment, stdout=terminal, check=True, timeout=60)
+    run_python("-c", code, stdout=terminal, capture_output=False, timeout=60)
     os.close(terminal)
     assert os.read(reader, 1000) == b"done\r\n"
     os.close(reader)
@@ -70,9 +68,8 @@ def test_a_reader_that_has_gone_ends_the_command_without_a_word(lines):
     code = CODE.format(f"print('\\n'.join(map(str, range({lines}))))\n    print('x')")
     reader, writer = os.pipe()
     os.close(reader)
-    environment = os.environ | {"PYTHONPATH": str(runs.ROOT / "src")}
     with os.fdopen(writer, "wb") as pipe:
-        process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=pipe, stderr=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-c", code], env=environment(), stdout=pipe, stderr=subprocess.PIPE)
     assert process.communicate()[1] == b""
     assert process.returncode == 141
 
@@ -118,8 +115,7 @@ def test_work_goes_on_when_nobody_reads(tmp_path, closed):
 def test_characters_that_the_encoding_lacks_are_escaped():
     program = "from declutr.common.console.logs import setup_logging, get_logger; setup_logging('x'); print('é …');"
     program += "get_logger().info('ü')"
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
+    done = run(program, "ascii")
     assert done.returncode == 0, done.stderr
     assert done.stdout == b"\\xe9 \\u2026\n"
     assert b"\\xfc" in done.stderr

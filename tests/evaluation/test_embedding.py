@@ -7,17 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tinyruns as runs
 from folders import TEXTS, encoder_folder
 from messages import all_of, says
+from processes import environment, run_python
 from sentence_transformers import SentenceTransformer
 from volumes import small_volume
+from waiting import until
 
 from declutr.cli.main import main
 from declutr.common.errors import UsageError
@@ -115,9 +115,12 @@ def test_embed_of_unreadable_input_stops_or_counts_it(model, expected, tmp_path,
     rows = [json.dumps(row).encode() for row in rows_of(LINES)]
     rows[3], rows[5] = b'{"sentence": 3}', b"no json"
     (tmp_path / "bad.jsonl").write_bytes(b"\n".join(rows) + b"\n")
-    assert embed(model, tmp_path / "bad.jsonl", tmp_path / "out.npy") == 1
-    assert "bad.jsonl at " in capsys.readouterr().err
-    assert not (tmp_path / "out.npy").exists()
+    (tmp_path / "bad.txt").write_bytes(b"good\n\xff\xfe\n")
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    for fact in ("bad.jsonl at ", "bad.txt at 5", "cut.parquet"):
+        assert embed(model, tmp_path / fact.split()[0], tmp_path / "out.npy") == 1
+        assert fact in capsys.readouterr().err
+        assert not (tmp_path / "out.npy").exists()
     assert embed(model, tmp_path / "bad.jsonl", tmp_path / "out.npy", "--skip-bad") == 1  # an .npy has only places
     assert embed(model, tmp_path / "bad.jsonl", tmp_path / "out.parquet", "--skip-bad") == 0
     says(capsys.readouterr().out, "1 invalid_json")
@@ -163,14 +166,11 @@ def test_killed_and_started_again_it_writes_the_same_bytes(model, tmp_path):
     parts, output = tmp_path / ".out.npy.parts", tmp_path / "out.npy"
     process = subprocess.Popen(
         [sys.executable, "-m", "declutr.cli.main", *arguments, str(output)],
-        env=os.environ | {"PYTHONPATH": str(runs.ROOT / "src")},
+        env=environment(),
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 120
-    while len(list(parts.glob("*.json"))) < 3:
-        assert process.poll() is None, "ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: len(list(parts.glob("*.json"))) >= 3 or process.poll() is not None, "three units", 120)
+    assert process.poll() is None, "ended before it was killed"
     process.send_signal(signal.SIGKILL)
     process.wait()
     made = {path.name: path.stat().st_mtime_ns for path in parts.glob("*.json")}
@@ -335,9 +335,7 @@ def test_embed_killed_before_its_note_leaves_no_vectors_to_the_note_of_another_e
     before = ["embed", MODEL, *given]
 
     def killed(name, command):
-        place = os.environ | {"PYTHONPATH": str(runs.ROOT / "src")}
-        done = subprocess.run([sys.executable, "-c", KILLED_BEFORE, name, *command], env=place, check=False)
-        assert done.returncode == -signal.SIGKILL
+        assert run_python("-c", KILLED_BEFORE, name, *command, check=False).returncode == -signal.SIGKILL
 
     if renamed == "/00000.json":
         killed("/out.npy", before)  # its units are finished

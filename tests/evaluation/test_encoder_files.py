@@ -23,8 +23,8 @@ from declutr.cli.main import main
 from declutr.common.errors import DamagedError, EncoderError
 from declutr.common.storage import write_json
 from declutr.encoders.loading import load_encoder
+from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import ENCODER, checkpoint_path
-from declutr.trainer.checkpoints.tensorfile import write_tensors
 from declutr.trainer.model.bounds import check_config, check_size, check_steps
 
 
@@ -343,12 +343,7 @@ def test_the_file_is_named_and_nothing_is_built(plain, tmp_path, change, told):
 def run(plain, tmp_path):
     """A run with the tokenizer and one checkpoint of random size."""
     folder = tmp_path / "run"
-    point = folder / "checkpoints/step-00000001"
-    point.mkdir(parents=True)
-    files = {ENCODER: write_tensors(point / ENCODER, {"x": torch.zeros(1)})}
-    state = {"step": 1, "documents": 1, "world_size": 1, "config_hash": "", "data_hash": "", "files": files}
-    sizes = {ENCODER: (point / ENCODER).stat().st_size}
-    (point / "state.json").write_text(json.dumps(state | {"sizes": sizes, "scores": {}, "skipped": 0}))
+    checkpoint.save(folder / "checkpoints", state_of(1), {ENCODER: {"x": torch.zeros(1)}})
     shutil.copytree(plain, folder / "tokenizer", ignore=lambda _, names: [n for n in names if "tokenizer" not in n])
     return folder
 

@@ -1,15 +1,12 @@
 """`declutr evaluate` as a user calls it, on small data; commands on hostile data, in a terminal of little ability."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-import tinyruns as runs
 from folders import encoder_folder
 from messages import says
 from pages import checked
+from processes import run_python
 from sentevalsets import write_sets
 
 from declutr.cli.main import main
@@ -150,14 +147,6 @@ def test_pooling_of_the_command_replaces_the_encoders_own(folder, tmp_path, caps
     assert "hashed-words:8: --pooling cls has no effect" in capsys.readouterr().err
 
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(runs.ROOT / "src")}
-
-
-def declutr(*arguments, **more):
-    command = [sys.executable, "-m", "declutr.cli.main", *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRONMENT | more, capture_output=True, check=False)
-
-
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
     """An index whose texts and ids steer a terminal."""
@@ -196,11 +185,13 @@ def test_names_of_files_steer_nothing(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_commands_write_to_an_ascii_terminal(index):
-    done = declutr("search", index, "cat", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"\\u2026" in done.stdout
-    done = declutr("evaluate", "--data", index, PYTHONIOENCODING="ascii")
-    assert b"Traceback" not in done.stderr
+    def declutr(*words):
+        return run_python("-m", "declutr.cli.main", *words, env={"PYTHONIOENCODING": "ascii"}, check=False)
+
+    done = declutr("search", index, "cat")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u2026" in done.stdout
+    assert "Traceback" not in declutr("evaluate", "--data", index).stderr
 
 
 def test_a_traceback_is_shown_for_debugging_only(monkeypatch, capsys):

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+from vocabularies import ROLES, unigram, wordpiece
 
 from declutr.common.errors import ConfigError, EncoderError
 from declutr.encoders.loading import load_encoder
@@ -16,41 +16,22 @@ TEXTS = ["你好，世界。", "Eine Frau läuft.", "Быстрая лиса", "
 _SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
 
-def unigram(ends=True, **roles):
-    backend = Tokenizer(models.Unigram())
-    backend.normalizer, backend.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace(prepend_scheme="always")
-    names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=names, unk_token="<unk>", show_progress=False)
-    backend.train_from_iterator([text * 5 for text in TEXTS if len(text) < 50], trainer)
-    if ends:
-        backend.post_processor = processors.TemplateProcessing(
-            single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
-        )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **roles)
+SAMPLE = [text * 5 for text in TEXTS if len(text) < 50]
 
 
-def wordpiece():
-    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=names, show_progress=False)
-    backend.train_from_iterator([text * 5 for text in TEXTS if len(text) < 50], trainer)
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    roles = dict(zip(("pad", "unk", "cls", "sep", "mask"), names, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{role}_token": name for role, name in roles.items()})
+def lacking(*roles, **options):
+    """A Unigram tokenizer without tokens of these roles."""
+    kept = {role: name for role, name in ROLES.items() if role not in ("cls", "sep", *roles)}
+    return lambda: unigram(SAMPLE, 300, kept, **options)
 
 
-FULL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "mask_token": "<mask>"}
 KINDS = {
-    "xlm-roberta": ("xlm-roberta", lambda: unigram(**FULL)),
-    "camembert": ("camembert", lambda: unigram(**FULL)),
-    "no mask token": ("roberta", lambda: unigram(eos_token="</s>", pad_token="<pad>")),
-    "no padding token": ("bert", lambda: unigram(bos_token="<s>", eos_token="</s>", mask_token="<mask>")),
-    "no token around a text": ("bert", lambda: unigram(ends=False, pad_token="<pad>", mask_token="<mask>")),
-    "cased WordPiece": ("bert", wordpiece),
+    "xlm-roberta": ("xlm-roberta", lacking()),
+    "camembert": ("camembert", lacking()),
+    "no mask token": ("roberta", lacking("bos", "mask")),
+    "no padding token": ("bert", lacking("pad")),
+    "no token around a text": ("bert", lacking("bos", "eos", ends=False)),
+    "cased WordPiece": ("bert", lambda: wordpiece(SAMPLE, 300, lowercase=False)),
 }
 
 

@@ -14,14 +14,15 @@ import yaml
 from folders import encoder_folder
 from messages import all_of, says
 from sentevalsets import write_sets
+from states import state_of
 
 from declutr.cli.main import main
 from declutr.common.config import load_config
 from declutr.common.errors import ConfigError, EncoderError
 from declutr.encoders.loading import load_encoder
 from declutr.pipeline.config import PipelineConfig
+from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import ENCODER
-from declutr.trainer.checkpoints.tensorfile import write_tensors
 from declutr.trainer.setup.config import TrainConfig
 
 CODE = """
@@ -85,12 +86,7 @@ def their_index(tmp_path, theirs):
 def their_run(tmp_path, theirs):
     """A run whose settings say the same; its checkpoint has no weights, and its code would run before that is seen."""
     run, data = tmp_path / "run", tmp_path / "data"
-    point = run / "checkpoints/step-00000001"
-    point.mkdir(parents=True)
-    files = {ENCODER: write_tensors(point / ENCODER, {"x": torch.zeros(1)})}
-    state = {"step": 1, "documents": 1, "world_size": 1, "config_hash": "", "data_hash": "", "files": files}
-    sizes = {ENCODER: (point / ENCODER).stat().st_size}
-    (point / "state.json").write_text(json.dumps(state | {"sizes": sizes, "scores": {}, "skipped": 0}))
+    checkpoint.save(run / "checkpoints", state_of(1), {ENCODER: {"x": torch.zeros(1)}})
     (data / "tokenizer").mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(theirs / name, data / "tokenizer")

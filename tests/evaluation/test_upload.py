@@ -1,20 +1,22 @@
 """An export as others get it: its card, and nothing of this machine in what `hf upload` sends to a local hub."""
 
+import base64
 import json
 import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from folders import encoder_folder
-from hubuploads import upload_server
 from madeup import config_of, save, shards
 from messages import says
 from sentence_transformers import SentenceTransformer
+from serving import Handler, serving
 
 from declutr.common.storage import hash_json
 from declutr.encoders.loading import load_encoder
@@ -27,6 +29,51 @@ EXPORTED = {
     *("1_Pooling/config.json", "README.md", "config.json", "config_sentence_transformers.json", "model.safetensors"),
     *("modules.json", "sentence_bert_config.json", "tokenizer.json", "tokenizer_config.json", "declutr.json"),
 }
+
+
+@contextmanager
+def upload_server(repositories):
+    """The answers of the Hub that sending needs, for models `{"owner/name": {path: bytes}}`; yields its address."""
+
+    class Hub(Handler):
+        def do_GET(self):
+            name = "/".join(self.path.split("?")[0].split("/")[3:5])
+            if not self.path.startswith("/api/models/"):
+                self.answer(200, {})
+            elif name not in repositories:
+                self.answer(404, {}, [("X-Error-Code", "RepoNotFound")])
+            elif "/tree/" in self.path:
+                self.answer(200, [{"type": "file", "path": path, "size": 1, "oid": "0"} for path in repositories[name]])
+            else:
+                self.answer(200, {"id": name, "sha": "0" * 40, "siblings": [], "tags": [], "private": True})
+
+        do_HEAD = do_GET
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            if self.path == "/api/repos/create":
+                given = json.loads(body)
+                assert given.get("visibility") == "private" or given.get("private") is True
+                name = f"{given['organization']}/{given['name']}"
+                status = 409 if name in repositories else 200
+                repositories.setdefault(name, {})
+                self.answer(status, {"url": f"http://{self.headers['Host']}/{name}"})
+            elif "/preupload/" in self.path:
+                files = json.loads(body)["files"]
+                modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
+                self.answer(200, {"files": modes})
+            elif "/commit/" in self.path:
+                name = "/".join(self.path.split("/")[3:5])
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        repositories[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                commit = f"http://{self.headers['Host']}/{name}/commit/{'0' * 40}"
+                self.answer(200, {"commitUrl": commit, "commitOid": "0" * 40})
+            else:
+                self.answer(200, {"errors": [], "warnings": []})  # of the card's head
+
+    with serving(Hub) as host:
+        yield f"http://{host}"
 
 
 @pytest.fixture

@@ -1,18 +1,14 @@
 """Commands used wrongly: each ends with one message, a status that is not 0, and nothing created or deleted."""
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import ray
 import yaml
+from processes import run_python
 
 from declutr.cli.main import main
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAIN = {"run": "r", "data": "d", "encoder": {"from_config": {"model_type": "roberta"}}}
 PREPARE = {
     "output": "o",
@@ -23,16 +19,11 @@ PREPARE |= {"geometry": {"num_anchors": 1, "max_tokens": 4}}
 FILES = {
     "good.yaml": yaml.safe_dump({"train": TRAIN, "prepare": PREPARE}),
     "section.yaml": "prepare: {}",
-    "flat.yaml": yaml.safe_dump(TRAIN),
-    "list.yaml": "- 1",
     "empty.yaml": "",
-    "tabs.yaml": "train:\n\trun: x",
     "twice.yaml": "train: {run: r}\ntrain: {run: s}",
-    "latin.yaml": b"train: {run: \xe9}",
-    "tag.yaml": "train: !!python/object/apply:os.mkdir [made]",
-    "loop.yaml": "train: &a {x: *a}",
     "odd.yaml": "train: {1: 2, ~: 3}",
     "file.txt": "some text",
+    "odd.zzz": "text",
     "table.csv": "id,txet\n1,a\n",
     "docs/a.txt": "a b c d e f g h\n" * 20,
     "shards/manifest.json": "{}",
@@ -47,31 +38,18 @@ CONFIGS = [
     ("nowhere.yaml", "no such config file"),
     ("docs", "is a folder"),
     ("", "is a folder"),
-    ("steps=4", "the config file comes first"),
     ("x" * 300, "no such config file"),
-    ("flat.yaml", "put the settings below `train:`"),
-    ("list.yaml", "found list"),
-    ("empty.yaml", "found nothing"),
-    ("tabs.yaml", "a tab"),
     ("twice.yaml", "'train' is given twice"),
-    ("latin.yaml", "is not UTF-8"),
-    ("tag.yaml", "is refused"),
-    ("loop.yaml", "contains itself"),
     ("odd.yaml", "Keys should be strings"),
     ("section.yaml", "has no section `train`"),
 ]
 SETTINGS = [
-    (["run=/proc/nope"], "nothing can be written in /proc"),
     (["run=file.txt"], "is a file; name a folder"),
-    (["run=file.txt/below"], "file.txt is a file; name a folder"),
-    (["run=link"], "is a link to nothing"),
-    (["run=''"], "an empty path"),
-    (["run=~no-such-user/x"], "no home folder ~no-such-user"),
     (["run=$NOT_SET/x"], "$NOT_SET is not set"),
-    (["run=" + "y" * 300], "File name too long"),
     (["run=docs", "data=docs"], "is the folder of the shards too"),
     (["run=shards"], "holds prepared shards"),
     (["run=point"], "holds a checkpoint"),
+    (["data=none"], ("data = none", "run `prepare`")),
     (["data=file.txt"], "is a file; name the folder of the shards"),
     (["data=shards"], "is not a manifest of this version"),
     (["data=cut"], "Invalid JSON"),
@@ -82,23 +60,15 @@ SETTINGS = [
     ),
     (["optim.betas=[2, -1]"], "optim.betas.1 = -1"),
     (["scaling.device=gpu"], "did you mean `cuda`?"),
+    (["objective.masking.mlm_probability=2"], "objective.masking.mlm_probability = 2"),
+    (["validation.score=recal_at_1"], ("score = 'recal_at_1'", "distant_recall_at_1", "`recall_at_1`")),
     (["batch_size=8"], "batch_size: unknown key; did you mean `batch_documents`?"),
     (["learning_rate=1e-3"], "did you mean `optim.lr`?"),
-    (["prepare.seed=1"], "it is a setting of the section `prepare`, which only `declutr prepare` reads"),
-    (["geometry.max_tokens=8"], "it is a setting of the section `prepare`"),
-    (["spans=[", "a", "]"], "override ']' is not of the form key=value (no spaces around =, quotes around a value"),
-    (["epochs=.inf"], "epochs = inf: Input should be a finite number"),
-    (["optim.weight_decay=.inf"], "optim.weight_decay = inf: Input should be a finite number"),
-    (["optim.lr=1e308"], "optim.lr = '1e308': must be at most"),
-    (["steps=1" + "0" * 30], "must be at most 1,000,000,000,000"),
     (["seed=1" + "0" * 4000], "it has more than 1,024 bits"),
-    (["." * 10_000 + "=1"], "has 10,001 parts; a key has at most 64"),
     (
         ["objective.temperature=.nan"],
         ("objective.temperature = nan: must be a finite number", "it needs objective.kind = simcse or scd or"),
     ),
-    (["train.steps=4"], "write `steps`"),
-    (["steps=4", "steps=5"], "which undoes it"),
     (["--fork", "r"], "encoder.pretrained=RUN/export"),
     (["--stesp", "4"], "unrecognized arguments"),
 ]
@@ -116,15 +86,10 @@ COMMANDS = {
 OTHERS = [
     (["tran"], "there is no command 'tran'; did you mean `train`?"),
     (["--verson"], "there is no command '--verson'"),
-    (["prepare", "good.yaml", "prepare.output="], "write `output`"),
-    (["prepare", "good.yaml", "train.epochs=3"], "a setting of the section `train`, which only `declutr train` reads"),
-    (["prepare", "good.yaml", "corpus.paths=[", "docs", "]"], "override ']' is not of the form key=value (no spaces"),
-    (["prepare", "good.yaml", "output="], "output = None: is empty"),
     (["prepare", "good.yaml", "output=docs/out"], "is inside the input 'docs'"),
     (["prepare", "good.yaml", "output=/proc/nope"], "nothing can be written in /proc"),
     (["prepare", "good.yaml", "output=s3://bucket"], "names no folder in the bucket"),
     (["prepare", "good.yaml", "corpus.paths=[$NOT_SET/x]"], "$NOT_SET is not set"),
-    (["prepare", "good.yaml", "corpus.kind=file"], "did you mean `files`?"),
     (["prepare", "good.yaml", "corpus.paths=./my texts"], "1 problem(s)\n  - corpus.paths = './my texts'"),
     (["prepare", "good.yaml", "corpus.paths=5"], "1 problem(s)\n  - corpus.paths = 5"),
     (
@@ -157,6 +122,8 @@ OTHERS = [
     (["copy", "file.txt", "s3://bucket/x"], "is not a folder"),
     (["prepare", "good.yaml", "corpus.paths=[table.csv]"], "table.csv: no column 'text'; found id, txet; did you mean"),
     (["prepare", "good.yaml", "corpus.text_field=[a, a]"], "a name is given twice"),
+    (["embed", "hashed-words:4", "missing.txt", "--output", "x.npy"], "matches no file"),
+    (["embed", "hashed-words:4", "odd.zzz", "--output", "x.npy"], "--format"),
     (["embed", "hashed-words:4", "table.csv", "--output", "x.npy"], "no column 'text'; found id, txet; did you mean"),
     (["embed", "hashed-words:4", "file.txt", "--output", "x.npy", "--workers", "-1"], "workers = -1: "),
     (["embed", "hashed-words:4", "file.txt", "--output=~no-such-user/x.npy"], "no home folder"),
@@ -220,9 +187,7 @@ def test_wrong_config_is_refused_before_torch_and_ray_are_loaded():
     code += f"for given in {commands!r}:\n    assert main(given) == 1, given\n"
     code += "    loaded = [name for name in ('torch', 'ray', 'transformers') if name in sys.modules]\n"
     code += "    if loaded:\n        print(given, loaded)\n"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == ""
+    assert run_python("-c", code, folder=None).stdout == ""
 
 
 def test_the_version_is_said(capsys):

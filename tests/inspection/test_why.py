@@ -16,9 +16,8 @@ import tinyruns as runs
 import torch
 import yaml
 from mediafiles import png, sound, tone
-from mediashards import prepare_media
 from messages import all_of, says
-from textshards import prepare_rows
+from preparing import prepare_media, prepare_rows
 
 from declutr.cli.main import main
 from declutr.common.config import config_yaml
@@ -80,8 +79,6 @@ def shards(tmp_path_factory):
     pictures = {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)}
     clips = {f"{n % 4}_{n}.wav": sound(tone(0.1 + 0.01 * (n % 7), 8000, n), 8000) for n in range(36)}
     heard = {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": r"^(\d)_"}
-    for name in ("images", "sounds"):
-        (folder / name).mkdir()
     return {
         "documents": prepare_rows(folder / "documents", "documents", documents, geometry=runs.GEOMETRY)[0],
         "sentences": prepare_rows(folder / "sentences", "sentences", sentences)[0],

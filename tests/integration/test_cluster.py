@@ -13,6 +13,7 @@ import tinyruns as runs
 import yaml
 from lab import Lab, missing
 from safetensors.numpy import load_file
+from waiting import until
 
 ADDRESSES = {"head": "10.77.0.1", "worker1": "10.77.0.2", "worker2": "10.77.0.3", "laptop": "10.77.0.9"}
 STEPS, KILLED_AT = 60, 25
@@ -73,10 +74,7 @@ def lab(tmp_path, data):
         (laptop.home / ".ssh" / "id_ed25519").write_bytes(lab.key.read_bytes())
         (laptop.home / ".ssh" / "id_ed25519").chmod(0o600)
         yield lab
-    deadline = time.monotonic() + 20
-    while (left := lab.left()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
+    until(lambda: not lab.left(), "the end of all processes", 20)
 
 
 def test_three_hosts_prepare_and_train_and_survive_one_of_them(lab, data, tmp_path):
@@ -129,12 +127,7 @@ def test_three_hosts_prepare_and_train_and_survive_one_of_them(lab, data, tmp_pa
         training = subprocess.Popen(
             laptop.command(*submit, folder=runs.ROOT), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
-        metrics = shared / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 400
-        while not metrics.is_file() or f'"step": {KILLED_AT},' not in metrics.read_text():
-            assert training.poll() is None, shown.read_text()
-            assert time.monotonic() < deadline, shown.read_text()
-            time.sleep(0.02)
+        runs.wait_for_step(training, None, shared / "run", KILLED_AT, 400)
         workers = [lab.hosts["worker1"], lab.hosts["worker2"]]
         trains = [host for host in workers if any("RayTrainWorker" in title for title in host.titles())]
         trains[0].kill()

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import shlex
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from declutr.trainer.setup.config import TrainConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 PAGE = (runs.ROOT / "docs/guides/modalities.md").read_text()
-COMMANDS = [shlex.split(line, comments=True)[1:] for line in PAGE.splitlines() if line.startswith("    declutr ")]
+COMMANDS = runs.commands_of(PAGE)
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 # What differs: fewer rows are compared, and the training starts no group (other tests do).
 SIZES = {"verify-gradients": ["--documents", "2", "--processes", "2"], "train": ["scaling.num_workers=0"]}
@@ -72,9 +71,7 @@ def test_the_example_gives_what_the_page_says(tmp_path, monkeypatch, capsys):
     (tmp_path / "configs").symlink_to(runs.ROOT / "configs")
     (block,) = re.findall(r"```json\n(.*?)```", SECTION, re.DOTALL)
     (tmp_path / "pairs.jsonl").write_text(block)
-    commands = [
-        shlex.split(line, comments=True)[1:] for line in SECTION.splitlines() if line.startswith("    declutr ")
-    ]
+    commands = runs.commands_of(SECTION)
     assert [command[0] for command in commands] == ["prepare", "inspect", "report"]
     for command in commands:
         assert main(command) == 0

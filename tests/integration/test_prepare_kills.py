@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import yaml
 from preparing import checksums
+from processes import ROOT, environment
 
 from declutr.pipeline.shards.manifest import load_manifest
 
-ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(os.environ.get("DECLUTR_KILLS", "3"))
 DRIVER_KILLS = max(1, KILLS // 4)
 WORKER_KILLS = KILLS - DRIVER_KILLS
@@ -63,8 +63,7 @@ def start(folder: Path, corpus: Path, num_cpus: int) -> subprocess.Popen:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({"prepare": config}))
     arguments = [sys.executable, str(ROOT / "pipeline" / "prepare.py"), str(path), f"session.num_cpus={num_cpus}"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    return subprocess.Popen(arguments, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(arguments, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")

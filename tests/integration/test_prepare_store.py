@@ -182,11 +182,3 @@ def test_a_store_that_refuses_writes_ends_in_words_and_nothing_is_lost(
         prepare(config)
         assert set(before) <= set(Folder(address("out")).names())
         assert pulled(address("out"), tmp_path / "pulled") == local
-
-
-def test_throttling_for_a_while_changes_nothing(corpus, tmp_path, local):
-    with faulty_store() as (address, faults):
-        faults.refuse(503, "SlowDown", left=30)
-        prepare(config_of(corpus, address("out"), tmp_path / "cache", storage_retry_seconds=60))
-        assert faults.left == 0
-        assert pulled(address("out"), tmp_path / "pulled") == local

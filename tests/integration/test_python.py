@@ -4,15 +4,13 @@ The code cells run as a script, because a notebook's kernel is no requirement of
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tinyruns as runs
 from messages import all_of, says
+from processes import run_python
 
 import declutr
 
@@ -20,16 +18,6 @@ PAGE = (runs.ROOT / "docs" / "reference" / "python.md").read_text()
 NOTEBOOK = json.loads((runs.ROOT / "examples" / "adapt.ipynb").read_text())
 CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 NUMBERS = "(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)"
-
-
-def run_script(text, folder):
-    return subprocess.run(
-        [sys.executable, "-c", text],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(runs.ROOT / "src"), "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-    )
 
 
 @pytest.mark.ray
@@ -50,8 +38,7 @@ def test_the_notebook_and_the_page_run_in_one_session_and_leave_the_process_as_i
             "assert ray.get_runtime_context().get_job_id() == session",
         ]
     )
-    done = run_script(script, folder)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", script, folder=folder, env={"TMPDIR": str(folder)})
     shown = done.stdout.splitlines()
     stored = [line for cell in NOTEBOOK["cells"] for out in cell.get("outputs", ()) for line in out["text"]]
     assert [line.split(" ", 1)[1] for line in shown[:1]] == [line.split(" ", 1)[1].strip() for line in stored[:1]]
@@ -69,8 +56,8 @@ def test_the_page_names_every_public_function_and_error():
 
 def test_import_loads_no_library():
     heavy = "{'torch', 'ray', 'pydantic', 'numpy', 'transformers', 'yaml'}"
-    done = run_script(f"import declutr, sys; assert dir(declutr); print(sorted({heavy} & set(sys.modules)))", runs.ROOT)
-    assert done.stdout == "[]\n", done.stderr
+    code = f"import declutr, sys; assert dir(declutr); print(sorted({heavy} & set(sys.modules)))"
+    assert run_python("-c", code).stdout == "[]\n"
 
 
 def test_settings_of_a_caller_are_not_changed_and_paths_are_taken(tmp_path):
@@ -116,7 +103,7 @@ def test_a_level_of_the_logger_silences_bars(tmp_path):
     embed = "declutr.embed('hashed-words:8', 'in.txt', '{}.npy')"
     quiet = "logging.getLogger('declutr').setLevel('WARNING'); sys.stderr.write('--quiet--')"
     lines = ["import declutr, logging, sys", embed.format("one"), quiet, embed.format("two")]
-    shown = run_script("\n".join(lines), tmp_path).stderr.split("--quiet--")
+    shown = run_python("-c", "\n".join(lines), folder=tmp_path).stderr.split("--quiet--")
     assert "embed 100%" in shown[0]
     assert shown[1] == ""
     assert (tmp_path / "two.npy").exists()

@@ -1,13 +1,12 @@
 """Runs the commands of "Your corpus in 30 minutes" and of the README, exactly as they are written there."""
 
-import os
 import shlex
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tinyruns as runs
+from processes import run_python
 
 from declutr.cli.main import main
 from declutr.common.config import load_config
@@ -23,14 +22,10 @@ def code(text):
     return [line.removeprefix("    ") for line in text.splitlines() if line.startswith("    ")]
 
 
-def commands(text):
-    return [shlex.split(line, comments=True)[1:] for line in code(text) if line.startswith("declutr ")]
-
-
 PAIRS = "; ".join(line for line in code(README) if line.startswith("echo "))
 SNIPPET = "\n".join(line for line in code(PAGE) if not line.startswith("declutr "))
-COMMANDS = commands(PAGE)
-COMMANDS += [command for command in commands(README) if command not in COMMANDS]
+COMMANDS = runs.commands_of(PAGE)
+COMMANDS += [command for command in runs.commands_of(README) if command not in COMMANDS]
 COMMANDS.sort(key=lambda command: command[0] == "adapt")  # last: it starts from the encoder that others train here
 # What differs: everything is small.
 SHAPE = "{model_type: roberta, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 48}"
@@ -56,15 +51,8 @@ def home(tmp_path_factory):
 
 def type_in(command, folder):
     """Runs it in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "declutr.cli.main", *command],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(runs.ROOT / "src"), "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return done.returncode, done.stdout
+    done = run_python("-m", "declutr.cli.main", *command, folder=folder, check=False)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.ray

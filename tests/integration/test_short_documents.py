@@ -1,6 +1,5 @@
 """Shards of mixed documents, made by the pipeline: the trainer follows them."""
 
-import json
 import random
 
 import numpy as np
@@ -8,17 +7,14 @@ import pytest
 import tinyruns as runs
 import torch
 from messages import says
+from preparing import prepare_rows
 from tinyruns import span_validator
 
 from declutr.inspection.describe import describe
-from declutr.pipeline.config import PipelineConfig
-from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.driver.checks import problems
 from declutr.trainer.setup.build import build_collator, build_encoder, build_objective, load_tokenizer
-from declutr.trainer.verify import verify
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16, "min_tokens": 6}
 KEPT = {"drop": 64, "fewer_anchors": 32, "shrink_spans": 24}
 MODES = ("fewer_anchors", "shrink_spans")
@@ -31,11 +27,11 @@ def prepared(tmp_path_factory):
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefgh", k=3)) for _ in range(100)]
     texts = [" ".join(rng.choices(words, k=rng.randint(8, 80))) for _ in range(300)]
-    (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    for mode in KEPT:
-        values = runs.prepare_values(folder / "corpus.jsonl", folder / mode, geometry=GEOMETRY, short_documents=mode)
-        prepare(PipelineConfig.model_validate(values))
-    return {mode: folder / mode for mode in KEPT}
+    rows = [{"text": text} for text in texts]
+    return {
+        mode: prepare_rows(folder / mode, {"kind": "documents"}, rows, geometry=GEOMETRY, short_documents=mode)[0]
+        for mode in KEPT
+    }
 
 
 def config_of(folder, run="unused", **changes):
@@ -94,12 +90,3 @@ def test_every_held_out_document_is_scored(prepared, mode):
     lengths = validator.shards.take(validator.rows).column("num_tokens").to_numpy()
     assert held_out.reached[torch.tensor(lengths >= 3 * 16)].all()
     assert (validator.scores(encoder)["distant_share"] < 1) == (mode == "fewer_anchors")
-
-
-@pytest.mark.parametrize(("mode", "num_anchors"), [("fewer_anchors", 3), ("shrink_spans", 2)])
-def test_the_gradient_does_not_depend_on_microbatches(prepared, mode, num_anchors):
-    """Nor on the number of processes: tests/trainer/test_short_documents.py."""
-    config = config_of(prepared[mode], spans={"num_anchors": num_anchors}, encoder={"dropout": 0.1})
-    found = list(verify(config, documents=8, processes=[]))
-    assert len(found) == 4
-    assert all(difference.within for difference in found), found

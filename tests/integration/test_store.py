@@ -4,13 +4,13 @@ import contextlib
 import json
 import os
 import signal
-import time
 
 import pytest
 import ray
 import tinyruns as runs
 from messages import says
 from s3server import s3_server
+from waiting import until
 
 from declutr.cli.main import main
 from declutr.common.errors import ConfigError
@@ -51,12 +51,10 @@ def values(bucket, tmp_path, host, **changes):
 def kill_after_the_first_checkpoint(config, address):
     """Begins the run, and ends all of its processes when a checkpoint is in the store."""
     driver, _ = runs.start_command("declutr.trainer.train", config, config.parent)
-    deadline = time.monotonic() + 200
+    first = Folder(address) / "checkpoints/step-00000025"
     try:
-        while not (Folder(address) / "checkpoints/step-00000025").is_whole():
-            assert driver.poll() is None, driver.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: first.is_whole() or driver.poll() is not None, "the first checkpoint", 200)
+        assert driver.poll() is None, driver.communicate()
     finally:
         everything = runs.descendants(driver.pid)
         for pid in [driver.pid, *everything]:

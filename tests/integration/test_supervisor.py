@@ -9,6 +9,7 @@ import pytest
 import ray
 import tinyruns as runs
 from messages import says
+from waiting import until
 
 from declutr.common.errors import RunLockedError, TrainingFailedError
 from declutr.common.lock import RunLock
@@ -96,8 +97,7 @@ def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data,
 def test_a_command_that_is_told_to_stop_before_its_first_step_says_so(data, tmp_path):
     config = runs.write_config(tmp_path / "train.yaml", train=runs.train_values(data, tmp_path / "run"))
     driver, _ = runs.start_command("declutr.trainer.train", config, tmp_path / "run")
-    while not (tmp_path / "run" / "lock.json").exists():
-        assert driver.poll() is None, driver.communicate()
+    until(lambda: (tmp_path / "run" / "lock.json").exists() or driver.poll() is not None, "its lock")
     everything = runs.descendants(driver.pid)
     os.kill(driver.pid, signal.SIGINT)
     _, err = driver.communicate(timeout=100)

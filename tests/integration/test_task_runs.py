@@ -359,17 +359,18 @@ WRONG_TEXTS = [
         {"objective": SIMCSE, "validation": {"every_steps": 2}, "checkpoint": {"every_steps": 2}, "export": "best"},
         "validation.score = recall_at_1: sentences do not have this score; set validation.stsb",
     ),
-    ("sentences", {"objective": {"kind": "declutr"}}, "declutr reads documents; data = .* holds sentences"),
+    ("sentences", {"objective": {"kind": "declutr"}}, "documents; data = .* sentences: .* with content.kind=documents"),
+    ("documents", {"objective": SIMCSE}, "simcse reads sentences, triples or pairs; data = .* content.kind=sentences"),
     ("sentences", {"objective": SIMCSE, "validation": {"every_steps": 2, "stsb": "nowhere"}}, "sts-dev.csv"),
 ]
 
 
-@pytest.mark.parametrize(("data", "changes", "message"), WRONG_TEXTS)
-def test_problems_of_text_runs_are_found_before_ray_starts(prepared, tmp_path, data, changes, message):
+@pytest.mark.parametrize(("rows", "changes", "message"), WRONG_TEXTS)
+def test_problems_of_text_runs_are_found_before_ray_starts(prepared, data, tmp_path, rows, changes, message):
     objective = changes.pop("objective")
     changes = {"encoder": {"dropout": 0.1}} | changes
     config = text_config(prepared, tmp_path / "run", objective, **changes).model_copy(
-        update={"data": str(prepared / data)}
+        update={"data": str(data if rows == "documents" else prepared / rows)}
     )
     found = problems(config)
     assert any(re.search(message, line) for line in found), found

@@ -1,18 +1,14 @@
 """Settings of every kind of content: what is needed, what is refused, and what makes up their identity."""
 
 import json
-import os
-import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import yaml
 from mediafiles import png, sound, spread, stored, tone
 from messages import all_of, says
 from PIL import Image
-from preparing import write_jsonl
+from processes import run_python
 from pydantic import ValidationError
 
 from declutr.common.config import load_config
@@ -22,9 +18,6 @@ from declutr.pipeline.job.path_checks import output_place_problems
 from declutr.pipeline.job.sample import sample_texts
 from declutr.pipeline.job.units import fit_units, plan_units
 from declutr.pipeline.prepare import main, problems
-from declutr.pipeline.shards.shards import ShardSet
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -74,8 +67,7 @@ def test_a_problem_writes_nothing_and_print_config_shows_the_settings(
     ids=["texts without torch and decoders", "continuing without transformers"],
 )
 def test_command_imports_no_library_that_it_does_not_need(modules, heavy):
-    code = f"import sys, {modules}; sys.exit(bool({heavy!r} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
+    run_python("-c", f"import sys, {modules}; sys.exit(bool({heavy!r} & set(sys.modules)))")
 
 
 def test_the_hash_is_of_what_decides_the_shards(make_config, corpus):
@@ -249,11 +241,7 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path):
     values = {"output": str(tmp_path / "out"), "duplicates": {"exact": False}, "content": kind}
     values["corpus"] = {"kind": "files", "paths": [str(spread(tmp_path / "in", files))]}
     values["unit_mib"] = 1024
-    done = subprocess.run(
-        [sys.executable, "-c", PREPARE, json.dumps(values)], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    counts, before, most, modules = json.loads(done.stdout)
+    counts, before, most, modules = json.loads(run_python("-c", PREPARE, json.dumps(values)).stdout)
     assert counts["kept"] == len(files)
     assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.arrow")) > 70 << 20
     assert (most - before) / 1024 < 260
@@ -276,26 +264,3 @@ def test_all_problems_are_told_at_once(tmp_path):
         load_config(str(path), "prepare", PipelineConfig, ["content={kind: sentences, language: English}"])
     found = load_config(str(path), "prepare", PipelineConfig, ["content.kind=pairs", "content.premise=sentence1"])
     assert found.content.premise == "sentence1"
-
-
-def test_a_printed_config_can_be_used_again(tmp_path, capsys):
-    path = tmp_path / "c.yaml"
-    path.write_text(
-        "prepare: {output: o, corpus: {kind: files, paths: [a]}, tokenizer: {kind: train, vocab_size: 300}, "
-        "content: {kind: pairs, required_labels: [entailment]}}"
-    )
-    assert main([str(path), "--print-config"]) == 0
-    again = tmp_path / "again.yaml"
-    again.write_text("prepare:\n" + textwrap.indent(capsys.readouterr().out, "  "))
-    before, after = (load_config(str(one), "prepare", PipelineConfig) for one in (path, again))
-    assert before == after
-
-
-def test_shards_of_documents_have_no_columns_of_texts(tmp_path, make_texts, prepare_units):
-    path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"number {n} " * 40} for n in range(5)))
-    config = make_texts("documents", path, geometry={"num_anchors": 1, "max_tokens": 8})
-    _, _, folder = prepare_units(config)
-    schema = ShardSet(folder, "train").take([0]).schema
-    assert schema.names == ["id", "tokens", "windows", "num_tokens", "source", "offset"]
-    keys = {b"schema_version", b"tokenizer_fingerprint", b"vocab_size", b"num_anchors", b"max_tokens"}
-    assert schema.metadata.keys() == keys

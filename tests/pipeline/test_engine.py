@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from vocabularies import SPECIALS, wordpiece_backend
 
 from declutr.common.errors import ConfigError
 from declutr.pipeline.tokenizer import bytelevel, engine, wordpiece
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
-from declutr.pipeline.tokenizer.bytelevel import obstacle, parse
 from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement
-from declutr.pipeline.tokenizer.tokenization import load_tokenizer
+from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -59,16 +59,6 @@ def test_a_megabyte_without_a_boundary_takes_no_more_than_linear_time_and_the_sa
     texts = [letter * 300_000 for letter in ("a", "!", " ", "\n", "\u3000", "x \n")]
     for text, expected in zip(texts, reference.encode(texts), strict=True):
         np.testing.assert_array_equal(fast.encode([text])[0], expected)
-
-
-def test_long_texts_are_cut_where_whitespace_is_single(encoders, monkeypatch):
-    texts = ["one  two \n three\n\n four it's " * 50, " \n a" * 100]
-    expected = encoders[0].encode(texts)
-    monkeypatch.setattr("declutr.pipeline.tokenizer.batch_tokenizer._PIECE_CHARACTERS", 7)
-    monkeypatch.setattr("declutr.pipeline.tokenizer.batch_tokenizer._BATCH_CHARACTERS", 50)
-    for encoder in encoders:
-        for ids, right in zip(encoder.encode(texts), expected, strict=True):
-            np.testing.assert_array_equal(ids, right)
 
 
 def merge_twice(parsed):
@@ -158,16 +148,6 @@ def test_other_kinds_of_tokenizer_stay_with_tokenizers(tmp_path):
     assert BatchTokenizer.load(tmp_path, choice.engine).encode(["b a", ""])[0].tolist() == [2, 1]
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="real vocabularies are not on this machine")
-def test_engine_gives_the_ids_of_robertas_vocabulary(tmp_path):
-    load_tokenizer(str(REAL / "tokenizers" / "roberta-base")).save_pretrained(str(tmp_path))
-    backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert obstacle(backend, parse(backend)) is None
-    reference, fast = BatchTokenizer.load(tmp_path), BatchTokenizer.load(tmp_path, "tiktoken")
-    assert disagreement(reference, fast, difficult_texts(backend)) is None
-    assert fast.encode(["Hello world"])[0].tolist() == [20920, 232]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine_name", ["tiktoken", "tokenizers"])
 def test_memory_stays_flat_over_ever_new_words(encoders, engine_name):
@@ -191,7 +171,6 @@ def test_memory_stays_flat_over_ever_new_words(encoders, engine_name):
     assert grown < 12 * 2**20
 
 
-SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789éàüßçñøåİıſŉǆΣσςжщдйёאבגあいう"
 LETTERS += "カガハバパ東京都한국어ไทยहिन्दी"
 SIGNS = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~¡«»¿‐–—‘’“”…、。「」！？＄€™"
@@ -225,15 +204,10 @@ KINDS = [
 KINDS += [{"longest": 100}]
 
 
-def build(longest, **flags):
+def build(**flags):
     """A small cased or uncased WordPiece."""
-    backend = Tokenizer(models.WordPiece(unk_token="[UNK]", max_input_chars_per_word=longest))
-    backend.normalizer = normalizers.BertNormalizer(**flags) if flags else None
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=900, show_progress=False, special_tokens=SPECIALS)
     texts = [" ".join(WORDS), " ".join(LETTERS), LETTERS, " ".join(SIGNS), *HOSTILE[:9]]
-    backend.train_from_iterator(texts * 3, trainer)
-    return backend
+    return wordpiece_backend(texts * 3, 900, **flags)
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: " ".join(f"{k}={v}" for k, v in kind.items()))
@@ -297,9 +271,18 @@ def test_a_sample_that_differs_decides_on_wordpiece(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="real vocabularies are not on this machine")
-def test_wordpiece_gives_the_ids_of_berts_vocabulary():
-    folder = REAL / "tokenizers" / "bert-base-uncased"
-    reference, fast = BatchTokenizer.load(folder), BatchTokenizer.load(folder, "wordpiece")
+@pytest.mark.parametrize(
+    ("name", "engine_name", "prefix", "ids"),
+    [("roberta-base", "tiktoken", " ", [20920, 232]), ("bert-base-uncased", "wordpiece", "", [7592, 2088])],
+)
+def test_real_vocabularies_give_their_known_ids(tmp_path, name, engine_name, prefix, ids):
+    tokenizer = load_tokenizer(str(REAL / "tokenizers" / name))
+    tokenizer.save_pretrained(str(tmp_path))
+    assert fingerprint(load_tokenizer(str(tmp_path))) == fingerprint(tokenizer)
+    assert tokenizer(prefix + "Hello world", add_special_tokens=False)["input_ids"] == ids
+    assert choose_engine(tmp_path, "auto", ["Hello world"]).engine == engine_name
+    reference, fast = BatchTokenizer.load(tmp_path), BatchTokenizer.load(tmp_path, engine_name)
+    assert [encoder.encode(["Hello world"])[0].tolist() for encoder in (reference, fast)] == [ids, ids]
     assert disagreement(reference, fast, [*difficult_texts(reference._backend), *HOSTILE]) is None
     for path in sorted((REAL / "corpus").glob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as lines:

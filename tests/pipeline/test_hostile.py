@@ -1,11 +1,7 @@
 """Files and shards that are damaged or lie: read to the end, counted or named, and never a crash."""
 
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +10,7 @@ import pytest
 from corpora import COMPRESSORS
 from damage import damaged
 from messages import all_of
+from processes import run_python
 from shardfolders import poke, spoil, write
 
 from declutr.common.errors import ShardError
@@ -96,7 +93,7 @@ def answers(tmp_path_factory):
     root = tmp_path_factory.mktemp("hostile")
     for name, (change, _) in DAMAGE.items():
         spoil(write(root / name), change)
-    done = subprocess.run([sys.executable, "-c", READ, str(root), *DAMAGE], capture_output=True, text=True, check=False)
+    done = run_python("-c", READ, root, *DAMAGE, check=False)
     found = {}
     for line in done.stdout.splitlines():
         name, call, answer = json.loads(line)
@@ -123,21 +120,12 @@ def test_the_other_shards_can_be_read(tmp_path):
         shards.take(np.array([0, 19]))
 
 
-ROOT = Path(__file__).resolve().parents[2]
 INPUTS = 1500
 
 
 @pytest.mark.slow
 def test_damaged_files_of_every_kind_are_read_to_the_end():
-    command = [sys.executable, str(ROOT / "tests" / "fuzz" / "readers.py"), "--inputs", str(INPUTS), "--seed", "1"]
-    ran = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = run_python("tests/fuzz/readers.py", "--inputs", INPUTS, "--seed", 1, check=False)
     result = json.loads(ran.stdout)
     assert result["errors"] == []
     assert sum(result["kinds"].values()) == INPUTS

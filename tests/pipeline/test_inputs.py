@@ -3,10 +3,6 @@
 import gzip
 import io
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import fsspec
 import pyarrow as pa
@@ -16,6 +12,7 @@ from corpora import files, outcomes, read_all, tar
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.memory import MemoryFileSystem
 from hubserver import SHA, hub_server
+from processes import run_python
 from s3server import s3_server
 
 from declutr.common.stores.address import files_below, filesystem
@@ -28,7 +25,6 @@ from declutr.pipeline.readers.names import bare_suffix
 from declutr.pipeline.readers.planning import file_parts
 from declutr.pipeline.readers.streams import CHUNK_BYTES
 
-ROOT = Path(__file__).resolve().parents[2]
 LINES = b"".join(json.dumps({"text": f"line {n}"}).encode() + b"\n" for n in range(100))
 
 
@@ -168,13 +164,8 @@ def test_datasets_of_the_hub_are_read_at_their_commit_without_their_scripts(tmp_
         {"name": "owner/nli", "content": "pairs"},
     ]
     with hub_server(DATASETS) as address:
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-        home = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "PYTHONPATH": paths, "HF_HUB_DISABLE_TELEMETRY": "1"}
-        environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"} | home
-        ran = subprocess.run(
-            [sys.executable, "-c", HUB, json.dumps(asked)], env=environment, capture_output=True, text=True, check=False
-        )
-    assert ran.returncode == 0, ran.stderr
+        home = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        ran = run_python("-c", HUB, json.dumps(asked), env=home | {"HF_HUB_OFFLINE": None})
     answers = [json.loads(line) for line in ran.stdout.splitlines()]
     train = [f"owner/plain@{SHA[:12]}/data/train-0000{n}-of-00002.parquet" for n in (0, 1)]
     assert answers[0] == [[train[0], "a"], [train[0], "b"], [train[0], "c"], [train[1], "d"]]

@@ -5,10 +5,10 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from messages import all_of, says
+from processes import run_python
 
 from declutr.common.cluster import cluster_problem, named_cluster, use_network_of
 from declutr.common.errors import ConfigError
@@ -81,7 +81,6 @@ def test_gloo_listens_at_the_hosts_address_in_the_cluster(monkeypatch):
     assert os.environ["GLOO_SOCKET_IFNAME"] == "given"
 
 
-ROOT = Path(__file__).resolve().parents[2]
 START = "from declutr.common.session import start_ray\nfrom declutr.common.errors import SessionError\n"
 START += "try: start_ray(1)\nexcept SessionError as error: print(error)"
 
@@ -89,13 +88,10 @@ START += "try: start_ray(1)\nexcept SessionError as error: print(error)"
 @pytest.mark.ray
 def test_a_session_that_does_not_start_is_one_message(tmp_path):
     with socket.create_server(("0.0.0.0", 0)) as taken:
-        bare = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "TMPDIR"))}
+        bare = {key: None for key in os.environ if key.startswith(("RAY_", "TMPDIR"))}
         port = str(taken.getsockname()[1])
         # Ray gives up after 3 seconds instead of 30.
         quick = {"RAY_py_gcs_connect_timeout_s": "3"}
-        environment = bare | quick | {"PYTHONPATH": str(ROOT / "src"), "RAY_GCS_SERVER_PORT": port}
-        ran = subprocess.run(
-            [sys.executable, "-c", START], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
-        )
+        ran = run_python("-c", START, folder=tmp_path, env=bare | quick | {"RAY_GCS_SERVER_PORT": port}, check=False)
     says(ran.stdout, "Ray did not start")
     assert "MiB" in ran.stdout

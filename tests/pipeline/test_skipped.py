@@ -4,12 +4,14 @@ import codecs
 import gzip
 import os
 import socket
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from corpora import files, outcomes, read_all, write_records, write_table
 from messages import says
-from nobody import shared_folder, without_rights
 
 from declutr.pipeline.config import identity
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept, summary, too_many_failed
@@ -24,11 +26,28 @@ from declutr.pipeline.shards.manifest import build_manifest, load_manifest
 from declutr.report.corpus import gather, glance
 
 
+@contextmanager
+def without_rights():
+    """Root may read everything, so this takes the rights of another user for a while."""
+    before = os.geteuid()
+    os.seteuid(before or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
 @pytest.fixture
 def folder():
-    with shared_folder() as path:
+    """A folder that every user may read; pytest's own are private."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name).resolve()
+        path.chmod(0o755)
         (path / "a.txt").write_text("read")
         yield path
+        for below in (path, *path.rglob("*")):  # so that whoever made it can remove it
+            if below.is_dir() and not below.is_symlink():
+                below.chmod(0o755)
 
 
 def search(*paths, **changes):

@@ -1,12 +1,11 @@
 """Tokenizers of every kind on text in many scripts, and the ones that `prepare` trains."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from corpora import sentence
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+from vocabularies import MASK, unigram, wordpiece
 
 from declutr.common.errors import ConfigError
 from declutr.pipeline.filters.document_filter import normalise
@@ -32,45 +31,17 @@ TEXTS = {
     "hi": "हिन्दी देवनागरी लिपि में लिखी जाती है और इसमें मात्राएँ होती हैं। ",
     "ko": "한국어는 띄어쓰기를 하지만 조사가 단어에 붙습니다. 서울은 대한민국의 수도입니다. ",
 }
-SPECIALS = ["<s>", "<pad>", "</s>", "<unk>", AddedToken("<mask>", lstrip=True, special=True, normalized=False)]
-ROLES = {"bos": "<s>", "cls": "<s>", "eos": "</s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": "<mask>"}
+SAMPLE = [text * 3 for text in TEXTS.values()]
+NO_ENDS = {"pad": "<pad>", "unk": "<unk>", "mask": "<mask>"}
 
 
-def sentencepiece(before, roles=ROLES):
-    """A Unigram tokenizer as XLM-R's is."""
-    backend = Tokenizer(models.Unigram())
-    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
-    backend.pre_tokenizer = before
-    tokens = [token for token in SPECIALS if str(token) in roles.values() or getattr(token, "content", "") == "<mask>"]
-    trainer = trainers.UnigramTrainer(
-        vocab_size=900, special_tokens=tokens, unk_token="<unk>", show_progress=False, n_sub_iterations=1
-    )
-    backend.train_from_iterator([text * 3 for text in TEXTS.values()], trainer)
-    if "bos" in roles:
-        ends = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{role}_token": name for role, name in roles.items()})
-
-
-def wordpiece(**flags):
-    """A WordPiece tokenizer as multilingual BERT's is."""
-    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(**flags), pre_tokenizers.BertPreTokenizer()
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=900, special_tokens=names, show_progress=False)
-    backend.train_from_iterator([text * 3 for text in TEXTS.values()], trainer)
-    roles = dict(zip(("pad", "unk", "cls", "sep", "mask"), names, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **{f"{role}_token": name for role, name in roles.items()})
-
-
-_METASPACE = pre_tokenizers.Metaspace(prepend_scheme="always")
 KINDS = {
-    "trained": lambda: train_tokenizer([text * 3 for text in TEXTS.values()], 900),
-    "xlm-roberta": lambda: sentencepiece(_METASPACE),
-    "older xlm-roberta": lambda: sentencepiece(pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), _METASPACE])),
-    "no ends": lambda: sentencepiece(_METASPACE, {"pad": "<pad>", "unk": "<unk>", "mask": "<mask>"}),
-    "bert, cased": lambda: wordpiece(lowercase=False),
-    "bert, uncased": lambda: wordpiece(lowercase=True),
+    "trained": lambda: train_tokenizer(SAMPLE, 900),
+    "xlm-roberta": lambda: unigram(SAMPLE, 900),
+    "older xlm-roberta": lambda: unigram(SAMPLE, 900, before=[pre_tokenizers.WhitespaceSplit()]),
+    "no ends": lambda: unigram(SAMPLE, 900, NO_ENDS, ends=False),
+    "bert, cased": lambda: wordpiece(SAMPLE, 900, lowercase=False),
+    "bert, uncased": lambda: wordpiece(SAMPLE, 900, lowercase=True),
 }
 
 
@@ -116,9 +87,11 @@ def test_special_tokens_spelled_out_are_ordinary_text(folder, encoder):
 def test_long_texts_are_cut_where_nothing_changes(folder, encoder, monkeypatch):
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [*difficult_texts(backend), " ".join(TEXTS.values()) * 3, "a b\u200b c \u037ad \u0301e f\u3000 g h" * 9]
+    texts += ["one  two \n three\n\n four it's " * 50, " \n a" * 100]
     texts = [text for text in texts if len(text) < 2000]
     whole = encoder.encode(texts)
     monkeypatch.setattr(batch_tokenizer, "_PIECE_CHARACTERS", 7)
+    monkeypatch.setattr(batch_tokenizer, "_BATCH_CHARACTERS", 50)
     for text, mine, expected in zip(texts, encoder.encode(texts), whole, strict=True):
         np.testing.assert_array_equal(mine, expected, err_msg=text)
 
@@ -149,19 +122,10 @@ def test_texts_without_such_runs_train_the_same_tokenizer_as_before():
         min_frequency=2,
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=["<s>", "<pad>", "</s>", "<unk>", SPECIALS[-1]],
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>", MASK],
     )
-    texts = [text * 3 for text in TEXTS.values()]
-    backend.train_from_iterator([f" {text}" for text in texts], trainer)
-    assert backend.get_vocab() == train_tokenizer(texts, 600).get_vocab()
-
-
-REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"
-
-
-def encoder_of(tokenizer, folder):
-    tokenizer.save_pretrained(str(folder))
-    return BatchTokenizer.load(folder)
+    backend.train_from_iterator([f" {text}" for text in SAMPLE], trainer)
+    assert backend.get_vocab() == train_tokenizer(SAMPLE, 600).get_vocab()
 
 
 def test_a_trained_tokenizer_is_robertas_in_kind_and_survives_being_saved(tokenizer, tmp_path):
@@ -192,16 +156,3 @@ def test_a_tokenizer_that_is_nowhere_is_a_problem_with_its_name(tmp_path, monkey
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="no-such-tokenizer"):
         load_tokenizer(str(tmp_path / "no-such-tokenizer"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not REAL.is_dir(), reason="real vocabularies are not on this machine")
-@pytest.mark.parametrize(
-    ("name", "prefix", "ids"), [("roberta-base", " ", [20920, 232]), ("bert-base-uncased", "", [7592, 2088])]
-)
-def test_real_vocabularies_give_their_known_ids(name, prefix, ids, tmp_path):
-    tokenizer = load_tokenizer(str(REAL / name))
-    encoder = encoder_of(tokenizer, tmp_path)
-    assert fingerprint(load_tokenizer(str(tmp_path))) == fingerprint(tokenizer)
-    assert tokenizer(prefix + "Hello world", add_special_tokens=False)["input_ids"] == ids
-    assert list(encoder.encode(["Hello world"])[0]) == ids

@@ -125,6 +125,7 @@ def test_shards_can_be_read_as_they_were_written(corpus, make_config, output, to
     manifest = build_manifest([sidecar], info, config.geometry, {}, "")
     (folder / "manifest.json").write_text(manifest.model_dump_json())
     table = ShardSet(folder, "train").take([40, 0])
+    assert table.schema.names == ["id", "tokens", "windows", "num_tokens", "source", "offset"]
     assert table.column("id")[0] == table.column("id")[1]  # the same words in other whitespace
     assert table.column("offset").to_pylist()[1] == 0
     assert tokenizer.decode(table.column("tokens")[1].as_py()) == " " + " ".join(f"word0 {i}" for i in range(30))

@@ -13,12 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from mediafiles import png, sound, tone
-from mediashards import prepare_media
 from messages import says
 from pages import checked
 from PIL import Image
 from prepared import Row, write_prepared
-from textshards import prepare_rows
+from preparing import prepare_media, prepare_rows
 
 from declutr.cli.main import main
 from declutr.pipeline.shards.content import LABELS

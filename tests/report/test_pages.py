@@ -14,7 +14,7 @@ import tinyruns as runs
 from browser import start_browser
 from messages import says
 from pages import checked
-from textshards import prepare_rows
+from preparing import prepare_rows
 
 from declutr.adaptation.result import Result, Row, SearchExample, write_adaptation_page
 from declutr.adaptation.scores import Verdict

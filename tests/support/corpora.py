@@ -6,13 +6,12 @@ import gzip
 import io
 import json
 import lzma
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from processes import run_python
 
 from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document, FilesCorpus
@@ -26,16 +25,14 @@ COMPRESSORS = {
 
 
 def tar(members, *, format=tarfile.GNU_FORMAT):
-    """Bytes of an archive of (name, bytes) or of (name, type flag of tarfile)."""
+    """Bytes of an archive of (name, bytes) or of (name, name of a type in tarfile)."""
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w", format=format) as archive:
         for name, content in members:
             info = tarfile.TarInfo(name)
-            if content in (tarfile.SYMTYPE, tarfile.LNKTYPE):
-                info.type, info.linkname = content, "/etc/passwd"
-                archive.addfile(info)
-            elif content in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE):
-                info.type = content
+            if isinstance(content, str):
+                info.type = getattr(tarfile, content)
+                info.linkname = "/etc/passwd" if content in ("SYMTYPE", "LNKTYPE") else ""
                 archive.addfile(info)
             else:
                 info.size = len(content)
@@ -45,7 +42,7 @@ def tar(members, *, format=tarfile.GNU_FORMAT):
 
 def openwebtext(num_subsets, num_documents):
     """The members of openwebtext.tar: xz archives of .txt files, one document each."""
-    members = [("openwebtext", tarfile.DIRTYPE)]
+    members = [("openwebtext", "DIRTYPE")]
     for subset in range(num_subsets):
         texts = [(f"{number:07d}-{subset:032x}.txt", text_of(subset, number)) for number in range(num_documents)]
         data = lzma.compress(tar(texts), preset=0)
@@ -152,10 +149,6 @@ print(json.dumps([problems, found, size, peak_kib // 1024]))
 
 def measured(path: Path, format="auto") -> tuple[dict[str, int], int, int]:
     """Records by outcome, bytes of text and peak MiB of a process that reads the path."""
-    command = [sys.executable, "-c", MEASURE, str(path), format]
-    root = Path(__file__).resolve().parents[2]
-    ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    problems, found, size, peak_mib = json.loads(ran.stdout)
+    problems, found, size, peak_mib = json.loads(run_python("-c", MEASURE, path, format).stdout)
     assert not problems
     return found, size, peak_mib

@@ -44,7 +44,7 @@ _JSONL = b"".join(
 )
 _CSV = b"id,text\r\n" + b"".join(f'{n},"{text}\n and ""more"""\r\n'.encode() for n, text in enumerate(_TEXTS))
 _MEMBERS = [("a.jsonl", _JSONL), ("b/c.txt", _TEXTS[3].encode()), ("d.csv", _CSV), ("e.parquet", _parquet())]
-_MEMBERS += [("link.txt", tarfile.SYMTYPE), ("n" * 150 + ".txt", b"long name")]
+_MEMBERS += [("link.txt", "SYMTYPE"), ("n" * 150 + ".txt", b"long name")]
 
 BASES = {
     "jsonl": _JSONL,

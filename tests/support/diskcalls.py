@@ -4,13 +4,11 @@ The command is a real process with real files; its own calls of `os` are written
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
-ROOT = Path(__file__).parents[2]
 _RECORDER = """
 import json, os, sys
 from pathlib import Path
@@ -60,10 +58,7 @@ def _run(code: str, folder: Path, times: int) -> list[list[str]]:
     if not Path("/proc/self/fd").exists():
         pytest.skip("needs /proc to name the files")
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", _RECORDER + code + _RUNS, str(folder.resolve()), str(times)]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    return json.loads(run_python("-c", _RECORDER + code + _RUNS, folder.resolve(), times, timeout=120).stdout)
 
 
 def disk_calls(code: str, folder: Path) -> list[list[str]]:

@@ -2,11 +2,10 @@
 
 import http.client
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
 from s3server import s3_server
-from serving import serving
+from serving import Handler, serving
 
 _ERROR = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>{message}</Message></Error>'
 
@@ -31,14 +30,8 @@ class Faults:
         self.status, self.code, self.left, self.methods, self.cut, self.after = 0, "", 0, (), False, 0
 
     def refuse(self, status, code, left=None, methods=("GET", "PUT", "POST", "DELETE", "HEAD"), after=0):
-        self.status, self.code, self.left, self.methods, self.cut, self.after = (
-            status,
-            code,
-            left,
-            methods,
-            False,
-            after,
-        )
+        self.clear()
+        self.status, self.code, self.left, self.methods, self.after = status, code, left, methods, after
 
     def truncate(self, left=None):
         self.left, self.methods, self.cut = left, ("GET",), True
@@ -67,25 +60,21 @@ def faulty_store():
 
 
 def _handler(backend, faults):
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Proxy(Handler):
         def forward(self):
             chunked = self.headers.get("Transfer-Encoding") == "chunked"
             body = self.chunks() if chunked else self.rfile.read(int(self.headers.get("Content-Length") or 0))
             struck = faults.strikes(self.command)
             if struck and not faults.cut:
-                content = (
-                    b"" if self.command == "HEAD" else _ERROR.format(code=faults.code, message=faults.code).encode()
-                )
-                self.answer(faults.status, [("Content-Type", "application/xml")], content)
+                error = _ERROR.format(code=faults.code, message=faults.code).encode()
+                self.answer(faults.status, error, [("Content-Type", "application/xml")])
                 return
             upstream = http.client.HTTPConnection(backend, timeout=60)
             upstream.request(self.command, self.path, body, dict(self.headers))
             answer = upstream.getresponse()
             content = answer.read()
             upstream.close()
-            self.answer(answer.status, answer.getheaders(), content, cut=struck and len(content) > 1000)
+            self.pass_on(answer.status, answer.getheaders(), content, cut=struck and len(content) > 1000)
 
         def chunks(self):
             """The body of a chunked request as it came, sizes of its chunks included."""
@@ -98,16 +87,12 @@ def _handler(backend, faults):
                 lines[-1] += line
             return b"".join(lines)
 
-        def answer(self, status, headers, content, cut=False):
+        def pass_on(self, status, headers, content, cut=False):
             self.send_response_only(status)
-            kept = [
-                (name, value)
-                for name, value in headers
-                if name.lower() not in ("content-length", "connection", "transfer-encoding")
-            ]
             length = {name.lower(): value for name, value in headers}.get("content-length")
-            for name, value in kept:
-                self.send_header(name, value)
+            for name, value in headers:
+                if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                    self.send_header(name, value)
             self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(content)))
             self.end_headers()
             if self.command != "HEAD":
@@ -115,9 +100,6 @@ def _handler(backend, faults):
             if cut:
                 self.close_connection = True
 
-        def log_message(self, *_):
-            pass
-
     for method in ("GET", "PUT", "POST", "DELETE", "HEAD"):
-        setattr(Handler, f"do_{method}", Handler.forward)
-    return Handler
+        setattr(Proxy, f"do_{method}", Proxy.forward)
+    return Proxy

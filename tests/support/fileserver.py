@@ -1,9 +1,8 @@
 """A file server over real HTTP on this machine that can break off."""
 
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 
-from serving import serving
+from serving import Handler, serving
 
 
 class Served:
@@ -26,9 +25,7 @@ class Served:
 def file_server(files):
     served = Served(files)
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Files(Handler):
         def do_GET(self):
             path = self.path.lstrip("/")
             served.requests.append(path)
@@ -43,9 +40,6 @@ def file_server(files):
                 content, self.close_connection = content[: served.break_after.pop(0)], True
             self.wfile.write(content)
 
-        def log_message(self, *_):
-            pass
-
-    with serving(Handler) as host:
+    with serving(Files) as host:
         served.address = f"http://{host}"
         yield served

@@ -3,10 +3,9 @@
 import json
 import re
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from serving import serving
+from serving import Handler, serving
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 CONVERTED_SHA = "f" * 40
@@ -23,18 +22,7 @@ def hub_server(datasets):
         by_revision = {SHA: "main", CONVERTED_SHA: "refs/convert/parquet"}
         return dataset.get(by_revision.get(revision, revision))
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def answer(self, status, body, headers=()):
-            self.send_response(status)
-            for key, value in headers:
-                self.send_header(key, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
+    class Hub(Handler):
         def missing(self, what):
             self.answer(404, b"{}", [("X-Error-Code", what)])
 
@@ -51,7 +39,7 @@ def hub_server(datasets):
             else:
                 self.missing("RepoNotFound")
 
-        do_HEAD = do_GET  # noqa: N815
+        do_HEAD = do_GET
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"])).decode()
@@ -59,7 +47,7 @@ def hub_server(datasets):
             files = files_of(found[1], found[3]) or {}
             wanted = parse_qs(body).get("paths") or json.loads(body if body.startswith("{") else "{}").get("paths", [])
             entries = [self.entry(name, files[name]) for name in wanted if name in files]
-            self.answer(200, json.dumps(entries).encode(), [("Content-Type", "application/json")])
+            self.answer(200, entries)
 
         def entry(self, name, data):
             return {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
@@ -77,7 +65,7 @@ def hub_server(datasets):
                 sha = CONVERTED_SHA if "convert" in revision or revision == CONVERTED_SHA else SHA
                 value = {"id": name, "sha": sha, "siblings": siblings, "tags": [], "private": False, "disabled": False}
                 value |= {"cardData": datasets[name].get("card", {}), "downloads": 0, "likes": 0}
-            return self.answer(200, json.dumps(value).encode(), [("Content-Type", "application/json")])
+            return self.answer(200, value)
 
         def content(self, data, commit):
             headers = [("ETag", '"x"'), ("X-Repo-Commit", commit), ("Accept-Ranges", "bytes")]
@@ -88,8 +76,5 @@ def hub_server(datasets):
             where = f"bytes {start}-{stop}/{len(data)}"
             return self.answer(206, data[start : stop + 1], [*headers, ("Content-Range", where)])
 
-        def log_message(self, *_):
-            pass
-
-    with serving(Handler) as host:
+    with serving(Hub) as host:
         yield f"http://{host}"

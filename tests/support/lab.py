@@ -9,13 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-Answer = TypeVar("Answer")
+from waiting import until
 
 TOOLS = {"sshd": "openssh-server", "rsync": "rsync", "ip": "iproute2", "unshare": "util-linux", "ss": "iproute2"}
 
@@ -90,15 +89,6 @@ def _child(pid: int) -> int | None:
     return int(children[0]) if children else None
 
 
-def _wait(found: Callable[[], Answer | None], what: str, seconds: float = 20.0) -> Answer:
-    deadline = time.monotonic() + seconds
-    while not (answer := found()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not start within {seconds:.0f} s")
-        time.sleep(0.02)
-    return answer
-
-
 class Host:
     """One host: run commands on it, look at its processes, kill it."""
 
@@ -122,12 +112,12 @@ class Host:
             stdout=(self.folder / "boot.log").open("w"),
             stderr=subprocess.STDOUT,
         )
-        below = _wait(lambda: _child(self.process.pid), name)
-        self.pid = _wait(lambda: _child(below), name)
-        _wait(lambda: Path(f"/proc/{self.pid}/comm").read_text() == "bash\n", name)
+        below = until(lambda: _child(self.process.pid), name)
+        self.pid = until(lambda: _child(below), name)
+        until(lambda: Path(f"/proc/{self.pid}/comm").read_text() == "bash\n", name)
         lab.run("ip", "link", "add", f"v-{name}", "type", "veth", "peer", "name", "eth0", "netns", str(self.pid))
         lab.run("ip", "link", "set", f"v-{name}", "master", "switch", "up")
-        _wait((self.folder / "ready").exists, f"{name} ({(self.folder / 'boot.log').read_text()})")
+        until((self.folder / "ready").exists, f"{name} ({(self.folder / 'boot.log').read_text()})")
 
     def command(
         self, *command: object, env: Mapping[str, str] | None = None, folder: Path = Path("/root")
@@ -181,8 +171,8 @@ class Lab:
         self.process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *unshare, "sh", "-c", script], stdin=subprocess.DEVNULL
         )
-        self.pid = _wait(lambda: _child(self.process.pid), "the switch")
-        _wait(lambda: Path(f"/proc/{self.pid}/comm").read_text() == "sleep\n", "the switch")
+        self.pid = until(lambda: _child(self.process.pid), "the switch")
+        until(lambda: Path(f"/proc/{self.pid}/comm").read_text() == "sleep\n", "the switch")
         return self
 
     def __exit__(

@@ -19,6 +19,13 @@ def deviation(actual: Iterable[Any], expected: Iterable[Any]) -> float:
     return float(max(np.abs(a - e).max(initial=0.0) for a, e in pairs) / (scale or 1.0))
 
 
+def apart(actual: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The larger deviation of the encoder's tensors and of the objective's, each relative to its own largest entry."""
+    assert actual.keys() == expected.keys()
+    kinds = [[name for name in expected if name.startswith("objective.") == own] for own in (True, False)]
+    return max(deviation([actual[n] for n in names], [expected[n] for n in names]) for names in kinds if names)
+
+
 def _array(value: Any) -> np.ndarray:
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()

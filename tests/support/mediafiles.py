@@ -3,7 +3,6 @@
 import io
 import random
 import struct
-import tarfile
 import zlib
 
 import numpy as np
@@ -75,17 +74,6 @@ def claimed_wav(seconds, rate=16_000):
     data = sound(tone(0.5, rate), rate)
     size = seconds * rate * 2
     return data[:4] + struct.pack("<I", size + 36) + data[8:40] + struct.pack("<I", size) + data[44:]
-
-
-def tar_of(members):
-    """A tar archive of (name, bytes)."""
-    held = io.BytesIO()
-    with tarfile.open(fileobj=held, mode="w") as archive:
-        for name, data in members:
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
-    return held.getvalue()
 
 
 def spread(folder, files):

@@ -1,9 +1,8 @@
 """The metadata servers of AWS (IMDSv2) and GCP over real HTTP on this machine."""
 
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 
-from serving import serving
+from serving import Handler, serving
 
 
 class Clouds:
@@ -35,15 +34,7 @@ class Clouds:
 def metadata_server():
     clouds = Clouds()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def answer(self, status, body=b""):
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
+    class Metadata(Handler):
         def do_PUT(self):
             lifetime = int(self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "0"))
             if self.path != "/latest/api/token" or not 1 <= lifetime <= 21600:
@@ -68,8 +59,5 @@ def metadata_server():
         def google(self):
             return self.headers.get("Metadata-Flavor") == "Google"
 
-        def log_message(self, *_):
-            pass
-
-    with serving(Handler) as clouds.host:
+    with serving(Metadata) as clouds.host:
         yield clouds

@@ -2,6 +2,8 @@
 
 import json
 
+from mediafiles import spread
+
 from declutr.common.storage import hash_file
 from declutr.pipeline.config import PipelineConfig, config_hash, identity
 from declutr.pipeline.duplicates.search import find_duplicates
@@ -13,6 +15,7 @@ from declutr.pipeline.readers.skipped import Skipped
 from declutr.pipeline.shards.ledger import ledger_entries
 from declutr.pipeline.shards.manifest import MANIFEST, build_manifest
 from declutr.pipeline.shards.shards import check_shards
+from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
 
 DOCUMENTS = {
     "tokenizer": {"kind": "train", "vocab_size": 400, "sample_mib": 0.1},
@@ -63,6 +66,32 @@ def prepare_here(config, folder, tokenizer):
     totals = manifest.totals
     assert totals["read"] == len(ledger) == totals["kept"] + totals["dropped"] + totals["failed"]
     return manifest, ledger
+
+
+def prepare_rows(folder, content, rows, texts=None, **settings):
+    """A folder of shards of these records, prepared without Ray; returns it and its manifest.
+
+    The tokenizer is trained on `texts`, if given, else on the records.
+    """
+    folder.mkdir()
+    own = (value for row in rows for value in row.values() if isinstance(value, str))
+    tokenizer = train_tokenizer(own if texts is None else iter(texts), 400)
+    tokenizer.save_pretrained(str(folder / "out" / "tokenizer"))
+    settings = {"tokenizer": {"kind": "train", "vocab_size": 400}} | settings
+    corpus = write_jsonl(folder / "in.jsonl", *rows)
+    return _prepared(folder, corpus, describe_tokenizer(tokenizer, "train"), content=content, **settings)
+
+
+def prepare_media(folder, content, files):
+    """A folder of shards of these files, prepared without Ray; returns it and its manifest."""
+    (folder / "out").mkdir(parents=True)
+    return _prepared(folder, spread(folder / "in", files), None, content=content)
+
+
+def _prepared(folder, corpus, facts, **settings):
+    values = values_of(corpus, folder / "out", **{"duplicates": {"exact": False}} | settings)
+    config = PipelineConfig.model_validate(values)
+    return folder / "out", prepare_here(config, folder / "out", facts)[0]
 
 
 def rows_of(config):

@@ -1,8 +1,29 @@
 """A server of this process that answers over real HTTP."""
 
+import json
 import threading
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Keeps connections open and logs nothing."""
+
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, status, body=b"", headers=()):
+        """Sends bytes, or anything else as JSON; the body of an answer to HEAD is left out."""
+        if not isinstance(body, bytes):
+            body, headers = json.dumps(body).encode(), [("Content-Type", "application/json"), *headers]
+        self.send_response(status)
+        for key, value in (*headers, ("Content-Length", str(len(body)))):
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
 
 
 @contextmanager

@@ -1,6 +1,22 @@
-"""Bounds that every span of a document keeps."""
+"""Settings of spans, and bounds that every span of a document keeps."""
 
 import numpy as np
+from hypothesis import strategies as st
+
+from declutr.trainer.objectives.span_config import SpanConfig
+
+
+@st.composite
+def span_configs(draw, strategies=("all", "adjacent", "subsuming", "distant"), least=1):
+    longest, strategy = draw(st.integers(least, 40)), draw(st.sampled_from(strategies))
+    return SpanConfig(
+        num_anchors=draw(st.integers(1, 5)),
+        num_positives=draw(st.integers(1, 4)),
+        min_tokens=draw(st.integers(1, longest)),
+        max_tokens=longest,
+        strategy=strategy,
+        min_distance_tokens=draw(st.integers(0, 100)) if strategy == "distant" else 0,
+    )
 
 
 def check_document(spans, num_tokens, longest, anchors, positives):

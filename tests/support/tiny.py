@@ -165,3 +165,12 @@ def rank_batch(
     end = len(table) if end is None else end
     part = table.slice(start, end - start)
     return collator.collate(part, np.full(end - start, epoch))
+
+
+def half_precision(dtype: torch.dtype, encoder: Encoder, batch: SpanBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Embeddings and gradients with autocast to this type."""
+    encoder.zero_grad()
+    with torch.autocast("cpu", dtype=dtype):
+        embeddings, mlm = encoder(batch)
+    (embeddings.square().sum() + mlm).backward()
+    return embeddings, torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])

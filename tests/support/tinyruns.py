@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,13 +13,14 @@ import time
 from pathlib import Path
 
 import yaml
+from processes import ROOT as ROOT
+from processes import environment
 from waiting import until
 
 from declutr.trainer.checkpoints.checkpoint import steps_in
 from declutr.trainer.driver.resolved import ResolvedRun, find_shards
 from declutr.trainer.setup.config import TrainConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16}
 FROM_CONFIG = {
     "model_type": "roberta",
@@ -114,6 +116,12 @@ def finished_config(data, run, **changes):
     return TrainConfig.model_validate(values)
 
 
+def commands_of(page):
+    """The arguments of every `declutr` of the indented code of a page."""
+    lines = [line for line in page.splitlines() if line.startswith("    declutr ")]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
 def write_config(path, **sections):
     path.write_text(yaml.safe_dump(sections))
     return path
@@ -123,7 +131,7 @@ def command(module, config, *overrides):
     """Arguments of a real command, in a process group of its own, where Ray shows its process titles to us."""
     return {
         "args": [sys.executable, "-m", module, str(config), *overrides],
-        "env": os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "ignore", "DECLUTR_LOG": "INFO"},
+        "env": environment(PYTHONWARNINGS="ignore", DECLUTR_LOG="INFO"),
         "cwd": config.parent,
         "start_new_session": True,
         "text": True,
@@ -177,12 +185,13 @@ def start_command(module, config, run):
 
 def wait_for_step(process, before, run, step, timeout=90):
     """Waits until a running command has itself written that step: it replaces the metrics file that was there."""
-    deadline = time.monotonic() + timeout
     path = Path(run) / "metrics.jsonl"
-    while inode(path) in (None, before) or f'"step": {step},' not in path.read_text():
+
+    def written():
         assert process.poll() is None, f"ended early: {process.communicate()}"
-        assert time.monotonic() < deadline, f"step {step} is not reached"
-        time.sleep(0.02)
+        return inode(path) not in (None, before) and f'"step": {step},' in path.read_text()
+
+    until(written, f"step {step}", timeout)
 
 
 def kill_at_checkpoint(given, run, step):

@@ -11,7 +11,7 @@ import pytest
 import tinyruns as runs
 import torch
 from messages import says
-from textshards import prepare_rows
+from preparing import prepare_rows
 from tinyruns import least_config as config
 
 from declutr.common.config import config_yaml

@@ -11,6 +11,7 @@ import tinyruns as runs
 import torch
 from madeup import config_of, shards
 from messages import says
+from processes import run_python
 
 from declutr.common.errors import DamagedError, TrainingFailedError
 from declutr.common.storage import read_json
@@ -157,9 +158,7 @@ def test_a_gpu_that_was_used_before_without_cublas_variable_is_told_apart():
     says(told, f"{CUBLAS}=:4096:8", "start anew", "scaling.deterministic=false")
     assert refusal(RuntimeError("CUDA error: out of memory")) is None
     code = "import os, declutr; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
-    environment = {key: value for key, value in os.environ.items() if key != CUBLAS}
-    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout == ":4096:8\n"
+    assert run_python("-c", code, env={CUBLAS: None}).stdout == ":4096:8\n"
 
 
 SIZE = 3
@@ -339,7 +338,5 @@ def test_prepare_sets_the_allocator_before_a_gpu_is_used():
     code = "import os, torch; from declutr.trainer.worker.backend import _prepare; _prepare(); " + (
         "print(os.environ['PYTORCH_ALLOC_CONF'], torch.cuda.is_initialized())"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH")}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, cwd=runs.ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["expandable_segments:True", "False"], done.stderr
+    bare = {name: None for name in os.environ if name.startswith("PYTORCH")}
+    assert run_python("-c", code, env=bare).stdout.split() == ["expandable_segments:True", "False"]

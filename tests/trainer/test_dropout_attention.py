@@ -1,9 +1,8 @@
 """The Triton kernels of attention with dropped weights, in Triton's interpreter: values, gradients, masks, graphs."""
 
 import importlib
-import os
 import subprocess
-import sys
+from functools import partial
 from itertools import accumulate, pairwise
 
 import cpukernel  # noqa: F401 - registers the kernels
@@ -11,7 +10,8 @@ import pytest
 import torch
 from measures import deviation
 from messages import says
-from tiny import FAMILIES, random_spans, tiny_encoder
+from processes import run_python
+from tiny import FAMILIES, half_precision, random_spans, tiny_encoder
 from torch._dynamo.utils import counters
 
 from declutr.trainer.data.tokenrates import TokenRates
@@ -23,6 +23,7 @@ from declutr.trainer.model.keyed_attention import attend_with_dropout
 
 pytest.importorskip("triton", reason="Triton is not installed")
 dropout_attention = importlib.import_module("declutr.trainer.model.dropout_attention")
+values = partial(half_precision, torch.float16)  # the interpreter has no products in bfloat16
 
 CPU = torch.device("cpu")
 COMPILE = """
@@ -94,15 +95,6 @@ def test_the_operation_keeps_the_rules_of_torch():
     assert torch.equal(one, two)
 
 
-def values(encoder, batch):
-    """Embeddings and gradients in half precision; the interpreter has no products in bfloat16."""
-    encoder.zero_grad()
-    with torch.autocast("cpu", dtype=torch.float16):
-        embeddings, mlm = encoder(batch)
-    (embeddings.square().sum() + mlm).backward()
-    return embeddings, torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
-
-
 def encoder_with(found, family):
     encoder = tiny_encoder(family, torch.float32, from_config=WIDE, dropout=0.2)
     encoder._kernels[CPU, True] = found
@@ -134,10 +126,7 @@ def test_dropout_attention_has_one_graph_for_all_layers_and_lengths():
 @pytest.mark.slow
 def test_gpus_have_enough_shared_memory(tmp_path):
     """Triton compiles for GPUs without one. 99 KiB is what a program may have on the smallest, for example an L4."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", COMPILE, env={"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(tmp_path)})
     assert len(sizes := [int(line) for line in done.stdout.split()]) == 9
     assert max(sizes) <= 99 * 1024
 

@@ -10,9 +10,9 @@ import torch
 from families import PADDED
 from madeup import config_of, shards
 from mediafiles import png
-from mediashards import prepare_media
 from messages import says
 from prepared import Row, write_prepared
+from preparing import prepare_media
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from states import state_of

@@ -3,8 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,10 +11,10 @@ import pytest
 import ray
 from messages import says
 from metadataserver import metadata_server
+from processes import run_python
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
-from tinyruns import ROOT
 
 from declutr.trainer.driver.failure import GroupFailure, blame_memory, blame_nodes, describe, oom_kills
 from declutr.trainer.driver.summary import FAILURES
@@ -25,7 +23,6 @@ from declutr.trainer.worker.spotwatch import CLOUDS, AwsMetadata, GcpMetadata, S
 
 LEFT = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:33291")
 DEAD = RayActorError(error_msg="ActorMetadata(\n hostname='spot-3',\n node_id='b1', pid=30750,\n) died unexpectedly")
-BAD_ROW = "ValueError: row # is bad"
 SYSTEM = RayActorError(error_msg="The actor died.\n\tpid: 4711\n\tip: 10.0.0.9\nThe process ended, SYSTEM_ERROR.")
 
 
@@ -65,10 +62,8 @@ def test_rays_paragraph_on_a_death_is_left_out_and_nothing_else():
     """Through the function by which Ray prints what its raylets report, in a process that began as the command does."""
     lines = ["A worker died or was killed while executing a task by an unexpected system error.", "No memory is left."]
     report = {"lines": lines, "pid": "raylet", "is_err": False}
-    code = (
-        f"import declutr.trainer.train; from ray._private.worker import print_to_stdstream as p; p({report!r}, False)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = "import declutr.trainer.train; from ray._private.worker import print_to_stdstream as show"
+    done = run_python("-c", f"{code}; show({report!r}, False)")
     says(done.stdout, "No memory", "left")
     assert "died" not in done.stdout + done.stderr
 
@@ -94,8 +89,7 @@ def test_a_container_that_is_too_small_is_named(small_cgroup):
     before, failure = oom_kills(), GroupFailure("worker 0 died", "death", "")
     assert blame_memory(failure, before) == failure
     program = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); bytearray(b'x' * 2**28)"
-    ended = subprocess.run([sys.executable, "-c", program, str(small_cgroup)], check=False)
-    assert ended.returncode == -signal.SIGKILL
+    assert run_python("-c", program, small_cgroup, check=False).returncode == -signal.SIGKILL
     summary = blame_memory(failure, before).summary
     says(summary, "worker 0 died", "1 process", "memory")
     assert "scaling.num_workers" in summary

@@ -9,11 +9,10 @@ import torch
 from families import PACKED, PADDED
 from measures import deviation
 from mediafiles import picture, png, sound, stored, tone
-from mediarows import image_rows
-from mediashards import prepare_media
 from messages import all_of, says
 from PIL import Image, ImageOps
-from textshards import prepare_rows
+from preparing import prepare_media, prepare_rows
+from rows import image_rows
 from tiny import VOCABULARY, tiny_encoder
 from transformers import BertConfig, ViTConfig, ViTModel
 
@@ -70,6 +69,7 @@ def test_every_family_reads_patches(family):
     together.square().sum().backward()
     touched = [name for name, p in encoder.model.base_model.named_parameters() if p.grad is not None and p.grad.any()]
     assert touched
+    assert min(frontend.patches.weight.grad.abs().max(), frontend.cls.grad.abs().max()) > 0
     assert not [name for name in touched if "embed" in name.split(".")[0] and "project" not in name]
 
 

@@ -1,7 +1,8 @@
 """Settings: span lengths of the shards, how often a run validates, and what the papers' configs say."""
 
 import json
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -189,74 +190,59 @@ def test_too_few_validations_or_rows_are_told_with_a_remedy(tmp_path):
     assert limited.endswith("increase validation.max_documents")
 
 
-VISUAL = {  # encoder, texts a step, their rate, epochs, weight, rate and temperature of the images
-    "visualcse": ("bert-base-uncased", 64, 3e-5, 1, 0.05, 1e-6, 0.07),
-    "visualcse-roberta": ("roberta-base", 128, 2e-5, 1, 0.2, 1e-7, 0.07),
-    "visualcse-sup": ("bert-base-uncased", 128, 3e-5, 3, 100.0, 1e-7, 0.05),
+def simcse(encoder, batch, rate, epochs, supervised=False):
+    """The table of the README of SimCSE; MLM reads all copies."""
+    settings = {"encoder.pretrained": encoder, "batch_documents": batch, "optim.lr": rate, "epochs": epochs}
+    return settings | {"objective.mlm_copies": "all", "objective.supervised": supervised, "export": "best"}
+
+
+def visual(encoder, batch, rate, epochs, weight, image_rate, temperature, supervised=False):
+    """The scripts of VisualCSE; `mlm_copies` is not theirs."""
+    image = {"weight": weight, "optim.lr": image_rate, "objective.temperature": temperature, "batch_documents": 48}
+    image |= {"frontend.mean": (0.485, 0.456, 0.406), "frontend.std": (0.229, 0.224, 0.225)}
+    settings = simcse(encoder, batch, rate, epochs, supervised)
+    del settings["objective.mlm_copies"]
+    return settings | {f"auxiliary_tasks.image.{name}": value for name, value in image.items()}
+
+
+# Dropout 0.1 of attention weights too, the optimizer of transformers 3.4, the gradient of four GPUs.
+RELEASED = {"encoder.dropout": None, "encoder.attention_dropout": 0.1, "optim.bias_correction": False}
+RELEASED |= {"objective.reference_rank_scaling": 4, "optim.eps": 1e-6, "optim.schedule": "slanted_triangular"}
+RELEASED |= {"batch_documents": 16}
+MASKS = {"freq_mask": 48, "time_mask": 192, "shared": True}
+PAPERS = {
+    "declutr-base": RELEASED,
+    "declutr-small": RELEASED,
+    # about the scale of the released dot products
+    "scl": {"objective.temperature": 4.0, "encoder.pooling": "mean_without_cls"},
+    # its projector is drawn as BERT's layers
+    "scd-bert": {"objective.initializer_range": 0.02},
+    "scd-roberta": {"objective.initializer_range": 0.02},
+    "simcse-unsup": simcse("bert-base-uncased", 64, 3e-5, 1),
+    "simcse-roberta": simcse("roberta-base", 512, 1e-5, 1),
+    "simcse-sup": simcse("bert-base-uncased", 512, 5e-5, 3, supervised=True),
+    "visualcse": visual("bert-base-uncased", 64, 3e-5, 1, 0.05, 1e-6, 0.07),
+    "visualcse-roberta": visual("roberta-base", 128, 2e-5, 1, 0.2, 1e-7, 0.07),
+    "visualcse-sup": visual("bert-base-uncased", 128, 3e-5, 3, 100.0, 1e-7, 0.05, supervised=True),
+    # one masked mixture is fed twice
+    "audiocse": {
+        "auxiliary_tasks.audio.objective.masks": MASKS,
+        "auxiliary_tasks.audio.objective.mixup": 0.5,
+        "export": "best",
+    },
 }
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-def train_of(name):
-    return load_config(str(CONFIGS / f"{name}.yaml"), "train", TrainConfig)
-
-
-def prepare_of(name):
-    return load_config(str(CONFIGS / f"{name}.yaml"), "prepare", PipelineConfig)
-
-
-@pytest.mark.parametrize("name", ["declutr-base", "declutr-small"])
-def test_declutr_drops_and_updates_as_released(name):
-    """Dropout 0.1 of attention weights too, the optimizer of transformers 3.4, the gradient of four GPUs."""
-    config = train_of(name)
-    assert (config.encoder.dropout, config.encoder.attention_dropout) == (None, 0.1)
-    assert (config.optim.bias_correction, config.objective.reference_rank_scaling) == (False, 4)
-    assert (config.optim.eps, config.optim.schedule, config.batch_documents) == (1e-6, "slanted_triangular", 16)
-
-
-def test_scl_has_about_the_scale_of_the_released_dot_products_and_leaves_cls_out():
-    config = train_of("scl")
-    assert (config.objective.temperature, config.encoder.pooling) == (4.0, "mean_without_cls")
-
-
-@pytest.mark.parametrize("name", ["scd-bert", "scd-roberta"])
-def test_scd_draws_its_projector_as_bert(name):
-    assert train_of(name).objective.initializer_range == 0.02
-
-
-@pytest.mark.parametrize(
-    ("name", "encoder", "batch", "rate", "epochs"),
-    [
-        ("simcse-unsup", "bert-base-uncased", 64, 3e-5, 1),
-        ("simcse-roberta", "roberta-base", 512, 1e-5, 1),
-        ("simcse-sup", "bert-base-uncased", 512, 5e-5, 3),
-    ],
-)
-def test_simcse_has_the_table_of_its_readme(name, encoder, batch, rate, epochs):
-    config = train_of(name)
-    assert config.encoder.pretrained == prepare_of(name).tokenizer.name == encoder
-    assert (config.batch_documents, config.optim.lr, config.epochs) == (batch, rate, epochs)
-    assert (config.objective.mlm_copies, config.objective.supervised) == ("all", name == "simcse-sup")
-
-
-@pytest.mark.parametrize("name", ["simcse-unsup", "simcse-roberta", "simcse-sup", *VISUAL, "audiocse"])
-def test_no_sentence_is_held_back_where_stsb_validates(name):
-    assert (prepare_of(name).validation_fraction, train_of(name).export) == (0, "best")
-
-
-@pytest.mark.parametrize("name", VISUAL)
-def test_visualcse_has_the_settings_of_its_scripts(name):
-    config, image = train_of(name), train_of(name).auxiliary_tasks["image"]
-    texts = config.encoder.pretrained, config.batch_documents, config.optim.lr, config.epochs
-    assert (*texts, image.weight, image.optim.lr, image.objective.temperature) == VISUAL[name]
-    assert prepare_of(name).tokenizer.name == config.encoder.pretrained
-    assert prepare_of(name).content.kind == ("triples" if name == "visualcse-sup" else "sentences")
-    assert config.objective.supervised == (name == "visualcse-sup")
-    assert image.batch_documents == 48
-    assert (image.frontend.mean, image.frontend.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-
-
-def test_audiocse_feeds_one_masked_mixture_twice():
-    objective = train_of("audiocse").auxiliary_tasks["audio"].objective
-    assert objective.masks.model_dump() == {"freq_mask": 48, "time_mask": 192, "shared": True}
-    assert objective.mixup == 0.5
+@pytest.mark.parametrize("name", PAPERS)
+def test_configs_of_the_papers_have_their_settings(name):
+    """No sentence is held back where those of STS-B say which step is exported."""
+    config = load_config(f"configs/{name}.yaml", "train", TrainConfig)
+    values = config.model_dump()
+    for setting, value in PAPERS[name].items():
+        assert reduce(getitem, setting.split("."), values) == value, setting
+    if "export" in PAPERS[name]:
+        prepare = load_config(f"configs/{name}.yaml", "prepare", PipelineConfig)
+        assert prepare.validation_fraction == 0
+        assert prepare.tokenizer.name == config.encoder.pretrained
+        kind = "triples" if name == "visualcse-sup" else "sentences"
+        assert not name.startswith("visualcse") or prepare.content.kind == kind

@@ -4,14 +4,13 @@ import ast
 import json
 import re
 import socket
-import subprocess
-import sys
 
 import pytest
 import ray
 import tinyruns as runs
 import torch
 from prepared import Row, write_prepared
+from processes import run_python
 
 from declutr.common.lock import RunLock
 from declutr.trainer import torch_private as private
@@ -116,10 +115,7 @@ CODE = "import sys\n{}\nprint(*sorted({{'torch', 'transformers', 'scipy.stats'}}
     ],
 )
 def test_no_torch_before_it_is_needed(imports):
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.format(imports)], cwd=runs.ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == ""
+    assert run_python("-c", CODE.format(imports)).stdout.strip() == ""
 
 
 REFUSALS = """import json, sys
@@ -152,14 +148,7 @@ def test_wrong_use_is_refused_before_torch_and_ray_are_loaded(prepared, tmp_path
             ([*train, f"run={tmp_path}/held"], f"another command works here (host {socket.gethostname()}, pid"),
             (["embed", "hashed-words:8", f"{tmp_path}/no.txt", "--output", f"{tmp_path}/o.npy"], "matches no file"),
         ]
-        done = subprocess.run(
-            [sys.executable, "-c", REFUSALS],
-            cwd=runs.ROOT,
-            input=json.dumps([arguments for arguments, _ in cases]),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = run_python("-c", REFUSALS, input=json.dumps([arguments for arguments, _ in cases]))
     parts = done.stderr.split("status 1, loaded []\n")
     assert len(parts) == len(cases) + 1, done.stderr
     for (_, message), part in zip(cases, parts, strict=False):

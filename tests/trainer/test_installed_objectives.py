@@ -2,15 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
 import tinyruns as runs
 from madeup import shards
 from messages import says
+from processes import run_python
 
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.driver.shard_checks import objective_problems
@@ -69,11 +67,10 @@ def test_the_message_names_package_entry_point_and_cause(tmp_path, monkeypatch, 
 def test_a_package_that_cannot_be_used_stops_only_what_names_its_kind(tmp_path, monkeypatch):
     """Its import ends the process with status 0; commands that do not need it ended with that, silently."""
     install(tmp_path, monkeypatch, "spoilt-objective", "spoilt_exits", "import sys; sys.exit(0)")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path.cwd() / "src")])}
 
-    def declutr(*arguments):
-        command = [sys.executable, "-m", "declutr.cli.main", *map(str, arguments)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    def declutr(*words):
+        path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(runs.ROOT / "src")])}
+        return run_python("-m", "declutr.cli.main", *words, env=path, check=False, timeout=60)
 
     found = declutr("inspect", shards(tmp_path / "data"))
     assert (found.returncode, found.stdout[:6]) == (0, "Shards"), found.stderr

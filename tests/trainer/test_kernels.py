@@ -1,13 +1,14 @@
 """The code path of a GPU, with kernels for the CPU: attention in one call, its guard, and compiled layers."""
 
 import sys
+from functools import partial
 
 import cpukernel
 import pytest
 import torch
 from measures import deviation
 from messages import says
-from tiny import FAMILIES, random_spans, tiny_encoder
+from tiny import FAMILIES, half_precision, random_spans, tiny_encoder
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import current_flash_attention_impl
 
@@ -22,6 +23,7 @@ from declutr.trainer.parallel.overlap import BucketedReducer
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]
 CPU = torch.device("cpu")
+values = partial(half_precision, torch.bfloat16)
 # Heads of 8 features: the guard refuses others.
 WIDE = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1}
 
@@ -32,15 +34,6 @@ def encoder_with(kernel, family="roberta", layers=2, **settings):
     for drops in (False, True):
         encoder._kernels[CPU, drops] = kernel and Kernels(kernel)
     return encoder
-
-
-def values(encoder, batch):
-    """Embeddings and gradients in half precision."""
-    encoder.zero_grad()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        embeddings, mlm = encoder(batch)
-    (embeddings.square().sum() + mlm).backward()
-    return embeddings, torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,6 +19,7 @@ from messages import says
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from volumes import small_volume
+from waiting import until
 
 from declutr.common import extras
 from declutr.trainer.driver.path_checks import place_problems
@@ -110,10 +111,8 @@ def start_wandb(folder, **changes):
 
 def wait_for_lines(writer, number):
     """Waits until the last logger got a number of lines, or failed."""
-    logger, deadline = writer._loggers[-1], time.monotonic() + 60
-    while logger._passed < number and not logger._failed:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    logger = writer._loggers[-1]
+    until(lambda: logger._passed >= number or logger._failed)
 
 
 def test_a_folder_that_was_renamed_before_tensorboard_is_loaded_is_not_made_anew(tmp_path):

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import says
-from textshards import prepare_rows
+from preparing import prepare_rows
 
 from declutr.cli.main import main
 from declutr.common.storage import hash_file

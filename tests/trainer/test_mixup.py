@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from mediafiles import sound, tone
-from mediarows import MELS, Rows, clip_rows, image_rows
-from mediashards import prepare_media
 from messages import all_of
 from PIL import Image
+from preparing import prepare_media
+from rows import MELS, Rows, clip_rows, image_rows
 from scipy.stats import beta, kstest
 
 from declutr.common import seeding

@@ -100,14 +100,6 @@ def test_pooling_equals_a_plain_writing(pooling):
     assert deviation([encoder.embed(batch)], [torch.stack([by_hand(part) for part in parts])]) < 1e-12
 
 
-def test_mlm_loss_equals_a_plain_writing():
-    """Sum of the cross entropies of the whole model's own logits."""
-    batch, encoder = random_spans([20], num_selected=6), tiny_encoder(layout="padded")
-    logits = encoder.model(input_ids=batch.input_ids[None]).logits[0, batch.selected]
-    expected = nn.functional.cross_entropy(logits, batch.labels, reduction="sum")
-    assert deviation([encoder(batch)[1]], [expected]) < 1e-12
-
-
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_batch_without_spans_has_empty_embeddings(pooling, layout):
@@ -163,15 +155,6 @@ def test_longest_span_is_the_limit_of_positions(family, limit):
     if family != "modernbert":
         with pytest.raises(IndexError):
             encoder.embed(random_spans([limit + 1]))
-
-
-def test_dropout_setting_reaches_every_family():
-    for family in FAMILIES:
-        batch = random_spans(MIXED)
-        quiet, loud = tiny_encoder(family), tiny_encoder(family, dropout=0.5)
-        assert torch.equal(quiet.embed(batch), quiet.embed(batch))
-        assert torch.equal(loud.embed(batch), loud.embed(batch))  # the same keys, the same masks
-        assert not torch.allclose(loud.embed(batch), loud.eval().embed(batch), rtol=0.1)
 
 
 def test_encoder_of_an_unknown_head_is_refused():

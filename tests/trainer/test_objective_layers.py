@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from groups import run_group
-from measures import deviation
+from measures import apart, deviation
 from messages import all_of, says
 from states import state_of
 from tiny import documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step, with_task
@@ -76,13 +76,6 @@ def steps(comm, sharded=False):
         contents = collect([train_step])
         results.append((gradients, norms, contents))
     return results
-
-
-def apart(found, expected):
-    """Relative to the largest entry of the encoder's and of the objective's tensors; some entries are only rounding."""
-    assert found.keys() == expected.keys()
-    kinds = [[name for name in expected if name.startswith("objective.") == own] for own in (True, False)]
-    return max(deviation([found[n] for n in names], [expected[n] for n in names]) for names in kinds if names)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import tinyruns as runs
 import torch
 import xxhash
-from broken import flip_a_bit, truncate
+from broken import flip_a_bit, remove, truncate
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import all_of, says
@@ -67,7 +67,8 @@ def test_pruning_after_every_checkpoint_ends_where_pruning_once_does(scores, con
 
 def write(folder, step, score=None):
     state = state_of(step) if score is None else state_of(step, mrr=score)
-    return checkpoint.save(folder, state, {"encoder.safetensors": {"weight": torch.full((40,), float(step))}})
+    files = [f"{name}.safetensors" for name in ("encoder", "optimizer", "objective")]
+    return checkpoint.save(folder, state, {name: {"weight": torch.full((40,), float(step))} for name in files})
 
 
 def test_broken_ones_neither_count_nor_stay(tmp_path):
@@ -94,16 +95,35 @@ def test_a_checkpoint_beyond_the_newest_never_displaces_it(tmp_path, broken):
     assert state.step == (7 if broken else 8)
 
 
-def test_a_file_that_is_longer_or_altered_is_broken(tmp_path):
-    longer, altered = (write(tmp_path, step) / "encoder.safetensors" for step in (4, 5))
-    with longer.open("ab") as stream:
-        stream.write(b"x")
-    flip_a_bit(altered)
-    with pytest.raises(CheckpointError):
-        checkpoint.read_state(longer.parent, verify=False)
-    assert checkpoint.read_state(altered.parent, verify=False).step == 5
-    with pytest.raises(CheckpointError):
-        checkpoint.read_state(altered.parent)
+def lengthen(path):
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "message"),
+    [
+        (truncate, "encoder.safetensors", ("truncated", "altered")),
+        (lengthen, "encoder.safetensors", ("truncated", "altered")),
+        (flip_a_bit, "optimizer.safetensors", ("truncated", "altered")),
+        (remove, "objective.safetensors", "missing"),
+        (remove, "state.json", ("missing", "unreadable")),
+        (truncate, "state.json", ("missing", "unreadable")),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, log, damage, name, message):
+    """Without the checksums a file of the right length is whole."""
+    for step in (4, 6):
+        path = write(tmp_path, step)
+    damage(path / name)
+    for verify in (True, False):
+        if verify or damage is not flip_a_bit:
+            with pytest.raises(CheckpointError, match=all_of(name, message)):
+                checkpoint.read_state(path, verify=verify)
+    assert damage is not flip_a_bit or checkpoint.read_state(path, verify=False).step == 6
+    path, state = checkpoint.find_latest(tmp_path)
+    assert (path.name, state.step) == ("step-00000004", 4)
+    assert len(log) == 1
+    says(log[0], name, message, "step-00000006")
 
 
 def test_latest_of_this_run(tmp_path):
@@ -123,7 +143,7 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path):
 def test_an_old_state_without_sizes_is_read(tmp_path):
     path = write(tmp_path, 5)
     state = checkpoint.read_state(path)
-    assert state.sizes == {"encoder.safetensors": (path / "encoder.safetensors").stat().st_size}
+    assert state.sizes == {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
     fields = state.model_dump(exclude={"sizes", "skipped", "skipped_in_a_row"})
     assert RunState.model_validate(fields).sizes == {}
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tinyruns as runs
 from messages import says
+from preparing import prepare_rows
 from textruns import SCL, write_texts
-from textshards import prepare_rows
 
 from declutr.cli.main import main
 from declutr.common.errors import CheckpointError, TrainingFailedError

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measures import deviation
 from messages import all_of
-from spanbounds import check_document
+from spanbounds import check_document, span_configs
 from tiny import contrastive, documents, rank_batch, rows_of, tiny_collator, tiny_encoder, tiny_train_step
 
 from declutr.pipeline.shards.shards import ragged
@@ -27,18 +27,10 @@ FIRST_EPOCH = np.zeros(1, np.int64)
 
 @st.composite
 def settings(draw_):
-    longest = draw_(st.integers(2, 40))
-    shortest = draw_(st.integers(1, longest))
-    spans = SpanConfig(
-        num_anchors=draw_(st.integers(1, 5)),
-        num_positives=draw_(st.integers(1, 4)),
-        min_tokens=shortest,
-        max_tokens=longest,
-        strategy=draw_(st.sampled_from(["all", "adjacent", "subsuming"])),
-    )
+    spans = draw_(span_configs(("all", "adjacent", "subsuming"), least=2))
     more = draw_(st.integers(0, 2))  # the shards may have room for more anchors than are trained on
-    least = draw_(st.integers(shortest, longest))
-    return spans, Geometry(num_anchors=spans.num_anchors + more, max_tokens=longest, min_tokens=least)
+    least = draw_(st.integers(spans.min_tokens, spans.max_tokens))
+    return spans, Geometry(num_anchors=spans.num_anchors + more, max_tokens=spans.max_tokens, min_tokens=least)
 
 
 def windows_of(lengths, geometry, mode):

@@ -12,7 +12,7 @@ from messages import all_of
 from prepared import Row, write_prepared
 from pydantic import ValidationError
 from scipy import stats
-from spanbounds import check_document
+from spanbounds import check_document, span_configs
 from tinyruns import span_validator
 
 from declutr.pipeline.shards.windows import window_starts
@@ -20,20 +20,6 @@ from declutr.trainer.objectives.declutr.objective import DISTANT, place_distant
 from declutr.trainer.objectives.declutr.spans import Draws, draw, pair_lengths, place
 from declutr.trainer.objectives.span_config import SpanConfig
 from declutr.trainer.setup.build import build_encoder, load_tokenizer
-
-
-@st.composite
-def geometries(draw_):
-    longest = draw_(st.integers(1, 40))
-    strategy = draw_(st.sampled_from(["all", "adjacent", "subsuming", "distant"]))
-    return SpanConfig(
-        num_anchors=draw_(st.integers(1, 5)),
-        num_positives=draw_(st.integers(1, 4)),
-        min_tokens=draw_(st.integers(1, longest)),
-        max_tokens=longest,
-        strategy=strategy,
-        min_distance_tokens=draw_(st.integers(0, 100)) if strategy == "distant" else 0,
-    )
 
 
 def windows_of(lengths, config):
@@ -46,7 +32,7 @@ def check(config, lengths, spans):
         check_document(config, length, config.max_tokens, spans.anchors[row], spans.positives[row])
 
 
-@given(geometries(), st.lists(st.integers(0, 200), min_size=1, max_size=6), st.integers(0, 2**32))
+@given(span_configs(), st.lists(st.integers(0, 200), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_spans_keep_every_bound(config, extra, seed):
     lengths = config.min_document_tokens + np.array(extra)
     keys = np.arange(len(lengths), dtype=np.uint64)
@@ -54,7 +40,7 @@ def test_spans_keep_every_bound(config, extra, seed):
     check(config, lengths, place(config, draws, lengths, *windows_of(lengths, config)))
 
 
-@given(geometries(), st.integers(0, 200), st.data())
+@given(span_configs(), st.integers(0, 200), st.data())
 def test_spans_at_the_extremes_keep_every_bound(config, extra, data):
     """Draws at both ends of [0, 1), in any mixture: what random draws hardly ever give."""
     extreme = st.sampled_from([0.0, 2.0**-32, 0.5 - 2.0**-32, 0.5, 1 - 2.0**-32])
@@ -69,7 +55,7 @@ def test_spans_at_the_extremes_keep_every_bound(config, extra, data):
     check(config, lengths, place(config, Draws(*drawn), lengths, *windows_of(lengths, config)))
 
 
-@given(geometries(), st.lists(st.integers(0, 100), min_size=2, max_size=6), st.integers(0, 2**32))
+@given(span_configs(), st.lists(st.integers(0, 100), min_size=2, max_size=6), st.integers(0, 2**32))
 def test_a_document_has_its_spans_in_any_batch(config, extra, seed):
     lengths = config.min_document_tokens + np.array(extra)
     keys = np.arange(10, 10 + len(lengths), dtype=np.uint64)
@@ -146,7 +132,7 @@ def test_place_distant_strategy_equals_a_plain_writing():
     assert 0 < short < 240
 
 
-@given(geometries(), st.integers(1, 40), st.lists(st.integers(0, 200), min_size=1, max_size=6), st.integers(0, 2**32))
+@given(span_configs(), st.integers(1, 40), st.lists(st.integers(0, 200), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_windows_may_be_longer_than_spans(config, longer, extra, seed):
     """Shards that were prepared for longer spans: anchors lie anywhere in their windows, and apart."""
     window = config.max_tokens + longer

@@ -7,9 +7,8 @@ import pytest
 import torch
 from groups import run_group
 from measures import deviation
-from mediarows import Rows, clip_rows, image_rows
+from rows import Rows, clip_rows, image_rows, sentences
 from states import state_of
-from textrows import sentences
 from tiny import VOCABULARY, tiny_encoder
 
 from declutr.trainer.checkpoints import checkpoint
@@ -254,17 +253,6 @@ def test_packed_clips_equal_clips_one_by_one(name, layout):
     alone = [encoder(clips.span_slice(i, i + 1), task.frontend)[0] for i in range(clips.num_spans)]
     assert len(set(clips.lengths.tolist())) > (name == "audio")
     assert deviation([together], [torch.cat(alone)]) < 1e-12
-
-
-def test_embeddings_of_tokens_get_no_gradient_from_patches():
-    encoder = tiny_encoder(dropout=0.0)
-    task = task_of(encoder, "image", Communicator(), None, 1.0)
-    encoder(share_of(task, Communicator()).spans, task.frontend)[0].sum().backward()
-    touched = {name for name, p in encoder.named_parameters() if p.grad is not None}
-    assert touched
-    assert not [name for name in touched if "embeddings" in name]
-    assert task.frontend.patches.weight.grad.abs().max() > 0
-    assert task.frontend.cls.grad.abs().max() > 0
 
 
 def test_a_bad_loss_stops_or_skips_its_own_turn():

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from groups import run_group
-from measures import deviation
-from textrows import sentences, text_rows
+from measures import apart
+from rows import sentences, text_rows
 from tiny import HALF, VOCABULARY, tiny_encoder, tiny_train_step, with_task
 
 from declutr.common.errors import UsageError
@@ -91,11 +91,6 @@ def gradients(name, **how):
     train_step.comm.all_reduce_gradients(list(parameters.values()))
     terms = {name: value.item() for name, value in found.terms.items()}
     return {name: full_tensor(p.grad).clone() for name, p in parameters.items()}, terms
-
-
-def apart(found, expected):
-    kinds = [[name for name in expected if name.startswith("objective.") == own] for own in (True, False)]
-    return max(deviation([found[n] for n in names], [expected[n] for n in names]) for names in kinds if names)
 
 
 def every_case(comm, sharded, shared_rows):

@@ -4,13 +4,13 @@ import copy
 import dataclasses
 import json
 import math
-import subprocess
 import sys
 
 import pytest
 import torch
 from measures import deviation
 from messages import all_of
+from processes import run_python
 from pydantic import ValidationError
 from tiny import documents, random_spans, rank_batch, tiny_collator, tiny_encoder, tiny_train_step
 from transformers import get_scheduler
@@ -204,16 +204,7 @@ print(json.dumps({"worst": worst, "limit": limit, "tokens": tokens}))
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its own memory through Linux's RLIMIT_AS and /proc")
 def test_a_step_that_runs_out_of_memory_is_taken_again_in_smaller_pieces():
-    path = [entry for entry in sys.path if entry]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n" + SCRIPT, "300"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(run_python("-c", SCRIPT, "300", timeout=240).stdout.splitlines()[-1])
     assert found["limit"] is not None
     assert found["limit"] < found["tokens"]  # the whole share did not fit
     assert found["worst"] < 1e-10

@@ -1,11 +1,8 @@
 """Signatures, pairs and decisions against their definitions and brute force, and bounded work in huge groups."""
 
 import random
-import subprocess
-import sys
 import time
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import planted
@@ -14,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import all_of, says
 from planted import search, write
+from processes import run_python
 
 from declutr.common.errors import ShardError
 from declutr.pipeline.duplicates import pairs as pairs_module
@@ -261,9 +259,6 @@ def test_the_first_and_the_last_of_a_group_are_compared_whatever_its_size(tmp_pa
     assert (pairs.later.tolist(), pairs.earlier.tolist()) == ([count - 1], [0])
 
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
 def words_of(text):
     """Words as the docstring of shingles.py defines them, for letters of scripts with spaces."""
     return "".join(c.lower()[0] if c.isalnum() else " " for c in text).split()
@@ -341,10 +336,8 @@ def test_a_signature_is_of_a_set_and_the_same_in_every_process():
         "from declutr.pipeline.duplicates.shingles import Signer\n"
         "print(Signer(NearConfig()).sign('Ein schöner Tag am See, und dann?').tolist())"
     )
-    environment = {"PYTHONPATH": str(ROOT / "src"), "PYTHONHASHSEED": "7"}
-    printed = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True)
     here = signer.sign("Ein schöner Tag am See, und dann?")
-    assert printed.stdout.decode().strip() == str(here.tolist())
+    assert run_python("-c", code, env={"PYTHONHASHSEED": "7"}).stdout.strip() == str(here.tolist())
     # What the first version gave: keys on disk from it must not silently come to mean something else.
     assert here[:4].tolist() == [3230642084, 3498748665, 3453156323, 3427288791]
     assert here[here < 3 << 30][:4].tolist() == [1284774109, 632393368, 2729227066, 2446047937]  # of the rounds

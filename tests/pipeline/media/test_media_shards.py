@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from mediafiles import animated, claimed_png, picture, png, sound, spread, stored, tar_of, tone
+from corpora import tar
+from mediafiles import animated, claimed_png, picture, png, sound, spread, stored, tone
 from messages import all_of, says
 from PIL import Image
 from shardfolders import poke, spoil
@@ -182,11 +183,9 @@ MEMBERS = [
 
 @pytest.mark.parametrize("packed", ["shard.tar", "shard.tar.gz", "outer.tar"])
 def test_labels_of_webdataset_go_to_images_of_their_name(packed, tmp_path, make_media, prepare_media):
-    data = tar_of(MEMBERS)
+    data = tar(MEMBERS)
     data = gzip.compress(data) if packed.endswith("gz") else data
-    data, inner = (
-        (tar_of([("in/shard.tar", data)]), "outer.tar!in/shard.tar") if packed == "outer.tar" else (data, packed)
-    )
+    data, inner = (tar([("in/shard.tar", data)]), "outer.tar!in/shard.tar") if packed == "outer.tar" else (data, packed)
     manifest, ledger, out = prepare_media(make_media("images", spread(tmp_path / "in", {packed: data})))
     found = {source.removeprefix(f"{inner}!"): row["label"] for (source, _), row in taken(out).items()}
     assert found == {
@@ -203,7 +202,7 @@ def test_labels_of_webdataset_go_to_images_of_their_name(packed, tmp_path, make_
 
 def test_an_archive_is_never_cut_between_an_image_and_its_label(tmp_path, make_media, prepare_media):
     members = [(f"{n:03}.{end}", data) for n in range(30) for end, data in (("png", png(n)), ("cls", b"%d" % (n % 4)))]
-    config = make_media("images", spread(tmp_path / "in", {"a.tar": tar_of(members)}), unit_mib=0.03)
+    config = make_media("images", spread(tmp_path / "in", {"a.tar": tar(members)}), unit_mib=0.03)
     units, _ = plan_units(config.corpus, config.unit_mib, None, config.content)
     assert len(units) > 3
     manifest, _, out = prepare_media(config)
