@@ -13,22 +13,16 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 from torch import nn
 
-from declutr.common.config import Strict
 from declutr.common.console.logs import bar
 from declutr.common.errors import UsageError
-from declutr.common.paths import expand
-from declutr.common.storage import atomic_folder, write_json, write_text
+from declutr.common.storage import atomic_folder
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows
 from declutr.encoders.transformer import TransformerEncoder, write_transformer
-from declutr.pipeline.shards.manifest import data_hash, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, ragged
-from declutr.pipeline.tokenizer.tokenization import fingerprint
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.driver.model_card import CARD, Card, called, without_paths
 from declutr.trainer.model.behind import Dense, Normalize
 from declutr.trainer.model.language_model import vocabulary_of
 
@@ -140,77 +134,50 @@ def passages(
     return rows, np.array(owners, np.int64)
 
 
-SETTINGS = "whitening.json"
-"""The file of a whitened encoder with the settings and the documents from which it was computed."""
 _BLOCK_DOCUMENTS = 256
 
 
-class WhitenConfig(Strict):
-    """Settings of the closed form."""
+@dataclass(frozen=True)
+class WhitenConfig:
+    """Settings of the closed form.
+
+    Attributes:
+        encoder: folder or name of a transformer, as `load_encoder` takes it, without a prompt.
+        shards: absolute path of documents that `prepare` made with the encoder's tokenizer.
+        power: of the covariance; 0.5 whitens completely.
+        shrinkage: weight of the identity beside the covariance.
+        passages: of a document that are embedded, spread evenly over it.
+        passage_tokens: longest passage without special tokens; at most the windows of the shards.
+        trust_remote_code: run Python code that comes with the encoder; only for encoders that the user trusts.
+    """
 
     encoder: str
-    """Folder or name of the encoder, as `load_encoder` takes it."""
     shards: str
-    """Folder of documents that `prepare` made with the encoder's tokenizer."""
-    power: float = Field(default=0.25, gt=0, le=1)
-    """Power of the covariance; 0.5 whitens completely."""
-    shrinkage: float = Field(default=0.1, ge=0.001, le=1000)
-    """Weight of the identity beside the covariance."""
-    passages: int = Field(default=4, ge=2, le=64)
-    """Passages of a document that are embedded, spread evenly over it."""
-    passage_tokens: int = Field(default=62, ge=1)
-    """Longest passage, in tokens without special ones; at most the windows of the shards."""
+    power: float = 0.25
+    shrinkage: float = 0.1
+    passages: int = 4
+    passage_tokens: int = 62
     trust_remote_code: bool = False
-    """Run Python code that comes with the encoder. Only for encoders you trust."""
 
 
 def whiten(config: WhitenConfig, output: Path, address: str | None = None) -> WithinSums:
-    """Writes the whitened encoder to `output`; return the sums from which it was computed.
+    """Writes the whitened encoder to the new folder `output`; returns the sums from which it was computed.
 
     Raises:
-        UsageError: the encoder has another tokenizer than the shards or is no transformer, or there are no training
-            documents, or they have no covariance.
+        UsageError: there are no training documents, or they have no covariance.
         EncoderError: the encoder cannot be loaded.
-        FileExistsError: `output` exists.
         ShardError: the shards cannot be read.
     """
-    config = _located(config)
-    if output.exists():
-        raise FileExistsError(f"--output {output} exists already; name another folder, or delete it")
-    encoder = load(config)
+    encoder = _load(config)
     sums = within_sums(config, address)
     with atomic_folder(output) as aside:
         write_whitened(config, encoder, sums, aside)
     return sums
 
 
-def _located(config: WhitenConfig) -> WhitenConfig:
-    """The settings with absolute paths, because workers run in other folders."""
-    places = {"shards": str(expand(config.shards).absolute())}
-    if expand(config.encoder).is_dir():
-        places["encoder"] = str(expand(config.encoder).absolute())
-    return config.model_copy(update=places)
-
-
-def load(config: WhitenConfig) -> TransformerEncoder:
-    """The encoder of the settings.
-
-    Raises:
-        UsageError: it has another tokenizer than the shards, or is no transformer.
-    """
+def _load(config: WhitenConfig) -> TransformerEncoder:
     encoder = load_encoder(config.encoder, trust_remote_code=config.trust_remote_code)
-    if not isinstance(encoder, TransformerEncoder):
-        raise UsageError(f"{config.encoder}: only a transformer can be whitened; word vectors have no layers")
-    if encoder.prompt:
-        raise UsageError(f"{config.encoder}: puts {encoder.prompt!r} before every text, which passages do not have")
-    manifest = load_manifest(Path(config.shards))
-    if manifest.content.kind != "documents":
-        raise UsageError(f"{config.shards}: holds {manifest.content.kind}; the closed form needs documents")
-    if fingerprint(encoder.tokenizer) != manifest.text_tokenizer.fingerprint:
-        raise UsageError(
-            f"{config.shards}: was prepared with another tokenizer than that of {config.encoder}; prepare the corpus "
-            f"with tokenizer.name={config.encoder}"
-        )
+    assert isinstance(encoder, TransformerEncoder)
     return encoder
 
 
@@ -252,7 +219,7 @@ class SumsOfBlock:
 
     def __init__(self, config: WhitenConfig) -> None:
         self._config = config
-        self._encoder = load(config)
+        self._encoder = _load(config)
         self._shards = ShardSet(Path(config.shards), "train", look=False)
 
     def __call__(self, row: dict[str, int]) -> dict[str, Any]:
@@ -272,23 +239,3 @@ def write_whitened(config: WhitenConfig, encoder: TransformerEncoder, sums: With
     with torch.no_grad():
         layer.weight.copy_(torch.from_numpy(matrix))
     write_transformer(encoder, [Normalize(), Dense(layer, nn.Identity()), Normalize()], folder)
-    settings = without_paths(config.model_dump(mode="json")) | {
-        "documents": sums.documents,
-        "spans": sums.spans,
-        "data_hash": data_hash(load_manifest(Path(config.shards))),
-        "encoder_fingerprint": encoder.fingerprint,
-    }
-    write_json(folder / SETTINGS, settings)
-    card = Card(
-        title=f"{called(config.encoder)}, whitened",
-        base=config.encoder,
-        method="A dense layer behind the pooling whitens the embeddings by their covariance within documents. Nothing "
-        "was trained. Indexes made with the start must be made again.\n",
-        scores="Not measured; `declutr adapt` measures.",
-        data=f"{sums.documents:,} documents ({sums.spans:,} passages); data hash `{settings['data_hash']}`.",
-        settings=config.model_dump(mode="json"),
-        pooling=encoder.encoder.config.pooling,
-        layers=True,
-        tags=("whitening",),
-    )
-    write_text(folder / CARD, card.text())
