@@ -1,16 +1,237 @@
 """python -m benchmarks.chaos [--json OUT] [--short] [--only NAME ...] [--seed N]: the fault matrix.
 
 The exit status is 1 if a run does not recover from a fault, or if something is left behind.
+
+The matrix: every fault once, alone or in sequence within a run, against the quiet run.
 """
 
+import os
+import signal
+import subprocess
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from benchmarks import record
-from benchmarks.chaos.fault import FaultRow
+from benchmarks.chaos.fault import End, Fault, FaultRow, compare, fail, observe
 from benchmarks.chaos.faults import FAULTS
-from benchmarks.chaos.matrix import SHORT, SHORT_STEPS, STEPS, chains, opened
+from benchmarks.chaos.place import (
+    Nodes,
+    environment,
+    leave_mounts_to_ourselves,
+    mounts_below,
+    prepare_values,
+    small_disks,
+    temporary,
+    train_values,
+    write_corpus,
+)
+from benchmarks.chaos.run import Census, ChaosError, Run, Snapshot, title
+from benchmarks.record import progress
+from declutr.common import seeding
+
+# Faults of the short form.
+SHORT = (
+    "worker_hung",
+    "worker_killed_while_saving",
+    "controller_killed",
+    "driver_killed",
+)
+STEPS = 900
+SHORT_STEPS = 240  # the four faults above take about 130 of them
+_CPUS_ON_NODES = 2  # of 3, so that a node takes one worker
+_TAIL_LINES = 40
+_AGENTS_SECONDS = 120  # after SIGKILL of their session, Ray's agents look for it for a minute and then exit
+_LAST_IN_CHAIN = ("driver_killed_exporting",)
+
+
+@dataclass
+class Bench:
+    """State shared by all runs: data, seed, the quiet run.
+
+    Attributes:
+        top: folder of all files.
+        seed: seed of corpus, weights and moments of the faults.
+        census: census of all our processes.
+        steps: steps of a run.
+        patience: factor of every timeout.
+        quiet: state of the quiet run, by CPUs per worker. On a CPU these are threads, and threads decide the order of
+            sums.
+        left_behind: processes, mounts and folders that outlived the block of `opened`.
+    """
+
+    top: Path
+    seed: int
+    census: Census
+    steps: int
+    patience: float
+    quiet: dict[int, End] = field(default_factory=dict)
+    left_behind: list[str] = field(default_factory=list)
+    _number: int = field(default=0, repr=False)
+
+    @property
+    def data(self) -> Path:
+        """Folder of the shards."""
+        return self.top / "data"
+
+    def prepare(self) -> None:
+        """Make the shards."""
+        write_corpus(self.top / "corpus.jsonl", self.steps, self.seed)
+        config = self.top / "prepare.yaml"
+        values = prepare_values(self.top / "corpus.jsonl", self.data)
+        config.write_text(yaml.safe_dump({"prepare": values}), encoding="utf-8")
+        command = [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
+        subprocess.run(command, env=environment(self.top), check=True, capture_output=True)
+
+    def undisturbed(self, cpus_per_worker: int = 1) -> End:
+        """Train the quiet run."""
+        run = self.new_run({"scaling": {"cpus_per_worker": cpus_per_worker}})
+        run.start()
+        if run.wait(3600):
+            raise ChaosError(f"the quiet run failed: {run.output.read_text()[-2000:]}")
+        self.quiet[cpus_per_worker] = quiet = End.of(run)
+        progress(f"quiet run, {cpus_per_worker} CPUs per worker: {self.steps} steps in {quiet.seconds:.1f} s")
+        return quiet
+
+    def new_run(self, changes: dict[str, Any] | None = None) -> Run:
+        """Make a run in a new folder."""
+        self._number += 1
+        place = self.top / f"run{self._number}"
+        values = train_values(self.data, place / "run", self.steps, self.seed)
+        for key, value in (changes or {}).items():
+            values[key] = values[key] | value if isinstance(values.get(key), dict) else value
+        return Run(place, values, self.census, environment(self.top), self.patience)
+
+    def gap(self, fault: Fault) -> int:
+        """Steps to wait before a fault, drawn so that it hits different places of a checkpoint interval."""
+        return 22 + seeding.torch_seed(self.seed, "chaos", FAULTS.index(fault)) % 20
+
+    def chain(self, faults: Sequence[Fault]) -> list[FaultRow]:
+        """Cause these faults in one run, in sequence; start a new run after a fault that was not survived."""
+        rows: list[FaultRow] = []
+        while faults:
+            results, faults = self._one_run(faults)
+            rows += results
+        return rows
+
+    def _one_run(self, faults: Sequence[Fault]) -> tuple[list[FaultRow], Sequence[Fault]]:
+        rows: list[FaultRow] = []
+        changes = {key: value for fault in faults for key, value in fault.changes.items()}
+        run = self.new_run(changes)
+        with self._setting(run, faults):
+            run.start()
+            step = 0
+            for place, fault in enumerate(faults):
+                started = time.monotonic()
+                snapshot = None
+                try:
+                    if fault.trains:
+                        run.wait_step(step + self.gap(fault))
+                    row, snapshot = observe(run, fault)
+                    step = run.last_step()
+                except (ChaosError, LookupError, IndexError, OSError, ValueError, subprocess.SubprocessError) as error:
+                    row = FaultRow(fault.name)
+                    fail(row, f"{type(error).__name__}: {error}")
+                if snapshot is not None:
+                    fault.see(run, snapshot, row)
+                rows.append(row)
+                progress(f"{fault.name}: {row.problem or 'continues'} ({time.monotonic() - started:.0f} s)")
+                if row.problem and snapshot is None:
+                    run.end()
+                    row.seen_by_user = row.seen_by_user or _last_line(run)
+                    progress("\n".join(run.said(Snapshot(0, 0, None, {})).splitlines()[-_TAIL_LINES:]))
+                    if rows[:-1]:  # the earlier faults can only be judged at the end
+                        run.start()
+                        self._finish(run, rows[:-1], faults[0])
+                    return rows, faults[place + 1 :]
+            self._finish(run, rows, faults[0])
+        return rows, ()
+
+    def _finish(self, run: Run, rows: list[FaultRow], fault: Fault) -> None:
+        """Wait for the end of the run, and compare."""
+        status, problem = None, ""
+        try:
+            status = run.wait(600)
+            problem = f"the command ended with status {status}: {_last_line(run)}" if status else ""
+        except ChaosError as error:
+            problem = str(error)
+        if problem:
+            for row in rows:
+                fail(row, problem)
+        self.judge(run, rows, ended=status == 0, world_changes=fault.setting == "elastic", alters=fault.alters)
+        run.end()
+
+    def judge(self, run: Run, rows: list[FaultRow], **circumstances: bool) -> None:
+        """Compare with the quiet run; `circumstances` are those of `compare`."""
+        quiet = self.quiet[run.values["scaling"].get("cpus_per_worker", 1)]
+        for row in rows:
+            compare(row, run, quiet, **circumstances)
+            if row.recovered is None:
+                row.recovered = True
+
+    @contextmanager
+    def _setting(self, run: Run, faults: Sequence[Fault]) -> Iterator[None]:
+        setting = faults[0].setting
+        if setting in ("cluster", "elastic"):
+            if _CPUS_ON_NODES not in self.quiet:
+                self.undisturbed(_CPUS_ON_NODES)
+            nodes = Nodes(self.census)
+            try:
+                nodes.add(2)
+                run.nodes = nodes
+                run.values["scaling"] |= {"address": nodes.address, "cpus_per_worker": _CPUS_ON_NODES}
+                if setting == "elastic":
+                    run.values["scaling"]["num_workers"] = [1, 3]
+                yield
+            finally:
+                run.end()
+                nodes.close()
+            return
+        with small_disks(run) if any(fault.needs_root for fault in faults) else nullcontext():
+            yield
+            run.end()
+
+
+@contextmanager
+def opened(seed: int, steps: int, patience: float) -> Iterator[Bench]:
+    """Make a bench with its shards in a temporary folder; afterwards find and kill what it left behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that cleanup also runs after SIGTERM
+    leave_mounts_to_ourselves()
+    with temporary() as top:
+        os.environ.update(environment(top))  # before importing Ray: cluster nodes inherit this environment
+        os.environ.pop("RAY_ADDRESS", None)
+        with Census() as census, census.nothing_outlives():
+            bench = Bench(top, seed, census, steps, patience)
+            bench.prepare()
+            yield bench
+            left = census.wait_gone(_AGENTS_SECONDS)
+            census.end(left)
+            bench.left_behind += [f"process {process.pid} {title(process)[:200]}" for process in left]
+        bench.left_behind += [f"mount {path}" for path in mounts_below(top)]
+    bench.left_behind += [f"folder {top}"] if top.exists() else []
+
+
+def chains(faults: Sequence[Fault], short: bool) -> list[list[Fault]]:
+    """Group faults that share a run: in the short form those of one setting, else none."""
+    if not short:
+        return [[fault] for fault in faults]
+    groups: dict[str, list[Fault]] = {}
+    for fault in faults:
+        groups.setdefault(fault.setting, []).append(fault)
+    return [sorted(group, key=lambda fault: fault.name in _LAST_IN_CHAIN) for group in groups.values()]
+
+
+def _last_line(run: Run) -> str:
+    lines = [
+        line for line in run.said(Snapshot(0, 0, None, {})).splitlines() if "\x1b" not in line
+    ]  # Ray's own lines are coloured
+    return (lines or [""])[-1][-300:]
 
 
 def main(arguments: list[str] | None = None) -> int:
