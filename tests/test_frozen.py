@@ -24,9 +24,9 @@ from declutr.pipeline.job.worker import write_unit
 from declutr.pipeline.tokenizer.tokenization import describe_tokenizer
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model import dropout
+from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.spans import draw, place
 from declutr.trainer.objectives.masking import MaskingConfig, mask_tokens
-from declutr.trainer.objectives.span_config import SpanConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"

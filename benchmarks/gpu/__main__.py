@@ -30,7 +30,7 @@ from benchmarks.workload import Workload, add_options, seconds_of_steps
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
-from declutr.trainer.model.kernel_choice import Kernels
+from declutr.trainer.model.kernels import Kernels
 from declutr.trainer.model.language_model import drops_attention
 from declutr.trainer.setup.torch_settings import repeat_bits
 from declutr.trainer.step.step import TrainStep

@@ -52,7 +52,7 @@ from declutr.trainer.model import kernels
 from declutr.trainer.model.compilation import parts
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.flops import peak_flops, step_flops
-from declutr.trainer.model.kernel_choice import Kernels
+from declutr.trainer.model.kernels import Kernels
 from declutr.trainer.model.language_model import drops_attention
 
 HEAD = "loss of the head"

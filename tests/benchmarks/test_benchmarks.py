@@ -27,8 +27,8 @@ from declutr.pipeline.shards.windows import Geometry, window_starts
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.data.plan import permute
 from declutr.trainer.model import flops, kernels
-from declutr.trainer.model.kernel_choice import Kernels
-from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.model.kernels import Kernels
+from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.text_packing import Texts
 
 ROOT = Path(__file__).resolve().parents[2]

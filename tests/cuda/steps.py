@@ -32,9 +32,9 @@ from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.model import kernels
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.frontend import Frontend
-from declutr.trainer.model.kernel_choice import Kernels
+from declutr.trainer.model.kernels import Kernels
+from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.span_config import SpanConfig
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from declutr.trainer.parallel.communicator import Communicator

@@ -7,8 +7,8 @@ import pytest
 from scipy import stats
 
 from declutr.pipeline.shards.windows import window_starts
+from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.spans import Draws, draw, place
-from declutr.trainer.objectives.span_config import SpanConfig
 
 pytestmark = pytest.mark.golden
 

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.objectives.config import SpanConfig
 
 
 @st.composite

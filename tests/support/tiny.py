@@ -14,11 +14,10 @@ from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import load_hf_config, load_model
 from declutr.trainer.objectives.base import Gathered
-from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.config import RunContext, SpanConfig
 from declutr.trainer.objectives.declutr.collator import SpanCollator
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.objective import Declutr
-from declutr.trainer.objectives.span_config import SpanConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.sharding import shard
 from declutr.trainer.step.config import OptimConfig

@@ -18,7 +18,7 @@ from declutr.trainer.data.tokenrates import TokenRates
 from declutr.trainer.model import kernels
 from declutr.trainer.model.compilation import compile_layers
 from declutr.trainer.model.dropout import WeightDropout
-from declutr.trainer.model.kernel_choice import Kernels
+from declutr.trainer.model.kernels import Kernels
 from declutr.trainer.model.keyed_attention import attend_with_dropout
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -16,7 +16,7 @@ from declutr.trainer.model import kernels
 from declutr.trainer.model.attention import attend_in_groups
 from declutr.trainer.model.compilation import compile_layers, compiler_problem, parts
 from declutr.trainer.model.dropout import WeightDropout, words
-from declutr.trainer.model.kernel_choice import Kernels
+from declutr.trainer.model.kernels import Kernels
 from declutr.trainer.model.keyed_attention import attend_in_parts, attend_with_dropout
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.overlap import BucketedReducer

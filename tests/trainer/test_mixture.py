@@ -17,8 +17,7 @@ from declutr.cli.main import main
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.report.runs import write_runs_page
-from declutr.trainer.data.mixture import MOST_TURNS, turns, whole_shares
-from declutr.trainer.data.plan import Plan
+from declutr.trainer.data.plan import MOST_TURNS, Plan, turns, whole_shares
 from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.run import run_training
 

@@ -16,9 +16,9 @@ from tiny import contrastive, documents, rank_batch, rows_of, tiny_collator, tin
 from declutr.pipeline.shards.shards import ragged
 from declutr.pipeline.shards.windows import Geometry, document_windows, shortest_document, window_starts, window_tokens
 from declutr.trainer.data.plan import Plan
+from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.spans import draw, place
-from declutr.trainer.objectives.span_config import SpanConfig
 from declutr.trainer.parallel.communicator import Communicator
 
 MODES = ("fewer_anchors", "shrink_spans")

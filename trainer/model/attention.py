@@ -15,7 +15,7 @@ from torch import Tensor
 from declutr.trainer.data.packedbatch import to_device
 from declutr.trainer.data.tokenrates import TokenRates
 from declutr.trainer.model.dropout import DropoutKeys, WeightDropout
-from declutr.trainer.model.kernel_choice import Kernels
+from declutr.trainer.model.kernels import Kernels
 from declutr.trainer.model.keyed_attention import attend_in_parts, attend_with_dropout, padded_attention, weight_dropout
 
 PACKED = "declutr_packed"

@@ -23,7 +23,7 @@ from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.dropout import DropoutKeys, key_dropout
 from declutr.trainer.model.flops import linear_weights
 from declutr.trainer.model.frontend import EmbeddingSwitch, Frontend
-from declutr.trainer.model.kernel_choice import Kernels, fitting_kernels
+from declutr.trainer.model.kernels import Kernels, fitting_kernels
 from declutr.trainer.model.language_model import drops_attention, mlm_head, padding_index
 from declutr.trainer.model.load_report import LoadReport, silence
 

@@ -14,9 +14,8 @@ from declutr.trainer.checkpoints.config import CheckpointConfig
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.config import MetricsConfig, ValidationConfig
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
-from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.config import RunContext, SpanConfig
 from declutr.trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
-from declutr.trainer.objectives.span_config import SpanConfig
 from declutr.trainer.setup.corpora import Data, places_of, shares_of
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.step.config import OptimConfig

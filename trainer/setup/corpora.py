@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from declutr.common.config import Strict
 from declutr.pipeline.shards.manifest import Manifest, data_hash
-from declutr.trainer.data.mixture import MOST_TURNS, whole_shares
+from declutr.trainer.data.plan import MOST_TURNS, whole_shares
 
 
 class Corpus(Strict):

@@ -8,7 +8,7 @@ from typing import Any
 from declutr.common.storage import read_json
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
-from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.setup.config import TrainConfig
 
 RESUME_SETTINGS = "resume_settings.json"

@@ -50,7 +50,7 @@ def run_inspect(arguments: list[str]) -> int:
 
     broken = False
     if options.document:
-        from declutr.inspection.locate import locate
+        from declutr.inspection.describe import locate
 
         lines = locate(options.path, options.document)
     elif options.json or options.fast or (options.path / CHECKPOINTS).is_dir():

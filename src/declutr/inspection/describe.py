@@ -1,19 +1,26 @@
-"""`declutr inspect PATH`: descriptions of shards, a run, a checkpoint or an exported encoder."""
+"""`declutr inspect PATH`: descriptions of shards, a run, a checkpoint or an exported encoder.
+
+`declutr inspect SHARDS --document WHICH`: place of a document, reason for dropping it, its content.
+
+Rows of documents, sentences, pairs, triples, images and clips as lines of text.
+"""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from declutr.common.config import first_problem
-from declutr.common.console.terminal import age
+from declutr.common.console.terminal import age, shorten
 from declutr.common.errors import CheckpointError, DamagedError, UsageError
 from declutr.common.yamlfile import read_yaml_file
-from declutr.inspection.rows import media_lines, text_lines
-from declutr.pipeline.shards.content import size_noun
-from declutr.pipeline.shards.manifest import MANIFEST, Manifest, load_manifest
+from declutr.pipeline.duplicates.table import OTHER_LABEL, removed
+from declutr.pipeline.job.selection import REASONS
+from declutr.pipeline.shards.content import LABELS, size_noun
+from declutr.pipeline.shards.ledger import entries_at, find_entries
+from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.trainer.checkpoints import checkpoint
@@ -22,6 +29,111 @@ from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS, read_settings
 from declutr.trainer.checkpoints.retention import kept
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.setup.config import TrainConfig
+
+_SHOWN_CHARACTERS, _SHOWN_OF_LABEL = 160, 80
+_FILE = "tokenizer.json"
+
+
+def text_lines(path: Path, shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
+    """Show rows of shards by number: the beginning of a document, or each text with its label and number of tokens."""
+    decode = decoder(path)
+    kind = shards.manifest.content.kind
+    for number, row in zip(rows, shards.take(np.array(rows, np.int64)).to_pylist(), strict=True):
+        yield f"- row {number} ({row['id'].hex()}, {row['source']}): {row['num_tokens']:,} tokens"
+        if kind == "documents":
+            yield f"    {shorten(decode(row['tokens'][:_SHOWN_CHARACTERS]), _SHOWN_CHARACTERS)}"
+            continue
+        ends = [*row["starts"][1:], row["num_tokens"]]
+        for start, end, label in zip(row["starts"], ends, row["labels"], strict=True):
+            name = LABELS[label] if label >= 0 else "sentence" if kind == "sentences" else "premise"
+            text = shorten(decode(row["tokens"][start:end]), _SHOWN_CHARACTERS)
+            yield f"    {name:13s} {end - start:4d} tokens  {text}"
+
+
+def decoder(shards: Path) -> Callable[[Sequence[int]], str]:
+    """A function that returns the text of tokens of these shards, special tokens included.
+
+    Without transformers, whose import takes longer than a look at shards.
+    """
+    file = shards / TOKENIZER / _FILE
+    if not file.is_file():  # a tokenizer that is only implemented in Python
+        from transformers import AutoTokenizer
+
+        slow = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
+        return lambda ids: str(slow.decode(ids)).strip()
+    from tokenizers import Tokenizer
+
+    fast = Tokenizer.from_file(str(file))
+    return lambda ids: str(fast.decode(list(ids), skip_special_tokens=False)).strip()
+
+
+def media_lines(shards: ShardSet, rows: Sequence[int]) -> Iterator[str]:
+    """Show rows of shards by number: size or length, label, and the range of the energies of a clip."""
+    for number, row in zip(rows, shards.take(np.array(rows, np.int64)).to_pylist(), strict=True):
+        yield f"- row {number} ({row['id'].hex()}, {row['source']}): {_size(row)}"
+        yield f"    label {shorten(repr(row['label']), _SHOWN_OF_LABEL)}"
+
+
+def _size(row: dict[str, object]) -> str:
+    """Size of an image, or length of a clip."""
+    image, frames = row.get("image"), row.get("frames")
+    if isinstance(image, bytes):
+        return f"{row['width']} x {row['height']} pixels, {len(image):,} bytes of PNG"
+    energies = np.asarray(frames)
+    return f"{row['num_frames']:,} frames, energies {energies.min():.1f} to {energies.max():.1f}"
+
+
+_SHOWN = 20
+
+
+def locate(folder: Path, document: str) -> Iterator[str]:
+    """Describe every document of prepared shards that `document` names.
+
+    `document` is an id in hexadecimal or its beginning, a source, or `SOURCE:OFFSET`.
+
+    Raises:
+        UsageError: no document matches the name.
+        ShardError: a manifest that cannot be read.
+    """
+    manifest = load_manifest(folder)
+    unit_noun = size_noun(manifest.content.kind)
+    of_text, done = (" of text", "tokenized") if manifest.tokenizer else (" of its file", "decoded")
+    count = 0
+    for unit, ordinal, entry in find_entries(folder, document):
+        count += 1
+        if count > _SHOWN:
+            yield f"... and more; only {_SHOWN} are shown"
+            return
+        yield f"Document {entry.id.hex() if entry.id else '(without an id)'}: {entry.source} at {entry.offset}"
+        yield f"  read by unit {unit} as its document {ordinal}; {entry.text_bytes:,} bytes{of_text}" + (
+            f", {entry.num_tokens:,} {unit_noun}" if entry.num_tokens is not None else f", not {done}"
+        )
+        if entry.language:
+            yield f"  language: {entry.language}"
+        if entry.status not in SPLITS:
+            detail = f" ({entry.detail})" if entry.detail else ""
+            yield f"  {'dropped' if entry.id else 'failed'}: {entry.status}{detail}"
+            if entry.status in (*REASONS.values(), OTHER_LABEL):
+                copy = removed(folder, unit)[ordinal]
+                (kept,) = entries_at(folder, [(int(copy.kept_unit), copy.kept_ordinal)]).values()
+                yield f"  the copy that is kept: {copy.kept_id.hex()}, {kept.source} at {kept.offset}"
+            continue
+        shard = f"{entry.status}-{unit}.arrow"
+        shards = ShardSet(folder, entry.status)
+        number = shards.first_of(shard) + (entry.row or 0)
+        yield f"  kept: row {entry.row} of {shard}, document {number} of the split {entry.status}"
+        if entry.detail:
+            yield f"  note: {entry.detail}"
+        yield from text_lines(folder, shards, [number]) if manifest.tokenizer else media_lines(shards, [number])
+    if not count:
+        parts = document.split("/")
+        tails = ("/".join(parts[start:]) for start in range(1, len(parts)))
+        shorter = next((tail for tail in tails if any(find_entries(folder, tail))), "")
+        near = f"; sources are named from inside their folder, so try {shorter}" if shorter else ""
+        raise UsageError(
+            f"{folder}: no document matches {document!r}{near}; give an id (at least 8 hexadecimal digits), a source "
+            "or SOURCE:OFFSET from the ledger"
+        )
 
 
 def describe(path: Path, num_documents: int = 3) -> Iterator[str]:

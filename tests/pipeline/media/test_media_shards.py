@@ -16,7 +16,7 @@ from shardfolders import poke, spoil
 
 from declutr.common.errors import ShardError
 from declutr.common.storage import hash_file
-from declutr.inspection.locate import locate
+from declutr.inspection.describe import locate
 from declutr.pipeline.job.outcome import labels_hint, summary
 from declutr.pipeline.job.units import plan_units
 from declutr.pipeline.readers.blobs import with_labels

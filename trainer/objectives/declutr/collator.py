@@ -15,9 +15,9 @@ from declutr.pipeline.shards.shards import document_keys, ragged
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.data.batches import RankBatch, SpanBatch
 from declutr.trainer.data.packing import Vocabulary, dropout_words, pack
+from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.spans import Spans, sample_spans
 from declutr.trainer.objectives.masking import MaskingConfig, mask_spans, ranges
-from declutr.trainer.objectives.span_config import SpanConfig
 
 I64 = NDArray[np.int64]
 

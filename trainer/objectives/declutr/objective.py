@@ -29,14 +29,13 @@ from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.base import Gathered, Objective
-from declutr.trainer.objectives.config import RunContext
+from declutr.trainer.objectives.config import RunContext, SpanConfig
 from declutr.trainer.objectives.declutr.collator import SpanCollator
 from declutr.trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig, NTXentConfig
 from declutr.trainer.objectives.declutr.ntxent import MetricLearningLoss, ntxent
 from declutr.trainer.objectives.declutr.spans import I64, Draws, Spans, draw, pair_lengths
 from declutr.trainer.objectives.held_out import HELD_OUT_EPOCH, compute_together, held_out_rows
 from declutr.trainer.objectives.measures import alignment, by_size, effective_rank, retrieval, uniformity
-from declutr.trainer.objectives.span_config import SpanConfig
 from declutr.trainer.parallel.communicator import Communicator
 
 DISTANT = "distant spans"

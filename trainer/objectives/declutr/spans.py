@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from declutr.common import seeding
 from declutr.pipeline.shards.shards import document_keys, ragged
 from declutr.pipeline.shards.windows import ShortDocuments
-from declutr.trainer.objectives.span_config import SpanConfig
+from declutr.trainer.objectives.config import SpanConfig
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
