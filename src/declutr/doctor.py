@@ -102,7 +102,6 @@ def needs_of(run: "ResolvedRun", workers: int) -> Needs:
     moments = _MOMENTS_BYTES * (parameters + encoder * (0 if config.task_schedule == "joint" else len(tasks) - 1))
     milestones = config.total_steps(run.plan) // saving.keep_every_steps if saving.keep_every_steps else 0
     checkpoints = saving.keep_last + 1 + milestones + bool(config.validation.every_steps)
-    checkpoints += config.validation.score == "followed"  # the one that a follower scores
     size = parameters * _WEIGHT_BYTES + moments
     memory_mib = ((size + parameters * _WEIGHT_BYTES) >> 20) * workers  # and the gradients
     return Needs(parameters, size, size * checkpoints, memory_mib, workers, config.scaling.device)
