@@ -7,14 +7,15 @@ TORCH ?= torch
 # Tests run the kernels of a GPU in Triton's interpreter. torch for CUDA installs Triton itself; macOS has none.
 TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton)
 STAMP := $(VENV)/.installed
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Files are compiled when they are first imported: compiling all of them takes longer than installing them.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # One line a step: what it is, and the time at which it begins.
 STEP = @echo "$$(date +%T) setup:
 export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the paths of another active environment out of this one's Ray workers.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test nightly test-cluster test-fast frozen chaos chaos-short mutants gpu check markers format golden settings docs lock clean
+.PHONY: help setup demo test nightly test-cluster test-fast frozen chaos chaos-short gpu check markers format golden settings docs lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -61,9 +62,6 @@ chaos-short: setup ## four of the faults in one run: about 3 minutes on 2 CPU co
 
 frozen: setup ## compare weights, shards, scores and adaptations with those of cb156041 on this machine: 20 minutes
 	$(BIN)/python tests/frozen.py
-
-mutants: setup ## plant 400 bugs one by one, and see which the fast tests notice: runs/mutants.json, hours
-	$(BIN)/python -m benchmarks.mutants
 
 gpu: setup ## on a machine with a GPU: check kernels and host syncs, profile, benchmark; figures and MFU in runs/gpu.json
 	$(BIN)/python -m benchmarks.gpu --json runs/gpu.json

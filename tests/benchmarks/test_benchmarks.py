@@ -20,7 +20,6 @@ from benchmarks.adapt import main
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import budget, repeat
 from benchmarks.gpu.traffic import counting
-from benchmarks.mutants.__main__ import COPIED, read_mutants
 from declutr.pipeline.shards.content import NO_LABEL
 from declutr.pipeline.shards.schema import shard_schema
 from declutr.pipeline.shards.windows import Geometry, window_starts
@@ -329,13 +328,3 @@ def test_runs_need_a_corpus(tmp_path, capsys):
     assert "--corpus" in capsys.readouterr().err
     main(["--start", str(tmp_path), "--work", str(tmp_path), "--calibrate", "1"])  # of finished runs, and there is none
     assert '"calibration": []' in capsys.readouterr().out
-
-
-def test_every_planted_bug_can_be_planted_and_tested_in_a_copy():
-    mutants = read_mutants(ROOT / "benchmarks" / "mutants" / "mutants.yaml")
-    assert len(mutants) > 400
-    for one in mutants:
-        assert one.planted(ROOT) != (ROOT / one.file).read_text()
-        for name in (one.file, *(test.split("::")[0] for test in one.tests)):
-            assert name.split("/")[0] in COPIED
-            assert (ROOT / name).exists(), name

@@ -82,6 +82,9 @@ def test_a_full_and_a_read_only_storage_lose_nothing(tmp_path):
         take(writer, range(11, 200))
         with pytest.raises(OSError, match="No space"):
             writer.flush()
+        wait_for_lines(
+            writer, 199
+        )  # TensorBoard has failed and closed its file, so that the volume can be mounted again
         volume.drain()
         writer.flush()
         volume.read_only(True)

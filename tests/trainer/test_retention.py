@@ -79,6 +79,9 @@ def test_broken_ones_neither_count_nor_stay(tmp_path):
     write(tmp_path, 6)
     retention.prune(tmp_path, CheckpointConfig(keep_last=2), "mrr", 6)
     assert checkpoint.steps_in(tmp_path) == [1, 2, 6]
+    (tmp_path / ".step-00000009.tmp").mkdir()  # of a writer that was killed
+    retention.sweep(tmp_path)
+    assert list(tmp_path.glob(".*")) == []
 
 
 @pytest.mark.parametrize("broken", [True, False])

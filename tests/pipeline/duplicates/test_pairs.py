@@ -178,6 +178,9 @@ def test_a_document_is_dropped_only_for_one_that_stays():
     chain = pairs_of([(1, 0, 0.7, False), (2, 1, 0.7, False), (3, 2, 0.7, False)])
     decisions = decide(chain)
     assert (decisions.dropped.tolist(), decisions.kept.tolist()) == ([1, 3], [0, 2])
+    # 3 is like 1, which goes, and like 2, which stays: it goes for 2.
+    decisions = decide(pairs_of([(1, 0, 0.7, False), (3, 1, 0.7, False), (3, 2, 0.7, False)]))
+    assert (decisions.dropped.tolist(), decisions.kept.tolist()) == ([1, 3], [0, 2])
     # Copies of a document that goes share its fate.
     decisions = decide(pairs_of([(5, 2, 1.0, True), (2, 0, 0.75, False), (6, 1, 1.0, True)]))
     assert decisions.dropped.tolist() == [2, 5, 6]
