@@ -136,7 +136,9 @@ def test_setup_says_what_it_does(tmp_path):
         *(f"{step} of 5" for step in range(1, 6)),
         "done",
     ]
-    installs = [line.split("--no-compile ")[1] for line in (tmp_path / "asked").read_text().splitlines() if "pip" in line]
+    installs = [
+        line.split("--no-compile ")[1] for line in (tmp_path / "asked").read_text().splitlines() if "pip" in line
+    ]
     assert installs == [
         "-c constraints.txt torch",
         "-c constraints.txt triton",

@@ -259,10 +259,10 @@ def estimate(config: PipelineConfig, folder: Path, units: Sequence[Unit], tokeni
             reader = read_unit(Unit(name="00000", parts=[sample.part]), config.corpus, config.content)
             for records, num_bytes in chunks(reader, sample.part.num_bytes):
                 failures += [record for record in records if isinstance(record, ReadFailure)][:1]
-                sums = _sums_of(decide(iter(records)), seen)
+                chunk = _sums_of(decide(iter(records)), seen)
                 now = time.process_time()
-                sums[SUMS.index("cpu_seconds")], started = now - started, now
-                sample.chunks.append((sums, num_bytes))
+                chunk[SUMS.index("cpu_seconds")], started = now - started, now
+                sample.chunks.append((chunk, num_bytes))
                 if time.perf_counter() - began > _SAMPLE_SECONDS * sample.stands_for / total:
                     break
     counts = seen.counts()

@@ -8,14 +8,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 
 from declutr.pipeline.shards.media import Clip, Image, Media
-
-Message = TypeVar("Message")
 
 
 class UndecodableError(ValueError):
@@ -109,7 +107,8 @@ def write_batch(stream: BinaryIO, content: str, files: Sequence[bytes]) -> None:
 
 def read_batch(stream: BinaryIO) -> _Batch | None:
     """Reads what `write_batch` wrote; None at the end."""
-    return _read(stream, _Batch)
+    batch: _Batch | None = _read(stream, _Batch)
+    return batch
 
 
 def write_started(file: int, place: int) -> None:
@@ -141,7 +140,8 @@ def write_answer(stream: BinaryIO, answer: Answer) -> None:
 
 def read_answer(stream: BinaryIO) -> Answer | None:
     """Reads what `write_answer` wrote; None if the stream ends before."""
-    if (fields := _read(stream, _Fields)) is None:
+    fields: _Fields | None = _read(stream, _Fields)
+    if fields is None:
         return None
     kind, identity, (width, height), texts, payload = fields
     if kind in (FAILED, UNSUITABLE):
@@ -157,8 +157,8 @@ def _write(stream: BinaryIO, message: _Batch | _Fields | tuple[str, Sequence[byt
     stream.write(encoded)
 
 
-def _read(stream: BinaryIO, kind: type[Message]) -> Message | None:
-    """The next message; None if the stream ends before its end."""
+def _read(stream: BinaryIO, kind: Any) -> Any:
+    """The next message of a kind; None if the stream ends before its end."""
     head = stream.read(_NUMBER.size)
     if len(head) < _NUMBER.size:
         return None
