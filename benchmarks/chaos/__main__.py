@@ -37,12 +37,7 @@ from benchmarks.record import progress
 from declutr.common import seeding
 
 # Faults of the short form.
-SHORT = (
-    "worker_hung",
-    "worker_killed_while_saving",
-    "controller_killed",
-    "driver_killed",
-)
+SHORT = ("worker_hung", "worker_killed_while_saving", "controller_killed", "driver_killed")
 STEPS = 900
 SHORT_STEPS = 240  # the four faults above take about 130 of them
 _CPUS_ON_NODES = 2  # of 3, so that a node takes one worker

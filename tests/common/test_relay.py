@@ -175,10 +175,7 @@ def test_terminal_is_read_written_and_interrupts():
     line = [sys.executable, "-c", code, str(int(signal.SIGINT))]
     spawn = f"import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn({line!r})))"
     process = subprocess.Popen(
-        [sys.executable, "-c", spawn],
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", spawn], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     shown = b""
 

@@ -164,11 +164,7 @@ def test_inspect_explains_shards(data, capsys):
 def test_inspect_explains_a_run_a_checkpoint_and_an_export(finished, capsys):
     run = finished / "run"
     checkpoint = sorted((run / "checkpoints").glob("step-*"))[-1]
-    for path, words in (
-        (run, "8 steps logged"),
-        (checkpoint, "after step 8"),
-        (run / "export", "after 8 steps"),
-    ):
+    for path, words in ((run, "8 steps logged"), (checkpoint, "after step 8"), (run / "export", "after 8 steps")):
         assert main(["inspect", str(path)]) == 0
         assert words in capsys.readouterr().out
     assert main(["inspect", str(finished)]) == 1

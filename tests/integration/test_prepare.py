@@ -97,10 +97,7 @@ def test_other_settings_or_inputs_in_the_same_folder_are_refused(corpus, prepare
     [
         ("", ("empty", "no documents")),
         ("not json\n", ("no document", "all 1 failed", "1 invalid_json")),
-        (
-            '{"text": "too short"}\n{"text": ""}\n',
-            ("none of 2 documents", "the longest", "64"),
-        ),
+        ('{"text": "too short"}\n{"text": ""}\n', ("none of 2 documents", "the longest", "64")),
     ],
 )
 def test_a_corpus_of_which_nothing_is_kept_says_why_and_leaves_nothing(tmp_path, text, message):

@@ -33,12 +33,7 @@ def corpus(tmp_path_factory):
 
 
 def config_of(corpus, output, cache, **changes):
-    values = {
-        "write_rejected": True,
-        "cache": str(cache),
-        "storage_retry_seconds": 3,
-        "session": {"num_cpus": 2},
-    }
+    values = {"write_rejected": True, "cache": str(cache), "storage_retry_seconds": 3, "session": {"num_cpus": 2}}
     return preparing.config_of(corpus, output, **values | changes)
 
 

@@ -262,12 +262,7 @@ def text_config(*arguments, **changes):
 
 @pytest.mark.parametrize(
     ("objective", "pooling", "layers"),
-    [
-        (SIMCSE, "cls", 0),
-        (SUPERVISED, "cls", 1),
-        (SCD, "cls", 0),
-        (SCL, "mean", 0),
-    ],
+    [(SIMCSE, "cls", 0), (SUPERVISED, "cls", 1), (SCD, "cls", 0), (SCL, "mean", 0)],
     ids=["simcse", "simcse supervised", "scd", "scl"],
 )
 def test_exports_load_elsewhere_with_equal_embeddings(prepared, tmp_path, objective, pooling, layers):
@@ -321,11 +316,7 @@ WRONG_TEXTS = [
         "the two views of objective simcse would be equal",
     ),
     ("sentences", {"objective": SCD, "batch_documents": 1}, "need at least 2 sentences"),
-    (
-        "sentences",
-        {"objective": SCD, "batch_documents": 1000},
-        "a batch must not contrast one of them with itself",
-    ),
+    ("sentences", {"objective": SCD, "batch_documents": 1000}, "a batch must not contrast one of them with itself"),
     (
         "pairs",
         {"objective": SUPERVISED, "encoder": {"dropout": 0.1, "projection": {"kind": "mlp", "size": 16}}},
@@ -333,10 +324,7 @@ WRONG_TEXTS = [
     ),
     (
         "sentences",
-        {
-            "objective": SCD,
-            "encoder": {"from_config": LONGFORMER},
-        },
+        {"objective": SCD, "encoder": {"from_config": LONGFORMER}},
         "model type longformer drops some values at a rate of the whole model",
     ),
     (
@@ -385,10 +373,7 @@ def test_rows_that_the_run_trains_on_are_no_validation_data(prepared, tmp_path):
 
 def test_rows_of_another_schema_are_no_validation_data(prepared, tmp_path, data):
     """Documents for an objective over texts, which had failed in the first validation; sentences for pairs are fine."""
-    for objective, scored, problem in (
-        (SIMCSE, data, "which objective simcse"),
-        (SCL, prepared / "sentences", None),
-    ):
+    for objective, scored, problem in ((SIMCSE, data, "which objective simcse"), (SCL, prepared / "sentences", None)):
         config = text_config(prepared, tmp_path / "run", objective, validation={"every_steps": 2, "data": str(scored)})
         found = [line for line in problems(config) if "cannot score" in line]
         assert bool(found) == bool(problem), found

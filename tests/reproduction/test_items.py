@@ -187,11 +187,7 @@ STARTING = {"encoder": {"pretrained": "$DECLUTR_START"}}
         ({"steps": None, "epochs": 1}, ["steps=3"], {"steps": 3, "epochs": None}),
         ({"steps": 5}, ["epochs=2"], {"steps": None, "epochs": 2}),
         ({"steps": None, "epochs": 1}, ["epochs=2"], {"steps": None, "epochs": 2}),
-        (
-            {"optim.lr": 0.5, "optim.weight_decay": 0.3},
-            ["optim={lr: 0.25}"],
-            {"optim": OptimConfig(lr=0.25)},
-        ),
+        ({"optim.lr": 0.5, "optim.weight_decay": 0.3}, ["optim={lr: 0.25}"], {"optim": OptimConfig(lr=0.25)}),
     ],
 )
 def test_steps_and_sections_of_the_command_replace_those_of_the_item(own, tmp_path, settings, words, expected):

@@ -162,11 +162,5 @@ class TokenTable:
         part = self.moved(lambda tensor: tensor[start:end])
         bounds = self.bounds[first : last + 1] - start
         return type(self)(
-            self.lengths[first:last],
-            bounds,
-            part.owners - first,
-            part.places,
-            part.keys,
-            part.hidden,
-            part.attention,
+            self.lengths[first:last], bounds, part.owners - first, part.places, part.keys, part.hidden, part.attention
         )

@@ -21,12 +21,7 @@ from declutr.trainer.checkpoints.state import data_hashes, joint_hash
 from declutr.trainer.driver.device import DEVICE, device_problem, kept_device
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.driver.resolved import Found, ResolvedRun, data_places, find_shards
-from declutr.trainer.driver.shard_checks import (
-    data_problems,
-    kind_problem,
-    objective_problems,
-    validation_problems,
-)
+from declutr.trainer.driver.shard_checks import data_problems, kind_problem, objective_problems, validation_problems
 from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.setup.cache import data_folder, run_folder
 from declutr.trainer.setup.config import TrainConfig

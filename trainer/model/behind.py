@@ -216,9 +216,6 @@ def _path(pretrained: str, name: str) -> Path | None:
 
     with hub_or_cache():
         path = cached_file(
-            pretrained,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
+            pretrained, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
         )
     return None if path is None else Path(path)

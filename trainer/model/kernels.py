@@ -13,11 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import (
-    activate_flash_attention_impl,
-    list_flash_attention_impls,
-    restore_flash_attention_impl,
-)
+from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls, restore_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from declutr.common.console.logs import get_logger
@@ -89,13 +85,7 @@ _HEAD_SIZE_UNIT = 8
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scaling: float | None,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None, window: int | None
 ) -> Tensor:
     """Attention within spans, `(T, heads, head_dim)`, in one call for all spans.
 

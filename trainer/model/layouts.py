@@ -186,11 +186,7 @@ class _Trial:
     def _hidden(self, batch: SpanBatch, layout: Layout, seed: int | None = None) -> Tensor:
         self.encoder.set_layout(self.encoder.config.model_copy(update={"layout": layout}))
         devices = [batch.input_ids.device] if batch.input_ids.is_cuda else []
-        with (
-            torch.random.fork_rng(devices=devices),
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-        ):
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             if seed is not None:
                 torch.manual_seed(seed)
             return self.encoder.hidden(batch)

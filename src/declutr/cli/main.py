@@ -28,10 +28,7 @@ _COMMANDS = {
         "MODEL --to onnx|onnx-int8|static --output DIR: a smaller or faster form of an encoder, and its measurement",
         "declutr.cli.export:run",
     ),
-    "doctor": (
-        "[CONFIG] [--path ...]: check that this machine can run a training",
-        "declutr.doctor:main",
-    ),
+    "doctor": ("[CONFIG] [--path ...]: check that this machine can run a training", "declutr.doctor:main"),
     "evaluate": (
         "[ENCODER ...] --data DIR: score encoders on SentEval's tasks; fetch and check the data",
         "declutr.cli.evaluate:run",
@@ -81,15 +78,7 @@ _REPLACED_OPTIONS: dict[tuple[str, str], str] = {
 }
 """What to type instead of an option that earlier versions of a command had."""
 
-_READ_FOLDERS = (
-    "index",
-    "export",
-    "evaluate",
-    "inspect",
-    "why",
-    "report",
-    "reproduce",
-)
+_READ_FOLDERS = ("index", "export", "evaluate", "inspect", "why", "report", "reproduce")
 _RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
 """Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""
 _STORES = ("s3://", "gs://", "gcs://")

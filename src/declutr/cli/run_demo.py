@@ -43,10 +43,7 @@ def demo(config: str, overrides: list[str]) -> Iterator[str]:
     settings = load_config(config, "train", TrainConfig, overrides)
     folder = expand(settings.run).parent
     mlm = settings.model_copy(
-        update={
-            "run": str(folder / "mlm_only"),
-            "objective": settings.objective.model_copy(update={"terms": "mlm"}),
-        }
+        update={"run": str(folder / "mlm_only"), "objective": settings.objective.model_copy(update={"terms": "mlm"})}
     )
     results = {"mlm_only": train(mlm), "declutr": train(settings)}
     rows: dict[str, dict[str, float]] = {

@@ -41,10 +41,7 @@ def test_read_test_of_csv_with_documents_searches_all_of_them(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        (
-            [{"query": "a", "txt": "b"}],
-            ("text", "query, txt"),
-        ),
+        ([{"query": "a", "txt": "b"}], ("text", "query, txt")),
         ([{"query": "a", "text": ""}], ("pairs.jsonl", "line 1", "`text`", "''")),
         ([{"query": "a", "text": "b"}, {"query": None, "text": "b"}], ("line 2", "`query`", "'None'")),
         ([], "no pairs"),

@@ -82,10 +82,7 @@ def test_an_archive_is_read_as_a_stream_and_only_what_is_wanted_is_written(serve
     says(outcomes["downstream/MR/rt-polarity.neg"].note, "not", "senteval.tar")
     assert outcomes["downstream/SUBJ/subj.objective"].outcome == "kept"
     files = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert files == {
-        "data/downstream/CR/custrev.pos": b"good\n",
-        "data/downstream/SUBJ/subj.objective": b"mine\n",
-    }
+    assert files == {"data/downstream/CR/custrev.pos": b"good\n", "data/downstream/SUBJ/subj.objective": b"mine\n"}
     shown = "\n".join(transfers(tuple(outcomes.values()), names))
     says(shown, "failed", "downstream/MR/rt-polarity.neg", "senteval.tar")
 

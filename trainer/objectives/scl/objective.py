@@ -112,8 +112,7 @@ class Scl(TextObjective[SclConfig]):
     def __init__(self, config: SclConfig, run: RunContext, embedding_size: int) -> None:
         super().__init__(config, run, embedding_size)
         self.classifier = nn.Sequential(
-            nn.Linear(3 * embedding_size, 3 * embedding_size // 2),
-            nn.Linear(3 * embedding_size // 2, len(LABELS)),
+            nn.Linear(3 * embedding_size, 3 * embedding_size // 2), nn.Linear(3 * embedding_size // 2, len(LABELS))
         )
 
     def collator(self, vocabulary: Vocabulary, max_content: int) -> SclCollator:

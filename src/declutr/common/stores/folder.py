@@ -24,14 +24,7 @@ import msgspec
 from declutr.common.credentials import redact
 from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.storage import atomic_file, atomic_folder, fsync_path
-from declutr.common.stores.address import (
-    child,
-    files_below,
-    filesystem,
-    is_object_store,
-    network_errors,
-    short_name,
-)
+from declutr.common.stores.address import child, files_below, filesystem, is_object_store, network_errors, short_name
 from declutr.common.stores.listing import LISTING, FileRecord, Files, decoded, encoded, record_of, records, refuse_names
 from declutr.common.stores.retry import DEFAULT_RETRIES, Answer, RetryPolicy, explained, with_retries
 

@@ -30,10 +30,9 @@ def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[
         text = content.decode(encoding)
     except UnicodeDecodeError as error:
         number = content[: error.start].count(b"\n") + 1
-        bad = sum(not _decodes(line, encoding) for line in content.split(b"\n"))
         raise DataError(
-            f"{path}, line {number}: byte 0x{content[error.start]:02x} is not {encoding}; {bad} lines are invalid, "
-            "probably because the file was saved in latin-1 (ISO 8859-1): get the published file, do not convert it"
+            f"{path}, line {number}: byte 0x{content[error.start]:02x} is not {encoding}, probably because the file was "
+            "saved in latin-1 (ISO 8859-1): get the published file, do not convert it"
         ) from error
     if unicode_breaks:
         return io.StringIO(text, newline=None).read().splitlines()  # universal newlines first, as `open` does
@@ -68,14 +67,6 @@ def git_sha1(path: Path) -> str:
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _decodes(line: bytes, encoding: str) -> bool:
-    try:
-        line.decode(encoding)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _refuse_foreign(path: Path, content: bytes) -> None:

@@ -72,11 +72,7 @@ def parts_folder(cache: Path, fingerprint: str, texts: Sequence[str], part_rows:
 
 
 def embed_all(
-    encoder: SentenceEncoder,
-    texts: Sequence[str],
-    cache: Path,
-    say: Callable[[str], None],
-    part_rows: int = PART_ROWS,
+    encoder: SentenceEncoder, texts: Sequence[str], cache: Path, say: Callable[[str], None], part_rows: int = PART_ROWS
 ) -> Vectors:
     """Embed N different texts; reuse the parts of an earlier call in a subfolder of `cache`.
 

@@ -77,9 +77,7 @@ def dev_headline(task: str, scores: Scores) -> float:
 
 
 def averages(
-    results: Mapping[str, Scores],
-    protocol: Literal["senteval", "simcse"] = "senteval",
-    marked: Collection[str] = (),
+    results: Mapping[str, Scores], protocol: Literal["senteval", "simcse"] = "senteval", marked: Collection[str] = ()
 ) -> tuple[Average, ...]:
     """All averages of a protocol; only complete sets have a value.
 
