@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from declutr.common.console.logs import get_logger
+from declutr.common.console.terminal import duration
 from declutr.pipeline.config import PipelineConfig, identity
 from declutr.pipeline.job.outcome import lines_hint, nothing_kept
 from declutr.pipeline.job.sample import output_engine
@@ -171,8 +172,6 @@ def _draw(parts: list[Part], total: int) -> Stratum:
 
 
 _SAMPLE_SECONDS = 20.0
-_LEAST_SECONDS = 60.0
-"""Shortest duration that is shown in minutes."""
 _RANGED = ("documents", "kept", "num_tokens", "text_bytes")
 """Estimates that are shown with a range."""
 _ROW_BYTES = 64
@@ -210,8 +209,6 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """The estimate as text."""
-        minutes = f"{self.seconds / 60:,.1f} minutes"
-        long = minutes if self.seconds >= _LEAST_SECONDS else f"{math.ceil(self.seconds)} seconds"
         kept = f"of which {self.kept:,} kept{self._range('kept')} ({self.kept / max(1, self.documents):.0%})"
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in self.not_kept.items())
         return [
@@ -221,7 +218,7 @@ class Estimate:
             f"  {bytes_noun(self.kind):11} {self.text_bytes / MIB:,.1f} MiB",
             f"  {size_noun(self.kind):11} {self.num_tokens:,} kept{self._range('num_tokens')}",
             f"  shards      up to {self.shards:,} files, {self.shard_bytes / MIB:,.1f} MiB",
-            f"  time        {long} on {self.num_cpus} CPUs (and up to a minute for Ray to start)",
+            f"  time        {duration(self.seconds)} on {self.num_cpus} CPUs (and up to a minute for Ray to start)",
             *([f"  hint        {self.hint}"] if self.hint else []),
         ]
 

@@ -9,13 +9,13 @@ import tinyruns as runs
 from broken import flip_a_bit
 from messages import says
 from preparing import checksums
+from tinyruns import problems
 
 from declutr.common.errors import ConfigError
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import load_manifest
 from declutr.trainer.checkpoints.checkpoint import read_state, steps_in
 from declutr.trainer.checkpoints.ranking import find_best
-from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.train import main, train

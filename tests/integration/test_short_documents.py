@@ -8,11 +8,10 @@ import tinyruns as runs
 import torch
 from messages import says
 from preparing import prepare_rows
-from tinyruns import span_validator
+from tinyruns import problems, span_validator
 
 from declutr.inspection.describe import describe
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.driver.checks import problems
 from declutr.trainer.setup.build import build_collator, build_encoder, build_objective, load_tokenizer
 
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16, "min_tokens": 6}

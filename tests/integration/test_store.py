@@ -10,6 +10,7 @@ import ray
 import tinyruns as runs
 from messages import says
 from s3server import s3_server
+from tinyruns import problems
 from waiting import until
 
 from declutr.cli.main import main
@@ -20,7 +21,6 @@ from declutr.common.stores.copies import fetch_all
 from declutr.common.stores.folder import Folder
 from declutr.encoders.loading import load_encoder
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, steps_in
-from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.setup.cache import run_folder
 

@@ -12,6 +12,7 @@ from mediafiles import png, sound, spread, tone
 from messages import all_of, says
 from sentence_transformers import SentenceTransformer
 from textruns import SCD, SCL, SIMCSE, write_texts
+from tinyruns import problems
 
 from declutr.cli.main import main
 from declutr.common.errors import ConfigError
@@ -20,7 +21,6 @@ from declutr.encoders.loading import load_encoder
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.prepare import prepare
 from declutr.trainer.checkpoints.checkpoint import find_latest
-from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.train import train

@@ -17,7 +17,9 @@ from processes import ROOT as ROOT
 from processes import environment
 from waiting import until
 
+from declutr.common.errors import ConfigError
 from declutr.trainer.checkpoints.checkpoint import steps_in
+from declutr.trainer.driver.checks import load_problems, resolve
 from declutr.trainer.driver.resolved import ResolvedRun, find_shards
 from declutr.trainer.setup.config import TrainConfig
 
@@ -149,6 +151,14 @@ def resolved(config, folder=None):
     """As `resolve`, without its checks and for a run in another folder."""
     shards = find_shards(config)
     return ResolvedRun(config, Path(folder or config.run), shards.data, shards.manifests, shards.scored)
+
+
+def problems(config):
+    """All problems of a run, one line each."""
+    try:
+        return load_problems(resolve(config))
+    except ConfigError as error:
+        return error.problems
 
 
 def steps_of(run, kind="step"):

@@ -16,6 +16,7 @@ from preparing import prepare_media
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from states import state_of
+from tinyruns import problems
 from torch import nn
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining, BertModel
 
@@ -24,7 +25,6 @@ from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import data_hashes, joint_hash
 from declutr.trainer.data.batches import SpanBatch
-from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, steps_of, write_steps
 from declutr.trainer.parallel.communicator import Communicator

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from madeup import shards
 from messages import all_of, says
 from prepared import Row, write_prepared
+from tinyruns import problems
 
 from declutr.common.config import config_yaml, load_config
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.shards.manifest import load_manifest
-from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.remarks import validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun, find_shards
 from declutr.trainer.metrics.config import steps_between

@@ -13,12 +13,12 @@ from pydantic import ValidationError
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
 from tiny import declutr
+from tinyruns import problems
 from torch import nn
 
 from declutr.encoders.cut import CutEncoder, sizes_of
 from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.content import ENTAILMENT
-from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import MatryoshkaConfig, RunContext

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from messages import says
 from preparing import prepare_rows
+from tinyruns import problems
 
 from declutr.cli.main import main
 from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.report.runs import write_runs_page
 from declutr.trainer.data.plan import MOST_TURNS, Plan, turns, whole_shares
-from declutr.trainer.driver.checks import problems
 from declutr.trainer.driver.run import run_training
 
 SIZES = (60, 90)

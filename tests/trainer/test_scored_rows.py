@@ -10,12 +10,13 @@ import tinyruns as runs
 from messages import says
 from preparing import prepare_rows
 from textruns import SCL, write_texts
+from tinyruns import problems
 
 from declutr.cli.main import main
 from declutr.common.errors import CheckpointError, TrainingFailedError
 from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.checkpoints.checkpoint import steps_in
-from declutr.trainer.driver.checks import problems, resolve
+from declutr.trainer.driver.checks import resolve
 from declutr.trainer.driver.local import LocalRun
 from declutr.trainer.driver.remarks import corpora_remarks
 from declutr.trainer.driver.run import run_training, with_absolute_paths

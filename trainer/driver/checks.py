@@ -92,14 +92,6 @@ def _manifest_problems(config: TrainConfig, shards: Found) -> list[str]:
     return problems
 
 
-def problems(config: TrainConfig) -> list[str]:
-    """All problems of a run, one line each: key, value, limit, remedy."""
-    try:
-        return load_problems(resolve(config))
-    except ConfigError as error:
-        return error.problems
-
-
 def load_problems(run: ResolvedRun) -> list[str]:
     """Problems that show when objective and encoder are loaded, with torch and transformers."""
     config = run.config

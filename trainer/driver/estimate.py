@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from declutr.common.console.terminal import duration
 from declutr.trainer.driver.checks import load_problems, refuse
 from declutr.trainer.driver.remarks import corpora_remarks, validated_rows, validation_remarks
 from declutr.trainer.driver.resolved import ResolvedRun
@@ -13,8 +14,6 @@ from declutr.trainer.metrics.metrics import memory_mib
 if TYPE_CHECKING:
     from declutr.trainer.driver.trial import Trial
 
-_LEAST_SECONDS = 60.0
-"""Shortest duration that is shown in minutes."""
 _DAY_SECONDS = 86_400.0
 _LITTLE = 0.5
 """Share of the tokens below which a plan names the passes that would read it, were no token read twice."""
@@ -69,8 +68,7 @@ class TrainEstimate:
             f"  steps        {self.steps:,} of {run.config.batch_documents:,} {noun}: {self.passes:,.3g} pass(es) over "
             f"{size:,}",
             *(f"  corpus       {line}" for line in corpora),
-            f"  time         {_duration(self.seconds)}, {trial.step_seconds:,.2f} s a step (and up to a minute for "
-            "Ray)",
+            f"  time         {duration(self.seconds)}, {trial.step_seconds:,.2f} s a step (and up to a minute for Ray)",
             *(
                 f"  read         a pass reads spans of {in_spans:,.0f} tokens together, "
                 f"of the {in_document:,.0f} tokens of a document"
@@ -89,7 +87,7 @@ class TrainEstimate:
             more = math.ceil(_LITTLE * self.passes / share)
             advice.append(
                 f"at most {share:.0%} of the tokens are read: epochs={more} reads at most "
-                f"{share * more / self.passes:.0%} of them in {_duration(self.seconds * more / self.passes)}"
+                f"{share * more / self.passes:.0%} of them in {duration(self.seconds * more / self.passes)}"
             )
         if self.seconds > _DAY_SECONDS:
             advice.append(f"steps={math.floor(_DAY_SECONDS / self.trial.step_seconds)} end within a day")
@@ -120,9 +118,3 @@ def plan_ahead(run: ResolvedRun) -> TrainEstimate:
     from declutr.trainer.driver.trial import try_steps  # loads torch
 
     return TrainEstimate(run, steps, scored, validations, try_steps(config, run.folder, shards, steps, scored))
-
-
-def _duration(seconds: float) -> str:
-    if seconds >= 3600:
-        return f"{seconds / 3600:,.1f} hours"
-    return f"{seconds / 60:,.1f} minutes" if seconds >= _LEAST_SECONDS else f"{math.ceil(seconds)} seconds"

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from scipy.linalg import eigh
 
 from declutr.common import seeding
 from declutr.embedding.output import Note, finite_vectors, rows_of, unit_vectors
@@ -46,21 +45,14 @@ class Plane:
 def fit_plane(vectors: NDArray[np.float32]) -> Plane:
     """Fit the plane of vectors `(n, size)`, n and size at least 1. Their order affects rounding only."""
     mean = vectors.mean(axis=0, dtype=np.float64)
-    centred = vectors - mean
-    count, size = centred.shape
-    # The smaller of the two products has the same eigenvalues: the size comes from a file, and may be any.
-    product = (centred.T @ centred if size <= count else centred @ centred.T) / count
-    order = len(product)
-    variances, columns = eigh(product, subset_by_index=[max(0, order - 2), order - 1])
-    if size > count:  # eigenvectors of the other product, of length 1
-        real = variances > _LEAST_SHARE * variances[-1]  # others are rounding
-        columns = np.where(real, centred.T @ columns / np.sqrt(np.where(real, variances * count, 1.0)), 0.0)
-    axes = np.zeros((size, 2))
-    axes[:, : len(variances)] = columns[:, ::-1]
+    _, singular, directions = np.linalg.svd(vectors - mean, full_matrices=False)
+    variances, axes = singular**2, np.zeros((vectors.shape[1], 2))
+    real = variances[:2] > _LEAST_SHARE * variances[0]  # others are rounding
+    axes[:, : len(real)] = directions[:2].T * real
     # The sign of an eigenvector is arbitrary: make the number of largest magnitude positive.
     axes *= np.where(np.take_along_axis(axes, np.abs(axes).argmax(axis=0)[None], axis=0) < 0, -1.0, 1.0)
-    total = float(np.trace(product))
-    return Plane(mean, axes, min(1.0, max(0.0, float(variances.sum()) / total)) if total else 1.0)
+    total = float(variances.sum())
+    return Plane(mean, axes, min(1.0, float(variances[:2].sum()) / total) if total else 1.0)
 
 
 def sample_rows(num_rows: int, count: int, seed: int = 0) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from declutr.common.config import first_problem
-from declutr.common.console.terminal import age, shorten
+from declutr.common.console.terminal import duration, shorten
 from declutr.common.errors import CheckpointError, DamagedError, UsageError
 from declutr.common.yamlfile import read_yaml_file
 from declutr.pipeline.duplicates.table import OTHER_LABEL, removed
@@ -289,7 +289,7 @@ def _table(rows: list[CheckpointRow], verified: str) -> Iterator[str]:
     yield f"{'step':>8s} {'documents':>12s} {'age':>8s} {'MiB':>9s} {'workers':>8s}  {'kept':16s} state"
     for row in rows:
         documents = "?" if row.documents is None else f"{row.documents:,}"
-        old = "?" if row.age_seconds is None else age(row.age_seconds)
+        old = "?" if row.age_seconds is None else duration(row.age_seconds)
         scores = "  ".join(f"{name} {value:.4f}" for name, value in row.scores.items())
         state = verified if row.broken is None else f"BROKEN: {row.broken}"
         why = ", ".join(row.kept) or "-"

@@ -81,7 +81,7 @@ def answered(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
     return run
 
 
-def age(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """A time in its largest unit."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:

@@ -31,7 +31,7 @@ def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[
     except UnicodeDecodeError as error:
         number = content[: error.start].count(b"\n") + 1
         raise DataError(
-            f"{path}, line {number}: byte 0x{content[error.start]:02x} is not {encoding}, probably because the file was "
+            f"{path}, line {number}: byte 0x{content[error.start]:02x} is not {encoding}, probably because the file is "
             "saved in latin-1 (ISO 8859-1): get the published file, do not convert it"
         ) from error
     if unicode_breaks:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from declutr.common.cluster import SessionConfig
+from declutr.common.console.terminal import duration
 from declutr.common.session import start_ray
 from declutr.common.storage import read_json, write_json
 from declutr.encoders.cut import CutEncoder
@@ -27,7 +28,7 @@ from declutr.evaluation.senteval.classifier.config import ClassifierConfig
 from declutr.evaluation.senteval.data.taskdata import Inspection, TaskData, sentence_rows, sentences
 from declutr.evaluation.senteval.data.tasks import TASKS
 from declutr.evaluation.senteval.runner.plan import ScoringChoice, ScoringUnit, StoredUnit, plan_units
-from declutr.evaluation.senteval.runner.vectors import duration, embed_all, parts_folder, time_left
+from declutr.evaluation.senteval.runner.vectors import embed_all, parts_folder, time_left
 from declutr.evaluation.senteval.scores.results import Protocol, Report, result_of
 from declutr.evaluation.senteval.scores.scoring import Method, method_for, needs_fits, score
 from declutr.evaluation.senteval.scores.similarity import collapse_warnings, sample_rows

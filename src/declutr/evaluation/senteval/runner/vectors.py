@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from declutr.common.console.terminal import duration
 from declutr.common.errors import EncoderError
 from declutr.common.storage import atomic_file
 from declutr.encoders.protocol import SentenceEncoder, vectors_fingerprint
@@ -101,15 +102,6 @@ def embed_all(
         more = time_left(started, done, len(missing))
         say(f"{encoder.name}: embedded {min((part + 1) * part_rows, len(texts)):,} of {len(texts):,} sentences{more}")
     return vectors
-
-
-def duration(seconds: float) -> str:
-    """Format a duration for people: `8 s`, `3 min`, `2 h 05 min`."""
-    whole = round(seconds)
-    if whole < 90:
-        return f"{whole} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def time_left(started: float, done: float, total: float) -> str:
