@@ -34,6 +34,8 @@ _OTHER_WORDS = {
     "warmup_steps": "warmup_ratio",
 }
 """The names that other libraries have for settings and values, and ours."""
+_REMOVED = {"straggler_factor": "no line names a slow worker any more; remove it"}
+"""What to do with settings that earlier versions had."""
 
 
 def suggest(word: str, choices: Sequence[str]) -> str:
@@ -57,6 +59,8 @@ def unknown_key(
         other_sections: settings of the file's other sections, by the section's name.
     """
     *parents, last = path
+    if last in _REMOVED:
+        return f"; {_REMOVED[last]}"
     everywhere = list(dict.fromkeys(".".join(key) for key in _keys((model,))))
     if path[0] == section and len(path) > 1:
         rest = ".".join(path[1:])
