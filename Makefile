@@ -52,7 +52,7 @@ test-cluster: setup ## kill one of three hosts in namespaces of this machine: tw
 	$(BIN)/python -m pytest -m cluster
 
 test-fast: setup ## tests of less than two seconds, without Ray and process groups: two minutes on 2 CPU cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not ray and not dist and not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not ray and not dist and not slow and not nightly"
 
 chaos: setup ## one run for each fault, compared with the quiet run (docs/evidence/reliability.md): half an hour
 	$(BIN)/python -m benchmarks.chaos --patience 3 --json runs/chaos.json

@@ -178,6 +178,7 @@ def test_closed_form_of_few_documents_never_saw_the_documents_it_is_scored_on(en
         np.testing.assert_array_equal(values["distant"][fold_of == fold], expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.usefixtures("session")
 def test_adapt_of_few_documents_tells_nothing(encoder, tmp_path):

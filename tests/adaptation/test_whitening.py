@@ -123,6 +123,7 @@ def test_whitened_encoder_is_loaded_alike_by_everyone(start, tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.usefixtures("session")
 def test_whiten_embeds_every_training_document_once(start, tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ def test_benchmark_of_a_step_has_figures(tmp_path):
     assert found["mfu"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("objective", "sizes", "ratio", "within"),
     [("declutr", ("2", "8"), "ratio_4096_to_64", 1e-4), ("simcse", ("4", "8"), "ratio_16384_to_64", 1e-3)],
@@ -190,8 +190,8 @@ def test_embedding_state_is_what_lives_at_one_time_and_a_peak_sees_what_was_free
     assert record.peak(torch.device("cpu")) - before > 60
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_benchmark_of_prepare_has_figures(tmp_path):
     rng = np.random.default_rng(0)
@@ -264,7 +264,7 @@ def found(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_stays_within_its_budget_and_takes_the_time_of_products_and_bandwidth(found):
     assert found["gigabytes"] <= MOST_GIGABYTES
     assert found["operations"] <= MOST_OPERATIONS

@@ -72,6 +72,7 @@ def install_lines():
     lines = [line.replace("$(PIP)", pip) for line in lines]
     assert len(lines) == 3
     lines = [line.replace("$(BIN)/python -m pip install ", "").replace("$(TORCH)", "torch") for line in lines]
+    lines = [line.replace("--no-compile ", "") for line in lines]  # an image and a host are set up once, to start often
     return [line.replace("requirements.lock", "requirements-run.lock") for line in lines]  # without tools for tests
 
 

@@ -184,8 +184,8 @@ def test_killed_and_started_again_it_writes_the_same_bytes(model, tmp_path):
     assert not parts.exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
-@pytest.mark.slow
 def test_ray_writes_the_same_bytes_as_this_process(model, tmp_path, monkeypatch):
     import ray
 

@@ -16,7 +16,7 @@ from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
 from declutr.trainer.setup.config import TrainConfig
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.usefixtures("session")]
 PAGE = (runs.ROOT / "docs/guides/modalities.md").read_text()
 COMMANDS = runs.commands_of(PAGE)
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)

@@ -11,7 +11,7 @@ from messages import says
 
 from declutr.common.storage import hash_file
 
-pytestmark = [pytest.mark.ray, pytest.mark.dist]
+pytestmark = [pytest.mark.ray, pytest.mark.dist, pytest.mark.nightly]
 
 FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
 SETTINGS = ["objective.kind=halves", "validation.every_steps=0"]

@@ -20,8 +20,8 @@ CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_typ
 NUMBERS = "(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)"
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
-@pytest.mark.slow
 def test_the_notebook_and_the_page_run_in_one_session_and_leave_the_process_as_it_was(tmp_path_factory):
     folder = tmp_path_factory.mktemp("py")  # short, for the sockets of Ray
     runs.write_corpus(folder / "documents.jsonl", documents=12, words=(200, 300))

@@ -19,7 +19,7 @@ from declutr.trainer.driver.group import build_group
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.setup.scaling import ScalingConfig
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.nightly]
 
 
 @pytest.mark.slow

@@ -73,16 +73,16 @@ def assert_close(run, other):
         assert deviation([found[key] for key in expected], expected.values()) < 1e-3, name
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_a_sharded_run_is_the_run_that_is_not(finished, sharded):
     assert_close(sharded, finished / "run")
     assert json.loads((sharded / "checkpoints" / "step-00000008" / "state.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_a_sharded_run_continues_to_the_bit(data, sharded, tmp_path):
     run = runs.cut(sharded, tmp_path / "run", last=6)
@@ -93,8 +93,8 @@ def test_a_sharded_run_continues_to_the_bit(data, sharded, tmp_path):
         assert hash_file(run / name) == hash_file(sharded / name), name
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_a_run_continues_with_and_without_sharding(data, finished, sharded, tmp_path):
     alone = runs.cut(sharded, tmp_path / "alone", last=6)
@@ -123,8 +123,8 @@ def results(run):
     return sums, runs.steps_of(run), runs.steps_of(run, "validation")
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_two_then_three_workers_then_none_are_one_process(data, tmp_path):
     alone = results(trained(data, tmp_path / "alone", 0))

@@ -63,6 +63,7 @@ def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_p
         assert (ended_early(tmp_path / "run", patience, 3) is not None) == ended, "more patience goes on"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("session")
 def test_an_error_that_comes_again_ends_the_run_with_the_workers_own_words(data, copied, tmp_path, log):
     """Shards altered behind their size and time, which only a full check sees: the same error, whoever tries."""

@@ -101,6 +101,7 @@ def all_tasks(prepared, run, task_schedule, **settings):
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("session")
 def test_other_numbers_of_workers_read_the_same_batches(prepared, tmp_path, capsys):
     """This process alone, from step 4 three workers, from step 8 two; compared with this process throughout."""

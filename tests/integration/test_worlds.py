@@ -59,6 +59,7 @@ def global_steps(data, collator, world, **sizes):
     return steps
 
 
+@pytest.mark.nightly
 def test_nothing_spins_while_blocks_wait_for_their_reader(data, monkeypatch):
     looks, waiting = [], []
 
@@ -103,6 +104,7 @@ class Holder:
         return True
 
 
+@pytest.mark.nightly
 def test_the_first_chunk_waits_for_no_task(data):
     holder = Holder.remote()
     assert ray.get(holder.holds.remote())

@@ -246,6 +246,7 @@ def test_shards_of_other_settings_are_refused(item, tmp_path, capsys):
     assert f"{item.parent / 'data/texts'}" in message
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_kill_while_shards_are_prepared_ends_all_and_the_same_command_finishes(tmp_path):
     item, work = write_item(tmp_path), tmp_path / "work"

@@ -270,8 +270,8 @@ def test_run_with_other_weights_or_corpora_is_refused(corpora, trained):
         says(problems(local_values(corpora, trained).model_copy(update=changed)), told)
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_resumed_run_with_more_workers_reads_the_same_rows(corpora, trained, tmp_path):
     """Two workers continue a run of this process; bits are those of the whole run."""

@@ -214,7 +214,7 @@ def test_vocabulary_of_a_tokenizer_has_its_special_ids():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's own, about gradients of non-leaf tensors
-@pytest.mark.parametrize("setting", ["activation_checkpointing", "compile"])
+@pytest.mark.parametrize("setting", ["activation_checkpointing", pytest.param("compile", marks=pytest.mark.nightly)])
 def test_settings_for_speed_and_memory_change_no_gradient(setting):
     """With dropout, over ragged batches; after two of them nothing is compiled again."""
     plain, special = tiny_encoder(dropout=0.1), tiny_encoder(dropout=0.1, **{setting: True})

@@ -169,9 +169,7 @@ def test_a_share_counts_the_rows_that_it_reads(tmp_path, capsys):
     says((part / "export" / "README.md").read_text(), f"{read} of {total} training documents")
     path = runs.write_config(tmp_path / "share.yaml", train=share | {"run": str(tmp_path / "planned")})
     assert main(["train", str(path), "--plan"]) == 0
-    manifest = ShardSet(more, "train").manifest
-    tokens = sum(shard.num_tokens for shard in manifest.of_split("train"))
-    says(capsys.readouterr().out, f"{round(tokens * read / total):,} tokens")
+    says(capsys.readouterr().out, f"pass(es) over {read}")
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from declutr.trainer.parallel.sharding import full_tensor
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.nightly]
 LENGTHS = [48, 70, 49, 131, 60]
 OBJECTIVES = {name: tiny.OBJECTIVES[name] for name in ("both", "mlm", "contrastive", "queue")}
 OBJECTIVES["nothing selected"] = {"masking": {"mlm_probability": 0.0}}
