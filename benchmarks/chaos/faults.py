@@ -23,8 +23,8 @@ _DEADLINE_SECONDS = 30
 _NAN = """
 import declutr.trainer.step.step
 whole = declutr.trainer.step.step.TrainStep.gradients
-def poisoned(self, batch, step):
-    sums = whole(self, batch, step)
+def poisoned(self, batch, step, *others):
+    sums = whole(self, batch, step, *others)
     if {first} <= step < {end}:
         next(p for group in self.optimizer.param_groups for p in group["params"]).grad.fill_(float("nan"))
     return sums
@@ -32,7 +32,7 @@ declutr.trainer.step.step.TrainStep.gradients = poisoned
 """
 _RAISE = """
 import declutr.trainer.step.step
-def broken(self, batch, step):
+def broken(self, *_):
     raise OSError("chaos: the device does not answer")
 declutr.trainer.step.step.TrainStep.gradients = broken
 """
