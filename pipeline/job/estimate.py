@@ -218,7 +218,7 @@ class Estimate:
             f"  {bytes_noun(self.kind):11} {self.text_bytes / MIB:,.1f} MiB",
             f"  {size_noun(self.kind):11} {self.num_tokens:,} kept{self._range('num_tokens')}",
             f"  shards      up to {self.shards:,} files, {self.shard_bytes / MIB:,.1f} MiB",
-            f"  time        {duration(self.seconds)} on {self.num_cpus} CPUs (and up to a minute for Ray to start)",
+            f"  time        {duration(math.ceil(self.seconds))} on {self.num_cpus} CPUs (and up to a minute for Ray)",
             *([f"  hint        {self.hint}"] if self.hint else []),
         ]
 
