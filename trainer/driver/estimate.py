@@ -68,7 +68,8 @@ class TrainEstimate:
             f"  steps        {self.steps:,} of {run.config.batch_documents:,} {noun}: {self.passes:,.3g} pass(es) over "
             f"{size:,}",
             *(f"  corpus       {line}" for line in corpora),
-            f"  time         {duration(math.ceil(self.seconds))}, {trial.step_seconds:,.2f} s a step (and a minute for Ray)",
+            f"  time         {duration(math.ceil(self.seconds))}, {trial.step_seconds:,.2f} s a step (and a "
+            "minute for Ray)",
             *(
                 f"  read         a pass reads spans of {in_spans:,.0f} tokens together, "
                 f"of the {in_document:,.0f} tokens of a document"
