@@ -46,7 +46,7 @@ def write_inputs(folder):
     write_texts(folder)
     spread(folder / "pictures", {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)})
     spread(folder / "sounds", {f"{n % 4}_{n}.wav": sound(tone(0.1 + 0.01 * (n % 7), 8000, n), 8000) for n in range(36)})
-    write_test(folder / "nano", *rows_of(0))
+    write_test(folder / "nano" / "nanobeir", *rows_of(0))
     texts = [json.loads(line)["text"] for line in (folder / "documents.jsonl").read_text().splitlines()]
     rng = random.Random(1)
     rows = [{"query": " ".join(rng.sample(text.split(), 4)), "text": " ".join(text.split()[:20])} for text in texts]
@@ -84,7 +84,11 @@ def numbers(value):
             "run",
             "data",
         )
-        return {key: numbers(item) for key, item in value.items() if not any(word in key.lower() for word in left_out)}
+        return {
+            re.sub(r"/\S+", "", key): numbers(item)
+            for key, item in value.items()
+            if not any(word in key.lower() for word in left_out)
+        }
     if isinstance(value, list):
         return [numbers(item) for item in value]
     return value if isinstance(value, int | float | None) else re.sub(r"/\S+", "", str(value))
