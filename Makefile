@@ -7,7 +7,9 @@ TORCH ?= torch
 # Tests run the kernels of a GPU in Triton's interpreter. torch for CUDA installs Triton itself; macOS has none.
 TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton)
 STAMP := $(VENV)/.installed
-# Files are compiled when they are first imported: compiling all of them takes longer than installing them.
+# Files are compiled when they are first imported: compiling all of them takes longer than installing them. The variable
+# that forbids it (images of containers set it) would compile torch and Ray in every process of a test instead.
+unexport PYTHONDONTWRITEBYTECODE
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # One line a step: what it is, and the time at which it begins.
 STEP = @echo "$$(date +%T) setup:

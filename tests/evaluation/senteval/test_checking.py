@@ -90,7 +90,7 @@ def test_latin_1_where_utf_8_is_read(tmp_path):
     for split in ("train", "dev", "test"):
         write(tmp_path, f"downstream/SST/binary/sentiment-{split}", "good\t1\nna\u00efve\t0\n", "latin-1")
     reason = inspect(find("SST2"), tmp_path).reason
-    says(reason, "sentiment-train", "line 2", "byte 0xef", "utf-8", "1 lines", "latin-1 (ISO 8859-1)")
+    says(reason, "sentiment-train", "line 2", "byte 0xef", "utf-8", "latin-1 (ISO 8859-1)")
 
 
 def test_data_without_a_known_hash_are_marked(every_task, monkeypatch):
