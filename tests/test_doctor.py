@@ -19,8 +19,8 @@ from volumes import small_volume
 from declutr import doctor
 from declutr.cli.main import main
 from declutr.doctor import Finding, Needs
+from declutr.trainer.build import build_encoder
 from declutr.trainer.driver.checks import resolve
-from declutr.trainer.setup.build import build_encoder
 
 NEEDS = Needs(
     parameters=10**8, checkpoint_bytes=12 * 10**8, disk_bytes=36 * 10**8, memory_mib=1525 * 4, workers=4, device="auto"

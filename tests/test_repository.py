@@ -59,7 +59,7 @@ def test_sections_fit_each_other(name):
     run = load_config(f"configs/{name}.yaml", "train", TrainConfig)
     assert run.data == data.output
     assert run.encoder.pretrained is None or run.encoder.pretrained == data.tokenizer.name
-    assert run.objective.remark_before(run.context("drop")) is None
+    assert run.objective.remark_before(run.main.context("drop")) is None
     assert (run.spans.max_tokens, run.spans.num_anchors) == (data.geometry.max_tokens, data.geometry.num_anchors)
 
 

@@ -3,7 +3,6 @@
 A later version of torch may lack one. `tests/trainer/test_imports.py` names it with the installed version.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,12 +22,6 @@ def fused_adamw(*tensors: list[Tensor], **settings: Any) -> None:
 def raise_recompile_limit(graphs: int) -> None:
     """Lets Dynamo keep at least this many graphs of a function, before it runs the function without one."""
     torch._dynamo.config.recompile_limit = max(graphs, torch._dynamo.config.recompile_limit)
-
-
-def flight_recorders() -> list[Callable[[bool, bool], bytes]]:
-    """Functions that return the newest exchanges of gloo and of NCCL as JSON, those that this build has."""
-    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-    return [dump for name in names if (dump := getattr(torch._C._distributed_c10d, name, None))]
 
 
 def can_pack_linear() -> bool:

@@ -34,12 +34,10 @@ from declutr.common.lock import refuse_held
 from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
 from declutr.trainer.driver.checks import refuse, resolve
+from declutr.trainer.driver.continuation import SUMMARY
 from declutr.trainer.driver.path_checks import place_problems
-from declutr.trainer.driver.resolved import ResolvedRun, find_shards
-from declutr.trainer.driver.summary import SUMMARY
-from declutr.trainer.setup.cache import run_folder
+from declutr.trainer.run import RunPlan, unknown
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.geometry import unknown, with_geometry
 from declutr.trainer.setup.scaling import ScalingConfig
 
 
@@ -98,12 +96,12 @@ def train(settings: Settings[TrainConfig], overrides: Sequence[str] = ()) -> dic
         RunLockedError: another command works on the run folder.
     """
     config = load_config(settings, "train", TrainConfig, overrides, place_problems)
-    return _train(config, _examine(config))
+    return _train(config, _checked(config))
 
 
 def _train(
     config: TrainConfig,
-    resolved: ResolvedRun | None,
+    plan: RunPlan | None,
     started: float | None = None,
     wait_for_ray: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
@@ -112,15 +110,15 @@ def _train(
     from declutr.trainer.driver.run import run_training
 
     try:
-        return run_training(config, started, wait_for_ray, resolved)
+        return run_training(config, started, wait_for_ray, plan)
     except OSError as error:  # a full disk or a lost storage; a continuation is promised if there may be checkpoints
         continues = is_remote(config.run) or (expand(config.run) / "checkpoints").is_dir()
         remedy = "checkpoints are kept, the same command continues" if continues else "nothing was trained"
         raise TrainingFailedError(f"{error}; {remedy}") from error
 
 
-def _examine(config: TrainConfig) -> ResolvedRun | None:
-    """The resolved run, checked before torch, transformers and Ray are loaded; None if places are to be fetched.
+def _checked(config: TrainConfig) -> RunPlan | None:
+    """The plan of the run, checked before torch, transformers and Ray are loaded; None if places are to be fetched.
 
     Raises:
         ConfigError: with every problem.
@@ -129,9 +127,9 @@ def _examine(config: TrainConfig) -> ResolvedRun | None:
     refuse(place_problems(config.model_dump()))
     if any(map(is_remote, (config.run, *_data_places(config)))):
         return None
-    resolved = resolve(config)
-    refuse_held(run_folder(config.run, config.cache))
-    return resolved
+    plan = resolve(config)
+    refuse_held(plan.folder)
+    return plan
 
 
 def _began() -> float:
@@ -150,20 +148,20 @@ def _data_places(config: TrainConfig) -> list[str]:
     return validated + [place for task in config.tasks().values() for place in task.places]
 
 
-def _plan(run: ResolvedRun) -> str:
+def _estimate(plan: RunPlan) -> str:
     """The text of `--plan`.
 
     Raises:
         ConfigError: problems of the run, or of its first steps.
     """
     from declutr.common.errors import EncoderError, ShardError
-    from declutr.trainer.driver.estimate import plan_ahead
-    from declutr.trainer.setup.torch_settings import refusal
+    from declutr.trainer.driver.estimate import plan_lines
     from declutr.trainer.step.microbatch import MicrobatchError
     from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
+    from declutr.trainer.worker.device import refusal
 
     try:
-        return "\n".join(plan_ahead(run).lines()) + "\n"
+        return "".join(f"{line}\n" for line in plan_lines(plan))
     except (ShardError, EncoderError, NonFiniteLossError, MicrobatchError, OSError) as error:
         raise ConfigError("train --plan", [str(error)]) from error
     except RuntimeError as error:
@@ -184,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.print_config:
         printed_config = config
         if not any(map(is_remote, _data_places(config))):
-            printed_config = with_geometry(config, run_folder(config.run, config.cache), find_shards(config).manifests)
+            printed_config = RunPlan.of(config).config
         sys.stdout.write(annotated_yaml(printed_config))
         if left := unknown(printed_config):
             get_logger().warning(
@@ -194,15 +192,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ", ".join(left),
             )
         return 0
-    resolved = _examine(config)
+    plan = _checked(config)
     if arguments.plan:
-        sys.stdout.write(_plan(resolved or resolve(config)))
+        sys.stdout.write(_estimate(plan or resolve(config)))
         return 0
     early = None if config.scaling.local else _EarlyRay(config)
-    from declutr.trainer.driver.summary import neighbours_of
+    from declutr.trainer.driver.continuation import neighbours_of
 
     try:
-        summary = _train(config, resolved, _began(), early.wait if early else None)
+        summary = _train(config, plan, _began(), early.wait if early else None)
     finally:
         if early:
             early.end()

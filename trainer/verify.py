@@ -19,16 +19,14 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from transformers.utils import logging as transformers_logging
 
+from declutr.trainer.build import build_parts, build_train_steps
 from declutr.trainer.checkpoints.weights import step_parameters
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.chunks import fetched
-from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.sharding import full_tensor
-from declutr.trainer.setup.build import build_collator, build_encoder, load_tokenizer
-from declutr.trainer.setup.cache import training_set
+from declutr.trainer.run import RunPlan
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.tasks import build_task, build_train_steps
 from declutr.trainer.step.microbatch import Microbatch
 from declutr.trainer.step.step import TrainStep
 
@@ -172,25 +170,17 @@ def _prepare(
 ) -> tuple[list[TrainStep], dict[str, RankBatch]]:
     """The configuration's train steps, and this rank's share of the run's first batch."""
     transformers_logging.disable_progress_bar()  # one per case and process
-    settings = config.tasks()
-    shards = {name: training_set(task_config) for name, task_config in settings.items()}
-    tokenizer, vocabulary = load_tokenizer(shards[""].folder, shards[""].manifest)
-    encoder: Encoder = build_encoder(config, tokenizer).to(getattr(torch, case.precision)).train()
-    exact = config.model_copy(update={"precision": "fp32"})
-    tasks, shares = [], {}
-    for name, task_config in settings.items():
-        microbatch = Microbatch(case.microbatch_tokens)
-        task = build_task(exact, name, encoder, shards[name].manifest, comm, microbatch)
-        batch = size if not name else min(size, task_config.batch_documents)
-        plan = dataclasses.replace(
-            task_config.plan(shards[name].sizes), batch_documents=batch, canonical_documents=None
-        )
-        epochs, documents = plan.documents(0, 1, *plan.slice(comm.rank, comm.size))
-        collator = build_collator(task.objective, encoder, vocabulary)
-        rows = fetched(shards[name], documents, epochs, getattr(collator, "fetch", None))
+    plan = RunPlan.of(config.model_copy(update={"precision": "fp32"}))
+    parts = build_parts(plan, comm, getattr(torch, case.precision), Microbatch(case.microbatch_tokens))
+    shares = {}
+    for name, order in plan.orders.items():
+        batch = size if not name else min(size, order.batch_documents)
+        order = dataclasses.replace(order, batch_documents=batch, canonical_documents=None)
+        epochs, documents = order.documents(0, 1, *order.slice(comm.rank, comm.size))
+        collator = parts.collators[name]
+        rows = fetched(plan.training_shards[name], documents, epochs, getattr(collator, "fetch", None))
         shares[name] = collator.collate(rows, epochs)
-        tasks.append(task)
-    return build_train_steps(exact, tasks, total_steps=1), shares
+    return build_train_steps(plan, parts.tasks, total_steps=1), shares
 
 
 def _gradients(train_steps: list[TrainStep], batch: dict[str, RankBatch]) -> dict[str, Tensor]:

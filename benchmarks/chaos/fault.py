@@ -11,7 +11,7 @@ from typing import Any, Literal
 from benchmarks.chaos.run import ChaosError, Run, Snapshot
 from declutr.common.storage import hash_file
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
-from declutr.trainer.checkpoints.exported import EXPORT
+from declutr.trainer.checkpoints.state import EXPORT
 
 _WORDS_SECONDS = 5.0  # a worker's message reaches the command's output through the control channel
 Setting = Literal["machine", "cluster", "elastic", "skip"]

@@ -14,7 +14,7 @@ from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.run import ChaosError, Run, Snapshot
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
-from declutr.trainer.checkpoints.exported import EXPORT
+from declutr.trainer.checkpoints.state import EXPORT
 
 _QUICKLY = 0.0005  # seconds between two looks for a moment that is soon over
 _SLOW_SECONDS = 20.0

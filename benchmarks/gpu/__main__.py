@@ -32,8 +32,8 @@ from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
 from declutr.trainer.model.kernels import Kernels
 from declutr.trainer.model.language_model import drops_attention
-from declutr.trainer.setup.torch_settings import repeat_bits
 from declutr.trainer.step.step import TrainStep
+from declutr.trainer.worker.device import repeat_bits
 
 _DEVICE = torch.device("cuda", 0)  # as tensors name it: encoders keep their kernels by device
 # bfloat16 has 8 bits. Counted on a CPU with 12 layers of the larger weights: 0.018 and 0.038 from float32; without any

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import record, workload
-from declutr.trainer.setup.torch_settings import repeat_bits
+from declutr.trainer.worker.device import repeat_bits
 
 _WARM_UP = 10
 _RATES = {"kernel": 0.0, "dropout": 0.1}

@@ -32,7 +32,7 @@ from declutr.common.storage import fsync_path
 
 # torch, transformers and the settings of a training take seconds to import: `--help` answers without them.
 if TYPE_CHECKING:
-    from declutr.trainer.driver.resolved import ResolvedRun
+    from declutr.trainer.run import RunPlan
     from declutr.trainer.setup.config import TrainConfig
 
 _SHOWN = ("ray", "torch", "transformers", "pyarrow", "numpy")
@@ -91,16 +91,16 @@ class Needs:
     device: str
 
 
-def needs_of(run: "ResolvedRun", workers: int) -> Needs:
+def needs_of(plan: "RunPlan", workers: int) -> Needs:
     """Compute the needs of a run without problems, with this number of its workers on this machine."""
-    from declutr.trainer.setup.tasks import parameter_counts  # loads torch
+    from declutr.trainer.build import parameter_counts  # loads torch
 
-    config, saving = run.config, run.config.checkpoint
-    encoder, *tasks = parameter_counts(config, run.data[""][0], run.manifests)
+    config, saving = plan.config, plan.config.checkpoint
+    encoder, *tasks = parameter_counts(plan)
     parameters = encoder + sum(tasks)
     # Tasks with alternating updates have an optimizer each, with moments of the encoder.
     moments = _MOMENTS_BYTES * (parameters + encoder * (0 if config.task_schedule == "joint" else len(tasks) - 1))
-    milestones = config.total_steps(run.plan) // saving.keep_every_steps if saving.keep_every_steps else 0
+    milestones = plan.total_steps // saving.keep_every_steps if saving.keep_every_steps else 0
     checkpoints = saving.keep_last + 1 + milestones + bool(config.validation.every_steps)
     size = parameters * _WEIGHT_BYTES + moments
     memory_mib = ((size + parameters * _WEIGHT_BYTES) >> 20) * workers  # and the gradients
@@ -135,14 +135,14 @@ def _of_config(config: "TrainConfig", workers: int) -> tuple[Needs | None, list[
     from declutr.trainer.driver.checks import load_problems, resolve
 
     try:
-        run = resolve(config)
-        problems = load_problems(run)
+        plan = resolve(config)
+        problems = load_problems(plan)
     except ConfigError as error:
         problems = error.problems
     if problems:
         remedy = "correct the setting; `declutr train` refuses it as well"
         return None, [judge("configuration", problem, fail=True, remedy=remedy) for problem in problems]
-    needs = needs_of(run, workers)
+    needs = needs_of(plan, workers)
     text = f"{needs.parameters / 1e6:.1f} million parameters, {needs.checkpoint_bytes / 2**30:.2f} GiB per checkpoint"
     return needs, [Finding("configuration", "ok", text)]
 

@@ -16,10 +16,10 @@ from declutr.adaptation.whitening import WhitenConfig, WithinSums, passages, whi
 from declutr.common.errors import UsageError
 from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.build import build_encoder
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, write_steps
 from declutr.trainer.model.language_model import vocabulary_of
-from declutr.trainer.setup.build import build_encoder
 
 TEXTS = ["some words", "others", "some words and others"]
 

@@ -130,7 +130,7 @@ def test_only_the_command_line_grants_trust(command, their_index, their_run, the
 
 def test_shards_bring_no_code(theirs, marker, tmp_path):
     """A tokenizer folder that names a class of its own; nobody is asked whether to run it either."""
-    from declutr.trainer.setup.build import load_tokenizer
+    from declutr.trainer.build import load_tokenizer
 
     (tmp_path / "data").mkdir()
     shutil.copytree(theirs, tmp_path / "data/tokenizer")

@@ -20,10 +20,10 @@ from serving import Handler, serving
 
 from declutr.common.storage import hash_json
 from declutr.encoders.loading import load_encoder
+from declutr.trainer.build import build_encoder, load_tokenizer
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.driver.model_card import Card
 from declutr.trainer.driver.run import run_training
-from declutr.trainer.setup.build import build_encoder, load_tokenizer
 
 EXPORTED = {
     *("1_Pooling/config.json", "README.md", "config.json", "config_sentence_transformers.json", "model.safetensors"),

@@ -26,21 +26,18 @@ from declutr.inspection.describe import CheckpointRow, _table
 from declutr.inspection.order import read_order
 from declutr.inspection.views import StepReader
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.build import build_parts
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.packedbatch import DIGEST
-from declutr.trainer.data.plan import Plan
 from declutr.trainer.data.stream import batches
 from declutr.trainer.metrics.metrics import METRICS, find_step
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.objective import Declutr
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.setup.build import build_collator, build_encoder, load_tokenizer
-from declutr.trainer.setup.cache import run_folder
+from declutr.trainer.run import RunPlan, run_folder
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.tasks import build_task
-from declutr.trainer.step.microbatch import Microbatch
 
 STEPS, WORKERS = 9, 2
 TEXTS = {"max_tokens": 12}
@@ -107,15 +104,10 @@ def spans_of(batch):
 
 def read_by_workers(config):
     """What two workers read in each step, by task, through the stream of a run; all chunks are read in this process."""
-    tokenizer, vocabulary = load_tokenizer(Path(config.data))
-    encoder = build_encoder(config, tokenizer)
-    found = {}
-    for name, settings in config.tasks().items():
-        split = ShardSet(Path(settings.data), "train", part=settings.part)
-        task = build_task(config, name, encoder, split.manifest, Communicator(), Microbatch())
-        collator = build_collator(task.objective, encoder, vocabulary)
-        plan = Plan(settings.seed, split.num_documents, settings.batch_documents, settings.canonical_documents)
-        parts = []
+    run = RunPlan.of(config)
+    collators, found = build_parts(run, Communicator(), torch.device("cpu")).collators, {}
+    for name, plan in run.orders.items():
+        split, collator, parts = run.training_shards[name], collators[name], []
         for rank in range(WORKERS):
             mine = rank_plan(plan, split, rank, WORKERS, 0, STEPS, fetch=getattr(collator, "fetch", None))
             assert mine.num_chunks == 1
@@ -206,7 +198,7 @@ def test_document_lists_every_step_that_read_it(run, capsys):
 
 def test_document_outside_the_share_or_held_out_is_read_by_no_step(run, capsys):
     folder, config, _ = run
-    splits = [ShardSet(Path(config.data), "train", part=part) for part in (None, config.part)]
+    splits = [ShardSet(Path(config.data), "train", part=part) for part in (None, config.main.part)]
     every, read = (split.take(np.arange(split.num_documents))["id"].to_pylist() for split in splits)
     assert main(["why", str(folder), "--document", next(one for one in every if one not in read).hex()]) == 0
     says(capsys.readouterr().out, "outside the share")
@@ -339,7 +331,7 @@ class NeedingConfig(DeclutrConfig):
 
 def test_an_objective_that_cannot_be_made_is_named(short_run):
     task = read_order(short_run).tasks[""]
-    other = replace(task, config=task.config.model_copy(update={"objective": NeedingConfig()}))
+    other = replace(task, settings=replace(task.settings, objective=NeedingConfig()))
     with pytest.raises(UsageError, match=all_of("objective needing", "RuntimeError: cannot embed in 1")):
         StepReader(other, short_run)
 

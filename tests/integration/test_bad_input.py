@@ -14,8 +14,8 @@ from declutr.common.config import load_config
 from declutr.common.errors import ConfigError, ShardError
 from declutr.pipeline.shards.shards import load_manifest
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
+from declutr.trainer.build import load_tokenizer
 from declutr.trainer.driver.run import run_training
-from declutr.trainer.setup.build import load_tokenizer
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.train import main
 

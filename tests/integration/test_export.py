@@ -19,10 +19,10 @@ from declutr.cli.run_demo import COLUMNS, neighbours, table
 from declutr.common.errors import CheckpointError
 from declutr.common.storage import read_json
 from declutr.encoders.loading import load_encoder
+from declutr.trainer.build import build_encoder
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.weights import collect, load_parameters
 from declutr.trainer.data.batches import SpanBatch
-from declutr.trainer.setup.build import build_encoder
 from declutr.trainer.train import train
 
 TEXTS = ["", "a", "ab cd ef.", "one two three four " * 50, "\n\t ", "naïve façade ✓", "<mask> </s> in a text"]

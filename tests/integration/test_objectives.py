@@ -8,19 +8,14 @@ import tinyruns as runs
 import torch
 from messages import all_of
 from threads import one_thread
-from transformers import AutoTokenizer
 
 from declutr.common.errors import CheckpointError
-from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.build import build_parts, build_train_steps
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import collect, load
-from declutr.trainer.data.plan import Plan
-from declutr.trainer.model.language_model import vocabulary_of
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.setup.build import build_collator, build_encoder
-from declutr.trainer.setup.tasks import build_task, build_train_steps
-from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.run import RunPlan
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,14 +55,10 @@ class Run:
 
     def __init__(self, data, **changes):
         self.config = config = runs.train_config(data, "unused", **{"optim": {"lr": 3e-3}, **changes})
-        tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
-        encoder = build_encoder(config, tokenizer).train()
-        self.shards = ShardSet(data, "train")
-        self.plan = Plan(config.seed, self.shards.num_documents, config.batch_documents)
-        microbatch = Microbatch.of(config.microbatch_tokens, torch.device("cpu"))
-        task = build_task(config, "", encoder, self.shards.manifest, Communicator(), microbatch)
-        self.collator = build_collator(task.objective, encoder, vocabulary_of(tokenizer))
-        [self.train_step] = build_train_steps(config, [task], STEPS)
+        plan = RunPlan.of(config)
+        parts = build_parts(plan, Communicator(), torch.device("cpu"))
+        self.shards, self.plan, self.collator = plan.training_shards[""], plan.orders[""], parts.collators[""]
+        [self.train_step] = build_train_steps(plan, parts.tasks, STEPS)
 
     def steps(self, first, last):
         measured = []

@@ -21,8 +21,7 @@ from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.prepare import main, prepare
 from declutr.pipeline.shards.shards import ShardSet, check_shards, load_manifest
 from declutr.trainer.data.chunks import read_chunk
-from declutr.trainer.driver.resolved import find_shards
-from declutr.trainer.setup.geometry import unknown, with_geometry
+from declutr.trainer.run import RunPlan, unknown
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 LABELS = ("entailment", "neutral", "contradiction")
@@ -115,7 +114,7 @@ def test_shards_of_texts_leave_spans_at_their_defaults(prepared, tmp_path):
     values = runs.train_values(prepared[0], tmp_path / "run")
     del values["spans"]
     before = runs.TrainConfig.model_validate(values)
-    after = with_geometry(before, tmp_path / "run", find_shards(before).manifests)
+    after = RunPlan.of(before).config
     assert after.spans == before.spans
     assert unknown(after) == []
 

@@ -14,7 +14,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from declutr.common.errors import ConfigError, TrainingFailedError
 from declutr.common.storage import read_json
-from declutr.trainer.driver.device import DEVICE
+from declutr.trainer.driver.continuation import DEVICE
 from declutr.trainer.driver.group import build_group
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.setup.scaling import ScalingConfig
@@ -46,7 +46,7 @@ def test_tune_sees_the_checkpoints_of_a_run(data, finished, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("session")
 def test_rays_own_trainer_starts_the_workers(tmp_path):
-    trainer = build_group(ScalingConfig(device="cpu"), "cpu", {}, "", tmp_path, "channel", {})
+    trainer = build_group(ScalingConfig(device="cpu"), tmp_path, {"device": "cpu"})
     assert type(trainer) is TorchTrainer
     assert isinstance(trainer.backend_config, TorchConfig)
     allocator = trainer.run_config.worker_runtime_env["env_vars"]["LD_PRELOAD"]

@@ -11,13 +11,11 @@ from measures import deviation
 from safetensors.torch import load_file
 
 from declutr.common.storage import hash_file
-from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.build import build_parts, build_train_steps, build_validator
 from declutr.trainer.checkpoints.checkpoint import steps_in
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.setup.build import build_encoder, build_validator, load_tokenizer
+from declutr.trainer.run import RunPlan
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.tasks import build_task, build_train_steps
-from declutr.trainer.step.microbatch import Microbatch
 from declutr.trainer.train import train
 
 FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
@@ -25,15 +23,12 @@ FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors"
 
 def held_out_embeddings(comm, values, chunk_documents):
     """Embeddings of the held-out split by untrained weights."""
-    config = TrainConfig.model_validate(values)
-    tokenizer, _ = load_tokenizer(runs.Path(config.data))
-    encoder = build_encoder(config, tokenizer).double().train()
-    shards = ShardSet(runs.Path(config.data), "train")
-    task = build_task(config, "", encoder, shards.manifest, comm, Microbatch())
-    [train_step] = build_train_steps(config, [task], 1)
-    assert encoder.sharded == (comm.size > 1)
-    validator = build_validator(config, train_step.tasks[0], shards, tokenizer, torch.device("cpu"))
-    return dataclasses.replace(validator, chunk_documents=chunk_documents).embed(encoder)
+    plan = RunPlan.of(TrainConfig.model_validate(values))
+    parts = build_parts(plan, comm, torch.float64)
+    build_train_steps(plan, parts.tasks, 1)
+    assert parts.encoder.sharded == (comm.size > 1)
+    validator = build_validator(plan, parts, torch.device("cpu"))
+    return dataclasses.replace(validator, chunk_documents=chunk_documents).embed(parts.encoder)
 
 
 @pytest.mark.dist

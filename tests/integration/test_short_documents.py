@@ -12,7 +12,7 @@ from tinyruns import problems, span_validator
 
 from declutr.inspection.describe import describe
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.setup.build import build_collator, build_encoder, build_objective, load_tokenizer
+from declutr.trainer.build import build_collator, build_encoder, build_objective, load_tokenizer
 
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16, "min_tokens": 6}
 KEPT = {"drop": 64, "fewer_anchors": 32, "shrink_spans": 24}
@@ -49,7 +49,9 @@ def test_shorter_documents_are_kept_and_the_trainer_follows(prepared):
         assert problems(config) == []
         tokenizer, vocabulary = load_tokenizer(folder)
         encoder = build_encoder(config, tokenizer)
-        collator = build_collator(build_objective(config, encoder, shards.manifest), encoder, vocabulary)
+        collator = build_collator(
+            build_objective(config.main, encoder, shards.manifest.short_documents), encoder, vocabulary
+        )
         spans = collator.sample(table, np.zeros(len(table), np.int64))
         anchors = np.minimum(2, lengths // 32) if mode == "fewer_anchors" else np.full(len(table), 2)
         assert spans.present.sum(axis=1).tolist() == anchors.tolist()

@@ -22,7 +22,7 @@ from declutr.common.stores.folder import Folder
 from declutr.encoders.loading import load_encoder
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, steps_in
 from declutr.trainer.driver.run import run_training
-from declutr.trainer.setup.cache import run_folder
+from declutr.trainer.run import run_folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEPS = 100

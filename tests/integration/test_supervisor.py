@@ -15,8 +15,8 @@ from declutr.common.errors import RunLockedError, TrainingFailedError
 from declutr.common.lock import RunLock
 from declutr.common.storage import hash_file
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, find_latest, steps_in
+from declutr.trainer.driver.continuation import FAILURES, ended_early
 from declutr.trainer.driver.run import run_training
-from declutr.trainer.driver.summary import FAILURES, ended_early
 from declutr.trainer.train import main
 
 pytestmark = pytest.mark.ray

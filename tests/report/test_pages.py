@@ -29,8 +29,8 @@ from declutr.report.corpus import write_corpus_page
 from declutr.report.page import share, shown, write_scores_page
 from declutr.report.record import read_runs
 from declutr.report.runs import write_runs_page
+from declutr.trainer.driver.continuation import SUMMARY
 from declutr.trainer.driver.failure import GroupFailure
-from declutr.trainer.driver.summary import SUMMARY
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.step_metrics import StepMetrics

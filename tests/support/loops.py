@@ -16,11 +16,11 @@ from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.nonfinite_losses import NonFiniteLosses
+from declutr.trainer.worker.channel import Stopwatch
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.loop import TrainingLoop
 from declutr.trainer.worker.scheduler import TaskScheduler
-from declutr.trainer.worker.stopwatch import Stopwatch
 
 RARE = 62
 """A token whose embedding cannot be squared: what holds it has a bad loss, everything else does not notice."""

@@ -7,13 +7,13 @@ from transformers import AutoTokenizer
 
 from declutr.pipeline.shards.manifest import data_hash, load_manifest
 from declutr.pipeline.tokenizer.tokenization import describe_tokenizer, train_tokenizer
+from declutr.trainer.build import build_encoder
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import collect
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.objectives.declutr.objective import Declutr
-from declutr.trainer.setup.build import build_encoder
-from declutr.trainer.setup.cache import data_folder
+from declutr.trainer.run import data_folder
 
 STEPS = 6
 
@@ -40,7 +40,7 @@ def save(config, run, step=STEPS, seed=0):
     """A checkpoint with weights of that seed, as the run would leave it."""
     tokenizer = AutoTokenizer.from_pretrained(f"{config.data}/tokenizer")
     encoder = build_encoder(config.model_copy(update={"seed": seed}), tokenizer)
-    objective = Declutr(config.objective, config.context("drop"), encoder.embedding_size)
+    objective = Declutr(config.objective, config.main.context("drop"), encoder.embedding_size)
     contents = collect([tiny_train_step(encoder, loss=objective)])
     hashes = {
         "config_hash": config.hash(),

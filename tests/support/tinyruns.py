@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -20,7 +21,7 @@ from waiting import until
 from declutr.common.errors import ConfigError
 from declutr.trainer.checkpoints.checkpoint import steps_in
 from declutr.trainer.driver.checks import load_problems, resolve
-from declutr.trainer.driver.resolved import ResolvedRun, find_shards
+from declutr.trainer.run import RunPlan
 from declutr.trainer.setup.config import TrainConfig
 
 GEOMETRY = {"num_anchors": 2, "max_tokens": 16}
@@ -100,12 +101,12 @@ def span_validator(config, encoder, vocabulary):
     import torch
 
     from declutr.pipeline.shards.shards import ShardSet
+    from declutr.trainer.build import build_objective, max_content
     from declutr.trainer.parallel.communicator import Communicator
-    from declutr.trainer.setup.build import build_objective, max_content
 
     held_out = ShardSet(Path(config.data), "held-out")
     room = max_content(encoder, vocabulary)
-    objective = build_objective(config, encoder, held_out.manifest)
+    objective = build_objective(config.main, encoder, held_out.manifest.short_documents)
     maximum = config.validation.max_documents
     return objective.validator(held_out, vocabulary, room, maximum, Communicator(), torch.device("cpu"))
 
@@ -149,8 +150,8 @@ def run_command(module, config, *overrides, timeout=150):
 
 def resolved(config, folder=None):
     """As `resolve`, without its checks and for a run in another folder."""
-    shards = find_shards(config)
-    return ResolvedRun(config, Path(folder or config.run), shards.data, shards.manifests, shards.scored)
+    plan = RunPlan.of(config)
+    return replace(plan, config=config, folder=Path(folder or config.run))
 
 
 def problems(config):

@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-from pathlib import Path
 
 import pytest
 import tinyruns as runs
@@ -15,17 +14,14 @@ from preparing import prepare_rows
 from tinyruns import least_config as config
 
 from declutr.common.config import config_yaml
-from declutr.pipeline.shards.shards import ShardSet
 from declutr.report.runs import write_runs_page
-from declutr.trainer.data.plan import Plan
+from declutr.trainer.build import build_parts, build_train_steps
 from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics
 from declutr.trainer.objectives.measures import spread, uniformity
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.setup.build import build_collator, build_encoder, load_tokenizer
+from declutr.trainer.run import RunPlan
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.tasks import build_task, build_train_steps
-from declutr.trainer.step.microbatch import Microbatch
 
 SCD = {"kind": "scd", "projector": [16], "max_tokens": 24, "dropout_rates": [0.0, 0.5], "decorrelation_weight": 0.0}
 SIMCSE = {"kind": "simcse", "max_tokens": 24}
@@ -50,11 +46,10 @@ def train(data, folder, objective, lr, steps=50, speed=SPEED, seed=0):
     folder.mkdir()
     (folder / "config.yaml").write_text(config_yaml(config))
     (folder / "metrics.jsonl").touch()
-    tokenizer, vocabulary = load_tokenizer(Path(data))
-    encoder, shards = build_encoder(config, tokenizer).train(), ShardSet(Path(data), "train")
-    task = build_task(config, "", encoder, shards.manifest, Communicator(), Microbatch())
-    [train_step] = build_train_steps(config, [task], steps)
-    collator, plan = build_collator(task.objective, encoder, vocabulary), Plan(seed, shards.num_documents, 16)
+    run = RunPlan.of(config)
+    parts, shards, plan = build_parts(run, Communicator(), torch.device("cpu")), run.training_shards[""], run.orders[""]
+    [train_step] = build_train_steps(run, parts.tasks, steps)
+    collator = parts.collators[""]
     settings = SETTINGS | {"optim.lr": lr}
     writer = MetricsWriter(folder, 0, Alarms({"": config.objective}, settings, 8192.0))
     for step in range(1, steps + 1):
@@ -205,11 +200,11 @@ def test_spread_is_that_of_the_covariance():
 
 
 def small_batch(run):
-    return run.objective.remark_before(run.context("drop"))
+    return run.objective.remark_before(run.main.context("drop"))
 
 
 def easy_start(run, loss):
-    return run.objective.remark_after_first_step(run.context("drop"), {"contrastive": loss, "mlm": 0.0})
+    return run.objective.remark_after_first_step(run.main.context("drop"), {"contrastive": loss, "mlm": 0.0})
 
 
 def test_batch_smaller_than_the_papers_is_remarked():

@@ -23,7 +23,7 @@ from declutr.trainer.model.load_report import LoadReport
 from declutr.trainer.objectives.row_score import RowScore, choosing_rows
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.request import Request
-from declutr.trainer.setup.cache import run_folder
+from declutr.trainer.run import run_folder
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 
 

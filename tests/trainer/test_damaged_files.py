@@ -13,10 +13,10 @@ from messages import all_of
 from declutr.common.errors import CheckpointError, ConfigError, DamagedError, UsageError
 from declutr.inspection.describe import checkpoint_rows, describe, describe_run
 from declutr.trainer.checkpoints.checkpoint import find_latest
-from declutr.trainer.checkpoints.exported import SETTINGS
+from declutr.trainer.checkpoints.state import SETTINGS
+from declutr.trainer.driver.continuation import add_seconds, ended_early
 from declutr.trainer.driver.export import export
 from declutr.trainer.driver.run import run_training
-from declutr.trainer.driver.summary import add_seconds, ended_early
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
 
 DAMAGES = {"empty": b"", **DAMAGED}

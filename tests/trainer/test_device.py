@@ -1,9 +1,6 @@
 """The device of a run, and workers whose devices work behind their processes, as with NCCL."""
 
 import os
-import subprocess
-import sys
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -17,15 +14,12 @@ from declutr.common.errors import DamagedError, TrainingFailedError
 from declutr.common.storage import read_json
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path
 from declutr.trainer.driver.checks import ray_problems
-from declutr.trainer.driver.device import DEVICE, choose_device, device_problem, kept_device, recorded_device
+from declutr.trainer.driver.continuation import DEVICE, choose_device, device_problem, kept_device, recorded_device
 from declutr.trainer.driver.run import run_training
-from declutr.trainer.driver.watchdog import Watchdog
 from declutr.trainer.setup.scaling import ScalingConfig
-from declutr.trainer.setup.torch_settings import refusal, set_up_torch
 from declutr.trainer.step.step import TrainStep
 from declutr.trainer.step.step_metrics import StepMetrics
-from declutr.trainer.worker.device_events import CudaEvent, HostEvent, events_of
-from declutr.trainer.worker.heartbeat import Heartbeat
+from declutr.trainer.worker.device import CudaEvent, DeviceEvent, events_of, refusal, set_up_torch
 from declutr.trainer.worker.loop import Recorder
 
 TWO_GPUS = {"CPU": 8.0, "GPU": 2.0}
@@ -84,7 +78,7 @@ def test_a_run_on_gpus_does_not_continue_on_a_machine_without(tmp_path, monkeypa
     choose(tmp_path, {"CPU": 8.0, "GPU": 99.0}, num_workers=99)
     with_checkpoint(tmp_path)
     config = runs.train_config("data", tmp_path, scaling={"num_workers": 99, "device": "auto"})
-    (problem,) = ray_problems(config, tmp_path, own_session=True)
+    (problem,) = ray_problems(config.scaling, tmp_path, own_session=True)
     says(problem, "started on GPUs")
     says(problem, "99 workers", "GPU")
 
@@ -95,7 +89,7 @@ def test_a_run_without_ray_on_gpus_is_refused_on_a_machine_without(tmp_path, rec
         choose(tmp_path, TWO_GPUS)
     device = "auto" if recorded else "cuda"
     config = runs.train_config("data", tmp_path, scaling={"num_workers": 0, "device": device})
-    (problem,) = ray_problems(config, tmp_path, own_session=True)
+    (problem,) = ray_problems(config.scaling, tmp_path, own_session=True)
     says(problem, f"scaling.device = {device}", "GPU", "this machine has 0")
 
 
@@ -161,9 +155,6 @@ def test_a_gpu_that_was_used_before_without_cublas_variable_is_told_apart():
     assert run_python("-c", code, env={CUBLAS: None}).stdout == ":4096:8\n"
 
 
-SIZE = 3
-
-
 class Device:
     """The timeline of a device: queued work ends at a time, exchanges end when the last device has entered them."""
 
@@ -181,71 +172,11 @@ class Place:
     def __init__(self, at, clock):
         self.at, self.clock = at, clock
 
-    def reached(self):
-        return self.clock[0] >= self.at
-
     def wait(self):
         self.clock[0] = max(self.clock[0], self.at)
 
     def seconds_since(self, earlier):
         return self.at - earlier.at
-
-
-def group(clock):
-    devices = [Device(clock) for _ in range(SIZE)]
-    heartbeats = [Heartbeat(rank, SIZE, "g", "n") for rank in range(SIZE)]
-    for heartbeat, device in zip(heartbeats, devices, strict=True):
-        heartbeat._event = device.event
-    return devices, heartbeats
-
-
-def queue_step(devices, heartbeats, seconds):
-    """Every process queues a step of this length and an exchange at once; no process waits for its device."""
-    for device, own in zip(devices, seconds, strict=True):
-        device.work(own)
-    with ExitStack() as exchanges:
-        for heartbeat in heartbeats:
-            exchanges.enter_context(heartbeat.exchange("update"))
-        last = max(device.end for device in devices)
-        for device in devices:
-            device.end = last
-
-
-def test_the_worker_whose_device_did_not_enter_the_exchange_hangs_although_all_processes_queued_it():
-    clock = [0.0]
-    devices, heartbeats = group(clock)
-    for _ in range(4):
-        queue_step(devices, heartbeats, [1.0] * SIZE)
-    queue_step(devices, heartbeats, [1.0, 1.0, 10**9])
-    for heartbeat in heartbeats:
-        heartbeat.steps = 5
-        heartbeat.flight = ["5 nccl:all_reduce ['Float'][[7]]: scheduled"]
-    dog, hang = Watchdog(20.0), None
-    while hang is None and clock[0] < 100:
-        clock[0] += 0.5
-        hang = dog.look([heartbeat.snapshot() for heartbeat in heartbeats], clock[0])
-    assert hang.heartbeat["rank"] == 2
-    assert [heartbeat.entered for heartbeat in heartbeats] == [5, 5, 4]
-    assert clock[0] == pytest.approx(25, abs=1)
-    says(hang.flight[-1], "worker 2", "exchange 5", "nccl:all_reduce")
-
-
-def test_every_exchange_is_counted_once_and_forgotten():
-    clock = [0.0]
-    devices, heartbeats = group(clock)
-    for _ in range(50):
-        queue_step(devices, heartbeats, [1.0] * SIZE)
-        heartbeats[0].snapshot()
-    clock[0] = 25.5
-    assert heartbeats[0].snapshot()["entered"] == heartbeats[0].snapshot()["entered"] == 25
-    clock[0] = 10**6
-    assert heartbeats[0].snapshot()["entered"] == 50
-    assert not heartbeats[0]._queued
-    heartbeat = Heartbeat(0, 1)
-    with pytest.raises(OSError, match="gone"), heartbeat.exchange("gather"):
-        raise OSError("gone")
-    assert heartbeat.snapshot()["entered"] == 1
-    assert not heartbeat._queued
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -289,54 +220,7 @@ def test_time_of_a_step_is_that_of_the_device(queued, computed, late):
 
 
 def test_events_of_a_device_are_its_own_kind():
-    assert events_of(torch.device("cpu")) is HostEvent
+    assert events_of(torch.device("cpu")) is DeviceEvent
     assert events_of(torch.device("cuda", 0)) is CudaEvent
-    first, second = HostEvent(), HostEvent()
-    assert first.reached()
+    first, second = DeviceEvent(), DeviceEvent()
     assert second.seconds_since(first) >= 0
-
-
-RANK = """
-import os, sys, time
-from datetime import timedelta
-from declutr.trainer.worker.backend import newest_exchanges, record_exchanges
-record_exchanges()
-import torch, torch.distributed as dist
-rank = int(sys.argv[1])
-store = dist.FileStore(sys.argv[2], 2)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-for number in range(1, 5):
-    dist.all_reduce(torch.ones(number, 2))
-if rank == 0:
-    pending = dist.all_reduce(torch.ones(7), async_op=True)
-    print("\\n".join(newest_exchanges(2)), flush=True)
-    store.set("seen", "1")
-    pending.wait()
-else:
-    store.wait(["seen"], timedelta(seconds=60))
-    print("\\n".join(newest_exchanges(2)), flush=True)
-    dist.all_reduce(torch.ones(7))
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_the_flight_recorder_names_the_exchange_that_a_rank_did_not_enter(tmp_path):
-    command = [sys.executable, "-c", RANK]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": runs.ROOT}
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], **options) for rank in range(2)]
-    (first, wrong), (second, wrong2) = [process.communicate(timeout=150) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], wrong + wrong2
-    assert first.splitlines()[0].startswith("4 gloo:all_reduce ['Float'][[4, 2]]: ")
-    assert first.splitlines()[1].startswith("5 gloo:all_reduce ['Float'][[7]]: ")
-    assert "ended" not in first.splitlines()[1]
-    assert [line.split()[0] for line in second.splitlines()] == ["3", "4"]
-
-
-@pytest.mark.slow
-def test_prepare_sets_the_allocator_before_a_gpu_is_used():
-    code = "import os, torch; from declutr.trainer.worker.backend import _prepare; _prepare(); " + (
-        "print(os.environ['PYTORCH_ALLOC_CONF'], torch.cuda.is_initialized())"
-    )
-    bare = {name: None for name in os.environ if name.startswith("PYTORCH")}
-    assert run_python("-c", code, env=bare).stdout.split() == ["expandable_segments:True", "False"]

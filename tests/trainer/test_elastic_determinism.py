@@ -222,11 +222,11 @@ def test_settings_that_exclude_each_other_are_refused(changes, message):
 
 
 def test_units_of_a_batch_and_the_hash_of_a_run():
-    assert least_config().canonical_documents is None
+    assert least_config().main.canonical_documents is None
     assert least_config(scaling={"elastic_determinism": True}).hash() == least_config().hash()
     for size, unit, number in [(1, 1, 1), (16, 1, 16), (17, 2, 9), (100, 7, 15)]:
         config = least_config(batch_documents=size, scaling={"elastic_determinism": True})
-        assert (config.canonical_documents, config.num_canonical) == (unit, number)
+        assert (config.main.canonical_documents, config.main.num_canonical) == (unit, number)
         for comm in (1, 2, 5, 16):
             bounds = [Plan(0, 100, size, unit).slice(rank, comm) for rank in range(comm)]
             assert [start for start, _ in bounds] == [0, *(end for _, end in bounds[:-1])]

@@ -22,15 +22,14 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreT
 
 from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.manifest import load_manifest
+from declutr.trainer.build import build_encoder, build_task, used_parameters
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import data_hashes, joint_hash
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, steps_of, write_steps
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.setup.build import build_encoder
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.tasks import build_task, used_parameters
 from declutr.trainer.step.microbatch import Microbatch
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -277,9 +276,8 @@ def test_an_encoder_with_layers_is_a_start_that_embeds_as_before(tmp_path, layer
         trained, _ = encoder(batch)
     assert np.abs(own - before).max() < 1e-5
     assert trained.shape == (3, encoder.output_size)
-    assert used_parameters(
-        encoder, [build_task(config, "", encoder, load_manifest(data), Communicator(), Microbatch())]
-    ) >= {id(parameter) for parameter in encoder.behind.parameters()}
+    task = build_task(config.main, load_manifest(data), encoder, Communicator(), Microbatch(), None)
+    assert used_parameters(encoder, [task]) >= {id(parameter) for parameter in encoder.behind.parameters()}
     again = tmp_path / "again"
     again.mkdir()
     write_encoder(encoder, tokenizer, again)

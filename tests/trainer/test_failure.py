@@ -16,8 +16,8 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 
+from declutr.trainer.driver.continuation import FAILURES
 from declutr.trainer.driver.failure import GroupFailure, blame_memory, blame_nodes, describe, oom_kills
-from declutr.trainer.driver.summary import FAILURES
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.spotwatch import CLOUDS, AwsMetadata, GcpMetadata, SpotNotice, SpotWatch
 

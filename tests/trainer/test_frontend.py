@@ -18,9 +18,10 @@ from transformers import BertConfig, ViTConfig, ViTModel
 
 from declutr.common.errors import EncoderError
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.build import new_frontend
 from declutr.trainer.data.patches import PatchBatch
+from declutr.trainer.driver.continuation import neighbours_of
 from declutr.trainer.driver.run import run_training
-from declutr.trainer.driver.summary import neighbours_of
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend, embedding_width, load_vit
@@ -31,7 +32,6 @@ from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon, nearest_accuracy
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.tasks import new_frontend
 
 SIZES = {"patch_size": (4, 4), "image_size": 8}
 

@@ -18,12 +18,11 @@ from tinyruns import problems
 from declutr.common.config import config_yaml, load_config
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.shards.manifest import load_manifest
-from declutr.trainer.driver.remarks import validation_remarks
-from declutr.trainer.driver.resolved import ResolvedRun, find_shards
+from declutr.trainer import run as module
+from declutr.trainer.driver.checks import validation_remarks
 from declutr.trainer.metrics.config import steps_between
-from declutr.trainer.setup import geometry as module
+from declutr.trainer.run import RESUME_SETTINGS, RunPlan
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.geometry import RESUME_SETTINGS
 
 ENCODER = {"encoder": {"from_config": {"model_type": "roberta"}}}
 
@@ -39,7 +38,7 @@ def config(data, spans, **given):
 
 
 def with_geometry(config, run):
-    return module.with_geometry(config, run, find_shards(config).manifests)
+    return module.with_geometry(config, run, RunPlan.of(config).manifests)
 
 
 def geometry(found):
@@ -62,7 +61,7 @@ def test_the_shards_give_what_the_user_does_not(data, tmp_path):
     assert geometry(shorter) == (ours[0], 2, 2), "min_tokens is at most max_tokens"
     assert shorter.spans.num_positives == 2
     explicit = config(data, {"num_anchors": 1, "min_tokens": 2, "max_tokens": 3})
-    assert with_geometry(explicit, run) is explicit
+    assert with_geometry(explicit, run) == explicit
 
 
 def test_a_run_with_a_checkpoint_keeps_the_values_it_started_with(data, tmp_path):
@@ -171,7 +170,7 @@ def test_steps_on_the_command_line_replace_the_epochs_of_a_file(overrides, found
 
 def remarks(manifest, held_out=400, steps=100, **validation):
     manifest = manifest.model_copy(update={"totals": {"kept_held_out": held_out}})
-    run = ResolvedRun(runs.least_config(validation=validation), Path("run"), {}, {"": manifest})
+    run = RunPlan(runs.least_config(validation=validation), Path("run"), {}, {"": (manifest,)}, None, {})
     return validation_remarks(run, steps)
 
 

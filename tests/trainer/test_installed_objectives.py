@@ -10,8 +10,8 @@ from madeup import shards
 from messages import says
 from processes import run_python
 
+from declutr.trainer.driver.checks import objective_problems
 from declutr.trainer.driver.path_checks import place_problems
-from declutr.trainer.driver.shard_checks import objective_problems
 from declutr.trainer.objectives.config import ObjectiveConfig
 from declutr.trainer.objectives.registry import load_kinds
 
@@ -124,7 +124,7 @@ def test_an_implementation_that_cannot_be_used_is_found_before_ray_starts(tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Unfit, "implementation", implementation, raising=False)
     config = runs.train_config(shards(tmp_path / "data"), tmp_path / "run").model_copy(update={"objective": Unfit()})
-    (problem,) = [line for line in objective_problems(config) if line.startswith("objective.kind = unfit")]
+    (problem,) = [line for line in objective_problems(config.main) if line.startswith("objective.kind = unfit")]
     says(problem, f"implementation = {implementation!r}", said)
 
 
@@ -133,7 +133,7 @@ def test_mlm_without_its_metric_is_found_before_ray_starts(tmp_path, monkeypatch
     monkeypatch.setattr(Unfit, "implementation", "declutr.trainer.objectives.declutr.objective:Declutr", raising=False)
     monkeypatch.setattr(Unfit, "mlm", True)
     config = runs.train_config(shards(tmp_path / "data"), tmp_path / "run").model_copy(update={"objective": Unfit()})
-    assert any("lacks 'mlm'" in line for line in objective_problems(config))
+    assert any("lacks 'mlm'" in line for line in objective_problems(config.main))
 
 
 def test_an_objective_whose_package_is_not_installed():

@@ -19,6 +19,7 @@ from torch import nn
 from declutr.encoders.cut import CutEncoder, sizes_of
 from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.content import ENTAILMENT
+from declutr.trainer.build import build_encoder, load_tokenizer
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import MatryoshkaConfig, RunContext
@@ -31,7 +32,6 @@ from declutr.trainer.objectives.simcse.config import SimcseConfig
 from declutr.trainer.objectives.simcse.objective import Simcse
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon, supcon
-from declutr.trainer.setup.build import build_encoder, load_tokenizer
 
 ROWS, SIZE = 9, 12
 SIZES = {"sizes": [3, "all", 8], "weights": [0.5, 1.0, 2.0]}

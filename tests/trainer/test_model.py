@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from declutr.common.errors import EncoderError
+from declutr.trainer.build import freeze_unused
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
@@ -29,7 +30,6 @@ from declutr.trainer.model.freezing import frozen_parameters
 from declutr.trainer.model.language_model import load_hf_config, load_model, max_span_tokens, mlm_head, vocabulary_of
 from declutr.trainer.model.layouts import embedding_layout
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.setup.tasks import freeze_unused
 
 POOLINGS = ["mean", "cls", "max", "mean_without_cls"]
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]  # the window of ModernBERT's local layers is 5

@@ -13,8 +13,8 @@ from waiting import until
 
 from declutr.common.errors import SaveError
 from declutr.trainer.checkpoints import checkpoint, saver
-from declutr.trainer.checkpoints.config import CheckpointConfig
 from declutr.trainer.checkpoints.saver import Job, Saver, StorageRetry
+from declutr.trainer.checkpoints.state import CheckpointConfig
 
 MIB = 2**20
 

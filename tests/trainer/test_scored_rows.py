@@ -16,11 +16,10 @@ from declutr.cli.main import main
 from declutr.common.errors import CheckpointError, TrainingFailedError
 from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.checkpoints.checkpoint import steps_in
-from declutr.trainer.driver.checks import resolve
+from declutr.trainer.driver.checks import corpora_remarks, resolve
 from declutr.trainer.driver.local import LocalRun
-from declutr.trainer.driver.remarks import corpora_remarks
-from declutr.trainer.driver.run import run_training, with_absolute_paths
-from declutr.trainer.driver.signals import Signals
+from declutr.trainer.driver.run import run_training
+from declutr.trainer.driver.supervisor import Signals
 from declutr.trainer.objectives.held_out import held_out_rows
 
 LOCAL = {"num_workers": 0}
@@ -193,14 +192,14 @@ def test_what_changes_while_a_run_is_up_ends_it_and_costs_no_checkpoint(data, tm
     own = shutil.copytree(data, tmp_path / "data")
     config = with_validation(own, tmp_path / "run", stsb=tmp_path)
     run_training(config)
-    resolved = resolve(config)
+    plan = resolve(config)
     if what == "shards":
         shutil.rmtree(own)
         shutil.copytree(shards(tmp_path / "new", seed=4), own)
     else:
         path = tmp_path / "sts-dev.csv"
         path.write_text(path.read_text().replace("\t4.", "\t3."))
-    local = LocalRun(with_absolute_paths(config), resolved.identity, 4, Signals(), {"command": 0.0}, lambda _: "cpu")
+    local = LocalRun(plan, Signals(), {"command": 0.0}, lambda _: "cpu")
     with pytest.raises(TrainingFailedError, match=f"{own if what == 'shards' else 'validation.stsb'} on .* differ"):
         local.run_to_end()
     assert steps_in(tmp_path / "run" / "checkpoints") == [2]

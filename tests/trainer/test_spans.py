@@ -16,10 +16,10 @@ from spanbounds import check_document, span_configs
 from tinyruns import span_validator
 
 from declutr.pipeline.shards.windows import window_starts
+from declutr.trainer.build import build_encoder, load_tokenizer
 from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.objective import DISTANT, place_distant
 from declutr.trainer.objectives.declutr.spans import Draws, draw, pair_lengths, place
-from declutr.trainer.setup.build import build_encoder, load_tokenizer
 
 
 def windows_of(lengths, config):

@@ -18,13 +18,13 @@ from declutr.common.stores.folder import Folder
 from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.config import CheckpointConfig
 from declutr.trainer.checkpoints.saver import Saver
+from declutr.trainer.checkpoints.state import CheckpointConfig
 from declutr.trainer.checkpoints.store import RunStore
 from declutr.trainer.data.chunks import rank_plan, read_chunk
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.metrics import METRICS
-from declutr.trainer.setup.cache import data_folder, run_folder
+from declutr.trainer.run import data_folder, run_folder
 
 ONCE = RetryPolicy(total_seconds=0.0)
 

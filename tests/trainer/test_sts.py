@@ -15,20 +15,17 @@ from tiny import VOCAB_SIZE, tiny_encoder
 from torch import nn
 
 from declutr.common.errors import DataError
-from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.build import build_parts, build_validator
 from declutr.trainer.checkpoints.state import Reported, RunState
+from declutr.trainer.driver.checks import validation_problems
 from declutr.trainer.driver.export import verdict_of
-from declutr.trainer.driver.resolved import find_shards
-from declutr.trainer.driver.shard_checks import validation_problems
 from declutr.trainer.metrics.config import SICKR, STSB
 from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
 from declutr.trainer.metrics.sts import StsPairs, StsValidator
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.objectives.row_score import RowScore, choosing_rows, divide
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.setup.build import build_encoder, build_validator, load_tokenizer
-from declutr.trainer.setup.tasks import build_task
-from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.run import RunPlan
 
 LINE = "main\tnews\t2012\t1\t{score}\t{first}\t{second}"
 
@@ -80,16 +77,14 @@ def test_all_rows_are_trained_on_if_stsb_validates(tmp_path):
     settings = {"every_steps": 2, "stsb": str(tmp_path)}
     changes = {"encoder": {"from_config": runs.FROM_CONFIG}, "objective": {"kind": "declutr"}}
     config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes, validation=settings)
-    shards = ShardSet(tmp_path / "data", "train")
-    assert shards.manifest.totals["kept_held_out"] == 0
-    assert validation_problems(config, {"": [shards.manifest]}, None) == []
-    tokenizer, _ = load_tokenizer(shards.folder)
-    encoder = build_encoder(config, tokenizer)
-    task = build_task(config, "", encoder, shards.manifest, Communicator(), Microbatch(None))
-    assert build_validator(config, task, shards, tokenizer, torch.device("cpu")).scores(encoder).keys() == {STSB}
+    plan = RunPlan.of(config)
+    assert plan.manifest.totals["kept_held_out"] == 0
+    assert validation_problems(plan) == []
+    parts = build_parts(plan, Communicator(), torch.device("cpu"))
+    assert build_validator(plan, parts, torch.device("cpu")).scores(parts.encoder).keys() == {STSB}
     for other in ({"every_steps": 2}, settings | {"score": "mrr"}):
         config = runs.train_config(tmp_path / "data", tmp_path / "run", **changes, validation=other)
-        says(validation_problems(config, {"": [shards.manifest]}, None)[0], "0 held-out documents")
+        says(validation_problems(RunPlan.of(config))[0], "0 held-out documents")
 
 
 def write(folder, text):
@@ -137,7 +132,7 @@ def test_sick_is_read_without_its_header_and_is_the_default_score_without_stsb(t
     assert runs.least_config(validation=validation).validation.score == SICKR
     both = runs.least_config(validation=validation | {"stsb": str(folder)}).validation
     assert (both.score, list(both.pairs)) == (STSB, [STSB, SICKR])
-    assert "validation.sickr" not in find_shards(runs.least_config(validation=validation)).unreadable
+    assert "validation.sickr" not in RunPlan.of(runs.least_config(validation=validation)).unreadable
 
 
 @pytest.mark.parametrize(
@@ -145,7 +140,7 @@ def test_sick_is_read_without_its_header_and_is_the_default_score_without_stsb(t
 )
 def test_damaged_sick_is_named_before_a_run(tmp_path, rows, message):
     config = runs.least_config(validation={"every_steps": 2, "sickr": str(write_sick(tmp_path, rows))})
-    problem = find_shards(config).unreadable["validation.sickr"]
+    problem = RunPlan.of(config).unreadable["validation.sickr"]
     assert problem.startswith(f"validation.sickr = {tmp_path}")
     assert message in problem
 
@@ -189,7 +184,8 @@ def state(start, rows, score="mrr"):
 
 
 def verdict(told, **changes):
-    return verdict_of(runs.least_config(**changes), told)
+    config = runs.least_config(**changes)
+    return verdict_of(bool(config.validation.every_steps), config.seed, told)
 
 
 def test_a_verdict_names_start_export_difference_rows_and_interval():

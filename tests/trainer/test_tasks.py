@@ -11,6 +11,7 @@ from rows import Rows, clip_rows, image_rows, sentences
 from states import state_of
 from tiny import VOCABULARY, tiny_encoder
 
+from declutr.trainer.build import used_parameters
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.weights import collect, load, step_parameters
 from declutr.trainer.data.canonical import collate_canonical
@@ -27,7 +28,6 @@ from declutr.trainer.objectives.supcon.objective import Supcon
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.fixedpoint import FixedPointReducer
 from declutr.trainer.parallel.sharding import full_tensor, shard
-from declutr.trainer.setup.tasks import used_parameters
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.microbatch import Microbatch
 from declutr.trainer.step.nonfinite_losses import NonFiniteLosses

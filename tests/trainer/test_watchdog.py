@@ -10,14 +10,13 @@ import torch
 from messages import says
 
 from declutr.trainer.driver.checks import ray_problems
-from declutr.trainer.driver.signals import Signals
+from declutr.trainer.driver.supervisor import Signals
 from declutr.trainer.driver.watchdog import Waiting, Watchdog, oversubscribed
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.worker.backend import _signalled, listen
-from declutr.trainer.worker.channel import EVERY_SECONDS, ControlChannel, period
+from declutr.trainer.worker.channel import EVERY_SECONDS, ControlChannel, Stopwatch, describe_start, period
 from declutr.trainer.worker.entry import Listener
 from declutr.trainer.worker.heartbeat import Heartbeat
-from declutr.trainer.worker.stopwatch import Stopwatch, describe_start
 
 
 def heartbeat(rank, step=7, entered=30, phase="gather", group="g", **more):
@@ -31,7 +30,7 @@ def heartbeat(rank, step=7, entered=30, phase="gather", group="g", **more):
         "step": step,
         "steps": 7,
         "phase": phase,
-        "phase_seconds": 0.0,
+        "written": 0.0,
         "entered": entered,
     } | more
 
@@ -50,9 +49,9 @@ def watch(looks, watchdog_timeout_seconds=20.0, every=0.5):
 def test_a_stopped_worker_is_found_by_its_silence_and_named():
     hang, at = watch(
         lambda now: [
-            heartbeat(0, phase_seconds=now),
-            heartbeat(1, phase="forward", entered=29, phase_seconds=min(now, 3)),  # stops at 3 s
-            heartbeat(2, phase_seconds=now),
+            heartbeat(0, written=now),
+            heartbeat(1, phase="forward", entered=29, written=min(now, 3)),  # stops at 3 s
+            heartbeat(2, written=now),
         ]
     )
     assert at == pytest.approx(20, abs=1)
@@ -63,9 +62,9 @@ def test_a_stopped_worker_is_found_by_its_silence_and_named():
 def test_hang_names_the_living_worker_that_did_not_enter_the_exchange():
     hang, _ = watch(
         lambda now: [
-            heartbeat(0, entered=31, phase_seconds=now),
-            heartbeat(1, entered=31, phase_seconds=now),
-            heartbeat(2, entered=30, phase="data", phase_seconds=now),
+            heartbeat(0, entered=31, written=now),
+            heartbeat(1, entered=31, written=now),
+            heartbeat(2, entered=30, phase="data", written=now),
         ]
     )
     assert hang.heartbeat["rank"] == 2
@@ -74,18 +73,18 @@ def test_hang_names_the_living_worker_that_did_not_enter_the_exchange():
 
 
 def test_hang_of_workers_that_all_wait_names_none():
-    hang, _ = watch(lambda now: [heartbeat(rank, phase_seconds=now) for rank in range(3)])
+    hang, _ = watch(lambda now: [heartbeat(rank, written=now) for rank in range(3)])
     says(str(hang), "3 workers", "same exchange", "none")
 
 
 def test_a_group_that_moves_does_not_hang_and_one_that_starts_has_a_minute():
     assert watch(lambda now: [heartbeat(rank, entered=int(now) // 15) for rank in range(3)])[0] is None
-    _, at = watch(lambda now: [heartbeat(rank, steps=0, phase="data", phase_seconds=now) for rank in range(3)], 5)
+    _, at = watch(lambda now: [heartbeat(rank, steps=0, phase="data", written=now) for rank in range(3)], 5)
     assert at == pytest.approx(60, abs=1)
 
 
 def test_a_finished_group_and_the_heartbeats_of_a_group_that_is_gone_do_not_hang():
-    assert watch(lambda now: [heartbeat(rank, phase="ended", phase_seconds=now) for rank in range(3)])[0] is None
+    assert watch(lambda now: [heartbeat(rank, phase="ended", written=now) for rank in range(3)])[0] is None
 
     def shrunk(now):
         gone = heartbeat(2, group="old", entered=3)
@@ -96,8 +95,8 @@ def test_a_finished_group_and_the_heartbeats_of_a_group_that_is_gone_do_not_hang
 
 def test_worker_that_fetches_does_not_hang_while_it_lives():
     def looks(now, silent_from):
-        fetches = heartbeat(0, phase="fetching", steps=0, phase_seconds=min(now, silent_from))
-        return [fetches, heartbeat(1, steps=0, phase_seconds=now)]
+        fetches = heartbeat(0, phase="fetching", steps=0, written=min(now, silent_from))
+        return [fetches, heartbeat(1, steps=0, written=now)]
 
     assert watch(lambda now: looks(now, silent_from=1000))[0] is None
     hang, _ = watch(lambda now: looks(now, silent_from=3))
@@ -140,10 +139,10 @@ def phase_of(phase, steps=0, size=4):
 
 
 def test_waiting_names_what_is_missing_and_who_has_started():
-    waiting = Waiting(ScalingConfig(num_workers=4), "cuda", {"CPU": 2.0}, began=100.0)
+    waiting = Waiting(4, began=100.0)
     assert waiting.look([], 109.0) is None
     told = waiting.look([], 110.0)
-    says(told, "10 s", "4 workers", "1 CPU(s)", "GPU", "2 CPUs", "0 GPUs")
+    says(told, "10 s", "0 of 4 workers")
     assert waiting.look([], 111.0) is None
     says(waiting.look([], 170.5), "70 s", "4")
     says(waiting.look([phase_of("starting")], 171.0), "1 of 4 workers", "1 loading")
@@ -165,21 +164,21 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     workers = torch.cuda.device_count() + 1
     config = runs.train_config("data", tmp_path, scaling={"device": "cuda", "num_workers": workers})
-    (problem,) = ray_problems(config, tmp_path, own_session=True)
+    (problem,) = ray_problems(config.scaling, tmp_path, own_session=True)
     says(problem, "scaling.device = cuda", f"{workers} workers", "GPU")
     auto = runs.train_config("data", tmp_path, scaling={"device": "auto", "num_workers": workers})
-    assert ray_problems(auto, tmp_path, own_session=True) == []
+    assert ray_problems(auto.scaling, tmp_path, own_session=True) == []
     (tmp_path / "summary.json").write_text("{}")
-    assert ray_problems(config, tmp_path, own_session=True) == []
+    assert ray_problems(config.scaling, tmp_path, own_session=True) == []
 
 
 def test_a_cluster_that_does_not_answer_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     config = runs.train_config("data", tmp_path)
-    (problem,) = ray_problems(config, tmp_path, own_session=True)
+    (problem,) = ray_problems(config.scaling, tmp_path, own_session=True)
     says(problem, "RAY_ADDRESS = 127.0.0.1:1", "no Ray cluster")
     named = runs.train_config("data", tmp_path, scaling={"address": "127.0.0.1:2"})
-    (problem,) = ray_problems(named, tmp_path, own_session=True)
+    (problem,) = ray_problems(named.scaling, tmp_path, own_session=True)
     says(problem, "scaling.address = 127.0.0.1:2", "no Ray cluster")
 
 

@@ -50,7 +50,7 @@ def save(folder: Path, state: RunState, contents: Contents) -> Path:
     Raises:
         OSError: the storage failed; nothing has changed except a temporary folder, removed if possible.
     """
-    from declutr.trainer.checkpoints.tensorfile import write_tensors
+    from declutr.trainer.checkpoints.saver import write_tensors
 
     path = checkpoint_path(folder, state.step)
     if path.exists():  # skipped as broken at the start; the run has now reached its step again

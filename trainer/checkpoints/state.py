@@ -3,14 +3,17 @@
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import xxhash
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from declutr.common.config import Strict
-from declutr.common.storage import hash_json
+from declutr.common.errors import DamagedError
+from declutr.common.storage import hash_json, read_record
 from declutr.pipeline.shards.manifest import Manifest, data_hash
+from declutr.trainer.metrics.config import Interval, steps_between
 
 Rows = list[float] | list[list[float]]
 """Values of rows, as in `RowScore`."""
@@ -51,7 +54,7 @@ class RunState(Strict):
     reported: Reported | None = None
     """Scores of the held-out rows that choose nothing; None in runs without scores of rows."""
     files: dict[str, str]
-    """Checksum of each other file of the checkpoint (trainer/checkpoints/tensorfile.py)."""
+    """Checksum of each other file of the checkpoint (trainer/checkpoints/saver.py)."""
     sizes: dict[str, int] = Field(default_factory=dict)
     """Bytes of each of these files."""
     skipped: int = Field(default=0, ge=0)
@@ -85,3 +88,74 @@ def data_hashes(manifests: Mapping[str, Manifest]) -> dict[str, str]:
 def joint_hash(hashes: Mapping[str, str]) -> str:
     """Identity of a run's data, from `data_hashes`."""
     return hashes[""] if len(hashes) == 1 else hash_json(hashes)
+
+
+# The settings of an exported encoder.
+
+
+EXPORT = "export"
+SETTINGS = "declutr.json"
+A_PATH = "(a path)"
+"""Stands for a path or an address in the settings of an export, which others get."""
+
+
+class ExportSettings(msgspec.Struct, frozen=True):
+    """The part of an export's settings that is read back."""
+
+    step: int
+    """Step of the exported checkpoint."""
+    pooling: str
+    verdict: dict[str, Any]
+    """Comparison with the start of the run (trainer/driver/export.py)."""
+    checkpoint: str
+    """Hash of that checkpoint's state, which has the checksums of its files."""
+    config: dict[str, Any]
+    """Settings of the run, without paths and addresses."""
+    files: dict[str, str]
+    """SHA-256 of every other file of the folder."""
+
+
+def read_settings(folder: Path) -> ExportSettings:
+    """Reads the settings of an exported encoder.
+
+    Raises:
+        DamagedError: the file is damaged.
+        OSError: the file is missing or cannot be read.
+    """
+    settings = read_record(folder / SETTINGS, ExportSettings)
+    raw = read_record(folder / SETTINGS, dict[str, Any])
+    if raw.pop("hash", None) != hash_json(raw):
+        raise DamagedError(f"{folder / SETTINGS} is altered (its hash differs)")
+    return settings
+
+
+class CheckpointConfig(Strict):
+    """Times of saves and checkpoints to keep; the last and the best by `validation.score` are always kept.
+
+    A thread writes the files while training continues. It retries when the storage fails.
+    """
+
+    every_steps: Interval | None = 0.05
+    """Save every N steps. Below 1: a share of the run. null: by the clock alone."""
+    every_seconds: float | None = Field(default=300.0, gt=0)
+    """Save when this much time has passed since the last save; a killed run loses no more. null: by steps alone."""
+    keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints to keep; with 2, an older one remains if the newest is damaged."""
+    keep_every_steps: int | None = Field(default=None, ge=1)
+    """Save at all multiples of this step and keep these checkpoints permanently."""
+    storage_retry_seconds: float = Field(default=600.0, ge=0)
+    """Time that a storage may fail (full disk, missing file system) before the run ends."""
+
+    @model_validator(mode="after")
+    def _some_time(self) -> "CheckpointConfig":
+        if self.every_steps is None and self.every_seconds is None:
+            raise ValueError("give every_steps or every_seconds: with both null nothing is saved before the end")
+        if self.every_steps == 0:
+            raise ValueError("every_steps = 0: must be above 0; null saves by the clock alone")
+        return self
+
+    def in_steps(self, total_steps: int) -> "CheckpointConfig":
+        """These settings with `every_steps` as a number of steps, for a run of `total_steps`."""
+        if self.every_steps is None:
+            return self
+        return self.model_copy(update={"every_steps": steps_between(self.every_steps, total_steps)})

@@ -16,10 +16,9 @@ from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
 from declutr.common.stores.retry import DEFAULT_RETRIES, RetryPolicy
-from declutr.trainer.checkpoints import checkpoint, ranking, retention
+from declutr.trainer.checkpoints import checkpoint, ranking
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
-from declutr.trainer.checkpoints.config import CheckpointConfig
-from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.state import CheckpointConfig, RunState
 from declutr.trainer.metrics.loggers import TENSORBOARD
 from declutr.trainer.metrics.metrics import METRICS
 
@@ -150,12 +149,12 @@ class RunStore:
         sent = self._scores([step for step in self._steps() if step < newest], score)
         here = dict(checkpoint.states_in(self.folder / CHECKPOINTS))
         rated = {step: state.scores.get(score) for step, state in here.items() if step <= newest and step not in sent}
-        return [step for step in retention.kept(sent | rated, config) if step in rated and step != newest]
+        return [step for step in ranking.kept(sent | rated, config) if step in rated and step != newest]
 
     def _prune(self, config: CheckpointConfig, score: str, newest: int) -> None:
-        """Deletes checkpoints as `retention.prune` does; those without a file list are remains of killed writers."""
+        """Deletes checkpoints as `ranking.prune` does; those without a file list are remains of killed writers."""
         steps = [step for step in self._steps() if step <= newest]
-        keep = retention.kept(self._scores(steps, score), config)
+        keep = ranking.kept(self._scores(steps, score), config)
         for step in steps:
             if step not in keep:
                 self._there(step).clear()

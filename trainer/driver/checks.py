@@ -1,37 +1,32 @@
 """Finds all problems of a training run that can be known before Ray starts."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.cluster import cluster_problem, named_cluster
-from declutr.common.config import flat_keys
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import CheckpointError, ConfigError, DamagedError
-from declutr.common.storage import hash_json, read_record
-from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import Folder
+from declutr.common.errors import ConfigError, DamagedError, UsageError
 from declutr.pipeline.shards.content import MEDIA_KINDS
-from declutr.pipeline.shards.manifest import Manifest
+from declutr.pipeline.shards.manifest import Manifest, data_hash, load_manifest
 from declutr.pipeline.shards.shards import check_shards
-from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_among, steps_in
-from declutr.trainer.checkpoints.state import data_hashes, joint_hash
-from declutr.trainer.driver.device import DEVICE, device_problem, kept_device
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
+from declutr.trainer.driver.continuation import DEVICE, SUMMARY, device_problem, kept_device, other_shards, run_problems
 from declutr.trainer.driver.path_checks import place_problems
-from declutr.trainer.driver.resolved import Found, ResolvedRun, data_places, find_shards
-from declutr.trainer.driver.shard_checks import data_problems, kind_problem, objective_problems, validation_problems
-from declutr.trainer.driver.summary import SUMMARY
-from declutr.trainer.setup.cache import data_folder, run_folder
-from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.metrics.config import STSB, steps_between
+from declutr.trainer.run import RunPlan, data_folder
+from declutr.trainer.setup.config import TaskSettings, TrainConfig
 from declutr.trainer.setup.corpora import corpora_problems
-from declutr.trainer.setup.geometry import RESUME_SETTINGS, with_geometry
 from declutr.trainer.setup.scaling import ScalingConfig
 
+_MIN_VALIDATIONS = 5
+_OFTEN = 0.1  # of the batches
 
-def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
-    """Looks up the places of a run, once; without torch.
+
+def resolve(config: TrainConfig, of_run: bool = True) -> RunPlan:
+    """Plans a run and checks the plan, without torch.
 
     Args:
         config: of the run.
@@ -44,96 +39,93 @@ def resolve(config: TrainConfig, of_run: bool = True) -> ResolvedRun:
     no_place = any(line.startswith("run = ") for line in problems)
     if no_place and of_run:
         raise ConfigError("train", problems)
-    run, shards = run_folder(config.run, config.cache), find_shards(config)
-    config = with_geometry(config, run, shards.manifests).with_contents(shards.contents)
+    plan = RunPlan.of(config)
     if not no_place:
-        problems += run_problems(config, run, shards)
-        if problem := device_problem(config.scaling, run):
+        problems += run_problems(plan)
+        if problem := device_problem(config.scaling, plan.folder):
             problems.append(problem)
     problems += [
         line
-        for key, line in shards.unreadable.items()
+        for key, line in plan.unreadable.items()
         if not any(problem.startswith(f"{key} = ") for problem in problems)
     ]
     problems += [
         f"{key} = {place}: {problem}"
-        for name, places in data_places(config).items()
-        if name in shards.manifests
-        for (key, place), folder in zip(places.items(), shards.data[name], strict=True)
+        for name, folders in plan.data.items()
+        for (key, place), folder in zip(plan.tasks[name].keyed_places.items(), folders, strict=True)
         for problem in check_shards(folder)
     ]
-    if shards.scored is not None and (place := config.validation.data):
+    if plan.scored is not None and (place := config.validation.data):
         problems += [f"validation.data = {place}: {line}" for line in check_shards(data_folder(place, config.cache))]
-    if "" in shards.manifests:
-        problems += _manifest_problems(config, shards)
-        if not no_place and len(shards.manifests) == len(config.tasks()):
-            problems += other_shards(config, run, data_hashes(shards.manifests))
+    if "" in plan.corpora:
+        problems += _manifest_problems(plan)
+        if not no_place and len(plan.corpora) == len(plan.tasks):
+            problems += other_shards(plan)
     refuse([line for line in problems if of_run or not line.startswith("run = ")])
-    return ResolvedRun(config, run, shards.data, shards.manifests, shards.scored)
+    return plan
 
 
-def _manifest_problems(config: TrainConfig, shards: Found) -> list[str]:
+def _manifest_problems(plan: RunPlan) -> list[str]:
     """Problems of settings that do not fit the shards."""
-    manifests, problems = shards.manifests, []
-    main = manifests[""]
+    main, problems = plan.manifest, []
     if main.content.kind in MEDIA_KINDS:
         return [
-            f"data = {config.places[0]}: holds {main.content.kind}; the main task reads texts, whose encoder is "
+            f"data = {plan.config.places[0]}: holds {main.content.kind}; the main task reads texts, whose encoder is "
             "exported: name it in an auxiliary task (auxiliary_tasks.NAME.data)"
         ]
-    for name, task in config.tasks().items():
-        if name in manifests:
-            prefix = f"auxiliary_tasks.{name}." if name else ""
-            problems += corpora_problems(data_places(config)[name], shards.corpora[name])
-            problems += [f"{prefix}{line}" for line in data_problems(task, shards.corpora[name])]
-            problems += [f"{prefix}{line}" for line in _misfits(config, name, manifests)] if name else []
-    if kind_problem(config, main) is None:
-        problems += validation_problems(config, shards.corpora, shards.scored)
+    for name, corpora in plan.corpora.items():
+        task = plan.tasks[name]
+        problems += corpora_problems(task.keyed_places, corpora)
+        problems += [f"{task.prefix}{line}" for line in data_problems(task, corpora)]
+        problems += [f"{task.prefix}{line}" for line in _misfits(plan, name)] if name else []
+    if kind_problem(plan.tasks[""], main) is None:
+        problems += validation_problems(plan)
     return problems
 
 
-def load_problems(run: ResolvedRun) -> list[str]:
+def load_problems(plan: RunPlan) -> list[str]:
     """Problems that show when objective and encoder are loaded, with torch and transformers."""
-    config = run.config
-    began_before = bool(steps_in(run.folder / CHECKPOINTS))
+    config, main = plan.config, plan.tasks[""]
+    began_before = bool(steps_in(plan.folder / CHECKPOINTS))
     # The objective and the encoder of a run from scratch that has a checkpoint are not loaded for checks: with torch
     # and transformers that takes seconds of each start.
     from_scratch = began_before and config.encoder.pretrained is None and not config.auxiliary_tasks
-    problems = [] if from_scratch else objective_problems(config)
+    problems = [] if from_scratch else objective_problems(main)
     if config.auxiliary_tasks:
         from declutr.trainer.driver.encoder_checks import task_problems
 
-        problems += task_problems(run)
-    sizes = run.training_shards[""].sizes if config.part is not None else ()
-    problems += [
-        f"data_fraction = {config.data_fraction}: leaves {size} training {run.manifest.noun} of {place}, fewer than "
-        f"the {need} that batch_documents = {config.batch_documents} may need; increase it"
-        for place, size, need in zip(config.places, sizes, run.plan.most_in_batch(), strict=False)
-        if size < need
-    ]
-    remark = None if began_before else config.objective.remark_before(config.context(run.manifest.short_documents))
+        problems += task_problems(plan)
+    if main.part is not None:
+        problems += [
+            f"data_fraction = {config.data_fraction}: leaves {size} training {plan.manifest.noun} of {place}, fewer "
+            f"than the {need} that batch_documents = {config.batch_documents} may need; increase it"
+            for place, size, need in zip(
+                config.places, plan.training_shards[""].sizes, plan.orders[""].most_in_batch(), strict=True
+            )
+            if size < need
+        ]
+    remark = None if began_before else config.objective.remark_before(main.context(plan.manifest.short_documents))
     if remark:
         get_logger().warning("%s", remark)
     if from_scratch:
         return problems
     from declutr.trainer.driver.encoder_checks import encoder_problems
 
-    return list(dict.fromkeys([*problems, *encoder_problems(run)]))  # both parts load the objective
+    return list(dict.fromkeys([*problems, *encoder_problems(plan)]))  # both parts load the objective
 
 
-def _misfits(config: TrainConfig, name: str, manifests: Mapping[str, Manifest]) -> list[str]:
+def _misfits(plan: RunPlan, name: str) -> list[str]:
     """Problems of a task whose texts do not fit its settings or the main task."""
-    task, main, own = config.auxiliary_tasks[name], manifests[""], manifests[name]
-    places = config.of_task(name).places
+    task, main, own = plan.tasks[name], plan.manifest, plan.manifests[name]
     if own.content.kind in MEDIA_KINDS:
         return []
     problems = []
-    if task.frontend.model_fields_set:
+    if task.frontend is not None and task.frontend.model_fields_set:
         problems.append(f"frontend: the shards hold {own.content.kind}, which have no patches; remove it")
     if main.tokenizer and own.tokenizer and main.tokenizer.fingerprint != own.tokenizer.fingerprint:
         problems.append(
-            f"data = {places[0]}: was prepared with another tokenizer than data = {config.places[0]}; prepare it "
-            "with that one"
+            f"data = {task.places[0]}: was prepared with another tokenizer than data = {plan.config.places[0]}; "
+            "prepare it with that one"
         )
     return problems
 
@@ -148,7 +140,7 @@ def refuse(problems: list[str]) -> None:
         raise ConfigError("train", problems)
 
 
-def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]:
+def ray_problems(scaling: ScalingConfig, run: Path, own_session: bool) -> list[str]:
     """Problems with Ray for this run: a cluster that does not answer, too few GPUs on this machine.
 
     A finished run needs no Ray, nor does one in this process. Without `own_session`, another session of this process
@@ -156,11 +148,10 @@ def ray_problems(config: TrainConfig, run: Path, own_session: bool) -> list[str]
     """
     if (run / SUMMARY).is_file():
         return []
-    if config.scaling.local:
-        return _gpu_problems(config.scaling, run)
+    if scaling.local:
+        return _gpu_problems(scaling, run)
     if "ray" in sys.modules and sys.modules["ray"].is_initialized() and not own_session:
         return []
-    scaling = config.scaling
     name, address = named_cluster(scaling.address)
     if address:
         problem = cluster_problem(name.replace("address", "scaling.address"), address)
@@ -191,96 +182,186 @@ def _gpu_problems(scaling: ScalingConfig, run: Path) -> list[str]:
     ]
 
 
-# Checks the folder of a run against the settings and shards with which the run began.
+# Settings of objective and held-out scores against the shards.
 
 
-def run_problems(config: TrainConfig, run: Path, shards: Found) -> list[str]:
-    """Problems of a folder that holds a run of another configuration.
-
-    A run without a checkpoint has computed nothing yet, so that its settings may still change.
-    """
-    remote = is_remote(config.run)  # the copy here may lack its checkpoints
-    began = steps_among((Folder(config.run) / CHECKPOINTS).names()) if remote else steps_in(run / CHECKPOINTS)
-    if not began or any(key.startswith("validation.") for key in shards.unreadable):
+def validation_problems(plan: RunPlan) -> list[str]:
+    """Reasons why the configured scores cannot be computed, one line each."""
+    config, manifest, scored = plan.config, plan.manifest, plan.scored
+    validation = config.validation
+    if not validation.every_steps or (validation.data is not None and scored is None):
         return []
-    before = read_resume_settings(run)
-    changed = [] if before is None else changes(before, config.resume_settings())
-    if not changed:
-        return other_checkpoints(config, run)
-    return [
-        f"run = {config.run}: holds a run of another configuration ({'; '.join(changed)}); name another folder; "
-        f"encoder.pretrained={config.run}/export starts a new run with this run's weights, once it is exported"
-    ]
+    if scored is None:
+        rows, where = manifest.totals["kept_held_out"], f"held-out {manifest.noun}"
+        few = "prepare with a larger validation_fraction, or set validation.stsb, or every_steps to 0"
+    else:
+        rows, where = scored.totals["kept_train"], f"training rows in {validation.data}"
+        few = "prepare it with validation_fraction=0"
+    problems = []
+    if rows < 2 and not (scored is None and validation.score in validation.pairs):  # they alone are scored
+        problems.append(
+            f"validation.every_steps = {validation.every_steps}: the shards hold {rows} {where}, at least 2 are "
+            f"needed; {few}"
+        )
+    if scored is not None:
+        problems += _other_data_problems(plan, scored)
+    kind, score = (scored or manifest).content.kind, validation.score
+    if config.chooses and score in config.objective.scores and score not in config.objective.scores_of(kind):
+        problems.append(
+            f"validation.score = {score}: {kind} do not have this score; set validation.stsb (score = {STSB}), "
+            "validation.data to shards of pairs or triples, or export=last"
+        )
+    return problems
 
 
-def read_resume_settings(run: Path) -> dict[str, Any] | None:
-    """Reads the settings that decide a run's result; None if the file is missing, or damaged, which is logged."""
-    path = run / RESUME_SETTINGS
-    if not path.is_file():
-        return None
+def _other_data_problems(plan: RunPlan, scored: Manifest) -> list[str]:
+    """Problems of `validation.data`."""
+    config, main = plan.config, plan.corpora[""][0]
+    label, problems = f"validation.data = {config.validation.data}", []
+    reads, kind = config.objective.reads, scored.content.kind
+    if ("documents" in reads) != (kind == "documents"):  # a schema that the objective's validator cannot read
+        problems.append(
+            f"{label}: holds {kind}, which objective {config.objective.kind} cannot score; name shards of "
+            f"{' or '.join(reads)}, or remove the setting"
+        )
+    elif kind == "documents" and main.short_documents != scored.short_documents:
+        problems.append(
+            f"{label}: was prepared with short_documents = {scored.short_documents}, data = {config.places[0]} with "
+            f"{main.short_documents}; prepare both alike"
+        )
+    elif kind == "documents":  # a validation draws one anchor of each document
+        context = plan.tasks[""].context(scored.short_documents)
+        context = replace(context, spans=context.spans.model_copy(update={"num_anchors": 1}))
+        problems += [f"{label}: {line}" for line in config.objective.problems(context, scored)]
+    if any(data_hash(scored) == data_hash(manifest) for corpora in plan.corpora.values() for manifest in corpora):
+        problems.append(f"{label}: these are the rows that the run trains on; name other shards, or remove the setting")
+    made_by = [manifest.tokenizer and manifest.tokenizer.fingerprint for manifest in (scored, main)]
+    if made_by[0] != made_by[1]:
+        problems.append(
+            f"{label}: was prepared with another tokenizer than data = {config.places[0]}; prepare it with that one"
+        )
+    return problems
+
+
+def objective_problems(task: TaskSettings) -> list[str]:
+    """Problems of the objective's package, which is loaded, with torch."""
+    from declutr.trainer.objectives.base import implementation_of
+
+    objective = task.objective
     try:
-        settings = read_record(path, dict[str, Any])
-        if not isinstance(settings.get("encoder"), dict):
-            raise DamagedError(f"{path} is damaged: it holds no configuration")
-    except DamagedError as error:
-        get_logger().warning("%s; reading the run's checkpoints instead", error)
+        implementation_of(objective)
+    except UsageError as error:
+        return [str(error)]
+    if objective.mlm and "mlm" not in objective.metrics:
+        return [
+            f"objective.kind = {objective.kind}: mlm is true, but metrics = {list(objective.metrics)} lacks 'mlm', so "
+            "the MLM loss would not be recorded; add it"
+        ]
+    return []
+
+
+def kind_problem(task: TaskSettings, manifest: Manifest) -> str | None:
+    """The problem of shards whose rows the objective cannot read."""
+    objective, kind = task.objective, manifest.content.kind
+    if kind in objective.reads:
         return None
-    return settings
+    *rest, last = objective.reads
+    kinds = f"{', '.join(rest)} or {last}" if rest else last
+    return (
+        f"objective.kind = {objective.kind} reads {kinds}; data = {task.places[0]} holds {kind}: prepare it with "
+        f"content.kind={objective.reads[0]}"
+    )
 
 
-def other_checkpoints(config: TrainConfig, run: Path) -> list[str]:
-    """A problem if a checkpoint has another configuration; no worker would take it, and the run would begin again."""
-    for step, state in checkpoint.states_in(run / CHECKPOINTS):
-        if state.config_hash != config.hash():
-            path = checkpoint.checkpoint_path(run / CHECKPOINTS, step)
-            return [
-                f"run = {config.run}: {path.name} is of another configuration, and {RESUME_SETTINGS}, which lists the "
-                "settings, is missing, damaged or of another version; name another folder"
-            ]
-    return []
-
-
-def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
-    """Differences between two sets of resume settings, one line a key: all that changes their hash."""
-    old, new = flat_keys(before), flat_keys(now)
-
-    def describe(tree: dict[str, object], key: str) -> str:
-        return repr(tree[key]) if key in tree else "not set"
-
-    return [
-        f"{key} was {describe(old, key)}, now {describe(new, key)}"
-        for key in sorted(set(old) | set(new))
-        if key not in old or key not in new or hash_json(old[key]) != hash_json(new[key])
-    ]
-
-
-def other_shards(config: TrainConfig, run: Path, now: dict[str, str]) -> list[str]:
-    """Problems of a run that was trained on shards of other hashes; its next steps would read the wrong documents."""
-    places = {name: " or ".join(f"{key} = {place}" for key, place in data_places(config)[name].items()) for name in now}
-    for _, state in checkpoint.states_in(run / CHECKPOINTS):
-        if state.data_hash != joint_hash(now):
-            before = state.task_hashes
-            changed = [places[name] for name in now if name in before and before[name] != now[name]] or places.values()
-            order = " and their order" if len(config.places) > 1 else ""
-            return [
-                f"run = {config.run}: was trained on other shards than {' or '.join(changed)} holds now; "
-                f"name another folder for the run, or restore the shards{order}"
-            ]
-    return []
-
-
-def refuse_lost_steps(run: Path, done: int) -> None:
-    """Refuses to take the steps of a finished run again.
+def data_problems(task: TaskSettings, corpora: Sequence[Manifest]) -> list[str]:
+    """Reasons why a task's objective cannot train on these shards, one line each, from their manifests alone.
 
     Args:
-        run: folder of the run.
-        done: step of its newest whole checkpoint; 0 without.
-
-    Raises:
-        CheckpointError: the checkpoints are gone or broken.
+        task: the task.
+        corpora: manifests of its shards.
     """
-    if done == 0 and (run / SUMMARY).is_file():
-        raise CheckpointError(
-            f"{run}: has finished ({SUMMARY}), and no whole checkpoint is in {CHECKPOINTS}: the run would begin again "
-            "and replace its results; name another folder, or delete this one"
+    if other_kind := kind_problem(task, corpora[0]):
+        return [other_kind]
+    alike = [corpus for corpus in corpora if corpus.content.kind == corpora[0].content.kind]
+    problems = [
+        line for corpus in alike for line in task.objective.problems(task.context(corpus.short_documents), corpus)
+    ]
+    sizes = [corpus.totals["kept_train"] for corpus in corpora]
+    for place, manifest, size, need in zip(task.places, corpora, sizes, task.plan(sizes).most_in_batch(), strict=True):
+        if need > size:
+            where = "the shards hold" if len(corpora) == 1 else f"a batch may need {need} rows of {place}, which holds"
+            problems.append(
+                f"batch_documents = {task.batch_documents}: {where} only {size} training {manifest.noun}, and a "
+                "batch must not contrast one of them with itself"
+            )
+    return list(dict.fromkeys(problems))
+
+
+# Warnings about a run that can start and may disappoint.
+
+
+def validation_remarks(plan: RunPlan, total_steps: int) -> list[str]:
+    """Warnings about validations that are too few, or of too few rows, to tell an effect from chance.
+
+    Args:
+        plan: of a run without problems.
+        total_steps: number of its steps.
+    """
+    validation, remarks = plan.config.validation, []
+    every_steps = steps_between(validation.every_steps, total_steps)
+    if not every_steps:
+        return []
+    number = -(-total_steps // every_steps)
+    if number < _MIN_VALIDATIONS:
+        steps = "increase epochs or lower batch_documents"
+        remedy = steps if total_steps < _MIN_VALIDATIONS else "set validation.every_steps=0.1"
+        remarks.append(
+            f"validation.every_steps = {validation.every_steps}: {number} validations in {total_steps} steps are too "
+            f"few to show whether the encoder still improves, which needs {_MIN_VALIDATIONS}; {remedy}"
         )
+    if validation.score in validation.pairs:
+        return remarks
+    available = validated_rows(plan)
+    remedy = "prepare with a larger validation_fraction, or more documents"
+    if available == validation.max_documents:
+        remedy = "increase validation.max_documents"
+    elif validation.data is not None:
+        remedy = "prepare more rows in validation.data"
+    if available < 2 * MIN_ROWS:
+        remarks.append(
+            f"{available} held-out {plan.manifest.noun} are validated, and half of them report the result: an interval "
+            f"needs {2 * MIN_ROWS}; {remedy}"
+        )
+    return remarks
+
+
+def validated_rows(plan: RunPlan) -> int:
+    """Number of rows of each validation."""
+    scored = plan.scored
+    available = plan.manifest.totals["kept_held_out"] if scored is None else scored.totals["kept_train"]
+    return min(available, plan.config.validation.max_documents)
+
+
+def corpora_remarks(plan: RunPlan, total_steps: int) -> Iterator[str]:
+    """Warnings about corpora that are small for their rows in a batch, or that hold out other texts than the first."""
+    config, order = plan.config, plan.orders[""]
+    read, sizes = order.rows_read(total_steps), plan.training_shards[""].sizes
+    for place, share, size, rows in zip(config.places, order.shares, sizes, read, strict=True):
+        of_batch = config.batch_documents * share / sum(order.shares)
+        if config.objective.embeds and rows > size and of_batch > _OFTEN * size:
+            yield (
+                f"data = {place}: it has {size:,} training {plan.manifest.noun}, of which a batch reads "
+                f"{of_batch:.3g}: {of_batch / size:.0%} of the batches reach into its next pass and may hold a row "
+                "twice, as its own negative; lower batch_documents or its weight"
+            )
+    if len(config.places) == 1 or plan.scored is not None or not config.validation.every_steps:
+        return
+    names = ("validation_fraction", "seed")
+    chosen = [[load_manifest(folder).config.get(name) for name in names] for folder in plan.data[""]]
+    for place, values in zip(config.places, chosen, strict=True):
+        for name, value, first in zip(names, values, chosen[0], strict=True):
+            if value != first:
+                yield (
+                    f"data = {place}: was prepared with {name} = {value}, {config.places[0]} with {first}: a text in "
+                    "both may be held out in one and trained on in the other; prepare both alike"
+                )

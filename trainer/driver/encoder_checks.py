@@ -9,13 +9,14 @@ from torch.nn import Dropout
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import ConfigError, EncoderError, UsageError
 from declutr.pipeline.shards.content import MEDIA_KINDS
-from declutr.pipeline.shards.manifest import TOKENIZER, Manifest
+from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
+from declutr.trainer.build import build_encoder, build_frontend, build_objective
+from declutr.trainer.build import load_tokenizer as tokenizer_of_shards
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.data.tokenrates import limit
-from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.driver.shard_checks import objective_problems
+from declutr.trainer.driver.checks import objective_problems
 from declutr.trainer.model.behind import left_out
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
@@ -23,43 +24,41 @@ from declutr.trainer.model.freezing import frozen_parameters
 from declutr.trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
 from declutr.trainer.model.layouts import drops_by_key, patch_problem
 from declutr.trainer.objectives.base import Objective
-from declutr.trainer.setup.build import build_encoder, build_objective
-from declutr.trainer.setup.build import load_tokenizer as tokenizer_of_shards
-from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.tasks import build_frontend
+from declutr.trainer.run import RunPlan
+from declutr.trainer.setup.config import TaskSettings
 
 _TRIED = 0.1  # rate of dropout in the test of an encoder
 # Errors of transformers when a model cannot be built or its files cannot be read.
 _UNLOADABLE = (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
-def encoder_problems(run: ResolvedRun, task: str = "") -> list[str]:
+def encoder_problems(plan: RunPlan, name: str = "") -> list[str]:
     """Problems of the encoder, its vocabulary, positions and weights, one line each.
 
     Args:
-        run: without problems that its files show.
-        task: the name of an auxiliary task that reads texts.
+        plan: of a run without problems that its files show.
+        name: of an auxiliary task that reads texts.
     """
-    config = run.config.tasks()[task]
-    advice = f" ({config.objective.without_mlm} trains without MLM)"
-    return [line + advice if "without MLM" in line else line for line in _problems(run, config, task)]
+    task = plan.tasks[name]
+    advice = f" ({task.objective.without_mlm} trains without MLM)"
+    return [line + advice if "without MLM" in line else line for line in _problems(plan, task)]
 
 
-def _problems(run: ResolvedRun, config: TrainConfig, task: str) -> list[str]:
+def _problems(plan: RunPlan, task: TaskSettings) -> list[str]:
     from transformers import AutoModelForMaskedLM
 
-    manifest = run.manifests[task]
-    encoder, info = config.encoder, manifest.tokenizer
+    manifest = plan.manifests[task.name]
+    encoder, info = plan.config.encoder, manifest.tokenizer
     if info is None:  # images or audio, which kind_problem reports
         return []
-    folder = run.data[task][0] / TOKENIZER
+    folder = plan.data[task.name][0] / TOKENIZER
     try:
         tokenizer = load_tokenizer(str(folder))
     except ConfigError:
-        return [f"data = {config.places[0]}: {folder} holds no tokenizer that can be loaded; prepare the corpus again"]
+        return [f"data = {task.places[0]}: {folder} holds no tokenizer that can be loaded; prepare the corpus again"]
     problems = []
     if fingerprint(tokenizer) != info.fingerprint:
-        problems.append(f"data = {config.places[0]}: the tokenizer in {folder} is not the one that made the shards")
+        problems.append(f"data = {task.places[0]}: the tokenizer in {folder} is not the one that made the shards")
     try:
         if vocabulary_of(tokenizer).bos is None and encoder.pooling == "mean_without_cls":
             problems.append(
@@ -76,7 +75,7 @@ def _problems(run: ResolvedRun, config: TrainConfig, task: str) -> list[str]:
         hf = load_hf_config(encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
         with torch.device("meta"):  # shapes only: finds an unbuildable model here instead of on every worker
             model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
-        if config.objective.mlm:
+        if task.objective.mlm:
             mlm_head(model)
         frozen_parameters(model, encoder.num_trainable_layers)
     except ConfigError as error:
@@ -89,7 +88,7 @@ def _problems(run: ResolvedRun, config: TrainConfig, task: str) -> list[str]:
             f"token ids up to {info.vocab_size - 1} would be beyond it"
         )
     rates = [layer.p for layer in model.modules() if isinstance(layer, Dropout)]
-    objectives = [settings.objective for settings in config.tasks().values()]
+    objectives = [other.objective for other in ([task] if task.name else plan.tasks.values())]
     if all(limit(rate) == limit(0.0) for rate in rates):
         problems += [
             f"encoder: it drops nothing, so the two views of objective {objective.kind} would be equal; set "
@@ -98,50 +97,51 @@ def _problems(run: ResolvedRun, config: TrainConfig, task: str) -> list[str]:
             if objective.needs_dropout
         ]
     positions = max_span_tokens(model)
-    texts = config.objective.text_tokens
-    setting, tokens = ("spans", config.spans.max_tokens) if texts is None else ("objective", texts)
+    texts = task.objective.text_tokens
+    setting, tokens = ("spans", task.spans.max_tokens) if texts is None else ("objective", texts)
     if tokens > positions:
         problems.append(
             f"{setting}.max_tokens = {tokens}: the encoder has positions for {positions} tokens, specials included; "
             f"use shorter {'spans (and prepare again)' if texts is None else 'texts'} or an encoder with more positions"
         )
-    if problems or checkpoint.steps_in(run.folder / CHECKPOINTS):  # they contain its weights
+    if problems or checkpoint.steps_in(plan.folder / CHECKPOINTS):  # they contain its weights
         return problems
-    return _weight_problems(config, tokenizer, manifest)
+    return _weight_problems(plan, task, tokenizer)
 
 
-def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) -> list[str]:
+def _weight_problems(plan: RunPlan, task: TaskSettings, tokenizer: Any) -> list[str]:
     """Problems of an encoder with its weights, which take seconds to load; logs oddities that are no problem."""
-    encoder = config.encoder
+    config, manifest = plan.config, plan.manifests[task.name]
+    encoder, objective_settings = config.encoder, task.objective
     try:
         built = build_encoder(config, tokenizer)
     except _UNLOADABLE as error:
         return [_unloadable(encoder, error)]
     try:
-        objective = build_objective(config, built, manifest)
+        objective = build_objective(task, built, manifest.short_documents)
     except UsageError as error:  # unless the objective's own checks report the same
-        own_problems = config.objective.problems(config.context(manifest.short_documents), manifest)
+        own_problems = objective_settings.problems(task.context(manifest.short_documents), manifest)
         return [] if own_problems else [str(error)]
-    if wrong := _size_problems(config, built, objective):
+    if wrong := _size_problems(plan, task, built, objective):
         return wrong
     if encoder.projection.kind != "none" and objective.exported():
         return [
-            f"encoder.projection.kind = {encoder.projection.kind}: the layers that objective {config.objective.kind} "
+            f"encoder.projection.kind = {encoder.projection.kind}: the layers that objective {objective_settings.kind} "
             "exports would follow a projection that is not exported; set it to none"
         ]
     # Layers whose rate is replaced in each batch may have the rate 0 here, at which nothing shows.
     dropping = {"dropout": _TRIED, "attention_dropout": _TRIED}
-    tried = encoder.model_copy(update=dropping) if config.objective.sets_rates else encoder
+    tried = encoder.model_copy(update=dropping) if objective_settings.sets_rates else encoder
     probed = built if tried is encoder else build_encoder(config.model_copy(update={"encoder": tried}), tokenizer)
     if not drops_by_key(probed):
-        kind, family = config.objective.kind, built.model.config.model_type
+        kind, family = objective_settings.kind, built.model.config.model_type
         advice = f"use another encoder, for example of type {', '.join(FAMILIES[:5])}"
-        if config.objective.sets_rates:
+        if objective_settings.sets_rates:
             return [
                 f"encoder: model type {family} drops some values at a rate of the whole model, and objective {kind} "
                 f"has rates for each view; {advice}"
             ]
-        if config.objective.needs_dropout:
+        if objective_settings.needs_dropout:
             return [
                 f"encoder: model type {family} drops some values by torch's generator, so the views of objective "
                 f"{kind} would change with the microbatch; set encoder.attention_dropout=0, or {advice}"
@@ -162,22 +162,24 @@ def _weight_problems(config: TrainConfig, tokenizer: Any, manifest: Manifest) ->
             built.model.config.model_type,
             built.config.layout,
         )
-    return built.load_report.problems(encoder.pretrained, config.objective.mlm and not encoder.new_mlm_head)
+    return built.load_report.problems(encoder.pretrained, objective_settings.mlm and not encoder.new_mlm_head)
 
 
-def _size_problems(config: TrainConfig, encoder: Encoder, objective: Objective[Any] | None = None) -> list[str]:
+def _size_problems(
+    plan: RunPlan, task: TaskSettings, encoder: Encoder, objective: Objective[Any] | None = None
+) -> list[str]:
     """Problems of the sizes of the embedding, with the objective if it may export layers."""
-    matryoshka = config.objective.matryoshka
+    matryoshka, projection = task.objective.matryoshka, plan.config.encoder.projection.kind
     if matryoshka is None:
         return []
-    if config.encoder.projection.kind != "none":
+    if projection != "none":
         return [
             f"objective.matryoshka cuts the exported embedding, and encoder.projection.kind = "
-            f"{config.encoder.projection.kind} follows it in the loss; set it to none"
+            f"{projection} follows it in the loss; set it to none"
         ]
     if objective is not None and objective.exported() and not objective.cuts_exported:
         return [
-            f"objective.matryoshka: objective {config.objective.kind} exports layers and does not cut their output "
+            f"objective.matryoshka: objective {task.objective.kind} exports layers and does not cut their output "
             "(cuts_exported); remove matryoshka"
         ]
     problem = matryoshka.problem(encoder.output_size if objective is None else objective.exported_size)
@@ -189,21 +191,21 @@ def _unloadable(encoder: EncoderConfig, error: Exception) -> str:
     return f"encoder = {source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
 
 
-def task_problems(run: ResolvedRun) -> list[str]:
+def task_problems(plan: RunPlan) -> list[str]:
     """Problems of the objectives and encoders of the auxiliary tasks, one line each, which starts with the key."""
     problems = []
-    for name in run.config.auxiliary_tasks:
-        task, manifest = run.config.of_task(name), run.manifests[name]
+    for name in plan.config.auxiliary_tasks:
+        task, manifest = plan.tasks[name], plan.manifests[name]
         wrong = objective_problems(task)
         if not wrong and manifest.content.kind in MEDIA_KINDS:
-            encoder = build_encoder(run.config, tokenizer_of_shards(run.data[""][0], run.manifest)[0])
+            encoder = build_encoder(plan.config, tokenizer_of_shards(plan.data[""][0], plan.manifest)[0])
             try:
                 frontend = build_frontend(task, encoder, manifest.content)
                 problem = patch_problem(encoder, frontend) if frontend is not None else None
-                wrong = [f"frontend: {problem}"] if problem else _size_problems(task, encoder)
+                wrong = [f"frontend: {problem}"] if problem else _size_problems(plan, task, encoder)
             except (EncoderError, OSError) as error:
                 wrong = [str(error).splitlines()[0]]
         elif not wrong:
-            wrong = encoder_problems(run, name)
+            wrong = encoder_problems(plan, name)
         problems += [f"auxiliary_tasks.{name}.{line}" for line in wrong]
     return problems

@@ -1,121 +1,195 @@
-"""`declutr train --plan`: the cost and the reach of a run before it starts."""
+"""`declutr train --plan`: the cost and the reach of a run, from a few of its real steps here. Nothing is written."""
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
+from transformers.utils import logging as transformers_logging
+
+from declutr.common.cluster import named_cluster
 from declutr.common.console.terminal import duration
-from declutr.trainer.driver.checks import load_problems, refuse
-from declutr.trainer.driver.remarks import corpora_remarks, validated_rows, validation_remarks
-from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.metrics.config import steps_between
-from declutr.trainer.metrics.metrics import memory_mib
+from declutr.common.errors import ConfigError
+from declutr.trainer.build import Parts, build_parts, build_train_steps, build_validator
+from declutr.trainer.data.batches import Collator, RankBatch
+from declutr.trainer.data.canonical import collated
+from declutr.trainer.data.chunks import fetched
+from declutr.trainer.driver.checks import corpora_remarks, load_problems, refuse, validated_rows, validation_remarks
+from declutr.trainer.driver.continuation import kept_device
+from declutr.trainer.metrics.config import ValidationConfig, steps_between
+from declutr.trainer.metrics.metrics import memory_mib, peak_memory_mib
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.run import RunPlan
+from declutr.trainer.setup.scaling import ScalingConfig
+from declutr.trainer.worker.device import set_up_torch
+from declutr.trainer.worker.scheduler import TaskScheduler
 
-if TYPE_CHECKING:
-    from declutr.trainer.driver.trial import Trial
-
+_SECONDS = 5.0  # of the measured steps; a first step on CPUs that takes longer is the only one
+_MOST_STEPS = 20
+_COMPILING = 2  # steps in which a GPU's kernels are compiled
+_SCORED = 64  # held-out rows of the validation that is measured
 _DAY_SECONDS = 86_400.0
-_LITTLE = 0.5
-"""Share of the tokens below which a plan names the passes that would read it, were no token read twice."""
+_LITTLE = 0.5  # share of the tokens below which the passes are named that would read it, were no token read twice
 
 
 @dataclass(frozen=True)
-class TrainEstimate:
-    """Figures of a run, from its shards, its settings and a few of its steps.
+class Trial:
+    """Figures of the steps.
 
     Attributes:
-        run: the run.
-        steps: number of its steps.
-        scored: held-out rows of a validation.
-        validations: validations after the first step.
-        trial: a few of its steps.
+        device: cpu or cuda.
+        num_steps: measured steps.
+        step_seconds: time of a step, median.
+        step_tokens: tokens of a step over all workers, mean.
+        validation_seconds: time of a validation; 0 without one.
+        memory_mib: peak memory of a worker.
     """
 
-    run: ResolvedRun
-    steps: int
-    scored: int
-    validations: int
-    trial: "Trial"
-
-    @property
-    def passes(self) -> float:
-        """Passes over the training rows of the main task."""
-        return self.steps * self.run.config.batch_documents / self.run.training_shards[""].num_documents
-
-    @property
-    def seconds(self) -> float:
-        """Expected duration without the start of Ray and the workers."""
-        return self.steps * self.trial.step_seconds + (self.validations + 1) * self.trial.validation_seconds
-
-    @property
-    def read_tokens(self) -> tuple[float, float] | None:
-        """Tokens of a document's spans in a pass, and of a document; None if the rows are no documents or not alone."""
-        totals = self.run.manifest.totals
-        if self.run.manifest.content.kind != "documents" or len(self.run.training_shards) > 1:
-            return None
-        return self.trial.step_tokens / self.run.config.batch_documents, totals["num_tokens"] / totals["kept"]
-
-    def lines(self) -> list[str]:
-        """The estimate as text."""
-        run, trial = self.run, self.trial
-        size, noun = run.training_shards[""].num_documents, run.manifest.noun
-        rows = f"{self.scored:,} held-out {noun}" if self.scored else "judged pairs"
-        scored = f"{self.validations:,} on {rows}" if self.validations else "none"
-        corpora = run.corpus_lines(self.steps, run.config.places) if run.plan.sizes else ()
-        advice, workers = self._advice(), run.config.scaling.least_workers
-        return [
-            f"planned from {trial.num_steps} measured step(s) on {trial.device}:",
-            f"  steps        {self.steps:,} of {run.config.batch_documents:,} {noun}: {self.passes:,.3g} pass(es) over "
-            f"{size:,}",
-            *(f"  corpus       {line}" for line in corpora),
-            f"  time         {duration(math.ceil(self.seconds))}, {trial.step_seconds:,.2f} s a step (and a "
-            "minute for Ray)",
-            *(
-                f"  read         a pass reads spans of {in_spans:,.0f} tokens together, "
-                f"of the {in_document:,.0f} tokens of a document"
-                for in_spans, in_document in filter(None, [self.read_tokens])
-            ),
-            f"  validations  {scored}",
-            f"  memory       up to {trial.memory_mib:,.0f} MiB for each of {workers} worker(s)",
-            *(["to consider:"] if advice else []),
-            *(f"  - {line}" for line in advice),
-        ]
-
-    def _advice(self) -> list[str]:
-        """Settings to change, and why."""
-        advice = [*validation_remarks(self.run, self.steps), *corpora_remarks(self.run, self.steps)]
-        if self.read_tokens and (share := self.passes * self.read_tokens[0] / self.read_tokens[1]) < _LITTLE:
-            more = math.ceil(_LITTLE * self.passes / share)
-            advice.append(
-                f"at most {share:.0%} of the tokens are read: epochs={more} reads at most "
-                f"{share * more / self.passes:.0%} of them in {duration(self.seconds * more / self.passes)}"
-            )
-        if self.seconds > _DAY_SECONDS:
-            advice.append(f"steps={math.floor(_DAY_SECONDS / self.trial.step_seconds)} end within a day")
-        workers = self.run.config.scaling.least_workers
-        needed = workers * self.trial.memory_mib
-        if self.trial.device == "cpu" and needed > (available := memory_mib()):
-            advice.append(
-                f"{workers} workers need {needed:,.0f} MiB and this machine has {available:,.0f}; set a smaller "
-                "microbatch_tokens"
-            )
-        return advice
+    device: str
+    num_steps: int
+    step_seconds: float
+    step_tokens: float
+    validation_seconds: float
+    memory_mib: float
 
 
-def plan_ahead(run: ResolvedRun) -> TrainEstimate:
-    """Estimates a run, whose folder is only read.
+def plan_lines(plan: RunPlan, trial: Trial | None = None) -> Iterator[str]:
+    """The estimate of a run, whose folder is only read, as text; `trial` is `try_steps(plan)`.
 
     Raises:
         ConfigError: problems of the run.
         ShardError: the shards cannot be read.
         NonFiniteLossError: the losses of the first steps are not finite.
     """
-    refuse(load_problems(run))
-    config, shards, validation = run.config, run.training_shards, run.config.validation
-    steps = config.total_steps(run.plan)
-    every_steps = steps_between(validation.every_steps, steps)
-    scored = validated_rows(run) if every_steps else 0
-    validations = -(-steps // every_steps) if every_steps and (scored or validation.pairs) else 0
-    from declutr.trainer.driver.trial import try_steps  # loads torch
+    refuse(load_problems(plan))
+    trial = trial or try_steps(plan)
+    config, steps, noun = plan.config, plan.total_steps, plan.manifest.noun
+    size, workers = plan.training_shards[""].num_documents, config.scaling.least_workers
+    validations, scored = _validations(plan)
+    passes = steps * config.batch_documents / size
+    seconds = steps * trial.step_seconds + (validations + 1) * trial.validation_seconds
+    advice = [*validation_remarks(plan, steps), *corpora_remarks(plan, steps)]
+    yield f"planned from {trial.num_steps} measured step(s) on {trial.device}:"
+    yield f"  steps        {steps:,} of {config.batch_documents:,} {noun}: {passes:,.3g} pass(es) over {size:,}"
+    if len(config.places) > 1:
+        yield from (f"  corpus       {line}" for line in plan.corpus_lines(steps, config.places))
+    yield f"  time         {duration(math.ceil(seconds))}, {trial.step_seconds:,.2f} s a step (and a minute for Ray)"
+    if plan.manifest.content.kind == "documents" and len(plan.tasks) == 1:
+        in_spans, totals = trial.step_tokens / config.batch_documents, plan.manifest.totals
+        in_document = totals["num_tokens"] / totals["kept"]
+        yield (
+            f"  read         a pass reads spans of {in_spans:,.0f} tokens together, of the {in_document:,.0f} tokens "
+            "of a document"
+        )
+        if (share := passes * in_spans / in_document) < _LITTLE:
+            more = math.ceil(_LITTLE * passes / share)
+            advice.append(
+                f"at most {share:.0%} of the tokens are read: epochs={more} reads at most {share * more / passes:.0%} "
+                f"of them in {duration(seconds * more / passes)}"
+            )
+    rows = f"{scored:,} held-out {noun}" if scored else "judged pairs"
+    yield f"  validations  {f'{validations:,} on {rows}' if validations else 'none'}"
+    yield f"  memory       up to {trial.memory_mib:,.0f} MiB for each of {workers} worker(s)"
+    if seconds > _DAY_SECONDS:
+        advice.append(f"steps={math.floor(_DAY_SECONDS / trial.step_seconds)} end within a day")
+    if trial.device == "cpu" and (needed := workers * trial.memory_mib) > (available := memory_mib()):
+        advice.append(
+            f"{workers} workers need {needed:,.0f} MiB and this machine has {available:,.0f}; set a smaller "
+            "microbatch_tokens"
+        )
+    if advice:
+        yield "to consider:"
+        yield from (f"  - {line}" for line in advice)
 
-    return TrainEstimate(run, steps, scored, validations, try_steps(config, run.folder, shards, steps, scored))
+
+def _validations(plan: RunPlan) -> tuple[int, int]:
+    """Number of validations after the first step, and of the held-out rows of each."""
+    validation, steps = plan.config.validation, plan.total_steps
+    every_steps = steps_between(validation.every_steps, steps)
+    scored = validated_rows(plan) if every_steps else 0
+    return (-(-steps // every_steps) if every_steps and (scored or validation.pairs) else 0), scored
+
+
+def try_steps(plan: RunPlan) -> Trial:
+    """Takes the first steps of a run as one of its workers would, without exchange with others.
+
+    Args:
+        plan: of the run, without problems; its folder is only read.
+
+    Raises:
+        NonFiniteLossError: a loss of these steps is not finite.
+    """
+    transformers_logging.disable_progress_bar()
+    config = plan.config
+    device = _device(config.scaling, plan.folder)
+    set_up_torch(config, device)
+    parts = build_parts(plan, Communicator(deterministic=config.scaling.elastic_determinism), device)
+    skipping = config.model_copy(update={"on_nonfinite_loss": "skip", "max_skipped_steps": _MOST_STEPS})
+    scheduler = TaskScheduler(build_train_steps(replace(plan, config=skipping), parts.tasks, plan.total_steps))
+    seconds, tokens = list[float](), list[int]()
+    untimed = _COMPILING if device.type == "cuda" else 1  # they also allocate memory
+    while len(seconds) <= _MOST_STEPS and sum(seconds[untimed:]) < _SECONDS:
+        step = len(seconds)
+        began = time.perf_counter()
+        batch = {name: _batch(plan, name, parts.collators[name], step, device) for name in plan.tasks}
+        tokens.append(scheduler.take(batch, step + 1).num_tokens)
+        seconds.append(time.perf_counter() - began)
+        if device.type == "cpu" and seconds[0] > _SECONDS:
+            break
+    measured = seconds[untimed:] or seconds
+    scaling, workers, crowding = config.scaling, config.scaling.least_workers, 1.0
+    if device.type == "cpu" and not named_cluster(scaling.address)[1]:  # the workers share the CPUs of this machine
+        crowding = max(1.0, workers * scaling.cpus_per_worker / (os.cpu_count() or 1))
+    return Trial(
+        device=device.type,
+        num_steps=len(measured),
+        step_seconds=sorted(measured)[len(measured) // 2] * crowding,
+        step_tokens=workers * sum(tokens) / len(tokens),
+        validation_seconds=_validation_seconds(plan, parts, scheduler, device, _validations(plan)[1]),
+        memory_mib=peak_memory_mib(),
+    )
+
+
+def _device(scaling: ScalingConfig, run: Path) -> torch.device:
+    """The device that a run on this machine would choose."""
+    kind = kept_device(scaling, run)
+    if kind == "auto":
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= scaling.least_workers
+        kind = "cuda" if enough else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train --plan", ["this run trains on GPUs, and torch finds none here; plan it where one is"])
+    return torch.device(kind)
+
+
+def _batch(plan: RunPlan, name: str, collator: Collator, step: int, device: torch.device) -> RankBatch:
+    """The share of the first worker of a step of a task."""
+    order = plan.orders[name]
+    start, end = order.slice(0, plan.config.scaling.least_workers)
+    epochs, documents = order.documents(step, step + 1, start, end)
+    rows = fetched(plan.training_shards[name], documents, epochs, getattr(collator, "fetch", None)).combine_chunks()
+    return collated(collator, rows, epochs, start, order.canonical_documents).to(device)
+
+
+def _validation_seconds(
+    plan: RunPlan, parts: Parts, scheduler: TaskScheduler, device: torch.device, scored: int
+) -> float:
+    """Time of a validation of `scored` held-out rows, from one of at most 64, and of all judged pairs."""
+    few = max(2, min(scored, _SCORED))
+    fewer = plan.config.validation.model_copy(update={"max_documents": few})
+    half = parts.tasks[0].autocast if device.type == "cuda" else None  # as the training loop
+
+    def seconds(validation: ValidationConfig) -> float:
+        validator = build_validator(plan, parts, device, validation)
+        began = time.perf_counter()
+        if validator is not None:
+            with torch.autocast(device.type, half, enabled=half is not None):
+                validator.scores(scheduler.main.encoder)
+        return time.perf_counter() - began
+
+    if half is not None:
+        seconds(fewer)  # chooses kernels
+    rest = seconds(fewer.model_copy(update={"stsb": None, "sickr": None})) if scored > few else 0.0
+    return seconds(fewer) + rest * (scored / few - 1)

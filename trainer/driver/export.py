@@ -11,23 +11,21 @@ from declutr.common.bootstrap import compare
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import CheckpointError, DamagedError
 from declutr.common.storage import atomic_folder, hash_file, hash_json, put_back, set_aside, write_json, write_text
+from declutr.trainer.build import build_encoder, build_objective, load_tokenizer
 from declutr.trainer.checkpoints import checkpoint, ranking
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS, read_settings
-from declutr.trainer.checkpoints.state import RunState
+from declutr.trainer.checkpoints.state import EXPORT, SETTINGS, RunState, read_settings
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
 from declutr.trainer.driver.model_card import CARD, model_card, without_paths
-from declutr.trainer.driver.resolved import ResolvedRun
 from declutr.trainer.model.behind import steps_of, write_steps
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import max_span_tokens
 from declutr.trainer.model.load_report import silence
 from declutr.trainer.objectives.row_score import statistic_of
-from declutr.trainer.setup.build import build_encoder, build_objective, load_tokenizer
-from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.run import RunPlan
 
 
-def export(resolved: ResolvedRun) -> Path:
+def export(plan: RunPlan) -> Path:
     """Writes the run's folder `export` from its last or best checkpoint: weights, tokenizer, pooling, model card.
 
     An existing folder is kept if it was made from the same checkpoint and all of its files verify.
@@ -35,33 +33,34 @@ def export(resolved: ResolvedRun) -> Path:
     Raises:
         CheckpointError: no checkpoint of the run verifies.
     """
-    config, run = resolved.config, resolved.folder
+    config, run = plan.config, plan.folder
     target = run / EXPORT
     folder = run / CHECKPOINTS
-    source = _chosen(config, folder)
+    best = config.export == "best"
+    source = ranking.find_best(folder, config.validation.score) if best else checkpoint.find_latest(folder)
     if source is None:
         raise CheckpointError(f"{folder}: holds no whole checkpoint to export")
     path, state = source
     put_back(target)
-    if target.exists() and (_is_of(target, state) or _is_better(target, config, run, state)):
+    if target.exists() and (_is_of(target, state) or _is_better(target, plan, state)):
         return target
     if target.exists():
-        get_logger().info("%s was made from another checkpoint, or by an earlier version: exporting again", target)
+        get_logger().info("%s was made from another checkpoint: exporting again", target)
     for left in run.glob(f".{EXPORT}.*.tmp"):  # left by a killed export
         shutil.rmtree(left)
-    tokenizer, _ = load_tokenizer(resolved.data[""][0], resolved.manifest)
+    tokenizer, _ = load_tokenizer(plan.data[""][0], plan.manifest)
     encoder = build_encoder(config, tokenizer)
     load_parameters(path, encoder)
     with atomic_folder(target, replace=True) as aside:
         # a head that is neither pretrained nor trained by this run would look like a trained one
         write_encoder(encoder, tokenizer, aside, () if config.objective.mlm else encoder.load_report.head)
-        objective = build_objective(config, encoder, resolved.manifest)
+        objective = build_objective(plan.tasks[""], encoder, plan.manifest.short_documents)
         if layers := objective.exported():
             load_objective(path, objective)
-        verdict = verdict_of(config, state)
+        verdict = verdict_of(bool(config.validation.every_steps), config.seed, state)
         steps = [*steps_of(encoder.behind), *layers]
         write_steps(aside, steps)
-        write_text(aside / CARD, model_card(resolved, state, verdict["sentence"], bool(steps)))
+        write_text(aside / CARD, model_card(plan, state, verdict["sentence"], bool(steps)))
         settings = {
             "step": state.step,
             "verdict": verdict,
@@ -93,17 +92,15 @@ def _is_of(target: Path, state: RunState) -> bool:
         problems = [f"{name} is altered or truncated" for name in altered] + [f"{name} is missing" for name in missing]
         _keep(target, ", ".join(problems))
         return False
-    if without_paths(settings.config) != settings.config:
-        return False  # earlier versions wrote the folders of a user into it, and others may get it
     return settings.checkpoint == _identity(state)
 
 
-def _is_better(target: Path, config: TrainConfig, run: Path, state: RunState) -> bool:
+def _is_better(target: Path, plan: RunPlan, state: RunState) -> bool:
     """True if the folder has the best weights, whose checkpoint broke after the end of the run."""
-    if config.export != "best" or not target.exists():
+    if plan.config.export != "best" or not target.exists():
         return False
     step = read_settings(target).step
-    scores = ranking.history(run, config.validation.score, max(step, state.step))
+    scores = ranking.history(plan.folder, plan.config.validation.score, max(step, state.step))
     both = {number: scores[number] for number in (step, state.step) if number in scores}
     if len(both) < 2 or ranking.from_best(both)[0] != step:
         return False
@@ -126,13 +123,6 @@ def _files(folder: Path) -> set[str]:
     """Names of the files of an export, except the settings."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix() for path in paths} - {SETTINGS}
-
-
-def _chosen(config: TrainConfig, folder: Path) -> tuple[Path, RunState] | None:
-    """The checkpoint to export."""
-    if config.export == "last":
-        return checkpoint.find_latest(folder)
-    return ranking.find_best(folder, config.validation.score)
 
 
 def write_encoder(encoder: Encoder, tokenizer: Any, folder: Path, untrained: tuple[str, ...] = ()) -> None:
@@ -173,7 +163,7 @@ def sentence_transformers_files(size: int, max_tokens: int, pooling: str) -> dic
     }
 
 
-def verdict_of(config: TrainConfig, state: RunState) -> dict[str, Any]:
+def verdict_of(validates: bool, seed: int, state: RunState) -> dict[str, Any]:
     """The difference between the start of a run and a checkpoint, for the summary, the model card and the last line.
 
     Returns:
@@ -181,7 +171,7 @@ def verdict_of(config: TrainConfig, state: RunState) -> dict[str, Any]:
         None with too few rows) and `measurable`.
     """
     reported = state.reported
-    if not config.validation.every_steps:
+    if not validates:
         return {"sentence": "not validated (validation.every_steps = 0)"}
     if reported is None:
         return {"sentence": "no score of held-out rows tells whether it is better than at the start"}
@@ -191,7 +181,7 @@ def verdict_of(config: TrainConfig, state: RunState) -> dict[str, Any]:
     start, rows = np.asarray(reported.start), np.asarray(reported.rows)
     if start.shape != rows.shape:
         return {"sentence": "no verdict: other rows were validated at the start, so validation.data has changed"}
-    comparison = compare(start, rows, config.seed, statistic_of(start))
+    comparison = compare(start, rows, seed, statistic_of(start))
     return {
         "score": reported.score,
         "start": comparison.before,

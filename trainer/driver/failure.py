@@ -14,7 +14,7 @@ import ray.train
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from declutr.common.console.logs import get_logger
-from declutr.trainer.driver.summary import FAILURES, MOMENT
+from declutr.trainer.driver.continuation import FAILURES, MOMENT
 
 _NODE_SECONDS = 2.0
 _GONE = ": its node is gone"

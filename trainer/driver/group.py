@@ -22,7 +22,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from declutr.common.console.logs import get_logger
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.driver.device import Device
 from declutr.trainer.setup.scaling import ScalingConfig
 
 _BACKEND_SECONDS = 1800
@@ -33,25 +32,14 @@ _POLLS = 1000.0  # of all workers, a second: more would keep the process that po
 _ALLOCATOR = Path(ray.__file__).parent / "core" / "libjemalloc.so"
 
 
-def build_group(
-    scaling: ScalingConfig,
-    device: Device,
-    settings: dict[str, Any],
-    identity: dict[str, str],
-    run: Path,
-    channel: str,
-    marks: dict[str, float],
-) -> Any:
+def build_group(scaling: ScalingConfig, run: Path, settings: dict[str, Any]) -> Any:
     """The TorchTrainer of one start of a run; trainer/driver/supervisor.py restarts it.
 
     Args:
         scaling: settings of the workers' number.
-        device: of the run; GPUs that are missing are waited for.
-        settings: the configuration as JSON, with absolute paths, for the workers.
-        identity: of the resolved run.
         run: folder of the run.
-        channel: name of the control channel the workers write to.
-        marks: end times of the parts of the start so far (trainer/worker/heartbeat.py, Stopwatch).
+        settings: for the workers, as `train_loop` (trainer/worker/entry.py) takes them, but `checkpoints`. GPUs
+            that are missing for their `device` are waited for.
     """
     seconds = max(_POLL_SECONDS, scaling.most_workers / _POLLS)
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", f"{seconds:g}")
@@ -63,7 +51,7 @@ def build_group(
     needed = scaling.least_workers * scaling.cpus_per_worker + 1
     if resources.get("CPU", 0) < needed:
         get_logger().warning("the cluster has %g CPUs, this run needs %d: waiting", resources.get("CPU", 0), needed)
-    gpus, use_gpu = resources.get("GPU", 0), device == "cuda"
+    gpus, use_gpu = resources.get("GPU", 0), settings["device"] == "cuda"
     if use_gpu and gpus < scaling.least_workers:
         message = "this run trains on GPUs: the cluster has %g, it needs %d: waiting"
         get_logger().warning(message, gpus, scaling.least_workers)
@@ -74,14 +62,7 @@ def build_group(
     per_worker: dict[str, float] = {"CPU": scaling.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     return TorchTrainer(
         _train_loop,
-        train_loop_config={
-            "config": settings,
-            "identity": identity,
-            "device": device,
-            "channel": channel,
-            "marks": marks,
-            "checkpoints": str(run / CHECKPOINTS),
-        },
+        train_loop_config={**settings, "checkpoints": str(run / CHECKPOINTS)},
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.num_workers,
             use_gpu=use_gpu,
@@ -94,7 +75,7 @@ def build_group(
             storage_path=str(run),
             failure_config=ray.train.FailureConfig(max_failures=0),
             callbacks=_tune_callbacks(),
-            worker_runtime_env={"env_vars": {"LD_PRELOAD": str(_ALLOCATOR)}} if device == "cpu" else None,
+            worker_runtime_env={"env_vars": {"LD_PRELOAD": str(_ALLOCATOR)}} if not use_gpu else None,
         ),
     )
 

@@ -7,11 +7,11 @@ import torch
 
 from declutr.common.errors import RunStoppedError, TrainingFailedError
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.driver.device import Device
-from declutr.trainer.driver.signals import Signals
-from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.driver.continuation import Device
+from declutr.trainer.driver.supervisor import Signals
+from declutr.trainer.run import RunPlan
+from declutr.trainer.worker.channel import Stopwatch
 from declutr.trainer.worker.heartbeat import Heartbeat
-from declutr.trainer.worker.stopwatch import Stopwatch
 from declutr.trainer.worker.work import work
 
 
@@ -19,9 +19,7 @@ class LocalRun:
     """Takes the steps of a run here, where a supervisor would start a worker group.
 
     Args:
-        config: of the run, with absolute paths.
-        identity: of the resolved run.
-        steps: last step of the run.
+        plan: of the run.
         signals: signals to this process.
         marks: end times of the parts of this command's start.
         choose_device: returns the run's device, given the number of GPUs.
@@ -29,14 +27,12 @@ class LocalRun:
 
     def __init__(
         self,
-        config: TrainConfig,
-        identity: dict[str, str],
-        steps: int,
+        plan: RunPlan,
         signals: Signals,
         marks: dict[str, float],
         choose_device: Callable[[Mapping[str, float]], Device],
     ) -> None:
-        self._config, self._identity, self._steps, self._signals = config, identity, steps, signals
+        self._plan, self._signals = plan, signals
         self._stopwatch, self._choose_device = Stopwatch(marks), choose_device
         self._heartbeat = Heartbeat(0, 1)
 
@@ -56,25 +52,23 @@ class LocalRun:
         threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
         exact = torch.are_deterministic_algorithms_enabled()
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        self._heartbeat.follow(device)
         try:
-            outcome = work(
-                self._config, self._identity, device, self._heartbeat, self._stopwatch, lambda: self._signals.received
-            )
+            settings = self._plan.for_workers()
+            outcome = work(settings, device, self._heartbeat, self._stopwatch, lambda: self._signals.received)
         finally:  # what follows in this process, such as an evaluation, computes as in a new one
             torch.set_num_threads(threads)
             torch.set_float32_matmul_precision(precision)
             torch.use_deterministic_algorithms(exact, warn_only=warns)
         if outcome is None:
-            return self._steps
+            return self._plan.total_steps
         if outcome.get("given_up"):
             raise TrainingFailedError(
-                f"{outcome['given_up']}. Earlier checkpoints are in {self._config.run}/{CHECKPOINTS}"
+                f"{outcome['given_up']}. Earlier checkpoints are in {self._plan.config.run}/{CHECKPOINTS}"
             )
         if outcome.get("early"):
             return int(outcome["step"])
         raise RunStoppedError(
-            f"{self._config.run}: stopped at step {outcome['step']} of {self._steps} after {self._signals.received}; "
-            "the same command continues",
+            f"{self._plan.config.run}: stopped at step {outcome['step']} of {self._plan.total_steps} after "
+            f"{self._signals.received}; the same command continues",
             self._signals.status,
         )

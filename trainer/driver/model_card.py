@@ -12,11 +12,10 @@ from typing import Any
 from declutr.common.hub import looks_like_a_path
 from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import data_hash
-from declutr.trainer.checkpoints.exported import A_PATH
-from declutr.trainer.checkpoints.state import RunState
-from declutr.trainer.driver.resolved import ResolvedRun
+from declutr.trainer.checkpoints.state import A_PATH, RunState
 from declutr.trainer.metrics.config import SICKR, STSB
 from declutr.trainer.objectives.row_score import REPORTED
+from declutr.trainer.run import RunPlan
 
 CARD = "README.md"
 PLACE = "path/to/this/folder"
@@ -149,9 +148,9 @@ def _is_path(value: str) -> bool:
     return ("/" in value and looks_like_a_path(value)) or ("/" in value and Path(value).exists()) or "~" in value[:1]
 
 
-def model_card(run: ResolvedRun, state: RunState, verdict: str, layers: bool) -> str:
+def model_card(plan: RunPlan, state: RunState, verdict: str, layers: bool) -> str:
     """The card of a run's export; `verdict` is a sentence that compares it with the start of the run."""
-    config, manifest = run.config, run.manifest
+    config, manifest = plan.config, plan.manifest
     objective, kind, tokenizer = config.objective, manifest.content.kind, manifest.text_tokenizer
     rows = _ROWS.get(kind, kind)
     scores = "\n".join(f"| {name} | {value:.4f} |" for name, value in state.scores.items()) or "| not validated | |"
@@ -160,8 +159,8 @@ def model_card(run: ResolvedRun, state: RunState, verdict: str, layers: bool) ->
     sizes = _SIZES.format("/".join(map(str, objective.matryoshka.sizes))) if objective.matryoshka else ""
     last = [place.rstrip("/").rpartition("/")[2] for place in config.places]  # a card has no paths
     names = [f"corpus {number} ({name})" for number, name in enumerate(last, 1)]
-    corpora = "".join(f"\n- {line}" for line in run.corpus_lines(state.step, names)) if run.plan.sizes else ""
-    part = "" if config.part is None else f"{run.training_shards[''].num_documents} of "
+    corpora = "".join(f"\n- {line}" for line in plan.corpus_lines(state.step, names)) if len(names) > 1 else ""
+    part = "" if config.data_fraction == 1 else f"{plan.training_shards[''].num_documents} of "
     judged = {STSB: "STS-B", SICKR: "SICK-R"}
     sts = "".join(
         f" {score}: Spearman correlation on {source}'s development set, in percent."
@@ -173,7 +172,7 @@ def model_card(run: ResolvedRun, state: RunState, verdict: str, layers: bool) ->
         base=config.encoder.pretrained,
         method=f"""{scratch}Pooling: {config.encoder.pooling}. Dimensions and longest input: see `config.json`.
 Trained for {state.step} steps of {config.batch_documents} {rows} ({state.documents} {rows} read), {objective.learns}.
-{dropped}{"".join(_task_lines(run))}{sizes}""",
+{dropped}{"".join(_task_lines(plan))}{sizes}""",
         scores=f"""{objective.scored}{sts} One half of the held-out rows chooses; `{REPORTED}` marks the other half.
 
 Result on that other half: {verdict}.
@@ -191,12 +190,12 @@ settings hash `{state.config_hash}`.{corpora}""",
     ).text()
 
 
-def _task_lines(run: ResolvedRun) -> Iterator[str]:
+def _task_lines(plan: RunPlan) -> Iterator[str]:
     """A sentence for each auxiliary task: its method, data and parts that are not exported."""
-    config = run.config
+    config = plan.config
     update = "in the same update" if config.task_schedule == "joint" else "in updates of its own before each step"
     for name, task in config.auxiliary_tasks.items():
-        manifest = run.manifests[name]
+        manifest = plan.manifests[name]
         kind, objective = manifest.content.kind, task.objective
         parts = [*objective.dropped, *(["the embeddings of its patches"] if kind in MEDIA_KINDS else [])]
         yield (

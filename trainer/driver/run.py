@@ -5,13 +5,12 @@ import shutil
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from declutr.common.config import config_yaml
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import CheckpointError
 from declutr.common.lock import RunLock, StoreLock
-from declutr.common.paths import expand
 from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
@@ -19,43 +18,38 @@ from declutr.common.stores.retry import RetryPolicy
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.checkpoints.exported import EXPORT, read_settings
 from declutr.trainer.checkpoints.ranking import BestScore, history
+from declutr.trainer.checkpoints.state import EXPORT, read_settings
 from declutr.trainer.checkpoints.store import RunStore, store_of
 from declutr.trainer.driver.checks import (
+    corpora_remarks,
     load_problems,
-    other_checkpoints,
     ray_problems,
     refuse,
-    refuse_lost_steps,
     resolve,
+    validation_remarks,
 )
-from declutr.trainer.driver.device import DEVICE, choose_device
-from declutr.trainer.driver.remarks import corpora_remarks, validation_remarks
-from declutr.trainer.driver.resolved import ResolvedRun
-from declutr.trainer.driver.signals import Signals
-from declutr.trainer.driver.summary import (
+from declutr.trainer.driver.continuation import (
+    DEVICE,
     FAILURES,
     SECONDS,
     SUMMARY,
     add_seconds,
+    choose_device,
     ended_early,
     first_and_last_scores,
+    other_checkpoints,
     read_seconds,
+    refuse_lost_steps,
 )
-from declutr.trainer.driver.supervisor import Supervisor
+from declutr.trainer.driver.supervisor import Signals, Supervisor
 from declutr.trainer.driver.watchdog import oversubscribed
 from declutr.trainer.metrics.progress import ProgressBar
-from declutr.trainer.model.config import EncoderConfig, FrontendConfig
-from declutr.trainer.setup.cache import run_folder
+from declutr.trainer.run import RESUME_SETTINGS, RunPlan, run_folder
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.corpora import Corpus
-from declutr.trainer.setup.geometry import RESUME_SETTINGS
 
 if TYPE_CHECKING:
     from declutr.trainer.driver.local import LocalRun
-
-Model = TypeVar("Model", EncoderConfig, FrontendConfig)
 
 _FILES = ("config.yaml", RESUME_SETTINGS, DEVICE, SECONDS, FAILURES, SUMMARY)  # written by the driver of a run
 
@@ -64,7 +58,7 @@ def run_training(
     config: TrainConfig,
     started: float | None = None,
     wait_for_ray: Callable[[], None] | None = None,
-    resolved: ResolvedRun | None = None,
+    plan: RunPlan | None = None,
 ) -> dict[str, Any]:
     """Trains to the last step, continuing from the run folder's newest checkpoint, and exports the encoder.
 
@@ -72,7 +66,7 @@ def run_training(
         config: of the run.
         started: start time of the command (Unix time), for the log of its start; None: called from Python.
         wait_for_ray: waits until a Ray that is starting in a thread is ready.
-        resolved: `resolve(config)`, if the caller has it.
+        plan: `resolve(config)`, if the caller has it.
 
     Returns:
         The run's summary, as written to `summary.json`: final and initial scores, the last step and the reason it was
@@ -90,11 +84,11 @@ def run_training(
     with contextlib.ExitStack() as stack:
         if is_remote(config.run):  # the checks need the run's files on this host
             _lock_and_fetch(config, signals, stack)
-        resolved = resolved or resolve(config)
-        before, after = config.spans.model_dump(), resolved.config.spans.model_dump()
+        plan = plan or resolve(config)
+        before, after = config.spans.model_dump(), plan.config.spans.model_dump()
         if changed := [f"spans.{key} = {value}" for key, value in after.items() if value != before[key]]:
             get_logger().info("%s: taken from the shards or the started run", ", ".join(changed))
-        refuse([*load_problems(resolved), *ray_problems(resolved.config, resolved.folder, wait_for_ray is not None)])
+        refuse([*load_problems(plan), *ray_problems(config.scaling, plan.folder, wait_for_ray is not None)])
         marks["checks"] = time.time()
         if wait_for_ray:
             import ray.train.torch  # noqa: F401 - loads torch while Ray starts
@@ -103,8 +97,8 @@ def run_training(
         stack.enter_context(signals)
         if not is_remote(config.run):
             _lock_and_fetch(config, signals, stack)
-            refuse(other_checkpoints(resolved.config, resolved.folder))  # of a command that has ended since the checks
-        return _train(resolved, signals, marks)
+            refuse(other_checkpoints(plan))  # of a command that has ended since the checks
+        return _train(plan, signals, marks)
 
 
 def _lock_and_fetch(config: TrainConfig, signals: Signals, stack: contextlib.ExitStack) -> None:
@@ -121,8 +115,8 @@ def _lock_and_fetch(config: TrainConfig, signals: Signals, stack: contextlib.Exi
         store.fetch(_FILES)
 
 
-def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> dict[str, Any]:
-    config, run = resolved.config, resolved.folder
+def _train(plan: RunPlan, signals: Signals, marks: dict[str, float]) -> dict[str, Any]:
+    config, run = plan.config, plan.folder
     store = store_of(config.run, run)
     latest = checkpoint.find_latest(run / CHECKPOINTS)
     done = 0 if latest is None else latest[1].step
@@ -132,8 +126,8 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
     # readers of the run open no address that it names
     if is_remote(config.places[0]):
         with atomic_folder(run / TOKENIZER, replace=True) as aside:
-            shutil.copytree(resolved.data[""][0] / TOKENIZER, aside, dirs_exist_ok=True)
-    steps = config.total_steps(resolved.plan)
+            shutil.copytree(plan.data[""][0] / TOKENIZER, aside, dirs_exist_ok=True)
+    steps = plan.total_steps
     if latest is not None and done > steps:
         raise CheckpointError(f"{latest[0]}: step {done} is beyond the run's last step {steps}; delete this checkpoint")
     early = ended_early(run, config.validation.patience, done) if done < steps else None
@@ -150,16 +144,16 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
             store.send(*_FILES)
             if (run / TOKENIZER).is_dir():
                 store.send_folder(TOKENIZER)
-        remarks = [*validation_remarks(resolved, steps), *corpora_remarks(resolved, steps)]
+        remarks = [*validation_remarks(plan, steps), *corpora_remarks(plan, steps)]
         for sentence in filter(None, [oversubscribed(config.scaling), *remarks]):
             get_logger().warning("%s", sentence)
         began = time.monotonic()
-        workers = _workers(resolved, steps, signals, marks, store)
+        workers = _workers(plan, signals, marks, store)
         try:
-            rows = "docs" if resolved.manifest.noun == "documents" else "rows"
+            rows = "docs" if plan.manifest.noun == "documents" else "rows"
             terms = [
                 f"{name}_{term}" if name else term
-                for name, task in config.tasks().items()
+                for name, task in plan.tasks.items()
                 for term in task.objective.metrics
             ]
             with ProgressBar(lambda: workers.line, steps, terms, rows, done):
@@ -185,7 +179,7 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
         store.fetch_best(config.validation.score)
     from declutr.trainer.driver.export import export  # loads torch and transformers, which no start waits for
 
-    folder = export(resolved)
+    folder = export(plan)
     exported = read_settings(folder)
     summary = {
         "run": config.run,
@@ -205,47 +199,12 @@ def _train(resolved: ResolvedRun, signals: Signals, marks: dict[str, float]) -> 
 
 
 def _workers(
-    resolved: ResolvedRun, steps: int, signals: Signals, marks: dict[str, float], store: RunStore | None
+    plan: RunPlan, signals: Signals, marks: dict[str, float], store: RunStore | None
 ) -> "Supervisor | LocalRun":
     """The supervisor of the run's worker group; without Ray, the run in this process."""
-    config, run = resolved.config, resolved.folder
-    settings, device = with_absolute_paths(config), partial(choose_device, config.scaling, run, store)
-    if config.scaling.local:
+    arguments = plan, signals, marks, partial(choose_device, plan.config.scaling, plan.folder, store)
+    if plan.config.scaling.local:
         from declutr.trainer.driver.local import LocalRun  # loads torch, which a driver of a group does not need
 
-        return LocalRun(settings, resolved.identity, steps, signals, marks, device)
-    arguments = settings.model_dump(mode="json"), resolved.identity, run
-    return Supervisor(config.scaling, *arguments, steps, signals, marks, device)
-
-
-def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """The configuration with absolute paths, because each worker has a different working directory."""
-    update: dict[str, Any] = {"run": _absolute(config.run), "data": _absolute_data(config.data)}
-    update["encoder"] = _with_absolute_model(config.encoder)
-    places = {key: _absolute(getattr(config.validation, key)) for key in ("data", "stsb", "sickr")}
-    update["validation"] = config.validation.model_copy(update=places)
-    update["auxiliary_tasks"] = {
-        name: task.model_copy(
-            update={"data": _absolute_data(task.data), "frontend": _with_absolute_model(task.frontend)}
-        )
-        for name, task in config.auxiliary_tasks.items()
-    }
-    return config.model_copy(update=update)
-
-
-def _absolute(place: str | None) -> str | None:
-    return place if place is None or is_remote(place) else str(expand(place).absolute())
-
-
-def _absolute_data(data: str | list[Corpus]) -> str | list[Corpus]:
-    if isinstance(data, str):
-        return str(_absolute(data))
-    return [corpus.model_copy(update={"path": _absolute(corpus.path)}) for corpus in data]
-
-
-def _with_absolute_model(settings: Model) -> Model:
-    """Settings whose `pretrained` names a model; the name of a folder becomes absolute."""
-    pretrained = settings.pretrained
-    if pretrained is None or not expand(pretrained).is_dir():
-        return settings
-    return settings.model_copy(update={"pretrained": _absolute(pretrained)})
+        return LocalRun(*arguments)
+    return Supervisor(*arguments)

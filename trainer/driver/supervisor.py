@@ -5,11 +5,12 @@ drained. So one policy covers every failure: of a worker, its node, the coordina
 """
 
 import secrets
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,16 +20,13 @@ from declutr.common.errors import ConfigError, RunStoppedError, TrainingFailedEr
 from declutr.common.session import start_ray
 from declutr.common.stores.address import child
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.driver.device import Device
+from declutr.trainer.driver.continuation import FAILURES, Device
 from declutr.trainer.driver.failure import GroupFailure, blame_memory, blame_nodes, describe, oom_kills
 from declutr.trainer.driver.group import Fit, build_group, kill_worker
-from declutr.trainer.driver.signals import Signals
-from declutr.trainer.driver.summary import FAILURES
 from declutr.trainer.driver.watchdog import Hang, Waiting, Watchdog
 from declutr.trainer.metrics.metrics import METRICS, read_last_step
-from declutr.trainer.setup.scaling import ScalingConfig
-from declutr.trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel
-from declutr.trainer.worker.stopwatch import Stopwatch, describe_start
+from declutr.trainer.run import RunPlan
+from declutr.trainer.worker.channel import EVERY_SECONDS, ChannelReader, ControlChannel, Stopwatch, describe_start
 
 _MOST_PAUSE_SECONDS = 60.0
 _HEAD_SECONDS = 60.0  # a restarted head needs this long
@@ -36,12 +34,78 @@ _END_SECONDS = 10.0  # for the group's thread to notice that Ray was shut down
 _LOST_SECONDS = 20.0  # Ray kills a process that has not reached its head for 60 s
 
 
+# SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C to the driver: the first requests a stop with a save, a later one exits at
+# once. A closed terminal or connection sends SIGHUP. One that is ignored, as under `nohup`, stays ignored. Batch
+# systems announce the end of a job with SIGUSR1.
+
+_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_SAME_SECONDS = 1.0
+"""Signals within this time are one request: `timeout` sends SIGTERM twice, a closing terminal and its shell SIGHUP."""
+
+
+class Signals:
+    """Records signals while its block runs, in the main thread only.
+
+    Args:
+        clock: seconds of a monotonic clock.
+
+    Attributes:
+        received: name of the first signal, or another reason to stop.
+        status: exit status for this reason.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.received: str | None = None
+        self.status = 1
+        self._clock = clock
+        self._first_at: float | None = None
+        self._last: str | None = None
+        self._requested = threading.Event()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.getsignal(number) for number in _NUMBERS}
+            if self._before[signal.SIGHUP] == signal.SIG_IGN:
+                del self._before[signal.SIGHUP]
+            for number in self._before:
+                signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._last:  # not logged by the handler, which may have interrupted a write to the same stream
+            message = "%s after %s: stopping at once, without saving; the same command continues after the last save"
+            get_logger().warning(message, self._last, self.received)
+
+    def request_stop(self, reason: str) -> None:
+        """Requests a stop as a signal does."""
+        if self.received is None:
+            self.received = reason
+            self._requested.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Pauses at most this many seconds; True as soon as a stop is requested."""
+        return self._requested.wait(seconds)
+
+    def _take(self, number: int, frame: Any) -> None:  # noqa: ARG002 - the signature of a handler
+        now, name = self._clock(), signal.Signals(number).name
+        if self._first_at is not None and now - self._first_at < _SAME_SECONDS:
+            return
+        self.status = 128 + number
+        if self.received is not None:
+            self._last = name
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(self.status)
+        self._first_at = now
+        self.request_stop(name)
+
+
 class Supervisor:
     """Runs the worker group from the run's latest checkpoint to its last step.
 
-    `settings` are the whole configuration as JSON, with absolute paths, for the workers; `identity` is that of the
-    resolved run. `marks` are the end times of the parts of this command's start, for the Stopwatch.
-    `choose_device` returns the run's device.
+    `marks` are the end times of the parts of this command's start, for the Stopwatch. `choose_device` returns the run's
+    device, given Ray's resources.
 
     Attributes:
         line: the newest step's line of metrics; None before the first.
@@ -49,17 +113,14 @@ class Supervisor:
 
     def __init__(
         self,
-        scaling: ScalingConfig,
-        settings: dict[str, Any],
-        identity: dict[str, str],
-        run: Path,
-        steps: int,
+        plan: RunPlan,
         signals: Signals,
         marks: dict[str, float],
         choose_device: Callable[[Mapping[str, float]], Device],
     ) -> None:
-        self.scaling, self.run, self.steps, self.signals = scaling, run, steps, signals
-        self._settings, self._identity, self._name = settings, identity, str(settings["run"])
+        self.scaling, self.run, self.steps, self.signals = plan.config.scaling, plan.folder, plan.total_steps, signals
+        self._settings = plan.for_workers()
+        self._name = str(self._settings["config"]["run"])
         self._checkpoints = child(self._name, CHECKPOINTS)
         self.restarts = 0
         self.line: dict[str, Any] | None = None
@@ -67,7 +128,7 @@ class Supervisor:
         self._num_read: dict[tuple[str, int], int] = {}
         self._logged: set[tuple[str, str]] = set()
         self._streak: tuple[tuple[str, int], int] = (("", -1), 0)
-        self._watchdog = Watchdog(scaling.watchdog_timeout_seconds)
+        self._watchdog = Watchdog(self.scaling.watchdog_timeout_seconds)
         self._hang: Hang | None = None
         self._notices = ""
         self._stopwatch = Stopwatch(marks)
@@ -115,15 +176,11 @@ class Supervisor:
                 why, account = error.problems[0], str(error)
             return GroupFailure(f"Ray did not start: {why}", "ray", account, lost=True)
         self._stopwatch.mark("ray")
-        resources = ray.cluster_resources()
-        device = self._choose_device(resources)
-        self._waiting = Waiting(self.scaling, device, resources, time.monotonic())
+        device = self._choose_device(ray.cluster_resources())
+        self._waiting = Waiting(self.scaling.least_workers, time.monotonic())
         channel = ControlChannel(secrets.token_hex(8))
-        fit = Fit(
-            build_group(
-                self.scaling, device, self._settings, self._identity, self.run, channel.name, self._stopwatch.marks
-            )
-        )
+        settings = {**self._settings, "device": device, "channel": channel.name, "marks": self._stopwatch.marks}
+        fit = Fit(build_group(self.scaling, self.run, settings))
         reader = ChannelReader(channel)
         fit.start()
         try:
@@ -142,7 +199,7 @@ class Supervisor:
             raise self._stopped(None)
         failure = blame_nodes(describe(fit.error), reader.heartbeats)
         if self._hang:
-            failure = GroupFailure(str(self._hang), "hang", "\n".join([*self._hang.flight, failure.account]))
+            failure = GroupFailure(str(self._hang), "hang", failure.account)
         elif self._notices:
             failure = replace(failure, summary=f"{failure.summary}, after {self._notices}")
         if failure.lost:

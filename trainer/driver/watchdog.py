@@ -1,12 +1,12 @@
 """Finds slow starts and hanging workers from heartbeats. It uses neither Ray nor a clock."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from declutr.common.cluster import named_cluster
-from declutr.trainer.driver.device import Device
 from declutr.trainer.setup.scaling import ScalingConfig
 
 Snapshot = dict[str, Any]
@@ -28,14 +28,12 @@ class Hang:
         silent_seconds: time since it wrote a heartbeat.
         still_seconds: time since the group made progress.
         waiting: end of the message, on the other workers.
-        flight: the newest exchanges of each worker that could still report them, one line each.
     """
 
     heartbeat: Snapshot
     silent_seconds: float
     still_seconds: float
     waiting: str
-    flight: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         heartbeat = self.heartbeat
@@ -107,53 +105,33 @@ class Watchdog:
             waiting = f"; all {len(current)} workers wait in the same exchange, none is missing"
         else:
             waiting = f"; the others wait in {' and '.join(phases)}" if phases else ""
-        flight = [
-            f"worker {rank}: exchange {line}"
-            for rank, (p, _) in sorted(current.items())
-            for line in p.get("flight", [])
-        ]
-        return Hang(current[worst][0], silent[worst], still, waiting, tuple(flight))
+        return Hang(current[worst][0], silent[worst], still, waiting)
 
 
 class Waiting:
     """Reports what a start waits for: after ten seconds, at each change, and once a minute.
 
-    `device` is that of the run; `resources` are the CPUs and GPUs of Ray's session, by name; `began` is in seconds of
-    the clock of `look`.
+    `workers` is the least number of workers; `began` is in seconds of the clock of `look`.
     """
 
-    def __init__(self, scaling: ScalingConfig, device: Device, resources: Mapping[str, float], began: float) -> None:
-        self._scaling, self._device, self._resources, self._began = scaling, device, resources, began
+    def __init__(self, workers: int, began: float) -> None:
+        self._workers, self._began = workers, began
         self._sentence, self._sentence_at = "", began
         self._over = False
 
-    def look(self, heartbeats: Sequence[dict[str, Any]], now: float) -> str | None:
+    def look(self, heartbeats: Sequence[Snapshot], now: float) -> str | None:
         """A message to log now, or None, from the newest heartbeats of this start's workers; `now` is in seconds."""
         self._over = self._over or any(heartbeat["steps"] for heartbeat in heartbeats)
         if self._over or now - self._began < FIRST_SECONDS:
             return None
-        sentence = self._of_workers(heartbeats) if heartbeats else self._of_room()
+        counts = Counter(heartbeat["phase"] for heartbeat in heartbeats)
+        doing = ", ".join(f"{number} {_WORDS.get(phase, phase)}" for phase, number in sorted(counts.items()))
+        size = max((heartbeat["size"] for heartbeat in heartbeats), default=self._workers)
+        sentence = f"{len(heartbeats)} of {size} workers have started{f' ({doing})' if doing else ''}"
         if sentence == self._sentence and now - self._sentence_at < _AGAIN_SECONDS:
             return None
         self._sentence, self._sentence_at = sentence, now
         return f"no step yet after {now - self._began:.0f} s: {sentence}"
-
-    def _of_room(self) -> str:
-        scaling, resources = self._scaling, self._resources
-        cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
-        needed = f"{scaling.cpus_per_worker} CPU(s)" + (" and a GPU" if self._device == "cuda" else "")
-        return (
-            f"none of {scaling.least_workers} workers has started; each needs {needed}, and Ray has {cpus:g} CPUs and "
-            f"{gpus:g} GPUs in total"
-        )
-
-    def _of_workers(self, heartbeats: Sequence[dict[str, Any]]) -> str:
-        counts: dict[str, int] = {}
-        for heartbeat in heartbeats:
-            counts[heartbeat["phase"]] = counts.get(heartbeat["phase"], 0) + 1
-        size = max(heartbeat["size"] for heartbeat in heartbeats)
-        doing = ", ".join(f"{number} {_WORDS.get(phase, phase)}" for phase, number in sorted(counts.items()))
-        return f"{len(heartbeats)} of {size} workers have started ({doing})"
 
 
 def oversubscribed(scaling: ScalingConfig) -> str | None:

@@ -1,7 +1,8 @@
 """The configuration of a training run, composed of sections that are defined next to the code they configure."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
@@ -10,18 +11,16 @@ from declutr.common.config import Strict
 from declutr.common.storage import hash_json
 from declutr.common.suggestions import suggest
 from declutr.pipeline.shards.windows import ShortDocuments
-from declutr.trainer.checkpoints.config import CheckpointConfig
+from declutr.trainer.checkpoints.state import CheckpointConfig
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.metrics.config import MetricsConfig, ValidationConfig
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
 from declutr.trainer.objectives.config import RunContext, SpanConfig
 from declutr.trainer.objectives.registry import DEFAULT, AnyObjectiveConfig
-from declutr.trainer.setup.corpora import Data, places_of, shares_of
+from declutr.trainer.setup.corpora import Corpus, Data, places_of, shares_of
 from declutr.trainer.setup.scaling import ScalingConfig
 from declutr.trainer.step.config import OptimConfig
 
-_FOLLOWED = "followed"
-"""The score of another process, which earlier versions had; also what they stored for an objective without scores."""
 _UNITS = 16  # canonical microbatches of a batch: enough for several workers, few enough to be efficient
 
 
@@ -39,6 +38,73 @@ class AuxiliaryTaskConfig(Strict):
     optim: OptimConfig | None = None
     """Its own optimizer, with `task_schedule: alternating`; null: one like the run's `optim`."""
     frontend: FrontendConfig = FrontendConfig()
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """A task of a run; the main task has the name "".
+
+    Attributes:
+        name: of the task.
+        data: its corpora, as the setting `data`.
+        part: share of its documents that the run reads, and the seed that chooses them; None for all.
+        objective: what it trains.
+        spans: lengths and numbers of its spans.
+        optim: of its own updates, if it has any.
+        batch_documents: its rows in a step over all workers.
+        canonical_documents: documents of a canonical microbatch; None without `scaling.elastic_determinism`.
+        seed: of its weights, order, spans and masks; tasks with the same data differ.
+        weight: factor of its loss.
+        frontend: of images and sounds; None for the main task.
+    """
+
+    name: str
+    data: str | list[Corpus]
+    part: tuple[float, int] | None
+    objective: AnyObjectiveConfig
+    spans: SpanConfig
+    optim: OptimConfig
+    batch_documents: int
+    canonical_documents: int | None
+    seed: int
+    weight: float = 1.0
+    frontend: FrontendConfig | None = None
+
+    @property
+    def prefix(self) -> str:
+        """Beginning of the keys of its settings."""
+        return f"auxiliary_tasks.{self.name}." if self.name else ""
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Folders or addresses of its corpora."""
+        return places_of(self.data)
+
+    @property
+    def keyed_places(self) -> dict[str, str]:
+        """The same by the settings that name them."""
+        if isinstance(self.data, str):
+            return {f"{self.prefix}data": self.data}
+        return {f"{self.prefix}data.{number}.path": place for number, place in enumerate(self.places)}
+
+    @property
+    def num_canonical(self) -> int:
+        """Canonical microbatches of a batch; 0 without `scaling.elastic_determinism`."""
+        return 0 if self.canonical_documents is None else -(-self.batch_documents // self.canonical_documents)
+
+    def context(self, short_documents: ShortDocuments) -> RunContext:
+        """The part of the run that its objective may depend on.
+
+        Args:
+            short_documents: treatment of short documents, from the shards' manifest.
+        """
+        return RunContext(self.seed, self.spans, self.batch_documents, short_documents, self.frontend)
+
+    def plan(self, sizes: Sequence[int]) -> Plan:
+        """The order of its rows; `sizes` has the training documents of each corpus."""
+        several = () if len(sizes) == 1 else tuple(sizes)
+        settings = (self.batch_documents, self.canonical_documents, several, shares_of(self.data))
+        return Plan(self.seed, sum(sizes), *settings)
 
 
 class TrainConfig(Strict):
@@ -96,7 +162,6 @@ class TrainConfig(Strict):
     export: Literal["last", "best"] = "last"
     """Checkpoint to export. last: the last. best: the best by `validation.score`."""
 
-    _frontend: FrontendConfig | None = PrivateAttr(default=None)  # of an auxiliary task
     _contents: dict[str, str] = PrivateAttr(default_factory=dict)  # hash of what `validation` names, by setting
 
     @field_validator("validation")
@@ -105,31 +170,12 @@ class TrainConfig(Strict):
         """Refuses a score that the objective does not have. Errors of other settings do not hide this one."""
         if "objective" in info.data:  # absent if it has errors
             scores = (*validation.pairs, *info.data["objective"].scores)
-            if validation.score == _FOLLOWED and not scores:
-                return validation.model_copy(update={"score": ""})
-            if validation.score == _FOLLOWED:
-                raise ValueError(
-                    "score = followed: no process scores a run alongside it any more; remove it, and score the "
-                    "checkpoints with `declutr evaluate RUN`, or choose by sentences with validation.stsb"
-                )
             if validation.score and validation.score not in scores:
                 options, hint = ", ".join(scores), suggest(validation.score, scores)
                 raise ValueError(
                     f"score = {validation.score!r}: must be {f'one of {options}' if scores else 'empty'}{hint}"
                 )
         return validation
-
-    @classmethod
-    def stored(cls, values: Any) -> "TrainConfig":
-        """The configuration in the `config.yaml` of a run, without what earlier versions had and this one has not.
-
-        Raises:
-            ValidationError: these are no settings of a run.
-        """
-        validation = values.get("validation") if isinstance(values, Mapping) else None
-        if isinstance(validation, Mapping) and validation.get("score") == _FOLLOWED:
-            values = {**values, "validation": {**validation, "score": ""}}
-        return cls.model_validate(values)
 
     @model_validator(mode="after")
     def _complete_score(self) -> "TrainConfig":
@@ -165,9 +211,10 @@ class TrainConfig(Strict):
                 "scaling.fsdp = True needs a fixed microbatch_tokens, not auto: a worker that runs out of "
                 "memory inside a layer would leave the others waiting there; set a number of tokens, or null"
             )
-        if self.canonical_documents is not None:
+        main = self.main
+        if main.canonical_documents is not None:
             auto, compiled = self.microbatch_tokens == "auto", bool(self.encoder.compile)
-            problems += self.scaling.determinism_problems(self.num_canonical, self.canonical_documents, auto, compiled)
+            problems += self.scaling.determinism_problems(main.num_canonical, main.canonical_documents, auto, compiled)
         if self.validation.pairs and not self.validation.every_steps:
             key = "stsb" if self.validation.stsb else "sickr"
             problems.append(
@@ -183,16 +230,43 @@ class TrainConfig(Strict):
         return self.export == "best" or self.validation.patience is not None
 
     @property
-    def canonical_documents(self) -> int | None:
-        """Documents of a canonical microbatch; None without `scaling.elastic_determinism`."""
+    def main(self) -> TaskSettings:
+        """The main task."""
+        return TaskSettings(
+            name="",
+            data=self.data,
+            part=None if self.data_fraction == 1 else (self.data_fraction, self.seed),
+            objective=self.objective,
+            spans=self.spans,
+            optim=self.optim,
+            batch_documents=self.batch_documents,
+            canonical_documents=self._canonical(self.batch_documents),
+            seed=self.seed,
+        )
+
+    def tasks(self) -> dict[str, TaskSettings]:
+        """The main task, named "", and the additional ones by name, so that their order in a file has no effect."""
+        return {"": self.main} | {
+            name: TaskSettings(
+                name=name,
+                data=task.data,
+                part=None,
+                objective=task.objective,
+                spans=task.spans,
+                optim=task.optim or self.optim,
+                batch_documents=task.batch_documents,
+                canonical_documents=self._canonical(task.batch_documents),
+                seed=seeding.torch_seed(self.seed, "branch", name),
+                weight=task.weight,
+                frontend=task.frontend,
+            )
+            for name, task in sorted(self.auxiliary_tasks.items())
+        }
+
+    def _canonical(self, batch_documents: int) -> int | None:
         if not self.scaling.elastic_determinism:
             return None
-        return self.scaling.deterministic_chunk_documents or -(-self.batch_documents // _UNITS)
-
-    @property
-    def num_canonical(self) -> int:
-        """Canonical microbatches of a batch; 0 without `scaling.elastic_determinism`."""
-        return 0 if self.canonical_documents is None else -(-self.batch_documents // self.canonical_documents)
+        return self.scaling.deterministic_chunk_documents or -(-batch_documents // _UNITS)
 
     def _best_problems(self) -> list[str]:
         """Reasons why no best checkpoint can be chosen, which `export: best` and patience need."""
@@ -209,58 +283,14 @@ class TrainConfig(Strict):
             problems.append(f"{needing} needs validation.every_steps above 0")
         return problems
 
-    def context(self, short_documents: ShortDocuments) -> RunContext:
-        """The part of the run that its objective may depend on.
-
-        Args:
-            short_documents: treatment of short documents, from the shards' manifest.
-        """
-        return RunContext(self.seed, self.spans, self.batch_documents, short_documents, self._frontend)
-
     @property
     def places(self) -> tuple[str, ...]:
         """Folders or addresses of the main task's corpora."""
         return places_of(self.data)
 
-    def plan(self, sizes: Sequence[int]) -> Plan:
-        """The order of the main task's rows; `sizes` has the training documents of each corpus."""
-        several = () if len(sizes) == 1 else tuple(sizes)
-        settings = (self.batch_documents, self.canonical_documents, several, shares_of(self.data))
-        return Plan(self.seed, sum(sizes), *settings)
-
-    @property
-    def part(self) -> tuple[float, int] | None:
-        """The part of the documents that the run reads; None for all."""
-        return None if self.data_fraction == 1 else (self.data_fraction, self.seed)
-
-    def total_steps(self, plan: Plan) -> int:
-        """Optimizer steps of the whole run."""
-        return self.steps if self.steps is not None else plan.steps_in(self.epochs or 1.0)
-
-    def of_task(self, name: str) -> "TrainConfig":
-        """The configuration of an auxiliary task, as that of a run whose main task it is.
-
-        Its seed is drawn from the run's, so that tasks with the same data differ.
-        """
-        task = self.auxiliary_tasks[name]
-        values: dict[str, object] = {
-            "data": task.data,
-            "data_fraction": 1.0,
-            "objective": task.objective,
-            "spans": task.spans,
-            "batch_documents": task.batch_documents,
-            "optim": task.optim or self.optim,
-            "seed": seeding.torch_seed(self.seed, "branch", name),
-            "auxiliary_tasks": {},
-            "task_schedule": "joint",
-        }
-        config = self.model_copy(update=values)
-        config._frontend = task.frontend
-        return config
-
-    def tasks(self) -> dict[str, "TrainConfig"]:
-        """The main task, named "", and the additional ones by name, so that their order in a file has no effect."""
-        return {"": self, **{name: self.of_task(name) for name in sorted(self.auxiliary_tasks)}}
+    def total_steps(self, order: Plan) -> int:
+        """Optimizer steps of the whole run; `order` is that of the main task."""
+        return self.steps if self.steps is not None else order.steps_in(self.epochs or 1.0)
 
     @property
     def contents(self) -> dict[str, str]:
@@ -291,7 +321,7 @@ class TrainConfig(Strict):
             if len(task.places) > 1:
                 values["data.weight"] = list(shares_of(task.data))
         validation: dict[str, object] = settings["validation"]
-        validation["score"] = validation["score"] or _FOLLOWED  # runs without a score were stored so
+        validation["score"] = validation["score"] or "followed"  # part of the hash of every run without a score
         validation.update(self._contents)
         return settings
 

@@ -10,17 +10,14 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import ray
 import torch
 from ray.train.torch import TorchConfig
 
 from declutr.common.cluster import use_network_of
-from declutr.trainer.torch_private import flight_recorders
 
 _signalled: list[str] = []  # signals to this process, which runs one training at a time
 _missing: list[str] = []  # why the group has no GPUs
-_KEPT = 256  # exchanges, of which each takes about a kilobyte
 
 
 def signalled() -> str | None:
@@ -66,7 +63,6 @@ def _prepare() -> None:
     # batches have different lengths, whose blocks would not fit into each other
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    record_exchanges()
     use_network_of(ray.util.get_node_ip_address())
 
 
@@ -95,38 +91,3 @@ def listen() -> None:
         _signalled.append(signal.Signals(number).name)
 
     signal.signal(signal.SIGTERM, take_notice)
-
-
-class _Exchange(msgspec.Struct, frozen=True):
-    """The part of an entry that is shown."""
-
-    collective_seq_id: int
-    profiling_name: str
-    state: str
-    retired: bool
-    input_sizes: list[list[int]] = []
-    input_dtypes: list[str] = []
-
-
-class _Trace(msgspec.Struct, frozen=True):
-    entries: list[_Exchange] = []
-
-
-def record_exchanges() -> None:
-    """Turns the recorder on; it must be called before the process group is made."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_KEPT))
-
-
-def newest_exchanges(limit: int = 3) -> list[str]:
-    """Descriptions of the newest exchanges of each backend, oldest first: number, kind, sizes, and if it has ended.
-
-    Empty without a recorder, which is not a public part of torch.
-    """
-    exchanges = list[_Exchange]()
-    for dump in flight_recorders():
-        exchanges += msgspec.json.decode(dump(True, False), type=_Trace).entries[-limit:]
-    return [
-        f"{exchange.collective_seq_id} {exchange.profiling_name} {exchange.input_dtypes}{exchange.input_sizes}: "
-        f"{'ended' if exchange.retired else exchange.state}"
-        for exchange in exchanges
-    ]

@@ -13,7 +13,6 @@ from typing import Any
 from ray.exceptions import GetTimeoutError, RaySystemError, RpcError
 
 from declutr.common.watcher import Watcher
-from declutr.trainer.worker.ray_internals import draining_nodes, head
 
 EVERY_SECONDS = 0.5
 _MOST_SECONDS = 2.0  # a worker that is silent for ten seconds is in doubt
@@ -118,3 +117,70 @@ def draining(nodes: set[str]) -> str | None:
     node, deadline_ms = min(deadlines.items(), key=lambda item: item[1] or float("inf"))
     left = f" in {deadline_ms / 1000 - time.time():.0f} s" if deadline_ms else ""
     return f"node {node[:8]} is about to be removed{left}"
+
+
+class Stopwatch:
+    """Times the consecutive parts of a start, from the command to the first step.
+
+    Args:
+        marks: name of each part and its end (Unix time), in order; the first mark is the start. The driver's marks come
+            first, then the worker's. The part between them is right only if their clocks agree.
+    """
+
+    def __init__(self, marks: dict[str, float]) -> None:
+        self.marks = dict(marks)
+
+    def mark(self, name: str) -> None:
+        """Ends a part now."""
+        self.marks[name] = time.time()
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part."""
+        names, times = list(self.marks), list(self.marks.values())
+        return {name: round(end - begin, 2) for name, begin, end in zip(names[1:], times[:-1], times[1:], strict=True)}
+
+
+def describe_start(step: int, parts: dict[str, float]) -> str:
+    """Log line about a start."""
+    return f"step {step} after {sum(parts.values()):.1f} s: " + ", ".join(f"{k} {v:.1f}" for k, v in parts.items())
+
+
+# The only use of names of Ray that are not public. A later version of Ray may lack one of them, so pyproject.toml
+# bounds it; tests/trainer/test_imports.py names it with the installed version.
+
+
+def head() -> Any:
+    """Connection of this process to Ray's head.
+
+    Raises:
+        TimeoutError: no session is connected, as between two sessions.
+    """
+    from ray.experimental import internal_kv
+
+    client = internal_kv.internal_kv_get_gcs_client()
+    if client is None:
+        raise TimeoutError("no Ray session is connected")
+    return client
+
+
+def draining_nodes() -> dict[str, int]:
+    """Nodes that are about to be removed: id and Unix time in milliseconds, 0 if unknown.
+
+    Ray's public call, `ray.train.get_preemption_info`, is an exchange between all workers; this reads the same source.
+    """
+    from ray._private.state import state
+
+    nodes: dict[str, int] = state.get_draining_nodes()
+    return nodes
+
+
+def drain_node(node: str, reason: str, end: float) -> str | None:
+    """Tells Ray that a node ends at a Unix time, so that nothing new is started there.
+
+    Returns:
+        None, or why Ray refuses.
+    """
+    from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
+
+    accepted, why = head().drain_node(node, DRAIN_NODE_REASON_PREEMPTION, reason, int(end * 1000))
+    return None if accepted else str(why)

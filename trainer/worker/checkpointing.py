@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,8 +22,10 @@ from declutr.trainer.metrics.metrics import METRICS, read_last_step
 from declutr.trainer.parallel.request import Request
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.worker.heartbeat import Heartbeat
-from declutr.trainer.worker.reporter import Reporter
 from declutr.trainer.worker.scheduler import TaskScheduler
+
+if TYPE_CHECKING:  # loads Ray, which a run without it does not need
+    from declutr.trainer.worker.entry import Reporter
 
 _NO_ROWS: F64 = np.empty(0)
 
@@ -47,7 +49,7 @@ class Checkpointing:
         hashes: dict[str, str],
         scheduler: TaskScheduler,
         heartbeat: Heartbeat,
-        reporter: Reporter | None = None,
+        reporter: "Reporter | None" = None,
     ) -> None:
         self.early = False
         self.early_stopping = EarlyStopping(run, config.validation.score, config.validation.patience)

@@ -1,24 +1,26 @@
 """Entry point of a worker of a group, called by Ray Train: its heartbeat, device and listener for stop notices."""
 
-import math
+import queue
+import threading
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Literal
 
 import ray
 import ray.train
 import torch
+from ray.exceptions import RayError
+from ray.train import Checkpoint, CheckpointUploadMode
 from ray.util import get_current_placement_group
 
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.watcher import Watcher
 from declutr.trainer.data.stream import limit_resources
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.worker.backend import missing_gpu, newest_exchanges, signalled
-from declutr.trainer.worker.channel import UNREACHABLE, ControlChannel, period
+from declutr.trainer.worker.backend import missing_gpu, signalled
+from declutr.trainer.worker.channel import UNREACHABLE, ControlChannel, Stopwatch, period
 from declutr.trainer.worker.heartbeat import Heartbeat, HeartbeatLogHandler
-from declutr.trainer.worker.reporter import Reporter
 from declutr.trainer.worker.spotwatch import SpotWatch
-from declutr.trainer.worker.stopwatch import Stopwatch
 from declutr.trainer.worker.work import work
 
 
@@ -31,13 +33,11 @@ class Listener(Watcher):
     Args:
         channel: the control channel.
         heartbeat: the worker's heartbeat.
-        still_seconds: a worker that stays in one phase for this long adds its newest exchanges.
     """
 
-    def __init__(self, channel: ControlChannel, heartbeat: Heartbeat, still_seconds: float = math.inf) -> None:
+    def __init__(self, channel: ControlChannel, heartbeat: Heartbeat) -> None:
         super().__init__(period(heartbeat.size), "declutr-listener", at_once=True)
         self._channel, self._heartbeat = channel, heartbeat
-        self._still_seconds = still_seconds
         self._received: str | None = None
 
     def notice(self) -> str | None:
@@ -48,11 +48,8 @@ class Listener(Watcher):
     def look(self) -> None:
         """Posts the heartbeat and reads the driver's notice."""
         self.notice()  # records a signal in the heartbeat even if the training thread hangs
-        snapshot = self._heartbeat.snapshot()
-        if snapshot["phase_seconds"] >= self._still_seconds:
-            snapshot["flight"] = newest_exchanges()
         try:
-            self._channel.post(snapshot)
+            self._channel.post(self._heartbeat.snapshot())
             self._received = self._channel.stop_reason()
         except UNREACHABLE as error:  # Ray's head does not answer; if that lasts, Ray kills this process
             get_logger().debug("the control channel does not answer: %s", error)
@@ -95,22 +92,12 @@ def train_loop(settings: dict[str, Any]) -> dict[str, Any] | None:
     get_logger().addHandler(HeartbeatLogHandler(heartbeat))
     cloud = config.scaling.spot_notices
     spot_watch = nullcontext() if cloud is None or context.get_local_rank() else SpotWatch(cloud, heartbeat.node)
-    device = _device(settings["device"])
-    heartbeat.follow(device)
     resources, settled = ray.cluster_resources(), config.scaling.cpus_per_worker * heartbeat.size
-    streams = heartbeat.size * len(config.tasks())
+    streams = heartbeat.size * (1 + len(config.auxiliary_tasks))
     limit_resources(streams, resources.get("CPU", 0) - settled, resources.get("object_store_memory", 0))
-    channel, still_seconds = ControlChannel(settings["channel"]), config.scaling.watchdog_timeout_seconds / 2
-    with Listener(channel, heartbeat, still_seconds) as listener, spot_watch:
-        return work(
-            config,
-            settings["identity"],
-            device,
-            heartbeat,
-            stopwatch,
-            listener.notice,
-            Reporter(settings["checkpoints"]),
-        )
+    with Listener(ControlChannel(settings["channel"]), heartbeat) as listener, spot_watch:
+        reporter = Reporter(settings["checkpoints"])
+        return work(settings, _device(settings["device"]), heartbeat, stopwatch, listener.notice, reporter)
 
 
 def _device(kind: Literal["cpu", "cuda"]) -> torch.device:
@@ -121,3 +108,48 @@ def _device(kind: Literal["cpu", "cuda"]) -> torch.device:
 
     device: torch.device = get_device()
     return device
+
+
+class Reporter:
+    """Reports to Ray Train in a thread, so that no step waits for Ray or for another worker's report.
+
+    Every worker reports equally often, because Ray waits for a report of each of them. Ray is told the checkpoint's
+    folder; it copies and deletes nothing.
+
+    Args:
+        folder: folder of the run's checkpoints as Ray Train knows it, which is its `storage_path` and `name`.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._reports: queue.SimpleQueue[tuple[dict[str, Any], Checkpoint | None] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="declutr-reporter", daemon=True)
+        self._thread.start()
+
+    def report(self, metrics: Mapping[str, Any], name: str | None = None) -> None:
+        """Reports later, in order; all workers call it.
+
+        Args:
+            metrics: numbers of the checkpoint's step; Ray shows those of the first worker.
+            name: of the checkpoint's folder; None on other workers than the first.
+        """
+        checkpoint = None if name is None else Checkpoint(f"{self._folder}/{name}")
+        self._reports.put((dict(metrics), checkpoint))
+
+    def close(self) -> None:
+        """Waits until everything is reported; only for the end of the training, because the other workers must come."""
+        self._reports.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while (report := self._reports.get()) is not None:
+                metrics, checkpoint = report
+                ray.train.report(metrics, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+        except RayError as error:  # a process of Ray Train died; training needs none of these reports
+            get_logger().warning("checkpoints are no longer reported to Ray Train: %s", str(error).partition("\n")[0])
+        except BaseException as error:  # noqa: BLE001 - raised again in the training thread
+            self._error = error

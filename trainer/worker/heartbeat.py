@@ -8,18 +8,13 @@ import logging
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from threading import Lock
 from typing import Any
 
-import torch
-
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.worker.device_events import DeviceEvent, HostEvent, events_of
 
 _KEPT_LINES = 10
 _PHASES = {
@@ -43,7 +38,7 @@ class Heartbeat:
         steps: number of steps that this group has finished.
         phase: current phase: starting, fetching, data, forward, gather, update, agree, validating, reporting, saving,
             ended.
-        entered: number of exchanges between workers that its device has entered.
+        entered: number of exchanges between workers that it has entered; on a GPU, that it has queued.
         start: seconds of each part of the start until this group's first step: imports, checks, ray, group, model,
             batch, first; empty before that step.
         line: newest line of metrics; on the first worker only.
@@ -52,7 +47,6 @@ class Heartbeat:
         notice: message about the signal to this worker that stops its group; empty without a signal.
         host: name of the worker's host.
         pid: its process.
-        flight: newest exchanges of a worker that stands still (trainer/worker/backend.py), oldest first.
     """
 
     rank: int
@@ -70,11 +64,6 @@ class Heartbeat:
     notice: str = ""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
-    flight: list[str] = field(default_factory=list)
-    _since: float = field(default_factory=time.monotonic)
-    _event: Callable[[], DeviceEvent] = HostEvent
-    _queued: deque[DeviceEvent] = field(default_factory=deque)
-    _lock: Lock = field(default_factory=Lock)
 
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:
@@ -88,43 +77,24 @@ class Heartbeat:
 
     @contextmanager
     def exchange(self, phase: str) -> Iterator[None]:
-        """Counts an exchange between all workers and sets its phase while the block runs.
-
-        On a GPU the block only queues the exchange, so an event of the device decides when it was entered.
-        """
-        with self._lock:
-            self._queued.append(self._event())
-        self._observe()
+        """Counts an exchange between all workers and sets its phase while the block runs."""
+        self.entered += 1
         with self.doing(phase):
             yield
 
-    def follow(self, device: torch.device) -> None:
-        """Takes events on the timeline of this device; call it before the first exchange."""
-        self._event = events_of(device)
-
-    def _observe(self) -> None:
-        """Counts the exchanges that the device has entered."""
-        with self._lock:
-            while self._queued and self._queued[0].reached():
-                self._queued.popleft()
-                self.entered += 1
-
     def set_phase(self, phase: str) -> None:
         """Sets the phase until the next change."""
-        self.phase, self._since = phase, time.monotonic()
+        self.phase = phase
 
     def finish_step(self, step: int) -> None:
         """Records a finished step."""
-        self._observe()
         self.step, self.steps = step, self.steps + 1
         self.set_phase("data")
 
     def snapshot(self) -> dict[str, Any]:
         """The fields that the driver reads, as JSON values."""
-        self._observe()
-        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         # `written` changes with every snapshot, so that the watchdog sees that this worker still writes.
-        return public | {"phase_seconds": round(time.monotonic() - self._since, 6), "written": time.time()}
+        return vars(self) | {"written": time.time()}
 
     def record_signal(self, signal: str) -> str:
         """Stores a signal to this worker; returns the message about it."""

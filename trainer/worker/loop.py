@@ -25,11 +25,11 @@ from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.step.step import PendingStep, TrainStep
 from declutr.trainer.step.step_metrics import StepMetrics
+from declutr.trainer.worker.channel import Stopwatch
 from declutr.trainer.worker.checkpointing import Checkpointing
-from declutr.trainer.worker.device_events import DeviceEvent, events_of
+from declutr.trainer.worker.device import DeviceEvent, events_of
 from declutr.trainer.worker.heartbeat import Heartbeat
 from declutr.trainer.worker.scheduler import TaskScheduler, read
-from declutr.trainer.worker.stopwatch import Stopwatch
 
 
 @dataclass

@@ -17,8 +17,7 @@ import msgspec
 
 from declutr.common.console.logs import get_logger
 from declutr.common.watcher import Watcher
-from declutr.trainer.worker.channel import UNREACHABLE
-from declutr.trainer.worker.ray_internals import drain_node
+from declutr.trainer.worker.channel import UNREACHABLE, drain_node
 
 _EVERY_SECONDS = 5.0  # as AWS recommends; GCP gives 30 s
 _MOST_FAILURES = 3

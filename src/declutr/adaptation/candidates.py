@@ -14,7 +14,7 @@ from declutr.common.storage import atomic_folder
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows
 from declutr.encoders.transformer import TransformerEncoder, write_transformer
-from declutr.trainer.checkpoints.exported import EXPORT
+from declutr.trainer.checkpoints.state import EXPORT
 from declutr.trainer.model.behind import Normalize
 from declutr.trainer.train import train
 

@@ -36,15 +36,15 @@ from declutr.encoders.transformer import TransformerEncoder
 from declutr.encoders.weights import explain
 from declutr.encoders.words import SUFFIXES, HashedWords, WordVectors
 from declutr.pipeline.shards.manifest import TOKENIZER
+from declutr.trainer.build import build_encoder, build_objective
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER
-from declutr.trainer.checkpoints.exported import A_PATH, EXPORT, SETTINGS
+from declutr.trainer.checkpoints.state import A_PATH, EXPORT, SETTINGS
 from declutr.trainer.checkpoints.weights import load_objective, load_parameters
 from declutr.trainer.model.behind import modules_of
 from declutr.trainer.model.bounds import check_folder, check_size, check_tokenizer
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import load_hf_config, max_span_tokens
-from declutr.trainer.setup.build import build_encoder, new_objective
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.torch_private import can_pack_linear, pack_linear, packed_linear
 
@@ -65,7 +65,7 @@ def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Lo
         path = latest[0]
     settings = path.parent.parent / "config.yaml"
     try:
-        config = TrainConfig.stored(read_yaml_file(settings))
+        config = TrainConfig.model_validate(read_yaml_file(settings))
         tokenizer = _tokenizer_of(path, config.places[0])
         plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
         update = plain | ({"pooling": pooling} if pooling else {})
@@ -109,7 +109,7 @@ def _cached_encoder(config: TrainConfig, tokenizer: Any, weights: Path) -> Encod
 
 def _layers_behind(config: TrainConfig, path: Path, encoder: Encoder) -> Recipe | None:
     """The layers of the objective that an export of this checkpoint contains, such as supervised SimCSE's head."""
-    objective = new_objective(config, encoder, "drop")
+    objective = build_objective(config.main, encoder, "drop")
     if not (layers := objective.exported()):
         return None
     load_objective(path, objective)

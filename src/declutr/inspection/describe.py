@@ -25,8 +25,8 @@ from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.checkpoints.exported import EXPORT, SETTINGS, read_settings
-from declutr.trainer.checkpoints.retention import kept
+from declutr.trainer.checkpoints.ranking import kept
+from declutr.trainer.checkpoints.state import EXPORT, SETTINGS, read_settings
 from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.setup.config import TrainConfig
 
@@ -250,7 +250,7 @@ def checkpoint_rows(run: Path, verify: bool = True) -> list[CheckpointRow]:
     if not folder.is_dir():
         raise UsageError(f"{run}: is no run; only a run has checkpoints to list")
     try:
-        config = TrainConfig.stored(read_yaml_file(run / "config.yaml"))
+        config = TrainConfig.model_validate(read_yaml_file(run / "config.yaml"))
     except (OSError, ValueError, RecursionError) as error:
         reason = first_problem(error, TrainConfig) if isinstance(error, ValueError) else error
         raise UsageError(f"{run}: its config.yaml cannot be read ({reason})") from error

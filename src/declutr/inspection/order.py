@@ -7,18 +7,18 @@ from pathlib import Path
 from declutr.common.config import first_problem, load_config
 from declutr.common.errors import ConfigError, ShardError, UsageError
 from declutr.common.overrides import apply_overrides
+from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
 from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.pipeline.shards.ledger import find_entries
 from declutr.pipeline.shards.manifest import SPLITS, Manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.driver.resolved import data_key, data_places
-from declutr.trainer.driver.shard_checks import kind_problem
+from declutr.trainer.driver.checks import kind_problem
 from declutr.trainer.metrics.metrics import METRICS, find_step, read_last_step
-from declutr.trainer.setup.cache import run_folder, training_set
-from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.geometry import with_geometry
+from declutr.trainer.model.config import EncoderConfig
+from declutr.trainer.run import run_folder, training_split, with_geometry
+from declutr.trainer.setup.config import TaskSettings, TrainConfig
 
 _MOST_READS = 10**7
 
@@ -28,14 +28,16 @@ class TaskOrder:
     """The order of one task of a run.
 
     Attributes:
-        config: configuration of the task.
+        settings: of the task.
         shards: training split of its shards.
         plan: its rows at each step.
+        encoder: of the run.
     """
 
-    config: TrainConfig
+    settings: TaskSettings
     shards: ShardSet
     plan: Plan
+    encoder: EncoderConfig
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class RunOrder:
                     later = "" if step <= self.taken else ", not taken yet"
                     yield f"  epoch {epoch}: step {step}, position {position} of its batch{later}"
                 past = int((steps <= self.taken).sum())
-                if rate := getattr(task.config.objective, "mixup", 0):
+                if rate := getattr(task.settings.objective, "mixup", 0):
                     yield f"  not listed: steps that mix it into another clip (objective.mixup = {rate})"
                 yield f"  {past:,} of the {self.taken:,} steps taken read it, {len(steps):,} of all {self.last_step:,}"
         if not matched:
@@ -130,22 +132,22 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
         UsageError: no run, or shards that are missing or do not fit it.
     """
     config = _read_config(path, overrides)
-    places = data_places(config)
-    remedy = {name: f"add {data_key(name)}={replacement(task)}" for name, task in config.tasks().items()}
+    settings = config.tasks()
+    remedy = {name: f"add {task.prefix}data={replacement(task)}" for name, task in settings.items()}
     problems = [
         f"{key} = {place} is an address, which is not opened: declutr copy {place} FOLDER, then {remedy[name]}"
-        for name, task_places in places.items()
-        for key, place in task_places.items()
+        for name, task in settings.items()
+        for key, place in task.keyed_places.items()
         if is_remote(place)
     ]
     shards = dict[str, ShardSet]()
-    for name, task in config.tasks().items():
+    for name, task in settings.items():
         try:
             if not any(map(is_remote, task.places)):
-                shards[name] = training_set(task)
+                shards[name] = training_split(task, [expand(place) for place in task.places])
         except (ShardError, UsageError, OSError) as error:
             problems.append(
-                f"{data_key(name)} = {' and '.join(task.places)}: {error}; start in the folder in which the run was "
+                f"{task.prefix}data = {' and '.join(task.places)}: {error}; start in the folder in which the run was "
                 f"started, or {remedy[name]}"
             )
     if problems:
@@ -153,19 +155,20 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     folder = path if path.is_dir() else run_folder(config.run, config.cache)
     config = with_geometry(config, folder, {name: shard_set.manifest for name, shard_set in shards.items()})
     tasks = {
-        name: TaskOrder(task, shards[name], task.plan(shards[name].sizes)) for name, task in config.tasks().items()
+        name: TaskOrder(task, shards[name], task.plan(shards[name].sizes), config.encoder)
+        for name, task in config.tasks().items()
     }
     wrong = [
-        f"{f'auxiliary_tasks.{name}.' if name else ''}{problem}; or {remedy[name]}"
+        f"{order.settings.prefix}{problem}; or {remedy[name]}"
         for name, order in tasks.items()
-        for problem in _misfits(order.config, order.shards.manifest)
+        for problem in _misfits(order.settings, order.shards.manifest)
     ]
     wrong += [
-        f"batch_documents = {order.config.batch_documents}: the training split of {key} = {place} has {size:,} "
+        f"batch_documents = {order.settings.batch_documents}: the training split of {key} = {place} has {size:,} "
         f"documents, which is no run's data; {remedy[name]}"
         for name, order in tasks.items()
         for (key, place), size, needed in zip(
-            places[name].items(), order.shards.sizes, order.plan.most_in_batch(), strict=True
+            order.settings.keyed_places.items(), order.shards.sizes, order.plan.most_in_batch(), strict=True
         )
         if needed > size
     ]
@@ -175,14 +178,14 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
     return RunOrder(folder, tasks, config.total_steps(tasks[""].plan), newest["step"] if newest else 0)
 
 
-def _misfits(task: TrainConfig, manifest: Manifest) -> list[str]:
+def _misfits(task: TaskSettings, manifest: Manifest) -> list[str]:
     """Reasons why a task cannot have read these shards."""
     if other_kind := kind_problem(task, manifest):
         return [other_kind]
     return task.objective.problems(task.context(manifest.short_documents), manifest)
 
 
-def replacement(task: TrainConfig) -> str:
+def replacement(task: TaskSettings) -> str:
     """A value for `data` that names as many folders, with the weights of the run."""
     if len(task.places) == 1:
         return "FOLDER"
@@ -199,7 +202,7 @@ def _read_config(path: Path, overrides: Sequence[str]) -> TrainConfig:
             raise UsageError(f"{path / 'config.yaml'} holds no settings; name a run, or the YAML file of one")
         if problems := apply_overrides(values, overrides, TrainConfig.alternatives):
             raise ConfigError(str(path), problems)
-        return TrainConfig.stored(values)
+        return TrainConfig.model_validate(values)
     except FileNotFoundError as error:
         raise UsageError(f"{path}: has no config.yaml; name the folder of a run, or the YAML file of one") from error
     except (YamlError, RecursionError) as error:

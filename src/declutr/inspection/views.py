@@ -19,19 +19,18 @@ from declutr.common.console.terminal import shorten
 from declutr.common.errors import UsageError
 from declutr.common.paths import expand
 from declutr.inspection.order import RunOrder, TaskOrder, entries, replacement
-from declutr.trainer.checkpoints.exported import EXPORT
+from declutr.trainer.build import load_tokenizer
+from declutr.trainer.checkpoints.state import EXPORT
 from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.data.patches import PatchBatch
-from declutr.trainer.driver.resolved import data_key
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.language_model import load_hf_config, max_span_tokens
 from declutr.trainer.objectives.base import Objective, implementation_of
 from declutr.trainer.objectives.declutr.collator import SpanCollator
 from declutr.trainer.objectives.supcon.collator import ClipCollator
-from declutr.trainer.setup.build import load_tokenizer
 
 _NO_TOKENS = Vocabulary(size=1, bos=None, eos=None, mask=0, special=())
 _ANY_LENGTH = 2**30
@@ -77,20 +76,20 @@ class StepReader:
 
     def __init__(self, task: TaskOrder, run: Path) -> None:
         self.task = task
-        shards, config = task.shards, task.config
+        shards, settings = task.shards, task.settings
         self.tokenizer, vocabulary = None, _NO_TOKENS
         if shards.manifest.tokenizer is not None:
             self.tokenizer, vocabulary = load_tokenizer(shards.folder, shards.manifest)
         room = _ANY_LENGTH
-        if self.tokenizer is not None and config.objective.text_tokens is None:
-            room = _positions(config.encoder, self.tokenizer, run) - vocabulary.num_specials
+        if self.tokenizer is not None and settings.objective.text_tokens is None:
+            room = _positions(task.encoder, self.tokenizer, run) - vocabulary.num_specials
         with torch.device("meta"):  # the collator needs no weights
-            context, kind = config.context(shards.manifest.short_documents), implementation_of(config.objective)
+            context, kind = settings.context(shards.manifest.short_documents), implementation_of(settings.objective)
             try:
-                self.objective: Objective[Any] = kind(config.objective, context, 1)
+                self.objective: Objective[Any] = kind(settings.objective, context, 1)
             except (Exception, SystemExit) as error:  # of any package
                 raise UsageError(
-                    f"objective {config.objective.kind}: {kind.__name__}(...) raised {type(error).__name__}: {error}"
+                    f"objective {settings.objective.kind}: {kind.__name__}(...) raised {type(error).__name__}: {error}"
                 ) from error
         self.collator: Collator = self.objective.collator(vocabulary, room)
 
@@ -201,7 +200,7 @@ def step_lines(
         within = f"{len(numbers)} {noun} of {_within(epochs)}"
         if task.plan.sizes:
             within += f" ({', '.join(_by_corpus(task, epochs, numbers))})"
-        yield f"{head}{task.config.objective.kind}, {within}, seed {task.config.seed}", True
+        yield f"{head}{task.settings.objective.kind}, {within}, seed {task.settings.seed}", True
         for row in reader.rows(step, chosen_rows):
             digest = (digest + row.batch.spans.digest()) % DIGEST
             for line in row_lines(reader, row, limit):
@@ -231,7 +230,7 @@ def _by_corpus(task: TaskOrder, epochs: NDArray[np.int64], numbers: NDArray[np.i
 def _compared(order: RunOrder, task: str, step: int, digest: int) -> tuple[str, bool]:
     """Compare the digest of a task's batch with the one that the run logged."""
     logged = order.logged_digest(task, step)
-    folders, other = " and ".join(map(str, order.tasks[task].shards.folders)), replacement(order.tasks[task].config)
+    folders, other = " and ".join(map(str, order.tasks[task].shards.folders)), replacement(order.tasks[task].settings)
     if logged is None and step <= order.taken:
         return f"batch digest {digest}; the step was taken, but the metrics have no whole line of it to compare", True
     if logged is None:
@@ -241,7 +240,8 @@ def _compared(order: RunOrder, task: str, step: int, digest: int) -> tuple[str, 
         return f"batch digest {digest}, as the run logged it", True
     return (
         f"batch digest {digest}; the run logged {logged}, so the shards in {folders} or the "
-        f"settings are not those of the run: add {data_key(task)}={other} with the shards that it read",
+        f"settings are not those of the run: add {order.tasks[task].settings.prefix}data={other} with the shards that "
+        "it read",
         False,
     )
 

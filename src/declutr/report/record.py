@@ -15,7 +15,7 @@ from declutr.common.config import flat_keys
 from declutr.common.errors import DamagedError, UsageError
 from declutr.common.storage import read_record
 from declutr.common.yamlfile import YamlError, read_yaml_file
-from declutr.trainer.driver.summary import FAILURES, MOMENT, SUMMARY
+from declutr.trainer.driver.continuation import FAILURES, MOMENT, SUMMARY
 from declutr.trainer.metrics.metrics import read_metrics
 
 F64 = NDArray[np.float64]

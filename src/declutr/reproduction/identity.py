@@ -19,9 +19,8 @@ from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
 from declutr.pipeline.shards.manifest import MANIFEST, data_hash, load_manifest
 from declutr.reproduction.plan import ItemPlan, PlannedRun
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
-from declutr.trainer.checkpoints.exported import EXPORT
-from declutr.trainer.driver.checks import changes
-from declutr.trainer.driver.summary import SUMMARY
+from declutr.trainer.checkpoints.state import EXPORT
+from declutr.trainer.driver.continuation import SUMMARY, changes
 from declutr.trainer.metrics.judged_pairs import FILES
 from declutr.trainer.setup.config import TrainConfig
 

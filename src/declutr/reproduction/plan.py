@@ -16,7 +16,7 @@ from declutr.evaluation.senteval.data.loading import task_files
 from declutr.evaluation.senteval.data.tasks import find
 from declutr.pipeline.config import PipelineConfig
 from declutr.reproduction.item import START, Axes, Column, Item, KnownEncoder, Prepared, ScaleName, overlap, unknown
-from declutr.trainer.checkpoints.exported import EXPORT
+from declutr.trainer.checkpoints.state import EXPORT
 from declutr.trainer.setup.config import TrainConfig
 
 Config = TypeVar("Config", bound=Strict)

@@ -1,12 +1,15 @@
-"""torch's settings in a process that trains."""
+"""The device of a process that trains: torch's settings, and moments on the device's timeline."""
 
 import os
+import time
+from collections.abc import Callable
+from typing import Self
 
 import torch
 
 from declutr.common.console.logs import get_logger
+from declutr.trainer.build import autocast_type
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.setup.tasks import autocast_type
 
 _CUBLAS, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """Variable of cuBLAS, and its values with which products repeat their bits."""
@@ -47,3 +50,38 @@ def refusal(error: RuntimeError) -> str | None:
         set_it = f"set {_CUBLAS}={_WORKSPACES[0]} and start anew"
         return f"this process used its GPU before without the variable of cuBLAS: {set_it}, or {remedy}"
     return None
+
+
+class DeviceEvent:
+    """A place in the device's queue of work. A processor works as it goes: it has reached each place at once."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+
+    def wait(self) -> None:
+        """Waits until the device has reached this place."""
+
+    def seconds_since(self, earlier: Self) -> float:
+        """Seconds between two places that the device has reached."""
+        return self._at - earlier._at
+
+
+class CudaEvent(DeviceEvent):
+    """A GPU works behind the process that queues its work."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def wait(self) -> None:
+        """As `DeviceEvent.wait`."""
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: Self) -> float:
+        """As `DeviceEvent.seconds_since`."""
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
+def events_of(device: torch.device) -> Callable[[], DeviceEvent]:
+    """A function that marks the present end of the device's queue."""
+    return CudaEvent if device.type == "cuda" else DeviceEvent

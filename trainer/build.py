@@ -1,0 +1,398 @@
+"""Builds what a worker trains with, from the plan of its run. No Ray: checks and benchmarks use it too."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from declutr.common import seeding
+from declutr.common.errors import ShardError, UsageError
+from declutr.common.paths import expand
+from declutr.pipeline.shards.content import AnyContent, AudioContent, ImagesContent
+from declutr.pipeline.shards.manifest import TOKENIZER, Manifest, load_manifest
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.pipeline.shards.windows import ShortDocuments
+from declutr.pipeline.tokenizer.tokenization import fingerprint
+from declutr.trainer.data.batches import Collator
+from declutr.trainer.data.packing import Vocabulary
+from declutr.trainer.metrics.config import ValidationConfig
+from declutr.trainer.metrics.sts import StsValidator, read_judged, together
+from declutr.trainer.model.behind import read_behind
+from declutr.trainer.model.config import FrontendConfig
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.freezing import frozen_parameters
+from declutr.trainer.model.frontend import Frontend, embedding_width, load_vit
+from declutr.trainer.model.language_model import (
+    load_hf_config,
+    load_model,
+    load_with_dropout_layers,
+    max_span_tokens,
+    vocabulary_of,
+)
+from declutr.trainer.model.layouts import fitting_layout
+from declutr.trainer.objectives.base import Objective, Validator, implementation_of
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.parallel.fixedpoint import FixedPointReducer
+from declutr.trainer.parallel.overlap import BucketedReducer
+from declutr.trainer.parallel.sharding import shard
+from declutr.trainer.run import RunPlan, data_folder
+from declutr.trainer.setup.config import TaskSettings, TrainConfig
+from declutr.trainer.step.config import OptimConfig
+from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.nonfinite_losses import NonFiniteLosses
+from declutr.trainer.step.optim import build_optimizer
+from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.task import TrainTask
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a worker trains with.
+
+    Attributes:
+        tokenizer: of the main task's shards.
+        encoder: that every task trains.
+        tasks: the tasks, the main one first.
+        collators: of each task, by its name.
+    """
+
+    tokenizer: Any
+    encoder: Encoder
+    tasks: tuple[TrainTask, ...]
+    collators: Mapping[str, Collator]
+
+
+def build_parts(
+    plan: RunPlan, comm: Communicator, to: torch.device | torch.dtype, microbatch: Microbatch | None = None
+) -> Parts:
+    """Builds encoder, tasks and collators.
+
+    Args:
+        plan: of the run.
+        comm: the workers.
+        to: device or type of the parameters.
+        microbatch: size of a forward; None: that of the configuration.
+
+    Raises:
+        ShardError: the shards were made with another tokenizer.
+        EncoderError: the encoder cannot be trained, or the ViT of a task does not fit.
+        UsageError: an objective cannot be built.
+    """
+    config = plan.config
+    tokenizer, vocabulary = load_tokenizer(plan.data[""][0], plan.manifest)
+    encoder = build_encoder(config, tokenizer).to(to).train()
+    device = next(encoder.parameters()).device
+    microbatch = microbatch or Microbatch.of(config.microbatch_tokens, device)
+    tasks = tuple(
+        build_task(task, plan.manifests[name], encoder, comm, microbatch, autocast_type(config.precision, device))
+        for name, task in plan.tasks.items()
+    )
+    collators = {task.name: build_collator(task.objective, encoder, vocabulary) for task in tasks}
+    return Parts(tokenizer, encoder, tasks, collators)
+
+
+def load_tokenizer(folder: Path, manifest: Manifest | None = None) -> tuple[Any, Vocabulary]:
+    """The tokenizer that made the shards of a folder, and its ids.
+
+    Args:
+        folder: the shards.
+        manifest: the shards' manifest; None: it is read from the folder.
+
+    Raises:
+        ShardError: the shards were made with another tokenizer.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, trust_remote_code=False)
+    if fingerprint(tokenizer) != (manifest or load_manifest(folder)).text_tokenizer.fingerprint:
+        raise ShardError(f"the tokenizer in {folder / TOKENIZER} is not the one that made the shards")
+    return tokenizer, vocabulary_of(tokenizer)
+
+
+def build_encoder(config: TrainConfig, tokenizer: Any) -> Encoder:
+    """The untrained encoder of a configuration, in a layout that fits it.
+
+    Weights from scratch are the same on every worker.
+
+    Raises:
+        EncoderError: the encoder cannot be trained.
+    """
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+    ids = {name: getattr(tokenizer, name) for name in names}
+    hf = load_hf_config(config.encoder, len(tokenizer), ids)
+    objectives = [task.objective for task in config.tasks().values()]
+    load = load_with_dropout_layers if any(objective.sets_rates for objective in objectives) else load_model
+    model, load_report = load(config.encoder, hf, config.seed)
+    settings = config.encoder
+    if config.scaling.elastic_determinism:  # compiled kernels depend on the lengths seen before
+        settings = settings.model_copy(update={"compile": False})
+    encoder = Encoder(settings, model, config.seed, load_report, read_behind(config.encoder.pretrained))
+    layout = fitting_layout(encoder, any(objective.mlm for objective in objectives))
+    encoder.set_layout(settings.model_copy(update={"layout": layout}))
+    # The sizes stand in the model's settings, as in published encoders; those of an earlier training are removed.
+    matryoshka, stored = config.objective.matryoshka, encoder.model.config
+    if matryoshka is not None:
+        stored.matryoshka_dimensions = sorted(size for size, _ in matryoshka.cuts(encoder.output_size))
+    elif hasattr(stored, "matryoshka_dimensions"):
+        del stored.matryoshka_dimensions
+    return encoder
+
+
+def build_objective(task: TaskSettings, encoder: Encoder, short_documents: ShortDocuments) -> Objective[Any]:
+    """The objective, with the encoder's device and precision; its weights are the same on every worker.
+
+    Raises:
+        UsageError: its class cannot be loaded, or its constructor raised an error.
+    """
+    kind = implementation_of(task.objective)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seeding.torch_seed(task.seed, "objective"))
+        try:
+            objective = kind(task.objective, task.context(short_documents), encoder.embedding_size)
+        except (Exception, SystemExit) as error:  # of any package; a restart would raise it again
+            raise UsageError(
+                f"objective {task.objective.kind}: {kind.__name__}(...) raised {type(error).__name__}: {error}"
+            ) from error
+    parameter = next(encoder.parameters())
+    return objective.to(parameter.device, parameter.dtype).train()
+
+
+def build_task(
+    task: TaskSettings,
+    manifest: Manifest,
+    encoder: Encoder,
+    comm: Communicator,
+    microbatch: Microbatch,
+    autocast: torch.dtype | None,
+) -> TrainTask:
+    """The parts of a task on the shards of a manifest.
+
+    Raises:
+        UsageError: its objective cannot be built.
+        EncoderError: the ViT that it names does not fit.
+    """
+    return TrainTask(
+        encoder=encoder,
+        objective=build_objective(task, encoder, manifest.short_documents),
+        comm=comm,
+        seed=task.seed,
+        microbatch=microbatch,
+        autocast=autocast,
+        name=task.name,
+        frontend=build_frontend(task, encoder, manifest.content),
+        weight=task.weight,
+    )
+
+
+def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
+    """Type of the forward's matrix products for the setting `precision`; None for the parameters' type."""
+    if precision == "auto":
+        half = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if half else None
+    return torch.bfloat16 if precision == "bf16" else None
+
+
+def build_train_steps(plan: RunPlan, tasks: Sequence[TrainTask], total_steps: int) -> list[TrainStep]:
+    """Freezes unused parameters of the encoder, shards the others if configured, and builds optimizers and train_steps.
+
+    Args:
+        plan: of the run.
+        tasks: the main task and the additional ones.
+        total_steps: number of steps of the run.
+
+    Returns:
+        The train steps in the order of their updates; the last is that of the main task.
+    """
+    encoder, config = tasks[0].encoder, plan.config
+    freeze_unused(encoder, tasks)
+    if config.scaling.fsdp:
+        shard(encoder, tasks[0].comm)
+    groups = [tasks] if config.task_schedule == "joint" else [[task] for task in (*tasks[1:], tasks[0])]
+    return [_train_step(plan, plan.tasks[group[0].name].optim, group, total_steps) for group in groups]
+
+
+def _train_step(plan: RunPlan, optim: OptimConfig, tasks: Sequence[TrainTask], total_steps: int) -> TrainStep:
+    """A train step whose update has the gradients of these tasks."""
+    modules: list[nn.Module] = [module for task in tasks for module in (task.objective, task.frontend) if module]
+    reached = used_parameters(tasks[0].encoder, tasks)
+    optimizer = build_optimizer(optim, tasks[0].encoder, *modules, reached=reached)
+    encoder = tasks[0].encoder
+    keeps = any(task.objective.remembers or len(list(task.objective.buffers())) for task in tasks)
+    late = next(encoder.parameters()).is_cuda and not encoder.sharded and not keeps  # as `TrainStep.late` allows
+    return TrainStep(
+        tasks=tuple(_with_reducer(plan, optimizer, tasks)),
+        optimizer=optimizer,
+        optim=optim,
+        total_steps=total_steps,
+        late=late,
+        nonfinite_losses=NonFiniteLosses(plan.config.on_nonfinite_loss == "skip", plan.config.max_skipped_steps),
+    )
+
+
+def _with_reducer(plan: RunPlan, optimizer: torch.optim.Optimizer, tasks: Sequence[TrainTask]) -> list[TrainTask]:
+    """The tasks of an update, with the sums of its gradients if they are not the ordinary ones."""
+    comm, encoder = tasks[0].comm, tasks[0].encoder
+    if comm.deterministic:
+        num_terms = sum(plan.tasks[task.name].num_canonical + 1 for task in tasks)  # one of the objective
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        reducer = FixedPointReducer(comm, parameters, num_terms)
+        return [replace(task, reducer=reducer) for task in tasks]
+    compressed = torch.bfloat16 if plan.config.scaling.reduce_dtype == "bf16" else None
+    # on CPUs there is nothing to overlap, and the order of terms, thus their rounding, stays as it was
+    if comm.size == 1 or encoder.sharded or (compressed is None and not next(encoder.parameters()).is_cuda):
+        return list(tasks)
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    body = list(encoder.model.base_model.parameters())
+    layers = {id(p) for p in body}
+    # the last microbatch may have no token to predict, so heads are sent last, after what every microbatch reaches
+    heads = [p for p in encoder.parameters() if id(p) not in layers]
+    frontends = [p for task in tasks if task.frontend for p in task.frontend.parameters()]
+    parameters = [p for p in (*heads, *frontends, *body) if id(p) in trained]
+    *first, last = tasks
+    return [*first, replace(last, overlap=BucketedReducer(comm, parameters, compressed))]
+
+
+def freeze_unused(encoder: Encoder, tasks: Sequence[TrainTask]) -> None:
+    """Freezes parameters that no objective trains, so that weight decay does not change them either."""
+    used = used_parameters(encoder, tasks)
+    for parameter in encoder.parameters():
+        parameter.requires_grad_(id(parameter) in used)
+
+
+def used_parameters(encoder: Encoder, tasks: Sequence[TrainTask]) -> set[int]:
+    """Ids of the encoder's parameters that the tasks train; tasks with a frontend skip its embeddings."""
+    embeddings = getattr(encoder.model.base_model, "embeddings", None)
+    skipped = {id(p) for p in embeddings.parameters()} if embeddings is not None else set()
+    used: set[int] = set()
+    for task in tasks:
+        body = {id(p) for p in encoder.model.base_model.parameters()}
+        used |= body if task.frontend is None else body - skipped
+        if task.objective.config.embeds:
+            used |= {id(p) for part in (encoder.behind, encoder.projection) for p in part.parameters()}
+        if task.objective.config.mlm:
+            used |= {id(p) for p in encoder.model.parameters()}
+    return used - {id(p) for p in frozen_parameters(encoder.model, encoder.config.num_trainable_layers)}
+
+
+def build_collator(objective: Objective[Any], encoder: Encoder, vocabulary: Vocabulary) -> Collator:
+    """The collator of an objective, with spans that fit the encoder."""
+    return objective.collator(vocabulary, max_content(encoder, vocabulary))
+
+
+def max_content(encoder: Encoder, vocabulary: Vocabulary) -> int:
+    """Largest number of tokens of a span, without specials, for which the encoder has positions."""
+    return max_span_tokens(encoder.model) - vocabulary.num_specials
+
+
+def build_frontend(task: TaskSettings, encoder: Encoder, content: AnyContent) -> Frontend | None:
+    """The frontend of a task with images or sounds; None for texts. Its weights are the same on every worker.
+
+    Args:
+        task: the task.
+        encoder: the encoder whose layers follow.
+        content: content of the task's shards.
+
+    Raises:
+        EncoderError: the ViT that it names does not fit.
+    """
+    settings = task.frontend
+    if settings is None or not isinstance(content, ImagesContent | AudioContent):
+        return None
+    frontend = new_frontend(settings, content, embedding_width(encoder.model), task.seed)
+    if settings.pretrained is not None:
+        load_vit(frontend)
+    parameter = next(encoder.parameters())
+    return frontend.to(parameter.device, parameter.dtype).train()
+
+
+def new_frontend(settings: FrontendConfig, content: ImagesContent | AudioContent, width: int, seed: int) -> Frontend:
+    """A frontend with new weights.
+
+    Args:
+        settings: of the frontend.
+        content: of the shards; it decides the size of a patch and the largest number of patches.
+        width: size of the hidden states.
+        seed: of the weights.
+    """
+    deep, wide = settings.patch_size
+    if isinstance(content, ImagesContent):
+        places = (settings.image_size // deep) * (settings.image_size // wide)
+        return Frontend(settings, 3 * deep * wide, places, width, seed, (0.5, 0.5))
+    frames = int(content.max_seconds * 1000 / content.hop_length_ms)
+    return Frontend(settings, deep * wide, max(1, frames // deep) * (content.num_mel_bins // wide), width, seed)
+
+
+def parameter_counts(plan: RunPlan) -> list[int]:
+    """Number of parameters of the encoder with its projection; of each task's objective and frontend. Loads no weights.
+
+    Args:
+        plan: of a run without problems.
+    """
+    encoder, vocabulary, ids = plan.config.encoder, 0, {}
+    if encoder.pretrained is None:
+        tokenizer, _ = load_tokenizer(plan.data[""][0], plan.manifest)
+        vocabulary, ids = len(tokenizer), {"pad_token_id": tokenizer.pad_token_id}
+    hf = load_hf_config(encoder, vocabulary, ids)
+    with torch.device("meta"):  # shapes only
+        model = AutoModelForMaskedLM.from_config(hf, trust_remote_code=encoder.trust_remote_code)
+    size, extra = int(hf.hidden_size), 0
+    if encoder.projection.kind != "none":
+        hidden, size = size, encoder.projection.size
+        extra = (hidden + 1) * size + (size + 1) * size
+    modules: list[list[nn.Module]] = [[model]]
+    with torch.device("meta"):  # shapes only
+        for name, task in plan.tasks.items():
+            content = plan.manifests[name].content
+            modules.append([implementation_of(task.objective)(task.objective, task.context("drop"), size)])
+            if task.frontend is not None and isinstance(content, ImagesContent | AudioContent):
+                modules[-1].append(new_frontend(task.frontend, content, embedding_width(model), task.seed))
+    first, *rest = [sum(weight.numel() for part in parts for weight in part.parameters()) for parts in modules]
+    return [first + extra, *rest]
+
+
+@dataclass(frozen=True)
+class _TaskValidator:
+    """The scores of an auxiliary task, behind its name."""
+
+    label: str
+    validator: Validator
+
+    def scores(self, encoder: Encoder) -> dict[str, float] | None:
+        scores = self.validator.scores(encoder)
+        return None if scores is None else {f"{self.label}{name}": float(value) for name, value in scores.items()}
+
+
+def build_validator(
+    plan: RunPlan, parts: Parts, device: torch.device, validation: ValidationConfig | None = None
+) -> Validator | None:
+    """The scores of a validation: the objective's on held-out rows, and those of judged pairs; None without any.
+
+    Those of auxiliary tasks with images or sounds are added. They are numbers, not rows: they choose no checkpoint.
+    `validation` replaces those settings of the run.
+    """
+    validation = validation or plan.config.validation
+    if not validation.every_steps:
+        return None
+    task, *auxiliary = parts.tasks
+    if validation.data is None:
+        held_out = plan.training_shards[""].held_out()
+    else:
+        held_out = ShardSet(data_folder(validation.data, plan.config.cache), "train", look=False)
+    vocabulary = vocabulary_of(parts.tokenizer)
+    room = max_content(task.encoder, vocabulary)
+    validators = []
+    if held_out.num_documents > 1:  # all rows may be trained on if judged pairs validate
+        most = validation.max_documents
+        validators.append(task.objective.validator(held_out, vocabulary, room, most, task.comm, device))
+    for score, folder in validation.pairs.items():
+        pairs = read_judged(score, expand(folder), parts.tokenizer, room + vocabulary.num_specials)
+        validators.append(StsValidator(pairs, task.objective.exported(), task.comm, device, task.objective.sizes))
+    for other in auxiliary:
+        rows = plan.training_shards[other.name].held_out()
+        if other.frontend is not None and rows.num_documents > 1:
+            arguments = rows, other.frontend, validation.max_documents, task.comm, device
+            if own := other.objective.clip_validator(*arguments):
+                validators.append(_TaskValidator(other.label, own))
+    return together([validator for validator in validators if validator is not None])

@@ -1,0 +1,278 @@
+"""A run, planned once: what its configuration, its folder and the manifests of its shards say. No torch, no Ray.
+
+The driver builds the plan (`RunPlan.of`), checks it (trainer/driver/checks.py) and sends its configuration and its
+identity to the workers as JSON. Each worker builds it again from what its own host holds and compares the identities.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, reduce
+from pathlib import Path
+from typing import Any
+
+from declutr.common.errors import DataError, RemoteError, ShardError, UsageError
+from declutr.common.paths import expand
+from declutr.common.storage import hash_file, read_json
+from declutr.common.stores.address import is_remote, short_name
+from declutr.common.stores.folder import Folder
+from declutr.pipeline.shards.manifest import Manifest, data_hash, joined_manifest, load_manifest
+from declutr.pipeline.shards.shards import ShardSet
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, steps_in
+from declutr.trainer.checkpoints.state import data_hashes, joint_hash
+from declutr.trainer.data.plan import Plan
+from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
+from declutr.trainer.objectives.config import SpanConfig
+from declutr.trainer.setup.config import TaskSettings, TrainConfig
+
+RESUME_SETTINGS = "resume_settings.json"
+"""The file of a run that holds the settings which decide its result."""
+_UNREADABLE = (DataError, ShardError, RemoteError, UsageError, OSError)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run as its places were when they were looked up; nothing later looks one up again.
+
+    Attributes:
+        config: as the user gave it, with the spans' geometry of the shards and the hashes of what `validation` names.
+        folder: of the run on this host.
+        data: folders of the shards of each task on this host, one for each corpus; "" for the main one. Tasks whose
+            shards cannot all be read are left out, here and in `corpora`.
+        corpora: manifests of these shards.
+        scored: manifest of `validation.data`; None without, or without validations.
+        unreadable: setting and reason of each that names something which cannot be read.
+    """
+
+    config: TrainConfig
+    folder: Path
+    data: Mapping[str, tuple[Path, ...]]
+    corpora: Mapping[str, tuple[Manifest, ...]]
+    scored: Manifest | None
+    unreadable: Mapping[str, str]
+
+    @staticmethod
+    def of(config: TrainConfig) -> "RunPlan":
+        """Reads the manifests of all shards of a run, and its judged pairs; fetches shards at addresses."""
+        folder = run_folder(config.run, config.cache)
+        folders, manifests, unreadable = dict[str, Path](), dict[str, Manifest](), dict[str, str]()
+        tasks = {name: task.keyed_places for name, task in config.tasks().items()}
+        for key, place in [item for places in tasks.values() for item in places.items()]:
+            try:
+                folders[key] = data_folder(place, config.cache)
+                manifests[key] = load_manifest(folders[key])
+            except _UNREADABLE as error:
+                unreadable[key] = f"{key} = {place}: {error}"
+        scored, contents = _scored(config, unreadable)
+        readable = {name: places for name, places in tasks.items() if not places.keys() - manifests.keys()}
+        corpora = {name: tuple(manifests[key] for key in places) for name, places in readable.items()}
+        joined = {name: joined_manifest(task_corpora) for name, task_corpora in corpora.items()}
+        config = with_geometry(config, folder, joined).with_contents(contents)
+        data = {name: tuple(folders[key] for key in places) for name, places in readable.items()}
+        return RunPlan(config, folder, data, corpora, scored, unreadable)
+
+    @cached_property
+    def manifests(self) -> dict[str, Manifest]:
+        """The manifest of each task's shards; of several corpora the joined one."""
+        return {name: joined_manifest(manifests) for name, manifests in self.corpora.items()}
+
+    @property
+    def manifest(self) -> Manifest:
+        """That of the main task."""
+        return self.manifests[""]
+
+    @cached_property
+    def tasks(self) -> dict[str, TaskSettings]:
+        """The tasks, the main one with the name ""."""
+        return self.config.tasks()
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """The hash of each task's shards."""
+        return data_hashes(self.manifests)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Hashes of the settings, of the shards, and of what each setting of `validation` names."""
+        return {"config_hash": self.config.hash(), "data_hash": joint_hash(self.hashes), **self.config.contents}
+
+    @cached_property
+    def training_shards(self) -> dict[str, ShardSet]:
+        """The training split of each task, whose shards the driver has checked.
+
+        Raises:
+            ShardError: they cannot be read.
+        """
+        return {name: training_split(self.tasks[name], folders) for name, folders in self.data.items()}
+
+    @cached_property
+    def orders(self) -> dict[str, Plan]:
+        """The order of each task's rows."""
+        return {name: self.tasks[name].plan(shards.sizes) for name, shards in self.training_shards.items()}
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.config.total_steps(self.orders[""])
+
+    def corpus_lines(self, steps: int, names: Sequence[str]) -> Iterator[str]:
+        """Name, share, rows and passes of each corpus of the main task up to a step."""
+        order = self.orders[""]
+        for name, share, size, read in zip(names, order.shares, order.sizes, order.rows_read(steps), strict=True):
+            of_all, passes = share / sum(order.shares), f"{read / size:,.3g} pass(es) over its {size:,}"
+            yield f"{name}: {of_all:.1%} of the rows, {read:,} in {steps:,} steps, {passes}"
+
+    def for_workers(self) -> dict[str, Any]:
+        """The configuration with absolute paths, as each worker has a different working directory, and the identity."""
+        return {"config": with_absolute_paths(self.config.model_dump(mode="json")), "identity": self.identity}
+
+
+def training_split(task: TaskSettings, folders: Sequence[Path]) -> ShardSet:
+    """The training rows of a task.
+
+    Raises:
+        ShardError: they cannot be read.
+    """
+    return ShardSet(folders[0], "train", look=False, part=task.part, others=folders[1:])
+
+
+# Places on this host.
+
+
+def run_folder(run: str, cache: str) -> Path:
+    """The folder of the run on this host; for an address, a folder in `cache`."""
+    if is_remote(run):
+        return expand(cache).absolute() / short_name(run)
+    return expand(run).absolute()
+
+
+def data_folder(data: str, cache: str) -> Path:
+    """The folder of the shards; for an address this host's copy, fetched at the first use.
+
+    Args:
+        data: `data` of the configuration, a folder or an address.
+        cache: `cache` of the configuration.
+
+    Raises:
+        OSError: it cannot be fetched.
+    """
+    return _copy(data, cache) if is_remote(data) else expand(data)
+
+
+@lru_cache
+def _copy(address: str, cache: str) -> Path:
+    """Fetches the copy; a process looks at the store once."""
+    return Folder(address).cached(expand(cache).absolute())
+
+
+def _scored(config: TrainConfig, unreadable: dict[str, str]) -> tuple[Manifest | None, dict[str, str]]:
+    """The manifest of `validation.data`, and the hashes of what `validation` names, by setting; adds to `unreadable`.
+
+    A validation reads them beside the run's own held-out rows, so that a resume must find the same content. Nothing is
+    read if no validation takes place.
+    """
+    validation, contents, manifest = config.validation, dict[str, str](), None
+    if validation.data is not None and validation.every_steps:
+        try:
+            manifest = load_manifest(data_folder(validation.data, config.cache))
+            contents["data"] = data_hash(manifest)
+        except _UNREADABLE as error:
+            unreadable["validation.data"] = f"validation.data = {validation.data}: {error}"
+    for score, place in validation.pairs.items():
+        name = score.partition("_")[0]
+        try:
+            read_pairs(folder := expand(place), FILES[score])
+            contents[name] = hash_file(folder / FILES[score].name)
+        except (DataError, UsageError) as error:
+            unreadable[f"validation.{name}"] = f"validation.{name} = {place}: {error}"
+    return manifest, contents
+
+
+def with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run, as JSON, with absolute paths."""
+    validation = {key: _absolute(values["validation"][key]) for key in ("data", "stsb", "sickr")}
+    return values | {
+        "run": _absolute(values["run"]),
+        "data": _absolute_data(values["data"]),
+        "encoder": _with_absolute_model(values["encoder"]),
+        "validation": values["validation"] | validation,
+        "auxiliary_tasks": {
+            name: task | {"data": _absolute_data(task["data"]), "frontend": _with_absolute_model(task["frontend"])}
+            for name, task in values["auxiliary_tasks"].items()
+        },
+    }
+
+
+def _absolute(place: str | None) -> str | None:
+    return place if place is None or is_remote(place) else str(expand(place).absolute())
+
+
+def _absolute_data(data: Any) -> Any:
+    if isinstance(data, str):
+        return _absolute(data)
+    return [corpus | {"path": _absolute(corpus["path"])} for corpus in data]
+
+
+def _with_absolute_model(section: dict[str, Any]) -> dict[str, Any]:
+    """A section whose `pretrained` names a model; the name of a folder becomes absolute."""
+    folder = section["pretrained"] is not None and expand(section["pretrained"]).is_dir()
+    return section | {"pretrained": _absolute(section["pretrained"])} if folder else section
+
+
+# Span lengths and anchors that the user leaves to the shards.
+
+_GEOMETRY = ("num_anchors", "max_tokens", "min_tokens")
+
+
+def with_geometry(config: TrainConfig, run: Path, manifests: Mapping[str, Manifest]) -> TrainConfig:
+    """The configuration with the shards' geometry for `spans` without `num_anchors`, `max_tokens` or `min_tokens`.
+
+    A run with a checkpoint keeps the values it started with. Without a manifest the defaults stay. `min_tokens` is at
+    most `max_tokens`.
+
+    Args:
+        config: of the run.
+        run: folder of the run.
+        manifests: of the tasks' shards that can be read; "" for the main one.
+    """
+    spans = {name: _spans(task, run, manifests.get(name)) for name, task in config.tasks().items()}
+    auxiliary = {name: task.model_copy(update={"spans": spans[name]}) for name, task in config.auxiliary_tasks.items()}
+    return config.model_copy(update={"spans": spans[""], "auxiliary_tasks": auxiliary})
+
+
+def _spans(task: TaskSettings, run: Path, manifest: Manifest | None) -> SpanConfig:
+    """The completed spans of a task."""
+    missing = [key for key in _GEOMETRY if key not in task.spans.model_fields_set]
+    if not missing:
+        return task.spans
+    began = manifest is None or bool(steps_in(run / CHECKPOINTS))
+    values = (_started_with(run, task.name) if began else {}) or _of_shards(task, manifest)
+    update = {key: values[key] for key in missing if key in values}
+    if "min_tokens" in update:
+        longest = update.get("max_tokens", task.spans.max_tokens)
+        update["min_tokens"] = min(update["min_tokens"], longest)
+    return task.spans.model_copy(update=update)
+
+
+def unknown(config: TrainConfig) -> list[str]:
+    """Names of the settings that `with_geometry` could not find, as dotted keys; none if rows have no spans."""
+    if "documents" not in config.objective.reads:
+        return []
+    return [f"spans.{key}" for key in _GEOMETRY if key not in config.spans.model_fields_set]
+
+
+def _started_with(run: Path, task: str) -> dict[str, Any]:
+    """The spans of a task in the run's settings; empty where there are none."""
+    path = ("auxiliary_tasks", task, "spans") if task else ("spans",)
+    try:
+        spans = reduce(lambda tree, key: tree[key], path, read_json(run / RESUME_SETTINGS))
+        return {key: int(spans[key]) for key in _GEOMETRY}
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the checks report it
+        return {}
+
+
+def _of_shards(task: TaskSettings, manifest: Manifest | None) -> dict[str, Any]:
+    if manifest is None:
+        return {}
+    # Rows of short texts have no spans: the defaults stay.
+    geometry = manifest.geometry if manifest.content.kind == "documents" else task.spans
+    return {key: getattr(geometry, key) for key in _GEOMETRY}
