@@ -29,9 +29,9 @@ from transformers import PreTrainedModel
 
 from benchmarks import record, workload
 from declutr.trainer.data.batches import RankBatch, SpanBatch, pad_rows
-from declutr.trainer.model.compilation import compile_layers
-from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
+from declutr.trainer.model.language_model import compile_layers
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.step.task import gpu_name, peak_flops, step_flops
 
 TEMPERATURE = 0.05
 _IGNORED = -100  # transformers ignores this label
@@ -289,8 +289,7 @@ def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, An
     places = list(map(released.places, timed))
     real = [batch.num_tokens for batch in timed]
     seconds = sum(measured["times"]["ours"])
-    weights = linear_weights(own.model)
-    flops = sum(step_flops(own.model, weights, batch.lengths, len(batch.labels)) for batch in timed)
+    flops = sum(step_flops(own.model, batch.lengths, len(batch.labels)) for batch in timed)
     peak = peak_flops(gpu_name(setting.device), half=True)
     return measured | {
         "loss_abs_diff": loss_diff,

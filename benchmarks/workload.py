@@ -27,14 +27,12 @@ from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import load_hf_config, load_model
 from declutr.trainer.objectives.base import Objective, implementation_of
-from declutr.trainer.objectives.config import ObjectiveConfig, RunContext, SpanConfig, TextObjectiveConfig
+from declutr.trainer.objectives.config import ObjectiveConfig, RunContext, SpanConfig
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.scd.config import ScdConfig
-from declutr.trainer.objectives.scl.config import SclConfig
-from declutr.trainer.objectives.simcse.config import SimcseConfig
+from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig, TextObjectiveConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.gradcache import Microbatch
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import TrainStep
 from declutr.trainer.step.task import TrainTask

@@ -28,11 +28,10 @@ from benchmarks import record, workload
 from declutr.common.storage import write_text
 from declutr.trainer.checkpoints import checkpoint, weights
 from declutr.trainer.checkpoints.state import RunState
-from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.data.canonical import collate_canonical
+from declutr.trainer.data.batches import RankBatch, collate_canonical
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.fixedpoint import FixedPointReducer
+from declutr.trainer.parallel.reducers import FixedPointReducer
 from declutr.trainer.step.step import TrainStep
 
 _CHANGES = [2, 3, 1]

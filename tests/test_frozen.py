@@ -22,11 +22,11 @@ from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.job.units import plan_units
 from declutr.pipeline.job.worker import write_unit
 from declutr.pipeline.tokenizer.tokenization import describe_tokenizer
+from declutr.trainer.data.packing import MaskingConfig, mask_tokens
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model import dropout
 from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.spans import draw, place
-from declutr.trainer.objectives.masking import MaskingConfig, mask_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"

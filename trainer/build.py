@@ -24,9 +24,9 @@ from declutr.trainer.metrics.sts import StsValidator, read_judged, together
 from declutr.trainer.model.behind import read_behind
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.freezing import frozen_parameters
 from declutr.trainer.model.frontend import Frontend, embedding_width, load_vit
 from declutr.trainer.model.language_model import (
+    frozen_parameters,
     load_hf_config,
     load_model,
     load_with_dropout_layers,
@@ -34,18 +34,15 @@ from declutr.trainer.model.language_model import (
     vocabulary_of,
 )
 from declutr.trainer.model.layouts import fitting_layout
-from declutr.trainer.objectives.base import Objective, Validator, implementation_of
-from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.fixedpoint import FixedPointReducer
-from declutr.trainer.parallel.overlap import BucketedReducer
-from declutr.trainer.parallel.sharding import shard
+from declutr.trainer.objectives.base import HeldOutSplit, Objective, Validator, implementation_of
+from declutr.trainer.parallel.communicator import Communicator, shard
+from declutr.trainer.parallel.reducers import BucketedReducer, FixedPointReducer
 from declutr.trainer.run import RunPlan, data_folder
 from declutr.trainer.setup.config import TaskSettings, TrainConfig
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.microbatch import Microbatch
-from declutr.trainer.step.nonfinite_losses import NonFiniteLosses
+from declutr.trainer.step.gradcache import Microbatch
 from declutr.trainer.step.optim import build_optimizer
-from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.step import NonFiniteLosses, TrainStep
 from declutr.trainer.step.task import TrainTask
 
 
@@ -382,17 +379,16 @@ def build_validator(
         held_out = ShardSet(data_folder(validation.data, plan.config.cache), "train", look=False)
     vocabulary = vocabulary_of(parts.tokenizer)
     room = max_content(task.encoder, vocabulary)
+    settings = vocabulary, room, validation.max_documents, task.comm, device
     validators = []
     if held_out.num_documents > 1:  # all rows may be trained on if judged pairs validate
-        most = validation.max_documents
-        validators.append(task.objective.validator(held_out, vocabulary, room, most, task.comm, device))
+        validators.append(task.objective.validator(HeldOutSplit(held_out, *settings)))
     for score, folder in validation.pairs.items():
         pairs = read_judged(score, expand(folder), parts.tokenizer, room + vocabulary.num_specials)
         validators.append(StsValidator(pairs, task.objective.exported(), task.comm, device, task.objective.sizes))
     for other in auxiliary:
         rows = plan.training_shards[other.name].held_out()
-        if other.frontend is not None and rows.num_documents > 1:
-            arguments = rows, other.frontend, validation.max_documents, task.comm, device
-            if own := other.objective.clip_validator(*arguments):
-                validators.append(_TaskValidator(other.label, own))
+        split = HeldOutSplit(rows, *settings, other.frontend)
+        if other.frontend is not None and rows.num_documents > 1 and (own := other.objective.validator(split)):
+            validators.append(_TaskValidator(other.label, own))
     return together([validator for validator in validators if validator is not None])

@@ -156,8 +156,8 @@ def _estimate(plan: RunPlan) -> str:
     """
     from declutr.common.errors import EncoderError, ShardError
     from declutr.trainer.driver.estimate import plan_lines
-    from declutr.trainer.step.microbatch import MicrobatchError
-    from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
+    from declutr.trainer.step.gradcache import MicrobatchError
+    from declutr.trainer.step.step import NonFiniteLossError
     from declutr.trainer.worker.device import refusal
 
     try:

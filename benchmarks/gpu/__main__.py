@@ -28,11 +28,10 @@ import torch
 from benchmarks import record
 from benchmarks.workload import Workload, add_options, seconds_of_steps
 from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
-from declutr.trainer.model.kernels import Kernels
-from declutr.trainer.model.language_model import drops_attention
+from declutr.trainer.model.attention import Kernels
+from declutr.trainer.model.encoder import Encoder, drops_attention
 from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.task import gpu_name, peak_flops, step_flops
 from declutr.trainer.worker.device import repeat_bits
 
 _DEVICE = torch.device("cuda", 0)  # as tensors name it: encoders keep their kernels by device
@@ -125,7 +124,7 @@ def timed(workload: Workload, documents: int, folder: Path) -> dict[str, Any]:
     (folder / "kernels.txt").write_text(table, encoding="utf-8")
     packed = [batch.tokens for batch in batches]
     model = train_step.encoder.model
-    flops = sum(step_flops(model, linear_weights(model), spans.lengths, len(spans.labels)) for spans in packed)
+    flops = sum(step_flops(model, spans.lengths, len(spans.labels)) for spans in packed)
     tokens, peak = sum(spans.num_tokens for spans in packed), peak_flops(gpu_name(_DEVICE), half=True)
     return {
         "passed": True,

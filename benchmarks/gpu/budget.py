@@ -48,12 +48,10 @@ from benchmarks.gpu.traffic import Traffic, counting
 from benchmarks.workload import Workload, add_options
 from declutr.trainer.data.batches import RankBatch, SpanBatch
 from declutr.trainer.model import encoder as encoders
-from declutr.trainer.model import kernels
-from declutr.trainer.model.compilation import parts
-from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.flops import peak_flops, step_flops
-from declutr.trainer.model.kernels import Kernels
-from declutr.trainer.model.language_model import drops_attention
+from declutr.trainer.model.attention import Kernels, attend
+from declutr.trainer.model.encoder import Encoder, drops_attention
+from declutr.trainer.model.language_model import parts
+from declutr.trainer.step.task import peak_flops, step_flops
 
 HEAD = "loss of the head"
 
@@ -203,7 +201,7 @@ _GB = 10**9
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_varlen_attn", "_varlen_attn_backward", "attend_dropout"}
 _PRODUCTS |= {"attend_dropout_backward"}
 _REACHED, _BANDWIDTH_REACHED, _LAUNCH_SECONDS = 0.65, 0.85, 10e-6  # assumptions, of no machine
-_BANDWIDTHS = {  # bytes a second, from vendors' data sheets; names as in trainer/model/flops.py
+_BANDWIDTHS = {  # bytes a second, from vendors' data sheets; names as in trainer/step/task.py
     "B200": 8.0e12,
     "H200": 4.8e12,
     "H100": 3.35e12,
@@ -232,8 +230,7 @@ def measure(workload: Workload, documents: int, compiled: bool) -> dict[str, Any
             # Fake tensors in place of those on a GPU; what is on the CPU for planning stays.
             faked = RankBatch(batch.spans.moved(mode.from_tensor), batch.num_documents, batch.num_rows, digest=1)
         train_step.begin({"": faked}, 2)
-    model, weights = train_step.encoder.model, train_step.encoder.num_linear_weights
-    flops = step_flops(model, weights, batch.spans.lengths, len(batch.spans.labels))
+    flops = step_flops(train_step.encoder.model, batch.spans.lengths, len(batch.spans.labels))
     return {
         "operations": sum(traffic.operations.values()),
         "gigabytes": round(sum(traffic.bytes.values()) / _GB, 2),
@@ -267,7 +264,7 @@ def _encoder(workload: Workload) -> Encoder:
     dropping = (
         importlib.import_module("declutr.trainer.model.dropout_attention").attend_dropout if drops else None
     )  # Triton
-    encoder._kernels[_CPU, drops] = Kernels(kernels.attend, dropping)
+    encoder._kernels[_CPU, drops] = Kernels(attend, dropping)
     return encoder
 
 

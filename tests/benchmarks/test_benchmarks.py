@@ -25,10 +25,11 @@ from declutr.pipeline.shards.schema import shard_schema
 from declutr.pipeline.shards.windows import Geometry, window_starts
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.data.plan import permute
-from declutr.trainer.model import flops, kernels
-from declutr.trainer.model.kernels import Kernels
+from declutr.trainer.model import attention as kernels
+from declutr.trainer.model.attention import Kernels
 from declutr.trainer.objectives.config import SpanConfig
-from declutr.trainer.objectives.text_packing import Texts
+from declutr.trainer.objectives.texts import Texts
+from declutr.trainer.step.task import peak_flops, step_flops
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"hardware", "versions", "commit", "command"}
@@ -165,13 +166,13 @@ def test_flops_of_a_forward_equal_torchs_count_and_peaks_are_the_published_ones(
     made, batch_ = setting.encoder(), setting.batch(0, 2).spans
     with FlopCounterMode(display=False) as counted:
         made(batch_)
-    expected = flops.step_flops(made.model, flops.linear_weights(made.model), batch_.lengths, len(batch_.labels)) / 3
+    expected = step_flops(made.model, batch_.lengths, len(batch_.labels)) / 3
     assert counted.get_total_flops() == pytest.approx(expected, rel=0.2)
-    assert flops.peak_flops("NVIDIA H200", half=True) == 989e12
-    assert flops.peak_flops("NVIDIA B200", half=True) == 2250e12
-    assert flops.peak_flops("NVIDIA L40S", half=True) == 362e12
-    assert flops.peak_flops("Some other", half=True) is None
-    assert flops.peak_flops(None, half=True) is None
+    assert peak_flops("NVIDIA H200", half=True) == 989e12
+    assert peak_flops("NVIDIA B200", half=True) == 2250e12
+    assert peak_flops("NVIDIA L40S", half=True) == 362e12
+    assert peak_flops("Some other", half=True) is None
+    assert peak_flops(None, half=True) is None
 
 
 def test_embedding_state_is_what_lives_at_one_time_and_a_peak_sees_what_was_freed():

@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 
 from declutr.common import seeding
 from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, mean, paired_interval, spearman
-from declutr.trainer.objectives.declutr.objective import DISTANT
+from declutr.trainer.objectives.declutr.validator import DISTANT
 
 
 @pytest.mark.parametrize(

@@ -29,20 +29,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.workload import OBJECTIVES, SIZES, TextWorkload, Workload
 from declutr.trainer.data.batches import RankBatch
-from declutr.trainer.model import kernels
+from declutr.trainer.model.attention import Kernels, attend
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.frontend import Frontend
-from declutr.trainer.model.kernels import Kernels
 from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.fixedpoint import FixedPointReducer
-from declutr.trainer.parallel.overlap import BucketedReducer
+from declutr.trainer.parallel.reducers import BucketedReducer, FixedPointReducer
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.gradcache import GlobalCounts, GradCache
-from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.gradcache import GlobalCounts, GradCache, Microbatch
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import TrainStep
 from declutr.trainer.step.task import TrainTask
@@ -224,7 +221,7 @@ def train_step(case: Case, gpu: Any) -> TrainStep:
         encoder.projection = case.mistake
     dropping = importlib.import_module("declutr.trainer.model.dropout_attention").attend_dropout
     for drops in (False, True):
-        encoder._kernels[GPU, drops] = Kernels(kernels.attend, dropping) if case.kernel else None
+        encoder._kernels[GPU, drops] = Kernels(attend, dropping) if case.kernel else None
     tasks, modules = [], list[nn.Module]()
     for number, one in enumerate(case.workloads):
         objective = gpu.moved(one.loss(encoder.embedding_size))

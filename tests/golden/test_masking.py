@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from declutr.trainer.objectives.masking import MaskingConfig, mask_tokens
+from declutr.trainer.data.packing import MaskingConfig, mask_tokens
 
 pytestmark = pytest.mark.golden
 

@@ -6,7 +6,7 @@ from measures import deviation
 from tiny import contrastive, declutr, rows_of
 
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.declutr.ntxent import ntxent
+from declutr.trainer.objectives.declutr.objective import ntxent
 
 pytestmark = pytest.mark.golden
 

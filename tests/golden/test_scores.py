@@ -6,7 +6,7 @@ import pytest
 import torch
 from measures import deviation
 
-from declutr.trainer.objectives.measures import alignment, uniformity
+from declutr.trainer.objectives.scores import alignment, uniformity
 
 pytestmark = pytest.mark.golden
 

@@ -9,12 +9,12 @@ from tiny import declutr
 from declutr.trainer.data.batches import RankBatch, SpanBatch, pad_rows
 from declutr.trainer.model.attention import PACKED
 from declutr.trainer.model.config import EncoderConfig
-from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.language_model import load_hf_config, load_model, mlm_head
+from declutr.trainer.model.encoder import Encoder, mlm_head
+from declutr.trainer.model.language_model import load_hf_config, load_model
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.gradcache import Microbatch
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import TrainStep
 from declutr.trainer.step.task import TrainTask

@@ -7,14 +7,12 @@ from measures import deviation
 
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
-from declutr.trainer.objectives.scd.config import ScdConfig
-from declutr.trainer.objectives.scd.objective import Scd
-from declutr.trainer.objectives.scl.config import SclConfig
-from declutr.trainer.objectives.scl.objective import Scl
-from declutr.trainer.objectives.simcse.config import SimcseConfig
-from declutr.trainer.objectives.simcse.objective import Simcse
+from declutr.trainer.objectives.scd import Scd
+from declutr.trainer.objectives.scl import Scl
+from declutr.trainer.objectives.simcse import Simcse
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon
+from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig
 
 pytestmark = pytest.mark.golden
 

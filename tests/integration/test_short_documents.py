@@ -88,6 +88,6 @@ def test_every_held_out_document_is_scored(prepared, mode):
     validator = span_validator(config, encoder, vocabulary)
     held_out = validator.embed(encoder)
     assert {len(rows) for rows in held_out} == {len(validator.rows)} == {40}
-    lengths = validator.shards.take(validator.rows).column("num_tokens").to_numpy()
+    lengths = validator.held_out.shards.take(validator.rows).column("num_tokens").to_numpy()
     assert held_out.reached[torch.tensor(lengths >= 3 * 16)].all()
     assert (validator.scores(encoder)["distant_share"] < 1) == (mode == "fewer_anchors")

@@ -33,7 +33,7 @@ from declutr.trainer.driver.continuation import SUMMARY
 from declutr.trainer.driver.failure import GroupFailure
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.step.step_metrics import StepMetrics
+from declutr.trainer.step.step import StepMetrics
 
 RUNS = "document.title='run'"
 HOSTILE = f'<script>{RUNS}</script><img src=x onerror="{RUNS}"></table>\u202e\x00\'"{{{{ 7 * 7 }}}}'

@@ -15,7 +15,7 @@ from declutr.trainer.checkpoints.weights import collect
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.step.nonfinite_losses import NonFiniteLosses
+from declutr.trainer.step.step import NonFiniteLosses
 from declutr.trainer.worker.channel import Stopwatch
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.heartbeat import Heartbeat

@@ -15,13 +15,12 @@ from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.language_model import load_hf_config, load_model
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext, SpanConfig
-from declutr.trainer.objectives.declutr.collator import SpanCollator
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.objective import Declutr
-from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.sharding import shard
+from declutr.trainer.objectives.declutr.spans import SpanCollator
+from declutr.trainer.parallel.communicator import Communicator, shard
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.gradcache import Microbatch
 from declutr.trainer.step.optim import build_optimizer
 from declutr.trainer.step.step import TrainStep
 from declutr.trainer.step.task import TrainTask

@@ -102,13 +102,14 @@ def span_validator(config, encoder, vocabulary):
 
     from declutr.pipeline.shards.shards import ShardSet
     from declutr.trainer.build import build_objective, max_content
+    from declutr.trainer.objectives.base import HeldOutSplit
     from declutr.trainer.parallel.communicator import Communicator
 
     held_out = ShardSet(Path(config.data), "held-out")
     room = max_content(encoder, vocabulary)
     objective = build_objective(config.main, encoder, held_out.manifest.short_documents)
-    maximum = config.validation.max_documents
-    return objective.validator(held_out, vocabulary, room, maximum, Communicator(), torch.device("cpu"))
+    settings = room, config.validation.max_documents, Communicator(), torch.device("cpu")
+    return objective.validator(HeldOutSplit(held_out, vocabulary, *settings))
 
 
 def finished_config(data, run, **changes):

@@ -19,12 +19,12 @@ from declutr.trainer.checkpoints.store import fetch_run, store_of
 from declutr.trainer.checkpoints.weights import collect
 from declutr.trainer.data.stream import Prefetcher
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_metrics
-from declutr.trainer.model.load_report import LoadReport
-from declutr.trainer.objectives.row_score import RowScore, choosing_rows
+from declutr.trainer.model.language_model import LoadReport
+from declutr.trainer.objectives.scores import RowScore, choosing_rows
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.parallel.request import Request
 from declutr.trainer.run import run_folder
-from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
+from declutr.trainer.step.step import NonFiniteLossError
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,10 @@ from tiny import VOCABULARY, documents, rank_batch, tiny_collator
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.chunks import rank_plan, read_chunk
 from declutr.trainer.data.packedbatch import DIGEST
-from declutr.trainer.data.packing import Vocabulary
+from declutr.trainer.data.packing import MaskingConfig, Vocabulary, mask_tokens
 from declutr.trainer.data.plan import Plan, permute
 from declutr.trainer.objectives.config import SpanConfig
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.masking import MaskingConfig, mask_tokens
 
 seeds = st.integers(0, 2**31)
 

@@ -17,8 +17,7 @@ from declutr.trainer.driver.checks import ray_problems
 from declutr.trainer.driver.continuation import DEVICE, choose_device, device_problem, kept_device, recorded_device
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.setup.scaling import ScalingConfig
-from declutr.trainer.step.step import TrainStep
-from declutr.trainer.step.step_metrics import StepMetrics
+from declutr.trainer.step.step import StepMetrics, TrainStep
 from declutr.trainer.worker.device import CudaEvent, DeviceEvent, events_of, refusal, set_up_torch
 from declutr.trainer.worker.loop import Recorder
 

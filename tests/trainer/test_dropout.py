@@ -10,7 +10,7 @@ from messages import all_of
 from scipy.stats import chi2
 from tiny import random_spans, tiny_encoder
 
-from declutr.trainer.data.tokenrates import TokenRates, drops, limit, signed, token_keys
+from declutr.trainer.data.packedbatch import TokenRates, drops, limit, signed, token_keys
 from declutr.trainer.model.dropout import DropoutKeys, KeyedDropout, key_dropout, words
 
 TOKENS, FEATURES = 4096, 256

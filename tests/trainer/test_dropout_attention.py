@@ -14,12 +14,10 @@ from processes import run_python
 from tiny import FAMILIES, half_precision, random_spans, tiny_encoder
 from torch._dynamo.utils import counters
 
-from declutr.trainer.data.tokenrates import TokenRates
-from declutr.trainer.model import kernels
-from declutr.trainer.model.compilation import compile_layers
-from declutr.trainer.model.dropout import WeightDropout
-from declutr.trainer.model.kernels import Kernels
-from declutr.trainer.model.keyed_attention import attend_with_dropout
+from declutr.trainer.data.packedbatch import TokenRates
+from declutr.trainer.model.attention import Kernels, attend
+from declutr.trainer.model.dropout import WeightDropout, attend_with_dropout
+from declutr.trainer.model.language_model import compile_layers
 
 pytest.importorskip("triton", reason="Triton is not installed")
 dropout_attention = importlib.import_module("declutr.trainer.model.dropout_attention")
@@ -40,7 +38,7 @@ for capability, head_size, window in ((80, 128, 0), (89, 64, 0), (90, 24, 65)):
         source, target = ASTSource(kernel, kinds, constants), GPUTarget("cuda", capability, 32)
         print(triton.compile(source, target=target).metadata.shared)
 """
-BOTH = Kernels(kernels.attend, dropout_attention.attend_dropout)
+BOTH = Kernels(attend, dropout_attention.attend_dropout)
 WIDE = {"hidden_size": 32, "num_attention_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 128}
 
 

@@ -12,14 +12,14 @@ from messages import all_of
 from tiny import HALF, documents, rank_batch, tiny_collator, tiny_encoder, tiny_train_step, with_task
 from tinyruns import least_config
 
-from declutr.trainer.data.canonical import canonical_microbatches, collate_canonical
+from declutr.trainer.data.batches import canonical_microbatches, collate_canonical
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.fixedpoint import SCALE, FixedPointReducer
+from declutr.trainer.parallel.reducers import SCALE, FixedPointReducer
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.step.optim import build_optimizer
+from declutr.trainer.step.step import NonFiniteLossError
 
 ROBERTA = {"model_type": "roberta"}
 LENGTHS = [48, 70, 49, 131, 60, 99, 52, 77, 64]

@@ -30,7 +30,7 @@ from declutr.trainer.driver.export import write_encoder
 from declutr.trainer.model.behind import Dense, Normalize, steps_of, write_steps
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.step.microbatch import Microbatch
+from declutr.trainer.step.gradcache import Microbatch
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 WEIGHT = "bert.encoder.layer.1.output.dense.weight"

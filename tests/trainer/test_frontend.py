@@ -19,7 +19,7 @@ from transformers import BertConfig, ViTConfig, ViTModel
 from declutr.common.errors import EncoderError
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.build import new_frontend
-from declutr.trainer.data.patches import PatchBatch
+from declutr.trainer.data.batches import PatchBatch
 from declutr.trainer.driver.continuation import neighbours_of
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.model.config import EncoderConfig, FrontendConfig
@@ -27,6 +27,7 @@ from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend, embedding_width, load_vit
 from declutr.trainer.model.language_model import load_hf_config, load_model
 from declutr.trainer.model.layouts import fitting_layout, patch_problem
+from declutr.trainer.objectives.base import HeldOutSplit
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon, nearest_accuracy
@@ -203,7 +204,8 @@ def validator_of(folder, manifest, encoder, **settings):
     objective = Supcon(SupconConfig(**settings), RunContext(frontend=config), encoder.embedding_size)
     frontend = new_frontend(config, manifest.content, embedding_width(encoder.model), 0)
     dtype = next(encoder.parameters()).dtype
-    return objective.clip_validator(shards, frontend.to(dtype), 30, Communicator(), torch.device("cpu"))
+    settings = 30, Communicator(), torch.device("cpu"), frontend.to(dtype)
+    return objective.validator(HeldOutSplit(shards, VOCABULARY, 30, *settings))
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +231,7 @@ def test_labels_of_held_out_images_are_found_again_without_augmentation_and_with
     assert found == validator.scores(encoder)
     assert encoder.training
     assert all(torch.equal(old, new) for old, new in zip(before, encoder.parameters(), strict=True))
-    table = validator.shards.take(validator.rows)
+    table = validator.held_out.shards.take(validator.rows)
     views = np.frombuffer(b"".join(validator.views(table)["views"].to_pylist()), np.uint8).reshape(-1, 2, 16, 16, 3)
     for raw, (one, other) in zip(table["image"].to_pylist(), views, strict=True):  # no crop, no other colour
         whole = np.asarray(Image.open(io.BytesIO(raw)).resize((16, 16), Image.Resampling.BILINEAR))

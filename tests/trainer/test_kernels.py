@@ -10,16 +10,12 @@ from measures import deviation
 from messages import says
 from tiny import FAMILIES, half_precision, random_spans, tiny_encoder
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention import current_flash_attention_impl
 
-from declutr.trainer.model import kernels
-from declutr.trainer.model.attention import attend_in_groups
-from declutr.trainer.model.compilation import compile_layers, compiler_problem, parts
-from declutr.trainer.model.dropout import WeightDropout, words
-from declutr.trainer.model.kernels import Kernels
-from declutr.trainer.model.keyed_attention import attend_in_parts, attend_with_dropout
+from declutr.trainer.model.attention import Kernels, attend, attend_in_groups, kernel_problem
+from declutr.trainer.model.dropout import WeightDropout, attend_in_parts, attend_with_dropout, words
+from declutr.trainer.model.language_model import compile_layers, compiler_problem, parts
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.overlap import BucketedReducer
+from declutr.trainer.parallel.reducers import BucketedReducer
 
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]
 CPU = torch.device("cpu")
@@ -40,7 +36,7 @@ def encoder_with(kernel, family="roberta", layers=2, **settings):
 def test_the_kernel_computes_what_groups_compute(family):
     """With dropout of hidden states, and with ModernBERT's local layers, which pass a window."""
     batch = random_spans(MIXED, num_selected=9)
-    encoders = (encoder_with(kernel, family, attention_dropout=0.0) for kernel in (kernels.attend, None))
+    encoders = (encoder_with(kernel, family, attention_dropout=0.0) for kernel in (attend, None))
     for one, other in zip(*(values(encoder, batch) for encoder in encoders), strict=True):
         assert (one - other).norm() < 0.02 * other.norm()
 
@@ -50,7 +46,7 @@ def test_groups_attend_where_the_kernel_cannot():
     batch = random_spans(MIXED)
     for half in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
-            assert torch.equal(*(encoder_with(kernel).embed(batch) for kernel in (kernels.attend, None)))
+            assert torch.equal(*(encoder_with(kernel).embed(batch) for kernel in (attend, None)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,7 +54,7 @@ def test_kernel_has_the_same_graphs_for_all_lengths(family):
     """Graphs without breaks, whatever the number of spans and tokens, and the same values as without graphs."""
     torch._dynamo.reset()
     counter = CompileCounter()
-    compiled, eager = (encoder_with(kernels.attend, family, attention_dropout=0.0) for _ in range(2))
+    compiled, eager = (encoder_with(attend, family, attention_dropout=0.0) for _ in range(2))
     compile_layers(compiled.model.base_model, backend=counter, fullgraph=True)
     for lengths in (MIXED, [17], [3, 3, 3], [36, 3], [5] * 20):
         batch = random_spans(lengths, num_selected=2)
@@ -78,25 +74,11 @@ def test_kernel_has_the_same_graphs_for_all_lengths(family):
     ],
 )
 def test_kernel_problem_names_capability_or_head_size(capability, head_size, reason):
-    problem = kernels.problem(capability, head_size)
+    problem = kernel_problem(capability, head_size)
     if reason is None:
         assert problem is None
     else:
         says(problem, reason)
-
-
-def test_use_newest_without_flash_attention_3_is_version_2():
-    """FlashAttention 3 needs Hopper and its package, which no test installs."""
-    assert kernels.use_newest((8, 0), 64, CPU) == kernels.use_newest((9, 0), 64, CPU) == "FA2"
-
-
-def test_use_newest_with_a_package_of_another_version_stays_at_the_version_that_works(monkeypatch, tmp_path, log):
-    (tmp_path / "flash_attn_interface.py").write_text("def flash_attn_varlen_func(): pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert kernels.use_newest((9, 0), 64, CPU) == "FA2"
-    assert current_flash_attention_impl() is None
-    (told,) = log
-    says(told, "FlashAttention 2", "version 3")
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -109,8 +91,8 @@ def test_attention_weights_of_some_spans_at_a_time_are_those_of_all(masked, most
     keys = words(1, 35, CPU).view(5, 7)
     drop = WeightDropout(torch.tensor(3), 0.3, keys)
     found = []
-    for attend, more in ((attend_with_dropout, {}), (attend_in_parts, {"most_weights": most_weights})):
-        out = attend(query, key, value, mask, None, drop, **more)
+    for explicit, more in ((attend_with_dropout, {}), (attend_in_parts, {"most_weights": most_weights})):
+        out = explicit(query, key, value, mask, None, drop, **more)
         found.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -173,7 +155,7 @@ def test_compile_layers_while_the_backward_runs_sends_buckets():
     """As without compilation; in one graph of the whole encoder, all would be sent after the last layer."""
     torch._dynamo.reset()
     eager, compiled, whole = (
-        encoder_with(kernels.attend, layers=layers, attention_dropout=0.0) for layers in (LAYERS, LAYERS, 2)
+        encoder_with(attend, layers=layers, attention_dropout=0.0) for layers in (LAYERS, LAYERS, 2)
     )
     compile_layers(compiled.model.base_model, backend="aot_eager")
     whole.model.base_model.compile(backend="aot_eager", dynamic=True)
@@ -190,7 +172,7 @@ def test_compile_layers_while_the_backward_runs_sends_buckets():
 )
 def test_compile_layers_of_any_number_of_layers_makes_the_same_graphs(family, layout):
     """With dropped attention weights, whose masks depend on the layer's number; gradients are those without graphs."""
-    kernel, rate = (kernels.attend, 0.0) if layout == "kernel" else (None, 0.2)
+    kernel, rate = (attend, 0.0) if layout == "kernel" else (None, 0.2)
     settings = {"attention_dropout": rate, "layout": "padded" if layout == "padded" else "packed"}
     graphs = []
     for layers in (4, LAYERS):
@@ -206,8 +188,8 @@ def test_compile_layers_of_any_number_of_layers_makes_the_same_graphs(family, la
 
 
 def test_parts_of_an_encoder_are_its_embeddings_and_layers():
-    body = encoder_with(kernels.attend, layers=LAYERS).model.base_model
+    body = encoder_with(attend, layers=LAYERS).model.base_model
     assert list(parts(body)) == [body.embeddings, *body.encoder.layer]
     assert list(parts(body.embeddings)) == [body.embeddings]
-    modernbert = encoder_with(kernels.attend, "modernbert", LAYERS).model.base_model  # torch compiles no single norm
+    modernbert = encoder_with(attend, "modernbert", LAYERS).model.base_model  # torch compiles no single norm
     assert list(parts(modernbert)) == [modernbert.embeddings, *modernbert.layers]

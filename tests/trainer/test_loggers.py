@@ -25,9 +25,8 @@ from declutr.common import extras
 from declutr.trainer.driver.path_checks import place_problems
 from declutr.trainer.metrics import loggers
 from declutr.trainer.metrics.config import WandbConfig
-from declutr.trainer.metrics.loggers import TENSORBOARD, WANDB_ID, run_id, tensorboard, wandb_run
+from declutr.trainer.metrics.loggers import TENSORBOARD, WANDB_ID, ProgressBar, run_id, tensorboard, wandb_run
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter, read_last_step, read_metrics
-from declutr.trainer.metrics.progress import ProgressBar
 from declutr.trainer.step.step import StepMetrics
 
 

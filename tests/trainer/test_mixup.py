@@ -22,9 +22,9 @@ from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.data.chunks import fetched, rank_plan, read_chunk
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.objectives.supcon.collator import ClipCollator, Mixup, clips_of, mixture
+from declutr.trainer.objectives.supcon.clips import VIEWS, Crops, Mixup, clips_of, mixture
+from declutr.trainer.objectives.supcon.collator import ClipCollator
 from declutr.trainer.objectives.supcon.config import CropConfig, SupconConfig
-from declutr.trainer.objectives.supcon.crops import VIEWS, Crops
 
 CLIPS = clip_rows([9, 4, 13, 2, 7, 5, 8], labels="wxyz")
 
@@ -141,7 +141,7 @@ def test_the_partner_and_share_of_a_mixture_are_told(tmp_path):
     rows = shards.take(np.arange(6))
     every = {f"{one['id'].hex()}, {one['source']} at {one['offset']}": n for n, one in enumerate(rows_of(shards))}
     mixed = collator.fetch(rows, epochs, shards)
-    told = collator.told(mixed, epochs, shards)[::2]  # of the first view
+    told = collator.describe(mixed, epochs, shards)[::2]  # of the first view
     assert 0 < sum("mixed" in one for one in told) < 6
     before, after = clips_of(rows), clips_of(mixed)
     for number, one in enumerate(told):

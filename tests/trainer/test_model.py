@@ -25,11 +25,17 @@ from declutr.common.errors import EncoderError
 from declutr.trainer.build import freeze_unused
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.model.config import EncoderConfig
-from declutr.trainer.model.flops import gpu_name, linear_weights, peak_flops, step_flops
-from declutr.trainer.model.freezing import frozen_parameters
-from declutr.trainer.model.language_model import load_hf_config, load_model, max_span_tokens, mlm_head, vocabulary_of
+from declutr.trainer.model.encoder import mlm_head
+from declutr.trainer.model.language_model import (
+    frozen_parameters,
+    load_hf_config,
+    load_model,
+    max_span_tokens,
+    vocabulary_of,
+)
 from declutr.trainer.model.layouts import embedding_layout
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
+from declutr.trainer.step.task import gpu_name, peak_flops, step_flops
 
 POOLINGS = ["mean", "cls", "max", "mean_without_cls"]
 MIXED = [9, 3, 30, 12, 12, 4, 27, 9]  # the window of ModernBERT's local layers is 5
@@ -243,7 +249,7 @@ def test_equal_to_torchs_counter():
         with FlopCounterMode(display=False) as forward, torch.no_grad():
             encoder(batch)
         attention = 4 * 3 * 16 * 30**2
-        ours = step_flops(encoder.model, linear_weights(encoder.model), batch.lengths, 7) / 3
+        ours = step_flops(encoder.model, batch.lengths, 7) / 3
         assert forward.get_total_flops() + attention == ours
 
 

@@ -10,10 +10,9 @@ from tiny import contrastive, declutr, rows_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from declutr.trainer.objectives.base import Gathered
+from declutr.trainer.objectives.base import Gathered, tile_rows
 from declutr.trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig
-from declutr.trainer.objectives.declutr.ntxent import MetricLearningLoss, ntxent
-from declutr.trainer.objectives.row_shard import tile_rows
+from declutr.trainer.objectives.declutr.objective import MetricLearningLoss, ntxent
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.objective import supcon
 

@@ -22,14 +22,12 @@ from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.base import Gathered, Objective
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.declutr.ntxent import ntxent
-from declutr.trainer.objectives.declutr.objective import Declutr
-from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.sharding import full_tensor
+from declutr.trainer.objectives.declutr.objective import Declutr, ntxent
+from declutr.trainer.parallel.communicator import Communicator, full_tensor
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.microbatch import Microbatch
-from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
+from declutr.trainer.step.gradcache import Microbatch
+from declutr.trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]
 BOTH = DeclutrConfig(masking={"mlm_probability": 0.5})

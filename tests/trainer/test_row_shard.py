@@ -6,18 +6,17 @@ from groups import run_group
 from measures import deviation
 from tiny import rows_of, tiny_encoder
 
+from declutr.trainer.objectives.base import SHARED_ROWS, RowShard
 from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.declutr.ntxent import ntxent
-from declutr.trainer.objectives.declutr.objective import Declutr
-from declutr.trainer.objectives.row_shard import SHARED_ROWS, RowShard
-from declutr.trainer.objectives.simcse.config import SimcseConfig
-from declutr.trainer.objectives.simcse.infonce import infonce
-from declutr.trainer.objectives.simcse.objective import Simcse
+from declutr.trainer.objectives.declutr.objective import Declutr, ntxent
+from declutr.trainer.objectives.simcse import Simcse, infonce
 from declutr.trainer.objectives.supcon.config import SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon, supcon
+from declutr.trainer.objectives.text_config import SimcseConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.gradcache import GlobalCounts, GradCache
+from declutr.trainer.step.task import TrainTask
 
 pytestmark = pytest.mark.dist
 ROWS = 11
@@ -148,7 +147,7 @@ PML = {"kind": "pytorch_metric_learning", "loss": "NTXentLoss"}
 def test_step_shares_the_rows_of_losses_that_can_be_shared(kind, config, shared):
     """A large batch of two workers; what the losses compute of it is tested above."""
     objective = kind(config, RunContext(), 4)
-    cache = GradCache(tiny_encoder(), objective, Communicator(1, 2), seed=0, step=1)
+    cache = GradCache(TrainTask(encoder=tiny_encoder(), objective=objective, comm=Communicator(1, 2), seed=0), 1)
     counts = GlobalCounts(selected=0, first_row=SHARED_ROWS // 2, num_rows=SHARED_ROWS)
     assert (cache._row_shard(rows_of(torch.empty(0), SHARED_ROWS // 2), counts) is not None) == shared
 

@@ -20,7 +20,7 @@ from declutr.trainer.driver.checks import corpora_remarks, resolve
 from declutr.trainer.driver.local import LocalRun
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.driver.supervisor import Signals
-from declutr.trainer.objectives.held_out import held_out_rows
+from declutr.trainer.objectives.scores import held_out_rows
 
 LOCAL = {"num_workers": 0}
 

@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.weights import collect, load
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.model.freezing import frozen_parameters
+from declutr.trainer.model.language_model import frozen_parameters
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.sharding import full_tensor
+from declutr.trainer.parallel.communicator import Communicator, full_tensor
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
+from declutr.trainer.step.step import NonFiniteLossError
 
 pytestmark = [pytest.mark.dist, pytest.mark.nightly]
 LENGTHS = [48, 70, 49, 131, 60]

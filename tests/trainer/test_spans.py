@@ -18,8 +18,8 @@ from tinyruns import span_validator
 from declutr.pipeline.shards.windows import window_starts
 from declutr.trainer.build import build_encoder, load_tokenizer
 from declutr.trainer.objectives.config import SpanConfig
-from declutr.trainer.objectives.declutr.objective import DISTANT, place_distant
 from declutr.trainer.objectives.declutr.spans import Draws, draw, pair_lengths, place
+from declutr.trainer.objectives.declutr.validator import DISTANT, place_distant
 
 
 def windows_of(lengths, config):
@@ -295,7 +295,7 @@ def test_a_score_is_not_fooled_by_what_only_touching_spans_share(tmp_path):
     scores = {}
     for name, documents in texts.items():
         validator, encoder, held_out = scored(tmp_path / name, ["train " * 60, *documents])
-        table = validator.shards.take(validator.rows)
+        table = validator.held_out.shards.take(validator.rows)
         touching = encoder.eval().embed(validator.collator.batch(table, np.full(len(table), 2**32 - 1)))
         assert torch.equal(torch.cat(held_out[:2]), touching.double()), "the touching spans are those of the collator"
         scores[name] = held_out.scores(np.arange(len(held_out.anchors), dtype=np.uint64))

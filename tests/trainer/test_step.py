@@ -18,8 +18,8 @@ from declutr.trainer.data.plan import Plan
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
 from declutr.trainer.step.optim import parameter_groups
+from declutr.trainer.step.step import NonFiniteLossError
 
 LENGTHS = [48, 70, 49, 131, 60]
 PROJECTION = {"projection": {"kind": "mlp", "size": 6}}

@@ -23,7 +23,7 @@ from declutr.trainer.metrics.config import SICKR, STSB
 from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
 from declutr.trainer.metrics.sts import StsPairs, StsValidator
 from declutr.trainer.model.behind import Dense
-from declutr.trainer.objectives.row_score import RowScore, choosing_rows, divide
+from declutr.trainer.objectives.scores import RowScore, choosing_rows, divide
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan
 

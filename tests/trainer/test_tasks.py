@@ -14,25 +14,23 @@ from tiny import VOCABULARY, tiny_encoder
 from declutr.trainer.build import used_parameters
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.weights import collect, load, step_parameters
-from declutr.trainer.data.canonical import collate_canonical
+from declutr.trainer.data.batches import collate_canonical
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.model.config import FrontendConfig
 from declutr.trainer.model.frontend import Frontend, embedding_width
+from declutr.trainer.objectives.base import SHARED_ROWS
 from declutr.trainer.objectives.config import RunContext
-from declutr.trainer.objectives.row_shard import SHARED_ROWS
-from declutr.trainer.objectives.simcse.config import SimcseConfig
-from declutr.trainer.objectives.simcse.objective import Simcse
+from declutr.trainer.objectives.simcse import Simcse
 from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 from declutr.trainer.objectives.supcon.objective import Supcon
-from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.fixedpoint import FixedPointReducer
-from declutr.trainer.parallel.sharding import full_tensor, shard
+from declutr.trainer.objectives.text_config import SimcseConfig
+from declutr.trainer.parallel.communicator import Communicator, full_tensor, shard
+from declutr.trainer.parallel.reducers import FixedPointReducer
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.microbatch import Microbatch
-from declutr.trainer.step.nonfinite_losses import NonFiniteLosses
+from declutr.trainer.step.gradcache import Microbatch
 from declutr.trainer.step.optim import build_optimizer
-from declutr.trainer.step.step import TrainStep
+from declutr.trainer.step.step import NonFiniteLosses, TrainStep
 from declutr.trainer.step.task import TrainTask
 from declutr.trainer.worker.scheduler import TaskScheduler
 

@@ -14,21 +14,16 @@ from tiny import HALF, VOCABULARY, tiny_encoder, tiny_train_step, with_task
 
 from declutr.common.errors import UsageError
 from declutr.trainer.checkpoints.weights import step_parameters
-from declutr.trainer.data.canonical import collate_canonical
+from declutr.trainer.data.batches import collate_canonical
 from declutr.trainer.data.plan import Plan
-from declutr.trainer.objectives.base import Gathered
+from declutr.trainer.objectives.base import SHARED_ROWS, Gathered
 from declutr.trainer.objectives.config import RunContext
-from declutr.trainer.objectives.row_shard import SHARED_ROWS
-from declutr.trainer.objectives.scd.config import ScdConfig
-from declutr.trainer.objectives.scd.objective import Scd
-from declutr.trainer.objectives.scl.config import SclConfig
-from declutr.trainer.objectives.scl.objective import Scl
-from declutr.trainer.objectives.simcse.config import SimcseConfig
-from declutr.trainer.objectives.simcse.infonce import infonce
-from declutr.trainer.objectives.simcse.objective import Simcse
-from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.fixedpoint import FixedPointReducer
-from declutr.trainer.parallel.sharding import full_tensor
+from declutr.trainer.objectives.scd import Scd
+from declutr.trainer.objectives.scl import Scl
+from declutr.trainer.objectives.simcse import Simcse, infonce
+from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig
+from declutr.trainer.parallel.communicator import Communicator, full_tensor
+from declutr.trainer.parallel.reducers import FixedPointReducer
 from declutr.trainer.step.config import OptimConfig
 
 SENTENCES = sentences([5, 12, 30, 7, 3, 1, 18])

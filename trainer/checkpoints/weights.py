@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from declutr.common.errors import CheckpointError
 from declutr.trainer.checkpoints.checkpoint import ENCODER, FRONTEND, OBJECTIVE, OPTIMIZER, Contents
 from declutr.trainer.objectives.base import Objective
-from declutr.trainer.parallel.sharding import full_tensor, shard_like
+from declutr.trainer.parallel.communicator import full_tensor, shard_like
 from declutr.trainer.step.step import TrainStep
 from declutr.trainer.step.task import TrainTask
 

@@ -1,12 +1,16 @@
 """Spans as the encoder reads them: packed one after the other without padding, or padded for encoders that cannot pack.
 
 Legend: S spans, T tokens of all spans together (specials included), K tokens that are selected for MLM.
+
+Canonical microbatches make a forward the same for any number of workers: the global batch is cut into microbatches of a
+fixed number of documents, a worker has whole ones, and each is packed alone.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +19,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from declutr.common.seeding import U64
 from declutr.trainer.data.packedbatch import PackedBatch, digest_of, to_device
-from declutr.trainer.data.patches import PatchBatch
+from declutr.trainer.data.packing import MaskingConfig, Vocabulary, dropout_words, mask_spans, pack
 
+I64 = NDArray[np.int64]
 IGNORED = -100  # the label that torch's cross entropy leaves out
+_MULTIPLIER = 0xD6E8FEB86659FD93  # odd, so that multiplication by its powers loses no bit
 
 
 @dataclass(frozen=True)
@@ -27,30 +34,20 @@ class SpanBatch(PackedBatch):
 
     Attributes:
         input_ids: `(T,)` tokens of the spans, specials included, some of them masked.
-        lengths: `(S,)` tokens of each span; on the CPU, for planning.
+        lengths: as of `PackedBatch`.
         selected: `(K,)` places in `input_ids`, ascending, whose original token is to be predicted.
         labels: `(K,)` the original tokens.
-        keys: `(S,)` int32 keys of each span's dropout, on the CPU; None if nothing is dropped.
-        rates: `(S, 2)` float64 dropout rates of each span's hidden states and attention weights, instead of those of
-            the encoder's layers; on the CPU. None: the layers' rates.
+        keys: as of `PackedBatch`.
+        rates: likewise.
     """
 
+    by_token: ClassVar[tuple[str, ...]] = ("input_ids",)
     input_ids: Tensor
     lengths: Tensor
     selected: Tensor
     labels: Tensor
     keys: Tensor | None = None
     rates: Tensor | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, T."""
-        return len(self.input_ids)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tokens."""
-        return self.input_ids.device
 
     @cached_property
     def chosen(self) -> list[int]:
@@ -59,9 +56,12 @@ class SpanBatch(PackedBatch):
         counts: list[int] = np.searchsorted(self.selected.cpu().numpy(), bounds).tolist()  # `selected` is ascending
         return counts
 
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
-        batch = replace(self, input_ids=move(self.input_ids), selected=move(self.selected), labels=move(self.labels))
-        vars(batch)["chosen"] = self.chosen  # on a GPU, `selected` could not be read without waiting
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """As `PackedBatch.moved`."""
+        batch = super().moved(move)
+        cached = {"chosen": self.chosen, "table": batch.table}  # on a GPU, `selected` could not be read without waiting
+        batch = replace(batch, selected=move(self.selected), labels=move(self.labels))
+        vars(batch).update(cached)
         return batch
 
     def digest(self) -> int:
@@ -75,16 +75,10 @@ class SpanBatch(PackedBatch):
         values[self.selected.numpy()] += self.labels.numpy().astype(np.uint64) << np.uint64(20)
         return digest_of(values, self.lengths, self.keys)
 
-    def with_blank(self) -> "SpanBatch":
-        """The batch and a last span of one token, whose MLM label is ignored, so that it adds nothing to the loss."""
-        return SpanBatch(
-            F.pad(self.input_ids, (0, 1)),
-            F.pad(self.lengths, (0, 1), value=1),
-            F.pad(self.selected, (0, 1), value=self.num_tokens),
-            F.pad(self.labels, (0, 1), value=IGNORED),
-            None if self.keys is None else F.pad(self.keys, (0, 1)),
-            None if self.rates is None else F.pad(self.rates, (0, 0, 0, 1)),
-        )
+    def with_blank(self) -> Self:
+        """As `PackedBatch.with_blank`; the last span's MLM label is ignored, so that it adds nothing to the loss."""
+        selected = F.pad(self.selected, (0, 1), value=self.num_tokens)
+        return replace(super().with_blank(), selected=selected, labels=F.pad(self.labels, (0, 1), value=IGNORED))
 
     def unselected(self) -> Self:
         """The batch without tokens to predict."""
@@ -93,18 +87,88 @@ class SpanBatch(PackedBatch):
         return batch
 
     def _slice(self, spans: tuple[int, int], tokens: tuple[int, int]) -> Self:
-        (first, last), (start, end) = spans, tokens
-        picked = slice(self.chosen[first], self.chosen[last])
-        batch = type(self)(
-            self.input_ids[start:end],
-            self.lengths[first:last],
-            self.selected[picked] - start,
-            self.labels[picked],
-            None if self.keys is None else self.keys[first:last],
-            None if self.rates is None else self.rates[first:last],
-        )
-        vars(batch)["chosen"] = [count - picked.start for count in self.chosen[first : last + 1]]
+        picked = slice(self.chosen[spans[0]], self.chosen[spans[1]])
+        part = super()._slice(spans, tokens)
+        batch = replace(part, selected=self.selected[picked] - tokens[0], labels=self.labels[picked])
+        vars(batch)["chosen"] = [count - picked.start for count in self.chosen[spans[0] : spans[1] + 1]]
         return batch
+
+
+def pack_spans(
+    tokens: NDArray[np.integer],
+    sources: I64,
+    content: I64,
+    vocabulary: Vocabulary,
+    seed: int,
+    keys: U64,
+    epochs: U64,
+    numbers: I64,
+    masking: tuple[MaskingConfig, slice] | None = None,
+    rates: NDArray[np.float64] | None = None,
+) -> SpanBatch:
+    """Packs S spans, with masks and dropout keys.
+
+    Args:
+        tokens: tokens of all documents, one after the other.
+        sources: `(S,)` place of each span's first token in `tokens`.
+        content: `(S,)` tokens of each span, without specials.
+        vocabulary: ids of the tokenizer.
+        seed: the run's seed.
+        keys: `(S,)` key of each span's document.
+        epochs: `(S,)` epoch in which it is read.
+        numbers: `(S,)` number of the span, unique among those of its document: spans with different numbers drop
+            independently.
+        masking: settings of masking, and the spans to be masked for MLM.
+        rates: as of `SpanBatch`.
+    """
+    ids, lengths, places = pack(tokens, sources, content, vocabulary)
+    selected = labels = np.empty(0, np.int64)
+    if masking is not None:
+        settings, part = masking
+        owners = keys[part], epochs[part], numbers[part]
+        selected, labels = mask_spans(settings, seed, vocabulary, ids, places[part], content[part], *owners)
+    arrays = ids, lengths, selected, labels, dropout_words(seed, keys, epochs, numbers)
+    return SpanBatch(*map(torch.from_numpy, arrays), None if rates is None else torch.from_numpy(rates))
+
+
+@dataclass(frozen=True)
+class PatchBatch(PackedBatch):
+    """Clips on one device: patches of images or spectrograms, F values each, and a CLS token before those of a clip.
+
+    It has the interface of `SpanBatch`; nothing of it is predicted.
+
+    Attributes:
+        values: `(T, F)` values of the patches, uint8 pixels or float32; zero for a CLS token.
+        places: `(T,)` int64, 0 for a CLS token, else 1 + place of the patch in its clip.
+        lengths: as of `PackedBatch`.
+        keys: likewise.
+        rates: likewise.
+    """
+
+    by_token: ClassVar[tuple[str, ...]] = ("places", "values")
+    values: Tensor
+    places: Tensor
+    lengths: Tensor
+    keys: Tensor | None = None
+    rates: Tensor | None = None
+
+    @property
+    def selected(self) -> Tensor:
+        """No token is selected for MLM."""
+        return self.places.new_empty(0)
+
+    @property
+    def labels(self) -> Tensor:
+        """No token is predicted."""
+        return self.places.new_empty(0)
+
+    def digest(self) -> int:
+        """A number below DIGEST that is determined by the clips, on the CPU; see `SpanBatch.digest`."""
+        raw = np.ascontiguousarray(self.values.numpy()).view(np.uint8).reshape(self.num_tokens, -1)
+        raw = np.pad(raw, ((0, 0), (0, -raw.shape[1] % 8)))
+        powers = np.cumprod(np.full(raw.shape[1] // 8, _MULTIPLIER, np.uint64))
+        tokens = (raw.view(np.uint64) * powers).sum(axis=1) + self.places.numpy().astype(np.uint64)
+        return digest_of(tokens + np.uint64(1), self.lengths, self.keys)
 
 
 AnyBatch = SpanBatch | PatchBatch
@@ -112,7 +176,7 @@ AnyBatch = SpanBatch | PatchBatch
 
 
 class CanonicalMicrobatch(NamedTuple):
-    """A canonical microbatch (trainer/data/canonical.py).
+    """A canonical microbatch (trainer/data/batches.py).
 
     Attributes:
         number: its number in the global batch.
@@ -234,3 +298,92 @@ class Collator(Protocol):
             rows: n rows of the shards.
             epochs: `(n,)` epoch in which each is read.
         """
+
+
+def collate_canonical(
+    collator: Collator, rows: pa.Table, epochs: NDArray[np.int64], first_canonical: int, canonical_documents: int
+) -> RankBatch:
+    """The batch of a worker, of which each microbatch is packed alone.
+
+    Args:
+        collator: packs rows.
+        rows: n rows of the shards, whole microbatches of the global batch.
+        epochs: `(n,)` epoch in which each is read.
+        first_canonical: number of the worker's first microbatch in the global batch.
+        canonical_documents: documents of a microbatch; the last microbatch of the global batch may have fewer.
+    """
+    places = range(0, len(rows), canonical_documents)
+    parts = [
+        collator.collate(rows.slice(at, canonical_documents), epochs[at : at + canonical_documents]) for at in places
+    ]
+    if not parts:  # more workers than microbatches
+        return collator.collate(rows, epochs)
+    starts = np.cumsum([0, *(part.spans.num_spans for part in parts)])
+    views = [None if part.views is None else part.views + int(at) for part, at in zip(parts, starts, strict=False)]
+    return RankBatch(
+        _joined([part.spans for part in parts]),
+        len(rows),
+        sum(part.num_rows for part in parts),
+        {name: torch.cat([part.facts[name] for part in parts]) for name in parts[0].facts},
+        views=_cat(views),
+        canonical=tuple(
+            CanonicalMicrobatch(first_canonical + number, part.num_documents, part.spans.num_spans, part.num_rows)
+            for number, part in enumerate(parts)
+        ),
+    )
+
+
+def collated(
+    collator: Collator, rows: pa.Table, epochs: NDArray[np.int64], start: int, canonical_documents: int | None
+) -> RankBatch:
+    """The batch of a worker with its digest.
+
+    Args:
+        collator: packs rows.
+        rows: n rows of the shards.
+        epochs: `(n,)` epoch in which each is read.
+        start: place of the first row in the global batch.
+        canonical_documents: documents of a canonical microbatch; None: the batch is packed as one.
+    """
+    if canonical_documents is None:
+        batch = collator.collate(rows, epochs)
+    else:
+        batch = collate_canonical(collator, rows, epochs, start // canonical_documents, canonical_documents)
+    return replace(batch, digest=batch.spans.digest())
+
+
+def canonical_microbatches(batch: RankBatch) -> list[RankBatch]:
+    """The microbatches of a worker's batch as separate batches, without facts; a batch without microbatches is one."""
+    if not batch.canonical:
+        return [batch]
+    bounds = np.cumsum([0, *(microbatch.num_spans for microbatch in batch.canonical)]).tolist()
+    rows = np.cumsum([0, *(microbatch.num_rows for microbatch in batch.canonical)]).tolist()
+    spans: list[AnyBatch] = list(batch.spans.slices(list(pairwise(bounds))))
+    return [
+        replace(
+            batch,
+            spans=part,
+            num_documents=microbatch.num_documents,
+            num_rows=microbatch.num_rows,
+            facts={},
+            views=None if batch.views is None else batch.views[row : row + microbatch.num_rows] - bound,
+            canonical=(microbatch,),
+        )
+        for microbatch, part, bound, row in zip(batch.canonical, spans, bounds, rows, strict=False)
+    ]
+
+
+def _joined(parts: Sequence[AnyBatch]) -> AnyBatch:
+    """The spans of several batches, one after the other."""
+    tokens = np.cumsum([0, *(part.num_tokens for part in parts)]).tolist()
+    values: dict[str, Any] = {field.name: [getattr(part, field.name) for part in parts] for field in fields(parts[0])}
+    if "selected" in values:
+        values["selected"] = [places + at for places, at in zip(values["selected"], tokens, strict=False)]
+    joined: dict[str, Any] = {name: _cat(tensors) for name, tensors in values.items()}
+    return type(parts[0])(**joined)
+
+
+def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The tensors one after the other; None if they are missing."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(present) if present else None

@@ -1,37 +1,196 @@
-"""The common part of batches of tokens and of patches.
+"""Packed spans: what batches of tokens and of patches share, and the places and dropout of their tokens.
+
+A token's dropout depends on its key and rate alone, by the hash of `drops` (trainer/model/dropout.py).
 
 Legend: S spans, T tokens of all spans together.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from declutr.trainer.data.tokenrates import TokenTable
+
+@dataclass(frozen=True)
+class TokenRates:
+    """Dropout rates of tokens, instead of one rate of a layer.
+
+    Attributes:
+        limits: int32; an element is dropped if its mixed word is below the limit of its token.
+        factors: float64, 1 / (1 - p), by which kept elements are multiplied.
+        any: True if a rate is above 0.
+    """
+
+    limits: Tensor
+    factors: Tensor
+    any: bool
+
+    @staticmethod
+    def of(rates: Tensor, lengths: Tensor) -> "TokenRates":
+        """Rates `(T,)` of the spans' tokens.
+
+        Args:
+            rates: `(S,)` float64 probability of each span, 0 to 1 (exclusive); on the CPU.
+            lengths: `(S,)` number of tokens of each span, on the CPU.
+        """
+        limits = ((rates * 2**32).long() - 2**31).to(torch.int32)
+        limits, factors = (torch.repeat_interleave(values, lengths) for values in (limits, 1 / (1 - rates)))
+        return TokenRates(limits, factors, bool((rates > 0).any()))
+
+    def rearranged(self, change: Callable[[Tensor], Tensor]) -> "TokenRates":
+        """The rates of the same tokens in another shape."""
+        return TokenRates(change(self.limits), change(self.factors), self.any)
+
+    def apply(self, values: Tensor, mixed: Tensor) -> Tensor:
+        """Drops elements of values `(..., H)`, whose leading shape is that of the rates, and scales the others.
+
+        Args:
+            values: hidden states or attention weights.
+            mixed: `(..., H)` int32 words of the elements, overwritten.
+        """
+        factors = self.factors.to(torch.promote_types(values.dtype, torch.float32))[..., None]
+        return (values.masked_fill(drops(mixed, self.limits[..., None]), 0.0) * factors).to(values.dtype)
+
+
+def limit(p: float) -> int:
+    """The limit of `drops` for a probability."""
+    return int(p * 2**32) - 2**31
+
+
+def drops(words_: Tensor, limits: int | Tensor) -> Tensor:
+    """Mask of dropped elements: a 32-bit mix of `words_` (int32, overwritten) is below the limit.
+
+    Two rounds of xor-shift and multiplication are enough, because the words are sums of uniform random words.
+    """
+    words_ ^= words_ >> 16
+    words_ *= 0x7FEB352D
+    words_ ^= words_ >> 15
+    words_ *= signed(0x846CA68B)
+    return words_ < limits
+
+
+def token_keys(span_keys: Tensor, lengths: Tensor) -> Tensor:
+    """`(T,)` int32 keys of the spans' tokens.
+
+    Args:
+        span_keys: `(S,)` int32 uniform words, one for each span.
+        lengths: `(S,)` number of tokens of each span, on the CPU.
+    """
+    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    place = (torch.arange(int(lengths.sum())) - starts).to(torch.int32)
+    mixed = torch.repeat_interleave(span_keys, lengths) + place * signed(0x9E3779B9)
+    mixed ^= mixed >> 16
+    mixed *= 0x21F0AAAD
+    mixed ^= mixed >> 15
+    return mixed
+
+
+def signed(word: int) -> int:
+    """Converts a 32-bit word to the signed number with the same bits."""
+    return word - 2**32 if word >= 2**31 else word
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Spans, places and dropout of the tokens, which the layers read, on the batch's device.
+
+    The collator's thread computes it on the CPU and copies it to the GPU from page-locked memory, so that a step never
+    waits for such a copy.
+
+    Attributes:
+        lengths: `(S,)` int64 tokens of each span.
+        bounds: `(S + 1,)` int32 start of each span, and the end of the last.
+        owners: `(T,)` int64 number of each token's span.
+        places: `(T,)` int64 place of each token in its span.
+        keys: `(T,)` int32 dropout keys; None if nothing is dropped.
+        hidden: dropout rates of the tokens' hidden states; None: those of the layers.
+        attention: dropout rates of the tokens' attention weights, as queries.
+    """
+
+    lengths: Tensor
+    bounds: Tensor
+    owners: Tensor
+    places: Tensor
+    keys: Tensor | None = None
+    hidden: TokenRates | None = None
+    attention: TokenRates | None = None
+
+    @classmethod
+    def of(cls, lengths: Tensor, keys: Tensor | None, rates: Tensor | None) -> Self:
+        """The table of spans on the CPU.
+
+        Args:
+            lengths: `(S,)` tokens of each span.
+            keys: `(S,)` int32 dropout keys, or None.
+            rates: `(S, 2)` dropout rates of hidden states and attention weights, or None.
+        """
+        bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        torch.cumsum(lengths, 0, dtype=torch.int32, out=bounds[1:])
+        owners = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        places = torch.arange(len(owners)) - bounds[:-1].long()[owners]
+        words = None if keys is None else token_keys(keys, lengths)
+        if rates is None:
+            return cls(lengths, bounds, owners, places, words)
+        hidden, attention = (TokenRates.of(column, lengths) for column in rates.T)
+        return cls(lengths, bounds, owners, places, words, hidden, attention)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """The table after `move` of each tensor, for example to page-locked memory."""
+        return type(self)(
+            move(self.lengths),
+            move(self.bounds),
+            move(self.owners),
+            move(self.places),
+            None if self.keys is None else move(self.keys),
+            None if self.hidden is None else self.hidden.rearranged(move),
+            None if self.attention is None else self.attention.rearranged(move),
+        )
+
+    def slice(self, spans: tuple[int, int], tokens: tuple[int, int]) -> Self:
+        """The part of consecutive spans.
+
+        Args:
+            spans: first span of the part, and the span after its last.
+            tokens: first token of the part, and the token after its last.
+        """
+        (first, last), (start, end) = spans, tokens
+        part = self.moved(lambda tensor: tensor[start:end])
+        bounds = self.bounds[first : last + 1] - start
+        return type(self)(
+            self.lengths[first:last], bounds, part.owners - first, part.places, part.keys, part.hidden, part.attention
+        )
+
 
 DIGEST = 2**40  # limit of digests, so that float64 sums those of thousands of ranks exactly
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication by its powers loses no bit
 
 
-class PackedBatch(ABC):
+class PackedBatch:
     """Spans on one device, packed one after the other without padding: what tokens and patches have in common.
 
     Attributes:
         lengths: `(S,)` tokens of each span; on the CPU, for planning.
         keys: `(S,)` int32 keys of each span's dropout, on the CPU; None if nothing is dropped.
-        rates: `(S, 2)` float64 dropout rates of each span's hidden states and attention weights, on the CPU; None:
-            those of the encoder's layers.
+        rates: `(S, 2)` float64 dropout rates of each span's hidden states and attention weights, instead of those of
+            the encoder's layers; on the CPU. None: the layers' rates.
     """
 
+    by_token: ClassVar[tuple[str, ...]]
+    """Fields with an entry for each token, on the batch's device."""
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # of each kind of batch, for `replace`
     lengths: Tensor
     keys: Tensor | None
     rates: Tensor | None
+
+    def _tensors(self, *names: str) -> dict[str, Tensor]:
+        """Those of the fields that are present."""
+        return {name: values for name in names if (values := getattr(self, name)) is not None}
 
     @property
     def num_spans(self) -> int:
@@ -39,14 +198,15 @@ class PackedBatch(ABC):
         return len(self.lengths)
 
     @property
-    @abstractmethod
     def num_tokens(self) -> int:
         """Number of tokens, T."""
+        return len(getattr(self, self.by_token[0]))
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """Device of the tokens."""
+        device: torch.device = getattr(self, self.by_token[0]).device
+        return device
 
     @property
     def longest(self) -> int:
@@ -64,16 +224,19 @@ class PackedBatch(ABC):
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         """The batch after `move` of each tensor that the layers read."""
-        batch = self._moved(move)
+        batch = replace(self, **{name: move(values) for name, values in self._tensors(*self.by_token).items()})
         vars(batch)["table"] = self.table.moved(move)  # as cached_property keeps it
         return batch
 
-    @abstractmethod
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> Self: ...
-
-    @abstractmethod
     def unselected(self) -> Self:
         """The batch without tokens to predict."""
+        return self
+
+    def with_blank(self) -> Self:
+        """The batch and a last span of one token, which sharded layers need (trainer/parallel/communicator.py)."""
+        tensors = self._tensors(*self.by_token, "keys", "rates")
+        padded = {name: F.pad(values, (0, 0) * (values.ndim - 1) + (0, 1)) for name, values in tensors.items()}
+        return replace(self, **padded, lengths=F.pad(self.lengths, (0, 1), value=1))
 
     def microbatches(self, max_tokens: int | None) -> list[Self]:
         """Consecutive spans in pieces of at most `max_tokens` tokens; a longer span is a separate piece."""
@@ -96,9 +259,11 @@ class PackedBatch(ABC):
                 vars(batches[-1])["table"] = self.table.slice((start, end), tokens)
         return batches
 
-    @abstractmethod
     def _slice(self, spans: tuple[int, int], tokens: tuple[int, int]) -> Self:
         """The spans [first, last), whose tokens are [start, end)."""
+        parts = {name: values[slice(*tokens)] for name, values in self._tensors(*self.by_token).items()}
+        of_spans = {name: values[slice(*spans)] for name, values in self._tensors("lengths", "keys", "rates").items()}
+        return replace(self, **parts, **of_spans)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -1,11 +1,19 @@
-"""Spans of documents packed one after the other, with their special tokens and dropout keys."""
+"""Spans of documents packed one after the other, with their special tokens and dropout keys, and masked for MLM.
 
+Masking is BERT's recipe. Every draw depends on (seed, epoch, document, span, place of the token in the span) only.
+Numpy only: a config is read without torch.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from declutr.common import seeding
+from declutr.common.config import Strict
 
 I64 = NDArray[np.int64]
 
@@ -34,29 +42,12 @@ class Vocabulary:
         return (self.bos is not None) + (self.eos is not None)
 
 
-@dataclass(frozen=True)
-class Packed:
-    """S spans in one row of T tokens.
+def pack(tokens: NDArray[np.integer], sources: I64, content: I64, vocabulary: Vocabulary) -> tuple[I64, I64, I64]:
+    """Packs S spans in one row; `pack_spans` has the arguments.
 
-    Attributes:
-        ids: `(T,)` tokens, specials included.
-        lengths: `(S,)` tokens of each span, specials included.
-        places: `(S,)` place in `ids` of each span's first token after its leading special.
-    """
-
-    ids: I64
-    lengths: I64
-    places: I64
-
-
-def pack(tokens: NDArray[np.integer], sources: I64, content: I64, vocabulary: Vocabulary) -> Packed:
-    """Packs spans.
-
-    Args:
-        tokens: tokens of all documents, one after the other.
-        sources: `(S,)` place of each span's first token in `tokens`.
-        content: `(S,)` tokens of each span, without specials.
-        vocabulary: ids of the specials.
+    Returns:
+        `(T,)` tokens with specials, `(S,)` tokens of each span with specials, and `(S,)` place of each span's first
+        token after its leading special.
     """
     lengths = content + vocabulary.num_specials
     ends = np.cumsum(lengths)
@@ -70,7 +61,7 @@ def pack(tokens: NDArray[np.integer], sources: I64, content: I64, vocabulary: Vo
     # A slice per span: an index array per token would take longer and, for thousands of documents, much memory.
     for start, source, size in zip(places.tolist(), sources.tolist(), content.tolist(), strict=True):
         ids[start : start + size] = tokens[source : source + size]
-    return Packed(ids, lengths, places)
+    return ids, lengths, places
 
 
 def dropout_words(seed: int, keys: seeding.U64, epochs: seeding.U64, numbers: I64) -> NDArray[np.int32]:
@@ -84,3 +75,130 @@ def dropout_words(seed: int, keys: seeding.U64, epochs: seeding.U64, numbers: I6
     """
     drawn = seeding.blocks(seed, "dropout", keys, epochs, numbers.astype(np.uint64))
     return np.ascontiguousarray(drawn[:, 0]).view(np.int32)
+
+
+I64 = NDArray[np.int64]
+
+_SPAN_STRIDE = 1 << 20  # above the number of tokens of any span, so that spans never share draws
+_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte
+
+
+class MaskingConfig(Strict):
+    """Selection and replacement of tokens for MLM."""
+
+    mlm_probability: float = Field(default=0.15, ge=0, le=1)
+    """Probability that a token (never a special one) is selected for prediction."""
+    mask_replace_prob: float = Field(default=0.8, ge=0, le=1)
+    """Probability that a selected token becomes the mask token."""
+    random_replace_prob: float = Field(default=0.1, ge=0, le=1)
+    """Probability that a selected token becomes one drawn uniformly from the whole vocabulary. The other selected
+    tokens stay."""
+
+
+def mask_tokens(
+    config: MaskingConfig,
+    seed: int,
+    ids: NDArray[np.int64],
+    key: seeding.U64,
+    epoch: seeding.U64,
+    anchor: NDArray[np.int64],
+    place: NDArray[np.int64],
+    vocab_size: int,
+    mask_id: int,
+    special_ids: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Masked copy of the tokens, and the selection of tokens to be predicted.
+
+    Args:
+        config: probabilities of selection and replacement.
+        seed: the run's seed.
+        ids: `(t,)` tokens.
+        key: `(t,)` key of each token's document.
+        epoch: `(t,)` epoch in which the document is read.
+        anchor: `(t,)` number of the token's span in its document.
+        place: `(t,)` place of the token in its span, below 2**20.
+        vocab_size: random replacements are below this; they may hit a special token or the token itself.
+        mask_id: id of the mask token.
+        special_ids: ids that are never selected.
+
+    Returns:
+        `(t,)` new ids, and `(t,)` true for selected tokens.
+    """
+    index = (anchor * _SPAN_STRIDE + place).astype(np.uint64)
+    drawn = seeding.blocks(seed, "mlm", key, epoch, index)
+    # A word w represents w / 2**32, so w is compared with share * 2**32, which is exact. Few tokens remain.
+    candidates = np.flatnonzero(drawn[:, 0] < config.mlm_probability * 2.0**32)
+    chosen = candidates[~np.isin(ids[candidates], special_ids)]
+    selected = np.zeros(len(ids), np.bool_)
+    selected[chosen] = True
+    kind, value = seeding.unit(drawn[chosen, 1]), seeding.unit(drawn[chosen, 2])
+    hidden, randomised = kind < config.mask_replace_prob, kind < config.mask_replace_prob + config.random_replace_prob
+    masked = ids.copy()
+    masked[chosen] = np.where(hidden, mask_id, np.where(randomised, (value * vocab_size).astype(np.int64), ids[chosen]))
+    return masked, selected
+
+
+def mask_spans(
+    masking: MaskingConfig,
+    seed: int,
+    vocabulary: Vocabulary,
+    ids: I64,
+    places: I64,
+    sizes: I64,
+    keys: seeding.U64,
+    epochs: seeding.U64,
+    numbers: I64,
+) -> tuple[I64, I64]:
+    """Masks m spans in `ids`, a few at a time.
+
+    Args:
+        masking: shares of selected and replaced tokens.
+        seed: the run's seed.
+        vocabulary: ids of the tokenizer.
+        ids: `(T,)` tokens, changed in place.
+        places: `(m,)` places of the spans' first tokens in `ids`.
+        sizes: `(m,)` tokens of the spans, without specials.
+        keys: `(m,)` keys of the spans' documents.
+        epochs: `(m,)` epochs in which the documents are read.
+        numbers: `(m,)` numbers of the spans in their documents.
+
+    Returns:
+        `(K,)` places to be predicted, ascending, and the `(K,)` original tokens.
+    """
+    special = np.array(vocabulary.special)
+    pieces = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    for part in _cuts(sizes, _MASKED_TOKENS):
+        within = ranges(sizes[part])
+        place = np.repeat(places[part], sizes[part]) + within
+        span = np.repeat(np.arange(part.start, part.stop), sizes[part])
+        original = ids[place]
+        masked, chosen = mask_tokens(
+            masking,
+            seed,
+            original,
+            keys[span],
+            epochs[span],
+            numbers[span],
+            within,
+            vocabulary.size,
+            vocabulary.mask,
+            special,
+        )
+        ids[place] = masked
+        pieces.append((place[chosen], original[chosen]))
+    selected, labels = zip(*pieces, strict=True)
+    return np.concatenate(selected), np.concatenate(labels)
+
+
+def ranges(sizes: I64) -> I64:
+    """0..size-1 for each size, one after the other."""
+    starts = np.cumsum(sizes) - sizes
+    return np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(starts, sizes)
+
+
+def _cuts(sizes: I64, limit: int) -> Iterator[slice]:
+    """Slices of consecutive items whose first tokens are in the same block of `limit` tokens."""
+    piece = (np.cumsum(sizes) - sizes) // limit
+    edges = np.flatnonzero(np.diff(piece, prepend=-1, append=-1)).tolist()
+    for start, end in pairwise(edges):
+        yield slice(start, end)

@@ -4,15 +4,12 @@ Index i = step * batch_documents + position; its epoch is i // num_documents; it
 i mod num_documents. Every document occurs exactly once an epoch, and any step can be computed without the earlier ones.
 Ranks take consecutive slices of a batch's positions, so the global batch is the same for every world size.
 
-Several corpora take turns (trainer/data/plan.py). Each has its own order and its own epochs: row k of a corpus is in
-its epoch k // documents. Their documents are numbered one after the other.
-
-The corpus that each position of the training stream reads: shares exact to less than one row at any position.
-
-The order of the corpora repeats after as many rows as the shares add up to. Within a period, row k of a corpus with the
-share w is due between the positions floor((k - 1) / w) and ceil(k / w), and of the rows that are due the one with the
-earliest end is read (earliest deadline first; Baruah and others, Algorithmica 1996: such an order exists, and after
-every N rows a corpus was read less than one row more or less than w N times).
+Several corpora take turns. Each has its own order and its own epochs: row k of a corpus is in its epoch k // documents.
+Their documents are numbered one after the other. The order of the corpora repeats after as many rows as the shares add
+up to, and shares are exact to less than one row at any position: within a period, row k of a corpus with the share w is
+due between the positions floor((k - 1) / w) and ceil(k / w), and of the rows that are due the one with the earliest end
+is read (earliest deadline first; Baruah and others, Algorithmica 1996: such an order exists, and after every N rows a
+corpus was read less than one row more or less than w N times).
 """
 
 import heapq

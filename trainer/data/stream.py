@@ -21,8 +21,7 @@ from ray.data import DataContext, ExecutionResources
 
 from declutr.common.console.logs import get_logger
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.data.batches import Collator, RankBatch
-from declutr.trainer.data.canonical import collated
+from declutr.trainer.data.batches import Collator, RankBatch, collated
 from declutr.trainer.data.chunks import RankPlan, fetched, read_chunk
 
 _MOST_CHUNKS = 512  # of one Dataset: Ray Data spends about 1 ms on each before it returns the first block
@@ -83,7 +82,9 @@ def documents(rank_plan: RankPlan, tasks: bool = True) -> Iterator[pa.Table]:
     """
     per_step = rank_plan.end - rank_plan.start
     if per_step == 0:  # more ranks than documents: this one only joins the all-reduces
-        yield from ([_no_documents(rank_plan)] * (rank_plan.last_step - rank_plan.first_step))
+        shards, nothing = ShardSet(Path(rank_plan.folders[0]), "train", part=rank_plan.part), np.empty(0, np.int64)
+        table = fetched(shards, nothing, nothing, rank_plan.fetch)
+        yield from ([table] * (rank_plan.last_step - rank_plan.first_step))
         return
     buffer: list[pa.Table] = []
     for block in _blocks(rank_plan) if tasks else _read_here(rank_plan, range(rank_plan.num_chunks)):
@@ -135,11 +136,6 @@ def _read_by_tasks(rank_plan: RankPlan, first: int) -> Iterator[pa.Table]:
             read_chunk, fn_kwargs={"rank_plan": rank_plan, "first": begin}, batch_size=1, batch_format="numpy"
         )
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
-
-
-def _no_documents(rank_plan: RankPlan) -> pa.Table:
-    shards = ShardSet(Path(rank_plan.folders[0]), "train", part=rank_plan.part)
-    return fetched(shards, np.empty(0, np.int64), np.empty(0, np.int64), rank_plan.fetch)
 
 
 def batches(rank_plan: RankPlan, collator: Collator, device: torch.device, tasks: bool = True) -> Iterator[RankBatch]:

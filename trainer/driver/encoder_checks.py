@@ -15,13 +15,18 @@ from declutr.trainer.build import build_encoder, build_frontend, build_objective
 from declutr.trainer.build import load_tokenizer as tokenizer_of_shards
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
-from declutr.trainer.data.tokenrates import limit
+from declutr.trainer.data.packedbatch import limit
 from declutr.trainer.driver.checks import objective_problems
 from declutr.trainer.model.behind import left_out
 from declutr.trainer.model.config import EncoderConfig
-from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.freezing import frozen_parameters
-from declutr.trainer.model.language_model import FAMILIES, load_hf_config, max_span_tokens, mlm_head, vocabulary_of
+from declutr.trainer.model.encoder import Encoder, mlm_head
+from declutr.trainer.model.language_model import (
+    FAMILIES,
+    frozen_parameters,
+    load_hf_config,
+    max_span_tokens,
+    vocabulary_of,
+)
 from declutr.trainer.model.layouts import drops_by_key, patch_problem
 from declutr.trainer.objectives.base import Objective
 from declutr.trainer.run import RunPlan

@@ -14,8 +14,7 @@ from declutr.common.cluster import named_cluster
 from declutr.common.console.terminal import duration
 from declutr.common.errors import ConfigError
 from declutr.trainer.build import Parts, build_parts, build_train_steps, build_validator
-from declutr.trainer.data.batches import Collator, RankBatch
-from declutr.trainer.data.canonical import collated
+from declutr.trainer.data.batches import Collator, RankBatch, collated
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.driver.checks import corpora_remarks, load_problems, refuse, validated_rows, validation_remarks
 from declutr.trainer.driver.continuation import kept_device

@@ -19,9 +19,8 @@ from declutr.trainer.checkpoints.weights import load_objective, load_parameters
 from declutr.trainer.driver.model_card import CARD, model_card, without_paths
 from declutr.trainer.model.behind import steps_of, write_steps
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.language_model import max_span_tokens
-from declutr.trainer.model.load_report import silence
-from declutr.trainer.objectives.row_score import statistic_of
+from declutr.trainer.model.language_model import max_span_tokens, silence
+from declutr.trainer.objectives.scores import statistic_of
 from declutr.trainer.run import RunPlan
 
 

@@ -14,7 +14,7 @@ from declutr.pipeline.shards.content import MEDIA_KINDS
 from declutr.pipeline.shards.manifest import data_hash
 from declutr.trainer.checkpoints.state import A_PATH, RunState
 from declutr.trainer.metrics.config import SICKR, STSB
-from declutr.trainer.objectives.row_score import REPORTED
+from declutr.trainer.objectives.config import REPORTED
 from declutr.trainer.run import RunPlan
 
 CARD = "README.md"

@@ -44,7 +44,7 @@ from declutr.trainer.driver.continuation import (
 )
 from declutr.trainer.driver.supervisor import Signals, Supervisor
 from declutr.trainer.driver.watchdog import oversubscribed
-from declutr.trainer.metrics.progress import ProgressBar
+from declutr.trainer.metrics.loggers import ProgressBar
 from declutr.trainer.run import RESUME_SETTINGS, RunPlan, run_folder
 from declutr.trainer.setup.config import TrainConfig
 

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: programs for looking at metrics. None of them can stop a run or make it wait."""
+"""TensorBoard, Weights & Biases and a progress bar: views of metrics. None of them can stop a run or make it wait."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,16 +16,18 @@ from typing import IO, Any
 
 import msgspec
 
-from declutr.common.console.logs import get_logger
+from declutr.common.console.logs import bar, get_logger
 from declutr.common.errors import DamagedError
 from declutr.common.extras import missing_extra
 from declutr.common.storage import hash_json, read_record, write_json
+from declutr.common.watcher import Watcher
 from declutr.trainer.metrics.config import WandbConfig
 
 TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb.json"
 """The file of a run with the id of its W&B run."""
 _NOT_SHOWN = ("kind", "step", "time", "batch_digest")
+_BAR_SECONDS = 0.5
 _MOST_WAITING = 10_000  # lines for a program that hangs, about 10 MiB
 _UPLOAD_SECONDS, _END_SECONDS, _LAST_SECONDS = 8.0, 10.0, 13.0  # to send the last lines, to end, to wait for the end
 _CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_CREDENTIALS_FILE")
@@ -268,6 +270,54 @@ def _end(reason: str) -> None:
     sys.stderr.write(f"{reason}\n")
     sys.stderr.flush()
     os._exit(1)
+
+
+class ProgressBar(Watcher):
+    """Shows step, losses (`terms`), speed, padding, data-wait and ETA while its block runs.
+
+    Args:
+        newest: returns the newest step's line of metrics; None before the first.
+        steps: optimizer steps of the whole run.
+        terms: names of the loss terms.
+        rows: short noun for rows of the shards.
+        done: steps of earlier starts.
+    """
+
+    def __init__(
+        self, newest: Callable[[], dict[str, Any] | None], steps: int, terms: Sequence[str], rows: str, done: int
+    ) -> None:
+        super().__init__(_BAR_SECONDS, "declutr-progress")
+        self.newest = newest
+        self.terms = terms
+        self.rows = rows
+        self.bar = bar(total=steps, unit="step", desc="train")
+        self.bar.n = self.bar.initial = done
+        self._waiting = True
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self.look()
+        self.bar.close()
+
+    def look(self) -> None:
+        """Shows the newest step."""
+        line = self.newest()
+        if line is None or line["step"] == self.bar.n:
+            return
+        if self._waiting or line["step"] < self.bar.n:  # count the rate from here
+            self._waiting = False
+            self.bar.initial = line["step"]
+            self.bar.unpause()
+        self.bar.n = line["step"]
+        if line.get("skipped") or line["loss"] is None:  # of the step, or of an auxiliary task's own update
+            self.bar.set_postfix_str("loss not finite, skipped")
+            return
+        self.bar.set_postfix_str(
+            f"loss {line['loss']:.3f} ({' '.join(f'{name} {line[name]:.3f}' for name in self.terms)}) "
+            f"{line['documents_per_second']:.0f} {self.rows}/s {line['tokens_per_second'] / 1000:.1f}k tok/s "
+            f"padding {line['padding_share']:.1%} data-wait {line['data_wait_share']:.1%}"
+            + ("" if line["mfu"] is None else f" MFU {line['mfu']:.1%}")
+        )
 
 
 if __name__ == "__main__":

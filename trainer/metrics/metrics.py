@@ -19,7 +19,7 @@ from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.loggers import Log, Logger, tensorboard
 
 if TYPE_CHECKING:  # reading metrics needs no torch
-    from declutr.trainer.step.step_metrics import StepMetrics
+    from declutr.trainer.step.step import StepMetrics
 
 METRICS = "metrics.jsonl"
 TEXTS = ("kind", "alarm", "text")

@@ -18,9 +18,7 @@ from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.base import Validator
-from declutr.trainer.objectives.held_out import embed_together
-from declutr.trainer.objectives.measures import by_size
-from declutr.trainer.objectives.row_score import RowScore
+from declutr.trainer.objectives.scores import RowScore, by_size, embed_together
 from declutr.trainer.parallel.communicator import Communicator
 
 

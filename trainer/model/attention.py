@@ -2,21 +2,31 @@
 
 It is registered with transformers' attention interface, so encoder families work unchanged. Linear layers process each
 real token once and no padding; only attention groups spans of similar length.
+
+On a GPU, torch's kernel for spans of different lengths computes all spans in one call, inside of torch.compile's graph.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
-from declutr.trainer.data.packedbatch import to_device
-from declutr.trainer.data.tokenrates import TokenRates
-from declutr.trainer.model.dropout import DropoutKeys, WeightDropout
-from declutr.trainer.model.kernels import Kernels
-from declutr.trainer.model.keyed_attention import attend_in_parts, attend_with_dropout, padded_attention, weight_dropout
+from declutr.common.console.logs import get_logger
+from declutr.trainer.data.packedbatch import TokenRates, to_device
+from declutr.trainer.model.dropout import (
+    DropoutKeys,
+    WeightDropout,
+    attend_in_parts,
+    attend_with_dropout,
+    padded_attention,
+    weight_dropout,
+)
 
 PACKED = "declutr_packed"
 PADDED = "declutr_padded"
@@ -27,7 +37,24 @@ _SMALL_TOKENS = 96
 # Kernels start a block of threads for each of this many tokens of the longest span, so its length is rounded up to a
 # multiple: a larger number than needed costs nothing, and torch.compile sees few different ones.
 _LENGTH_UNIT = 128
+_LEAST_CAPABILITY = (8, 0)  # Ampere
+_MOST_HEAD_SIZE = 256
+_HEAD_SIZE_UNIT = 8
 _HALF = (torch.bfloat16, torch.float16)
+
+
+class Kernels(NamedTuple):
+    """Kernels of a GPU, each of which computes the attention of all spans in one call.
+
+    Attributes:
+        attend: the function below.
+        attend_dropout: trainer/model/dropout_attention.py, which drops weights; None: groups do.
+    """
+
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
+    attend_dropout: (
+        Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None, WeightDropout], Tensor] | None
+    ) = None
 
 
 @dataclass(frozen=True)
@@ -165,17 +192,7 @@ def attend_in_groups(
     drop: WeightDropout | None,
     layout: AttentionLayout,
 ) -> Tensor:
-    """Computes attention `(1, T, heads, head_dim)` with one call for each group of spans of similar length.
-
-    Args:
-        query: `(1, heads, T, head_dim)` queries.
-        key: keys of the same shape.
-        value: values of the same shape.
-        scaling: factor of the scores; None means 1 / sqrt(head_dim).
-        window: w of |i - j| < w; None: the whole span.
-        drop: dropout of the weights, with keys `(T,)`; None: nothing is dropped.
-        layout: positions of the spans.
-    """
+    """As `packed_attention`, with one call for each group of spans of similar length; `drop` has keys `(T,)`."""
     # not in training: some steps have one span, or spans of one length, and would cause a second compilation
     table = layout.is_table and not torch.is_grad_enabled()
     if not table:
@@ -221,3 +238,74 @@ def register() -> None:
     AttentionInterface.register(PACKED, packed_attention)
     AttentionInterface.register(PADDED, torch.compiler.disable(padded_attention))
     AttentionMaskInterface.register(PADDED, sdpa_mask)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
+    """Attention within spans, `(T, heads, head_dim)`, in one call for all spans.
+
+    Args:
+        query: `(T, heads, head_dim)` queries in half precision.
+        key: keys of the same shape.
+        value: values of the same shape.
+        bounds: `(S + 1,)` int32 start of each span, and the end of the last.
+        longest: at least the tokens of the longest span.
+        scaling: factor of the scores; None means 1 / sqrt(head_dim).
+        window: w of |i - j| < w; None: the whole span.
+    """
+    reach = -1 if window is None else window - 1
+    output = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(reach, reach))
+    assert isinstance(output, Tensor)
+    return output
+
+
+def kernel_problem(capability: tuple[int, int], head_size: int) -> str | None:
+    """The reason why the kernel cannot run, or None.
+
+    Args:
+        capability: compute capability of the GPU.
+        head_size: size of an attention head.
+    """
+    if capability < _LEAST_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, and the kernel needs 8.0"
+    if head_size % _HEAD_SIZE_UNIT or head_size > _MOST_HEAD_SIZE:
+        return f"the head size is {head_size}, and the kernel needs a multiple of 8 up to 256"
+    return None
+
+
+def fitting_kernels(model: torch.nn.Module, device: torch.device, drops: bool) -> Kernels | None:
+    """The kernels for an encoder's attention on a device; a line in the log says which a GPU cannot use.
+
+    Args:
+        model: the encoder.
+        device: its device.
+        drops: attention weights are dropped.
+    """
+    if device.type != "cuda":
+        return None
+    config: Any = model.config
+    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if problem := kernel_problem(torch.cuda.get_device_capability(device), head_size):
+        _warn_once(f"attention computes spans of similar length together, which is slower: {problem}")
+        return None
+    return Kernels(attend, fitting_dropout(head_size, device) if drops else None)
+
+
+def fitting_dropout(head_size: int, device: torch.device) -> Any:
+    """The kernel that drops attention weights; None, with a line in the log, if it does not work on the device."""
+    problem: str | None = "the package triton is missing; install torch for CUDA"
+    if find_spec("triton") is not None:
+        from declutr.trainer.model import dropout_attention  # needs Triton
+
+        problem = dropout_attention.problem(head_size, device)
+        if problem is None:
+            return dropout_attention.attend_dropout
+    _warn_once(f"attention dropout stores the weights of some spans at a time, which is slower: {problem}")
+    return None
+
+
+@lru_cache
+def _warn_once(message: str) -> None:
+    """Logs a message once in a process, which may have several encoders."""
+    get_logger().warning("%s", message)

@@ -15,10 +15,9 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
-from declutr.trainer.data.tokenrates import limit
+from declutr.trainer.data.packedbatch import limit
 from declutr.trainer.model import dropout_kernel as kernels
-from declutr.trainer.model.dropout import WeightDropout, attention_words
-from declutr.trainer.model.keyed_attention import attend_with_dropout
+from declutr.trainer.model.dropout import WeightDropout, attend_with_dropout, attention_words
 
 _MOST_HEAD_SIZE = 128  # a multiprocessor's memory holds no blocks of larger heads
 # Of Triton: no kernel can be generated; no compiler; no Python.h; no libcuda; no place for files.
@@ -37,18 +36,7 @@ def attend_dropout(
     window: int | None,
     drop: WeightDropout,
 ) -> Tensor:
-    """Attention within spans, `(T, heads, head_dim)`, with the masks of `WeightDropout`.
-
-    Args:
-        query: `(T, heads, head_dim)` queries.
-        key: keys of the same shape.
-        value: values of the same shape.
-        bounds: `(S + 1,)` int32 start of each span, and the end of the last.
-        longest: at least the tokens of the longest span.
-        scaling: factor of the scores; None means 1 / sqrt(head_dim).
-        window: w of |i - j| < w; None: the whole span.
-        drop: dropout of the weights, with keys `(T,)`.
-    """
+    """As `attend` (trainer/model/attention.py), with the masks of `drop`, which has keys `(T,)`."""
     if drop.rates is None:
         limits = torch.full_like(drop.keys, limit(drop.p))
         kept = torch.full_like(drop.keys, 1 / (1 - drop.p), dtype=torch.float32)

@@ -11,11 +11,11 @@ Every sum has one order, so a repeated step has the same bits. Legend: T tokens,
 import triton
 import triton.language as tl
 
-from declutr.trainer.data.tokenrates import signed
+from declutr.trainer.data.packedbatch import signed
 
 BLOCK = tl.constexpr(64)  # queries, or keys, that a program has at a time
 _HIDDEN = tl.constexpr(-1.0e30)  # score of a key that is not attended to; its difference to itself is not NaN
-_FIRST = tl.constexpr(0x7FEB352D)  # the mix of trainer/data/tokenrates.py
+_FIRST = tl.constexpr(0x7FEB352D)  # the mix of trainer/data/packedbatch.py
 _SECOND = tl.constexpr(signed(0x846CA68B))
 
 

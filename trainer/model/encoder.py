@@ -4,7 +4,7 @@ Legend: T tokens, S spans, H hidden size, D embedding size, K selected tokens.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,22 +13,36 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from declutr.common import seeding
-from declutr.trainer.data.batches import IGNORED, AnyBatch, SpanBatch, as_rows, padding_mask, position_ids, row_places
-from declutr.trainer.data.patches import PatchBatch
-from declutr.trainer.data.tokenrates import TokenTable
-from declutr.trainer.model.attention import PACKED, PADDED, AttentionLayout, prepare_modules, register
+from declutr.common.console.logs import get_logger
+from declutr.trainer.data.batches import (
+    IGNORED,
+    AnyBatch,
+    PatchBatch,
+    SpanBatch,
+    as_rows,
+    padding_mask,
+    position_ids,
+    row_places,
+)
+from declutr.trainer.data.packedbatch import TokenTable
+from declutr.trainer.model.attention import (
+    PACKED,
+    PADDED,
+    AttentionLayout,
+    Kernels,
+    fitting_kernels,
+    prepare_modules,
+    register,
+)
 from declutr.trainer.model.behind import Dense, Step, modules_of
-from declutr.trainer.model.compilation import Compilation
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.dropout import DropoutKeys, key_dropout
-from declutr.trainer.model.flops import linear_weights
 from declutr.trainer.model.frontend import EmbeddingSwitch, Frontend
-from declutr.trainer.model.kernels import Kernels, fitting_kernels
-from declutr.trainer.model.language_model import drops_attention, mlm_head, padding_index
-from declutr.trainer.model.load_report import LoadReport, silence
+from declutr.trainer.model.language_model import ATTENTION_DROPOUTS, FAMILIES, LoadReport, silence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+from declutr.trainer.model.language_model import compile_layers, compiler_problem, padding_index
 
 _LOGITS = 2**26  # largest number of logits held at once on a CPU, 256 MiB in float32
 _GPU_LOGITS = 2**28  # on a GPU, where a second computation costs more than memory: 512 MiB in half precision
@@ -56,7 +70,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.model = model
         self.load_report = load_report or LoadReport()
-        self.sharded = False  # set by trainer/parallel/sharding.py
+        self.sharded = False  # set by trainer/parallel/communicator.py
         self._kernels: dict[tuple[torch.device, bool], Kernels | None] = {}
         self._switch: EmbeddingSwitch | None = None
         self.hidden_size = int(model.config.hidden_size)
@@ -128,7 +142,7 @@ class Encoder(nn.Module):
         positions = position_ids(batch, self.padding_index)
         # One kind for all tokens: on a GPU the gradient of T lookups of one row is added token by token.
         kind = torch.zeros_like(positions[:, :1] if positions.is_cuda else positions)
-        kinds = {"token_type_ids": kind} if self._has_token_types() else {}
+        kinds = {"token_type_ids": kind} if getattr(self.model.config, "type_vocab_size", 0) > 0 else {}
         self._set_keys(table, lambda tensor: tensor[None])
         drops = self.training and (table.attention is not None or drops_attention(self.model.config))
         kernels = self.kernels(positions.device, drops)
@@ -159,19 +173,11 @@ class Encoder(nn.Module):
             self._kernels[device, drops] = fitting_kernels(self.model, device, drops)
         return self._kernels[device, drops]
 
-    @cached_property
-    def num_linear_weights(self) -> int:
-        """Number of weights in the linear layers, without the MLM head."""
-        return linear_weights(self.model)
-
     def token_places(self, batch: AnyBatch) -> int:
         """Token places that a forward computes: T when packed, padding included otherwise."""
         if self.config.layout == "packed" or batch.num_spans == 0:
             return batch.num_tokens
         return batch.num_spans * batch.longest
-
-    def _has_token_types(self) -> bool:
-        return getattr(self.model.config, "type_vocab_size", 0) > 0
 
     def pool(self, hidden: Tensor, lengths: Tensor) -> Tensor:
         """Span embeddings before projection, `(S, H)`, in at least float32."""
@@ -235,3 +241,78 @@ def _mlm_loss(model: "PreTrainedModel", hidden: Tensor, labels: Tensor) -> Tenso
 def _at_least_float32(values: Tensor) -> Tensor:
     """Values in float32 instead of autocast's half precision, for pooling and losses; float64 stays."""
     return values if values.dtype == torch.float64 else values.float()
+
+
+class Compilation:
+    """Compiles an encoder's layers and the loss of its head once for all lengths, for training alone.
+
+    A validation has too few forwards to be worth another graph.
+
+    Args:
+        layers: the encoder without its head; changed in place.
+        loss: computes the loss of the head.
+        setting: `encoder.compile`; None: compile on a GPU, if kernels can be generated for it.
+
+    Attributes:
+        loss: the same as the argument, compiled or not.
+    """
+
+    def __init__(self, layers: nn.Module, loss: Callable[..., Tensor], setting: bool | None) -> None:
+        self._layers = layers
+        self.loss = loss
+        self._undecided = setting is None
+        self._compiled = bool(setting)
+        if setting:
+            self._compile()
+
+    def forward_in(self, device: torch.device, training: bool, sharded: bool) -> AbstractContextManager[None]:
+        """The context of a forward.
+
+        Args:
+            device: device of the batch.
+            training: true in training mode.
+            sharded: true if every layer gathers its parameters; such layers are compiled only by the setting.
+        """
+        if self._undecided and device.type == "cuda" and not sharded:
+            self._undecided = False
+            if problem := compiler_problem():
+                get_logger().warning("the encoder is not compiled, so steps are slower: %s", problem)
+            else:
+                self._compiled = True
+                self._compile()
+        if training or not self._compiled:
+            return nullcontext()
+        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+        return stance
+
+    def _compile(self) -> None:
+        compile_layers(self._layers)
+        self.loss = torch.compile(self.loss, dynamic=True)
+
+
+def drops_attention(hf: Any) -> bool:
+    """True if the encoder's own configuration drops attention weights."""
+    return any(getattr(hf, name, 0) > 0 for name in ATTENTION_DROPOUTS)
+
+
+def mlm_head(model: "PreTrainedModel") -> Callable[[Tensor], Tensor]:
+    """The part of the model that maps `(K, H)` hidden states to `(K, vocabulary)` logits.
+
+    Raises:
+        ValueError: the head of this encoder family is unknown.
+    """
+    for name in ("lm_head", "cls", "predictions"):  # RoBERTa, MPNet, Longformer; BERT, DeBERTa; ALBERT
+        if hasattr(model, name):
+            head: Callable[[Tensor], Tensor] = getattr(model, name)
+            return head
+    if hasattr(model, "head") and hasattr(model, "decoder"):  # ModernBERT
+        return lambda hidden: model.decoder(model.head(hidden))
+    if hasattr(model, "generator_predictions"):  # ELECTRA
+        return lambda hidden: model.generator_lm_head(model.generator_predictions(hidden))
+    if hasattr(model, "vocab_projector"):  # DistilBERT
+        return lambda hidden: model.vocab_projector(
+            model.vocab_layer_norm(model.activation(model.vocab_transform(hidden)))
+        )
+    raise ValueError(
+        f"{type(model).__name__} has no known MLM head; train without MLM, or use one of {', '.join(FAMILIES)}"
+    )

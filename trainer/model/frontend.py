@@ -14,9 +14,9 @@ from declutr.common import seeding
 from declutr.common.errors import EncoderError
 from declutr.common.hub import hub_or_cache
 from declutr.common.paths import expand
-from declutr.trainer.data.patches import PatchBatch
+from declutr.trainer.data.batches import PatchBatch
 from declutr.trainer.model.config import FrontendConfig
-from declutr.trainer.model.load_report import silence
+from declutr.trainer.model.language_model import silence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,16 +1,19 @@
-"""The masked language model of transformers that is trained: its configuration, weights, head and token ids.
+"""The masked language model of transformers that is trained: configuration, weights, frozen and compiled layers, ids.
 
 transformers is imported inside functions: the import takes seconds, and a command that resumes a run needs no encoder.
 """
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from declutr.common import seeding
+from declutr.common.console.terminal import excerpt
 from declutr.common.errors import EncoderError
 from declutr.common.hub import hub_or_cache
 from declutr.common.paths import expand
@@ -19,11 +22,18 @@ from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.bounds import check_config, check_folder
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.dropout import NEVER
-from declutr.trainer.model.load_report import LoadReport, silence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+import os
+import shutil
+import sysconfig
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from declutr.trainer.torch_private import raise_recompile_limit
 
 FAMILIES = (
     "roberta", "xlm-roberta", "camembert", "bert", "modernbert", "eurobert", "nomic_bert", "mpnet", "deberta-v2",
@@ -35,7 +45,85 @@ _DROPOUTS = (
     "hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "embedding_dropout", "mlp_dropout",
     "hidden_dropout", "activation_dropout", "dropout",
 )  # fmt: skip
-_ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
+ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Mutes transformers' log below errors and its progress bars, and restores both afterwards."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Weights that were not loaded; none for an encoder from scratch.
+
+    Attributes:
+        encoder: weights of the encoder that are missing in the files or have another shape; their values are random.
+        head: weights of the MLM head for which the same holds.
+        unused: weights in the files that the model does not have, without those known to be harmless.
+    """
+
+    encoder: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(model: Any, info: dict[str, Any]) -> "LoadReport":
+        """Reads transformers' report about a loaded masked language model.
+
+        Args:
+            model: the model.
+            info: `missing_keys`, `mismatched_keys` and `unexpected_keys` of `from_pretrained`.
+        """
+        missing = {name: name for name in info["missing_keys"] if not _harmless(name)}
+        for name, stored, model_shape in info["mismatched_keys"]:
+            missing[name] = f"{name} (of shape {list(stored)}, not {list(model_shape)})"
+        body = f"{model.base_model_prefix}."
+        return LoadReport(
+            tuple(missing[name] for name in sorted(missing) if name.startswith(body)),
+            tuple(missing[name] for name in sorted(missing) if not name.startswith(body)),
+            tuple(sorted(name for name in info["unexpected_keys"] if not _harmless(name))),
+        )
+
+    def problems(self, pretrained: str | None, needs_head: bool) -> list[str]:
+        """Problems with random weights that should be trained ones, one line each.
+
+        Args:
+            pretrained: name or folder of the encoder.
+            needs_head: True if the MLM head is trained and `encoder.new_mlm_head` is off.
+        """
+        name = f"encoder.pretrained = {pretrained}"
+        problems = []
+        if self.encoder:
+            problems.append(
+                f"{name}: its files lack weights of the encoder, which would be random: "
+                f"{excerpt(self.encoder, _NAMED)}. The files are incomplete, or config.json belongs to another "
+                "encoder; fetch it again"
+            )
+        if self.head and needs_head:
+            problems.append(
+                f"{name}: has no MLM head, and the MLM loss would use random weights: "
+                f"{excerpt(self.head, _NAMED)}. Train without MLM, or start with a new "
+                "head (encoder.new_mlm_head=true)"
+            )
+        return problems
+
+    def remark(self, pretrained: str | None) -> str | None:
+        """A message about unused weights, or None."""
+        if not self.unused:
+            return None
+        return f"encoder.pretrained = {pretrained}: unused weights: {excerpt(self.unused, _NAMED)}"
 
 
 def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, int | None]) -> Any:
@@ -79,7 +167,7 @@ def load_hf_config(config: EncoderConfig, vocabulary_size: int, ids: dict[str, i
             if hasattr(hf, name):
                 setattr(hf, name, config.dropout)
     if config.attention_dropout is not None:
-        for name in _ATTENTION_DROPOUTS:
+        for name in ATTENTION_DROPOUTS:
             if hasattr(hf, name):
                 setattr(hf, name, config.attention_dropout)
     return hf
@@ -135,9 +223,122 @@ def load_model(config: EncoderConfig, hf: Any, seed: int) -> tuple["PreTrainedMo
     return model, LoadReport.of(model, info)
 
 
-def drops_attention(hf: Any) -> bool:
-    """True if the encoder's own configuration drops attention weights."""
-    return any(getattr(hf, name, 0) > 0 for name in _ATTENTION_DROPOUTS)
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """Reads the ids that the collator needs from a transformers tokenizer.
+
+    Raises:
+        ValueError: the tokenizer has no mask token.
+    """
+    if tokenizer.mask_token_id is None:
+        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no mask token, which MLM needs")
+    bos = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
+    eos = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+    return Vocabulary(len(tokenizer), bos, eos, tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)))
+
+
+# Heads and buffers in many published files that no masked language model has or needs.
+_HARMLESS = (
+    "pooler.",
+    "seq_relationship.",
+    "sop_classifier.",
+    "position_ids",
+    "lm_loss.",
+    "discriminator_predictions.",
+)
+_NAMED = 6  # names in one message; further ones are counted
+
+
+def _harmless(name: str) -> bool:
+    return any(part in name for part in _HARMLESS)
+
+
+def frozen_parameters(model: "PreTrainedModel", num_trainable_layers: int | None) -> list[nn.Parameter]:
+    """The parameters of the encoder before its last `num_trainable_layers` layers; none for None.
+
+    Embeddings are among them, also where an MLM head shares them, and everything that all layers share, such as
+    relative positions. A normalisation after the last layer is not.
+
+    Raises:
+        EncoderError: the encoder has fewer layers, or its layers share their weights.
+    """
+    if num_trainable_layers is None:
+        return []
+    layers = _layers(model)
+    if num_trainable_layers > len(layers):
+        raise EncoderError(
+            f"num_trainable_layers = {num_trainable_layers}: the encoder has {len(layers)} layers; use at most "
+            f"{len(layers)}, or null to train everything"
+        )
+    trained = {id(p) for layer in layers[-num_trainable_layers:] for p in layer.parameters()}
+    parts = list(model.base_model.children())
+    holder = next(number for number, part in enumerate(parts) if any(module is layers[-1] for module in part.modules()))
+    trained |= {id(p) for part in parts[holder + 1 :] for p in part.parameters()}
+    return [p for p in model.base_model.parameters() if id(p) not in trained]
+
+
+def _layers(model: "PreTrainedModel") -> list[nn.Module]:
+    """The layers of the encoder, from its input to its output."""
+    count = int(model.config.num_hidden_layers)
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise EncoderError(
+        f"num_trainable_layers: the {count} layers of model type {model.config.model_type} share their weights; set it "
+        f"to null, or use an encoder of type {', '.join(FAMILIES[:5])}"
+    )
+
+
+_COMPILERS = ("gcc", "clang")
+"""Names under which Triton looks for a compiler of its launchers; `cc` is not among them."""
+
+
+_GRAPHS = 32
+"""Most graphs that torch makes before the rest runs without: kinds of layers, with and without gradients, share it."""
+
+
+def compile_layers(body: nn.Module, **options: Any) -> None:
+    """Compiles an encoder's layers one by one, and what is before and after them, each for any lengths.
+
+    Layers of one kind share a graph. The backward of a graph completes all gradients of its parameters at its end, so
+    that those of a whole encoder could not be sent while it runs (trainer/parallel/reducers.py).
+
+    Args:
+        body: the encoder without its head; changed in place.
+        options: of torch.compile.
+    """
+    # which Dynamo causes itself, as it looks at the hidden states that a layer gets
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    raise_recompile_limit(_GRAPHS)
+    for part in parts(body):
+        part.compile(dynamic=True, **options)
+
+
+def parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a module and the largest parts without layers.
+
+    Modules without parameters and single ones of torch, such as a norm, are left out: they are one kernel already.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if layers and module not in layers:
+        for child in module.children():
+            yield from parts(child)
+    elif next(module.parameters(), None) is not None and not type(module).__module__.startswith("torch.nn."):
+        yield module
+
+
+def compiler_problem() -> str | None:
+    """The reason why torch.compile cannot generate kernels for a GPU, or None."""
+    if find_spec("triton") is None:
+        return "the package triton is missing; install torch for CUDA"
+    compiler = os.environ.get("CC")
+    if not any(shutil.which(name) for name in ([compiler] if compiler else _COMPILERS)):
+        return f"no C compiler was found ({compiler or ', '.join(_COMPILERS)}); install gcc, or set CC"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        return f"{header} is missing; install python3-dev, or Python's headers in another way"
+    return None
 
 
 def padding_index(model: "PreTrainedModel") -> int | None:
@@ -152,39 +353,3 @@ def max_span_tokens(model: "PreTrainedModel") -> int:
     """Length of the longest span that the positions allow, including special tokens."""
     skipped = padding_index(model)
     return int(model.config.max_position_embeddings) - (0 if skipped is None else skipped + 1)
-
-
-def mlm_head(model: "PreTrainedModel") -> Callable[[Tensor], Tensor]:
-    """The part of the model that maps `(K, H)` hidden states to `(K, vocabulary)` logits.
-
-    Raises:
-        ValueError: the head of this encoder family is unknown.
-    """
-    for name in ("lm_head", "cls", "predictions"):  # RoBERTa, MPNet, Longformer; BERT, DeBERTa; ALBERT
-        if hasattr(model, name):
-            head: Callable[[Tensor], Tensor] = getattr(model, name)
-            return head
-    if hasattr(model, "head") and hasattr(model, "decoder"):  # ModernBERT
-        return lambda hidden: model.decoder(model.head(hidden))
-    if hasattr(model, "generator_predictions"):  # ELECTRA
-        return lambda hidden: model.generator_lm_head(model.generator_predictions(hidden))
-    if hasattr(model, "vocab_projector"):  # DistilBERT
-        return lambda hidden: model.vocab_projector(
-            model.vocab_layer_norm(model.activation(model.vocab_transform(hidden)))
-        )
-    raise ValueError(
-        f"{type(model).__name__} has no known MLM head; train without MLM, or use one of {', '.join(FAMILIES)}"
-    )
-
-
-def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """Reads the ids that the collator needs from a transformers tokenizer.
-
-    Raises:
-        ValueError: the tokenizer has no mask token.
-    """
-    if tokenizer.mask_token_id is None:
-        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no mask token, which MLM needs")
-    bos = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
-    eos = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
-    return Vocabulary(len(tokenizer), bos, eos, tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)))

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from declutr.common.errors import EncoderError
-from declutr.trainer.data.batches import SpanBatch
-from declutr.trainer.data.patches import PatchBatch
-from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.data.batches import PatchBatch, SpanBatch
+from declutr.trainer.model.encoder import Encoder, mlm_head
 from declutr.trainer.model.frontend import Frontend
-from declutr.trainer.model.language_model import FAMILIES, max_span_tokens, mlm_head
+from declutr.trainer.model.language_model import FAMILIES, max_span_tokens
 
 Layout = Literal["packed", "padded"]
 # Relative to the largest entry. For 30 untrained families, rounding was at most 3e-6 and the smallest leak 5e-4.

@@ -5,10 +5,15 @@ views of all workers are then gathered, and the loss runs once on the views of t
 worker and in at least float32. Therefore a layer of the objective, such as a projector with BatchNorm, sees the global
 batch, gradient caching is exact, and the gradients of such layers are counted once.
 
+A large contrast is shared (`RowShard`). The gradient with respect to a row needs the scores of that row and one number
+of every other row, its log-sum. Workers exchange the log-sums. Then each computes the complete gradient of its rows,
+and no gradients are exchanged. With M rows and W workers, a worker computes M^2 / W scores.
+
 Legend: S spans and m rows of a worker, M rows of the global batch, V views of a row, D embedding size.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Generic, Protocol, TypeVar
@@ -25,10 +30,92 @@ from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.model.frontend import Frontend
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
-from declutr.trainer.objectives.row_shard import RowShard
 from declutr.trainer.parallel.communicator import Communicator
 
+SHARED_ROWS = 1024
+"""Most rows of a contrast that every worker computes whole. The scores of fewer rows cost less than an exchange: a
+share cannot use their symmetry, so that two workers save only a quarter."""
+_CPU_TILE = 1024  # 4 MiB of scores in float32; larger products are hardly faster
+_GPU_TILE = 4096  # 64 MiB; smaller products leave most of a GPU idle
+
+
+def tile_rows(device: torch.device) -> int:
+    """Rows and columns of the scores that are computed at a time."""
+    return _CPU_TILE if device.type == "cpu" else _GPU_TILE
+
+
+def tiles_of(start: int, end: int, size: int) -> list[slice]:
+    """Cuts [start, end) into slices of at most `size`."""
+    return [slice(first, min(first + size, end)) for first in range(start, end, size)]
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """The rows that a worker computes, in tables with one or more blocks of `total` rows, such as one for each view.
+
+    Attributes:
+        comm: the workers.
+        start: first row of this worker in a block.
+        end: row after its last.
+        total: rows of a block, M.
+    """
+
+    comm: Communicator
+    start: int
+    end: int
+    total: int
+
+    def tiles(self, length: int, size: int) -> list[slice]:
+        """This worker's rows of a table of `length` rows, in slices of at most `size`."""
+        blocks = range(0, length, self.total)
+        return [part for block in blocks for part in tiles_of(block + self.start, block + self.end, size)]
+
+    def complete(self, compute: Callable[[], Tensor], like: Tensor, numbers: int = 1) -> Tensor:
+        """Numbers `(n, k M)` of all rows, from those of each worker's rows.
+
+        If a worker's memory runs out, it takes part in the exchange before it raises the error, so that no other waits.
+
+        Args:
+            compute: returns `(n, k M)`, in which this worker has set the numbers of its rows.
+            like: `(k M, D)`, a tensor of the same type and device.
+            numbers: n.
+        """
+        failure = None
+        try:
+            values = compute()
+        except RuntimeError as error:
+            failure, values = error, like.new_full((numbers, len(like)), torch.nan)
+        own = values.view(numbers, -1, self.total)[..., self.start : self.end].permute(2, 0, 1)
+        all_values = self.comm.all_gather(own.contiguous(), self.start, self.total).permute(1, 2, 0)
+        if failure is not None:
+            raise failure
+        return all_values.reshape(numbers, -1)
+
+    def only_own(self, gradient: Tensor) -> Tensor:
+        """The gradient `(k M, D)` with zeros in the rows of other workers; changed in place."""
+        blocks = gradient.view(-1, self.total, gradient.shape[-1])
+        blocks[:, : self.start] = 0
+        blocks[:, self.end :] = 0
+        return gradient
+
+
 Config = TypeVar("Config", bound=ObjectiveConfig)
+
+
+def unit_rows(embeddings: Tensor) -> Tensor:
+    """Rows of length 1 in at least float32."""
+    return F.normalize(embeddings if embeddings.dtype == torch.float64 else embeddings.float(), dim=-1)
+
+
+def tile_pairs(length: int, size: int, row_shard: RowShard | None) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of the tiles on and above the diagonal of a symmetric table of `length` rows.
+
+    With a row shard: all columns for this worker's rows.
+    """
+    parts = tiles_of(0, length, size)
+    for number, first in enumerate(parts if row_shard is None else row_shard.tiles(length, size)):
+        for second in parts[number:] if row_shard is None else parts:
+            yield first, second
 
 
 @dataclass(frozen=True)
@@ -60,6 +147,29 @@ class Gathered:
     def detach(self) -> "Gathered":
         """The same batch without gradient."""
         return Gathered(self.views.detach(), self.facts, self.seed, self.step)
+
+
+@dataclass(frozen=True)
+class HeldOutSplit:
+    """Held-out rows of a task, and what an objective needs to score an encoder on them.
+
+    Attributes:
+        shards: the rows.
+        vocabulary: ids of the shards' tokenizer.
+        max_content: largest number of tokens of a span, without specials, for which the encoder has positions.
+        max_documents: largest number of rows to score, chosen by the run's seed.
+        comm: the workers, which share the rows.
+        device: device of the encoder.
+        frontend: hidden states of images or sounds; None: the rows are texts.
+    """
+
+    shards: ShardSet
+    vocabulary: Vocabulary
+    max_content: int
+    max_documents: int
+    comm: Communicator
+    device: torch.device
+    frontend: Frontend | None = None
 
 
 class Validator(Protocol):
@@ -170,24 +280,9 @@ class Objective(nn.Module, ABC, Generic[Config]):
         matryoshka = self.config.matryoshka
         return () if matryoshka is None else matryoshka.smaller(self.exported_size)
 
-    def validator(
-        self,
-        held_out: ShardSet,
-        vocabulary: Vocabulary,
-        max_content: int,
-        max_documents: int,
-        comm: Communicator,
-        device: torch.device,
-    ) -> Validator | None:
-        """Builds the validator that computes `config.scores` on the held-out split; None if there are no scores."""
-        del held_out, vocabulary, max_content, max_documents, comm, device
-        return None
-
-    def clip_validator(
-        self, held_out: ShardSet, frontend: Frontend, max_documents: int, comm: Communicator, device: torch.device
-    ) -> Validator | None:
-        """Builds the validator of a task with images or sounds; None if there are no scores."""
-        del held_out, frontend, max_documents, comm, device
+    def validator(self, held_out: HeldOutSplit) -> Validator | None:
+        """Builds the validator that computes `config.scores` on held-out rows; None if there are no scores."""
+        del held_out
         return None
 
     def state(self) -> dict[str, Tensor]:

@@ -1,9 +1,4 @@
-"""Settings of an objective, and facts about it that the trainer needs before torch is loaded.
-
-Settings of Matryoshka sizes: parts of an embedding that are trained together. Readable without torch.
-
-The `spans` section of a run: settings for drawing spans. Readable without torch.
-"""
+"""Settings that objectives share, and facts about them that the trainer needs before torch is loaded."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -123,6 +118,8 @@ class MatryoshkaConfig(Strict):
         return None
 
 
+REPORTED = "reported_"
+"""Before the name of a score: its value on the rows that choose nothing."""
 NN_ACCURACY = "nn_accuracy"
 """Score of images and sounds, after the name of their task: share of held-out rows whose nearest neighbour is right."""
 
@@ -250,29 +247,3 @@ class ObjectiveConfig(Strict):
         """A warning about the loss terms of the first step, or None."""
         del run, terms
         return None
-
-
-# Settings and checks that objectives over short texts share, readable without torch.
-
-
-class TextObjectiveConfig(ObjectiveConfig):
-    """Base of the settings of objectives over sentences, pairs and triples."""
-
-    reads: ClassVar[tuple[ContentKind, ...]] = ("sentences",)
-    scores: ClassVar[tuple[str, ...]] = ("recall_at_1", "mrr")
-    scored: ClassVar[str] = (
-        "Held-out texts: uniformity (log form), effective rank; of premises also alignment and retrieval of an "
-        "entailed hypothesis."
-    )
-
-    max_tokens: int = Field(default=32, ge=3)
-    """Longest text, in tokens with specials; longer ones are cut at the end."""
-
-    @property
-    def text_tokens(self) -> int:
-        """Largest number of tokens of a text, specials included."""
-        return self.max_tokens
-
-    def scores_of(self, content: ContentKind) -> tuple[str, ...]:
-        """Retrieval needs hypotheses; sentences have only uniformity and effective rank, which choose no checkpoint."""
-        return self.scores if content in ("pairs", "triples") else ()

@@ -8,10 +8,8 @@ from pydantic import BeforeValidator, Field
 
 from declutr.trainer.objectives.config import ObjectiveConfig
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
-from declutr.trainer.objectives.scd.config import ScdConfig
-from declutr.trainer.objectives.scl.config import SclConfig
-from declutr.trainer.objectives.simcse.config import SimcseConfig
 from declutr.trainer.objectives.supcon.config import SupconConfig
+from declutr.trainer.objectives.text_config import ScdConfig, SclConfig, SimcseConfig
 
 GROUP = "declutr.objectives"
 """Entry point group: the name is the kind, the value the `ObjectiveConfig` subclass."""

@@ -2,6 +2,15 @@
 
 Every rank computes the same global loss from gathered embeddings, so a rank's gradient with respect to its own rows is
 complete. Gradients of parameters are therefore SUMMED over ranks, never averaged.
+
+`shard` shards parameters, gradients and moments over the workers, with FSDP2 around every layer of the encoder. A
+sharded layer's forward and backward are exchanges. Every worker must take part equally often and with gradients for the
+same parameters. Three rules ensure that for any share of the batch:
+
+- Every batch in a sharded encoder includes a blank span (`SpanBatch.with_blank`) whose gradient is exactly zero. So
+  every layer and head takes part, even without documents or without a token to predict.
+- A worker with fewer microbatches than another runs empty ones (`TrainTask`, `compute_together`).
+- Everything else works on whole tensors. A sharded run saves the same files as an unsharded one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from declutr.trainer.parallel import doubling
+from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.parallel.request import Request
 
 _BUCKET_ELEMENTS = 32 * 1024 * 1024
@@ -79,13 +88,13 @@ class Communicator:
         """The maximum of all ranks' numbers."""
         if self.size == 1:
             return number
-        return int(doubling.all_reduce(torch.tensor([number]), self.rank, self.size, torch.maximum))
+        return int(reduce_by_doubling(torch.tensor([number]), self.rank, self.size, torch.maximum))
 
     def all_reduce_counts(self, counts: Sequence[int]) -> list[int]:
         """The sums of all ranks' integers, one for each place."""
         if self.size == 1:
             return list(counts)
-        sums: list[int] = doubling.all_reduce(torch.tensor(counts), self.rank, self.size, torch.add).tolist()
+        sums: list[int] = reduce_by_doubling(torch.tensor(counts), self.rank, self.size, torch.add).tolist()
         return sums
 
     def all_reduce_or(self, requests: Request) -> Request:
@@ -93,12 +102,12 @@ class Communicator:
         if self.size == 1:
             return requests
         raised = torch.tensor([requests.value])
-        return Request(int(doubling.all_reduce(raised, self.rank, self.size, torch.bitwise_or)))
+        return Request(int(reduce_by_doubling(raised, self.rank, self.size, torch.bitwise_or)))
 
     def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replaces each parameter's gradient by its sum over ranks; a missing gradient counts as zero.
 
-        The backward has already summed gradients of sharded parameters (trainer/parallel/sharding.py).
+        The backward has already summed gradients of sharded parameters (trainer/parallel/communicator.py).
         """
         for parameter in parameters:
             if parameter.grad is None:
@@ -147,3 +156,90 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         start, end = ctx.span
         return gradients[0][start:end], None, None
+
+
+def reduce_by_doubling(values: Tensor, rank: int, size: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Combines a tensor of all ranks by recursive doubling (Thakur, Rabenseifner and Gropp 2005).
+
+    It takes log2(ranks) rounds; gloo's ring takes 2 (ranks - 1), 2,046 among 1,024 ranks.
+
+    In round k, ranks whose numbers differ in bit k exchange what they have combined so far. Of a number of ranks that
+    is no power of two, the last ones give theirs to a partner before the first round and get the result after the last.
+
+    Args:
+        values: integers on the CPU, of one shape on every rank.
+        rank: number of this rank.
+        size: number of ranks.
+        combine: associative and commutative, such as `torch.add`; exact for integers, so the order has no effect.
+    """
+    paired = 1 << (size.bit_length() - 1)  # the largest power of two that is not above the number of ranks
+    if rank >= paired:
+        dist.send(values, rank - paired)
+        result = torch.empty_like(values)
+        dist.recv(result, rank - paired)
+        return result
+    if rank + paired < size:
+        values = combine(values, _received(values, rank + paired))
+    distance = 1
+    while distance < paired:
+        partner = rank ^ distance
+        sent = dist.isend(values, partner)
+        values, own = combine(values, _received(values, partner)), values  # `own` lives until it is sent
+        if sent is not None:
+            sent.wait()
+        del own
+        distance *= 2
+    if rank + paired < size:
+        dist.send(values, rank + paired)
+    return values
+
+
+def _received(like: Tensor, source: int) -> Tensor:
+    received = torch.empty_like(like)
+    dist.recv(received, source)
+    return received
+
+
+def shard(encoder: Encoder, comm: Communicator) -> None:
+    """Shards every parameter over the workers. Call it before the optimizer is made, with a process group.
+
+    Layers are gathered one by one. Embeddings, the MLM head (tied to them) and the projection are gathered together.
+
+    Args:
+        encoder: whole and the same on every worker; changed in place. With one worker it is left unchanged.
+        comm: the workers.
+    """
+    if comm.size == 1:
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    mesh = init_device_mesh(next(encoder.parameters()).device.type, (comm.size,))
+    layers = [module for module in encoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in [*layers, encoder]:
+        # the outermost too: outside a forward, parameters are always sharded
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    for module in encoder.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # sum over workers, see trainer/parallel/communicator.py
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    register_fsdp_forward_method(encoder, "embed")
+    encoder.sharded = True
+
+
+def full_tensor(tensor: Any) -> Tensor:
+    """The whole tensor on every worker; every worker must call this. An unsharded tensor is returned unchanged."""
+    kept: Tensor = tensor.full_tensor() if is_part(tensor) else tensor
+    return kept
+
+
+def shard_like(value: Tensor, parameter: Any) -> Tensor:
+    """Converts a whole tensor to the form of its parameter: the worker's part if the parameter is sharded."""
+    value = value.to(parameter.device)
+    if not is_part(parameter):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # every worker has read the same values, so nothing is sent
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

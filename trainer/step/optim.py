@@ -7,8 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from declutr.trainer.parallel.communicator import is_part
-from declutr.trainer.parallel.sharding import full_tensor
+from declutr.trainer.parallel.communicator import full_tensor, is_part
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.torch_private import fused_adamw, multiply_all
 

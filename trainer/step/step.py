@@ -1,9 +1,10 @@
-"""One optimizer step: exact gradients of the global batch's loss, clip, update. No Ray, no files."""
+"""One optimizer step: exact gradients of the global batch's loss, clip, update, metrics. No Ray, no files."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,17 +13,100 @@ from declutr.common.console.logs import get_logger
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.objectives.measures import SPREAD
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.fixedpoint import FixedPointReducer
-from declutr.trainer.parallel.overlap import BucketedReducer
+from declutr.trainer.parallel.reducers import BucketedReducer, FixedPointReducer
 from declutr.trainer.parallel.request import Agreement
 from declutr.trainer.step.config import OptimConfig
-from declutr.trainer.step.gradcache import Gradients
-from declutr.trainer.step.nonfinite_losses import NonFiniteLosses
+from declutr.trainer.step.gradcache import SPREAD, Gradients
 from declutr.trainer.step.optim import clip_gradients, learning_rate
-from declutr.trainer.step.step_metrics import StepMetrics
 from declutr.trainer.step.task import NUM_COUNTS, TrainTask
+
+
+class NonFiniteLossError(ArithmeticError):
+    """The loss or the gradient is not finite; the parameters were not changed."""
+
+
+@dataclass
+class NonFiniteLosses:
+    """Counts the updates that were left out because their loss was not finite, if `on_nonfinite_loss` allows it.
+
+    Attributes:
+        skip: skip such steps (`on_nonfinite_loss: skip`) instead of stopping.
+        most_in_a_row: `max_skipped_steps`.
+        skipped: steps so far whose update was skipped.
+        in_a_row: skipped steps since the last good one.
+    """
+
+    skip: bool = False
+    most_in_a_row: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+
+    def add(self, step: int, name: str, problem: str | None) -> None:
+        """Counts a step that was taken; a skipped one used up its documents and changed nothing else.
+
+        Args:
+            step: 1-based number of the step.
+            name: name of the update's task.
+            problem: what is not finite; None: nothing.
+
+        Raises:
+            NonFiniteLossError: the loss is not finite and may not be skipped, or there were too many in a row; on every
+                rank.
+        """
+        if problem is None:
+            self.in_a_row = 0
+            return
+        if not self.skip:
+            raise NonFiniteLossError(problem)
+        self.skipped += 1
+        self.in_a_row += 1
+        if self.in_a_row > self.most_in_a_row:
+            raise NonFiniteLossError(
+                f"{problem}. {self.in_a_row} such steps in a row exceed max_skipped_steps = {self.most_in_a_row}"
+            )
+        prefix = f"task {name}: " if name else ""
+        get_logger().warning("step %d: %sloss or gradient not finite, skipped (%d so far)", step, prefix, self.skipped)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Metrics of one step over all ranks.
+
+    Attributes:
+        loss: sum of the terms; `mlm` counts with the objective's `mlm_weight`, a task with its weight.
+        terms: terms of the loss by name; `mlm` is the mean cross entropy over the global batch's selected tokens. A
+            term that is not trained is 0. Terms of an auxiliary task have its name in front.
+        grad_norm: norm of the gradient before clipping.
+        lr: learning rate of the update.
+        num_selected: selected tokens.
+        num_tokens: tokens that the encoder processed, specials included.
+        padding_share: share of the encoder's token places that held padding.
+        flops: multiplications and additions of forward and backward (trainer/step/task.py).
+        batch_digest: digest of the main task's global batch: documents, spans and masks; the same for any number of
+            workers.
+        skipped: true if the loss or the gradient was not finite, so that nothing was updated.
+        auxiliary: spread of the batch of each task, and further numbers of auxiliary tasks, such as
+            `image_batch_digest`.
+    """
+
+    loss: float
+    terms: dict[str, float]
+    grad_norm: float
+    lr: float
+    num_selected: int
+    num_tokens: int
+    padding_share: float
+    flops: float
+    batch_digest: int
+    skipped: bool = False
+    auxiliary: dict[str, float] = field(default_factory=dict)
+
+    def line(self) -> dict[str, Any]:
+        """The metrics by name, with an entry for each term, as in `metrics.jsonl`."""
+        numbers = asdict(self)
+        auxiliary = numbers.pop("auxiliary")
+        return {"loss": numbers.pop("loss"), **numbers.pop("terms"), **numbers, **auxiliary}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,17 +250,19 @@ class TrainStep:
 class PendingStep:
     """An update whose metrics were not read yet: numbers on their way from a device to the CPU.
 
+    They are read one step late, so that the CPU does not wait for the GPU in every step.
+
     Attributes:
         train_step: the train step.
         step: 1-based number of the step.
-        found: results of each task.
+        results: results of each task.
         values: `(n,)` float64: the gradient's norm, `TrainTask.totals` of each task, and the spread of each task that
             has one. The copy from a GPU starts at once, and nothing waits for it.
     """
 
     train_step: TrainStep
     step: int
-    found: list[Gradients]
+    results: list[Gradients]
     values: Tensor
 
     def __post_init__(self) -> None:
@@ -201,12 +287,12 @@ class PendingStep:
         if self._copied is not None:
             self._copied.synchronize()
         tasks = self.train_step.tasks
-        sizes = [1, *(NUM_COUNTS + len(result.terms) for result in self.found)]
-        spread = [task for task, result in zip(tasks, self.found, strict=True) if result.spread is not None]
+        sizes = [1, *(NUM_COUNTS + len(result.terms) for result in self.results)]
+        spread = [task for task, result in zip(tasks, self.results, strict=True) if result.spread is not None]
         parts = self.values.split([*sizes, *([len(SPREAD)] * len(spread))])
         (norm,), *totals = (part.tolist() for part in parts[: len(sizes)])
         spreads = zip(spread, parts[len(sizes) :], strict=True)
-        losses = [task.losses(*arguments) for task, *arguments in zip(tasks, self.found, totals, strict=True)]
+        losses = [task.losses(*arguments) for task, *arguments in zip(tasks, self.results, totals, strict=True)]
         loss = sum(task_loss for task_loss, _ in losses)
         counts = [total[:NUM_COUNTS] for total in totals]
         _, tokens, places, flops, _ = (sum(column) for column in zip(*counts, strict=True))
@@ -216,7 +302,7 @@ class PendingStep:
             terms={name: value for _, terms in losses for name, value in terms.items()},
             grad_norm=norm,
             lr=self.rate,
-            num_selected=sum(result.num_selected for result in self.found),
+            num_selected=sum(result.num_selected for result in self.results),
             num_tokens=int(tokens),
             padding_share=1 - tokens / max(1.0, places),
             flops=flops,

@@ -1,33 +1,90 @@
-"""A training task of a run: an objective on the encoder, with everything that computes its gradient.
+"""A training task of a run: an objective on the encoder, with everything that computes its gradient and its totals.
 
-One rank's part of the gradient when sums must not depend on the number of workers (`scaling.elastic_determinism`).
+With `scaling.elastic_determinism`, sums must not depend on the number of workers. Then each canonical microbatch has a
+separate forward and backward, and its gradient is a separate term of the sums (trainer/parallel/reducers.py). The loss
+is computed from the embeddings of all, whole and the same on every worker.
 
-Each canonical microbatch has a separate forward and backward, and its gradient is a separate term of the sums
-(trainer/parallel/fixedpoint.py). The loss is computed from the embeddings of all, whole and the same on every worker.
+FLOPs: the forward of a token costs 2 for every weight of the encoder's linear layers, plus 4 * layers * H * span length
+for attention (scores and weighted sum, without reduction for a sliding window). The MLM head costs
+2 * (H^2 + H * vocabulary) for each selected token. A backward costs twice its forward. Not counted as work of the model
+are embedding look-ups, norms, activations, the loss, and the second forward of gradient caching or activation
+checkpointing.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from declutr.trainer.data.batches import AnyBatch, RankBatch
-from declutr.trainer.data.canonical import canonical_microbatches
+from declutr.trainer.data.batches import AnyBatch, RankBatch, canonical_microbatches
 from declutr.trainer.data.packedbatch import to_device
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.flops import step_flops
 from declutr.trainer.model.frontend import Frontend
-from declutr.trainer.objectives.base import Objective
-from declutr.trainer.objectives.row_shard import SHARED_ROWS, RowShard
+from declutr.trainer.objectives.base import SHARED_ROWS, Objective, RowShard
 from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.parallel.fixedpoint import FixedPointReducer
-from declutr.trainer.parallel.overlap import BucketedReducer
+from declutr.trainer.parallel.reducers import BucketedReducer, FixedPointReducer
 from declutr.trainer.parallel.request import Agreement, Request
-from declutr.trainer.step.gradcache import GlobalCounts, GradCache, Gradients, backward
-from declutr.trainer.step.microbatch import Microbatch, out_of_memory
+from declutr.trainer.step.gradcache import GlobalCounts, GradCache, Gradients, Microbatch, out_of_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_FORWARD_AND_BACKWARD = 3
+# Peaks of dense matrix products in FLOP/s, half precision and float32, without sparsity, from vendors' data sheets. A
+# GPU has the peak with the most words of its name: "NVIDIA H100 PCIe" is slower than "NVIDIA H100 80GB HBM3".
+_PEAKS = {
+    "GB200": (2500e12, 90e12),
+    "B200": (2250e12, 80e12),
+    "H200": (989e12, 67e12),
+    "GH200": (989e12, 67e12),
+    "H200 NVL": (835e12, 60e12),
+    "H100": (989e12, 67e12),
+    "H100 NVL": (835e12, 60e12),
+    "H100 PCIe": (756e12, 51e12),
+    "A100": (312e12, 19.5e12),
+    "L40S": (362e12, 91.6e12),
+    "L40": (181e12, 90.5e12),
+    "A10": (125e12, 31.2e12),
+    "A10G": (70e12, 35e12),
+    "L4": (121e12, 30.3e12),
+}
+
+
+def step_flops(model: "PreTrainedModel", lengths: Tensor, num_selected: int) -> float:
+    """FLOPs of forward and backward over spans, by the formula above.
+
+    Args:
+        model: the masked language model; only its shape is used.
+        lengths: `(S,)` number of tokens of each span, on the CPU.
+        num_selected: number of tokens that the MLM head predicts.
+    """
+    config = model.config
+    hidden = int(config.hidden_size)
+    layers = (module for module in model.base_model.modules() if isinstance(module, nn.Linear))
+    weights = sum(layer.weight.numel() for layer in layers)
+    sizes = lengths.numpy().astype(np.float64)
+    tokens, pairs = float(sizes.sum()), float(np.square(sizes).sum())
+    body = 2 * weights * tokens + 4 * int(config.num_hidden_layers) * hidden * pairs
+    head = 2 * (hidden * hidden + hidden * int(config.vocab_size)) * num_selected
+    return _FORWARD_AND_BACKWARD * (body + head)
+
+
+def peak_flops(gpu: str | None, half: bool) -> float | None:
+    """Peak of a GPU in FLOP/s by its name; None for other GPUs and for CPUs, which have no name."""
+    words = set(re.split(r"[\s-]+", gpu or ""))
+    names = sorted((name for name in _PEAKS if words.issuperset(name.split())), key=lambda name: name.count(" "))
+    return _PEAKS[names[-1]][0 if half else 1] if names else None
+
+
+def gpu_name(device: torch.device) -> str | None:
+    """Name of the GPU; None for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
 
 _MLM_STEP = 2.0**-20  # losses are rounded to its multiples: below 2^33, sums of those are exact in float64
 
@@ -37,21 +94,19 @@ class CanonicalCache(GradCache):
     """Both passes of a step, by canonical microbatches.
 
     Attributes:
-        reducer: sums of the gradients.
-        max_tokens: tokens of this rank up to which the graphs of all microbatches are kept; None: no limit. Otherwise
-            the second pass computes each again, as it does with activation checkpointing.
         first_canonical: number of this rank's first microbatch in the global batch.
     """
 
-    reducer: FixedPointReducer = field(kw_only=True)
-    max_tokens: int | None = None
-    first_canonical: int = 0
+    first_canonical: int
 
     def embed(self, pieces: list[AnyBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Span embeddings and MLM loss of each piece, with their graphs if they fit."""
-        tokens = sum(piece.num_tokens for piece in pieces)
-        kept = self.max_tokens is None or tokens <= self.max_tokens
-        if self.encoder.config.activation_checkpointing:
+        """Span embeddings and MLM loss of each piece, with their graphs if `microbatch.max_tokens` allows them all.
+
+        Otherwise the second pass computes each again, as it does with activation checkpointing.
+        """
+        limit, tokens = self.task.microbatch.max_tokens, sum(piece.num_tokens for piece in pieces)
+        kept = limit is None or tokens <= limit
+        if self.task.encoder.config.activation_checkpointing:
             kept = len(pieces) == 1  # a recomputation uses the dropout keys of the latest forward
         if not kept and not self.objective.config.embeds:
             return []
@@ -61,22 +116,20 @@ class CanonicalCache(GradCache):
     def _differentiate(
         self, batch: RankBatch, pieces: list[AnyBatch], embedded: list[tuple[Tensor, Tensor]], counts: GlobalCounts
     ) -> Gradients:
-        share = self.weight * self.objective.config.mlm_weight / max(1, counts.selected)
+        reducer = self.task.reducer
+        assert reducer is not None
+        share = self.task.weight * self.objective.config.mlm_weight / max(1, counts.selected)
         cached = [(spans.detach(), mlm_sum.detach()) for spans, mlm_sum in embedded]
         kept = embedded if any(tensor.requires_grad for pair in embedded for tensor in pair) else []
         # the loss is the same on every rank, so one of them adds the gradient of the objective's parameters
-        with self.reducer.ignoring() if self.comm.rank else nullcontext():
+        with reducer.ignoring() if self.comm.rank else nullcontext():
             terms, gradient, gathered, spread = self._through_loss(cached, batch, counts)
-        upstream = [None] * len(pieces) if gradient is None else gradient.split([piece.num_spans for piece in pieces])
-        mlm_total = torch.zeros((), dtype=torch.float64, device=batch.spans.device)
-        for number, (piece, gradient_part) in enumerate(zip(pieces, upstream, strict=True)):
-            spans, mlm_sum = kept[number] if kept else self._forward(piece, number)
-            if kept:
-                kept[number] = spans.detach(), mlm_sum.detach()  # releases the graph once this backward is done
-            through_spans = 0.0 if gradient_part is None else (spans * gradient_part).sum()
-            backward(through_spans + mlm_sum * share)
-            mlm_total += (mlm_sum.detach().double() / _MLM_STEP).round() * _MLM_STEP
-        return Gradients(terms, mlm_total, counts.selected, gathered, spread)
+        mlm_sum = self._second_pass(pieces, gradient, share, kept)
+        return Gradients(terms, mlm_sum, counts.selected, gathered, spread)
+
+    def _addend(self, mlm_sum: Tensor) -> Tensor:
+        """In float64 and rounded, so that the order of the pieces has no effect on the sum."""
+        return (mlm_sum.double() / _MLM_STEP).round() * _MLM_STEP
 
     def _views(self, spans: Tensor, batch: RankBatch) -> Tensor:
         """Views of the rank's rows, computed for each microbatch alone."""
@@ -173,7 +226,7 @@ class TrainTask:
         """`(5 + n,)` float64: MLM sum, tokens, token places, FLOPs and digest of all ranks, and n terms of the loss."""
         spans, encoder, mlm_sum = batch.spans, self.encoder, gradients.mlm_sum.double()[None]
         places = sum(encoder.token_places(piece) for piece in self.cut(batch))
-        flops = step_flops(encoder.model, encoder.num_linear_weights, spans.lengths, len(spans.labels))
+        flops = step_flops(encoder.model, spans.lengths, len(spans.labels))
         counts = torch.tensor([spans.num_tokens, places, flops, batch.digest], dtype=torch.float64)
         totals = self.comm.all_reduce_sum(torch.cat([mlm_sum, to_device(counts, mlm_sum.device)]))
         return torch.cat([totals, *(value.detach().double().view(1) for value in gradients.terms.values())])
@@ -195,12 +248,9 @@ class TrainTask:
 
     def _passes(self, batch: RankBatch, step: int) -> GradCache:
         """Both passes of a step."""
-        arguments = self.encoder, self.objective, self.comm, self.seed, step, self.autocast, self.frontend, self.weight
         if self.reducer is None:
-            return GradCache(*arguments, self.shared_rows, *([] if self.overlap is None else [self.overlap.arm]))
-        first = batch.canonical[0].number if batch.canonical else 0
-        limit = self.microbatch.max_tokens
-        return CanonicalCache(*arguments, reducer=self.reducer, max_tokens=limit, first_canonical=first)
+            return GradCache(self, step)
+        return CanonicalCache(self, step, batch.canonical[0].number if batch.canonical else 0)
 
     def _pieces(self, batch: RankBatch) -> list[AnyBatch]:
         """The microbatches of a share. With a sharded encoder, all ranks get the same number; the last may be empty."""

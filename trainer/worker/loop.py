@@ -17,14 +17,13 @@ from declutr.trainer.metrics.alarms import Alarms
 from declutr.trainer.metrics.config import steps_between
 from declutr.trainer.metrics.loggers import Log, wandb_run
 from declutr.trainer.metrics.metrics import MetricsWriter, memory_mib, rates
-from declutr.trainer.model.flops import gpu_name, peak_flops
 from declutr.trainer.objectives.base import Validator
-from declutr.trainer.objectives.row_score import REPORTED, divide
+from declutr.trainer.objectives.config import REPORTED
+from declutr.trainer.objectives.scores import divide
 from declutr.trainer.parallel.request import Agreement, Request
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
-from declutr.trainer.step.step import PendingStep, TrainStep
-from declutr.trainer.step.step_metrics import StepMetrics
+from declutr.trainer.step.step import NonFiniteLossError, PendingStep, StepMetrics, TrainStep
+from declutr.trainer.step.task import gpu_name, peak_flops
 from declutr.trainer.worker.channel import Stopwatch
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.device import DeviceEvent, events_of

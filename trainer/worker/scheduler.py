@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.parallel.request import Agreement
-from declutr.trainer.step.step import PendingStep, TrainStep
-from declutr.trainer.step.step_metrics import StepMetrics
+from declutr.trainer.step.step import PendingStep, StepMetrics, TrainStep
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from declutr.trainer.data.plan import rows_by_corpus
 from declutr.trainer.data.stream import Prefetcher, batches
 from declutr.trainer.run import RunPlan
 from declutr.trainer.setup.config import TrainConfig
-from declutr.trainer.step.microbatch import MicrobatchError
-from declutr.trainer.step.nonfinite_losses import NonFiniteLossError
+from declutr.trainer.step.gradcache import MicrobatchError
+from declutr.trainer.step.step import NonFiniteLossError
 from declutr.trainer.worker.channel import Stopwatch
 from declutr.trainer.worker.checkpointing import Checkpointing
 from declutr.trainer.worker.device import refusal, set_up_torch

@@ -21,15 +21,14 @@ from declutr.common.paths import expand
 from declutr.inspection.order import RunOrder, TaskOrder, entries, replacement
 from declutr.trainer.build import load_tokenizer
 from declutr.trainer.checkpoints.state import EXPORT
-from declutr.trainer.data.batches import Collator, RankBatch
+from declutr.trainer.data.batches import Collator, PatchBatch, RankBatch
 from declutr.trainer.data.chunks import fetched
 from declutr.trainer.data.packedbatch import DIGEST
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.data.patches import PatchBatch
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.language_model import load_hf_config, max_span_tokens
 from declutr.trainer.objectives.base import Objective, implementation_of
-from declutr.trainer.objectives.declutr.collator import SpanCollator
+from declutr.trainer.objectives.declutr.spans import SpanCollator
 from declutr.trainer.objectives.supcon.collator import ClipCollator
 
 _NO_TOKENS = Vocabulary(size=1, bos=None, eos=None, mask=0, special=())
@@ -116,7 +115,7 @@ class StepReader:
     def _roles(self, table: pa.Table, epochs: np.ndarray) -> list[str]:
         """Places of the spans of a document, or the masks of a clip."""
         if isinstance(self.collator, ClipCollator):
-            return self.collator.told(table, epochs, self.task.shards)
+            return self.collator.describe(table, epochs, self.task.shards)
         if not isinstance(self.collator, SpanCollator):
             return []
         spans = self.collator.sample(table, epochs)

@@ -12,7 +12,7 @@ from declutr.inspection.order import RunOrder, read_order
 from declutr.report.charts import RUNS, Chart, Curve, draw_curves, short
 from declutr.report.page import REPORT, Label, write_page
 from declutr.report.record import RunRecord, read_runs
-from declutr.trainer.objectives.row_score import REPORTED
+from declutr.trainer.objectives.config import REPORTED
 
 _OPTIMIZER = ("lr", "grad_norm")
 _SPEED = ("tokens_per_second", "documents_per_second", "padding_share", "data_wait_share", "mfu", "peak_memory_mib")

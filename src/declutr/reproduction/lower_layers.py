@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from declutr.common.storage import atomic_folder
-from declutr.trainer.model.load_report import silence
+from declutr.trainer.model.language_model import silence
 
 
 def main(arguments: list[str] | None = None) -> None:

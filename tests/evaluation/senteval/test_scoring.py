@@ -28,7 +28,7 @@ from declutr.evaluation.senteval.scores.similarity import (
     score_geometry,
     score_sts,
 )
-from declutr.trainer.objectives.measures import uniformity
+from declutr.trainer.objectives.scores import uniformity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = ClassifierConfig(

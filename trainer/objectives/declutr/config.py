@@ -7,8 +7,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from declutr.common.config import Strict
 from declutr.pipeline.shards.manifest import Manifest
+from declutr.trainer.data.packing import MaskingConfig
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
-from declutr.trainer.objectives.masking import MaskingConfig
 
 # Documents in the paper's batch. With fewer, distinguishing their spans soon becomes too easy (docs/decisions, 18).
 _FEW_DOCUMENTS = 16
@@ -134,7 +134,7 @@ class DeclutrConfig(ObjectiveConfig):
 
     def _loss_problems(self) -> list[str]:
         if isinstance(self.loss, MetricLearningConfig):
-            from declutr.trainer.objectives.declutr.ntxent import MetricLearningLoss
+            from declutr.trainer.objectives.declutr.objective import MetricLearningLoss
 
             try:
                 MetricLearningLoss(**self.loss.model_dump(exclude={"kind"}))

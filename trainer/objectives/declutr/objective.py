@@ -1,181 +1,216 @@
 """DeCLUTR: contrasts spans of the same document with all others, and predicts masked tokens of the anchors.
 
 Legend: n documents on this rank, m their anchors (n * A, or fewer if documents are short), A anchors a document, P
-positives an anchor, M = anchors of the global batch, D size.
-
-Held-out scores of an encoder: same-document span retrieval, alignment, uniformity, effective rank.
-
-Retrieval is scored twice: between spans that touch, and between distant ones (trainer/objectives/declutr/objective.py).
-Legend: N held-out documents, H embedding size.
-
-Pairs of spans of one document that are far from each other, for the held-out scores (decision 19). Numpy only.
-
-Like other spans, they are drawn by key and placed deterministically (trainer/objectives/declutr/spans.py). Legend: n
-documents.
+positives an anchor, M anchors of the global batch, D embedding size, Q queued embeddings.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import torch
-from numpy.typing import NDArray
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from declutr.common.seeding import U64
-from declutr.pipeline.shards.shards import ShardSet, document_keys, ragged
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.packing import Vocabulary
-from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.objectives.base import Gathered, Objective
+from declutr.trainer.objectives.base import (
+    Gathered,
+    HeldOutSplit,
+    Objective,
+    RowShard,
+    tile_pairs,
+    tile_rows,
+    tiles_of,
+    unit_rows,
+)
 from declutr.trainer.objectives.config import RunContext, SpanConfig
-from declutr.trainer.objectives.declutr.collator import SpanCollator
 from declutr.trainer.objectives.declutr.config import DeclutrConfig, MetricLearningConfig, NTXentConfig
-from declutr.trainer.objectives.declutr.ntxent import MetricLearningLoss, ntxent
-from declutr.trainer.objectives.declutr.spans import I64, Draws, Spans, draw, pair_lengths
-from declutr.trainer.objectives.held_out import HELD_OUT_EPOCH, compute_together, held_out_rows
-from declutr.trainer.objectives.measures import alignment, by_size, effective_rank, retrieval, uniformity
-from declutr.trainer.parallel.communicator import Communicator
-
-DISTANT = "distant spans"
-"""Purpose under which the random numbers of distant spans are drawn."""
+from declutr.trainer.objectives.declutr.spans import SpanCollator
+from declutr.trainer.objectives.declutr.validator import SpanValidator
+from declutr.trainer.objectives.scores import held_out_rows
 
 
-def place_distant(
-    draws: Draws, num_tokens: I64, lengths: tuple[I64, I64], distance: int
-) -> tuple[Spans, NDArray[np.bool_]]:
-    """Places an anchor and a positive in each document, with at least `distance` tokens between them.
+def ntxent(
+    embeddings: Tensor,
+    temperature: float,
+    queue: Tensor | None = None,
+    tile: int | None = None,
+    row_shard: RowShard | None = None,
+    documents: Tensor | None = None,
+    queue_documents: Tensor | None = None,
+) -> Tensor:
+    """Mean over the 2M terms of -log(exp(s_ij/t) / sum_k exp(s_ik/t)), k over all but i and over the queue.
 
-    The remaining tokens are distributed at random before, between and after the two spans, and their order is random
-    too. If a document is too short for the distance, one span starts the document and the other ends it.
+    With `documents`, k leaves out the rows of i's own document except its positive j.
+
+    The loss and its gradient hold only a few tiles of the 2M x (2M + Q) scores at a time.
 
     Args:
-        draws: the random numbers.
-        num_tokens: `(n,)` lengths of the documents.
-        lengths: `(n,)` tokens of the anchors and `(n,)` of the positives; each document has room for both.
-        distance: wanted number of tokens between the two.
-
-    Returns:
-        The spans, one anchor and one positive a document, and `(n,)` true where the distance is reached.
+        embeddings: `(2M, D)`, anchors first; row i and row i + M are each other's positive.
+        temperature: t.
+        queue: `(Q, D)` embeddings of earlier steps, negatives for every row; no gradient.
+        tile: rows and columns of a tile; None: by device. The result does not depend on it.
+        row_shard: this worker's rows of M, whose gradient is computed, while that of others is 0; None: all.
+        documents: `(M,)` integer keys of the anchors' documents; None: every other row is a negative.
+        queue_documents: `(Q,)` keys of the documents of the queue, given if `documents` and `queue` are.
     """
-    anchor, positive = lengths
-    room = num_tokens - anchor - positive
-    between = np.minimum(distance, room)
-    places = room - between + 1
-    anchor_draw, positive_draw = draws.anchor_starts[:, 0], draws.positive_starts[:, 0, 0]
-    anchor_start, positive_start = ((drawn * places).astype(np.int64) for drawn in (anchor_draw, positive_draw))
-    first = anchor_draw < positive_draw  # then the anchor's start is not after the positive's
-    anchor_start += np.where(first, 0, positive + between)
-    positive_start += np.where(first, anchor + between, 0)
-    spans = Spans(
-        anchors=np.stack([anchor_start, anchor_start + anchor], axis=-1)[:, None],
-        positives=np.stack([positive_start, positive_start + positive], axis=-1)[:, None, None],
-        present=np.ones((len(num_tokens), 1), np.bool_),
-    )
-    return spans, room >= distance
+    with torch.autocast(embeddings.device.type, enabled=False):
+        rows = unit_rows(embeddings)
+        old = rows.new_empty(0, rows.shape[-1]) if queue is None else F.normalize(queue.to(rows.dtype), dim=-1)
+        size = tile or tile_rows(rows.device)
+        owners = None
+        if documents is not None:
+            empty = documents.new_empty(0)
+            owners = documents.repeat(2), empty if queue_documents is None else queue_documents
+        scores = _Scores(rows.detach(), old.detach(), temperature, size, row_shard, owners)
+        value: Tensor = _TiledNTXent.apply(rows, scores)  # type: ignore[no-untyped-call]
+        return value
 
 
-class HeldOut(NamedTuple):
-    """Embeddings of the held-out documents' spans, each `(N, H)` in float64 on the CPU.
+class _TiledNTXent(torch.autograd.Function):
+    """NT-Xent of unit rows, term i as log(1 + exp(l_i - p_i)), l_i the logsumexp of i's negatives, p_i its positive.
 
-    Attributes:
-        anchors: one span of each document.
-        positives: the span that touches it.
-        distant_anchors: another span of each document.
-        distant_positives: the span far from that one.
-        reached: `(N,)` 1 where the distant pair has the wanted distance, 0 where the document is too short for it.
+    Unlike softmax minus one-hot, this form and its gradient keep their precision in float32 when the positive's score
+    is by far the largest and the loss is almost 0. The scores are symmetric, so without a row shard a tile is used for
+    its rows and, transposed, for its columns.
     """
 
-    anchors: Tensor
-    positives: Tensor
-    distant_anchors: Tensor
-    distant_positives: Tensor
-    reached: Tensor
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, scores: "_Scores") -> Tensor:
+        row_shard = scores.row_shard
+        if row_shard is None:
+            log_sums = scores.log_sums()
+        else:
+            (log_sums,) = row_shard.complete(lambda: scores.log_sums()[None], rows)
+        anchors, positives = rows.chunk(2)
+        positive = ((anchors * positives).sum(dim=1) / scores.temperature).repeat(2)
+        ctx.save_for_backward(rows, log_sums, positive)
+        ctx.scores = scores
+        return -F.logsigmoid(positive - log_sums).mean()
 
-    @property
-    def finite(self) -> bool:
-        """True if all numbers are finite."""
-        return all(bool(numbers.isfinite().all()) for numbers in self)
-
-    def scores(self, keys: U64, size: int | None = None) -> dict[str, float]:
-        """The scores of the first `size` numbers of all embeddings; None: of whole ones.
-
-        `keys` are the `(N,)` keys of the documents.
-        """
-        anchors, positives, first, second = (table[:, :size] for table in self[:4])
-        return {
-            **retrieval(anchors, positives, keys),
-            **{f"distant_{name}": value for name, value in retrieval(first, second, keys).items()},
-            "alignment": alignment(anchors, positives),
-            "uniformity": uniformity(anchors),
-            "effective_rank": effective_rank(anchors),
-        }
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        rows, log_sums, positive = ctx.saved_tensors
+        scores: _Scores = ctx.scores
+        with torch.autocast(rows.device.type, enabled=False):
+            weights = torch.sigmoid(log_sums - positive) * (upstream / (len(rows) * scores.temperature))
+            pulls = weights + weights.roll(len(rows) // 2)  # p_i is also the positive of i's partner
+            gradient = -pulls[:, None] * rows.roll(len(rows) // 2, dims=0)
+            for first, second, tile in scores.own():
+                pushes = (tile - log_sums[first, None]).exp_().mul_(weights[first, None])
+                pushes += tile.sub_(log_sums[None, second]).exp_().mul_(weights[None, second])
+                gradient[first].addmm_(pushes, rows[second])
+                if scores.row_shard is None and second != first:
+                    gradient[second].addmm_(pushes.T, rows[first])
+            for first, second, tile in scores.queued():
+                pushes = tile.sub_(log_sums[first, None]).exp_().mul_(weights[first, None])
+                gradient[first].addmm_(pushes, scores.queue[second])
+        return gradient if scores.row_shard is None else scores.row_shard.only_own(gradient), None
 
 
 @dataclass(frozen=True)
-class SpanValidator:
-    """Scores an encoder on held-out documents, shared among the workers.
+class _Scores:
+    """Tiles of the scores of unit rows with each other and with the queue.
+
+    A score that is no negative has the lowest finite number: that of a row with itself, with its positive and, if
+    `owners` is given, with the other rows of its document.
 
     Attributes:
-        collator: draws one anchor and one touching positive from each document.
-        shards: the held-out split.
-        rows: `(N,)` rows of the documents to score.
-        comm: the workers.
-        device: device of the encoder.
-        chunk_documents: number of documents in one forward.
-        sizes: smaller sizes of the embedding to score too.
+        rows: `(2M, D)`, anchors first.
+        queue: `(Q, D)`.
+        temperature: divisor of the scores.
+        size: rows and columns of a tile.
+        row_shard: this worker's rows; None: all.
+        owners: `(2M,)` and `(Q,)` keys of the documents of rows and queue; None: rows of one document are negatives.
     """
 
-    collator: SpanCollator
-    shards: ShardSet
-    rows: np.ndarray
-    comm: Communicator
-    device: torch.device
-    chunk_documents: int = 64
-    sizes: tuple[int, ...] = ()
+    rows: Tensor
+    queue: Tensor
+    temperature: float
+    size: int
+    row_shard: RowShard | None
+    owners: tuple[Tensor, Tensor] | None
 
-    def scores(self, encoder: Encoder) -> dict[str, float] | None:
-        """All held-out scores; None if embeddings are not finite.
+    def log_sums(self) -> Tensor:
+        """`(2M,)` logsumexp of each row's negatives; with a row shard, of its rows alone."""
+        # The lowest finite number, not -inf: a row without negatives must have the gradient 0, not NaN.
+        log_sums = self.rows.new_full((len(self.rows),), torch.finfo(self.rows.dtype).min)
+        for first, second, scores in self.own():
+            torch.logaddexp(log_sums[first], scores.logsumexp(dim=1), out=log_sums[first])
+            if self.row_shard is None and second != first:
+                torch.logaddexp(log_sums[second], scores.logsumexp(dim=0), out=log_sums[second])
+        for first, _, scores in self.queued():
+            torch.logaddexp(log_sums[first], scores.logsumexp(dim=1), out=log_sums[first])
+        return log_sums
 
-        `distant_share` is the share of documents whose distant spans are far enough apart.
-        """
-        held_out = self.embed(encoder)
-        if not held_out.finite:
-            return None
-        keys = document_keys(self.shards.take(self.rows))
-        scores = by_size(self.sizes, lambda size: held_out.scores(keys, size))
-        return scores | {"distant_share": float(held_out.reached.mean())}
+    def own(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Tiles of the scores of rows with each other; on the diagonal a tile holds both (i, k) and (k, i)."""
+        apart = len(self.rows) // 2
+        for first, second in tile_pairs(len(self.rows), self.size, self.row_shard):
+            scores = (self.rows[first] @ self.rows[second].T).div_(self.temperature)
+            for distance in (0, apart, -apart):  # column - row
+                # Outside the tile there is nothing to exclude, and torch would raise an error.
+                if -scores.shape[0] < (offset := distance + first.start - second.start) < scores.shape[1]:
+                    scores.diagonal(offset).fill_(torch.finfo(scores.dtype).min)
+            if self.owners is not None:
+                self._exclude(scores, self.owners[0][first], self.owners[0][second])
+            yield first, second, scores
 
-    def embed(self, encoder: Encoder) -> HeldOut:
-        """Pooled embeddings as exported, on every worker: without projection, masks and dropout."""
+    def queued(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Tiles of the scores of rows with queued embeddings."""
+        length = len(self.rows)
+        rows = tiles_of(0, length, self.size) if self.row_shard is None else self.row_shard.tiles(length, self.size)
+        for first in rows:
+            for second in tiles_of(0, len(self.queue), self.size):
+                scores = (self.rows[first] @ self.queue[second].T).div_(self.temperature)
+                if self.owners is not None:
+                    self._exclude(scores, self.owners[0][first], self.owners[1][second])
+                yield first, second, scores
 
-        def rows_of(part: slice) -> Tensor:
-            return self._embed(encoder, self.shards.take(self.rows[part]))
+    @staticmethod
+    def _exclude(scores: Tensor, first: Tensor, second: Tensor) -> None:
+        """Excludes the scores between rows of the same document."""
+        scores.masked_fill_(first[:, None] == second[None], torch.finfo(scores.dtype).min)
 
-        width = 4 * encoder.output_size + 1
-        table = compute_together(encoder, len(self.rows), width, rows_of, self.comm, self.device, self.chunk_documents)
-        *pairs, reached = table.split([encoder.output_size] * 4 + [1], dim=1)
-        return HeldOut._make([*pairs, reached.squeeze(1)])
 
-    def _embed(self, encoder: Encoder, documents: pa.Table) -> Tensor:
-        """`(n, 4 H + 1)`: the rows of `HeldOut`. Two separate forwards need only the memory of one."""
-        epochs = np.full(len(documents), HELD_OUT_EPOCH, np.int64)
-        distant, reached = self.sample_distant(documents)
-        batches = self.collator.batch(documents, epochs), self.collator.pack(documents, epochs, distant)
-        pairs = [encoder.embed(batch.to(self.device)).view(2, len(documents), encoder.output_size) for batch in batches]
-        far = torch.from_numpy(reached).to(pairs[0])[:, None]
-        return torch.cat([*pairs[0], *pairs[1], far], dim=1)
+class MetricLearningLoss:
+    """A pytorch-metric-learning loss and miner, called with embeddings as `ntxent` is.
 
-    def sample_distant(self, documents: pa.Table) -> tuple[Spans, NDArray[np.bool_]]:
-        """Distant spans of these documents, and `(n,)` true where they are far enough apart."""
-        collator = self.collator
-        windows, offsets = ragged(documents.column("windows"))
-        draws = draw(
-            collator.spans, collator.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT
-        )
-        lengths = pair_lengths(collator.spans, draws, windows.astype(np.int64), offsets, collator.short_documents)
-        return place_distant(draws, documents.column("num_tokens").to_numpy(), lengths, collator.spans.max_tokens)
+    Args:
+        loss: class name in pytorch_metric_learning.losses.
+        loss_arguments: arguments of the loss.
+        miner: class name in pytorch_metric_learning.miners, or None.
+        miner_arguments: arguments of the miner.
+
+    Raises:
+        ValueError: the loss has trainable weights (it classifies into known classes), or rejects its arguments.
+    """
+
+    def __init__(
+        self, loss: str, loss_arguments: dict[str, Any], miner: str | None, miner_arguments: dict[str, Any]
+    ) -> None:
+        from pytorch_metric_learning import losses, miners
+
+        try:
+            self.loss = getattr(losses, loss)(**loss_arguments)
+            self.miner = getattr(miners, miner)(**miner_arguments) if miner else None
+        except TypeError as error:
+            raise ValueError(f"objective.loss {loss} / miner {miner}: {error}") from error
+        if any(True for _ in self.loss.parameters()):
+            raise ValueError(
+                f"objective.loss = {loss} learns class weights, but documents have no classes; choose a loss without "
+                "weights"
+            )
+
+    def __call__(self, embeddings: Tensor) -> Tensor:
+        """The loss of `(2M, D)` embeddings, where row i and row i + M share a label."""
+        labels = torch.arange(len(embeddings) // 2, device=embeddings.device).repeat(2)
+        mined = self.miner(embeddings, labels) if self.miner is not None else None
+        loss: Tensor = self.loss(embeddings, labels, mined)
+        return loss
 
 
 class Declutr(Objective[DeclutrConfig]):
@@ -252,39 +287,25 @@ class Declutr(Objective[DeclutrConfig]):
     def _appended(self, queue: Tensor | None, values: Tensor) -> Tensor:
         return (values if queue is None else torch.cat([queue, values]))[-self.config.queue_size :].clone()
 
-    def validator(
-        self,
-        held_out: ShardSet,
-        vocabulary: Vocabulary,
-        max_content: int,
-        max_documents: int,
-        comm: Communicator,
-        device: torch.device,
-    ) -> SpanValidator:
+    def validator(self, held_out: HeldOutSplit) -> SpanValidator:
         """Builds the validator: retrieval of unmasked spans of the same document, even if only MLM is trained.
 
         The touching pair is an anchor and a positive that touches it. The distant pair comes from `place_distant`. The
-        spans of a pair do not overlap. At most `max_documents` documents are scored, chosen by the run's seed.
+        spans of a pair do not overlap.
         """
-        pair = SpanConfig(
-            num_anchors=1,
-            num_positives=1,
-            min_tokens=self.run.spans.min_tokens,
-            max_tokens=self.run.spans.max_tokens,
-            strategy="adjacent",
-        )
+        lengths = {"min_tokens": self.run.spans.min_tokens, "max_tokens": self.run.spans.max_tokens}
         collator = SpanCollator(
-            spans=pair,
+            spans=SpanConfig(num_anchors=1, num_positives=1, strategy="adjacent", **lengths),
             masking=None,
             unmasked_anchors=False,
             include_positives=True,
-            max_content=max_content,
-            vocabulary=vocabulary,
+            max_content=held_out.max_content,
+            vocabulary=held_out.vocabulary,
             seed=self.run.seed,
             short_documents=self.run.short_documents,
         )
-        rows = held_out_rows(held_out, max_documents, self.run.seed)
-        return SpanValidator(collator, held_out, rows, comm, device, sizes=self.sizes)
+        rows = held_out_rows(held_out.shards, held_out.max_documents, self.run.seed)
+        return SpanValidator(collator, held_out, rows, sizes=self.sizes)
 
     def state(self) -> dict[str, Tensor]:
         """The queue, once it exists, and its documents if the loss needs them."""

@@ -1,23 +1,31 @@
-"""Anchor and positive spans of documents (DeCLUTR section 3.1, as the released sampler computes it). Numpy only.
+"""Documents to span batches: sample, cut, add specials, mask, pack. Numpy until the last line; no Ray, no state.
 
-Sampling has two parts. `draw` turns keys into random numbers. `place` turns random numbers into spans and is
-deterministic, so that recorded draws can be replayed. Legend: n documents, A anchors a document, P positives an anchor.
-All spans are half-open [start, end) in tokens of the document, without special tokens.
+Anchor and positive spans are those of DeCLUTR section 3.1, as the released sampler computes them. Sampling has two
+parts. `draw` turns keys into random numbers. `place` turns random numbers into spans and is deterministic, so that
+recorded draws can be replayed. All spans are half-open [start, end) in tokens of the document, without special tokens.
 
 If windows are longer than the longest span, an anchor may be anywhere in its window. Short documents (prepare's
 `short_documents`) have fewer anchors, or windows and spans shorter than l_max; this depends only on the documents'
 windows. A document that is long enough has the same spans in every mode.
+
+Order of the spans of n documents: all anchors (document by document), then, if wanted, the same anchors unmasked, then
+(unless only MLM is trained) all positives, document by document, anchor by anchor.
+
+Legend: n documents, A anchors a document, P positives an anchor.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.pipeline.shards.shards import document_keys, ragged
 from declutr.pipeline.shards.windows import ShortDocuments
+from declutr.trainer.data.batches import RankBatch, SpanBatch, pack_spans
+from declutr.trainer.data.packing import MaskingConfig, Vocabulary, ranges
 from declutr.trainer.objectives.config import SpanConfig
 
 I64 = NDArray[np.int64]
@@ -243,3 +251,75 @@ def sample_spans(
         offsets,
         short_documents,
     )
+
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SpanCollator:
+    """Turns documents into the spans of a step.
+
+    Attributes:
+        spans: geometry and strategy.
+        masking: settings of masking; None if no MLM loss is computed.
+        unmasked_anchors: also pack every anchor without masks, for the contrastive embedding.
+        include_positives: False if there is no contrastive loss.
+        max_content: largest number of tokens of a span, without specials; longer spans are cut at the end.
+        vocabulary: ids of the tokenizer.
+        seed: the run's seed.
+        short_documents: treatment of documents with room for fewer than A anchors when the shards were prepared.
+        names_documents: give the loss the key of each row's document, as the fact `document`.
+    """
+
+    spans: SpanConfig
+    masking: MaskingConfig | None
+    unmasked_anchors: bool
+    include_positives: bool
+    max_content: int
+    vocabulary: Vocabulary
+    seed: int
+    short_documents: ShortDocuments = "drop"
+    names_documents: bool = False
+
+    def sample(self, documents: pa.Table, epochs: I64) -> Spans:
+        """Spans of these shard rows in these epochs."""
+        return sample_spans(self.spans, self.seed, self.short_documents, documents, epochs)
+
+    def collate(self, rows: pa.Table, epochs: I64) -> RankBatch:
+        """The spans of n documents, with a row of views for each contrasted anchor (trainer/objectives/base.py)."""
+        spans = self.sample(rows, epochs)
+        contrasted = int(spans.present.sum()) if self.include_positives else 0
+        facts = {}
+        if self.names_documents:
+            owners = np.repeat(document_keys(rows).view(np.int64), spans.present.sum(axis=1))
+            facts = {"document": torch.from_numpy(owners)}
+        return RankBatch(self.pack(rows, epochs, spans), len(rows), contrasted, facts)
+
+    def batch(self, documents: pa.Table, epochs: I64) -> SpanBatch:
+        """The spans of n documents, cut, masked and packed.
+
+        Args:
+            documents: n rows of the shards.
+            epochs: `(n,)` epoch in which each is read.
+        """
+        return self.pack(documents, epochs, self.sample(documents, epochs))
+
+    def pack(self, documents: pa.Table, epochs: I64, spans: Spans) -> SpanBatch:
+        """Cuts, masks and packs spans that were drawn from these documents before."""
+        tokens, offsets = ragged(documents.column("tokens"))
+        anchors, positives = spans.anchors[spans.present], spans.positives[spans.present].reshape(-1, 2)
+        copies = [anchors] + [anchors] * self.unmasked_anchors + [positives] * self.include_positives
+        bounds = np.concatenate(copies)
+        num_anchors = spans.present.sum(axis=1)
+        counts = [num_anchors] + [num_anchors] * self.unmasked_anchors
+        counts += [num_anchors * self.spans.num_positives] * self.include_positives
+        document = np.concatenate([np.repeat(np.arange(len(epochs)), count) for count in counts])
+        number = np.concatenate([ranges(count) for count in counts])  # within document and kind
+
+        content = np.minimum(bounds[:, 1] - bounds[:, 0], self.max_content)
+        keys, read_in = document_keys(documents)[document], epochs[document].astype(np.uint64)
+        kinds = np.repeat(np.arange(len(copies)), [len(part) for part in copies])
+        masking = None if self.masking is None else (self.masking, slice(len(anchors)))  # these anchors come first
+        starts, numbers = offsets[document] + bounds[:, 0], number + (kinds << 16)
+        return pack_spans(tokens, starts, content, self.vocabulary, self.seed, keys, read_in, numbers, masking)

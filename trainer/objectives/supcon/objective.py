@@ -1,14 +1,6 @@
-"""SupCon and SimCLR over two views of images or sounds.
+"""SupCon and SimCLR over two views of images or sounds, and the accuracy of nearest neighbours among held-out rows.
 
-Legend: M rows of the global batch, D embedding size.
-
-Accuracy of nearest neighbours among held-out images or sounds, before and after training.
-
-Legend: N held-out rows, H embedding size.
-
-Contrastive loss with several positives, in tiles.
-
-Legend: N rows, D embedding size.
+Legend: M rows of the global batch, N rows of a contrast or held-out rows, D and H embedding size.
 """
 
 from collections.abc import Iterator
@@ -24,20 +16,25 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from declutr.common.errors import UsageError
-from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.data.batches import Collator
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.frontend import Frontend
-from declutr.trainer.objectives.base import Gathered, Objective, Validator
+from declutr.trainer.objectives.base import (
+    Gathered,
+    HeldOutSplit,
+    Objective,
+    RowShard,
+    Validator,
+    tile_pairs,
+    tile_rows,
+    unit_rows,
+)
 from declutr.trainer.objectives.config import NN_ACCURACY, RunContext
-from declutr.trainer.objectives.held_out import HELD_OUT_EPOCH, compute_together, held_out_rows
-from declutr.trainer.objectives.row_shard import RowShard, tile_rows, tiles_of
-from declutr.trainer.objectives.simcse.infonce import infonce
+from declutr.trainer.objectives.scores import HELD_OUT_EPOCH, compute_together, held_out_rows
+from declutr.trainer.objectives.simcse import infonce
+from declutr.trainer.objectives.supcon.clips import NUM_VIEWS
 from declutr.trainer.objectives.supcon.collator import ClipCollator, label_keys
 from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
-from declutr.trainer.objectives.supcon.crops import NUM_VIEWS
-from declutr.trainer.parallel.communicator import Communicator
 
 
 def supcon(
@@ -56,8 +53,7 @@ def supcon(
         row_shard: this worker's rows, whose gradient is computed, while that of others is 0; None: all.
     """
     with torch.autocast(embeddings.device.type, enabled=False):
-        embeddings = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
-        rows = F.normalize(embeddings, dim=-1)
+        rows = unit_rows(embeddings)
         size = tile or tile_rows(rows.device)
         value: Tensor = _TiledSupCon.apply(rows, labels, temperature, size, row_shard)  # type: ignore[no-untyped-call]
         return value
@@ -116,19 +112,14 @@ def _sums(
 def _tiles(
     rows: Tensor, labels: Tensor, temperature: float, size: int, row_shard: RowShard | None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Tiles on and above the diagonal: scores, the lowest number for a row with itself, and the mask of positives.
-
-    With a row shard: all columns for this worker's rows.
-    """
-    parts = tiles_of(0, len(rows), size)
-    for number, first in enumerate(parts if row_shard is None else row_shard.tiles(len(rows), size)):
-        for second in parts[number:] if row_shard is None else parts:
-            scores = (rows[first] @ rows[second].T).div_(temperature)
-            same = labels[first, None] == labels[None, second]
-            if -scores.shape[0] < (offset := first.start - second.start) < scores.shape[1]:
-                scores.diagonal(offset).fill_(torch.finfo(scores.dtype).min)
-                same.diagonal(offset).fill_(False)
-            yield first, second, scores, same
+    """Tiles: scores, the lowest number for a row with itself, and the mask of positives."""
+    for first, second in tile_pairs(len(rows), size, row_shard):
+        scores = (rows[first] @ rows[second].T).div_(temperature)
+        same = labels[first, None] == labels[None, second]
+        if -scores.shape[0] < (offset := first.start - second.start) < scores.shape[1]:
+            scores.diagonal(offset).fill_(torch.finfo(scores.dtype).min)
+            same.diagonal(offset).fill_(False)
+        yield first, second, scores, same
 
 
 def by_rank_of_class(first: Tensor, second: Tensor, labels: Tensor, temperature: float) -> Tensor:
@@ -181,33 +172,28 @@ class NeighbourValidator:
 
     Attributes:
         collator: cuts rows into patches.
-        frontend: hidden states of patches.
-        shards: held-out rows.
-        rows: `(N,)` their numbers.
+        held_out: the held-out split.
+        rows: `(N,)` numbers of the rows to score.
         labelled: true: whole images and sounds are compared by their labels. false: two views as in training.
-        comm: the workers.
-        device: device of the encoder.
     """
 
     collator: ClipCollator
-    frontend: Frontend
-    shards: ShardSet
+    held_out: HeldOutSplit
     rows: NDArray[np.int64]
     labelled: bool
-    comm: Communicator
-    device: torch.device
 
     def scores(self, encoder: Encoder) -> dict[str, float] | None:
         """The accuracy; empty if it says nothing about these rows, None if embeddings are not finite."""
-        table = self.shards.take(self.rows)
+        split = self.held_out
+        table = split.shards.take(self.rows)
         epochs = np.full(len(table), HELD_OUT_EPOCH, np.int64)
 
         def embed(part: slice) -> Tensor:
             batch = self.collator.collate(self.views(table.slice(part.start, part.stop - part.start)), epochs[part])
-            return encoder.embed(batch.spans.to(self.device), self.frontend).flatten().reshape(-1, NUM_VIEWS * width)
+            return encoder.embed(batch.spans.to(split.device), split.frontend).flatten().reshape(-1, NUM_VIEWS * width)
 
         width = encoder.output_size
-        embeddings = compute_together(encoder, len(table), NUM_VIEWS * width, embed, self.comm, self.device, _CHUNK)
+        embeddings = compute_together(encoder, len(table), NUM_VIEWS * width, embed, split.comm, split.device, _CHUNK)
         if not bool(embeddings.isfinite().all()):
             return None
         first, second = embeddings.split(width, dim=1)
@@ -236,19 +222,16 @@ class Supcon(Objective[SupconConfig]):
             raise UsageError("objective supcon reads patches: a task with images or sounds has a frontend")
         return ClipCollator(self.config, self.run.frontend, self.run.seed)
 
-    def clip_validator(
-        self, held_out: ShardSet, frontend: Frontend, max_documents: int, comm: Communicator, device: torch.device
-    ) -> Validator | None:
+    def validator(self, held_out: HeldOutSplit) -> Validator | None:
         """The accuracy of nearest neighbours; None without labels if the views of a sound differ by dropout alone."""
-        config, content = self.config, held_out.manifest.content
+        config, content, frontend = self.config, held_out.shards.manifest.content, held_out.frontend
         labelled = getattr(content, "label", None) is not None
         masked = not config.masks.shared and (config.masks.freq_mask or config.masks.time_mask)
-        if content.kind == "audio" and not (labelled or masked):
+        if frontend is None or (content.kind == "audio" and not (labelled or masked)):
             return None
         plain = config.model_copy(update={"mixup": 0.0, **({"masks": MaskConfig()} if labelled else {})})
-        rows = held_out_rows(held_out, max_documents, self.run.seed)
-        collator = ClipCollator(plain, frontend.config, self.run.seed)
-        return NeighbourValidator(collator, frontend, held_out, rows, labelled, comm, device)
+        rows = held_out_rows(held_out.shards, held_out.max_documents, self.run.seed)
+        return NeighbourValidator(ClipCollator(plain, frontend.config, self.run.seed), held_out, rows, labelled)
 
     def loss(self, batch: Gathered) -> dict[str, Tensor]:
         """L_out of Khosla et al. times t / base_temperature; or the released form."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from declutr.common import seeding
 from declutr.evaluation.senteval.data.taskdata import Split, TaskData
-from declutr.trainer.objectives.measures import alignment, effective_rank
+from declutr.trainer.objectives.scores import alignment, effective_rank
 
 Vector = NDArray[np.float64]
 
@@ -170,7 +170,7 @@ def score_geometry(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[
 def blockwise_uniformity(embeddings: Tensor) -> float:
     """Uniformity of `(N, D)` embeddings, computed in blocks of B rows, so that N^2 distances are never held.
 
-    Equals `declutr.trainer.objectives.measures.uniformity`, in the type of the embeddings, summed in float64;
+    Equals `declutr.trainer.objectives.scores.uniformity`, in the type of the embeddings, summed in float64;
     ||x - y||^2 = 2 - 2 x.y on the unit sphere.
     """
     unit = F.normalize(embeddings, dim=-1)

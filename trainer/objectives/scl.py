@@ -1,10 +1,6 @@
 """SCL: classifies premise and hypothesis, and contrasts premises with hypotheses.
 
 Legend: n rows of the shards on this worker, M pairs of the global batch, A anchors, H embedding size.
-
-Supervised contrast of premises with hypotheses.
-
-Legend: M pairs of the global batch, A anchors, H embedding size.
 """
 
 from dataclasses import dataclass
@@ -22,9 +18,8 @@ from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
-from declutr.trainer.objectives.scl.config import Most, SclConfig
-from declutr.trainer.objectives.text_objective import TextObjective
-from declutr.trainer.objectives.text_packing import TextPacker, Texts, premise_keys, text_keys
+from declutr.trainer.objectives.text_config import Most, SclConfig
+from declutr.trainer.objectives.texts import TextObjective, TextPacker, Texts, premise_keys, text_keys
 
 
 def contrast(batch: Gathered, config: SclConfig) -> Tensor:

@@ -16,9 +16,8 @@ from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.objectives.base import Gathered
 from declutr.trainer.objectives.config import RunContext
-from declutr.trainer.objectives.scd.config import ScdConfig
-from declutr.trainer.objectives.text_objective import TextObjective
-from declutr.trainer.objectives.text_packing import TextPacker, Texts
+from declutr.trainer.objectives.text_config import ScdConfig
+from declutr.trainer.objectives.texts import TextObjective, TextPacker, Texts
 
 
 @dataclass(frozen=True)

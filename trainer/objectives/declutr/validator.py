@@ -1,0 +1,170 @@
+"""Held-out scores of an encoder: same-document span retrieval, alignment, uniformity, effective rank.
+
+Retrieval is scored twice. Spans that touch share a sentence, names and words, so an encoder that sees only these finds
+one by the other. Spans that are far from each other share the topic of their document.
+
+Legend: n documents, N held-out documents, H embedding size.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from declutr.common.seeding import U64
+from declutr.pipeline.shards.shards import document_keys, ragged
+from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.objectives.base import HeldOutSplit
+from declutr.trainer.objectives.declutr.spans import I64, Draws, SpanCollator, Spans, draw, pair_lengths
+from declutr.trainer.objectives.scores import (
+    HELD_OUT_EPOCH,
+    alignment,
+    by_size,
+    compute_together,
+    effective_rank,
+    retrieval,
+    uniformity,
+)
+
+DISTANT = "distant spans"
+"""Purpose under which the random numbers of distant spans are drawn."""
+
+
+def place_distant(
+    draws: Draws, num_tokens: I64, lengths: tuple[I64, I64], distance: int
+) -> tuple[Spans, NDArray[np.bool_]]:
+    """Places an anchor and a positive in each document, with at least `distance` tokens between them.
+
+    The remaining tokens are distributed at random before, between and after the two spans, and their order is random
+    too. If a document is too short for the distance, one span starts the document and the other ends it.
+
+    Args:
+        draws: the random numbers.
+        num_tokens: `(n,)` lengths of the documents.
+        lengths: `(n,)` tokens of the anchors and `(n,)` of the positives; each document has room for both.
+        distance: wanted number of tokens between the two.
+
+    Returns:
+        The spans, one anchor and one positive a document, and `(n,)` true where the distance is reached.
+    """
+    anchor, positive = lengths
+    room = num_tokens - anchor - positive
+    between = np.minimum(distance, room)
+    places = room - between + 1
+    anchor_draw, positive_draw = draws.anchor_starts[:, 0], draws.positive_starts[:, 0, 0]
+    anchor_start, positive_start = ((drawn * places).astype(np.int64) for drawn in (anchor_draw, positive_draw))
+    first = anchor_draw < positive_draw  # then the anchor's start is not after the positive's
+    anchor_start += np.where(first, 0, positive + between)
+    positive_start += np.where(first, anchor + between, 0)
+    spans = Spans(
+        anchors=np.stack([anchor_start, anchor_start + anchor], axis=-1)[:, None],
+        positives=np.stack([positive_start, positive_start + positive], axis=-1)[:, None, None],
+        present=np.ones((len(num_tokens), 1), np.bool_),
+    )
+    return spans, room >= distance
+
+
+class HeldOut(NamedTuple):
+    """Embeddings of the held-out documents' spans, each `(N, H)` in float64 on the CPU.
+
+    Attributes:
+        anchors: one span of each document.
+        positives: the span that touches it.
+        distant_anchors: another span of each document.
+        distant_positives: the span far from that one.
+        reached: `(N,)` 1 where the distant pair has the wanted distance, 0 where the document is too short for it.
+    """
+
+    anchors: Tensor
+    positives: Tensor
+    distant_anchors: Tensor
+    distant_positives: Tensor
+    reached: Tensor
+
+    @property
+    def finite(self) -> bool:
+        """True if all numbers are finite."""
+        return all(bool(numbers.isfinite().all()) for numbers in self)
+
+    def scores(self, keys: U64, size: int | None = None) -> dict[str, float]:
+        """The scores of the first `size` numbers of all embeddings; None: of whole ones.
+
+        `keys` are the `(N,)` keys of the documents.
+        """
+        anchors, positives, first, second = (table[:, :size] for table in self[:4])
+        return {
+            **retrieval(anchors, positives, keys),
+            **{f"distant_{name}": value for name, value in retrieval(first, second, keys).items()},
+            "alignment": alignment(anchors, positives),
+            "uniformity": uniformity(anchors),
+            "effective_rank": effective_rank(anchors),
+        }
+
+
+@dataclass(frozen=True)
+class SpanValidator:
+    """Scores an encoder on held-out documents, shared among the workers.
+
+    Attributes:
+        collator: draws one anchor and one touching positive from each document.
+        held_out: the held-out split.
+        rows: `(N,)` rows of the documents to score.
+        chunk_documents: number of documents in one forward.
+        sizes: smaller sizes of the embedding to score too.
+    """
+
+    collator: SpanCollator
+    held_out: HeldOutSplit
+    rows: I64
+    chunk_documents: int = 64
+    sizes: tuple[int, ...] = ()
+
+    def scores(self, encoder: Encoder) -> dict[str, float] | None:
+        """All held-out scores; None if embeddings are not finite.
+
+        `distant_share` is the share of documents whose distant spans are far enough apart.
+        """
+        embeddings = self.embed(encoder)
+        if not embeddings.finite:
+            return None
+        keys = document_keys(self.held_out.shards.take(self.rows))
+        scores = by_size(self.sizes, lambda size: embeddings.scores(keys, size))
+        return scores | {"distant_share": float(embeddings.reached.mean())}
+
+    def embed(self, encoder: Encoder) -> HeldOut:
+        """Pooled embeddings as exported, on every worker: without projection, masks and dropout."""
+
+        def rows_of(part: slice) -> Tensor:
+            return self._embed(encoder, self.held_out.shards.take(self.rows[part]))
+
+        width = 4 * encoder.output_size + 1
+        workers = self.held_out.comm, self.held_out.device
+        table = compute_together(encoder, len(self.rows), width, rows_of, *workers, self.chunk_documents)
+        *pairs, reached = table.split([encoder.output_size] * 4 + [1], dim=1)
+        return HeldOut._make([*pairs, reached.squeeze(1)])
+
+    def _embed(self, encoder: Encoder, documents: pa.Table) -> Tensor:
+        """`(n, 4 H + 1)`: the rows of `HeldOut`. Two separate forwards need only the memory of one."""
+        epochs = np.full(len(documents), HELD_OUT_EPOCH, np.int64)
+        distant, reached = self.sample_distant(documents)
+        batches = self.collator.batch(documents, epochs), self.collator.pack(documents, epochs, distant)
+        pairs = [
+            encoder.embed(batch.to(self.held_out.device)).view(2, len(documents), encoder.output_size)
+            for batch in batches
+        ]
+        far = torch.from_numpy(reached).to(pairs[0])[:, None]
+        return torch.cat([*pairs[0], *pairs[1], far], dim=1)
+
+    def sample_distant(self, documents: pa.Table) -> tuple[Spans, NDArray[np.bool_]]:
+        """Distant spans of these documents, and `(n,)` true where they are far enough apart."""
+        collator = self.collator
+        windows, offsets = ragged(documents.column("windows"))
+        draws = draw(
+            collator.spans, collator.seed, np.zeros(len(documents), np.int64), document_keys(documents), DISTANT
+        )
+        lengths = pair_lengths(collator.spans, draws, windows.astype(np.int64), offsets, collator.short_documents)
+        return place_distant(draws, documents.column("num_tokens").to_numpy(), lengths, collator.spans.max_tokens)

@@ -1,1 +1,0 @@
-"""SCD: self-contrast of two dropout rates and decorrelation of dimensions."""

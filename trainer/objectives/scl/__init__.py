@@ -1,1 +1,0 @@
-"""SCL: classification of premise and hypothesis with a supervised contrastive loss."""

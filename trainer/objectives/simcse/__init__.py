@@ -1,1 +1,0 @@
-"""SimCSE: two forwards of a sentence, or entailed and contradicting sentences, against the batch."""

@@ -1,0 +1,239 @@
+"""Settings of the objectives over short texts: SimCSE, SCD, SCL; and their checks. Readable without torch."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from declutr.pipeline.shards.content import ContentKind
+from declutr.pipeline.shards.manifest import Manifest
+from declutr.trainer.data.packing import MaskingConfig
+from declutr.trainer.objectives.config import ObjectiveConfig, RunContext
+
+_NEEDS = ("entailment", "contradiction")
+
+
+class TextObjectiveConfig(ObjectiveConfig):
+    """Base of the settings of objectives over sentences, pairs and triples."""
+
+    reads: ClassVar[tuple[ContentKind, ...]] = ("sentences",)
+    scores: ClassVar[tuple[str, ...]] = ("recall_at_1", "mrr")
+    scored: ClassVar[str] = (
+        "Held-out texts: uniformity (log form), effective rank; of premises also alignment and retrieval of an "
+        "entailed hypothesis."
+    )
+
+    max_tokens: int = Field(default=32, ge=3)
+    """Longest text, in tokens with specials; longer ones are cut at the end."""
+
+    @property
+    def text_tokens(self) -> int:
+        """Largest number of tokens of a text, specials included."""
+        return self.max_tokens
+
+    def scores_of(self, content: ContentKind) -> tuple[str, ...]:
+        """Retrieval needs hypotheses; sentences have only uniformity and effective rank, which choose no checkpoint."""
+        return self.scores if content in ("pairs", "triples") else ()
+
+
+class SimcseConfig(TextObjectiveConfig):
+    """SimCSE (Gao et al. 2021): cross entropy of cosines over the batch; defaults of the unsupervised BERT run."""
+
+    implementation: ClassVar[str] = "declutr.trainer.objectives.simcse:Simcse"
+    metrics: ClassVar[tuple[str, ...]] = ("contrastive", "mlm")
+    reads: ClassVar[tuple[ContentKind, ...]] = ("sentences", "triples", "pairs")
+    method: ClassVar[str] = "SimCSE"
+    without_mlm: ClassVar[str] = "objective.mlm_loss_weight=0"
+
+    kind: Literal["simcse"] = "simcse"
+    supervised: bool = False
+    """false: two forwards of a sentence with different dropout (content sentences). true: a premise, an entailed and
+    a contradicting hypothesis (content triples, or pairs with `required_labels: [entailment, contradiction]`)."""
+    temperature: float = Field(default=0.05, gt=0)
+    """Divisor of the cosine similarities."""
+    hard_negative_weight: float = 0.0
+    """Number added to the logit of a row's own contradiction; supervised only."""
+    head: bool = True
+    """Train a linear layer with tanh behind the pooling; exported only if `supervised`."""
+    equal_views: bool = False
+    """Drop the same features in both forwards, so that a sentence's views are equal. Unsupervised only."""
+    mlm_loss_weight: float = Field(default=0.0, ge=0)
+    """Weight of an MLM loss on masked copies of the texts (0.1 in the paper); 0: no copies."""
+    mlm_copies: Literal["first", "all"] = "first"
+    """Texts of a row to copy, mask and predict. first: the sentence or premise. all: every view with its own mask, as
+    released, at as many more forwards."""
+    masking: MaskingConfig = MaskingConfig()
+    """Masking of the copies."""
+
+    @model_validator(mode="after")
+    def _fits_mode(self) -> "SimcseConfig":
+        if self.hard_negative_weight and not self.supervised:
+            raise ValueError(
+                f"hard_negative_weight = {self.hard_negative_weight} needs supervised = true: without hypotheses "
+                "no row has a hard negative"
+            )
+        if self.equal_views and self.supervised:
+            raise ValueError("equal_views = true needs supervised = false: hypotheses are other texts")
+        return self
+
+    @property
+    def learns(self) -> str:
+        """Supervision by hypotheses, or none."""
+        return "with entailed and contradicting hypotheses" if self.supervised else "without labels"
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The head, unless it is exported."""
+        return ("a linear layer with tanh behind the pooling",) if self.head and not self.supervised else ()
+
+    @property
+    def mlm(self) -> bool:
+        """True if a masked copy is predicted."""
+        return self.mlm_loss_weight > 0
+
+    @property
+    def mlm_weight(self) -> float:
+        """Weight of the MLM loss."""
+        return self.mlm_loss_weight
+
+    @property
+    def needs_dropout(self) -> bool:
+        """True if the two views differ by dropout alone."""
+        return not (self.supervised or self.equal_views)
+
+    def remark_before(self, run: RunContext) -> str | None:
+        """A warning about a batch without other sentences, or None."""
+        if run.batch_documents > 1 or self.supervised:
+            return None
+        return "batch_documents = 1: a sentence has no other to be told from, so the loss is always 0; increase it"
+
+    @property
+    def against_collapse(self) -> str:
+        """A smaller temperature, which pushes other texts apart harder."""
+        return f"Lower objective.temperature (now {self.temperature})"
+
+    def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
+        """Reports shards that do not fit the mode."""
+        del run
+        kind = manifest.content.kind
+        if not self.supervised and kind in ("pairs", "triples"):
+            return [
+                f"objective.supervised = false: the shards hold {kind}; set it to true, or prepare sentences "
+                "(content.kind=sentences)"
+            ]
+        if self.supervised and kind == "sentences":
+            return [
+                "objective.supervised = true: the shards hold sentences; set it to false, or prepare triples or pairs "
+                "(content.kind)"
+            ]
+        if kind == "pairs" and not set(_NEEDS) <= set(getattr(manifest.content, "required_labels", ())):
+            return [
+                "objective.supervised = true: some premises of the shards may lack an entailment or a contradiction; "
+                f"prepare again with content.required_labels=[{', '.join(_NEEDS)}]"
+            ]
+        return []
+
+
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ScdConfig(TextObjectiveConfig):
+    """SCD (Klein and Nabi 2022), as released; defaults of its BERT run.
+
+    loss = alpha mean_i cos(z1_i, z2_i) / t + beta (sum_j (C_jj - 1)^2 + lambda sum_{j != k} C_jk^2), C the correlation
+    of the projected views over the global batch.
+    """
+
+    implementation: ClassVar[str] = "declutr.trainer.objectives.scd:Scd"
+    metrics: ClassVar[tuple[str, ...]] = ("repulsion", "decorrelation")
+    method: ClassVar[str] = "SCD"
+
+    kind: Literal["scd"] = "scd"
+    dropout_rates: tuple[Rate, Rate] = (0.05, 0.155)
+    """Dropout rates of the two views' hidden states, instead of the encoder's."""
+    attention_dropout_rates: tuple[Rate, Rate] | None = None
+    """Dropout rates of the two views' attention weights; null: `dropout_rates`, as released."""
+    repulsion_weight: float = Field(default=1.0, ge=0)
+    """alpha (task_alpha as released): weight of the mean cosine of the two views, to be minimised."""
+    decorrelation_weight: float = Field(default=0.005225, ge=0)
+    """beta (task_beta as released): weight of the decorrelation."""
+    off_diagonal_weight: float = Field(default=0.012, ge=0)
+    """lambda: weight of correlations between different dimensions, relative to those of one with itself."""
+    temperature: float = Field(default=0.05, gt=0)
+    """Divisor of the mean cosine."""
+    projector: list[Annotated[int, Field(ge=1)]] = Field(default=[4096, 4096, 4096], min_length=1)
+    """Widths of the projector's linear layers; not exported."""
+    initializer_range: float | None = Field(default=None, gt=0)
+    """Standard deviation of the projector's initial weights, with biases of 0 (0.02 as released); null: torch's,
+    uniform up to 1 / sqrt(inputs)."""
+
+    @model_validator(mode="after")
+    def _views_differ(self) -> "ScdConfig":
+        if not any((*self.dropout_rates, *(self.attention_dropout_rates or ()))):
+            raise ValueError(
+                f"dropout_rates = {list(self.dropout_rates)}: nothing is dropped, so both views would be "
+                "equal; raise one"
+            )
+        return self
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The projector."""
+        return (f"a projector of {'-'.join(map(str, self.projector))} with BatchNorm",)
+
+    @property
+    def against_collapse(self) -> str:
+        """More decorrelation for the repulsion, which is smallest when the encoder tells the two rates apart alone."""
+        return (
+            f"Lower objective.repulsion_weight (now {self.repulsion_weight}), raise objective.decorrelation_weight "
+            f"(now {self.decorrelation_weight}), or make objective.dropout_rates {list(self.dropout_rates)} more alike"
+        )
+
+    @property
+    def sets_rates(self) -> bool:
+        """True: the two views have different rates."""
+        return True
+
+    def problems(self, run: RunContext, manifest: Manifest) -> list[str]:
+        """Reports batches without correlation, and a loss that is always 0."""
+        del manifest
+        problems = []
+        if not (self.repulsion_weight or self.decorrelation_weight):
+            problems.append("objective.repulsion_weight and decorrelation_weight are 0, so the loss is 0; raise one")
+        if run.batch_documents < 2:
+            problems.append(
+                f"batch_documents = {run.batch_documents}: BatchNorm and the correlation of scd need at least 2 "
+                "sentences"
+            )
+        return problems
+
+
+Most = Annotated[int, Field(ge=1)] | Literal["all"]
+
+
+class SclConfig(TextObjectiveConfig):
+    """SCL on natural language inference: loss = (1 - lambda) cross entropy + lambda supervised contrast."""
+
+    implementation: ClassVar[str] = "declutr.trainer.objectives.scl:Scl"
+    metrics: ClassVar[tuple[str, ...]] = ("classification", "contrastive")
+    reads: ClassVar[tuple[ContentKind, ...]] = ("pairs",)
+    method: ClassVar[str] = "SCL"
+
+    kind: Literal["scl"] = "scl"
+    contrastive_weight: float = Field(default=0.3, ge=0, le=1)
+    """lambda: weight of the contrastive loss; 0: cross entropy alone."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divisor of the dot products."""
+    positives: Most = "all"
+    """Largest number of positives of an anchor, its own hypothesis included; others are drawn."""
+    negatives: Most = "all"
+    """Largest number of negatives of an anchor; the released code always takes all."""
+
+    @property
+    def learns(self) -> str:
+        """Supervision by labels."""
+        return "with labels of natural language inference"
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The classifier."""
+        return ("a classifier of premise and hypothesis",)
