@@ -99,6 +99,13 @@ def permute(seed: int, epochs: I64, items: I64, size: int, inverse: bool = False
     return result
 
 
+def part_of(total: int, unit: int, rank: int, size: int) -> tuple[int, int]:
+    """The rank's part [start, end) of `total` rows, in whole units but for the last; parts differ by a unit at most."""
+    units = -(-total // unit)
+    start, end = unit * (units * rank // size), unit * (units * (rank + 1) // size)
+    return min(start, total), min(end, total)
+
+
 @dataclass(frozen=True)
 class Plan:
     """The documents that each step of a run reads.
@@ -121,10 +128,7 @@ class Plan:
 
     def slice(self, rank: int, world_size: int) -> tuple[int, int]:
         """Positions [start, end) of a batch that a rank reads; sizes differ by at most one document or microbatch."""
-        unit = self.canonical_documents or 1
-        units = -(-self.batch_documents // unit)
-        start, end = unit * (units * rank // world_size), unit * (units * (rank + 1) // world_size)
-        return min(start, self.batch_documents), min(end, self.batch_documents)
+        return part_of(self.batch_documents, self.canonical_documents or 1, rank, world_size)
 
     def documents(self, first_step: int, last_step: int, start: int = 0, end: int | None = None) -> tuple[I64, I64]:
         """Epochs and document numbers of positions [start, end) of the steps [first_step, last_step), in order."""

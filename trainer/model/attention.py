@@ -7,7 +7,6 @@ On a GPU, torch's kernel for spans of different lengths computes all spans in on
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -57,19 +56,6 @@ class Kernels(NamedTuple):
     ) = None
 
 
-@dataclass(frozen=True)
-class AttentionGroup:
-    """Spans that attend in one call.
-
-    Attributes:
-        tokens: `(spans, longest)` positions in the packed row; entries beyond a span's end repeat its first token.
-        valid: `(spans, longest)` True for tokens; None when all spans have the same length.
-    """
-
-    tokens: Tensor
-    valid: Tensor | None
-
-
 class AttentionLayout:
     """Positions of spans in a packed row, and inputs of attention, which are computed at first use.
 
@@ -105,10 +91,14 @@ class AttentionLayout:
         return bool((self.lengths == self.lengths[0]).all())
 
     @cached_property
-    def groups(self) -> list[AttentionGroup]:
-        """Groups of spans of similar length that cover every token once."""
+    def groups(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Groups of spans of similar length, which attend in one call and cover every token once.
+
+        Of each, `(spans, longest)` positions in the packed row, which repeat a span's first token beyond its end, and
+        `(spans, longest)` True for tokens; None when all spans have the same length.
+        """
         return [
-            AttentionGroup(to_device(tokens, self.device), to_device(valid, self.device) if ragged else None)
+            (to_device(tokens, self.device), to_device(valid, self.device) if ragged else None)
             for tokens, valid, ragged in self._groups
         ]
 
@@ -198,21 +188,21 @@ def attend_in_groups(
     if not table:
         rows = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # (3, T, heads, head_dim)
     outputs = []
-    for group in layout.groups:
+    for tokens, valid in layout.groups:
         if table:
-            q, k, v = (tensor[0].unflatten(1, group.tokens.shape).transpose(0, 1) for tensor in (query, key, value))
+            q, k, v = (tensor[0].unflatten(1, tokens.shape).transpose(0, 1) for tensor in (query, key, value))
         else:
-            q, k, v = rows[:, group.tokens].transpose(2, 3)  # each (spans, heads, longest, head_dim)
-        mask = None if group.valid is None else group.valid[:, None, None, :]
-        longest = group.tokens.shape[1]
+            q, k, v = rows[:, tokens].transpose(2, 3)  # each (spans, heads, longest, head_dim)
+        mask = None if valid is None else valid[:, None, None, :]
+        longest = tokens.shape[1]
         if window is not None and longest > window:
             place = torch.arange(longest, device=query.device)
             near = (place[:, None] - place[None, :]).abs() < window
             mask = near if mask is None else mask & near
         if drop is not None:
-            attend = attend_in_parts if query.is_cuda else attend_with_dropout
-            group_drop = drop.rearranged(lambda tensor, places=group.tokens: tensor[places])  # type: ignore[misc]
-            attended = attend(q, k, v, mask, scaling, group_drop)
+            explicit = attend_in_parts if query.is_cuda else attend_with_dropout
+            group_drop = drop.rearranged(lambda tensor, places=tokens: tensor[places])  # type: ignore[misc]
+            attended = explicit(q, k, v, mask, scaling, group_drop)
         else:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from declutr.trainer.data.plan import part_of
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.parallel.request import Request
 
@@ -79,10 +80,7 @@ class Communicator:
 
     def row_range(self, total: int, chunk: int) -> tuple[int, int]:
         """This rank's part [start, end) of `total` rows; chunk-aligned when the reduction is deterministic."""
-        unit = chunk if self.deterministic else 1
-        units = -(-total // unit)
-        start, end = unit * (units * self.rank // self.size), unit * (units * (self.rank + 1) // self.size)
-        return min(start, total), min(end, total)
+        return part_of(total, chunk if self.deterministic else 1, self.rank, self.size)
 
     def all_reduce_max(self, number: int) -> int:
         """The maximum of all ranks' numbers."""
