@@ -77,8 +77,6 @@ def dropout_words(seed: int, keys: seeding.U64, epochs: seeding.U64, numbers: I6
     return np.ascontiguousarray(drawn[:, 0]).view(np.int32)
 
 
-I64 = NDArray[np.int64]
-
 _SPAN_STRIDE = 1 << 20  # above the number of tokens of any span, so that spans never share draws
 _MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte
 

@@ -253,9 +253,6 @@ def sample_spans(
     )
 
 
-I64 = NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class SpanCollator:
     """Turns documents into the spans of a step.
