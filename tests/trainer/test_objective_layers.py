@@ -24,6 +24,7 @@ from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.declutr.config import DeclutrConfig
 from declutr.trainer.objectives.declutr.objective import Declutr, ntxent
 from declutr.trainer.parallel.communicator import Communicator, full_tensor
+from declutr.trainer.parallel.reducers import BucketedReducer
 from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.step.config import OptimConfig
 from declutr.trainer.step.gradcache import Microbatch
@@ -266,8 +267,14 @@ def test_gradients_are_announced_before_the_last_backward_and_no_earlier(tokens)
         return forward(*given)
 
     train_step.encoder.forward = counted
-    passes = replace(train_step.tasks[0]._passes(batch, 1), before_last=lambda: calls.append("announced"))
-    pieces = train_step.tasks[0]._pieces(batch)
+
+    class Announced(BucketedReducer):
+        def arm(self):
+            calls.append("announced")
+
+    task = train_step.tasks[0]
+    passes = replace(task, overlap=Announced(task.comm, list(task.encoder.parameters())))._passes(batch, 1)
+    pieces = task._pieces(batch)
     passes.differentiate(batch, pieces, passes.embed(pieces), passes.count(batch))
     assert (len(pieces) > 1) == (tokens is not None)
     assert calls[-1] == "announced"
