@@ -16,6 +16,8 @@ from declutr.common import seeding
 from declutr.common.config import Strict
 
 I64 = NDArray[np.int64]
+_SPAN_STRIDE = 1 << 20  # above the number of tokens of any span, so that spans never share draws
+_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,6 @@ def dropout_words(seed: int, keys: seeding.U64, epochs: seeding.U64, numbers: I6
     """
     drawn = seeding.blocks(seed, "dropout", keys, epochs, numbers.astype(np.uint64))
     return np.ascontiguousarray(drawn[:, 0]).view(np.int32)
-
-
-_SPAN_STRIDE = 1 << 20  # above the number of tokens of any span, so that spans never share draws
-_MASKED_TOKENS = 16384  # tokens masked at a time; their draws take a megabyte
 
 
 class MaskingConfig(Strict):

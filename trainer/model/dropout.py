@@ -24,6 +24,7 @@ from declutr.trainer.data.packedbatch import TokenRates, drops, limit
 
 NEVER = 2.0**-60
 """Probability of a layer that drops nothing but exists, because some batches have rates for it."""
+_WEIGHTS = 2**26  # largest number of weights that exist at a time on a GPU, 256 MiB in float32
 
 
 class DropoutKeys:
@@ -161,9 +162,6 @@ def key_dropout(model: nn.Module, keys: DropoutKeys, width: int) -> None:
     layers = [(parent, name, child) for parent, name, child in children if isinstance(child, nn.Dropout)]
     for number, (parent, name, child) in enumerate(layers):
         setattr(parent, name, KeyedDropout(child.p, number, keys, width))
-
-
-_WEIGHTS = 2**26  # largest number of weights that exist at a time on a GPU, 256 MiB in float32
 
 
 def padded_attention(

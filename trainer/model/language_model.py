@@ -46,6 +46,20 @@ _DROPOUTS = (
     "hidden_dropout", "activation_dropout", "dropout",
 )  # fmt: skip
 ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
+# Heads and buffers in many published files that no masked language model has or needs.
+_HARMLESS = (
+    "pooler.",
+    "seq_relationship.",
+    "sop_classifier.",
+    "position_ids",
+    "lm_loss.",
+    "discriminator_predictions.",
+)
+_NAMED = 6  # names in one message; further ones are counted
+_COMPILERS = ("gcc", "clang")
+"""Names under which Triton looks for a compiler of its launchers; `cc` is not among them."""
+_GRAPHS = 32
+"""Most graphs that torch makes before the rest runs without: kinds of layers, with and without gradients, share it."""
 
 
 @contextlib.contextmanager
@@ -236,18 +250,6 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     return Vocabulary(len(tokenizer), bos, eos, tokenizer.mask_token_id, tuple(sorted(tokenizer.all_special_ids)))
 
 
-# Heads and buffers in many published files that no masked language model has or needs.
-_HARMLESS = (
-    "pooler.",
-    "seq_relationship.",
-    "sop_classifier.",
-    "position_ids",
-    "lm_loss.",
-    "discriminator_predictions.",
-)
-_NAMED = 6  # names in one message; further ones are counted
-
-
 def _harmless(name: str) -> bool:
     return any(part in name for part in _HARMLESS)
 
@@ -286,14 +288,6 @@ def _layers(model: "PreTrainedModel") -> list[nn.Module]:
         f"num_trainable_layers: the {count} layers of model type {model.config.model_type} share their weights; set it "
         f"to null, or use an encoder of type {', '.join(FAMILIES[:5])}"
     )
-
-
-_COMPILERS = ("gcc", "clang")
-"""Names under which Triton looks for a compiler of its launchers; `cc` is not among them."""
-
-
-_GRAPHS = 32
-"""Most graphs that torch makes before the rest runs without: kinds of layers, with and without gradients, share it."""
 
 
 def compile_layers(body: nn.Module, **options: Any) -> None:

@@ -26,6 +26,10 @@ from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.config import REPORTED
 from declutr.trainer.parallel.communicator import Communicator
 
+_CHUNK = 256  # spans in one forward
+# An "epoch" that training never reaches: what it draws for held-out rows is the same at every validation.
+HELD_OUT_EPOCH = 2**32 - 1
+
 
 class RowScore(float):
     """A score with the values of the rows that it is made of.
@@ -134,11 +138,6 @@ def effective_rank(embeddings: Tensor) -> float:
     values = torch.linalg.svdvals(unit - unit.mean(dim=0))
     shares = values / values.sum().clamp_min(torch.finfo(values.dtype).tiny)
     return float(torch.special.entr(shares).sum().exp())
-
-
-_CHUNK = 256  # spans in one forward
-# An "epoch" that training never reaches: what it draws for held-out rows is the same at every validation.
-HELD_OUT_EPOCH = 2**32 - 1
 
 
 def held_out_rows(held_out: ShardSet, max_rows: int, seed: int) -> NDArray[np.int64]:

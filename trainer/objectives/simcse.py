@@ -25,6 +25,9 @@ from declutr.trainer.objectives.config import RunContext
 from declutr.trainer.objectives.text_config import SimcseConfig
 from declutr.trainer.objectives.texts import TextObjective, TextPacker, Texts, draw_labelled
 
+_MASKED = 9
+"""Number of the first masked copy among the spans of its row."""
+
 
 def infonce(
     queries: Tensor,
@@ -136,10 +139,6 @@ def _tiles(
                     diagonal = scores.diagonal(offset)
                     diagonal.fill_(torch.finfo(scores.dtype).min) if change is None else diagonal.add_(change)
             yield first, second, scores
-
-
-_MASKED = 9
-"""Number of the first masked copy among the spans of its row."""
 
 
 @dataclass(frozen=True)

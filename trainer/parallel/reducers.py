@@ -24,6 +24,7 @@ SCALE = 2.0**_BITS
 """Integers of one unit of the gradient. It is the same for every step and every number of workers."""
 _CHUNK = 2**20  # elements converted at a time, so that temporary memory is small
 _BUCKET = 2**24  # integers of a message, 128 MiB
+_BUCKET_BYTES = 32 * 2**20  # large enough for the network's full rate, small enough that the last one is soon sent
 
 
 class FixedPointReducer:
@@ -108,9 +109,6 @@ class FixedPointReducer:
                 part.copy_(places)
                 part /= SCALE
         return gradient
-
-
-_BUCKET_BYTES = 32 * 2**20  # large enough for the network's full rate, small enough that the last one is soon sent
 
 
 @dataclass

@@ -30,6 +30,20 @@ if TYPE_CHECKING:
 
 # On a CPU larger forwards are not faster, and when memory runs out, the kernel kills the process without an error.
 _CPU_TOKENS = 8192
+# Libraries that allocate without torch's allocator report a failure with an error of another type.
+_FAILED_ALLOCATIONS = (
+    "DefaultCPUAllocator",
+    "CUDA out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "Cuda failure 2 'out of memory'",  # NCCL
+    "Cuda failure 'out of memory'",  # NCCL before 2.19
+)
+SPREAD = ("batch_uniformity", "batch_participation_ratio")
+"""Names of the numbers of `spread` in the metrics."""
+_SPREAD_ROWS = 256  # enough for both numbers, and few enough to cost nothing next to a step
 
 
 class MicrobatchError(RuntimeError):
@@ -75,19 +89,6 @@ class Microbatch:
         self.max_tokens = max(longest, tried // 2)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-# Libraries that allocate without torch's allocator report a failure with an error of another type.
-_FAILED_ALLOCATIONS = (
-    "DefaultCPUAllocator",
-    "CUDA out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
-    "Cuda failure 2 'out of memory'",  # NCCL
-    "Cuda failure 'out of memory'",  # NCCL before 2.19
-)
 
 
 def out_of_memory(error: RuntimeError) -> bool:
@@ -370,13 +371,6 @@ def backward(loss: Tensor) -> None:
     """Runs backward if there is a graph. A rank without documents or without selected tokens may have none."""
     if loss.requires_grad:
         loss.backward()
-
-
-SPREAD = ("batch_uniformity", "batch_participation_ratio")
-"""Names of the numbers of `spread` in the metrics."""
-
-
-_SPREAD_ROWS = 256  # enough for both numbers, and few enough to cost nothing next to a step
 
 
 def spread(views: Tensor) -> Tensor:

@@ -53,6 +53,9 @@ _PEAKS = {
     "A10G": (70e12, 35e12),
     "L4": (121e12, 30.3e12),
 }
+_MLM_STEP = 2.0**-20  # losses are rounded to its multiples: below 2^33, sums of those are exact in float64
+NUM_COUNTS = 5  # first numbers of `TrainTask.totals`, before the terms of the loss
+T = TypeVar("T")
 
 
 def step_flops(model: "PreTrainedModel", lengths: Tensor, num_selected: int) -> float:
@@ -84,9 +87,6 @@ def peak_flops(gpu: str | None, half: bool) -> float | None:
 def gpu_name(device: torch.device) -> str | None:
     """Name of the GPU; None for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
-
-
-_MLM_STEP = 2.0**-20  # losses are rounded to its multiples: below 2^33, sums of those are exact in float64
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,6 @@ class CanonicalCache(GradCache):
     def _stream(self, number: int) -> tuple[int, int]:
         """As for one worker that has all microbatches."""
         return 0, self.first_canonical + number
-
-
-NUM_COUNTS = 5
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)

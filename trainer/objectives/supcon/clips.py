@@ -24,6 +24,10 @@ NUM_VIEWS = 2
 _TRIES = 10  # crops with random sides that may not fit, before the whole image
 _RATIO = 4 / 3  # longest side over the shortest
 _UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+MIXED = "mixed"
+"""Column that says which clips were mixed."""
+_ORDER = 19
+"""Uniform numbers whose tenth smallest is a draw of Beta(10, 10)."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +148,6 @@ def _decoded(raw: bytes, size: tuple[int, int]) -> Image.Image:
             return image.copy()
     except _UNREADABLE as error:
         raise ShardError(f"an image of the shards cannot be decoded ({error}); prepare the images again") from error
-
-
-MIXED = "mixed"
-"""Column that says which clips were mixed."""
-
-
-_ORDER = 19
-"""Uniform numbers whose tenth smallest is a draw of Beta(10, 10)."""
 
 
 @dataclass(frozen=True)

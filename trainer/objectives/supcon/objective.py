@@ -36,6 +36,8 @@ from declutr.trainer.objectives.supcon.clips import NUM_VIEWS
 from declutr.trainer.objectives.supcon.collator import ClipCollator, label_keys
 from declutr.trainer.objectives.supcon.config import MaskConfig, SupconConfig
 
+_CHUNK = 32  # rows in one forward
+
 
 def supcon(
     embeddings: Tensor, labels: Tensor, temperature: float, tile: int | None = None, row_shard: RowShard | None = None
@@ -136,9 +138,6 @@ def by_rank_of_class(first: Tensor, second: Tensor, labels: Tensor, temperature:
     ranks = torch.unique(labels, return_inverse=True)[1]
     scores = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T
     return F.cross_entropy(scores / temperature, ranks)
-
-
-_CHUNK = 32  # rows in one forward
 
 
 def nearest_accuracy(queries: Tensor, candidates: Tensor, labels: NDArray[np.int64] | None) -> float | None:
