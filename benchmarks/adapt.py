@@ -27,7 +27,7 @@ from declutr.adaptation.result import Result, Row
 from declutr.adaptation.scores import DISTANT, HEADINGS, Values, choose, judge
 from declutr.common.bootstrap import Comparison, compare, spearman
 from declutr.common.storage import read_json
-from declutr.evaluation.retrieval.similarity import stsb_values
+from declutr.evaluation.retrieval.compare import stsb_values
 
 DEVELOPED_ON = ("acl-papers", "rust-rfcs", "swift-evolution", "kubernetes-keps")
 UNTOUCHED = ("python-peps", "ethereum-eips", "scotus-2009-2011")

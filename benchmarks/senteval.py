@@ -38,14 +38,11 @@ from declutr.common.storage import atomic_folder, hash_json, read_json, write_js
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import SentenceEncoder
 from declutr.encoders.words import HashedWords
-from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data import checking
-from declutr.evaluation.senteval.data.taskdata import EMPTY, Inspection, TaskData, sentence_rows, sentences
-from declutr.evaluation.senteval.data.tasks import find
-from declutr.evaluation.senteval.runner.plan import choose_tasks
-from declutr.evaluation.senteval.runner.vectors import embed_all, texts_hash
-from declutr.evaluation.senteval.scores.results import headline
-from declutr.evaluation.senteval.scores.scoring import Embeddings, cost, score
+from declutr.evaluation.senteval import data as checking
+from declutr.evaluation.senteval.harness import embed_all, texts_hash
+from declutr.evaluation.senteval.network import ClassifierConfig
+from declutr.evaluation.senteval.scores import Embeddings, cost, headline, score
+from declutr.evaluation.senteval.tasks import EMPTY, Inspection, TaskData, choose_tasks, find, sentence_rows, sentences
 
 Array = NDArray[Any]
 Scores = dict[str, float]

@@ -19,14 +19,12 @@ from benchmarks.embed import documentation, paragraphs_of, sentences_of, write_e
 from declutr.cli.main import main
 from declutr.common.errors import EncoderError
 from declutr.common.words import has_other_words
-from declutr.encoders.cut import sizes_of
 from declutr.encoders.loading import load_encoder, pack_linears
-from declutr.encoders.protocol import unit_rows, vectors_fingerprint
+from declutr.encoders.protocol import sizes_of, unit_rows, vectors_fingerprint
 from declutr.encoders.transformer import write_transformer
 from declutr.encoders.words import HashedWords, words_of
-from declutr.evaluation.senteval.data.loading import load
-from declutr.evaluation.senteval.data.taskdata import sentences
-from declutr.evaluation.senteval.data.tasks import find
+from declutr.evaluation.senteval.data import load
+from declutr.evaluation.senteval.tasks import find, sentences
 from declutr.trainer.model.behind import Dense
 
 

@@ -11,13 +11,12 @@ from sentevalsets import write_sets
 
 from declutr.cli.main import main
 from declutr.common.lock import RunLock
-from declutr.encoders.cut import CutEncoder
 from declutr.encoders.loading import load_encoder
-from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data.checking import inspect
-from declutr.evaluation.senteval.data.taskdata import sentences
-from declutr.evaluation.senteval.data.tasks import find
-from declutr.evaluation.senteval.scores.scoring import score
+from declutr.encoders.protocol import CutEncoder
+from declutr.evaluation.senteval.data import inspect
+from declutr.evaluation.senteval.network import ClassifierConfig
+from declutr.evaluation.senteval.scores import score
+from declutr.evaluation.senteval.tasks import find, sentences
 
 TASKS = "SST2,STS12,STS-B"
 

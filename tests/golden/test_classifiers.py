@@ -5,12 +5,12 @@ import pytest
 import torch
 from threads import one_thread
 
-from declutr.evaluation.senteval.classifier import protocols
-from declutr.evaluation.senteval.classifier.classifier import examples
-from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.classifier.features import pair_table, table
-from declutr.evaluation.senteval.scores.retrieval import recalls
-from declutr.evaluation.senteval.scores.scoring import Pairs, bins, relatedness
+from declutr.evaluation.senteval import protocols
+from declutr.evaluation.senteval.classifier import examples
+from declutr.evaluation.senteval.features import pair_table, table
+from declutr.evaluation.senteval.network import ClassifierConfig
+from declutr.evaluation.senteval.protocols import Pairs, bins, relatedness
+from declutr.evaluation.senteval.retrieval import recalls
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures(one_thread.__name__)]
 PRESETS = {"default": ClassifierConfig.official(), "prototyping": ClassifierConfig.prototyping()}

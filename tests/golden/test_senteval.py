@@ -5,8 +5,8 @@ import pytest
 import torch
 from measures import deviation
 
-from declutr.evaluation.senteval.scores.results import averages
-from declutr.evaluation.senteval.scores.similarity import aggregate, blockwise_uniformity, cosines
+from declutr.evaluation.senteval.scores import averages
+from declutr.evaluation.senteval.similarity import aggregate, blockwise_uniformity, cosines
 
 pytestmark = pytest.mark.golden
 

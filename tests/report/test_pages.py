@@ -22,8 +22,8 @@ from declutr.cli.main import main
 from declutr.common.bootstrap import Comparison
 from declutr.common.config import config_yaml
 from declutr.common.storage import write_json
-from declutr.evaluation.senteval.runner.harness import Evaluated
-from declutr.evaluation.senteval.scores.results import Report, TaskResult
+from declutr.evaluation.senteval.harness import Evaluated
+from declutr.evaluation.senteval.scores import Report, TaskResult
 from declutr.report.charts import COLOURS, Curve, draw_curves, draw_histogram, draw_intervals, short
 from declutr.report.corpus import write_corpus_page
 from declutr.report.page import share, shown, write_scores_page

@@ -21,7 +21,7 @@ from waiting import until
 from declutr.cli.main import main
 from declutr.common.errors import UsageError
 from declutr.common.lock import RunLock
-from declutr.evaluation.senteval.runner.plan import VERSIONS
+from declutr.evaluation.senteval.harness import VERSIONS
 from declutr.reproduction import provenance
 from declutr.reproduction.identity import identity, made_from, run_ready
 from declutr.reproduction.item import load_item

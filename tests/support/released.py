@@ -20,9 +20,9 @@ from sklearn.model_selection import StratifiedKFold
 from torch import Tensor, nn
 
 from benchmarks import record
-from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data.taskdata import Split, TaskData
-from declutr.evaluation.senteval.scores.scoring import bins
+from declutr.evaluation.senteval.network import ClassifierConfig
+from declutr.evaluation.senteval.protocols import bins
+from declutr.evaluation.senteval.tasks import Split, TaskData
 
 Array = NDArray[Any]
 Scores = dict[str, float]

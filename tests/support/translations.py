@@ -2,7 +2,7 @@
 
 from sentevaldata import write
 
-from declutr.evaluation.senteval.data.tasks import LANGUAGES
+from declutr.evaluation.senteval.tasks import LANGUAGES
 
 FOLDER = "downstream/STS/stsb-multi-mt"
 SENTENCES = {"de": "Eine Frau läuft, schnell.", "ru": "Женщина бежит, быстро.", "zh": "一个女人在跑步。"}

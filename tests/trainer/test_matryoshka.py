@@ -16,8 +16,8 @@ from tiny import declutr
 from tinyruns import problems
 from torch import nn
 
-from declutr.encoders.cut import CutEncoder, sizes_of
 from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import CutEncoder, sizes_of
 from declutr.pipeline.shards.content import ENTAILMENT
 from declutr.trainer.build import build_encoder, load_tokenizer
 from declutr.trainer.driver.run import run_training

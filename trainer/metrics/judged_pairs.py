@@ -1,7 +1,11 @@
 """Files of judged pairs, such as the development sets of STS-B and SICK-R, readable without torch."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from declutr.common.errors import DataError
 from declutr.trainer.metrics.config import SICKR, STSB
@@ -38,6 +42,8 @@ FILES = {
     SICKR: PairsFile("SICK_trial.txt", "SICK", score=3, first=1, least=1, headed=True),
 }
 """Development sets by the score that they add."""
+STSB_TEST = replace(FILES[STSB], name="sts-test.csv")
+"""STS-B's test set."""
 
 
 def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float, str, str]]:
@@ -70,3 +76,17 @@ def read_pairs(folder: Path, file: PairsFile = FILES[STSB]) -> list[tuple[float,
     if len(pairs) < 2:
         raise DataError(f"{path}: {len(pairs)} pairs, at least 2 are needed")
     return pairs
+
+
+def judged_cosines(
+    first: NDArray[np.float64], second: NDArray[np.float64], judgements: Sequence[float]
+) -> NDArray[np.float64]:
+    """`(N, 2)` cosine and judgement of each pair, whose Spearman correlation is the score; 0 with a null vector.
+
+    Args:
+        first: `(N, H)` embeddings of the first texts.
+        second: `(N, H)` embeddings of the second texts.
+        judgements: N numbers.
+    """
+    units = [rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12) for rows in (first, second)]
+    return np.stack([(units[0] * units[1]).sum(axis=1), judgements], axis=1)

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from declutr.trainer.data.batches import SpanBatch
 from declutr.trainer.metrics.config import STSB
-from declutr.trainer.metrics.judged_pairs import FILES, read_pairs
+from declutr.trainer.metrics.judged_pairs import FILES, judged_cosines, read_pairs
 from declutr.trainer.model.behind import Dense
 from declutr.trainer.model.encoder import Encoder
 from declutr.trainer.objectives.base import Validator
@@ -81,9 +80,8 @@ class StsValidator:
             return None
 
         def scores(size: int | None) -> dict[str, float]:
-            first, second = embeddings[:, :size].chunk(2)
-            cosines = F.cosine_similarity(first, second, dim=-1)
-            pairs = np.stack([cosines.numpy(), self.pairs.gold], axis=1)
+            first, second = embeddings[:, :size].numpy().reshape(2, len(self.pairs.gold), -1)
+            pairs = judged_cosines(first, second, self.pairs.gold)
             return {self.pairs.score: RowScore(np.arange(len(pairs), dtype=np.uint64), pairs)}
 
         return by_size(self.sizes, scores)

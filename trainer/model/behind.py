@@ -3,13 +3,15 @@
 Legend: S spans, D embedding size.
 """
 
-from collections.abc import Iterable, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -25,6 +27,8 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
 }
 """Activations of dense layers, by the names that files have."""
+DAMAGE = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
+"""Errors that the libraries raise for files that are damaged, cut short, or of another model."""
 _MOST_FEATURES = 2**31
 
 
@@ -71,40 +75,6 @@ def steps_of(modules: nn.Sequential) -> list[Step]:
     return steps
 
 
-def load_dense(settings: dict[str, Any], path: Path, where: str) -> Dense:
-    """Loads a dense layer from its files.
-
-    Args:
-        settings: its config.json.
-        path: its weights.
-        where: names it in messages.
-
-    Raises:
-        ValueError: it is of a kind that is not supported, or its weights are not those that the settings describe.
-        OSError, SafetensorError, UnpicklingError: the weights are damaged.
-    """
-    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
-    plain = settings.get("module_input_name", "sentence_embedding") == "sentence_embedding"
-    plain = plain and settings.get("module_output_name", "sentence_embedding") in (None, "sentence_embedding")
-    if activation not in ACTIVATIONS or settings.get("use_residual") or not plain:
-        raise ValueError(f"its dense layer {where} ({activation}) is of a kind that is not supported")
-    sizes = settings.get("in_features"), settings.get("out_features")
-    if not all(type(size) is int and 0 < size < _MOST_FEATURES for size in sizes):
-        raise ValueError(
-            f"{where}/config.json has in_features and out_features of {sizes[0]!r} and {sizes[1]!r}; they must be "
-            f"numbers from 1 to {_MOST_FEATURES - 1:,}"
-        )
-    with torch.device("meta"):  # no memory for sizes that the weights do not have
-        layer = nn.Linear(settings["in_features"], settings["out_features"], bias=bool(settings.get("bias", True)))
-    pickled = path.suffix == ".bin"
-    weights = torch.load(path, map_location="cpu", weights_only=True) if pickled else load_file(path)
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise ValueError(f"{path} is no table of tensors")
-    state = {key.removeprefix("linear."): value.float() for key, value in weights.items()}
-    layer.load_state_dict(state, assign=True)
-    return Dense(layer.requires_grad_(), ACTIVATIONS[activation]())
-
-
 def write_steps(folder: Path, steps: Sequence[Step]) -> None:
     """Adds dense layers with their activations, and normalisations, to an exported encoder, in their order.
 
@@ -139,11 +109,99 @@ def _write_dense(folder: Path, layer: Dense) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-# Parts of a sentence-transformers folder: the steps behind its pooling, and what training does not use.
+@dataclass(frozen=True)
+class ModuleFiles:
+    """The modules that the files of a sentence-transformers folder, or of a name at the hub, describe.
+
+    Attributes:
+        find: path of one of the files by its name; None if there is none.
+    """
+
+    find: Callable[[str], Path | None]
+
+    def modules(self) -> list[tuple[str, str]] | None:
+        """Kind and folder of each module of modules.json, in order; None without that file.
+
+        Raises:
+            DamagedError: it is not JSON of that form, or names a folder outside.
+        """
+        entries = self.settings("modules.json", list[dict[str, Any]])
+        if entries is None:
+            return None
+        modules = [(str(entry.get("type", "")).rpartition(".")[2], str(entry.get("path", ""))) for entry in entries]
+        if outside := [folder for _, folder in modules if Path(folder).is_absolute() or ".." in Path(folder).parts]:
+            raise DamagedError(f"modules.json names {outside[0]}, which is outside of the encoder's folder")
+        return modules
+
+    def settings(self, name: str, kind: Any = dict[str, Any]) -> Any:
+        """Content of a small JSON file; None if it does not exist.
+
+        Raises:
+            DamagedError: the file is not JSON of that kind.
+        """
+        path = self.find(name)
+        return None if path is None else read_record(path, kind)
+
+    def dense(self, folder: str) -> Dense:
+        """Load the dense layer of a module's folder.
+
+        Raises:
+            DamagedError: a file is missing, of a kind that is not supported, or not what the settings describe.
+        """
+        settings = self.settings(f"{folder}/config.json")
+        path = self.find(f"{folder}/model.safetensors") or self.find(f"{folder}/pytorch_model.bin")
+        if settings is None or path is None:
+            file = "config.json" if settings is None else "model.safetensors"
+            raise DamagedError(f"{folder}/{file} is missing; the folder is incomplete")
+        activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
+        plain = settings.get("module_input_name", "sentence_embedding") == "sentence_embedding"
+        plain = plain and settings.get("module_output_name", "sentence_embedding") in (None, "sentence_embedding")
+        if activation not in ACTIVATIONS or settings.get("use_residual") or not plain:
+            raise DamagedError(f"its dense layer {folder} ({activation}) is of a kind that is not supported")
+        sizes = settings.get("in_features"), settings.get("out_features")
+        if not all(type(size) is int and 0 < size < _MOST_FEATURES for size in sizes):
+            raise DamagedError(
+                f"{folder}/config.json has in_features and out_features of {sizes[0]!r} and {sizes[1]!r}; they must be "
+                f"numbers from 1 to {_MOST_FEATURES - 1:,}"
+            )
+        with torch.device("meta"):  # no memory for sizes that the weights do not have
+            layer = nn.Linear(settings["in_features"], settings["out_features"], bias=bool(settings.get("bias", True)))
+        try:
+            pickled = path.suffix == ".bin"
+            weights = torch.load(path, map_location="cpu", weights_only=True) if pickled else load_file(path)
+            if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+                raise ValueError("it is no table of tensors")
+            state = {key.removeprefix("linear."): value.float() for key, value in weights.items()}
+            layer.load_state_dict(state, assign=True)
+        except DAMAGE as error:
+            cause = " ".join(str(error).split())
+            raise DamagedError(
+                f"{path} does not hold the weights that its config.json describes ({cause}); it is damaged or of "
+                "another model"
+            ) from error
+        return Dense(layer.requires_grad_(), ACTIVATIONS[activation]())
+
+    def steps(self, modules: Iterable[tuple[str, str]]) -> list[Step]:
+        """The dense layers and normalisations of modules; other kinds are passed over.
+
+        Raises:
+            DamagedError: see `dense`.
+        """
+        loaders: dict[str, Callable[[str], Step]] = {"Dense": self.dense, "Normalize": lambda _: Normalize()}
+        return [loaders[kind](folder) for kind, folder in modules if kind in loaders]
 
 
-_TAKEN_OVER = ("Transformer", "Pooling", "Dense", "Normalize")
-_MODES = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens"}
+def _pretrained_files(pretrained: str) -> ModuleFiles:
+    """Files of a folder or name as transformers finds them; none if the hub cannot be asked for one."""
+    from transformers.utils import cached_file
+
+    def find(name: str) -> Path | None:
+        lenient = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        with hub_or_cache():
+            path = cached_file(pretrained, name, **lenient)
+        return None if path is None else Path(path)
+
+    return ModuleFiles(find)
 
 
 def read_behind(pretrained: str | None) -> list[Step]:
@@ -152,27 +210,19 @@ def read_behind(pretrained: str | None) -> list[Step]:
     A normalisation at the end is left out, because cosines do not change by it.
 
     Raises:
-        ValueError: a dense layer is damaged or of a kind that is not supported.
+        DamagedError: a dense layer is damaged or of a kind that is not supported.
     """
-    steps: list[Step] = []
     if pretrained is None:
-        return steps
-    modules = _read(pretrained, "modules.json", list[dict[str, Any]]) or []
-    for module in modules:
-        kind, folder = str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))
-        if kind == "Normalize":
-            steps.append(Normalize())
-        elif kind == "Dense":
-            if Path(folder).is_absolute() or ".." in Path(folder).parts:
-                raise ValueError(f"modules.json names {folder}, which is outside of the encoder's folder")
-            settings = _read(pretrained, f"{folder}/config.json", dict[str, Any])
-            weights = _path(pretrained, f"{folder}/model.safetensors")
-            if settings is None or weights is None:
-                raise ValueError(f"its dense layer {folder} lacks config.json or model.safetensors")
-            steps.append(load_dense(settings, weights, folder))
+        return []
+    files = _pretrained_files(pretrained)
+    steps = files.steps(files.modules() or [])
     while steps and isinstance(steps[-1], Normalize):
         steps.pop()
     return steps
+
+
+_TAKEN_OVER = ("Transformer", "Pooling", "Dense", "Normalize")
+_MODES = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens"}
 
 
 def left_out(pretrained: str | None, pooling: str) -> str | None:
@@ -184,11 +234,11 @@ def left_out(pretrained: str | None, pooling: str) -> str | None:
     """
     if pretrained is None:
         return None
+    files = _pretrained_files(pretrained)
     try:
-        modules = _read(pretrained, "modules.json", list[dict[str, Any]]) or []
-        kinds = {str(module.get("type", "")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
+        kinds = dict(files.modules() or [])
         remarks = [f"its module {kind} is not used" for kind in kinds if kind not in _TAKEN_OVER]
-        own = _read(pretrained, f"{kinds['Pooling']}/config.json", dict[str, Any]) if "Pooling" in kinds else None
+        own = files.settings(f"{kinds['Pooling']}/config.json") if "Pooling" in kinds else None
     except DamagedError as error:
         return f"encoder.pretrained = {pretrained}: {error}; its pooling is unknown"
     if own and not (own.get("pooling_mode") == pooling or own.get(f"pooling_mode_{_MODES.get(pooling)}")):
@@ -198,24 +248,3 @@ def left_out(pretrained: str | None, pooling: str) -> str | None:
     return (
         f"encoder.pretrained = {pretrained}: {', '.join(remarks)}; initial embeddings differ from those of that encoder"
     )
-
-
-def _read(pretrained: str, name: str, kind: Any) -> Any:
-    """Reads a small file of the encoder; None if it does not exist.
-
-    Raises:
-        DamagedError: the file is not JSON of that kind.
-    """
-    path = _path(pretrained, name)
-    return None if path is None else read_record(path, kind)
-
-
-def _path(pretrained: str, name: str) -> Path | None:
-    """Path of a file of the encoder; None if it does not exist."""
-    from transformers.utils import cached_file
-
-    with hub_or_cache():
-        path = cached_file(
-            pretrained, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-    return None if path is None else Path(path)

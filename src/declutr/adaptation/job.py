@@ -44,13 +44,12 @@ from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import missing
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
-from declutr.evaluation.retrieval.similarity import STSB_TEST
 from declutr.pipeline.prepare import prepare
 from declutr.pipeline.shards.manifest import load_manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
 from declutr.trainer.driver.model_card import CARD
-from declutr.trainer.metrics.judged_pairs import read_pairs
+from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 
 ENCODER, REPORT = "encoder", "report.html"
 _START, _START_IDF = "start", "start + IDF cosine"

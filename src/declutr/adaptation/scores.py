@@ -18,10 +18,9 @@ from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statisti
 from declutr.common.storage import hash_json
 from declutr.encoders.protocol import unit_rows
 from declutr.encoders.transformer import TransformerEncoder
-from declutr.evaluation.retrieval.compare import score_encoder, score_lexical
+from declutr.evaluation.retrieval.compare import general_sentences, score_encoder, score_lexical, stsb_values
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
-from declutr.evaluation.retrieval.similarity import general_sentences, stsb_values
 
 DISTANT, HEADINGS, PAIRS = "distant", "headings", "pairs"
 MEANING = {

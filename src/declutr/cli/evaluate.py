@@ -11,13 +11,12 @@ from declutr.cli.scoring import evaluate_mteb, evaluate_nanobeir, evaluate_pairs
 from declutr.common.console.terminal import refused
 from declutr.common.errors import EncoderError
 from declutr.common.paths import path_argument
-from declutr.encoders.cut import parse_sizes
-from declutr.encoders.protocol import Pooling
+from declutr.encoders.protocol import Pooling, parse_sizes
 
 if TYPE_CHECKING:
-    from declutr.evaluation.senteval.data.taskdata import Inspection
-    from declutr.evaluation.senteval.runner.plan import ScoringChoice
-    from declutr.evaluation.senteval.scores.results import Protocol
+    from declutr.evaluation.senteval.harness import ScoringChoice
+    from declutr.evaluation.senteval.scores import Protocol
+    from declutr.evaluation.senteval.tasks import Inspection
 
 _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
     "senteval": ("senteval",),
@@ -47,10 +46,10 @@ def run(arguments: list[str]) -> int:
         )
     from declutr.common.errors import UsageError
     from declutr.evaluation.retrieval import nanobeir
-    from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-    from declutr.evaluation.senteval.data.checking import inspect, overview
-    from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, find
-    from declutr.evaluation.senteval.runner.plan import SETS, ScoringChoice, choose_tasks
+    from declutr.evaluation.senteval.data import inspect, overview
+    from declutr.evaluation.senteval.harness import ScoringChoice
+    from declutr.evaluation.senteval.network import ClassifierConfig
+    from declutr.evaluation.senteval.tasks import SETS, STS, TRANSFER, choose_tasks, find
 
     default = [*STS, *TRANSFER] if options.protocol == "simcse" else ["all"]
     if options.cpus is not None and options.cpus < 1:
@@ -123,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
     """Fetch all available files of the tasks; return whether a transfer failed."""
-    from declutr.evaluation.senteval.data.download import download, transfers
+    from declutr.evaluation.senteval.data import download, transfers
 
     fetched = download(folder, tasks, mirror, say)
     print("\n".join(transfers(fetched, tasks)))
@@ -135,10 +134,10 @@ def _evaluate(options: argparse.Namespace, inspections: Sequence["Inspection"], 
     from declutr.common.cluster import SessionConfig
     from declutr.common.extras import missing_extra
     from declutr.common.lock import RunLock
-    from declutr.encoders.cut import sizes_of, with_cuts
-    from declutr.evaluation.senteval.data.taskdata import sentence_rows
-    from declutr.evaluation.senteval.runner.harness import evaluate
-    from declutr.evaluation.tables.write import write_tables
+    from declutr.encoders.protocol import sizes_of, with_cuts
+    from declutr.evaluation.senteval.harness import evaluate
+    from declutr.evaluation.senteval.tasks import sentence_rows
+    from declutr.evaluation.tables import write_tables
     from declutr.report.page import write_scores_page
 
     if not any(inspection.usable for inspection in inspections):

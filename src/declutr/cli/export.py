@@ -9,7 +9,7 @@ from declutr.common.paths import path_argument
 
 def run(arguments: list[str]) -> int:
     """Run the command; return the exit status."""
-    from declutr.evaluation.export.config import ExportConfig, Target
+    from declutr.evaluation.export.inputs import ExportConfig, Target
 
     parser = argparse.ArgumentParser(
         prog="declutr export", description="Write a smaller or faster form of an encoder, and measure it."

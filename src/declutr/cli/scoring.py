@@ -56,7 +56,7 @@ def evaluate_pairs(options: argparse.Namespace) -> int:
 
     test = read_test(options.pairs, options.documents)
     from declutr.common.errors import EncoderError
-    from declutr.encoders.cut import sizes_of
+    from declutr.encoders.protocol import sizes_of
     from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
     from declutr.evaluation.retrieval.lexicon import Lexicon
 
@@ -81,7 +81,7 @@ def evaluate_mteb(options: argparse.Namespace) -> int:
     from declutr.common.errors import EncoderError
     from declutr.common.extras import missing_extra
     from declutr.common.hub import stay_offline_unless_it_answers
-    from declutr.encoders.cut import sizes_of, with_cuts
+    from declutr.encoders.protocol import sizes_of, with_cuts
 
     if absent := missing_extra("mteb", "--mteb"):
         sys.stderr.write(f"{absent}\n")
@@ -109,7 +109,7 @@ def evaluate_mteb(options: argparse.Namespace) -> int:
 def evaluate_nanobeir(options: argparse.Namespace, tests: Sequence["NanoTest"]) -> bool:
     """Score encoders on tests of NanoBEIR and write the table; return whether every encoder was scored."""
     from declutr.common.errors import DataError, EncoderError
-    from declutr.encoders.cut import sizes_of
+    from declutr.encoders.protocol import sizes_of
     from declutr.evaluation.retrieval.nanobeir import score_nanobeir, write_nanobeir
 
     scored, failed, table = dict[str, Any](), False, ""

@@ -2,8 +2,6 @@
 
 On a CPU, linear layers are computed by oneDNN with weights in its own layout: torch multiplies float32 matrices by MKL,
 which takes twice as long as oneDNN on an AMD EPYC.
-
-Loading of encoders from runs and checkpoints, which may come from somebody else.
 """
 
 import re
@@ -11,160 +9,29 @@ from collections.abc import Collection
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from declutr.common.credentials import redact
-from declutr.common.errors import DamagedError, EncoderError, UnreadableError
+from declutr.common.errors import DamagedError, EncoderError
 from declutr.common.hub import cache_only
 from declutr.common.paths import expand
 from declutr.common.storage import read_json
-from declutr.common.stores.address import child, is_remote
 from declutr.common.yamlfile import read_yaml_file
-from declutr.encoders.modules import Recipe
-from declutr.encoders.onnx import SETTINGS as ONNX_SETTINGS
-from declutr.encoders.onnx import OnnxEncoder
-from declutr.encoders.pretrained import Loaded, load_pretrained
+from declutr.encoders import exported
+from declutr.encoders.pretrained import load_pretrained, load_run
 from declutr.encoders.protocol import AnyPrecision, EncoderChoice, LongTexts, Pooling, SentenceEncoder, no_encoder
-from declutr.encoders.static import StaticEncoder, is_static
 from declutr.encoders.transformer import TransformerEncoder
-from declutr.encoders.weights import explain
 from declutr.encoders.words import SUFFIXES, HashedWords, WordVectors
-from declutr.pipeline.shards.manifest import TOKENIZER
-from declutr.trainer.build import build_encoder, build_objective
-from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
 from declutr.trainer.checkpoints.state import A_PATH, EXPORT, SETTINGS
-from declutr.trainer.checkpoints.weights import load_objective, load_parameters
-from declutr.trainer.model.behind import modules_of
-from declutr.trainer.model.bounds import check_folder, check_size, check_tokenizer
-from declutr.trainer.model.encoder import Encoder
-from declutr.trainer.model.language_model import load_hf_config, max_span_tokens
-from declutr.trainer.setup.config import TrainConfig
+from declutr.trainer.model.bounds import check_folder, check_tokenizer
+from declutr.trainer.model.language_model import max_span_tokens
 from declutr.trainer.torch_private import can_pack_linear, pack_linear, packed_linear
 
-
-def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Loaded:
-    """Load the encoder of a checkpoint, or of a run's newest complete checkpoint.
-
-    The run may come from somebody else: its `config.yaml` names an encoder and shards, and grants nothing. No address
-    in it is opened, because a request carries this user's credentials.
-    """
-    if (path / CHECKPOINTS).is_dir():
-        try:
-            latest = checkpoint.find_latest(path / CHECKPOINTS)
-        except UnreadableError as error:
-            raise EncoderError(str(error)) from error
-        if latest is None:
-            raise EncoderError(f"{path}: the run has no complete checkpoint yet")
-        path = latest[0]
-    settings = path.parent.parent / "config.yaml"
-    try:
-        config = TrainConfig.model_validate(read_yaml_file(settings))
-        tokenizer = _tokenizer_of(path, config.places[0])
-        plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
-        update = plain | ({"pooling": pooling} if pooling else {})
-        config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
-        encoder = _cached_encoder(config, tokenizer, path / ENCODER)
-        checkpoint.read_state(path)
-        load_parameters(path, encoder)
-        recipe = _layers_behind(config, path, encoder)
-    except EncoderError:
-        raise
-    except Exception as error:  # the libraries raise any kind for files that they did not write
-        raise EncoderError(
-            f"{path} cannot be loaded; it needs its run's config.yaml and shards: {explain(error)}"
-        ) from error
-    return encoder.eval(), tokenizer, recipe, ()
-
-
-def _cached_encoder(config: TrainConfig, tokenizer: Any, weights: Path) -> Encoder:
-    """Build the encoder without asking the hub for the name in `encoder.pretrained`.
-
-    Raises:
-        DamagedError: it has many more weights than the checkpoint's file.
-        EncoderError: its files are neither in a folder nor in the hub's cache.
-    """
-    name = config.encoder.pretrained
-    try:
-        with cache_only("the run that names it may come from someone else"):
-            hf = load_hf_config(config.encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
-            with torch.device("meta"):
-                planned = AutoModelForMaskedLM.from_config(hf, trust_remote_code=config.encoder.trust_remote_code)
-            check_size(sum(parameter.numel() for parameter in planned.parameters()), weights.stat().st_size)
-            return build_encoder(config, tokenizer)
-    except OSError as error:
-        if name is None or expand(name).exists():
-            raise
-        raise EncoderError(
-            f"encoder.pretrained = {name} of the run is not in the hub's cache on this machine, and it is not fetched, "
-            f"because the run may come from someone else; if you trust that name: hf download {name}"
-        ) from error
-
-
-def _layers_behind(config: TrainConfig, path: Path, encoder: Encoder) -> Recipe | None:
-    """The layers of the objective that an export of this checkpoint contains, such as supervised SimCSE's head."""
-    objective = build_objective(config.main, encoder, "drop")
-    if not (layers := objective.exported()):
-        return None
-    load_objective(path, objective)
-    return Recipe(
-        subfolder="",
-        pooling=config.encoder.pooling,
-        after=modules_of(layers),
-        size=layers[-1].linear.out_features,
-        max_tokens=None,
-        lower_case=False,
-        prompt="",
-    )
-
-
-def start_of(path: Path) -> str:
-    """Encoder from which an export, a run or its checkpoint was trained; "" if none or unknown."""
-    of_run, of_export = (path / EXPORT / SETTINGS, path), (path / SETTINGS, path.parent)
-    for file, run in (of_run, of_export, (path / checkpoint.STATE, path.parent.parent)):
-        if not file.is_file():
-            continue
-        try:
-            settings = run / "config.yaml"  # an export alone names no folder
-            config = read_yaml_file(settings) if settings.is_file() else read_json(file)["config"]
-            return str(config["encoder"]["pretrained"] or "").removeprefix(A_PATH)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return ""  # settings of another program; nothing depends on them here
-    return ""
-
-
-def _tokenizer_of(path: Path, data: str) -> Any:
-    """Load the tokenizer of a checkpoint: the run's copy, else that of its shards in a folder.
-
-    Raises:
-        EncoderError: neither folder is on this machine.
-        OSError, ValueError: the tokenizer cannot be read.
-    """
-    run = path.parent.parent
-    folder = run / TOKENIZER
-    if not folder.is_dir() and is_remote(data):
-        raise EncoderError(
-            f"{path} needs the tokenizer of its run's shards, which are at data = {redact(data)}. No address that a "
-            f"run names is opened, because the run may come from someone else; if you trust this one: "
-            f"declutr copy {redact(child(data, TOKENIZER))} {folder}"
-        )
-    if not folder.is_dir() and not (folder := expand(data) / TOKENIZER).is_dir():
-        raise EncoderError(
-            f"{path} needs the tokenizer of its run's shards; data = {data!r} of {run / 'config.yaml'} is not a folder "
-            f"with a tokenizer on this machine ({folder.absolute()}); copy the shards there, or score the run's "
-            f"{EXPORT} folder, which contains its tokenizer"
-        )
-    check_folder(folder)
-    check_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
+_PACKED_ROWS = 2048  # the layout is made for batches of about this many tokens
 _CHUNK_TEXTS = 8192  # enough that sorting by length leaves few tokens of padding
 _BASELINE = re.compile(r"(hashed-words|untrained)(?:@(\d+))?:(.+)")
 
@@ -220,12 +87,12 @@ def load_encoder(
         return WordVectors(path, vocabulary, tokenized)
     elif (path / EXPORT).is_dir():
         loaded = load_pretrained(str(path / EXPORT), pooling, trust_remote_code, None)
-    elif (path / "state.json").is_file() or (path / CHECKPOINTS).is_dir():
+    elif (path / STATE).is_file() or (path / CHECKPOINTS).is_dir():
         loaded = load_run(path, pooling, trust_remote_code)
     elif problem := no_encoder(path):
         raise EncoderError(problem)
-    elif exported := _exported(path, pooling, max_tokens, long_texts):
-        return exported
+    elif encoder_of_export := _load_exported(path, pooling, max_tokens, long_texts):
+        return encoder_of_export
     else:
         loaded = load_pretrained(name, pooling, trust_remote_code, None)
     encoder, tokenizer, recipe, unused = loaded
@@ -234,7 +101,9 @@ def load_encoder(
     longest = tokenizer.model_max_length
     if isinstance(longest, bool) or not isinstance(longest, (int, float)) or not longest >= 1:
         raise EncoderError(f"{name}: its tokenizer_config.json has model_max_length = {longest!r}, not a length")
-    limit = min(_model_limit(encoder), int(min(longest, 10**9)), (recipe and recipe.max_tokens) or 10**9)
+    limit = min(int(min(longest, 10**9)), (recipe and recipe.max_tokens) or 10**9)
+    if hasattr(encoder.model.config, "max_position_embeddings"):  # else positions are relative and without a limit
+        limit = min(limit, max_span_tokens(encoder.model))
     min_tokens = len(tokenizer("")["input_ids"]) + 1
     if limit < min_tokens:
         raise EncoderError(f"{name}: it takes {limit} tokens, and one token with its special tokens needs {min_tokens}")
@@ -273,16 +142,30 @@ def load_encoder(
     )
 
 
-def _exported(
+def start_of(path: Path) -> str:
+    """Encoder from which an export, a run or its checkpoint was trained; "" if none or unknown."""
+    of_run, of_export = (path / EXPORT / SETTINGS, path), (path / SETTINGS, path.parent)
+    for file, run in (of_run, of_export, (path / STATE, path.parent.parent)):
+        if not file.is_file():
+            continue
+        try:
+            settings = run / "config.yaml"  # an export alone names no folder
+            config = read_yaml_file(settings) if settings.is_file() else read_json(file)["config"]
+            return str(config["encoder"]["pretrained"] or "").removeprefix(A_PATH)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return ""  # settings of another program; nothing depends on them here
+    return ""
+
+
+def _load_exported(
     path: Path, pooling: Pooling | None, max_tokens: int | None, long_texts: LongTexts
-) -> OnnxEncoder | StaticEncoder | None:
+) -> SentenceEncoder | None:
     """The encoder of a folder of `declutr export`; None if the folder is another.
 
     Raises:
         EncoderError: it is damaged, or an option asks for what the export has fixed.
     """
-    kind = OnnxEncoder if (path / ONNX_SETTINGS).is_file() else StaticEncoder if is_static(path) else None
-    if kind is None:
+    if (kind := exported.kind_of(path)) is None:
         return None
     options = {"--pooling": pooling, "--max-tokens": max_tokens, "--long-texts": long_texts}
     if fixed := [f"{name} {value}" for name, value in options.items() if value not in (None, "cut")]:
@@ -320,22 +203,8 @@ def encoder_of(choice: EncoderChoice, *, trust_remote_code: bool) -> SentenceEnc
     Raises:
         EncoderError: the encoder cannot be loaded.
     """
-    return load_encoder(
-        choice.model,
-        choice.pooling,
-        max_tokens=choice.max_tokens,
-        long_texts=choice.long_texts,
-        precision=choice.precision,
-        trust_remote_code=trust_remote_code,
-    )
-
-
-def _model_limit(encoder: Encoder) -> int:
-    """Maximum tokens of one input; practically unlimited for encoders with relative positions."""
-    return max_span_tokens(encoder.model) if hasattr(encoder.model.config, "max_position_embeddings") else 10**9
-
-
-_ROWS = 2048  # the layout is made for batches of about this many tokens
+    options = choice.model_dump(exclude={"model", "trust_remote_code"})
+    return load_encoder(choice.model, **options, trust_remote_code=trust_remote_code)
 
 
 def pack_linears(module: nn.Module) -> None:
@@ -348,7 +217,7 @@ def pack_linears(module: nn.Module) -> None:
     for layer in module.modules():
         if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32:
             with torch.inference_mode():
-                packed = pack_linear(layer.weight.detach(), _ROWS)
+                packed = pack_linear(layer.weight.detach(), _PACKED_ROWS)
             layer.forward = partial(_forward, layer, packed)  # type: ignore[method-assign]
 
 

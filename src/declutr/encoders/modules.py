@@ -4,8 +4,9 @@ Modules that cannot be computed exactly here are refused by name.
 """
 
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
 from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
@@ -13,12 +14,10 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 from torch import nn
 
 from declutr.common.console.logs import get_logger
-from declutr.common.errors import EncoderError
+from declutr.common.errors import DamagedError, EncoderError
 from declutr.common.hub import hub_problem
-from declutr.common.storage import read_json
 from declutr.encoders.protocol import MOST_PROMPT, Pooling, missing, near
-from declutr.encoders.weights import DAMAGE
-from declutr.trainer.model.behind import Normalize, load_dense, modules_of
+from declutr.trainer.model.behind import Dense, ModuleFiles, modules_of
 
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -46,10 +45,10 @@ class Recipe:
     """Dense layers and normalisation, in order."""
     size: int | None
     """Numbers in an embedding; None: the transformer's."""
-    max_tokens: int | None
+    max_tokens: int | None = None
     """Length to which texts are cut; None: the transformer's limit."""
-    lower_case: bool
-    prompt: str
+    lower_case: bool = False
+    prompt: str = ""
     prompts: dict[str, str] = field(default_factory=dict)
     """All prompts by name, of which none but the default one is put before texts here."""
 
@@ -68,18 +67,22 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
         EncoderError: a module, a pooling or an option is not supported, a file is damaged or missing, or a lookup
             failed.
     """
-    path = _file(name, "modules.json")
-    if path is None:
-        if left := [file for file in _OF_MODULES if Path(name).is_dir() and (Path(name) / file).is_file()]:
-            raise EncoderError(
-                f"{name}: has {left[0]} of sentence-transformers but no modules.json, which defines the steps after "
-                "the transformer; the folder is incomplete, copy or download it again"
-            )
-        return None
+    files = ModuleFiles(partial(_file, name))
     try:
-        modules = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in read_json(path)]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise EncoderError(f"{path} is damaged or half downloaded ({error!r})") from error
+        modules = files.modules()
+        if modules is not None:
+            return _recipe(name, files, modules, pooling)
+    except (DamagedError, OSError) as error:
+        raise EncoderError(f"{name}: {error}; copy or download it again") from error
+    if left := [file for file in _OF_MODULES if Path(name).is_dir() and (Path(name) / file).is_file()]:
+        raise EncoderError(
+            f"{name}: has {left[0]} of sentence-transformers but no modules.json, which defines the steps after "
+            "the transformer; the folder is incomplete, copy or download it again"
+        )
+    return None
+
+
+def _recipe(name: str, files: ModuleFiles, modules: list[tuple[str, str]], pooling: Pooling | None) -> Recipe:
     if len(modules) > _MOST_MODULES:
         raise EncoderError(
             f"{name}: modules.json lists {len(modules):,} modules; at most {_MOST_MODULES} are supported"
@@ -90,28 +93,35 @@ def read_recipe(name: str, pooling: Pooling | None = None) -> Recipe | None:
             f"{name}: its modules are {', '.join(kinds)}; supported are a Transformer with Pooling, then Dense and "
             "Normalize"
         )
-    after, size = nn.Sequential(), None
-    if outside := [path for _, path in modules if Path(path).is_absolute() or ".." in Path(path).parts]:
-        raise EncoderError(f"{name}: modules.json names {outside[0]}, which is outside of the folder")
-    for kind, folder in modules[2:]:
-        if kind == "Normalize":
-            after.append(Normalize())
-        elif kind == "Dense":
-            layer, size = _dense(name, folder, size)
-            after.append(layer)
-    settings = _json(name, _inside(modules[0][1], "sentence_bert_config.json"))
-    options = _json(name, "config_sentence_transformers.json")
-    prompt = _prompt(name, options)
-    pooled = _json(name, _inside(modules[1][1], "config.json"), required=True)
+    steps = files.steps(modules[2:])
+    layers = [step.linear for step in steps if isinstance(step, Dense)]
+    folders = [folder for kind, folder in modules if kind == "Dense"]
+    for folder, (before, after) in zip(folders[1:], pairwise(layers), strict=True):
+        if before.out_features != after.in_features:
+            raise EncoderError(
+                f"{name}: its dense layer {folder} takes {after.in_features} numbers, the one before "
+                f"{before.out_features}"
+            )
+    limits = files.settings(str(PurePosixPath(modules[0][1], "sentence_bert_config.json"))) or {}
+    options = files.settings("config_sentence_transformers.json") or {}
+    prompt, length = _prompt(name, options), limits.get("max_seq_length")
+    if length is not None and not (type(length) is int and 1 <= length <= _MOST_TOKENS):
+        raise EncoderError(
+            f"{name}: sentence_bert_config.json has max_seq_length = {str(length)[:40]}; it must be a number from 1 to "
+            f"{_MOST_TOKENS:,}"
+        )
+    pooled = files.settings(f"{modules[1][1]}/config.json")
+    if pooled is None:
+        raise DamagedError(f"{modules[1][1]}/config.json is missing; the folder is incomplete")
     if prompt and not pooled.get("include_prompt", True):
         raise EncoderError(f"{name}: leaves its prompt {prompt!r} out of the pooling, which is not supported")
     return Recipe(
         subfolder=modules[0][1],
         pooling=pooling or _pooling(name, pooled),
-        after=after,
-        size=size,
-        max_tokens=_max_tokens(name, settings.get("max_seq_length")),
-        lower_case=bool(settings.get("do_lower_case")),
+        after=modules_of(steps),
+        size=layers[-1].out_features if layers else None,
+        max_tokens=length,
+        lower_case=bool(limits.get("do_lower_case")),
         prompt=prompt,
         prompts={key: text for key, text in (options.get("prompts") or {}).items() if isinstance(text, str)},
     )
@@ -141,16 +151,6 @@ def _warn_of_prompts(prompt: str, left: str) -> None:
     )
 
 
-def _max_tokens(name: str, length: Any) -> int | None:
-    """`max_seq_length`, checked."""
-    if length is not None and not (type(length) is int and 1 <= length <= _MOST_TOKENS):
-        raise EncoderError(
-            f"{name}: sentence_bert_config.json has max_seq_length = {str(length)[:40]}; it must be a number from 1 to "
-            f"{_MOST_TOKENS:,}"
-        )
-    return length
-
-
 def _pooling(name: str, settings: dict[str, Any]) -> Pooling:
     """Pooling from the old form (one flag per kind) or the new form."""
     declared = settings.get("pooling_mode", [kind for flag, kind in _FLAGS.items() if settings.get(flag)] or "mean")
@@ -162,43 +162,6 @@ def _pooling(name: str, settings: dict[str, Any]) -> Pooling:
         f"{name}: pooling {'+'.join(map(str, kinds))!r} is not one of {', '.join(get_args(Pooling))}; --pooling "
         "overrides it"
     )
-
-
-def _dense(name: str, folder: str, previous: int | None) -> tuple[nn.Module, int]:
-    """A dense layer and its output size; `previous` is the output size of the dense layer before it."""
-    settings = _json(name, _inside(folder, "config.json"), required=True)
-    path = _file(name, _inside(folder, "model.safetensors")) or _file(name, _inside(folder, "pytorch_model.bin"))
-    if path is None:
-        raise EncoderError(f"{name}: its dense layer {folder} has no weights")
-    try:
-        layer = load_dense(settings, path, folder)
-    except ValueError as error:
-        raise EncoderError(f"{name}: {error}") from error
-    except DAMAGE as error:
-        cause = " ".join(str(error).split())
-        raise EncoderError(f"{path}: does not hold the weights that its config.json describes ({cause})") from error
-    if previous not in (None, layer.linear.in_features):
-        raise EncoderError(
-            f"{name}: its dense layer {folder} takes {layer.linear.in_features} numbers, the one before {previous}"
-        )
-    return modules_of([layer])[0], layer.linear.out_features
-
-
-def _inside(folder: str, file: str) -> str:
-    return f"{folder}/{file}" if folder else file
-
-
-def _json(name: str, file: str, required: bool = False) -> dict[str, Any]:
-    path = _file(name, file)
-    if path is None and required:
-        raise EncoderError(f"{name}: {file} is missing; the folder is incomplete, copy or download it again")
-    try:
-        settings = read_json(path) if path else {}
-    except (ValueError, OSError) as error:
-        raise EncoderError(f"{path} is damaged or half downloaded ({error})") from error
-    if not isinstance(settings, dict):
-        raise EncoderError(f"{path} is damaged: it holds a {type(settings).__name__} instead of settings")
-    return settings
 
 
 def _file(name: str, file: str) -> Path | None:

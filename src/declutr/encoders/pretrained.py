@@ -1,25 +1,49 @@
-"""Loading of encoders in the formats of transformers and sentence-transformers."""
+"""Transformers from files: folders of transformers and sentence-transformers, and checkpoints of runs.
+
+Files may come from somebody else, and a model that is loaded in part gives wrong scores: its weights are compared with
+those that the encoder computes with.
+"""
 
 import json
+import zipfile
+from collections import Counter
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from tokenizers import normalizers
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer, PretrainedConfig
 
 from declutr.common import seeding
-from declutr.common.errors import DamagedError, EncoderError
-from declutr.common.hub import hub_problem
+from declutr.common.console.terminal import excerpt
+from declutr.common.credentials import redact
+from declutr.common.errors import DamagedError, EncoderError, UnreadableError
+from declutr.common.hub import cache_only, hub_problem
+from declutr.common.paths import expand
+from declutr.common.storage import read_json
+from declutr.common.stores.address import child, is_remote
+from declutr.common.yamlfile import read_yaml_file
 from declutr.encoders.modules import Recipe, read_recipe
 from declutr.encoders.protocol import Pooling
-from declutr.encoders.weights import broken_file, bytes_of_weights, check_weights, explain
+from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.pipeline.tokenizer.tokenization import sentencepiece_problem
+from declutr.trainer.build import build_encoder, build_objective
+from declutr.trainer.checkpoints import checkpoint
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, ENCODER
+from declutr.trainer.checkpoints.state import EXPORT
+from declutr.trainer.checkpoints.weights import load_objective, load_parameters
+from declutr.trainer.model.behind import DAMAGE, modules_of
 from declutr.trainer.model.bounds import check_config, check_folder, check_size, check_steps, check_tokenizer
 from declutr.trainer.model.config import EncoderConfig
 from declutr.trainer.model.encoder import Encoder
+from declutr.trainer.model.language_model import load_hf_config
 from declutr.trainer.model.layouts import embedding_layout
+from declutr.trainer.setup.config import TrainConfig
 
+_POOLER = "pooler"
+_WEIGHTS = (".safetensors", ".bin")
 Loaded = tuple[Encoder, Any, Recipe | None, tuple[str, ...]]
 """Encoder, tokenizer, recipe of the steps after pooling, and unused parts of its files."""
 
@@ -54,7 +78,8 @@ def load_pretrained(name: str, pooling: Pooling | None, trust_remote_code: bool,
             if local:
                 with torch.device("meta"):
                     planned = AutoModel.from_config(config, **_without_pooler(config), **trust)
-                check_size(sum(parameter.numel() for parameter in planned.parameters()), bytes_of_weights(folder))
+                in_files = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in _WEIGHTS)
+                check_size(sum(parameter.numel() for parameter in planned.parameters()), in_files)
             kinds = _without_pooler(config) | where | trust
             # Sizes that differ are reported with the other weights, by name.
             kinds |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -104,3 +129,170 @@ def _lower_case(tokenizer: Any) -> None:
 def _without_pooler(config: Any) -> dict[str, Any]:
     """Options without BERT's and RoBERTa's extra dense layer, which is never used here and often not in the file."""
     return {"add_pooling_layer": False} if config.model_type in ("bert", "roberta", "xlm-roberta", "camembert") else {}
+
+
+def load_run(path: Path, pooling: Pooling | None, trust_remote_code: bool) -> Loaded:
+    """Load the encoder of a checkpoint, or of a run's newest complete checkpoint.
+
+    The run may come from somebody else: its `config.yaml` names an encoder and shards, and grants nothing. No address
+    in it is opened, because a request carries this user's credentials.
+    """
+    if (path / CHECKPOINTS).is_dir():
+        try:
+            latest = checkpoint.find_latest(path / CHECKPOINTS)
+        except UnreadableError as error:
+            raise EncoderError(str(error)) from error
+        if latest is None:
+            raise EncoderError(f"{path}: the run has no complete checkpoint yet")
+        path = latest[0]
+    settings = path.parent.parent / "config.yaml"
+    try:
+        config = TrainConfig.model_validate(read_yaml_file(settings))
+        tokenizer = _tokenizer_of(path, config.places[0])
+        plain = {"compile": False, "activation_checkpointing": False, "trust_remote_code": trust_remote_code}
+        update = plain | ({"pooling": pooling} if pooling else {})
+        config = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
+        encoder = _cached_encoder(config, tokenizer, path / ENCODER)
+        checkpoint.read_state(path)
+        load_parameters(path, encoder)
+        recipe = _layers_behind(config, path, encoder)
+    except EncoderError:
+        raise
+    except Exception as error:  # the libraries raise any kind for files that they did not write
+        raise EncoderError(
+            f"{path} cannot be loaded; it needs its run's config.yaml and shards: {explain(error)}"
+        ) from error
+    return encoder.eval(), tokenizer, recipe, ()
+
+
+def _cached_encoder(config: TrainConfig, tokenizer: Any, weights: Path) -> Encoder:
+    """Build the encoder without asking the hub for the name in `encoder.pretrained`.
+
+    Raises:
+        DamagedError: it has many more weights than the checkpoint's file.
+        EncoderError: its files are neither in a folder nor in the hub's cache.
+    """
+    name = config.encoder.pretrained
+    try:
+        with cache_only("the run that names it may come from someone else"):
+            hf = load_hf_config(config.encoder, len(tokenizer), {"pad_token_id": tokenizer.pad_token_id})
+            with torch.device("meta"):
+                planned = AutoModelForMaskedLM.from_config(hf, trust_remote_code=config.encoder.trust_remote_code)
+            check_size(sum(parameter.numel() for parameter in planned.parameters()), weights.stat().st_size)
+            return build_encoder(config, tokenizer)
+    except OSError as error:
+        if name is None or expand(name).exists():
+            raise
+        raise EncoderError(
+            f"encoder.pretrained = {name} of the run is not in the hub's cache on this machine, and it is not fetched, "
+            f"because the run may come from someone else; if you trust that name: hf download {name}"
+        ) from error
+
+
+def _layers_behind(config: TrainConfig, path: Path, encoder: Encoder) -> Recipe | None:
+    """The layers of the objective that an export of this checkpoint contains, such as supervised SimCSE's head."""
+    objective = build_objective(config.main, encoder, "drop")
+    if not (layers := objective.exported()):
+        return None
+    load_objective(path, objective)
+    return Recipe("", config.encoder.pooling, modules_of(layers), layers[-1].linear.out_features)
+
+
+def _tokenizer_of(path: Path, data: str) -> Any:
+    """Load the tokenizer of a checkpoint: the run's copy, else that of its shards in a folder.
+
+    Raises:
+        EncoderError: neither folder is on this machine.
+        OSError, ValueError: the tokenizer cannot be read.
+    """
+    run = path.parent.parent
+    folder = run / TOKENIZER
+    if not folder.is_dir() and is_remote(data):
+        raise EncoderError(
+            f"{path} needs the tokenizer of its run's shards, which are at data = {redact(data)}. No address that a "
+            f"run names is opened, because the run may come from someone else; if you trust this one: "
+            f"declutr copy {redact(child(data, TOKENIZER))} {folder}"
+        )
+    if not folder.is_dir() and not (folder := expand(data) / TOKENIZER).is_dir():
+        raise EncoderError(
+            f"{path} needs the tokenizer of its run's shards; data = {data!r} of {run / 'config.yaml'} is not a folder "
+            f"with a tokenizer on this machine ({folder.absolute()}); copy the shards there, or score the run's "
+            f"{EXPORT} folder, which contains its tokenizer"
+        )
+    check_folder(folder)
+    check_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def check_weights(name: str, model: torch.nn.Module, report: Mapping[str, Collection[Any]]) -> tuple[str, ...]:
+    """Compare the weights in the file with those the encoder computes with; return the unused parts of the file.
+
+    Heads (of masked language models, classifiers, next sentences) and a pooler over the first token do not affect an
+    embedding. The file may contain them, and a pooler may be missing: it is set to 0, so that its random start does not
+    change the encoder's fingerprint.
+
+    `report` is the `output_loading_info` of `from_pretrained`. The unused parts are returned with their numbers of
+    weights.
+
+    Raises:
+        EncoderError: a weight of the encoder is missing or has another shape, or the file has weights inside the
+            encoder's own parts (a layer more than `config.json` declares).
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    own = {child for child, _ in model.named_children()} - {_POOLER}
+    missing = [key for key in report["missing_keys"] if not _of_pooler(key)]
+    mismatched = [f"{key} {tuple(shape)} instead of {tuple(due)}" for key, shape, due in report["mismatched_keys"]]
+    unexpected = [key.removeprefix(prefix) for key in report["unexpected_keys"]]
+    foreign = [key for key in unexpected if key.partition(".")[0] in own]
+    problems = [
+        f"{what} {len(keys)} weight{'s' if len(keys) > 1 else ''}: {excerpt(sorted(keys))}"
+        for keys, what in (
+            (missing, "its files lack"),
+            (mismatched, "its config.json has another shape for"),
+            (foreign, "its config.json has no layer for"),
+        )
+        if keys
+    ]
+    if problems:
+        more = f"; the files also hold {excerpt(sorted(unexpected))}" if missing and unexpected and not foreign else ""
+        raise EncoderError(
+            f"{name}: is not a complete encoder, so it gets no score: {'; '.join(problems)}{more}. Download it again, "
+            "or export it with the library that made it"
+        )
+    if any(_of_pooler(key) for key in report["missing_keys"]):
+        for key, parameter in model.named_parameters():
+            if _of_pooler(key):
+                torch.nn.init.zeros_(parameter)
+    heads = Counter(key.partition(".")[0] for key in sorted(unexpected))
+    return tuple(f"{head} ({number} weights)" for head, number in heads.items())
+
+
+def broken_file(folder: Path) -> str:
+    """First unreadable JSON or weights file of a folder, with the reason; "" if all are readable."""
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".json", *_WEIGHTS)):
+        try:
+            if path.suffix == ".json":
+                read_json(path)
+            elif path.suffix == ".bin":
+                with path.open("rb") as stream:
+                    start = stream.read(2)
+                if start in (b"", b"PK") and not zipfile.is_zipfile(path):
+                    return f"{path} is damaged or half downloaded (its end is missing)"
+            else:
+                with safe_open(path, "pt"):
+                    pass
+        except (OSError, ValueError, SafetensorError) as error:
+            return f"{path} is damaged or half downloaded ({error})"
+    return ""
+
+
+def explain(error: Exception) -> str:
+    """Message of an error; if the model's code must be trusted, the option for that."""
+    if "trust_remote_code" not in str(error):
+        message = " ".join(str(error).split())
+        return message if isinstance(error, DAMAGE) else f"{type(error).__name__}: {message}"
+    return "it comes with Python code, which is not run; if you trust that code, add --trust-remote-code"
+
+
+def _of_pooler(key: str) -> bool:
+    return _POOLER in key.split(".")[:2]

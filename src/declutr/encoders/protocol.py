@@ -1,6 +1,7 @@
-"""Interface of every sentence encoder, and the names and settings by which one is chosen, readable without torch."""
+"""Interface of every sentence encoder, its cuts to smaller sizes, and the settings by which one is chosen; no torch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from declutr.common.config import Strict
+from declutr.common.errors import EncoderError
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand
 from declutr.common.storage import hash_json
@@ -119,3 +121,71 @@ class EncoderChoice(Strict):
     trust_remote_code: bool = False
     """Run Python code that comes with a model. Only for models you trust. In a note or an index this is a record:
     reading it back grants nothing."""
+
+
+@dataclass
+class CutEncoder:
+    """The first `size` numbers of an encoder's embeddings, as they are; a cosine needs no new normalisation."""
+
+    whole: SentenceEncoder
+    size: int
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.whole.name} [{self.size}]"
+        self.fingerprint = hash_json([vectors_fingerprint(self.whole), self.size])
+        self.pretrained = getattr(self.whole, "pretrained", "")
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Embeddings `(len(texts), size)`."""
+        return self.whole.encode(texts)[:, : self.size]
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """The sizes of an option, ascending: whole numbers from 1, separated by commas; none for `none`.
+
+    Raises:
+        EncoderError: one is something else, or occurs twice.
+    """
+    if text.strip() == "none":
+        return ()
+    words = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in words if not (word.isascii() and word.isdecimal() and int(word))]:
+        raise EncoderError(f"--sizes {text}: {', '.join(map(repr, wrong))} must be whole numbers from 1, or `none`")
+    sizes = sorted(map(int, words))
+    if len(set(sizes)) < len(sizes):
+        raise EncoderError(f"--sizes {text}: a size is listed twice; list each once")
+    return tuple(sizes)
+
+
+def sizes_of(encoder: SentenceEncoder, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The smaller sizes at which an encoder is scored, ascending.
+
+    Args:
+        encoder: the encoder.
+        sizes: the user's sizes; None: those that `matryoshka_dimensions` of its config.json declares, if any.
+
+    Raises:
+        EncoderError: an embedding is not larger than a wanted size, or the declaration is no list of sizes.
+    """
+    if sizes is not None:
+        if large := [size for size in sizes if size >= encoder.size]:
+            raise EncoderError(
+                f"{encoder.name}: --sizes {', '.join(map(str, large))}: its embedding has {encoder.size} numbers, "
+                "which are scored anyway; name smaller sizes"
+            )
+        return sizes
+    model = getattr(getattr(encoder, "encoder", None), "model", None)
+    declared: Any = getattr(getattr(model, "config", None), "matryoshka_dimensions", None)
+    if declared is None:
+        return ()
+    if not isinstance(declared, list) or not all(type(size) is int and 1 <= size <= encoder.size for size in declared):
+        raise EncoderError(
+            f"{encoder.name}: its config.json has matryoshka_dimensions = {str(declared)[:60]}; they must be whole "
+            f"numbers from 1 to {encoder.size}; correct it, or give --sizes"
+        )
+    return tuple(sorted({size for size in declared if size < encoder.size}))
+
+
+def with_cuts(encoder: SentenceEncoder, sizes: Sequence[int]) -> list[SentenceEncoder]:
+    """The encoder cut to each size, and then the whole one."""
+    return [*(CutEncoder(encoder, size) for size in sizes), encoder]

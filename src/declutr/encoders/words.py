@@ -43,8 +43,7 @@ class HashedWords:
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
-        self.size = size
-        self.seed = seed
+        self.size, self.seed = size, seed
         self.name = f"hashed-words{f'@{seed}' if seed else ''}:{size}"
         self.fingerprint = hash_json({"kind": "hashed-words", "version": 2, "size": size, "seed": seed})
 

@@ -20,7 +20,7 @@ from declutr.common.storage import write_text
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-    from declutr.evaluation.senteval.runner.harness import Evaluated
+    from declutr.evaluation.senteval.harness import Evaluated
 
 Role = Literal["kept", "short", "dropped", "failed"]
 """Kind of rows that a bar counts; decides its colour."""
@@ -100,9 +100,9 @@ def _environment() -> "Environment":
 
 def write_scores_page(evaluated: Sequence["Evaluated"], path: Path) -> None:
     """Writes the page of encoders' scores beside published ones."""
-    from declutr.evaluation.tables.literature import literature
-    from declutr.evaluation.tables.write import remarks, tables
-    from declutr.evaluation.tables.write import shown as cell
+    from declutr.evaluation.blocks import literature
+    from declutr.evaluation.tables import remarks, tables
+    from declutr.evaluation.tables import shown as cell
 
     published = literature()
     blocks, lines = tables(evaluated, published), remarks(evaluated, published)

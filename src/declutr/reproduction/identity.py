@@ -14,7 +14,7 @@ from declutr.common.errors import UsageError
 from declutr.common.paths import expand
 from declutr.common.storage import hash_file, hash_json, read_json
 from declutr.common.stores.address import is_remote
-from declutr.evaluation.senteval.runner.plan import VERSIONS
+from declutr.evaluation.senteval.harness import VERSIONS
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
 from declutr.pipeline.shards.manifest import MANIFEST, data_hash, load_manifest
 from declutr.reproduction.plan import ItemPlan, PlannedRun

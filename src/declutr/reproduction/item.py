@@ -12,7 +12,7 @@ from declutr.common.errors import UsageError
 from declutr.common.suggestions import suggest
 from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.encoders.protocol import Pooling
-from declutr.evaluation.senteval.runner.plan import choose_tasks
+from declutr.evaluation.senteval.tasks import choose_tasks
 
 ITEMS = Path(__file__).resolve().parent.parent / "configs" / "reproduce"
 """Folder of the items."""

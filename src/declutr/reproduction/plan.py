@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 from declutr.common.config import Strict, load_config
 from declutr.common.errors import ConfigError, EncoderError, UsageError
 from declutr.encoders.modules import read_recipe
-from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data.loading import task_files
-from declutr.evaluation.senteval.data.tasks import find
+from declutr.evaluation.senteval.network import ClassifierConfig
+from declutr.evaluation.senteval.tasks import find
 from declutr.pipeline.config import PipelineConfig
 from declutr.reproduction.item import START, Axes, Column, Item, KnownEncoder, Prepared, ScaleName, overlap, unknown
 from declutr.trainer.checkpoints.state import EXPORT
@@ -216,7 +215,7 @@ def _unscored(columns: Mapping[str, Column], senteval: Path) -> dict[str, str]:
     reasons = {}
     for heading, column in columns.items():
         tasks = [find(task) for task in column.names]
-        absent = [task.label for task in tasks if not any((senteval / name).is_file() for name in task_files(task))]
+        absent = [task.label for task in tasks if not any((senteval / name).is_file() for name in task.paths)]
         if absent:
             reasons[heading] = f"no data of {', '.join(absent)} in {senteval}"
     for heading, column in columns.items():

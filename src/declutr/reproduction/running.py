@@ -16,11 +16,10 @@ from declutr.common.paths import expand
 from declutr.common.storage import hash_json, read_json, write_json
 from declutr.common.stores.address import is_remote
 from declutr.encoders.loading import load_encoder
-from declutr.evaluation.senteval.data.checking import inspect
-from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, find
-from declutr.evaluation.senteval.runner.harness import Evaluated, evaluate
-from declutr.evaluation.senteval.runner.plan import ScoringChoice
-from declutr.evaluation.senteval.scores.results import Protocol
+from declutr.evaluation.senteval.data import inspect
+from declutr.evaluation.senteval.harness import Evaluated, ScoringChoice, evaluate
+from declutr.evaluation.senteval.scores import Protocol
+from declutr.evaluation.senteval.tasks import STS, TRANSFER, find
 from declutr.pipeline.config import PipelineConfig
 from declutr.reproduction.identity import identity, made_from, record_of, run_ready, scores_of, shards_ready
 from declutr.reproduction.item import Column

@@ -13,8 +13,8 @@ from sentence_transformers.sentence_transformer.evaluation import InformationRet
 
 from declutr.cli.main import main
 from declutr.common.errors import DataError
-from declutr.encoders.cut import CutEncoder
 from declutr.encoders.loading import load_encoder
+from declutr.encoders.protocol import CutEncoder
 from declutr.evaluation.retrieval.nanobeir import NAMES, read_nanobeir, score_nanobeir, split_names
 
 

@@ -2,7 +2,7 @@ import pytest
 from sentevaldata import write_binary, write_rest, write_retrieval, write_sts
 from threads import one_thread
 
-from declutr.evaluation.senteval.data.tasks import TASKS
+from declutr.evaluation.senteval.tasks import TASKS
 
 __all__ = ["one_thread"]
 
@@ -14,5 +14,5 @@ def every_task(tmp_path_factory):
     write_binary(path)
     write_rest(path)
     write_retrieval(path)
-    write_sts(path, {int(task.name[3:]): task.subsets for task in TASKS if task.procedure == "similarity"})
+    write_sts(path, {int(task.name[3:]): tuple(task.files) for task in TASKS if task.procedure == "similarity"})
     return path

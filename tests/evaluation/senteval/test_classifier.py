@@ -9,18 +9,11 @@ import torch
 from messages import all_of
 from sklearn.model_selection import StratifiedKFold
 
-from declutr.evaluation.senteval.classifier import protocols
-from declutr.evaluation.senteval.classifier.classifier import examples, fit_many
-from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.classifier.features import (
-    TrainingSet,
-    hold_out,
-    orders,
-    pair_table,
-    stratified_folds,
-    table,
-)
-from declutr.evaluation.senteval.scores.scoring import Pairs, bins, relatedness
+from declutr.evaluation.senteval import protocols
+from declutr.evaluation.senteval.classifier import examples, fit_many
+from declutr.evaluation.senteval.features import TrainingSet, hold_out, orders, pair_table, stratified_folds, table
+from declutr.evaluation.senteval.network import ClassifierConfig
+from declutr.evaluation.senteval.protocols import Pairs, bins, relatedness
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS = {

@@ -10,14 +10,11 @@ from sentevalsets import write_sets
 from declutr.common.cluster import SessionConfig
 from declutr.common.errors import EncoderError
 from declutr.encoders.words import HashedWords
-from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data.checking import inspect
-from declutr.evaluation.senteval.data.taskdata import sentence_rows
-from declutr.evaluation.senteval.data.tasks import find
-from declutr.evaluation.senteval.runner.harness import evaluate
-from declutr.evaluation.senteval.runner.plan import ScoringChoice, choose_tasks
-from declutr.evaluation.senteval.runner.vectors import Vectors, embed_all
-from declutr.evaluation.senteval.scores.similarity import sample_rows
+from declutr.evaluation.senteval.data import inspect
+from declutr.evaluation.senteval.harness import ScoringChoice, Vectors, embed_all, evaluate
+from declutr.evaluation.senteval.network import ClassifierConfig
+from declutr.evaluation.senteval.similarity import sample_rows
+from declutr.evaluation.senteval.tasks import choose_tasks, find, sentence_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = ClassifierConfig(num_folds=2, max_epoch=1, epoch_size=1, tenacity=0, decays=(1e-5, 1e-2))
@@ -219,7 +216,7 @@ def test_a_class_too_small_for_the_folds_is_said(folder, tmp_path):
 def test_harness_on_ray_gives_the_results_of_this_process(folder, tmp_path, monkeypatch):
     import ray
 
-    from declutr.evaluation.senteval.runner import harness
+    from declutr.evaluation.senteval import harness
 
     here = scored(Counting(), folder, tmp_path / "here", "SST2", "SICK-R", "STS12", "Tense")
     monkeypatch.setattr(harness, "_WORTH_IT", 0)

@@ -7,9 +7,9 @@ from messages import all_of
 from sentevaldata import write_rest
 
 from declutr.common.errors import DataError
-from declutr.evaluation.senteval.data.checking import inspect
-from declutr.evaluation.senteval.data.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
-from declutr.evaluation.senteval.scores.results import Report, TaskResult, averages, dev_headline, headline, result_of
+from declutr.evaluation.senteval.data import inspect
+from declutr.evaluation.senteval.scores import Report, TaskResult, averages, dev_headline, headline, result_of
+from declutr.evaluation.senteval.tasks import DOWNSTREAM, PROBING, STS, TRANSFER, find
 
 
 def scores_of(name, value):

@@ -5,18 +5,15 @@ import pytest
 import torch
 from messages import all_of
 
-from declutr.evaluation.senteval.classifier.features import orders
-from declutr.evaluation.senteval.classifier.network import linear_start
-from declutr.evaluation.senteval.scores.retrieval import (
-    RetrievalConfig,
-    contrasts,
-    gallery,
-    mean_recalls,
-    recalls,
-    retrieval,
-)
+from declutr.evaluation.senteval.features import orders
+from declutr.evaluation.senteval.network import linear_start
+from declutr.evaluation.senteval.retrieval import Gallery, RetrievalConfig, contrasts, mean_recalls, recalls, retrieval
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def gallery(images, captions):
+    return Gallery(torch.from_numpy(images), torch.from_numpy(captions))
 
 
 def made(num_images, seed, noise=0.5):

@@ -12,14 +12,12 @@ from sentevalsets import write_sets
 
 from declutr.common.errors import UsageError
 from declutr.encoders.words import HashedWords
-from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.data.loading import load
-from declutr.evaluation.senteval.data.taskdata import sentence_rows, sentences, without_train
-from declutr.evaluation.senteval.data.tasks import PROBING, STS, TASKS, TRANSFER, find
-from declutr.evaluation.senteval.runner.plan import ScoringChoice, choose_tasks, methods
-from declutr.evaluation.senteval.scores import similarity
-from declutr.evaluation.senteval.scores.scoring import cost, method_for, needs_fits, score
-from declutr.evaluation.senteval.scores.similarity import (
+from declutr.evaluation.senteval import similarity
+from declutr.evaluation.senteval.data import load
+from declutr.evaluation.senteval.harness import ScoringChoice
+from declutr.evaluation.senteval.network import ClassifierConfig
+from declutr.evaluation.senteval.scores import cost, method_for, needs_fits, score
+from declutr.evaluation.senteval.similarity import (
     aggregate,
     blockwise_uniformity,
     collapse_warnings,
@@ -27,6 +25,17 @@ from declutr.evaluation.senteval.scores.similarity import (
     cosines,
     score_geometry,
     score_sts,
+)
+from declutr.evaluation.senteval.tasks import (
+    PROBING,
+    STS,
+    TASKS,
+    TRANSFER,
+    choose_tasks,
+    find,
+    sentence_rows,
+    sentences,
+    without_train,
 )
 from declutr.trainer.objectives.scores import uniformity
 
@@ -85,10 +94,10 @@ def test_retrieval_has_six_recalls(folder):
 
 def test_protocol_chooses_the_method():
     both, cosine = ScoringChoice(protocols=("senteval", "simcse")), ScoringChoice(protocols=("simcse",))
-    assert methods("MR", both) == ("procedure",)
-    assert methods("SICKRelatedness", both) == ("procedure", "cosine")
-    assert methods("STSBenchmark", cosine) == ("cosine", "geometry")
-    assert methods("Tense", cosine) == ()
+    assert both.methods("MR") == ("procedure",)
+    assert both.methods("SICKRelatedness") == ("procedure", "cosine")
+    assert cosine.methods("STSBenchmark") == ("cosine", "geometry")
+    assert cosine.methods("Tense") == ()
     assert [task.name for task in TASKS if method_for(task, "simcse")] == list(choose_tasks(["sts", "transfer"]))
     assert not needs_fits(find("STSBenchmark"), "cosine")
     assert needs_fits(find("STSBenchmark"), "procedure")
@@ -170,11 +179,11 @@ def test_an_encoder_is_collapsed_in_two_directions_or_with_more_than_a_hundredth
 
 def test_a_task_is_scored_on_its_subsets_and_sick_r_on_dev_and_test(tmp_path):
     write_rest(tmp_path)
-    write_sts(tmp_path, {16: find("STS16").subsets})
+    write_sts(tmp_path, {16: find("STS16").files})
     data = load(find("STS16"), tmp_path)
     rows, vectors = random_rows(data)
     score = score_sts(data, rows, vectors)
-    assert set(score.subsets) == set(find("STS16").subsets)
+    assert set(score.subsets) == set(find("STS16").files)
     assert score.mean.num_pairs == 10  # two of four rows have a score, in five subsets
     split = data.splits["headlines"]
     pair = [cosines(vectors[[rows[a]]], vectors[[rows[b]]])[0] for a, b in zip(split.first, split.second, strict=True)]

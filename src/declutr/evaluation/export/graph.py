@@ -26,7 +26,7 @@ from torch.onnx.errors import OnnxExporterError
 from declutr.common.console.terminal import shorten
 from declutr.common.errors import EncoderError
 from declutr.common.storage import hash_file, write_json
-from declutr.encoders.onnx import GRAPH, SETTINGS, session_of
+from declutr.encoders.exported import GRAPH, SETTINGS, session_of
 from declutr.encoders.transformer import TransformerEncoder
 
 OPSETS = 23, 20
@@ -142,12 +142,9 @@ def fuse(model: onnx.ModelProto, config: Any) -> onnx.ModelProto:
     nodes = model.graph.node
     producers = {name: node for node in nodes for name in node.output}
     for node in nodes:
-        if (
-            node.op_type == "LayerNormalization"
-            and (before := producers.get(node.input[0]))
-            and before.op_type == "Add"
-        ):
-            before.op_type = "Sum"
+        added = producers.get(node.input[0]) if node.op_type == "LayerNormalization" else None
+        if added and added.op_type == "Add":
+            added.op_type = "Sum"
     heads = getattr(config, "num_attention_heads", None)
     if not heads or getattr(config, "num_key_value_heads", heads) != heads:
         return model

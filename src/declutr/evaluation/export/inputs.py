@@ -1,20 +1,53 @@
-"""Data of an export, read and checked before an encoder is loaded."""
+"""Settings of `declutr export`, and its data, read and checked before an encoder is loaded."""
 
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from declutr.common.errors import UsageError
+from declutr.common.config import Strict
+from declutr.common.errors import DataError, UsageError
 from declutr.common.extras import missing_extra
 from declutr.common.paths import folder_problem
 from declutr.encoders.protocol import missing
-from declutr.evaluation.export.config import ExportConfig
 from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
 from declutr.pipeline.job.units import plan_units, read_unit
-from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure
+from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, TextField
+from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
+
+Target = Literal["onnx", "onnx-int8", "static"]
+
+
+class ExportConfig(Strict):
+    """Settings of one export."""
+
+    model: str
+    """Name as `load_encoder` takes it."""
+    to: Target
+    """Form to write: a graph in float32, a graph in 8-bit integers, or a table of token vectors."""
+    output: Path
+    """Folder to create."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens of one input of a graph; the encoder's own limit if not set."""
+    corpus: list[str] = Field(default_factory=list)
+    """Files, folders and globs of your texts. A table has their words; the ranges of integers cover them; without
+    `stsb` and `pairs`, encoder and export are compared on them, integers on every second."""
+    text_field: TextField = "text"
+    """Key or column of the text in `corpus`, or several, as `prepare` takes them."""
+    vocabulary_size: int = Field(default=30_000, ge=100, le=1_000_000)
+    """Most tokens of a table."""
+    dimensions: int = Field(default=256, ge=2)
+    """Most numbers of an embedding of a table."""
+    stsb: Path | None = None
+    """Folder with STS-B's sts-test.csv, on which both encoders are scored."""
+    pairs: Path | None = None
+    """Your queries with the texts that they should find, on which both encoders are scored."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models you trust."""
+
 
 _FIELD = ". --text-field names the key or column of the text"
 _CORPUS_CHARACTERS = 100_000_000
@@ -30,14 +63,14 @@ class Inputs:
         measured: texts of STS-B or of the test, on which encoder and export are compared; empty: those of the corpus,
             or general sentences.
         test: the user's retrieval test.
-        told: number of texts of the corpus that were read, of records that could not be by reason, and whether the
-            corpus was cut; None without a corpus.
+        corpus_facts: number of texts of the corpus that were read, of records that could not be by reason, and whether
+            the corpus was cut; None without a corpus.
     """
 
     corpus: list[str]
     measured: list[str]
     test: RetrievalTest | None
-    told: dict[str, Any] | None
+    corpus_facts: dict[str, Any] | None
 
 
 def read_inputs(config: ExportConfig) -> Inputs:
@@ -46,10 +79,8 @@ def read_inputs(config: ExportConfig) -> Inputs:
     Raises:
         UsageError: every problem of the settings and the data.
     """
-    problems: list[str] = []
-    corpus: list[str] = []
+    problems, corpus, judged = list[str](), list[str](), list[str]()
     corpus_facts: dict[str, Any] | None = None
-    judged: list[str] = []
     test = None
     if problem := missing(config.model):
         problems.append(problem)
@@ -67,10 +98,6 @@ def read_inputs(config: ExportConfig) -> Inputs:
         except (UsageError, OSError) as error:
             problems.append(f"--corpus {' '.join(config.corpus)}: {error}")
     if config.stsb is not None:
-        from declutr.common.errors import DataError
-        from declutr.evaluation.retrieval.similarity import STSB_TEST  # loads torch
-        from declutr.trainer.metrics.judged_pairs import read_pairs
-
         try:
             judged = [text for _, *both in read_pairs(config.stsb, STSB_TEST) for text in both]
         except DataError as error:
@@ -86,7 +113,7 @@ def read_inputs(config: ExportConfig) -> Inputs:
 
 
 def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
-    """Texts of files, folders and globs, and `Inputs.told`.
+    """Texts of files, folders and globs, and `Inputs.corpus_facts`.
 
     Raises:
         UsageError: nothing can be read.

@@ -1,8 +1,6 @@
 """`declutr export`: an encoder as a graph or a table, measured before its folder takes its name.
 
-The card of an export: its measurement, and how to use it.
-
-Measurement of an export: agreement with its encoder, scores of both, bytes, and texts a second on this machine.
+The measurement: agreement with its encoder, scores of both, bytes, and texts a second on this machine.
 """
 
 import statistics
@@ -17,21 +15,17 @@ import torch
 from declutr.common.bootstrap import compare, spearman
 from declutr.common.errors import EncoderError
 from declutr.common.storage import atomic_folder, read_json, write_json, write_text
+from declutr.encoders.exported import GRAPH, SETTINGS, TABLE, StaticEncoder, padded
 from declutr.encoders.loading import load_encoder
-from declutr.encoders.onnx import GRAPH, SETTINGS, padded
 from declutr.encoders.protocol import SentenceEncoder, unit_rows
-from declutr.encoders.static import TABLE, StaticEncoder
 from declutr.encoders.transformer import TransformerEncoder
-from declutr.evaluation.export.config import ExportConfig
-from declutr.evaluation.export.inputs import Inputs
+from declutr.evaluation.export.inputs import ExportConfig, Inputs
 from declutr.evaluation.export.static import write_static
-from declutr.evaluation.retrieval.compare import differences, score_encoder
+from declutr.evaluation.retrieval.compare import differences, general_sentences, score_encoder, stsb_values
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
-from declutr.evaluation.retrieval.similarity import general_sentences, stsb_values
 
 _ROUNDS = 5
-_ALONE = 32
 _SEED = 0
 TORCH = "torch"
 """Name of the encoder itself among the sides of the timing."""
@@ -45,26 +39,18 @@ def measure(
     stsb: Path | None = None,
     test: RetrievalTest | None = None,
 ) -> dict[str, Any]:
-    """Figures of an export.
+    """Figures of an export: `after` compared with the encoder `before`.
 
-    Args:
-        before: the encoder.
-        after: the export.
-        floats: other forms in float32, by name; the fastest of them and `before` is what the export is compared with.
-        texts: on which vectors and seconds are compared.
-        stsb: folder of STS-B; None without.
-        test: the user's retrieval test; None without.
+    `floats` are other forms in float32, by name; the speed is compared with the fastest of them and `before`. Vectors
+    and seconds are of `texts`, scores of STS-B in the folder `stsb` and of the user's `test`.
     """
     first, second = before.encode(texts), after.encode(texts)
-    alone = np.concatenate([after.encode([text]) for text in texts[:_ALONE]])
     figures: dict[str, Any] = {"texts": len(texts), "size_before": before.size, "size": after.size}
-    if not isinstance(after, StaticEncoder):
+    figures |= {"cosine": None, "cosine_least": None}
+    if not isinstance(after, StaticEncoder):  # whose principal components are another basis
         cosines = (unit_rows(first.astype(np.float64)) * unit_rows(second.astype(np.float64))).sum(axis=1)
         filled = cosines[np.abs(first).max(axis=1) > 0]
         figures |= {"cosine": float(filled.mean()), "cosine_least": float(filled.min())}
-    else:  # principal components are another basis
-        figures |= {"cosine": None, "cosine_least": None}
-    figures["difference_alone"] = float(np.abs(alone - second[:_ALONE]).max())
     if stsb is not None:
         comparison = compare(stsb_values(before, stsb), stsb_values(after, stsb), _SEED, spearman)
         figures |= {"stsb_before": 100 * comparison.before, "stsb_after": 100 * comparison.after}
@@ -125,18 +111,15 @@ _TABLE = """    from sentence_transformers import SentenceTransformer
 
 
 def card(config: ExportConfig, figures: dict[str, Any]) -> str:
-    """Text of the card.
-
-    Args:
-        config: settings of the export.
-        figures: its measurement.
-    """
+    """Text of the card of an export: its measurement, and how to use it."""
     table = config.to == "static"
     head = "---\nlibrary_name: sentence-transformers\npipeline_tag: sentence-similarity\n---\n" if table else ""
-    use = _TABLE if table else _GRAPH.format(prompt=_prompt(figures["prompt"]))
+    prompt = f"\nPut this prompt before every text: {figures['prompt']!r}." if figures["prompt"] else ""
+    use = _TABLE if table else _GRAPH.format(prompt=prompt)
     integers = _INTEGERS if config.to == "onnx-int8" else ""
     rows = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in _rows(figures))
-    hardware = figures["hardware"]
+    hardware, same = figures["hardware"], figures.get("texts_of_ranges")
+    ranges = f" ({same} of them set the ranges of the integers, which flatters the cosine)" if same else ""
     low, high = figures["speedup_range"]
     return f"""{head}# {Path(config.model).name} {_TITLES[config.to]}
 
@@ -147,19 +130,10 @@ def card(config: ExportConfig, figures: dict[str, Any]) -> str:
 {rows}
 
 {figures["speedup"]:.2f} times as fast ({low:.2f} to {high:.2f}) as {figures["compared_with"]} in float32, on
-{figures["texts"]} texts{_ranges(figures)}, in turns within one process, tokenization included.
+{figures["texts"]} texts{ranges}, in turns within one process, tokenization included.
 *Hardware:* {hardware["cpu"]}, {hardware["threads"]} threads, load {hardware["load_average"]}.
 `measurement.json` has all figures, versions and the command.
 """
-
-
-def _prompt(prompt: str) -> str:
-    return f"\nPut this prompt before every text: {prompt!r}." if prompt else ""
-
-
-def _ranges(figures: dict[str, Any]) -> str:
-    same = figures.get("texts_of_ranges")
-    return f" ({same} of them set the ranges of the integers, which flatters the cosine)" if same else ""
 
 
 def _rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -212,12 +186,16 @@ def export(config: ExportConfig, inputs: Inputs, facts: dict[str, Any]) -> dict[
         else:
             floats = _write_onnx(config, encoder, texts, aside)
         after = load_encoder(str(aside), device="cpu")
-        figures: dict[str, Any] = {"name": config.to, "model": config.model, "fingerprint": encoder.fingerprint}
-        figures |= {"prompt": getattr(encoder, "prompt", "")}
-        figures |= {"bytes_before": _weight_bytes(encoder)}
-        figures |= {"bytes": (aside / (TABLE if config.to == "static" else GRAPH)).stat().st_size}
-        if inputs.told is not None:
-            figures |= {"corpus": inputs.told}
+        figures: dict[str, Any] = {
+            "name": config.to,
+            "model": config.model,
+            "fingerprint": encoder.fingerprint,
+            "prompt": getattr(encoder, "prompt", ""),
+            "bytes_before": _weight_bytes(encoder) if isinstance(encoder, TransformerEncoder) else None,
+            "bytes": (aside / (TABLE if config.to == "static" else GRAPH)).stat().st_size,
+        }
+        if inputs.corpus_facts is not None:
+            figures |= {"corpus": inputs.corpus_facts}
         if config.to == "onnx-int8":
             figures |= {"texts_of_ranges": len(set(texts).intersection(measured))}
         figures |= measure(encoder, after, floats, measured, config.stsb, inputs.test) | facts
@@ -262,10 +240,8 @@ def _write_onnx(
     return {"onnx": graph}
 
 
-def _weight_bytes(encoder: SentenceEncoder) -> int | None:
-    """Bytes of a transformer's weights in float32; None for other encoders."""
-    if not isinstance(encoder, TransformerEncoder):
-        return None
+def _weight_bytes(encoder: TransformerEncoder) -> int:
+    """Bytes of the weights in float32 with which embeddings are computed."""
     modules: tuple[torch.nn.Module, ...] = (encoder.encoder.model.base_model, encoder.after)
     return sum(4 * parameter.numel() for module in modules for parameter in module.parameters())
 

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from declutr.common.errors import EncoderError
 from declutr.common.storage import write_json
+from declutr.encoders.exported import MODULE, TABLE, WEIGHT
 from declutr.encoders.protocol import SentenceEncoder
-from declutr.encoders.static import MODULE, TABLE, WEIGHT
 from declutr.encoders.transformer import TransformerEncoder
 
 _CONTINUED, _UNKNOWN = "##", "[UNK]"

@@ -1,8 +1,9 @@
-"""`declutr evaluate --pairs`: encoders and lexical baselines on a retrieval test, with intervals and differences."""
+"""`declutr evaluate --pairs`: encoders and lexical baselines on a retrieval test; and encoders on STS-B's test set."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from declutr.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.lexicon import NAMES, Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
+from declutr.trainer.metrics.judged_pairs import STSB_TEST, judged_cosines, read_pairs
 
+F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 CUTOFFS = (1, 5, 10)
 MEASURES = (*(f"recall@{k}" for k in CUTOFFS), "mrr", "ndcg@10")
@@ -62,7 +65,6 @@ def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) ->
     return rows
 
 
-F32 = NDArray[np.float32]
 BM25, IDF = NAMES["bm25"], NAMES["idf"]
 _CHUNK_QUERIES = 512
 SEED = 0
@@ -105,8 +107,7 @@ def embed_windows(encoder: SentenceEncoder, texts: Sequence[str]) -> tuple[F32, 
 
 def score_lexical(test: RetrievalTest, lexicon: Lexicon) -> list[RetrievalScores]:
     """The rows of the baselines."""
-    kinds = {BM25: lexicon.bm25, IDF: lexicon.idf_cosine}
-    return [RetrievalScores(name, _by_chunks(test, scores)) for name, scores in kinds.items()]
+    return [_by_chunks(BM25, test, lexicon.bm25), _by_chunks(IDF, test, lexicon.idf_cosine)]
 
 
 def score_encoder(
@@ -123,18 +124,22 @@ def score_encoder(
         rows = unit_rows(encoder.encode(queries)[:, : texts.shape[1]])
         return np.maximum.reduceat(rows @ texts.T, starts, axis=1)
 
-    of_sizes = []
-    for size in sizes:
-        cut = partial(cosines, texts=unit_rows(whole[:, :size]))
-        of_sizes.append(RetrievalScores(f"{encoder.name} [{size}]", _by_chunks(test, cut)))
+    def with_idf(queries: Sequence[str]) -> F32:
+        return cosines(queries) + lexicon.idf_cosine(queries)
+
     name = encoder.name
-    return [
-        *of_sizes,
-        RetrievalScores(name, _by_chunks(test, cosines)),
-        RetrievalScores(
-            f"{name} + {IDF}", _by_chunks(test, lambda queries: cosines(queries) + lexicon.idf_cosine(queries))
-        ),
+    of_sizes = [
+        _by_chunks(f"{name} [{size}]", test, partial(cosines, texts=unit_rows(whole[:, :size]))) for size in sizes
     ]
+    return [*of_sizes, _by_chunks(name, test, cosines), _by_chunks(f"{name} + {IDF}", test, with_idf)]
+
+
+def _by_chunks(name: str, test: RetrievalTest, scores: Callable[[Sequence[str]], F32]) -> RetrievalScores:
+    """A row of the table, with the scores of a few queries in memory at a time."""
+    starts = range(0, len(test.queries), _CHUNK_QUERIES)
+    parts = [slice(start, start + _CHUNK_QUERIES) for start in starts]
+    values = [measures(scores(test.queries[part]), test.relevant[part]) for part in parts]
+    return RetrievalScores(name, np.concatenate(values))
 
 
 def differences(first: RetrievalScores, second: RetrievalScores) -> dict[str, Comparison]:
@@ -156,34 +161,17 @@ def write_comparison(
     comparisons = {name: differences(rows[encoders[0]], rows[name]) for name in encoders[1:]}
     facts = {name: row.facts() for name, row in rows.items()}
     text = "\n".join(_table(test, facts, encoders, comparisons))
-    write_json(
-        folder / "pairs.json",
-        {
-            "queries": len(test.queries),
-            "texts": len(test.texts),
-            "scores": facts,
-            "differences": {
-                name: {
-                    measure: {
-                        "value": comparison.difference,
-                        "interval": comparison.interval,
-                        "measurable": comparison.measurable,
-                    }
-                    for measure, comparison in by_measure.items()
-                }
-                for name, by_measure in comparisons.items()
-            },
-        },
-    )
+    differ = {
+        name: {
+            measure: {"value": by.difference, "interval": by.interval, "measurable": by.measurable}
+            for measure, by in by_measure.items()
+        }
+        for name, by_measure in comparisons.items()
+    }
+    counts = {"queries": len(test.queries), "texts": len(test.texts)}
+    write_json(folder / "pairs.json", counts | {"scores": facts, "differences": differ})
     write_text(folder / "pairs.md", text + "\n")
     return text
-
-
-def _by_chunks(test: RetrievalTest, scores: Callable[[Sequence[str]], F32]) -> F64:
-    """`(Q, 5)` measures, with the scores of a few queries in memory at a time."""
-    parts = range(0, len(test.queries), _CHUNK_QUERIES)
-    ends = [slice(start, start + _CHUNK_QUERIES) for start in parts]
-    return np.concatenate([measures(scores(test.queries[part]), test.relevant[part]) for part in ends])
 
 
 def _table(
@@ -207,3 +195,19 @@ def _table(
         yield f"\n{name} compared with {encoders[0]}:"
         for measure, comparison in by_measure.items():
             yield f"- {measure}: {comparison.sentence()}"
+
+
+def stsb_values(encoder: SentenceEncoder, folder: Path) -> F64:
+    """`(N, 2)` cosine and judgement of each pair of STS-B's test set.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    judgements, first, second = zip(*read_pairs(folder, STSB_TEST), strict=True)
+    rows, other_rows = (encoder.encode(texts).astype(np.float64) for texts in (first, second))
+    return judged_cosines(rows, other_rows, judgements)
+
+
+def general_sentences() -> list[str]:
+    """Sixty sentences, two on each subject."""
+    return files(__package__).joinpath("sentences.txt").read_text(encoding="utf-8").splitlines()

@@ -20,21 +20,8 @@ from declutr.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.evaluation.retrieval.compare import F64, MEASURES, measures
 from declutr.evaluation.retrieval.pairs import MOST_BYTES, RetrievalTest
 
-NAMES = (
-    "NanoArguAna",
-    "NanoClimateFEVER",
-    "NanoDBPedia",
-    "NanoFEVER",
-    "NanoFiQA2018",
-    "NanoHotpotQA",
-    "NanoMSMARCO",
-    "NanoNFCorpus",
-    "NanoNQ",
-    "NanoQuoraRetrieval",
-    "NanoSCIDOCS",
-    "NanoSciFact",
-    "NanoTouche2020",
-)
+_NAMES = ("ArguAna", "ClimateFEVER", "DBPedia", "FEVER", "FiQA2018", "HotpotQA", "MSMARCO", "NFCorpus", "NQ")
+NAMES = tuple(f"Nano{name}" for name in (*_NAMES, "QuoraRetrieval", "SCIDOCS", "SciFact", "Touche2020"))
 SET = "nanobeir"
 _PARTS = ("corpus", "queries", "qrels")
 NDCG = MEASURES.index("ndcg@10")
@@ -42,19 +29,14 @@ NDCG = MEASURES.index("ndcg@10")
 
 @dataclass(frozen=True)
 class NanoTest:
-    """One of the 13 tests.
-
-    Attributes:
-        name: such as NanoNQ.
-        test: its queries, texts and judgements.
-        digest: hash of its files.
-        left_out: judgements of documents that are not in its files, which count for nothing.
-    """
+    """One of the 13 tests, such as NanoNQ."""
 
     name: str
     test: RetrievalTest
     digest: str
+    """Hash of its files."""
     left_out: int
+    """Judgements of documents that are not in its files, which count for nothing."""
 
 
 def split_names(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
@@ -98,7 +80,9 @@ def read_nanobeir(folder: Path, names: Sequence[str]) -> list[NanoTest]:
 
 
 def _read(name: str, parts: Mapping[str, list[Path]]) -> NanoTest:
-    documents, queries = (_texts(name, parts[part]) for part in ("corpus", "queries"))
+    documents, queries = (  # texts that are not empty, by id
+        {key: text for key, text in _rows(name, parts[part], ("_id", "text")) if text} for part in ("corpus", "queries")
+    )
     numbers = {key: number for number, key in enumerate(documents)}
     judged: dict[str, set[int]] = {}
     left_out = 0
@@ -118,11 +102,6 @@ def _read(name: str, parts: Mapping[str, list[Path]]) -> NanoTest:
 def _files(root: Path, name: str, part: str) -> list[Path]:
     """The files of a part: in a folder of the test, or in one of the part whose splits are the tests."""
     return sorted((root / name / part).glob("*.parquet")) or sorted((root / part).glob(f"{name}-*.parquet"))
-
-
-def _texts(name: str, paths: Sequence[Path]) -> dict[str, str]:
-    """Texts that are not empty, by id."""
-    return {key: text for key, text in _rows(name, paths, ("_id", "text")) if text}
 
 
 def _rows(name: str, paths: Sequence[Path], columns: tuple[str, str]) -> list[tuple[str, str]]:
@@ -160,11 +139,7 @@ def score_nanobeir(
 ) -> dict[int, dict[str, F64]]:
     """`(5,)` means of `MEASURES` over the queries of each test, by size of the embedding and name of the test.
 
-    Args:
-        encoder: embeds each text once for all sizes.
-        tests: to score.
-        sizes: smaller sizes of the embedding; the whole one is always scored.
-        say: receives progress lines.
+    `sizes` are smaller ones; the whole embedding is always scored. `say` receives progress lines.
 
     Raises:
         DataError: an embedding is not finite.
@@ -184,10 +159,7 @@ def score_nanobeir(
 def write_nanobeir(tests: Sequence[NanoTest], scored: dict[str, dict[str, F64]], folder: Path) -> str:
     """Write `nanobeir.json` (all measures) and `nanobeir.md` (nDCG@10 in percent); return the table.
 
-    Args:
-        tests: the tests.
-        scored: means of the measures by test, by encoder.
-        folder: folder of the files.
+    `scored` has the means of the measures by test, by encoder.
     """
     facts = {
         nano.name: {"queries": len(nano.test.queries), "texts": len(nano.test.texts), "left_out": nano.left_out}

@@ -40,9 +40,8 @@ class RetrievalTest:
     def half(self, which: Half, seed: int) -> "RetrievalTest":
         """The queries that choose (development), or those that report (test)."""
         places = self.places(which, seed).tolist()
-        return RetrievalTest(
-            [self.queries[place] for place in places], self.texts, [self.relevant[place] for place in places]
-        )
+        queries, relevant = [self.queries[place] for place in places], [self.relevant[place] for place in places]
+        return RetrievalTest(queries, self.texts, relevant)
 
     def places(self, which: Half, seed: int) -> NDArray[np.int64]:
         """Numbers of the queries of a half, by a draw for each query."""
@@ -95,7 +94,10 @@ def read_pairs(pairs: Path, keys: Sequence[str] = ("text", "id")) -> tuple[list[
     names = set(rows[0][1])
     key = next((key for key in keys if key in names), keys[0])
     if missing := [name for name in ("query", key) if name not in names]:
-        raise DataError(_missing(pairs, missing, names, keys))
+        near = "".join(suggest(name, sorted(names)) for name in missing)
+        other = "; with --documents FILE, pairs may have `id` instead of `text`" if keys == ("text",) else ""
+        lacks = f"has no {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(names))}{other}"
+        raise DataError(f"--pairs {pairs}: {lacks}")
     return [(line, _text(pairs, line, row, "query"), _text(pairs, line, row, key)) for line, row in rows], key
 
 
@@ -126,14 +128,6 @@ def join_pairs(
             f"{excerpt(unknown, _MOST_NAMED)}"
         )
     return list(relevant), [sorted(numbers) for numbers in relevant.values()]
-
-
-def _missing(pairs: Path, missing: list[str], names: set[str], keys: Sequence[str]) -> str:
-    near = "".join(suggest(name, sorted(names)) for name in missing)
-    other = "; with --documents FILE, pairs may have `id` instead of `text`" if keys == ("text",) else ""
-    return (
-        f"--pairs {pairs}: has no {' and no '.join(missing)}{near}; its columns are {', '.join(sorted(names))}{other}"
-    )
 
 
 def _text(path: Path, line: int, row: dict[str, Any], name: str) -> str:

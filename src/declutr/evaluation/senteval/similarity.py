@@ -20,7 +20,7 @@ from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 
 from declutr.common import seeding
-from declutr.evaluation.senteval.data.taskdata import Split, TaskData
+from declutr.evaluation.senteval.tasks import TaskData
 from declutr.trainer.objectives.scores import alignment, effective_rank
 
 Vector = NDArray[np.float64]
@@ -56,9 +56,8 @@ class StsScore:
     def flat(self) -> dict[str, float]:
         """Scores by name, as a result stores them: `spearman.mean`, `pearson.all`, `spearman.MSRpar`..."""
         parts = {"mean": self.mean, "wmean": self.wmean, "all": self.all, **self.subsets}
-        return {
-            f"{kind}.{name}": getattr(part, kind) for kind in ("spearman", "pearson") for name, part in parts.items()
-        }
+        spearman = {f"spearman.{name}": part.spearman for name, part in parts.items()}
+        return spearman | {f"pearson.{name}": part.pearson for name, part in parts.items()}
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -117,20 +116,13 @@ def score_sts(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[np.fl
 
     `rows` has the row of each sentence in the `(N, D)` embeddings.
     """
-    pairs = {name: (_pair_cosines(split, rows, embeddings), gold(split)) for name, split in data.splits.items()}
+    pairs = {}
+    for name, split in data.splits.items():
+        if split.second is None:
+            raise ValueError("rows without a second sentence have no cosine")
+        first, second = (embeddings[[rows[text] for text in side]] for side in (split.first, split.second))
+        pairs[name] = cosines(first, second), split.labels.astype(np.float64)
     return aggregate(pairs)
-
-
-def _pair_cosines(split: Split, rows: Mapping[str, int], embeddings: NDArray[np.floating]) -> Vector:
-    if split.second is None:
-        raise ValueError("rows without a second sentence have no cosine")
-    first, second = ([rows[text] for text in side] for side in (split.first, split.second))
-    return cosines(embeddings[first], embeddings[second])
-
-
-def gold(split: Split) -> Vector:
-    """Gold scores `(R,)`."""
-    return split.labels.astype(np.float64)
 
 
 ABOVE = 4.0
@@ -147,18 +139,14 @@ def score_geometry(data: TaskData, rows: Mapping[str, int], embeddings: NDArray[
     Raises:
         ValueError: no pair is scored above 4.
     """
-    first, second, gold = [], [], []
-    for split in data.splits.values():
-        if split.second is None:
-            raise ValueError(f"{data.task.name} has no pairs")
-        first += [rows[text] for text in split.first]
-        second += [rows[text] for text in split.second]
-        gold += split.labels.tolist()
-    close = [index for index, score in enumerate(gold) if score > ABOVE]
-    if not close:
+    splits = data.splits.values()
+    first = [rows[text] for split in splits for text in split.first]
+    second = [rows[text] for split in splits for text in split.second or ()]
+    (close,) = np.nonzero(np.concatenate([split.labels for split in splits]) > ABOVE)
+    if not len(close):
         raise ValueError(f"{data.task.name}: no pair is scored above {ABOVE}")
     vectors = torch.from_numpy(np.asarray(embeddings))
-    left, right = (vectors[[side[index] for index in close]] for side in (first, second))
+    left, right = (vectors[np.array(side)[close]] for side in (first, second))
     return {
         "alignment": float(alignment(left.double(), right.double())),
         "uniformity": blockwise_uniformity(vectors[first + second]),

@@ -22,9 +22,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from declutr.evaluation.senteval.classifier.config import ClassifierConfig
-from declutr.evaluation.senteval.classifier.features import BlockBuffer, Rows, Table, TrainingSet, orders
-from declutr.evaluation.senteval.classifier.network import Network, Updates, linear_start
+from declutr.evaluation.senteval.features import BlockBuffer, Rows, Table, TrainingSet, orders
+from declutr.evaluation.senteval.network import ClassifierConfig, Network, Updates, linear_start
 
 Stream = tuple[int, int]  # `TrainingSet.stream`
 
@@ -41,11 +40,8 @@ class Padded:
     @classmethod
     def of(cls, rows: Sequence[Rows]) -> "Padded":
         """Pad every set to the longest."""
-        sizes = [len(own) for own in rows]
-        padded = np.zeros((len(rows), max(sizes)), np.int64)
-        for place, own in enumerate(rows):
-            padded[place, : len(own)] = own
-        return cls(torch.from_numpy(padded), torch.tensor(sizes))
+        sets = [torch.from_numpy(own) for own in rows]
+        return cls(torch.nn.utils.rnn.pad_sequence(sets, batch_first=True), torch.tensor(list(map(len, sets))))
 
     def __getitem__(self, sets: slice | Tensor) -> "Padded":
         return Padded(self.rows[sets], self.sizes[sets])
@@ -150,10 +146,6 @@ class Examples:
     labels: Tensor
     """(N,) classes from 0."""
 
-    def __post_init__(self) -> None:
-        if len(self.features) != len(self.labels):
-            raise ValueError(f"{len(self.features)} embeddings but {len(self.labels)} labels")
-
 
 def examples(features: Table, labels: ArrayLike) -> Examples:
     """Combine features with their classes.
@@ -161,7 +153,10 @@ def examples(features: Table, labels: ArrayLike) -> Examples:
     Raises:
         ValueError: the number of labels differs from the number of rows.
     """
-    return Examples(features, torch.as_tensor(np.asarray(labels, np.int64)))
+    classes = torch.as_tensor(np.asarray(labels, np.int64))
+    if len(features) != len(classes):
+        raise ValueError(f"{len(features)} embeddings but {len(classes)} labels")
+    return Examples(features, classes)
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,7 @@ class Table:
 
 
 class BlockBuffer:
-    """Memory for the rows of a block of sets, at least `batch_size` of each set.
-
-    Attributes:
-        num_sets: sets per block.
-        num_rows: rows of each set that fit.
-    """
+    """Memory for the rows of a block of `num_sets` sets, for `num_rows` of each, which are at least `batch_size`."""
 
     def __init__(self, features: Table, num_sets: int, batch_size: int) -> None:
         fitting = _BLOCK_BYTES // (4 * features.width)

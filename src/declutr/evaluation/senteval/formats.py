@@ -2,18 +2,33 @@
 
 All files hold tokenised text, except the translations of STS-B. A sentence is a list of words, split at any white
 space. Rows come in file order.
+
+SentEval's COCO data are pickles. A pickle is a program, so reading one from the network lets its author run code on
+this machine. Pickles are refused. Instead a split is two files in `downstream/COCO`:
+
+- `<split>.npy`: `(I, D)` float32, features of the images (2,048 of a ResNet-101 in the published set), `numpy.save`;
+- `<split>.captions.txt`: UTF-8, five lines per image in the order of the features, each the `cleaned_caption` of the
+  published data. The full stop that SentEval adds is added here.
+
+with `<split>` one of train, valid, test. Convert the published pickles on a machine that holds nothing of value.
 """
 
 import csv
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from declutr.common.errors import DataError
-from declutr.evaluation.senteval.data.lines import parse_lines, read_lines
 
 WordList = list[str]
+Parsed = TypeVar("Parsed")
+
+CAPTIONS_PER_IMAGE = 5
 
 TREC = ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM")
 SNLI = ("entailment", "neutral", "contradiction")
@@ -30,10 +45,70 @@ class SplitRows:
     """Words of each row's second sentence; empty if a row is one sentence."""
     labels: list[int] | list[str] | list[float] = field(default_factory=list)
     """Class number, class name (probing) or gold score of each row."""
-    unscored: list[tuple[int, WordList, WordList]] = field(default_factory=list)
-    """Rows without a gold score, which are left out: place in the file from 0, and words of both sentences."""
-    notes: tuple[str, ...] = ()
-    """Oddities of the files."""
+    features: NDArray[np.float32] | None = None
+    """`(I, D)` features of the images, of which labels are the numbers (retrieval alone)."""
+
+
+def read_lines(path: Path, encoding: str, unicode_breaks: bool = False) -> list[str]:
+    """Lines without their ends, in the encoding with which the official loader of the task opens the file.
+
+    `unicode_breaks` ends lines also at the rarer separators (form feed, NEL, U+2028...), as `str.splitlines` does. Some
+    of the official loaders use it, others iterate over the file.
+
+    Raises:
+        DataError: the file is missing or not text in that encoding (the message names the first bad line), or a pickle,
+            LFS pointer or web page replaced it.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    _refuse_foreign(path, content)
+    try:
+        text = content.decode(encoding)
+    except UnicodeDecodeError as error:
+        number = content[: error.start].count(b"\n") + 1
+        raise DataError(
+            f"{path}, line {number}: byte 0x{content[error.start]:02x} is not {encoding}, probably because the file is "
+            "saved in latin-1 (ISO 8859-1): get the published file, do not convert it"
+        ) from error
+    if unicode_breaks:
+        return io.StringIO(text, newline=None).read().splitlines()  # universal newlines first, as `open` does
+    return [line.removesuffix("\n") for line in io.StringIO(text, newline=None)]
+
+
+def parse_lines(path: Path, lines: list[str], parse: Callable[[str], Parsed], skipped: int = 0) -> list[Parsed]:
+    """Parse every line except the first `skipped`.
+
+    Raises:
+        DataError: `parse` raised ValueError, KeyError or IndexError; the message names the line.
+    """
+    parsed = []
+    for number, line in enumerate(lines[skipped:], start=skipped + 1):
+        try:
+            parsed.append(parse(line))
+        except (ValueError, KeyError, IndexError) as error:
+            if not line.strip():
+                raise DataError(
+                    f"{path}, line {number} is blank: a row was lost there, or the line was added"
+                ) from error
+            text = line if len(line) <= 60 else f"{line[:60]}..."
+            what = "is cut short" if isinstance(error, IndexError) else f"cannot be read ({error})"
+            raise DataError(f"{path}, line {number} {what}: {text!r}") from error
+    return parsed
+
+
+def _refuse_foreign(path: Path, content: bytes) -> None:
+    """Raise DataError for content that failed downloads leave in place of a file."""
+    head = content[:512].lstrip().lower()
+    if not content:
+        raise DataError(f"{path} is empty: its download failed")
+    if head.startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise DataError(f"{path} is a web page, not data: its download address is dead")
+    if head.startswith(b"version https://git-lfs"):
+        raise DataError(f"{path} is a Git LFS pointer, not data: fetch it with `git lfs pull`")
+    if b"\0" in content[:4096]:
+        raise DataError(f"{path} holds zero bytes, so it is not text: an archive, a pickle, or UTF-16")
 
 
 def read_binary(ones_path: Path, zeros_path: Path) -> SplitRows:
@@ -81,19 +156,14 @@ def read_snli(first: Path, second: Path, labels: Path) -> SplitRows:
     """Premises, hypotheses and labels, a file each; sentences latin-1, labels UTF-8.
 
     The official loader also cuts latin-1 text at NEL (byte 0x85), which would shift the sentences against their labels.
-    This one does not, and adds a note if the files contain it.
+    This one does not.
     """
     columns = [read_lines(path, "latin-1") for path in (first, second)]
     names = read_lines(labels, "utf-8")
     _same_length({first: len(columns[0]), second: len(columns[1]), labels: len(names)})
-    notes = tuple(
-        f"{path.name}: contains bytes (0x85 and similar) at which the official loader cuts lines; not cut here"
-        for path, lines in zip((first, second), columns, strict=True)
-        if any(len(line.splitlines()) > 1 for line in lines)
-    )
     numbers = parse_lines(labels, names, lambda name: _place_in(name.strip(), SNLI))
     premises, hypotheses = ([line.split() for line in column] for column in columns)
-    return SplitRows(first=premises, second=hypotheses, labels=numbers, notes=notes)
+    return SplitRows(first=premises, second=hypotheses, labels=numbers)
 
 
 def read_sick(path: Path, entailment: bool) -> SplitRows:
@@ -149,15 +219,9 @@ def read_sts(sentences: Path, scores: Path) -> SplitRows:
 
     pairs = parse_lines(sentences, lines, parse)
     numbers = parse_lines(scores, gold, lambda line: _between(float(line), 0, 5) if line else None)
-    scored = [(pair, score) for pair, score in zip(pairs, numbers, strict=True) if score is not None]
-    return SplitRows(
-        first=[pair[0] for pair, _ in scored],
-        second=[pair[1] for pair, _ in scored],
-        labels=[score for _, score in scored],
-        unscored=[
-            (place, *pair) for place, (pair, score) in enumerate(zip(pairs, numbers, strict=True)) if score is None
-        ],
-    )
+    scored = [(*pair, score) for pair, score in zip(pairs, numbers, strict=True) if score is not None]
+    first, second, labels = ([row[place] for row in scored] for place in range(3))
+    return SplitRows(first, second, labels)  # type: ignore[arg-type]  # the columns have these types
 
 
 def read_probing(path: Path) -> dict[str, SplitRows]:
@@ -178,6 +242,29 @@ def read_probing(path: Path) -> dict[str, SplitRows]:
             raise DataError(f"{path} has no {split} rows: its end is missing")
         splits[split] = SplitRows(first=[words for _, words in rows], labels=[label for label, _ in rows])
     return splits
+
+
+def read_retrieval(path: Path, captions: Path) -> SplitRows:
+    """Captions with the index of their image, in file order, and the image features.
+
+    Raises:
+        DataError: the array has another shape or type or a value that is not finite, or an image has not five captions.
+    """
+    try:
+        features = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError(f"{path}: {error}") from error
+    if features.ndim != 2 or features.dtype != np.float32 or not features.size:
+        raise DataError(f"{path}: is {features.dtype} {features.shape}, expected float32 (images, features)")
+    if not np.isfinite(features).all():
+        raise DataError(f"{path}: has values that are not finite")
+    lines = read_lines(captions, "utf-8")
+    if len(lines) != CAPTIONS_PER_IMAGE * len(features):
+        raise DataError(
+            f"{captions}: {len(lines):,} lines for {len(features):,} images, expected {CAPTIONS_PER_IMAGE} each"
+        )
+    images = np.repeat(np.arange(len(features)), CAPTIONS_PER_IMAGE).tolist()
+    return SplitRows([f"{line} .".split() for line in lines], labels=images, features=features)
 
 
 def _single(parsed: list[tuple[WordList, int]]) -> SplitRows:

@@ -9,20 +9,20 @@ The official code draws contrasts from a Python list of all other captions, rebu
 the same draws into the same captions. Features of an image are stored once, not once per caption.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
 from declutr.common.config import Strict
-from declutr.evaluation.senteval.classifier.features import Rows, table
-from declutr.evaluation.senteval.classifier.network import linear_start
-from declutr.evaluation.senteval.data.retrieval_files import CAPTIONS_PER_IMAGE
+from declutr.evaluation.senteval.features import Rows
+from declutr.evaluation.senteval.formats import CAPTIONS_PER_IMAGE
+from declutr.evaluation.senteval.network import linear_start
 
 _PROJECTED_ROWS = 4096
 _SCORED_QUERIES = 512
@@ -70,9 +70,9 @@ class Gallery:
 class Recalls:
     """Percentage of queries with the answer among the first 1, 5 and 10, and the median rank (from 1)."""
 
-    to_text: tuple[float, float, float, float]
+    to_text: tuple[float, ...]
     """Queries are images, answers one of their captions."""
-    to_image: tuple[float, float, float, float]
+    to_image: tuple[float, ...]
     """Queries are captions, answers their image."""
 
     @property
@@ -92,18 +92,8 @@ class Retrieval:
     """Passes over the training captions."""
 
 
-def gallery(images: NDArray[np.float32], captions: NDArray[np.float32]) -> Gallery:
-    """Convert arrays to tensors.
-
-    Raises:
-        ValueError: an image does not have exactly five captions, or a value is not finite.
-    """
-    return Gallery(table(images).first, table(captions).first)
-
-
-def retrieval(train: Gallery, dev: Gallery, test: Gallery, config: RetrievalConfig | None = None) -> Retrieval:
+def retrieval(train: Gallery, dev: Gallery, test: Gallery, config: RetrievalConfig) -> Retrieval:
     """Train the projections on `train`, keep the best on `dev`, score `test`."""
-    config = config or RetrievalConfig()
     start = torch.Generator().manual_seed(config.seed)
     widths = (train.images.shape[1], train.captions.shape[1])
     parameters = [p.requires_grad_() for width in widths for p in linear_start(width, config.size, start)]
@@ -180,16 +170,10 @@ def mean_recalls(evaluation_set: Gallery, parameters: Sequence[Tensor], fold_ima
     captions = torch.cat([_project(part, *parameters[2:]) for part in evaluation_set.captions.split(_PROJECTED_ROWS)])
     count = max(1, len(images) // fold_images)
     size = min(fold_images, len(images))
-    folds = [
-        recalls(images[size * i : size * (i + 1)], captions[(there := CAPTIONS_PER_IMAGE * size) * i : there * (i + 1)])
-        for i in range(count)
-    ]
-
-    def mean(of: Callable[[Recalls], tuple[float, ...]]) -> tuple[float, float, float, float]:
-        at_1, at_5, at_10, median = (sum(values) / count for values in zip(*map(of, folds), strict=True))
-        return at_1, at_5, at_10, median
-
-    return Recalls(mean(lambda fold: fold.to_text), mean(lambda fold: fold.to_image))
+    parts = zip(images.split(size), captions.split(CAPTIONS_PER_IMAGE * size), strict=True)
+    folds = [recalls(*fold) for fold in itertools.islice(parts, count)]
+    sides = ([fold.to_text for fold in folds], [fold.to_image for fold in folds])
+    return Recalls(*(tuple(sum(values) / count for values in zip(*side, strict=True)) for side in sides))
 
 
 def recalls(images: Tensor, captions: Tensor) -> Recalls:
@@ -212,7 +196,7 @@ def recalls(images: Tensor, captions: Tensor) -> Recalls:
     return Recalls(_summary(torch.cat(text_ranks)), _summary(torch.cat(image_ranks)))
 
 
-def _summary(ranks: Tensor) -> tuple[float, float, float, float]:
+def _summary(ranks: Tensor) -> tuple[float, ...]:
     values = ranks.numpy()
-    at_1, at_5, at_10 = (100.0 * int((values < limit).sum()) / len(values) for limit in (1, 5, 10))
-    return at_1, at_5, at_10, float(np.floor(np.median(values)) + 1)
+    shares = (100.0 * int((values < limit).sum()) / len(values) for limit in (1, 5, 10))
+    return (*shares, float(np.floor(np.median(values)) + 1))

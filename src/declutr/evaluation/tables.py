@@ -5,91 +5,71 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from declutr.common.storage import write_json, write_text
-from declutr.evaluation.senteval.data.taskdata import MARKS
-from declutr.evaluation.senteval.data.tasks import find
-from declutr.evaluation.senteval.runner.harness import Evaluated
-from declutr.evaluation.tables.blocks import Block, Cell, ModelRow, compare
-from declutr.evaluation.tables.literature import PublishedModel, literature
+from declutr.evaluation.blocks import Block, Cell, ModelRow, PublishedModel, compare, literature
+from declutr.evaluation.senteval.harness import Evaluated
+from declutr.evaluation.senteval.tasks import MARKS, find
 
 
 @dataclass(frozen=True)
 class Remarks:
-    """Remark lines by kind, and the number of each paper; a kind without lines is not shown."""
+    """Remarks on tables."""
 
-    missing: tuple[str, ...]
-    marks: tuple[str, ...]
-    warnings: tuple[str, ...]
-    sources: tuple[str, ...]
+    parts: tuple[tuple[str, tuple[str, ...]], ...]
+    """Title and lines of each kind of remarks that has lines."""
     numbers: Mapping[str, int]
-    differences: tuple[str, ...]
-
-    def parts(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Titles and lines of the kinds that have lines."""
-        kinds = (
-            ("Difference Δ", self.differences),
-            ("Marked *", self.marks),
-            ("Warnings", self.warnings),
-            ("Not scored, and in no average", self.missing),
-            ("Published numbers", self.sources),
-        )
-        return tuple((title, lines) for title, lines in kinds if lines)
+    """Number of each paper."""
 
 
 def remarks(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> Remarks:
     """Collect the remarks."""
-    marks, warnings, missing = [], [], []
+    marks, warnings, missing = list[str](), list[str](), list[str]()
     for scored in evaluated:
-        encoder, reports = scored.encoder, list(scored.reports.values())
+        encoder, reports = scored.encoder, scored.reports.values()
         results = [item for report in reports for item in report.results.items()]
         own = _grouped((MARKS[score.standing], name) for name, score in results if not score.comparable)
-        marks += [f"{encoder}: {_labels(names)}: {why}" for why, names in own.items()]
+        marks += [f"{encoder}: {names}: {why}" for why, names in own.items()]
         warnings += [f"{encoder}: {warning}" for warning in scored.warnings]
         of_tasks = _grouped((warning, name) for name, score in results for warning in score.warnings)
-        warnings += [f"{encoder}, {_labels(names)}: {warning}" for warning, names in of_tasks.items()]
+        warnings += [f"{encoder}, {names}: {warning}" for warning, names in of_tasks.items()]
         gone = _grouped((reason, name) for report in reports for name, reason in report.missing.items())
-        missing += [f"{encoder}: {_labels(names)}: {reason}" for reason, names in gone.items()]
-    doubts = _grouped(
-        (f"{model.source}, {_labels(model.doubted)}: {model.doubt}", model.model) for model in published if model.doubt
-    )
-    marks += [f"{', '.join(names)} in {doubt}" for doubt, names in doubts.items()]
-    numbers = {
-        source: number for number, source in enumerate(dict.fromkeys(model.source for model in published), start=1)
-    }
-    names = {scored.encoder for scored in evaluated}
+        missing += [f"{encoder}: {names}: {reason}" for reason, names in gone.items()]
+    doubts = dict[str, list[str]]()
+    for model in (model for model in published if model.doubt):
+        names = ", ".join(find(name).label for name in model.doubted)
+        doubts.setdefault(f"{model.source}, {names}: {model.doubt}", []).append(model.model)
+    marks += [f"{', '.join(models)} in {doubt}" for doubt, models in doubts.items()]
+    scored_names = {scored.encoder for scored in evaluated}
     differences = [
         f"{scored.encoder}: to {scored.pretrained}"
-        + ("" if scored.pretrained in names else ", which was not scored in this call")
+        + ("" if scored.pretrained in scored_names else ", which was not scored in this call")
         for scored in evaluated
         if scored.pretrained and scored.pretrained != scored.encoder
     ]
     differences += [f"{model.model}, published: to {model.pretrained}" for model in published if model.pretrained]
-    return Remarks(
-        tuple(missing), tuple(marks), tuple(warnings), _sources(published, numbers), numbers, tuple(differences)
-    )
-
-
-def _sources(published: Sequence[PublishedModel], numbers: Mapping[str, int]) -> tuple[str, ...]:
-    """Papers with their numbers and their aggregation of STS."""
+    numbers = {source: number for number, source in enumerate(dict.fromkeys(model.source for model in published), 1)}
     ways = {"mean": "mean of subsets", "wmean": "weighted mean", "all": "all pairs"}
-    papers = dict.fromkeys(
-        (model.source, f"STS12-16 by {ways[model.sts]}" if model.split == "test" else "validation pairs of STS-B")
+    sources = dict.fromkeys(
+        f"{numbers[model.source]}: {model.source}; "
+        + (f"STS12-16 by {ways[model.sts]}" if model.split == "test" else "validation pairs of STS-B")
+        + "; copied from the paper, not computed here"
         for model in published
     )
-    return tuple(
-        f"{numbers[source]}: {source}; {way}; copied from the paper, not computed here" for source, way in papers
+    kinds = (
+        ("Difference Δ", differences),
+        ("Marked *", marks),
+        ("Warnings", warnings),
+        ("Not scored, and in no average", missing),
+        ("Published numbers", sources),
     )
+    return Remarks(tuple((title, tuple(lines)) for title, lines in kinds if lines), numbers)
 
 
-def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, None]]:
-    """Names by remark, each once, in order of appearance."""
-    names_by_remark: dict[str, dict[str, None]] = {}
-    for remark, name in pairs:
-        names_by_remark.setdefault(remark, {})[name] = None
-    return names_by_remark
-
-
-def _labels(names: Iterable[str]) -> str:
-    return ", ".join(find(name).label for name in names)
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Labels of tasks by remark, each once, in order of appearance."""
+    labels: dict[str, dict[str, None]] = {}
+    for remark, task in pairs:
+        labels.setdefault(remark, {})[find(task).label] = None
+    return {remark: ", ".join(names) for remark, names in labels.items()}
 
 
 def markdown(blocks: Sequence[Block], notes: Remarks) -> str:
@@ -100,18 +80,15 @@ def markdown(blocks: Sequence[Block], notes: Remarks) -> str:
 def _lines(blocks: Sequence[Block], notes: Remarks) -> Iterator[str]:
     yield "# Sentence encoders on SentEval"
     for block in blocks:
-        yield ""
-        yield f"## {block.title}"
-        yield ""
-        yield _row(["", *block.columns])
-        yield _row(["---", *("---:" for _ in block.columns)])
-        yield from (
-            _row([_labelled(row, notes), *(shown(cell, block.percent) for cell in row.cells)]) for row in block.rows
-        )
-    for title, lines in notes.parts():
-        yield ""
-        yield f"## {title}"
-        yield ""
+        yield from ("", f"## {block.title}", "")
+        yield f"| {' | '.join(['', *block.columns])} |"
+        yield f"| {' | '.join(['---', *('---:' for _ in block.columns)])} |"
+        for row in block.rows:
+            label = _plain(row.label)
+            label = f"*{label}*, published ({notes.numbers[row.source]})" if row.source else f"**{label}**"
+            yield f"| {' | '.join([label, *(shown(cell, block.percent) for cell in row.cells)])} |"
+    for title, lines in notes.parts:
+        yield from ("", f"## {title}", "")
         yield from (f"- {_plain(line)}" for line in lines)
 
 
@@ -122,25 +99,10 @@ def shown(cell: Cell, percent: bool = True) -> str:
     return f"{cell.value:{'+' if cell.signed else ''}.{2 if percent else 3}f}{'*' if cell.marked else ''}"
 
 
-def _labelled(row: ModelRow, notes: Remarks) -> str:
-    label = _plain(row.label)
-    return f"*{label}*, published ({notes.numbers[row.source]})" if row.source else f"**{label}**"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _plain(text: str) -> str:
     """Escape Markdown, because names of encoders and files may contain anything."""
     kept = "".join(f"\\{character}" if character in "\\`*_[]<>|#" else character for character in text)
     return " ".join(kept.split())
-
-
-Starts = Mapping[tuple[str, str], str]
-"""Label of the pretrained row, by label and source of a row; both have the same source."""
-_PREFERRED = ("mean of the two", "mean, without SNLI", "all 28", "downstream", "without SNLI", "probing")
-"""Averages in order of preference for the difference; the first is the papers' Avg."""
 
 
 def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
@@ -161,30 +123,29 @@ def write_tables(evaluated: Sequence[Evaluated], folder: Path) -> str:
         }
         for scored in evaluated
     ]
-    write_json(
-        folder / "scores.json",
-        {
-            "encoders": encoders,
-            "published": [model.model_dump(mode="json") for model in published],
-            "tables": [asdict(block) for block in blocks],
-        },
-    )
+    models = [model.model_dump(mode="json") for model in published]
+    facts = {"encoders": encoders, "published": models, "tables": [asdict(block) for block in blocks]}
+    write_json(folder / "scores.json", facts)
     return markdown(tables(evaluated, ()), remarks(evaluated, ()))
 
 
+_PREFERRED = ("mean of the two", "mean, without SNLI", "all 28", "downstream", "without SNLI", "probing")
+"""Averages in order of preference for the difference; the first is the papers' Avg."""
+
+
 def tables(evaluated: Sequence[Evaluated], published: Sequence[PublishedModel]) -> tuple[Block, ...]:
-    """Build the tables with their difference columns."""
+    """Build the tables with their columns of differences to the pretrained row of the same source."""
     starts = {(scored.encoder, ""): scored.pretrained for scored in evaluated}
     starts |= {(model.model, model.source): model.pretrained for model in published}
     return tuple(_with_differences(block, starts) for block in compare(evaluated, published))
 
 
-def _with_differences(block: Block, starts: Starts) -> Block:
+def _with_differences(block: Block, starts: Mapping[tuple[str, str], str]) -> Block:
     """Add the column if a row and its pretrained row both have the number; the column's name includes the number's.
 
     The difference is that of the block's mean, or of the mean over all columns if the block has none.
     """
-    if not block.percent or not block.columns:
+    if not block.percent:
         return block
     preferred = _PREFERRED if block.name.startswith("averages") else ("mean",)
     of = next((name for name in preferred if name in block.columns), "")

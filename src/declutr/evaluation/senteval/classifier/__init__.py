@@ -1,1 +1,0 @@
-"""SentEval's classifiers, fitted for many training sets at a time."""

@@ -1,1 +1,0 @@
-"""SentEval's tasks and the files that hold their data."""

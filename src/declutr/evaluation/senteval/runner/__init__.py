@@ -1,1 +1,0 @@
-"""Evaluation of an encoder: from sentences to result files, resumable after a kill."""

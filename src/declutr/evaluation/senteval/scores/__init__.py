@@ -1,1 +1,0 @@
-"""Scores of a task from the embeddings of its sentences."""

@@ -1,1 +1,0 @@
-"""Tables of several encoders' scores next to published ones: Markdown and JSON."""
