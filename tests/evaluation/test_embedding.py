@@ -21,11 +21,10 @@ from waiting import until
 
 from declutr.cli.main import main
 from declutr.common.errors import UsageError
-from declutr.common.storage import hash_json
 from declutr.embedding.build import build_index
 from declutr.embedding.job import UnitEmbedder
 from declutr.embedding.output import read_note
-from declutr.embedding.units import EmbedConfig, identify, plan
+from declutr.embedding.units import EmbedConfig, plan
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import vectors_fingerprint
 
@@ -210,18 +209,6 @@ def test_embed_job_by_auto_on_a_cpu_is_that_of_fp32_and_not_of_bf16(model, tmp_p
     assert jobs[0][1] == "fp32"
     assert jobs[2][1] == "bf16"
     assert jobs[2][0] != jobs[0][0]
-
-
-def test_index_of_a_note_without_the_precision_is_built(model, tmp_path):
-    """An older note identifies its job by the word of the setting."""
-    write_inputs(tmp_path)
-    output = tmp_path / "out.npy"
-    assert embed(model, tmp_path / "in.txt", output) == 0
-    note = read_note(output)
-    job = hash_json(identify(note.config, plan(note.config), note.fingerprint, "auto"))
-    old = note.model_copy(update={"job": job, "precision": None})
-    (tmp_path / "out.npy.json").write_text(old.model_dump_json(exclude={"precision"}))
-    assert build_index(output, tmp_path / "index").rows == len(LINES)
 
 
 def test_worker_of_embed_with_another_encoder_than_the_command_has_is_refused(model, tmp_path):

@@ -131,15 +131,6 @@ def test_settings_that_need_words_are_refused_without_them(embedded, tmp_path, c
     says(capsys.readouterr().err, "--weight", "--hybrid")
 
 
-def test_index_of_the_form_without_words_is_read(embedded, tmp_path):
-    build_index(embedded, tmp_path / "index")
-    path = tmp_path / "index" / "index.json"
-    facts = json.loads(path.read_text())
-    path.write_text(json.dumps({name: facts[name] for name in facts if name not in ("dtype", "recall", "hybrid")}))
-    hits = SearchIndex(tmp_path / "index").search(load_encoder(ENCODER), "cat cat mat")
-    assert (hits[0].text, hits[0].lexical) == ("cat cat mat", None)
-
-
 def test_words_find_what_the_encoder_does_not_know(tmp_path, capsys):
     (tmp_path / "v.txt").write_text("cat 1 0\ndog 0 1\n")
     output = embed_lines(tmp_path, "cat and dog\nRFC2119 dog\n", str(tmp_path / "v.txt"))

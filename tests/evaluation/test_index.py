@@ -183,14 +183,6 @@ def test_rows_with_equal_scores_are_in_order_and_nan_is_last(tmp_path):
                 np.testing.assert_array_equal(best_rows(scores, top), expected)
 
 
-def test_index_with_the_graphs_of_an_earlier_version_is_refused_with_the_remedy(embedded, tmp_path, capsys):
-    build_index(embedded, tmp_path / "index")
-    path = tmp_path / "index" / INDEX
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"kind": "graph"}))
-    assert main(["search", str(tmp_path / "index"), "cat"]) == 1
-    says(capsys.readouterr().err, "kind", "'graph'", "`declutr index EMBEDDINGS --output FOLDER`")
-
-
 ENCODER = "hashed-words:64"
 
 

@@ -18,7 +18,6 @@ from messages import says
 from sentence_transformers import SentenceTransformer
 from serving import Handler, serving
 
-from declutr.common.storage import hash_json
 from declutr.encoders.loading import load_encoder
 from declutr.trainer.build import build_encoder, load_tokenizer
 from declutr.trainer.driver.export import write_encoder
@@ -120,18 +119,6 @@ def test_what_hf_sends_of_an_export_names_no_folder_and_loads(run, tmp_path):
     assert expected.pretrained == config.encoder.pretrained, "the run knows it"
     got = SentenceTransformer(str(tmp_path / "got"), device="cpu").encode(texts)
     np.testing.assert_allclose(got, expected.encode(texts), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_an_export_of_an_earlier_version_with_the_folders_in_it_is_made_again(run):
-    folder, config = run
-    whole = {path: path.read_bytes() for path in (folder / "export").rglob("*") if path.is_file()}
-    settings = json.loads((folder / "export" / "declutr.json").read_text())
-    del settings["hash"]
-    settings["config"]["run"] = str(folder)
-    (folder / "export" / "declutr.json").write_text(json.dumps(settings | {"hash": hash_json(settings)}))
-    run_training(config)
-    assert {path: path.read_bytes() for path in (folder / "export").rglob("*") if path.is_file()} == whole
 
 
 def test_a_card_has_an_empty_licence_and_no_path(tmp_path):

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from declutr.adaptation.config import FAR_TOKENS, PASSAGE_TOKENS, WINDOW_TOKENS
 from declutr.adaptation.documents import HeldOutDocument
 from declutr.common.words import num_words
+from declutr.trainer.objectives.measures import ahead
 
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
@@ -77,7 +78,7 @@ class Passages:
             own = gallery[self.owners]
             far = np.abs(self.starts[own] - self.starts) >= FAR_TOKENS
             table = scores[:, gallery]
-            best = (table >= scores[np.arange(len(own)), own][:, None]).sum(axis=1) == 1
+            best = ahead(table, scores[np.arange(len(own)), own], tie=1.0) == 1
             np.add.at(hits, self.owners, best & far)
             np.add.at(pairs, self.owners, far)
         with np.errstate(invalid="ignore"):
@@ -97,7 +98,7 @@ class Passages:
         starts = np.flatnonzero(np.diff(self.owners, prepend=-1))
         table = np.maximum.reduceat(scores, starts, axis=1)
         own = table[np.arange(len(table)), self.targets]
-        np.add.at(counts[:, 0], self.targets, (table >= own[:, None]).sum(axis=1) == 1)
+        np.add.at(counts[:, 0], self.targets, ahead(table, own, tie=1.0) == 1)
         np.add.at(counts[:, 1], self.targets, 1)
         return counts
 

@@ -14,7 +14,7 @@ from translations import FOLDER, write_translations
 from declutr.cli.main import main
 from declutr.common.errors import DataError
 from declutr.encoders.loading import load_encoder
-from declutr.evaluation.senteval.data import download, git_sha1, inspect, known_hashes, load, overview, published
+from declutr.evaluation.senteval.data import download, inspect, known_hashes, load, overview, published
 from declutr.evaluation.senteval.similarity import cosines
 from declutr.evaluation.senteval.tasks import ALL_TASKS, LANGUAGES, MARKS, SETS, STSB_MULTI, TASKS, choose_tasks, find
 
@@ -260,8 +260,3 @@ def test_download_fetches_the_chosen_tasks_alone(tmp_path, capsys):
     says(said, "0 fetched", "0 already present", "2 failed")
     says(said, known_hashes()[GERMAN])
     assert not (tmp_path / GERMAN).exists()
-
-
-def test_git_hashes_are_those_of_the_files_as_written(translations):
-    data = load(find("STS-B-it"), translations)
-    assert data.files == {name: git_sha1(translations / name) for name in find("STS-B-it").paths}

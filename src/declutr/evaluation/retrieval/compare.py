@@ -18,6 +18,7 @@ from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.lexicon import NAMES, Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
 from declutr.trainer.metrics.judged_pairs import STSB_TEST, judged_cosines, read_pairs
+from declutr.trainer.objectives.measures import ahead
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -34,9 +35,7 @@ def positions(scores: NDArray[np.floating], relevant: Sequence[int]) -> F64:
     """
     own = np.sort(scores[list(relevant)])[::-1]
     other_scores = np.delete(scores, list(relevant))
-    above = (other_scores[None] > own[:, None]).sum(axis=1) + 0.5 * (other_scores[None] == own[:, None]).sum(axis=1)
-    ranks: F64 = above + np.arange(1, len(own) + 1)
-    return ranks
+    return ahead(other_scores[None], own, tie=0.5) + np.arange(1, len(own) + 1)
 
 
 def measures(scores: NDArray[np.floating], relevant: Sequence[Sequence[int]]) -> F64:

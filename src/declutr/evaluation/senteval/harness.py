@@ -166,8 +166,8 @@ def evaluate(
     results = {unit.key: stored for unit in units if (stored := unit.stored())}
     todo = [unit for unit in units if unit.key not in results]
     notes = folder / "encoder.json"
-    known = read_json(notes) if notes.is_file() else {}
-    warnings = tuple(known["warnings"]) if known.get("fingerprint") == fingerprint else ()
+    record = read_json(notes) if notes.is_file() else {}
+    warnings = tuple(record["warnings"]) if record.get("fingerprint") == fingerprint else ()
     if todo:
         if results:
             say(f"{encoder.name}: reusing {len(results)} of {len(units)} results from an earlier run")
