@@ -113,7 +113,7 @@ def module(folder, path):
         (lambda f: (f / "1_Pooling/config.json").unlink(), ("1_Pooling/config.json", "missing")),
         (lambda f: (f / "modules.json").unlink(), "modules.json"),
         (lambda f: write(f / "modules.json", {"a": 1}), ("modules.json", "damaged")),
-        (lambda f: write(f / "1_Pooling/config.json", ["mean"]), ("config.json", "damaged", "list")),
+        (lambda f: write(f / "1_Pooling/config.json", ["mean"]), ("config.json", "damaged", "array")),
     ],
 )  # fmt: skip
 def test_incomplete_encoder_is_refused_by_name(folder, damage, message):

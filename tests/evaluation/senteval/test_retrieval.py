@@ -108,7 +108,7 @@ def test_wrong_galleries_are_refused():
         gallery(np.ones((2, 3), np.float32), np.ones((9, 3), np.float32))
     one = made(2, 0)
     with pytest.raises(ValueError, match=all_of("10 training captions", "one batch")):
-        retrieval(one, one, one)
+        retrieval(one, one, one, RetrievalConfig())
 
 
 def test_equal_embeddings_find_nothing():
