@@ -202,7 +202,6 @@ def test_document_outside_the_share_or_held_out_is_read_by_no_step(run, capsys):
     every, read = (split.take(np.arange(split.num_documents))["id"].to_pylist() for split in splits)
     assert main(["why", str(folder), "--document", next(one for one in every if one not in read).hex()]) == 0
     says(capsys.readouterr().out, "outside the share")
-    folder, config, _ = run
     held_out = ShardSet(Path(config.data), "held-out").take(np.array([0]))["id"][0].as_py().hex()
     assert main(["why", str(folder), "--document", held_out]) == 0
     shown = capsys.readouterr().out

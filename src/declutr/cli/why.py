@@ -27,7 +27,6 @@ def run(arguments: list[str]) -> int:
         for line in order.document_lines(options.document):
             print(line)
         return 0
-    order.check_step(options.step)
     from declutr.inspection.views import step_lines
 
     as_logged = True

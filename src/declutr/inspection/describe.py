@@ -7,15 +7,14 @@ Rows of documents, sentences, pairs, triples, images and clips as lines of text.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from declutr.common.config import first_problem
 from declutr.common.console.terminal import duration, shorten
 from declutr.common.errors import CheckpointError, DamagedError, UsageError
-from declutr.common.yamlfile import read_yaml_file
+from declutr.inspection.order import stored_config
 from declutr.pipeline.duplicates.table import OTHER_LABEL, removed
 from declutr.pipeline.job.selection import REASONS
 from declutr.pipeline.shards.content import LABELS, size_noun
@@ -28,7 +27,6 @@ from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
 from declutr.trainer.checkpoints.ranking import kept
 from declutr.trainer.checkpoints.state import EXPORT, SETTINGS, read_settings
 from declutr.trainer.metrics.metrics import read_metrics
-from declutr.trainer.setup.config import TrainConfig
 
 _SHOWN_CHARACTERS, _SHOWN_OF_LABEL = 160, 80
 _FILE = "tokenizer.json"
@@ -200,13 +198,10 @@ def _texts(manifest: Manifest) -> str:
 
 def _room(geometry: Geometry, short_documents: ShortDocuments) -> str:
     """Describe the windows and anchors of the documents."""
-    tokens, anchors = geometry.max_tokens, geometry.num_anchors
-    if short_documents == "fewer_anchors":
-        return f"windows of {tokens} tokens, room for {anchors} anchors in a document, fewer in short ones"
-    if short_documents == "shrink_spans":
-        shortest = geometry.min_tokens
-        return f"windows of {tokens} tokens, {shortest} or more in short documents, room for {anchors} anchors in each"
-    return f"windows of {tokens} tokens, room for {anchors} anchors in every document"
+    shorter = f", {geometry.min_tokens} or more in short documents" if short_documents == "shrink_spans" else ""
+    where = {"fewer_anchors": "a document, fewer in short ones", "shrink_spans": "each"}
+    anchors = f"room for {geometry.num_anchors} anchors in {where.get(short_documents, 'every document')}"
+    return f"windows of {geometry.max_tokens} tokens{shorter}, {anchors}"
 
 
 def _checkpoint(path: Path) -> Iterator[str]:
@@ -228,15 +223,15 @@ class CheckpointRow:
     """Seconds since it was written; None if unknown."""
     size_bytes: int
     """Size of all its files."""
-    documents: int | None
+    documents: int | None = None
     """Documents read so far; None, like the next fields, if the state cannot be read."""
-    world_size: int | None
+    world_size: int | None = None
     """Workers that took the last step."""
-    skipped: int | None
+    skipped: int | None = None
     """Steps so far whose update was skipped."""
-    scores: dict[str, float]
+    scores: dict[str, float] = field(default_factory=dict)
     """Held-out scores; empty without validation."""
-    kept: list[str]
+    kept: list[str] = field(default_factory=list)
     """`last`, `best`, `every`; empty if it is deleted with the next checkpoint."""
 
 
@@ -249,11 +244,7 @@ def checkpoint_rows(run: Path, verify: bool = True) -> list[CheckpointRow]:
     folder = run / CHECKPOINTS
     if not folder.is_dir():
         raise UsageError(f"{run}: is no run; only a run has checkpoints to list")
-    try:
-        config = TrainConfig.model_validate(read_yaml_file(run / "config.yaml"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = first_problem(error, TrainConfig) if isinstance(error, ValueError) else error
-        raise UsageError(f"{run}: its config.yaml cannot be read ({reason})") from error
+    config = stored_config(run)
     now = time.time()
     score = config.validation.score
     steps = checkpoint.steps_in(folder)
@@ -270,16 +261,13 @@ def _row(path: Path, step: int, now: float, verify: bool) -> CheckpointRow | Non
     except FileNotFoundError:
         return None
     age = round(now - max(file.st_mtime for file in files), 1) if files else None
-    row = CheckpointRow(step, None, age, sum(file.st_size for file in files), None, None, None, {}, [])
+    size = sum(file.st_size for file in files)
     try:
         state = checkpoint.read_state(path, verify)
     except CheckpointError as error:
-        if not path.is_dir():
-            return None
-        return replace(row, broken=str(error).removeprefix(f"{path}: ").splitlines()[0])
-    return replace(
-        row, documents=state.documents, world_size=state.world_size, skipped=state.skipped, scores=state.scores
-    )
+        reason = str(error).removeprefix(f"{path}: ").splitlines()[0]
+        return CheckpointRow(step, reason, age, size) if path.is_dir() else None
+    return CheckpointRow(step, None, age, size, state.documents, state.world_size, state.skipped, state.scores)
 
 
 def _table(rows: list[CheckpointRow], verified: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from declutr.common.errors import ConfigError, ShardError, UsageError
 from declutr.common.overrides import apply_overrides
 from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
-from declutr.common.yamlfile import YamlError, read_yaml_file
+from declutr.common.yamlfile import read_yaml_file
 from declutr.pipeline.shards.ledger import find_entries
 from declutr.pipeline.shards.manifest import SPLITS, Manifest
 from declutr.pipeline.shards.shards import ShardSet
@@ -25,45 +25,29 @@ _MOST_READS = 10**7
 
 @dataclass(frozen=True)
 class TaskOrder:
-    """The order of one task of a run.
-
-    Attributes:
-        settings: of the task.
-        shards: training split of its shards.
-        plan: its rows at each step.
-        encoder: of the run.
-    """
+    """The order of one task of a run."""
 
     settings: TaskSettings
     shards: ShardSet
+    """Training split of its shards."""
     plan: Plan
+    """Its rows at each step."""
     encoder: EncoderConfig
+    """Settings of the run's encoder."""
 
 
 @dataclass(frozen=True)
 class RunOrder:
-    """The order of all tasks of a run.
-
-    Attributes:
-        folder: folder of the run.
-        tasks: the tasks by name, "" the main one; every step has a batch of each.
-        last_step: last step of the whole run.
-        taken: newest step in the run's metrics; 0 before the first.
-    """
+    """The order of all tasks of a run."""
 
     folder: Path
+    """Folder of the run."""
     tasks: Mapping[str, TaskOrder]
+    """The tasks by name, "" the main one; every step has a batch of each."""
     last_step: int
+    """Last step of the whole run."""
     taken: int
-
-    def check_step(self, step: int) -> None:
-        """Check that the run has a step.
-
-        Raises:
-            UsageError: it has not.
-        """
-        if not 1 <= step <= self.last_step:
-            raise UsageError(f"--step {step}: the run has the steps 1 to {self.last_step:,}")
+    """Newest step in the run's metrics; 0 before the first."""
 
     def logged_digest(self, task: str, step: int) -> int | None:
         """Digest of a task's batch in the run's metrics; None if the step is not there."""
@@ -131,7 +115,9 @@ def read_order(path: Path, overrides: Sequence[str] = ()) -> RunOrder:
         ConfigError: settings that cannot be used.
         UsageError: no run, or shards that are missing or do not fit it.
     """
-    config = _read_config(path, overrides)
+    config = (
+        stored_config(path, overrides) if path.is_dir() else load_config(str(path), "train", TrainConfig, overrides)
+    )
     settings = config.tasks()
     remedy = {name: f"add {task.prefix}data={replacement(task)}" for name, task in settings.items()}
     problems = [
@@ -193,21 +179,21 @@ def replacement(task: TaskSettings) -> str:
     return f"'[{', '.join(several)}]'"
 
 
-def _read_config(path: Path, overrides: Sequence[str]) -> TrainConfig:
-    if not path.is_dir():
-        return load_config(str(path), "train", TrainConfig, overrides)
+def stored_config(run: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The configuration in the folder of a run, with these overrides.
+
+    Raises:
+        ConfigError: overrides that cannot be used.
+        UsageError: the folder is not of a run, or its file cannot be used.
+    """
     try:
-        values = read_yaml_file(path / "config.yaml")
-        if not isinstance(values, dict):
-            raise UsageError(f"{path / 'config.yaml'} holds no settings; name a run, or the YAML file of one")
-        if problems := apply_overrides(values, overrides, TrainConfig.alternatives):
-            raise ConfigError(str(path), problems)
-        return TrainConfig.model_validate(values)
+        values = read_yaml_file(run / "config.yaml")
+        problems = apply_overrides(values, overrides, TrainConfig.alternatives) if isinstance(values, dict) else None
+        if not problems:
+            return TrainConfig.model_validate(values)
     except FileNotFoundError as error:
-        raise UsageError(f"{path}: has no config.yaml; name the folder of a run, or the YAML file of one") from error
-    except (YamlError, RecursionError) as error:
-        raise UsageError(f"{path}: its config.yaml cannot be read ({error})") from error
-    except (UsageError, ConfigError):
-        raise
-    except ValueError as error:
-        raise UsageError(f"{path}: its config.yaml cannot be used ({first_problem(error, TrainConfig)})") from error
+        raise UsageError(f"{run}: has no config.yaml; name the folder of a run, or the YAML file of one") from error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = first_problem(error, TrainConfig) if isinstance(error, ValueError) else error
+        raise UsageError(f"{run}: its config.yaml cannot be used ({reason})") from error
+    raise ConfigError(str(run), problems)

@@ -37,27 +37,24 @@ _ANY_LENGTH = 2**30
 
 @dataclass(frozen=True)
 class ReadRow:
-    """A row of the shards that a step reads.
-
-    Attributes:
-        position: its place in the batch.
-        epoch: epoch in which it is read.
-        number: its number in the training split.
-        id: id of the document.
-        source: file that it was read from.
-        offset: place in that file.
-        batch: its spans and views.
-        roles: description of each span or clip, such as `anchor [3, 40)`; empty if the views describe them.
-    """
+    """A row of the shards that a step reads."""
 
     position: int
+    """Its place in the batch."""
     epoch: int
+    """Epoch in which it is read."""
     number: int
+    """Its number in the training split."""
     id: str
+    """Id of the document."""
     source: str
+    """File that it was read from."""
     offset: int
+    """Place in that file."""
     batch: RankBatch
+    """Its spans and views."""
     roles: list[str]
+    """Description of each span or clip, such as `anchor [3, 40)`; empty if the views describe them."""
 
 
 class StepReader:
@@ -177,15 +174,17 @@ def step_lines(
 
     Args:
         order: order of the run.
-        step: 1-based step that the run has.
+        step: 1-based.
         document: show only the documents of this name, and compare no digest.
         limit: characters of a text to show; None: all.
 
     Raises:
-        UsageError: an objective cannot be loaded.
-        UsageError: the step does not read the document, or an encoder cannot be found.
+        UsageError: the run lacks the step, or it does not read the document; an objective or an encoder cannot be
+            loaded.
         ShardError: shards that are damaged.
     """
+    if not 1 <= step <= order.last_step:
+        raise UsageError(f"--step {step}: the run has the steps 1 to {order.last_step:,}")
     matched = False
     for name, task in order.tasks.items():
         chosen_rows = None if document is None else {row for row, _ in entries(task.shards, document)}
