@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import record
-from declutr.adaptation.candidates import CandidateBuilder
+from declutr.adaptation.candidates import CandidateBuilder, load_transformer
 from declutr.adaptation.config import AdaptConfig
-from declutr.adaptation.job import adapt, load_transformer
-from declutr.adaptation.measures import F64
+from declutr.adaptation.job import adapt
+from declutr.adaptation.passages import F64
 from declutr.adaptation.result import Result, Row
 from declutr.adaptation.scores import DISTANT, HEADINGS, Values, choose, judge
 from declutr.common.bootstrap import Comparison, compare, spearman

@@ -20,17 +20,17 @@ from declutr.adaptation.candidates import (
     ORDER,
     TRAINED,
     CandidateBuilder,
+    WithinSums,
     _of_documents,
     cross_fitted,
+    load_transformer,
+    whitening,
     write_between,
     write_trained,
 )
-from declutr.adaptation.config import AdaptConfig, located, prepare_config, train_config
-from declutr.adaptation.documents import HeldOutDocument, _rows, _select, held_out_documents
-from declutr.adaptation.job import _Adaptation, adapt, load_transformer
-from declutr.adaptation.measures import make_passages
-from declutr.adaptation.state import opened
-from declutr.adaptation.whitening import WithinSums, whitening
+from declutr.adaptation.config import WINDOW_TOKENS, AdaptConfig, opened
+from declutr.adaptation.job import _Adaptation, adapt
+from declutr.adaptation.passages import _select, held_out_documents, make_passages
 from declutr.cli.main import main
 from declutr.common.config import validated
 from declutr.common.errors import UsageError
@@ -41,7 +41,10 @@ from declutr.encoders.transformer import TransformerEncoder, write_transformer
 from declutr.evaluation.retrieval.compare import score_encoder, score_lexical
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import read_test
+from declutr.pipeline.filters.document_filter import normalise
+from declutr.pipeline.readers.corpus import document_id
 from declutr.pipeline.shards.manifest import load_manifest
+from declutr.pipeline.shards.shards import ShardSet
 from declutr.pipeline.tokenizer.tokenization import fingerprint, train_tokenizer
 from declutr.trainer.model.behind import Normalize
 
@@ -112,7 +115,7 @@ def test_adapt_tries_every_candidate_and_judges_one(encoder, tmp_path):
     with pytest.raises(UsageError, match=all_of("seed", "another folder")):
         adapt(encoder, documents, output, steps=20, seed=1)
     given = {"encoder": str(encoder), "corpus": listed(documents), "steps": 20}
-    config = located(validated("adapt", AdaptConfig, given))
+    config = validated("adapt", AdaptConfig, given).located()
     test = judged_set(config, output)
     for name in (CLOSED, TRAINED):
         again = test.encoder(load_transformer(str(place_of(config, output, name))))["distant"]
@@ -142,11 +145,13 @@ def place_of(config, output, name):
 
 def judged_set(config, output):
     """The test documents: none of those that chose, and none that was trained on."""
-    splits = held_out_documents(prepare_config(config, output / "data"), output / "data", config.seed)
-    development, test = ({one.key for one in splits[name]} for name in ("development", "test"))
+    splits = held_out_documents(config.prepare_config(output / "data"), output / "data", config.seed)
+    development, test = (set(splits[name]) for name in ("development", "test"))
     assert min(len(development), len(test)) >= 100
     assert not development & test
-    assert development | test <= {*_rows(output / "data", "held-out")[1].tolist()}
+    shards = ShardSet(output / "data", "held-out")
+    held_out = {*shards.take(np.arange(shards.num_documents))["id"].to_pylist()}
+    assert {document_id(normalise(text).encode()) for text in development | test} <= held_out
     return adaptation_scores.TestSet(make_passages(splits["test"], AutoTokenizer.from_pretrained(config.encoder)), None)
 
 
@@ -165,15 +170,15 @@ def keeps_the_encoder_that_is_better(config, output, result):
 
 def test_closed_form_of_few_documents_never_saw_the_documents_it_is_scored_on(encoder, tmp_path):
     lines = corpus(tmp_path / "documents.jsonl", 12).read_text().splitlines()
-    documents = [HeldOutDocument(number, json.loads(line)["text"]) for number, line in enumerate(lines)]
+    documents = [json.loads(line)["text"] for line in lines]
     start = load_transformer(str(encoder))
     found = make_passages(documents, start.tokenizer)
-    _, values = cross_fitted(found, start, 0.25, 0.1)
+    _, values = cross_fitted(found, start)
     rows, fold_of = unit_rows(start.embed_ids(found.ids).astype(np.float64)), np.arange(12) % 5
     for fold in range(5):
         inside = fold_of[found.owners] == fold
         others = WithinSums.of(rows[~inside], found.owners[~inside])
-        own = unit_rows(rows[inside] @ whitening(others, 0.25, 0.1))
+        own = unit_rows(rows[inside] @ whitening(others))
         expected = _of_documents(found, np.flatnonzero(fold_of == fold)).distant((own @ own.T).astype(np.float32))
         np.testing.assert_array_equal(values["distant"][fold_of == fold], expected)
 
@@ -282,13 +287,6 @@ def test_texts_of_the_pairs_are_embedded_once_for_both_splits(encoder, tmp_path)
     assert counting.asked == [len(pairs.texts)]
 
 
-def test_adapt_refuses_too_few_queries_before_any_work(encoder, tmp_path):
-    pairs = asked(tmp_path / "pairs.jsonl", 150)
-    with pytest.raises(UsageError, match=all_of("--pairs", "its queries are left", "100", "240")):
-        adapt(encoder, "-", tmp_path / "out", pairs=str(pairs))
-    assert not (tmp_path / "out" / "data").exists()
-
-
 def test_most_documents_are_the_first_by_key_if_all_are_long_and_long_ones_first():
     keys = np.random.default_rng(0).permutation(1000).astype(np.uint64)
     assert keys[_select(keys, np.full(1000, 256), 500)].tolist() == list(range(500))
@@ -297,6 +295,24 @@ def test_most_documents_are_the_first_by_key_if_all_are_long_and_long_ones_first
     some = keys[_select(keys, tokens, 260)].tolist()
     assert some == sorted({*range(0, 1000, 4), 1, 2, 3, 5, 6, 7, 9, 10, 11, 13})
     assert keys[_select(keys, tokens, 2000)].tolist() == list(range(1000))
+
+
+def test_adapt_refuses_what_it_cannot_use_before_any_work(encoder, tmp_path):
+    shutil.copytree(encoder, tmp_path / "mine" / "encoder")
+    short = shutil.copytree(encoder, tmp_path / "short")
+    BertForMaskedLM(BertConfig.from_pretrained(encoder, max_position_embeddings=40)).save_pretrained(short)
+    (tmp_path / "sts-test.csv").write_text("a\tb\tc\t1\t3.5\tone\tother\n" * 99)
+    pairs = str(asked(tmp_path / "pairs.jsonl", 150))
+    for start, output, settings, words in (
+        (encoder, "out", {"pairs": pairs}, ("--pairs", "its queries are left", "100", "240")),
+        (encoder, "out", {"stsb": tmp_path}, ("--stsb", "99 pairs", "100")),
+        (encoder, "mine", {}, ("--output", "encoder", "another folder")),
+        (short, "out", {}, ("40 tokens", "64")),
+    ):
+        with pytest.raises(UsageError, match=all_of(*words)):
+            adapt(start, "-", tmp_path / output, **settings)
+        assert not (tmp_path / output / "data").exists()
+    assert (tmp_path / "mine" / "encoder" / "config.json").is_file()
 
 
 def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):
@@ -309,27 +325,6 @@ def test_adapt_refuses_all_poor_inputs_at_once(tmp_path, capsys):
     says(told, "query", "text")
     says(told, "sts-test.csv")
     assert f"--output {output}: " in told
-
-
-def test_adapt_leaves_a_folder_alone_that_it_did_not_write(encoder, tmp_path):
-    shutil.copytree(encoder, tmp_path / "encoder")
-    with pytest.raises(UsageError, match=all_of("--output", "encoder", "another folder")):
-        adapt(tmp_path / "encoder", "-", tmp_path)
-    assert (tmp_path / "encoder" / "config.json").is_file()
-
-
-def test_adapt_refuses_too_few_judged_pairs_before_any_work(encoder, tmp_path):
-    (tmp_path / "sts-test.csv").write_text("a\tb\tc\t1\t3.5\tone\tother\n" * 99)
-    with pytest.raises(UsageError, match=all_of("--stsb", "99 pairs", "100")):
-        adapt(encoder, "-", tmp_path / "out", stsb=tmp_path)
-
-
-def test_adapt_of_an_encoder_for_short_texts_is_refused(encoder, tmp_path):
-    short = tmp_path / "short"
-    shutil.copytree(encoder, short)
-    BertForMaskedLM(BertConfig.from_pretrained(encoder, max_position_embeddings=40)).save_pretrained(short)
-    with pytest.raises(UsageError, match=all_of("40 tokens", "64")):
-        adapt(short, "-", tmp_path / "out")
 
 
 def lower_casing(encoder, folder, normalizer):
@@ -393,14 +388,10 @@ def test_write_between_is_the_start_at_0_and_the_end_at_1(encoder, tmp_path):
     assert TRAINED in ORDER
 
 
-def test_train_config_is_that_of_the_config_file():
-    from declutr.common.config import load_config
-    from declutr.trainer.setup.config import TrainConfig
-
-    file = load_config("configs/adapt.yaml", "train", TrainConfig)
-    ours = train_config(AdaptConfig(encoder="models/x", corpus=["-"]), Path("data"), Path("run"), 10, "mean")
-    for section in ("spans", "objective", "optim"):
-        assert getattr(ours, section) == getattr(file, section), section
-    for name in ("dropout", "num_trainable_layers", "pooling"):
-        assert getattr(ours.encoder, name) == getattr(file.encoder, name), name
-    assert (ours.batch_documents, ours.microbatch_tokens) == (file.batch_documents, file.microbatch_tokens)
+def test_settings_of_the_file_are_those_of_an_adaptation():
+    config = AdaptConfig(encoder="models/x", corpus=["-"], seed=7)
+    assert config.prepare_config(Path("data")).geometry.max_tokens == WINDOW_TOKENS
+    train = config.train_config(Path("data"), Path("run"), 10, "cls")
+    assert (train.spans.strategy, train.objective.terms, train.optim.lr) == ("distant", "contrastive", 5e-5)
+    assert (train.batch_documents, train.steps, train.epochs, train.seed) == (64, 10, None, 7)
+    assert (train.export, train.validation.every_steps, train.encoder.pooling) == ("last", 0, "cls")

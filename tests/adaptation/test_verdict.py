@@ -7,11 +7,9 @@ import pytest
 from messages import all_of, says
 from transformers import AutoTokenizer
 
-from declutr.adaptation.config import LONG_TOKENS, AdaptConfig
-from declutr.adaptation.documents import HeldOutDocument
-from declutr.adaptation.measures import Passages, make_passages, share
+from declutr.adaptation.config import LONG_TOKENS, STATE, AdaptConfig, opened
+from declutr.adaptation.passages import Passages, make_passages, share
 from declutr.adaptation.scores import DISTANT, HEADINGS, PAIRS, choose, compared, judge
-from declutr.adaptation.state import STATE, opened
 from declutr.common.errors import UsageError
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 
@@ -158,7 +156,7 @@ def test_make_passages_of_fewer_than_256_tokens_has_no_distant_pair(tokenizer, w
     engine = tokenizer.backend_tokenizer
     encoded = engine.encode(text(1500, 0), add_special_tokens=False)
     body = text(1500, 0)[: encoded.offsets[64 * windows - 1][1]]
-    made = make_passages([HeldOutDocument(0, body)], tokenizer)
+    made = make_passages([body], tokenizer)
     assert made.scorable.tolist() == [scorable]
     assert (windows * 64 >= LONG_TOKENS) is scorable
     scores = np.eye(len(made.texts), dtype=np.float32)
@@ -201,9 +199,9 @@ def test_scores_that_tell_nothing_apart_find_nothing():
 def test_make_passages_takes_headings_out_and_leaves_common_ones_out(tokenizer):
     bodies = [text(300, 0), text(200, 1), "too short"]
     documents = [
-        HeldOutDocument(0, f"A title of its own\n\n# Introduction here\n{bodies[0]}\n## Results of word1\n"),
-        HeldOutDocument(1, f"# Introduction here\n{bodies[1]}"),
-        HeldOutDocument(2, f"# Another one\n{bodies[2]}"),
+        f"A title of its own\n\n# Introduction here\n{bodies[0]}\n## Results of word1\n",
+        f"# Introduction here\n{bodies[1]}",
+        f"# Another one\n{bodies[2]}",
     ]
     made = make_passages(documents, tokenizer)
     assert made.num_documents == 2
@@ -220,14 +218,14 @@ def test_make_passages_takes_headings_out_and_leaves_common_ones_out(tokenizer):
 
 def test_long_first_lines_without_spaces_stay_and_short_ones_are_headings(tokenizer):
     long = "日本語の文章は空白で区切られない。" * 4
-    documents = [HeldOutDocument(0, f"{long}\n{text(300, 0)}"), HeldOutDocument(1, f"# 見出しの例\n{text(300, 1)}")]
+    documents = [f"{long}\n{text(300, 0)}", f"# 見出しの例\n{text(300, 1)}"]
     made = make_passages(documents, tokenizer)
     assert made.queries == ["見出しの例"]
     assert long[:10] in made.texts[0]
 
 
 def test_make_passages_of_documents_without_headings_has_no_queries(tokenizer):
-    made = make_passages([HeldOutDocument(0, text(300, 0))], tokenizer)
+    made = make_passages([text(300, 0)], tokenizer)
     assert made.queries == []
     assert np.isnan(share(made.headings(np.zeros((0, len(made.texts))))))
 

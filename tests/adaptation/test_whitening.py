@@ -12,7 +12,7 @@ from tiny import VOCABULARY, documents
 from torch import nn
 from transformers import AutoTokenizer
 
-from declutr.adaptation.whitening import WhitenConfig, WithinSums, passages, whiten, whitening, write_whitened
+from declutr.adaptation.candidates import WithinSums, whiten, whitening, window_starts, write_whitened
 from declutr.common.errors import UsageError
 from declutr.encoders.loading import load_encoder
 from declutr.pipeline.shards.shards import ShardSet
@@ -77,7 +77,7 @@ def test_whitening_of_repeated_text_is_refused():
 
 def test_passages_are_spread_over_the_document_and_do_not_overlap():
     table = documents([24, 100, 47], 12)
-    rows, owners = passages(table, 4, 10, VOCABULARY)
+    rows, owners = window_starts(table, 4, 10, VOCABULARY)
     assert owners.tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2]
     tokens = table["tokens"].to_pylist()
     starts = [0, 12, 0, 24, 60, 84, 0, 12, 24]
@@ -103,12 +103,11 @@ def start(tmp_path_factory):
 
 
 def test_whitened_encoder_is_loaded_alike_by_everyone(start, tmp_path):
-    folder, data = start
-    config = WhitenConfig(encoder=str(folder), shards=str(data))
+    folder, _ = start
     encoder = load_encoder(str(folder))
     sums = WithinSums.of(*drawn([3] * 9, size=5))
     (tmp_path / "white").mkdir()
-    write_whitened(config, encoder, sums, tmp_path / "white")
+    write_whitened(encoder, sums, tmp_path / "white")
     before = encoder.encode(TEXTS).astype(np.float64)
     expected = before @ whitening(sums, 0.25, 0.1)
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
@@ -128,14 +127,13 @@ def test_whitened_encoder_is_loaded_alike_by_everyone(start, tmp_path):
 @pytest.mark.usefixtures("session")
 def test_whiten_embeds_every_training_document_once(start, tmp_path, monkeypatch):
     folder, data = start
-    monkeypatch.setattr("declutr.adaptation.whitening._BLOCK_DOCUMENTS", 20)
-    config = WhitenConfig(encoder=str(folder), shards=str(data), passages=2)
-    sums = whiten(config, tmp_path / "white")
+    monkeypatch.setattr("declutr.adaptation.candidates._BLOCK_DOCUMENTS", 20)
+    sums = whiten(str(folder), data, tmp_path / "white")
     table = ShardSet(data, "train").take(np.arange(57))  # all of them, in one block
     encoder = load_encoder(str(folder))
     vocabulary = vocabulary_of(encoder.tokenizer)
-    room = min(config.passage_tokens, encoder.max_tokens - vocabulary.num_specials)
-    rows, owners = passages(table, 2, room, vocabulary)
-    assert (sums.documents, sums.spans) == (57, 114)
+    room = encoder.max_tokens - vocabulary.num_specials
+    rows, owners = window_starts(table, 4, room, vocabulary)
+    assert (sums.documents, sums.spans) == (57, len(rows))
     assert np.abs(sums.scatter - WithinSums.of(encoder.embed_ids(rows), owners).scatter).max() < 1e-9
     assert load_encoder(str(tmp_path / "white")).size == encoder.size

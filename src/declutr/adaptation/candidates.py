@@ -1,109 +1,127 @@
-"""The candidates of an adaptation, from the cheapest to the dearest, each a folder that can be loaded."""
+"""The candidates of an adaptation, from the cheapest to the dearest, each a folder that can be loaded.
 
-from dataclasses import dataclass, replace
+The closed form whitens embeddings by their covariance within documents, without training. It is WCCN of speaker
+recognition (Hatch et al. 2006). Directions in which the spans of one document differ from each other are shrunk, so
+that what they share counts more. It is DeCLUTR's signal without training: spans of a document belong together. The
+others are a training, interpolations on the way to it, and the closed form after it.
+
+Legend: S spans, D embedding size.
+"""
+
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
+from numpy.typing import NDArray
+from torch import nn
 
-from declutr.adaptation.config import BATCH_DOCUMENTS, PASSAGE_TOKENS, WINDOW_TOKENS, AdaptConfig, train_config
-from declutr.adaptation.measures import Passages
+from declutr.adaptation.config import BATCH_DOCUMENTS, PASSAGE_TOKENS, WINDOW_TOKENS, AdaptConfig
+from declutr.adaptation.passages import Passages
 from declutr.adaptation.scores import DISTANT, Values
-from declutr.adaptation.whitening import WhitenConfig, WithinSums, whiten, whitening
+from declutr.common.console.logs import bar
+from declutr.common.errors import EncoderError, UsageError
 from declutr.common.storage import atomic_folder
 from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import unit_rows
 from declutr.encoders.transformer import TransformerEncoder, write_transformer
+from declutr.pipeline.shards.shards import ShardSet, ragged
 from declutr.trainer.checkpoints.state import EXPORT
-from declutr.trainer.model.behind import Normalize
+from declutr.trainer.data.packing import Vocabulary
+from declutr.trainer.model.behind import Dense, Normalize
+from declutr.trainer.model.language_model import vocabulary_of
 from declutr.trainer.train import train
 
+F64 = NDArray[np.float64]
 CLOSED, TRAINED, BOTH = "closed form", "trained", "trained, then closed form"
-SHARES = (0.25, 0.5, 0.75)
-PASSES = 10
+_BETWEEN = {f"trained, {part:.0%} of the way": part for part in (0.25, 0.5, 0.75)}
+"""Part of the way from the start's weights to the trained ones, by name. An interpolation costs no more than the
+training that it needs, and changes the encoder less."""
+ORDER = (CLOSED, *_BETWEEN, TRAINED, BOTH)
+"""All candidates."""
+POWER, SHRINKAGE = 0.25, 0.1
+"""Power of the covariance, of which 0.5 whitens completely, and weight of the identity beside it."""
+_PASSAGES = 4
+"""Passages of a document that the covariance is computed from, spread evenly over it."""
+_PASSES = 10
 """Passes over the training documents, if there is time."""
-LEAST_STEPS = 20
+_LEAST_STEPS = 20
 _STEP_COST = 3.75
 """Time of a step relative to the embedding of as many tokens: the backward, and the update."""
 _LOAD = 60.0
 """Seconds that a start of the training takes beside its steps, with room for a slow machine."""
+_BLOCK_DOCUMENTS = 256
+_FOLDS = 5
 
 
-def halfway(part: float) -> str:
-    """Name of the candidate that is `part` of the way from the start to the trained encoder."""
-    return f"trained, {part:.0%} of the way"
+def load_transformer(name: str | Path, trust_remote_code: bool = False) -> TransformerEncoder:
+    """Loads an encoder that can be adapted.
+
+    Raises:
+        EncoderError: it cannot be loaded, or is no transformer.
+    """
+    encoder = load_encoder(str(name), trust_remote_code=trust_remote_code)
+    if not isinstance(encoder, TransformerEncoder):
+        raise EncoderError(f"{name}: only a transformer can be adapted")
+    return encoder
 
 
-ORDER = (CLOSED, *(halfway(part) for part in SHARES), TRAINED, BOTH)
-"""All candidates. An interpolation costs no more than the training that it needs, and changes the encoder less."""
+def steps_within(seconds: float, tokens_per_second: float, num_documents: int) -> int:
+    """Steps of ten passes, or as many as the time suffices for; 0 if fewer than 20.
+
+    Args:
+        seconds: time left for the training and for what follows it, which takes about a third of it.
+        tokens_per_second: of the start's forward.
+        num_documents: that are trained on.
+    """
+    tokens = 2 * BATCH_DOCUMENTS * (3 * WINDOW_TOKENS // 4 + 2)
+    steps = int((seconds * 2 / 3 - _LOAD) * tokens_per_second / (tokens * _STEP_COST))
+    return 0 if steps < _LEAST_STEPS else min(steps, max(_LEAST_STEPS, _PASSES * num_documents // BATCH_DOCUMENTS))
 
 
 @dataclass(frozen=True)
 class CandidateBuilder:
-    """Makes candidates in a folder; what exists there is kept.
-
-    Attributes:
-        config: what to adapt.
-        data: the prepared corpus.
-        folder: for the candidates.
-        address: of a Ray cluster.
-    """
+    """Makes candidates in a folder; what exists there is kept."""
 
     config: AdaptConfig
+    """What to adapt."""
     data: Path
+    """The prepared corpus."""
     folder: Path
+    """Folder for the candidates."""
     address: str | None = None
+    """Address of a Ray cluster."""
 
     def place(self, name: str) -> Path:
         """Folder of a candidate."""
         return self.folder / name.replace(",", "").replace("%", "").replace(" ", "-")
 
-    def steps_within(self, seconds: float, tokens_per_second: float, num_documents: int) -> int:
-        """Steps of ten passes, or as many as the time suffices for; 0 if fewer than 20.
+    def load(self, name: str) -> TransformerEncoder:
+        """Loads a candidate that exists."""
+        return load_transformer(self.place(name), self.config.trust_remote_code)
 
-        Args:
-            seconds: time left for the training and for what follows it, which takes about a third of it.
-            tokens_per_second: of the start's forward.
-            num_documents: that are trained on.
-        """
-        tokens = 2 * BATCH_DOCUMENTS * (3 * WINDOW_TOKENS // 4 + 2)
-        steps = int((seconds * 2 / 3 - _LOAD) * tokens_per_second / (tokens * _STEP_COST))
-        return 0 if steps < LEAST_STEPS else min(steps, max(LEAST_STEPS, PASSES * num_documents // BATCH_DOCUMENTS))
-
-    def make(self, name: str, start: TransformerEncoder, steps: int) -> Path:
-        """Makes a candidate unless it exists; return its folder."""
-        place = self.place(name)
+    def make(self, name: str, start: TransformerEncoder, steps: int) -> None:
+        """Makes a candidate unless it exists."""
+        place, trust = self.place(name), self.config.trust_remote_code
         if place.is_dir():
-            return place
-        if name == TRAINED:
-            run, pooling = self.folder / "run", start.encoder.config.pooling
-            if not (run / EXPORT).is_dir():
-                train(train_config(self.config, self.data, run, steps, pooling, self.address))
-            with atomic_folder(place) as aside:
-                write_trained(start, self._loaded(run / EXPORT), aside)
-        elif name == CLOSED:
-            whiten(self._whitening(self.config.encoder), place, self.address)
-        elif name == BOTH:
-            whiten(self._whitening(str(self.make(TRAINED, start, steps))), place, self.address)
-        else:
-            part = next(share for share in SHARES if halfway(share) == name)
-            trained = self._loaded(self.make(TRAINED, start, steps))
-            with atomic_folder(place) as aside:
-                write_between(start, trained, part, aside)
-        return place
-
-    def _loaded(self, folder: Path) -> TransformerEncoder:
-        encoder = load_encoder(str(folder), trust_remote_code=self.config.trust_remote_code)
-        assert isinstance(encoder, TransformerEncoder)
-        return encoder
-
-    def _whitening(self, encoder: str) -> WhitenConfig:
-        return WhitenConfig(
-            encoder=encoder,
-            shards=str(self.data),
-            passage_tokens=PASSAGE_TOKENS,
-            trust_remote_code=self.config.trust_remote_code,
-        )
+            return
+        if name not in (CLOSED, TRAINED):
+            self.make(TRAINED, start, steps)
+        if name in (CLOSED, BOTH):
+            origin = self.config.encoder if name == CLOSED else str(self.place(TRAINED))
+            whiten(origin, self.data, place, trust, self.address)
+            return
+        run = self.folder / "run"
+        if name == TRAINED and not (run / EXPORT).is_dir():
+            pooling = start.encoder.config.pooling
+            train(self.config.train_config(self.data, run, steps, pooling, self.address))
+        with atomic_folder(place) as aside:
+            if name == TRAINED:
+                write_trained(start, load_transformer(run / EXPORT, trust), aside)
+            else:
+                write_between(start, self.load(TRAINED), _BETWEEN[name], aside)
 
 
 def write_trained(start: TransformerEncoder, trained: TransformerEncoder, folder: Path) -> None:
@@ -128,17 +146,181 @@ def write_between(start: TransformerEncoder, trained: TransformerEncoder, part: 
     write_transformer(trained, [], folder)
 
 
-def wanted(steps: int) -> tuple[str, ...]:
-    """The candidates that are tried; only the closed form if there is no time for a step of training."""
-    return ORDER if steps else (CLOSED,)
+@dataclass(frozen=True)
+class WithinSums:
+    """Sums over documents from which the whitening follows; those of several blocks of documents add up."""
+
+    scatter: F64
+    """`(D, D)` sum over spans of (e - m)(e - m)^T, with m the mean of the span's document."""
+    spans: int
+    """Number of spans."""
+    documents: int
+    """Number of documents."""
+
+    @staticmethod
+    def of(embeddings: NDArray[np.floating], owners: NDArray[np.int64]) -> "WithinSums":
+        """The sums of one block; embeddings are scaled to length 1 first.
+
+        Args:
+            embeddings: `(S, D)` embeddings of spans.
+            owners: `(S,)` number of the document of each span, within the block.
+        """
+        unit = unit_rows(embeddings.astype(np.float64))
+        _, rows, counts = np.unique(owners, return_inverse=True, return_counts=True)
+        means = np.zeros((len(counts), unit.shape[1]))
+        np.add.at(means, rows, unit)
+        apart = unit - (means / counts[:, None])[rows]
+        return WithinSums(apart.T @ apart, len(unit), len(counts))
+
+    def __add__(self, other: "WithinSums") -> "WithinSums":
+        sums = self.scatter + other.scatter, self.spans + other.spans, self.documents + other.documents
+        return WithinSums(*sums)
 
 
-_FOLDS = 5
+def whitening(sums: WithinSums, power: float = POWER, shrinkage: float = SHRINKAGE) -> F64:
+    """`(D, D)` symmetric matrix W = C^-power, to be applied to unit embeddings.
+
+    C is the covariance within documents, scatter / (S - documents), shrunk to the identity and scaled to a mean
+    eigenvalue of 1: C = (S / mean + shrinkage * I) / (1 + shrinkage). With a shrinkage above 0 it is invertible for any
+    number of documents, also for fewer than D.
+
+    Args:
+        sums: of all documents.
+        power: 0 changes nothing, 0.5 whitens completely.
+        shrinkage: weight of the identity.
+
+    Raises:
+        UsageError: no document has two spans, or the spans of each document have the same embedding.
+    """
+    degrees = sums.spans - sums.documents
+    if degrees < 1:
+        raise UsageError(
+            f"{sums.documents:,} documents with one span each: the covariance within documents needs two spans of a "
+            "document; use longer documents or shorter spans"
+        )
+    values, vectors = np.linalg.eigh(sums.scatter / degrees)
+    mean = float(values.mean())
+    if not mean > 1e-12:
+        raise UsageError(
+            f"the {sums.spans:,} spans of {sums.documents:,} documents have the same embedding as the others of their "
+            "document: there is nothing to whiten; check that the documents are not empty or repeated text"
+        )
+    shrunk = (np.maximum(values, 0.0) / mean + shrinkage) / (1 + shrinkage)
+    matrix: F64 = (vectors * shrunk**-power) @ vectors.T
+    return matrix
 
 
-def cross_fitted(
-    passages: Passages, start: TransformerEncoder, power: float, shrinkage: float
-) -> tuple[Values, Values]:
+def window_starts(
+    documents: pa.Table, count: int, max_content: int, vocabulary: Vocabulary
+) -> tuple[list[list[int]], NDArray[np.int64]]:
+    """Token ids of at most `count` passages of each document, and the number of the document of each.
+
+    A passage is the beginning of a window (pipeline/shards/windows.py), so passages do not overlap.
+
+    Args:
+        documents: n rows of the shards.
+        count: passages of a document; a document with fewer windows has one for each.
+        max_content: most tokens of a passage without special ones.
+        vocabulary: ids of the tokenizer.
+
+    Returns:
+        The ids with special tokens, and `(S,)` document numbers from 0 to n - 1.
+    """
+    tokens, offsets = ragged(documents.column("tokens"))
+    windows, bounds = ragged(documents.column("windows"))
+    before = [] if vocabulary.bos is None else [vocabulary.bos]
+    after = [] if vocabulary.eos is None else [vocabulary.eos]
+    rows: list[list[int]] = []
+    owners: list[int] = []
+    for document in range(len(documents)):
+        starts = windows[bounds[document] : bounds[document + 1]].astype(np.int64)
+        length = min(int(starts[1] - starts[0]), max_content)
+        chosen = starts[np.linspace(0, len(starts) - 1, min(count, len(starts))).round().astype(np.int64)]
+        for start in (offsets[document] + chosen).tolist():
+            rows.append([*before, *tokens[start : start + length].tolist(), *after])
+            owners.append(document)
+    return rows, np.array(owners, np.int64)
+
+
+def whiten(
+    encoder: str, shards: Path, output: Path, trust_remote_code: bool = False, address: str | None = None
+) -> WithinSums:
+    """Writes the whitened encoder to the new folder `output`; returns the sums from which it was computed.
+
+    Args:
+        encoder: folder or name of a transformer, as `load_encoder` takes it, without a prompt.
+        shards: absolute path of documents that `prepare` made with the encoder's tokenizer.
+        output: the folder.
+        trust_remote_code: run Python code that comes with the encoder; only for encoders that the user trusts.
+        address: of a Ray cluster.
+
+    Raises:
+        UsageError: there are no training documents, or they have no covariance.
+        EncoderError: the encoder cannot be loaded.
+        ShardError: the shards cannot be read.
+        SessionError: no Ray session can be started.
+    """
+    start = load_transformer(encoder, trust_remote_code)
+    sums = _within_sums(encoder, shards, trust_remote_code, address)
+    with atomic_folder(output) as aside:
+        write_whitened(start, sums, aside)
+    return sums
+
+
+def _within_sums(encoder: str, shards: Path, trust_remote_code: bool, address: str | None) -> WithinSums:
+    """The sums over all training documents of the shards, by one pass of Ray Data, in blocks of documents."""
+    from declutr.common.session import start_ray
+
+    start_ray(address=address)
+    import ray  # after the session, which keeps it quiet
+
+    num_documents = ShardSet(shards, "train").num_documents
+    if not num_documents:
+        raise UsageError(f"{shards}: holds no training documents; prepare more documents")
+    starts = range(0, num_documents, _BLOCK_DOCUMENTS)
+    resources = ray.cluster_resources()
+    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+    share: dict[str, Any] = {"num_gpus": 1, "concurrency": gpus} if gpus else {"num_cpus": 1, "concurrency": cpus}
+    share["concurrency"] = max(1, min(share["concurrency"], len(starts)))
+    blocks = [{"start": start, "end": min(start + _BLOCK_DOCUMENTS, num_documents)} for start in starts]
+    rows = ray.data.from_items(blocks, override_num_blocks=len(blocks)).map(
+        _SumsOfBlock, fn_constructor_args=(encoder, shards, trust_remote_code), **share
+    )
+    sums_by_start: dict[int, WithinSums] = {}
+    with bar(total=num_documents, desc="covariance", unit="documents") as progress:
+        for row in rows.iter_rows():
+            sums = sums_by_start[row["start"]] = WithinSums(row["scatter"], row["spans"], row["documents"])
+            progress.update(sums.documents)
+    first, *rest = [sums_by_start[start] for start in starts]  # added in their order, whatever finished first
+    return sum(rest, first)
+
+
+class _SumsOfBlock:
+    """Ray worker with an encoder: from the numbers of a block's documents to the block's sums."""
+
+    def __init__(self, encoder: str, shards: Path, trust_remote_code: bool) -> None:
+        self._encoder = load_transformer(encoder, trust_remote_code)
+        self._shards = ShardSet(shards, "train", look=False)
+
+    def __call__(self, row: dict[str, int]) -> dict[str, Any]:
+        """Embed the passages of documents [start, end); return the fields of `WithinSums` and `start`."""
+        documents, encoder = self._shards.take(np.arange(row["start"], row["end"])), self._encoder
+        vocabulary = vocabulary_of(encoder.tokenizer)
+        room = min(PASSAGE_TOKENS, encoder.max_tokens - vocabulary.num_specials)
+        rows, owners = window_starts(documents, _PASSAGES, room, vocabulary)
+        return {"start": row["start"], **asdict(WithinSums.of(encoder.embed_ids(rows), owners))}
+
+
+def write_whitened(encoder: TransformerEncoder, sums: WithinSums, folder: Path) -> None:
+    """Writes the encoder with the whitening behind its own steps: scale to length 1, dense layer, scale to length 1."""
+    matrix = whitening(sums)
+    layer = nn.Linear(len(matrix), len(matrix), bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(matrix))
+    write_transformer(encoder, [Normalize(), Dense(layer, nn.Identity()), Normalize()], folder)
+
+
+def cross_fitted(passages: Passages, start: TransformerEncoder) -> tuple[Values, Values]:
     """Values of the start and of the closed form, each document scored by a fit without it.
 
     A document's passages search among those of the documents of its fold, for both encoders.
@@ -146,8 +328,6 @@ def cross_fitted(
     Args:
         passages: of all documents.
         start: the encoder.
-        power: of the covariance.
-        shrinkage: weight of the identity.
 
     Raises:
         UsageError: the documents of four folds have no covariance.
@@ -157,7 +337,7 @@ def cross_fitted(
     fold_of = np.arange(passages.num_documents) % _FOLDS
     for fold in range(min(_FOLDS, passages.num_documents)):
         inside = fold_of[passages.owners] == fold
-        matrix = whitening(WithinSums.of(rows[~inside], passages.owners[~inside]), power, shrinkage)
+        matrix = whitening(WithinSums.of(rows[~inside], passages.owners[~inside]))
         fold_documents = np.flatnonzero(fold_of == fold)
         part = _of_documents(passages, fold_documents)
         for values, fold_rows in ((before, rows[inside]), (after, rows[inside] @ matrix)):

@@ -1,19 +1,29 @@
-"""Settings of `declutr adapt`, and the configurations of the steps that follow from them."""
+"""Settings of `declutr adapt`, the configurations that follow from them, and the state of an adaptation in its folder.
+
+`configs/adapt.yaml` has the settings of preparation and training, so that both can be run alone too.
+"""
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
 from declutr.common.config import Strict
+from declutr.common.errors import UsageError
 from declutr.common.paths import expand
+from declutr.common.storage import write_text
+from declutr.common.yamlfile import read_yaml_file
 from declutr.pipeline.config import PipelineConfig
 from declutr.trainer.setup.config import TrainConfig
 
 PASSAGE_TOKENS = 62
 """Tokens of a passage without special ones."""
 WINDOW_TOKENS = 64
+"""Tokens of a window of the shards, `geometry.max_tokens` of `configs/adapt.yaml`."""
 FAR_TOKENS = PASSAGE_TOKENS + 96
 """Tokens between the starts of two passages of which one must find the other."""
 LONG_TOKENS = (1 - (-FAR_TOKENS // WINDOW_TOKENS)) * WINDOW_TOKENS
@@ -21,6 +31,8 @@ LONG_TOKENS = (1 - (-FAR_TOKENS // WINDOW_TOKENS)) * WINDOW_TOKENS
 HELD_OUT = 0.4
 """Share of the documents that is not trained on: half of it chooses, the other half reports."""
 BATCH_DOCUMENTS = 64
+STATE = "state.json"
+_SETTINGS = Path(__file__).resolve().parent.parent / "configs" / "adapt.yaml"
 
 
 class AdaptConfig(Strict):
@@ -48,75 +60,139 @@ class AdaptConfig(Strict):
     trust_remote_code: bool = False
     """Run Python code that comes with the encoder. Only for encoders you trust."""
 
+    def located(self) -> "AdaptConfig":
+        """The settings with absolute paths, because workers run in other folders.
 
-def located(config: AdaptConfig) -> AdaptConfig:
-    """The settings with absolute paths, because workers run in other folders.
+        Raises:
+            UsageError: a path that cannot exist.
+        """
+
+        def absolute(path: str | None) -> str | None:
+            return path and str(expand(path).absolute())
+
+        places: dict[str, Any] = {"pairs": absolute(self.pairs), "stsb": absolute(self.stsb)}
+        places["corpus"] = [path if "://" in path else absolute(path) for path in self.corpus]
+        if expand(self.encoder).is_dir():
+            places["encoder"] = absolute(self.encoder)
+        return self.model_copy(update=places)
+
+    def prepare_config(self, output: Path, address: str | None = None) -> PipelineConfig:
+        """The preparation of the corpus with the encoder's tokenizer: documents of at least two windows."""
+        field = self.text_field[0] if len(self.text_field) == 1 else self.text_field
+        settings = read_yaml_file(_SETTINGS)["prepare"] | {
+            "output": str(output),
+            "corpus": {"kind": "files", "paths": self.corpus, "format": self.format, "text_field": field},
+            "tokenizer": {"kind": "pretrained", "name": self.encoder, "trust_remote_code": self.trust_remote_code},
+            "validation_fraction": HELD_OUT,
+            "session": {"address": address},
+            "seed": self.seed,
+        }
+        return PipelineConfig.model_validate(settings)
+
+    def train_config(self, data: Path, run: Path, steps: int, pooling: str, address: str | None = None) -> TrainConfig:
+        """The training: one anchor a document, and a positive far from it.
+
+        Args:
+            data: the prepared corpus.
+            run: folder of the run.
+            steps: number of optimizer steps.
+            pooling: of the encoder.
+            address: of a Ray cluster.
+        """
+        file = read_yaml_file(_SETTINGS)["train"]
+        names = ("spans", "objective", "optim", "batch_documents", "microbatch_tokens")
+        encoder = {"pretrained": self.encoder, "trust_remote_code": self.trust_remote_code, "pooling": pooling}
+        settings = {name: file[name] for name in names} | {
+            "run": str(run),
+            "data": str(data),
+            "encoder": file["encoder"] | encoder,
+            "steps": steps,
+            "seed": self.seed,
+            "validation": {"every_steps": 0},  # candidates are scored by passages, and the last weights are one
+            "scaling": {"num_workers": 1, "cpus_per_worker": 2 if address else os.cpu_count() or 1, "address": address},
+        }
+        return TrainConfig.model_validate(settings)
+
+
+class State(Strict):
+    """What an adaptation remembers of all starts of the command; every change is written at once."""
+
+    model_config = ConfigDict(frozen=False)
+
+    config: AdaptConfig
+    start: str | None = None
+    """Fingerprint of the start."""
+    seconds: float = 0.0
+    """Time used by all starts until the last change."""
+    steps: int | None = None
+    """Steps of the training, once they are decided."""
+    looks: list[str] = Field(default_factory=list)
+    """Looks at the test."""
+    _path: Path = PrivateAttr()
+    _began: float = PrivateAttr(default_factory=time.monotonic)
+
+    @property
+    def seconds_used(self) -> float:
+        """Time used by all starts of the command."""
+        return self.seconds + time.monotonic() - self._began
+
+    @property
+    def seconds_left(self) -> float:
+        """Time left of `--minutes`."""
+        return max(0.0, 60 * self.config.minutes - self.seconds_used)
+
+    def decide_steps(self, steps: int) -> None:
+        """Keeps the number of steps for later starts; 0 is decided again, because there may be more minutes then."""
+        self.write(steps=steps or None)
+
+    def begin(self, start: str) -> None:
+        """Keeps the fingerprint of the start.
+
+        Raises:
+            UsageError: an earlier start of the same adaptation had another one.
+        """
+        if self.start not in (None, start):
+            raise UsageError(
+                f"--output {self._path.parent}: the encoder has changed since this adaptation began; name another "
+                "folder"
+            )
+        self.write(start=start)
+
+    def look(self, what: str) -> int:
+        """Counts a look at the test documents, and returns the number of looks. The same look again counts once."""
+        self.write(looks=list(dict.fromkeys([*self.looks, what])))
+        return len(self.looks)
+
+    def write(self, **changes: object) -> None:
+        """Writes the file with these changes and the time used until now."""
+        self.seconds, self._began = self.seconds_used, time.monotonic()
+        for name, value in changes.items():
+            setattr(self, name, value)
+        write_text(self._path, self.model_dump_json(indent=1) + "\n")
+
+
+@contextmanager
+def opened(config: AdaptConfig, output: Path) -> Iterator[State]:
+    """The state of the folder, new or of an earlier start of the same adaptation.
 
     Raises:
-        UsageError: a path that cannot exist.
+        UsageError: the folder is of another adaptation, or its file is damaged.
     """
-    places = {
-        name: value and str(expand(value).absolute()) for name in ("pairs", "stsb") for value in [getattr(config, name)]
-    }
-    if expand(config.encoder).is_dir():
-        places["encoder"] = str(expand(config.encoder).absolute())
-    corpus = [path if "://" in path else str(expand(path).absolute()) for path in config.corpus]
-    return config.model_copy(update=places | {"corpus": corpus})
-
-
-def prepare_config(config: AdaptConfig, output: Path, address: str | None = None) -> PipelineConfig:
-    """The preparation of the corpus with the encoder's tokenizer: documents of at least two windows."""
-    field = config.text_field[0] if len(config.text_field) == 1 else config.text_field
-    settings: dict[str, Any] = {
-        "output": str(output),
-        "corpus": {"kind": "files", "paths": config.corpus, "format": config.format, "text_field": field},
-        "tokenizer": {"kind": "pretrained", "name": config.encoder, "trust_remote_code": config.trust_remote_code},
-        "geometry": {"num_anchors": 1, "max_tokens": WINDOW_TOKENS},
-        "short_documents": "fewer_anchors",
-        "validation_fraction": HELD_OUT,
-        "session": {"address": address},
-        "seed": config.seed,
-    }
-    return PipelineConfig.model_validate(settings)
-
-
-def train_config(
-    config: AdaptConfig, data: Path, run: Path, steps: int, pooling: str, address: str | None = None
-) -> TrainConfig:
-    """The training: one anchor a document, and a positive far from it.
-
-    Args:
-        config: what to adapt.
-        data: the prepared corpus.
-        run: folder of the run.
-        steps: number of optimizer steps.
-        pooling: of the encoder.
-        address: of a Ray cluster.
-    """
-    settings: dict[str, Any] = {
-        "run": str(run),
-        "data": str(data),
-        "encoder": {
-            "pretrained": config.encoder,
-            "trust_remote_code": config.trust_remote_code,
-            "pooling": pooling,
-            "dropout": 0.0,
-        },
-        "spans": {
-            "num_anchors": 1,
-            "num_positives": 1,
-            "min_tokens": WINDOW_TOKENS // 2,
-            "max_tokens": WINDOW_TOKENS,
-            "strategy": "distant",
-            "min_distance_tokens": 96,
-        },
-        "objective": {"kind": "declutr", "terms": "contrastive", "loss": {"temperature": 0.05}},
-        "optim": {"lr": 5e-5, "weight_decay": 0.01, "schedule": "linear", "warmup_ratio": 0.1, "max_grad_norm": 1.0},
-        "batch_documents": BATCH_DOCUMENTS,
-        "microbatch_tokens": 8192,
-        "steps": steps,
-        "seed": config.seed,
-        "validation": {"every_steps": 0},
-        "scaling": {"num_workers": 1, "cpus_per_worker": 2 if address else os.cpu_count() or 1, "address": address},
-    }
-    return TrainConfig.model_validate(settings)
+    path = output / STATE
+    try:
+        state = State.model_validate_json(path.read_bytes()) if path.is_file() else State(config=config)
+    except ValidationError as error:
+        raise UsageError(
+            f"{path} is damaged: delete it and the folders candidates and encoder, and the same command begins again"
+        ) from error
+    free = {"minutes": config.minutes, "stsb": config.stsb}  # a later start may have others
+    before, after = state.config.model_copy(update=free).model_dump(), config.model_dump()
+    if differing := [name for name in after if before[name] != after[name]]:
+        raise UsageError(
+            f"--output {output}: holds an adaptation with another {', '.join(differing)}; name another folder"
+        )
+    state.config, state._path = config, path
+    try:
+        yield state
+    finally:
+        state.write()

@@ -11,36 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, wanted
-from declutr.adaptation.config import BATCH_DOCUMENTS, LONG_TOKENS, WINDOW_TOKENS, AdaptConfig, located, prepare_config
-from declutr.adaptation.documents import all_documents, held_out_documents
-from declutr.adaptation.measures import F64, Passages, make_passages
+from declutr.adaptation.candidates import CLOSED, ORDER, CandidateBuilder, cross_fitted, load_transformer, steps_within
+from declutr.adaptation.config import BATCH_DOCUMENTS, LONG_TOKENS, STATE, WINDOW_TOKENS, AdaptConfig, State, opened
+from declutr.adaptation.passages import F64, Passages, all_documents, held_out_documents, make_passages
 from declutr.adaptation.result import Result, Row, SearchExample, adapted_card, write_adaptation_page, write_result
-from declutr.adaptation.scores import (
-    DISTANT,
-    PAIRS,
-    TestSet,
-    Values,
-    Verdict,
-    choose,
-    compare_stsb,
-    compared,
-    judge,
-    moved,
-)
-from declutr.adaptation.state import STATE, State, opened
-from declutr.adaptation.whitening import WhitenConfig
-from declutr.common.bootstrap import MIN_ROWS, Comparison
+from declutr.adaptation.scores import DISTANT, PAIRS, TestSet, Values, Verdict, choose, compared, judge, moved
+from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
 from declutr.common.config import validated
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
-from declutr.common.errors import DataError, EncoderError, UsageError
+from declutr.common.errors import DataError, UsageError
 from declutr.common.extras import missing_extra
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text
-from declutr.encoders.loading import load_encoder
 from declutr.encoders.protocol import missing
 from declutr.encoders.transformer import TransformerEncoder
 from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
@@ -94,7 +80,7 @@ def adapt(
         RunLockedError: another command works in the folder.
     """
     values = {"encoder": str(encoder), "corpus": listed(corpus), **settings}
-    config, output = located(validated("adapt", AdaptConfig, values)), expand(str(output)).absolute()
+    config, output = validated("adapt", AdaptConfig, values).located(), expand(str(output)).absolute()
     pairs = _checked(config, output)
     output.mkdir(parents=True, exist_ok=True)
     lost = f"another command has taken over {output}"
@@ -147,18 +133,6 @@ def _checked(config: AdaptConfig, output: Path) -> RetrievalTest | None:
     return pairs
 
 
-def load_transformer(name: str, trust_remote_code: bool = False) -> TransformerEncoder:
-    """Loads an encoder that can be adapted.
-
-    Raises:
-        EncoderError: it cannot be loaded, or is no transformer.
-    """
-    encoder = load_encoder(name, trust_remote_code=trust_remote_code)
-    if not isinstance(encoder, TransformerEncoder):
-        raise EncoderError(f"{name}: only a transformer can be adapted")
-    return encoder
-
-
 @dataclass
 class _Adaptation:
     """One start of the command."""
@@ -184,7 +158,7 @@ class _Adaptation:
 
     def run(self) -> Result:
         self._say("preparing the corpus")
-        prepared = prepare_config(self.config, self.output / "data", self.address)
+        prepared = self.config.prepare_config(self.output / "data", self.address)
         prepare(prepared)
         documents = held_out_documents(prepared, self.output / "data", self.config.seed)
         recalls: dict[str, list[F64]] = {}
@@ -212,11 +186,11 @@ class _Adaptation:
         for name, values in self._baselines(test).items():
             self._tell(name, scored[_START], values)
         steps = self._steps(test)
-        names = wanted(steps)
+        names = ORDER if steps else (CLOSED,)
         for number, name in enumerate(names, 1):
             self._say(f"candidate {number} of {len(names)}: {name}")
-            folder = self.builder.make(name, self.start, steps)
-            scored[name] = self._scored(test, load_transformer(str(folder), self.config.trust_remote_code))
+            self.builder.make(name, self.start, steps)
+            scored[name] = self._scored(test, self.builder.load(name))
             self._tell(name, scored[_START], scored[name])
         self._keep("development", scored)
         return scored
@@ -250,7 +224,7 @@ class _Adaptation:
         began = time.monotonic()
         self.start.embed_ids(timed_ids)
         rate = sum(map(len, timed_ids)) / max(1e-3, time.monotonic() - began)
-        steps = self.builder.steps_within(self.state.seconds_left, rate, documents)
+        steps = steps_within(self.state.seconds_left, rate, documents)
         self.state.decide_steps(steps)
         if not steps:
             get_logger().warning(
@@ -263,9 +237,7 @@ class _Adaptation:
         """The verdict on the chosen candidate, with every row of the table on test documents."""
         self._say(f"chosen on development {self.rows}: {chosen}; scoring all rows on test {self.rows}")
         looks = self.state.look(f"{chosen}, {self.state.steps or 0} steps, test {test.digest[:16]}")
-        encoders = {
-            name: load_transformer(str(self.builder.place(name)), self.config.trust_remote_code) for name in candidates
-        }
+        encoders = {name: self.builder.load(name) for name in candidates}
         start = self._scored(test, self.start)
         values = {name: self._scored(test, encoder) for name, encoder in encoders.items()}
         self._keep("test", {_START: start, **values})
@@ -286,18 +258,16 @@ class _Adaptation:
             scorable,
             LONG_TOKENS,
         )
-        config = WhitenConfig(encoder=self.config.encoder, shards=str(self.output / "data"))
         if scorable < 10:
             nothing = Comparison(math.nan, math.nan, scorable, None)
             return self._finish(Verdict("too few documents to tell", nothing), CLOSED, None, [], 1, [])
-        start, values = cross_fitted(passages, self.start, config.power, config.shrinkage)
+        start, values = cross_fitted(passages, self.start)
         seed = self.config.seed
         rows = [Row.of(_START, "start", start, start, seed), Row.of(CLOSED, "candidate", start, values, seed)]
         looks = self.state.look(f"{CLOSED}, test {TestSet(passages).digest[:16]}")
         self.builder.make(CLOSED, self.start, 0)
-        encoder = load_transformer(str(self.builder.place(CLOSED)), self.config.trust_remote_code)
         verdict = judge(start, values, DISTANT, seed)
-        return self._finish(verdict, CLOSED, encoder, rows, looks, [])
+        return self._finish(verdict, CLOSED, self.builder.load(CLOSED), rows, looks, [])
 
     def _finish(
         self,
@@ -313,16 +283,10 @@ class _Adaptation:
         better, place = verdict.outcome == "better", self.output / ENCODER
         if better:
             general += ". Rebuild existing indexes: the embeddings differ from those of the start."
-        manifest = load_manifest(self.output / "data")
-        facts: dict[str, float] = {
-            "documents": manifest.totals["kept"],
-            "steps": self.state.steps or 0,
-            "seconds": round(self.state.seconds),
-        }
-        sentence = f"{verdict.sentence(self.rows)} ({chosen}; {self.primary} recall@1)"
+        kept, steps = load_manifest(self.output / "data").totals["kept"], self.state.steps or 0
         result = Result(
             verdict=verdict,
-            sentence=sentence,
+            sentence=f"{verdict.sentence(self.rows)} ({chosen}; {self.primary} recall@1)",
             chosen=chosen,
             primary=self.primary,
             rows=rows,
@@ -331,7 +295,7 @@ class _Adaptation:
             looks=looks,
             encoder=place if better else None,
             examples=examples,
-            facts=facts,
+            facts={"documents": kept, "steps": steps, "seconds": round(self.state.seconds_used)},
         )
         if encoder is not None and better:
             with atomic_folder(place, replace=True) as aside:
@@ -355,7 +319,8 @@ class _Adaptation:
         if self.config.stsb is None:
             sentence = f"Cosines of general sentences moved by {moved(self.start, encoder):.3f} on average"
             return None, f"{sentence} (--stsb FOLDER measures STS-B)"
-        comparison = compare_stsb(self.start, encoder, expand(self.config.stsb), self.config.seed)
+        before, after = (stsb_values(model, expand(self.config.stsb)) for model in (self.start, encoder))
+        comparison = compare(before, after, self.config.seed, spearman)
         assert comparison.interval is not None
         low, high = (100 * end for end in comparison.interval)
         return comparison, (
@@ -394,14 +359,10 @@ def _examples(test: TestSet, before: TransformerEncoder, after: TransformerEncod
     right = [passages.owners[nearest] == passages.owners for nearest in (first, second)]
     chosen = [*np.flatnonzero(~right[0] & right[1])[:_EXAMPLES], *np.flatnonzero(right[0] & ~right[1])[:_EXAMPLES]]
 
-    def excerpt(place: int, own: bool) -> tuple[str, bool]:
-        return shorten(" ".join(passages.texts[place].split()), _SHOWN_CHARACTERS), own
+    def nearest(rows: NDArray[np.int64], place: int) -> tuple[str, bool]:
+        return excerpt(rows[place]), bool(passages.owners[rows[place]] == passages.owners[place])
 
-    return [
-        SearchExample(
-            excerpt(place, own=True)[0],
-            excerpt(first[place], bool(right[0][place])),
-            excerpt(second[place], bool(right[1][place])),
-        )
-        for place in chosen
-    ]
+    def excerpt(place: int) -> str:
+        return shorten(" ".join(passages.texts[place].split()), _SHOWN_CHARACTERS)
+
+    return [SearchExample(excerpt(place), nearest(first, place), nearest(second, place)) for place in chosen]

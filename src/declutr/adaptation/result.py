@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,19 +21,15 @@ Kind = Literal["start", "baseline", "candidate"]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table.
-
-    Attributes:
-        name: of the start, the baseline or the candidate.
-        kind: of the row.
-        scores: on test documents, by measure.
-        differences: to the start, by measure.
-    """
+    """One row of the table."""
 
     name: str
+    """Name of the start, the baseline or the candidate."""
     kind: Kind
     scores: dict[str, float]
+    """Scores on test documents, by measure."""
     differences: dict[str, Comparison]
+    """Differences to the start, by measure."""
 
     @staticmethod
     def of(name: str, kind: Kind, start: Values, values: Values, seed: int) -> "Row":
@@ -48,136 +44,143 @@ class Row:
         return Row(name, kind, scores, {} if kind == "start" else comparisons)
 
 
-@dataclass(frozen=True)
-class SearchExample:
-    """A passage whose nearest other passage changed.
-
-    Attributes:
-        passage: the text that searches.
-        before: the nearest passage to the start's embedding, and whether it is of the same document.
-        after: the same for the adapted encoder.
-    """
+class SearchExample(NamedTuple):
+    """A passage whose nearest other passage changed."""
 
     passage: str
+    """The text that searches."""
     before: tuple[str, bool]
+    """The nearest passage to the start's embedding, and whether it is of the same document."""
     after: tuple[str, bool]
+    """The same for the adapted encoder."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """All that `declutr adapt` found.
-
-    Attributes:
-        verdict: on the chosen candidate.
-        sentence: the verdict in words.
-        chosen: name of the candidate.
-        primary: the measure that decided, named before.
-        rows: the table.
-        general: what was lost in general, in words.
-        stsb: difference on STS-B's test set, if it was given.
-        looks: looks at these test documents, this one included.
-        encoder: folder of the adapted encoder; None if it is not better.
-        examples: passages whose nearest passage changed.
-        facts: numbers of documents, steps and seconds.
-    """
+    """All that `declutr adapt` found."""
 
     verdict: Verdict
+    """Verdict on the chosen candidate."""
     sentence: str
+    """The verdict in words."""
     chosen: str
+    """Name of the candidate."""
     primary: str
+    """The measure that decided, named before."""
     rows: list[Row]
+    """The table."""
     general: str
+    """What was lost in general, in words."""
     stsb: Comparison | None
+    """Difference on STS-B's test set, if it was given."""
     looks: int
+    """Looks at these test documents, this one included."""
     encoder: Path | None
+    """Folder of the adapted encoder; None if it is not better."""
     examples: list[SearchExample] = field(default_factory=list)
+    """Passages whose nearest passage changed."""
     facts: dict[str, float] = field(default_factory=dict)
+    """Numbers of documents, steps and seconds."""
+
+    @property
+    def measures(self) -> list[str]:
+        """Measures of the table."""
+        return list(self.rows[0].scores) if self.rows else []
+
+    def cells(self) -> list[list[str]]:
+        """Names and scores of the rows in percent, with their differences to the start and the intervals of these."""
+        return [[row.name, *(_cell(row, measure) for measure in self.measures)] for row in self.rows]
+
+    def held_out(self) -> str:
+        """Says which rows were scored: those that neither trained nor chose."""
+        if self.primary != PAIRS:
+            return "on documents from which it did not learn"
+        return (
+            "pairs on queries that neither trained nor chose it, though their texts may be among its documents, and "
+            "all else on documents from which it did not learn"
+        )
+
+    def warning(self) -> str:
+        """Says that the test was used before; empty at the first look."""
+        if self.looks < 2:
+            return ""
+        return (
+            f"This is look {self.looks} at a test in this folder; an edited test counts as another look. Each is "
+            "another chance to be lucky, so the interval is too narrow; new documents in another folder give a fresh "
+            "test."
+        )
 
 
 def write_result(result: Result, folder: Path) -> None:
     """Writes `result.json`."""
-    write_json(
-        folder / RESULT,
-        {
-            "outcome": result.verdict.outcome,
-            "sentence": result.sentence,
-            "chosen": result.chosen,
-            "primary": result.primary,
-            "primary_difference": _facts(result.verdict.comparison),
-            "rows_needed_for_one_point": result.verdict.rows_needed,
-            "rows": [
-                {
-                    "name": row.name,
-                    "kind": row.kind,
-                    "scores": row.scores,
-                    "differences": {measure: _facts(comparison) for measure, comparison in row.differences.items()},
-                }
-                for row in result.rows
-            ],
-            "general": result.general,
-            "stsb": result.stsb and _facts(result.stsb),
-            "looks": result.looks,
-            "encoder": result.encoder and str(result.encoder),
-            **result.facts,
-        },
-    )
-
-
-def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncoder) -> str:
-    """The card of the adapted encoder, with the scores on test documents."""
-    pooling, layers = encoder.encoder.config.pooling, len(encoder.after) > 0
-    measures = list(result.rows[0].scores)
-    heads = ["", *(f"{measure} recall@1 (difference to the start, 95% interval)" for measure in measures)]
-    lines = [heads, ["---"] * len(heads)]
-    lines += [[row.name, *(_score_cell(row, measure) for measure in measures)] for row in result.rows]
-    looks = f" {_looks(result.looks)}" if result.looks > 1 else ""
-    meanings = "\n".join(f"- {measure}: {MEANING[measure]}" for measure in measures)
-    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return Card(
-        title=f"{called(config.encoder)} adapted to documents",
-        base=config.encoder,
-        method=f"Adapted without labels (DeCLUTR on Ray, `declutr adapt`): {result.chosen}. Pooling: {pooling}.\n",
-        scores=f"{result.sentence}.{looks}\n\n{rows}\n\nPercent, {_held_out(result)}.\n{meanings}\n\n{result.general}",
-        data=f"{result.facts['documents']:,.0f} documents, of which {1 - HELD_OUT:.0%} were trained on; "
-        f"{result.facts['steps']:,.0f} steps.",
-        settings=config.model_dump(mode="json"),
-        pooling=pooling,
-        layers=layers,
-        tags=("declutr",),
-    ).text()
-
-
-def _held_out(result: Result) -> str:
-    """Says which rows were scored: those that neither trained nor chose."""
-    if result.primary != PAIRS:
-        return "on documents from which it did not learn"
-    return (
-        "pairs on queries that neither trained nor chose it, though their texts may be among its documents, and all "
-        "else on documents from which it did not learn"
-    )
+    rows = [
+        {"name": row.name, "kind": row.kind, "scores": row.scores}
+        | {"differences": {measure: _facts(comparison) for measure, comparison in row.differences.items()}}
+        for row in result.rows
+    ]
+    values = {
+        "outcome": result.verdict.outcome,
+        "sentence": result.sentence,
+        "chosen": result.chosen,
+        "primary": result.primary,
+        "primary_difference": _facts(result.verdict.comparison),
+        "rows_needed_for_one_point": result.verdict.rows_needed,
+        "rows": rows,
+        "general": result.general,
+        "stsb": result.stsb and _facts(result.stsb),
+        "looks": result.looks,
+        "encoder": result.encoder and str(result.encoder),
+    }
+    write_json(folder / RESULT, values | result.facts)
 
 
 def _facts(comparison: Comparison) -> dict[str, Any]:
     low, high = comparison.interval or (None, None)
-    return {
-        "value": None if math.isnan(comparison.difference) else comparison.difference,
-        "low": low,
-        "high": high,
-        "rows": comparison.rows,
-    }
+    value = None if math.isnan(comparison.difference) else comparison.difference
+    return {"value": value, "low": low, "high": high, "rows": comparison.rows}
+
+
+def _cell(row: Row, measure: str) -> str:
+    text = f"{100 * row.scores[measure]:.1f}"
+    if (comparison := row.differences.get(measure)) is None:
+        return text
+    low, high = (100 * end for end in comparison.interval or (0.0, 0.0))
+    interval = f" [{low:+.1f}, {high:+.1f}]" if comparison.interval else ""
+    return f"{text} ({100 * comparison.difference:+.1f}{interval})"
+
+
+def adapted_card(config: AdaptConfig, result: Result, encoder: TransformerEncoder) -> str:
+    """The card of the adapted encoder, with the scores on test documents."""
+    heads = ["", *(f"{measure} recall@1 (difference to the start, 95% interval)" for measure in result.measures)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *result.cells()])
+    warning = f" {result.warning()}" if result.looks > 1 else ""
+    meanings = "\n".join(f"- {measure}: {MEANING[measure]}" for measure in result.measures)
+    pooling = encoder.encoder.config.pooling
+    return Card(
+        title=f"{called(config.encoder)} adapted to documents",
+        base=config.encoder,
+        method=f"Adapted without labels (DeCLUTR on Ray, `declutr adapt`): {result.chosen}. Pooling: {pooling}.\n",
+        scores=f"{result.sentence}.{warning}\n\n{table}\n\nPercent, {result.held_out()}.\n{meanings}\n\n"
+        f"{result.general}",
+        data=f"{result.facts['documents']:,.0f} documents, of which {1 - HELD_OUT:.0%} were trained on; "
+        f"{result.facts['steps']:,.0f} steps.",
+        settings=config.model_dump(mode="json"),
+        pooling=pooling,
+        layers=len(encoder.after) > 0,
+        tags=("declutr",),
+    ).text()
 
 
 def write_adaptation_page(result: Result, path: Path) -> None:
     """Writes the page of a result."""
     from declutr.report.charts import draw_intervals  # loads matplotlib
 
-    measures = [name for name in MEANING if name in result.rows[0].scores] if result.rows else []
     charts = []
-    for measure in measures:
-        differences = [(row.name, row.differences[measure]) for row in result.rows if measure in row.differences]
+    for measure in result.measures:
+        differences = {row.name: row.differences[measure] for row in result.rows if measure in row.differences}
         points = [
             (name, 100 * pair.difference, pair.interval and (100 * pair.interval[0], 100 * pair.interval[1]))
-            for name, pair in differences
+            for name, pair in differences.items()
         ]
         title = f"Difference to the start: {MEANING[measure]}"
         charts.append(draw_intervals(f"difference-{measure}", title, points))
@@ -187,29 +190,6 @@ def write_adaptation_page(result: Result, path: Path) -> None:
         f"Adaptation: {result.verdict.outcome}",
         sections={"verdict": "Verdict", "test": "Test", "examples": "Passages whose nearest passage changed"},
         result=result,
-        looks=_looks(result.looks) if result.looks > 1 else "",
-        held_out=_held_out(result),
-        heads=["", *(f"{measure} (difference to the start, 95% interval)" for measure in measures)],
-        rows=[[row.name, *(_score_cell(row, measure) for measure in measures)] for row in result.rows],
+        heads=["", *(f"{measure} (difference to the start, 95% interval)" for measure in result.measures)],
         charts=charts,
     )
-
-
-def _looks(looks: int) -> str:
-    return (
-        f"This is look {looks} at a test in this folder; an edited test counts as another look. Each is another chance "
-        "to be lucky, so the interval is too narrow; new documents in another folder give a fresh test."
-    )
-
-
-def _score_cell(row: Row, measure: str) -> str:
-    """A score in percent, and its difference to the start with the interval."""
-    comparison, text = row.differences.get(measure), f"{100 * row.scores[measure]:.1f}"
-    if comparison is not None:
-        text += f" ({100 * comparison.difference:+.1f}"
-        text += (
-            f" [{100 * comparison.interval[0]:+.1f}, {100 * comparison.interval[1]:+.1f}])"
-            if comparison.interval
-            else ")"
-        )
-    return text

@@ -3,22 +3,21 @@
 Legend: n documents, P passages, Q queries.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS
-from declutr.adaptation.measures import F32, F64, Passages, share
-from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statistic, compare, mean, spearman
+from declutr.adaptation.passages import F32, F64, Passages, share
+from declutr.common.bootstrap import MIN_CHANGED, MIN_ROWS, Comparison, Statistic, compare, mean
 from declutr.common.storage import hash_json
 from declutr.encoders.protocol import unit_rows
 from declutr.encoders.transformer import TransformerEncoder
-from declutr.evaluation.retrieval.compare import general_sentences, score_encoder, score_lexical, stsb_values
+from declutr.evaluation.retrieval.compare import BM25, IDF, general_sentences, score_encoder, score_lexical
 from declutr.evaluation.retrieval.lexicon import Lexicon
 from declutr.evaluation.retrieval.pairs import RetrievalTest
 
@@ -31,6 +30,8 @@ MEANING = {
 STATISTICS: dict[str, Statistic] = {DISTANT: mean, HEADINGS: share, PAIRS: mean}
 Values = dict[str, F64]
 """Values of each row by measure: `(n,)` distant, `(n, 2)` headings, `(Q,)` pairs."""
+Cosines = tuple[F32, F32]
+"""`(P, P)` scores of passages with passages, and `(Q, P)` of headings with passages."""
 
 
 @dataclass(frozen=True)
@@ -40,51 +41,46 @@ class TestSet:
     Attributes:
         passages: of its documents.
         pairs: all of the user's pairs, if there are any.
-        mine: numbers of the queries of this split.
+        own: numbers of the queries of this split.
         recalls: `(Q,)` recall@1 of all queries, alone and with the IDF cosine, by encoder. Both splits share it,
             because their queries search the same texts.
     """
 
     passages: Passages
     pairs: RetrievalTest | None = None
-    mine: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    own: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     recalls: dict[str, list[F64]] = field(default_factory=dict)
     _embedded: dict[str, tuple[F32, F32]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         """Rows of the primary measure: queries with pairs, else documents with distant passages."""
-        return len(self.mine) if self.pairs else int(self.passages.scorable.sum())
+        return len(self.own) if self.pairs else int(self.passages.scorable.sum())
 
     @cached_property
     def digest(self) -> str:
         """Hash of the passages, and of the queries of this split with their texts."""
-        pairs, places = self.pairs, self.mine.tolist()
+        pairs, places = self.pairs, self.own.tolist()
         queries = pairs and [[pairs.queries[place], pairs.relevant[place]] for place in places]
         return hash_json([self.passages.texts, queries, pairs and pairs.texts])
 
     @cached_property
-    def lexicon(self) -> Lexicon:
-        """Words of the passages."""
-        return Lexicon(self.passages.texts)
-
-    @cached_property
-    def pairs_lexicon(self) -> Lexicon:
-        """Words of the texts that the pairs search."""
+    def _pairs_lexicon(self) -> Lexicon:
         return Lexicon(self.pairs.texts if self.pairs else [])
 
     @cached_property
-    def idf(self) -> tuple[F32, F32]:
-        """IDF cosines of passages with passages, and of headings with passages."""
-        return self._lexical(self.lexicon.idf_cosine)
+    def _scores_of_words(self) -> dict[str, Cosines]:
+        """BM25 scores and IDF cosines of passages with passages, and of headings with passages."""
+        lexicon, (texts, headings) = Lexicon(self.passages.texts), (self.passages.texts, self.passages.queries)
+        kinds = {BM25: lexicon.bm25, IDF: lexicon.idf_cosine}
+        return {name: (scores(texts), scores(headings)) for name, scores in kinds.items()}
 
     def lexical(self) -> dict[str, Values]:
         """Values of BM25 and of the IDF cosine."""
-        bm25 = self._values(*self._lexical(self.lexicon.bm25))
-        idf = self._values(*self.idf)
+        values = {name: self._values(*scores) for name, scores in self._scores_of_words.items()}
         if self.pairs is not None:
-            bm25[PAIRS], idf[PAIRS] = self._recalls(None)
-        return {"BM25": bm25, "IDF cosine": idf}
+            values[BM25][PAIRS], values[IDF][PAIRS] = self._recalls(None)
+        return values
 
     def encoder(self, encoder: TransformerEncoder, with_idf: bool = False) -> Values:
         """Values of an encoder, with the IDF cosines added to its own on request."""
@@ -101,38 +97,33 @@ class TestSet:
         places: NDArray[np.int64] = np.where(near, -np.inf, scores).argmax(axis=1)
         return places
 
-    def _cosines(self, encoder: TransformerEncoder, with_idf: bool) -> tuple[F32, F32]:
-        rows, queries = self._rows(encoder)
-        passages, headings = rows @ rows.T, queries @ rows.T
-        if with_idf:
-            passages, headings = passages + self.idf[0], headings + self.idf[1]
-        return passages, headings
-
-    def _rows(self, encoder: TransformerEncoder) -> tuple[F32, F32]:
-        """Embeddings of length 1 of passages and headings, computed once for each encoder."""
+    def _cosines(self, encoder: TransformerEncoder, with_idf: bool) -> Cosines:
+        """Cosines of passages with passages, and of headings with passages; an encoder embeds them once."""
         if encoder.fingerprint not in self._embedded:
             rows = unit_rows(encoder.embed_ids(self.passages.ids))
             self._embedded[encoder.fingerprint] = rows, unit_rows(encoder.encode(self.passages.queries))
-        return self._embedded[encoder.fingerprint]
+        rows, headings = self._embedded[encoder.fingerprint]
+        cosines = rows @ rows.T, headings @ rows.T
+        if not with_idf:
+            return cosines
+        idf = self._scores_of_words[IDF]
+        return cosines[0] + idf[0], cosines[1] + idf[1]
 
     def _recalls(self, encoder: TransformerEncoder | None) -> list[F64]:
         """recall@1 of the split's queries: alone and with the IDF cosine; without an encoder of BM25 and the cosine."""
         assert self.pairs is not None
         key = encoder.fingerprint if encoder else "lexical"
         if key not in self.recalls:
-            words = self.pairs_lexicon
+            words = self._pairs_lexicon
             rows = score_encoder(self.pairs, encoder, words) if encoder else score_lexical(self.pairs, words)
             self.recalls[key] = [row.values[:, 0] for row in rows]
-        return [values[self.mine] for values in self.recalls[key]]
+        return [values[self.own] for values in self.recalls[key]]
 
     def _values(self, passages: F32, headings: F32) -> Values:
         values = {DISTANT: self.passages.distant(passages)}
         if self.passages.queries:
             values[HEADINGS] = self.passages.headings(headings)
         return values
-
-    def _lexical(self, scores: Callable[[Sequence[str]], F32]) -> tuple[F32, F32]:
-        return scores(self.passages.texts), scores(self.passages.queries)
 
 
 def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
@@ -142,15 +133,6 @@ def compared(before: Values, after: Values, seed: int) -> dict[str, Comparison]:
         rows = before[name][:, 1] > 0 if name == HEADINGS else slice(None)
         comparisons[name] = compare(before[name][rows], after[name][rows], seed, STATISTICS[name])
     return comparisons
-
-
-def compare_stsb(before: TransformerEncoder, after: TransformerEncoder, folder: Path, seed: int) -> Comparison:
-    """Spearman correlations of both encoders on STS-B's test set, and the interval of their difference over pairs.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
-    return compare(stsb_values(before, folder), stsb_values(after, folder), seed, spearman)
 
 
 def moved(before: TransformerEncoder, after: TransformerEncoder) -> float:
@@ -189,15 +171,12 @@ def choose(order: Sequence[str], development: dict[str, Values], primary: str, s
 
 @dataclass(frozen=True)
 class Verdict:
-    """Comparison of a candidate with the start on test rows.
-
-    Attributes:
-        outcome: the verdict.
-        comparison: start and candidate by the primary measure.
-    """
+    """Comparison of a candidate with the start on test rows."""
 
     outcome: Outcome
+    """The verdict."""
     comparison: Comparison
+    """Start and candidate by the primary measure."""
 
     @property
     def rows_needed(self) -> int | None:

@@ -1,6 +1,7 @@
-"""Measures of an adapted encoder: distant passages, headings, and the user's pairs.
+"""Documents that are not trained on, their passages and headings, and the measures on these.
 
-Every measure has a value for each row (a document or a query), so that two encoders are compared on the same rows.
+Held-out documents are divided into those that choose (development) and those that report (test). Every measure has a
+value for each row (a document or a query), so that two encoders are compared on the same rows.
 Legend: n documents, P passages of all of them, Q queries.
 """
 
@@ -9,19 +10,97 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from declutr.adaptation.config import FAR_TOKENS, PASSAGE_TOKENS, WINDOW_TOKENS
-from declutr.adaptation.documents import HeldOutDocument
+from declutr.adaptation.config import FAR_TOKENS, LONG_TOKENS, PASSAGE_TOKENS, WINDOW_TOKENS
+from declutr.common import seeding
 from declutr.common.words import num_words
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.filters.document_filter import normalise
+from declutr.pipeline.job.units import plan_units, read_unit
+from declutr.pipeline.readers.corpus import Document, Rejected, document_id
+from declutr.pipeline.shards.shards import ShardSet, document_keys
 from declutr.trainer.objectives.measures import ahead
 
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
+Split = Literal["development", "test"]
+MOST_DOCUMENTS = 500
+"""Documents of a split that are scored: long ones by key, then others; more would hardly narrow the intervals."""
+_MOST_OF_FEW = 5 * MOST_DOCUMENTS
+"""The same for a corpus that is scored in five folds."""
+
+
+def held_out_documents(config: PipelineConfig, data: Path, seed: int) -> dict[Split, list[str]]:
+    """Texts of the documents of each split, by their keys, with their line breaks; reads the corpus again for them.
+
+    Which document belongs to which split is a function of the seed and the document.
+
+    Args:
+        config: of the preparation.
+        data: the prepared corpus.
+        seed: of the split.
+    """
+    ids, keys, tokens = _rows(data, "held-out")
+    drawn = seeding.unit(seeding.words(seed, "adaptation split", keys, np.zeros_like(keys), 1))[:, 0]
+    splits: dict[Split, NDArray[np.int64]] = {
+        "development": np.flatnonzero(drawn < 0.5),
+        "test": np.flatnonzero(drawn >= 0.5),
+    }
+    chosen = {
+        split: [ids[place] for place in rows[_select(keys[rows], tokens[rows], MOST_DOCUMENTS)]]
+        for split, rows in splits.items()
+    }
+    texts = _read(config, {identity for part in chosen.values() for identity in part})
+    return {split: [texts[identity] for identity in part if identity in texts] for split, part in chosen.items()}
+
+
+def all_documents(config: PipelineConfig, data: Path) -> list[str]:
+    """Texts of a corpus with few long documents, by their keys; of more than 2,500 the long ones and some others."""
+    ids, keys, tokens = _rows(data, "train", "held-out")
+    chosen = dict.fromkeys(ids[place] for place in _select(keys, tokens, _MOST_OF_FEW))
+    texts = _read(config, {*chosen})
+    return [texts[identity] for identity in chosen if identity in texts]
+
+
+def _select(keys: NDArray[np.uint64], tokens: NDArray[np.int64], max_documents: int) -> NDArray[np.int64]:
+    """Places of at most `max_documents` documents in the order of their keys; long ones have precedence."""
+    first = np.lexsort((keys, tokens < LONG_TOKENS))[:max_documents]
+    ordered: NDArray[np.int64] = first[np.argsort(keys[first])]
+    return ordered
+
+
+def _rows(data: Path, *splits: str) -> tuple[list[bytes], NDArray[np.uint64], NDArray[np.int64]]:
+    """Ids, keys and numbers of tokens of all documents of some parts of the shards."""
+    ids, keys, tokens = list[bytes](), [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+    for shards in (ShardSet(data, split) for split in splits):
+        if shards.num_documents:
+            rows = shards.take(np.arange(shards.num_documents))
+            ids += rows.column("id").to_pylist()
+            keys.append(document_keys(rows))
+            tokens.append(rows.column("num_tokens").to_numpy())
+    return ids, np.concatenate(keys), np.concatenate(tokens)
+
+
+def _read(config: PipelineConfig, ids: set[bytes]) -> dict[bytes, str]:
+    """The texts of the documents with these ids."""
+    texts: dict[bytes, str] = {}
+    units, _ = plan_units(config.corpus, config.unit_mib)
+    for record in (record for unit in units for record in read_unit(unit, config.corpus)):
+        if len(texts) == len(ids):
+            break
+        if isinstance(record, Document) and not isinstance(record, Rejected):
+            identity = document_id(normalise(record.text).encode())
+            if identity in ids:
+                texts.setdefault(identity, record.text)
+    return texts
+
+
 _PASSAGES = 8
 _HEADING = re.compile(r"#{1,6}\s+(.+)")
 _MOST_WORDS, _MOST_HEADINGS = 20, 8
@@ -29,25 +108,22 @@ _MOST_WORDS, _MOST_HEADINGS = 20, 8
 
 @dataclass(frozen=True)
 class Passages:
-    """Passages of the documents of a split, and the headings that belong to the documents.
-
-    Attributes:
-        texts: `P` passages, by document.
-        ids: `P` lists of token ids, special ones included.
-        owners: `(P,)` number of the document of each, ascending.
-        starts: `(P,)` token at which each starts.
-        queries: Q headings; no passage contains them.
-        targets: `(Q,)` number of the document of each heading.
-        num_documents: n.
-    """
+    """Passages of the documents of a split, and the headings that belong to the documents."""
 
     texts: list[str]
+    """`P` passages, by document."""
     ids: list[list[int]]
+    """`P` lists of token ids, special ones included."""
     owners: NDArray[np.int64]
+    """`(P,)` number of the document of each, ascending."""
     starts: NDArray[np.int64]
+    """`(P,)` token at which each starts."""
     queries: list[str]
+    """Q headings; no passage contains them."""
     targets: NDArray[np.int64]
+    """`(Q,)` number of the document of each heading."""
     num_documents: int
+    """N."""
 
     @cached_property
     def scorable(self) -> NDArray[np.bool_]:
@@ -108,13 +184,13 @@ def share(values: F64) -> float:
     return float(values[:, 0].sum() / values[:, 1].sum()) if values[:, 1].any() else float("nan")
 
 
-def make_passages(documents: Sequence[HeldOutDocument], tokenizer: Any) -> Passages:
+def make_passages(documents: Sequence[str], tokenizer: Any) -> Passages:
     """Cuts documents into at most 8 passages of 62 tokens, spread evenly, after their headings were taken out.
 
     Documents with fewer than two passages are left out. Headings are lines that begin with #, and a short first line;
     those of several documents, such as "Introduction", and those of one word are left out.
     """
-    parts = [_headings(document.text) for document in documents]
+    parts = [_headings(text) for text in documents]
     common = Counter(heading for headings, _ in parts for heading in {line.lower() for line in headings})
     engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     engine.no_truncation()
