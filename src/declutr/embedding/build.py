@@ -1,4 +1,4 @@
-"""Building of an index from a file of `declutr embed`: written to a temporary folder, then renamed.
+"""Building of an index, and of a map, from a file of `declutr embed`: written to a temporary folder, then renamed.
 
 The weight of the words of a hybrid index may be chosen on pairs: half of the queries choose it, the other half report
 it.
@@ -8,26 +8,52 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from declutr.common import seeding
 from declutr.common.bootstrap import Comparison, compare
 from declutr.common.errors import DataError, UsageError
 from declutr.common.storage import atomic_file, atomic_folder, hash_file, hash_json, write_json
-from declutr.embedding.index import INDEX, NO_TEXT, SCHEMA, TEXTS, VECTORS, Hybrid, IndexFacts, SearchIndex, StoredTexts
-from declutr.embedding.job import would_read
-from declutr.embedding.lexical import write_words
-from declutr.embedding.output import CHUNK_ROWS, numbered, read_note, rows_of, unit_vectors, write_npy_header
-from declutr.embedding.plane import write_map
-from declutr.embedding.units import EmbedConfig, Shape, VectorType, corpus_of, identify, keyed, plan, shaped
+from declutr.embedding.index import (
+    INDEX,
+    NO_TEXT,
+    SCHEMA,
+    TEXTS,
+    VECTORS,
+    Hybrid,
+    IndexFacts,
+    SearchIndex,
+    StoredTexts,
+    write_words,
+)
+from declutr.embedding.job import would_read, write_npy_header
+from declutr.embedding.units import (
+    CHUNK_ROWS,
+    EmbedConfig,
+    Note,
+    Shape,
+    VectorType,
+    corpus_of,
+    finite_vectors,
+    identify,
+    keyed,
+    plan,
+    read_note,
+    shaped,
+    unit_vectors,
+)
 from declutr.encoders.protocol import SentenceEncoder
 from declutr.evaluation.retrieval.compare import MEASURES, SEED, measures
 from declutr.evaluation.retrieval.lexicon import LexicalKind
 from declutr.evaluation.retrieval.pairs import RetrievalTest, join_pairs, read_pairs
 from declutr.pipeline.job.units import Unit, plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document
+from declutr.trainer.data.plan import permute
 
 DEFAULT_WEIGHT = 1.0
 F64 = NDArray[np.float64]
@@ -39,17 +65,14 @@ CHOOSING = "ndcg@10"
 
 @dataclass(frozen=True)
 class WeightChoice:
-    """A weight chosen on pairs.
-
-    Attributes:
-        weight: with the highest mean nDCG@10 on the development queries; of equal ones the lowest.
-        development: number of queries that chose it.
-        values: `(Q, 5)` values of `MEASURES` on the other queries, of the hybrid search and of each part alone.
-    """
+    """A weight chosen on pairs."""
 
     weight: float
+    """The one with the highest mean nDCG@10 on the development queries; of equal ones the lowest."""
     development: int
+    """Number of queries that chose it."""
     values: Mapping[str, F64]
+    """`(Q, 5)` values of `MEASURES` on the other queries, of the hybrid search and of each part alone."""
 
     def differences(self) -> dict[str, Comparison]:
         """The hybrid search compared with each part alone on the queries that did not choose."""
@@ -92,8 +115,7 @@ def build_index(
             "you trust it: --open-addresses"
         )
     units = plan(config)
-    precision = note.precision or config.choice.precision
-    if note.job != hash_json(identify(config, units, note.fingerprint, precision)):
+    if note.job != hash_json(identify(config, units, note.fingerprint, note.precision)):
         raise UsageError(f"{embeddings}: its inputs {', '.join(config.inputs)} have changed since; embed them again")
     if source_field and (problems := plan_units(corpus_of(config, source_field), 1)[1]):
         raise UsageError("\n".join(problem.replace("corpus.text_field", "--source-field") for problem in problems))
@@ -153,6 +175,21 @@ def _check_map_file(map_file: Path, output: Path, config: EmbedConfig, rows: int
         raise UsageError(f"--parquet {map_file}: {NO_TEXT}; omit it")
 
 
+def numbered(chunks: Iterator[NDArray[Any]]) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Chunks with the row of the first vector of each."""
+    start = 0
+    for chunk in chunks:
+        yield start, chunk
+        start += len(chunk)
+
+
+def rows_of(chunks: Iterator[NDArray[Any]], rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Vectors `(len(rows), size)` of ascending rows."""
+    return np.concatenate(
+        [chunk[rows[(rows >= start) & (rows < start + len(chunk))] - start] for start, chunk in numbered(chunks)]
+    )
+
+
 _RECALL_QUERIES, _RECALL_TOP = 100, 10
 _RECALL_TOGETHER = 10  # an exact search holds a score for each of them and each text
 _SAME = 1e-6
@@ -197,10 +234,9 @@ def _write_texts(path: Path, units: Sequence[Unit], config: EmbedConfig, source_
                 record_number = next(number)
                 if source and (source.source, source.offset) != (record.source, record.offset):
                     raise UsageError(f"{record.source} at {record.offset}: cannot pair texts with {source_field}")
-                if isinstance(record, Document) and (key is None or isinstance(key, Document)):
+                if isinstance(record, Document):
                     text, origin = record.text.removesuffix("\r"), source.text if source else record.source
-                    names = {"id": key.text if key else None, "source": origin}
-                    rows.append({"record": record_number, "text": text, **names})
+                    rows.append({"record": record_number, "text": text, "id": key, "source": origin})
                     total += 1
                     if len(rows) == CHUNK_ROWS:
                         writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
@@ -268,3 +304,80 @@ def sentences(choice: WeightChoice) -> Iterator[str]:
     for name, difference in choice.differences().items():
         scores = f"{100 * difference.after:.1f}, {name} {100 * difference.before:.1f}"
         yield f"{CHOOSING} on {difference.rows:,} other queries: {scores}, difference {difference.sentence()}"
+
+
+PLANE_ROWS = 5_000
+"""Texts that fit the plane; all are placed on it."""
+SHARE = b"share of the variance"
+"""Key of the file's metadata: the share of the variance within the plane, in [0, 1]."""
+_LEAST_SHARE = 1e-12  # of the largest eigenvalue
+
+
+@dataclass(frozen=True)
+class Plane:
+    """The plane in which embeddings differ most: their first two principal components (Pearson, 1901).
+
+    With mean m and covariance C = 1/n sum_i (x_i - m)(x_i - m)^T, a vector x of length 1 is placed at
+    (u_1, u_2)^T (x - m), where u_1 and u_2 are the eigenvectors of C with the largest eigenvalues. Unlike the places of
+    UMAP or t-SNE, these depend on no random start, and each follows from its vector alone, so that batches are placed
+    one after the other.
+    """
+
+    mean: NDArray[np.float64]
+    """`(size,)`."""
+    axes: NDArray[np.float64]
+    """`(size, 2)`, of length 1; the second is null if the embeddings lie on a line."""
+    share: float
+    """Share of the variance within the plane, in [0, 1]; 1 if there is no variance."""
+
+    def place(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Coordinates `(n, 2)` of vectors `(n, size)`."""
+        return ((vectors - self.mean) @ self.axes).astype(np.float32)
+
+
+def fit_plane(vectors: NDArray[np.float32]) -> Plane:
+    """Fit the plane of vectors `(n, size)`, n and size at least 1. Their order affects rounding only."""
+    mean = vectors.mean(axis=0, dtype=np.float64)
+    _, singular, directions = np.linalg.svd(vectors - mean, full_matrices=False)
+    variances, axes = singular**2, np.zeros((vectors.shape[1], 2))
+    real = variances[:2] > _LEAST_SHARE * variances[0]  # others are rounding
+    axes[:, : len(real)] = directions[:2].T * real
+    # The sign of an eigenvector is arbitrary: make the number of largest magnitude positive.
+    axes *= np.where(np.take_along_axis(axes, np.abs(axes).argmax(axis=0)[None], axis=0) < 0, -1.0, 1.0)
+    total = float(variances.sum())
+    return Plane(mean, axes, min(1.0, float(variances[:2].sum()) / total) if total else 1.0)
+
+
+def sample_rows(num_rows: int, count: int, seed: int = 0) -> NDArray[np.int64]:
+    """Ascending numbers below `num_rows`: `count` of them drawn by (seed, "map"), or all if there are fewer."""
+    drawn = np.arange(min(num_rows, count))
+    if num_rows > count:
+        drawn = np.sort(permute(seeding.key_for(seed, "map"), np.zeros_like(drawn), drawn, num_rows))
+    return drawn
+
+
+def write_map(path: Path, texts: Path, embeddings: Path, note: Note) -> None:
+    """Write the map of a file of at least one embedding for Embedding Atlas, a batch at a time.
+
+    Columns: text, id, source, vector (as in the file of embeddings, of its type), x, y (float32).
+
+    Args:
+        path: file to write.
+        texts: `texts.arrow` of the index, with a row for each embedding.
+        embeddings: file of `declutr embed`.
+        note: its note.
+    """
+    plane = fit_plane(rows_of(unit_vectors(embeddings, note), sample_rows(note.rows, PLANE_ROWS)))
+    with pa.memory_map(str(texts)) as source:
+        table = pa.ipc.open_file(source).read_all()  # mapped, so nothing is read yet
+        vector = pa.list_(pa.from_numpy_dtype(note.config.shape.dtype), note.size)
+        fields = [*(table.schema.field(name) for name in ("text", "id", "source")), pa.field("vector", vector)]
+        schema = pa.schema([*fields, ("x", pa.float32()), ("y", pa.float32())], {SHARE: str(round(plane.share, 6))})
+        start = 0
+        with pq.ParquetWriter(path, schema) as writer:
+            for chunk in finite_vectors(embeddings, note):
+                x, y = plane.place(shaped(chunk.astype(np.float32), Shape(normalise=True))).T
+                vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.ravel(chunk)), note.size)
+                columns = table.slice(start, len(chunk)).select(["text", "id", "source"]).columns
+                writer.write_table(pa.Table.from_arrays([*columns, vectors, pa.array(x), pa.array(y)], schema=schema))
+                start += len(chunk)

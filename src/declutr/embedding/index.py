@@ -1,14 +1,17 @@
 """Index of embeddings: a folder with the vectors, the texts, and the encoder that queries need.
 
 Similarity is the cosine of vectors scaled to length 1. A search compares every vector, stored as float32 or int8. A
-hybrid index has the words of its texts too (src/declutr/embedding/lexical.py), and the score of a text is then
-cosine + weight * lexical score.
+hybrid index has the words of its texts too, and the score of a text is then cosine + weight * lexical score.
+`words.arrow` has the words in the order of their code points, each with its number of texts. `postings.arrow` has for
+one word after the other the rows of its texts, ascending, and the word's weights in them.
 
 Everything that is read may come from someone else: it is mapped or parsed as data, and checked before use.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,23 +20,23 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
+from scipy.sparse import csr_matrix
 
 from declutr.common.config import Strict, first_problem
 from declutr.common.errors import UsageError
 from declutr.common.storage import hash_file
-from declutr.embedding.lexical import StoredWords
-from declutr.embedding.output import CHUNK_ROWS, mapped
-from declutr.embedding.units import Shape, VectorType, shaped
+from declutr.common.words import lexical_words
+from declutr.embedding.units import CHUNK_ROWS, Shape, VectorType, mapped, shaped
 from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, unit_rows
-from declutr.evaluation.retrieval.lexicon import LexicalKind
+from declutr.evaluation.retrieval.lexicon import LexicalKind, Lexicon, query_weights
 
 INDEX = "index.json"
-VECTORS, TEXTS = "vectors.npy", "texts.arrow"
+VECTORS, TEXTS, WORDS, POSTINGS = "vectors.npy", "texts.arrow", "words.arrow", "postings.arrow"
 SCHEMA = pa.schema([("record", pa.int64()), ("text", pa.large_string()), ("id", pa.string()), ("source", pa.string())])
 """Columns of the texts of an index. The texts of a batch may have more than 2 GiB, the limit of `string`."""
+_WORDS = pa.schema([("word", pa.large_string()), ("texts", pa.int64())])
+_POSTINGS = pa.schema([("row", pa.int32()), ("weight", pa.float32())])
 _FILE = re.compile(r"[a-z0-9-]+\.[a-z]+")
-MOST_WEIGHT = 100.0
-EMPTY = "the query is empty; give at least one word"
 NO_TEXT = "the index holds no text"
 NO_WORD = "the encoder knows no word of the query, so its embedding is null and nothing is near it"
 
@@ -42,7 +45,7 @@ class Hybrid(Strict):
     """Words of an index, and how much they count."""
 
     kind: LexicalKind
-    weight: float = Field(ge=0, le=MOST_WEIGHT, allow_inf_nan=False)
+    weight: float = Field(ge=0, le=100, allow_inf_nan=False)
     """Factor of the lexical score; the cosine has factor 1."""
     words: int
     """Number of different words."""
@@ -72,19 +75,13 @@ class IndexFacts(Strict):
 
 @dataclass(frozen=True)
 class Stored:
-    """One text of an index.
-
-    Attributes:
-        row: in the index.
-        record: number of the record in the inputs, those that were skipped included.
-        id: if the embeddings have ids.
-        source: origin.
-        text: the whole text.
-    """
+    """One text of an index."""
 
     row: int
     record: int
+    """Number of the record in the inputs, those that were skipped included."""
     id: str | None
+    """None if the embeddings have no ids."""
     source: str
     text: str
 
@@ -108,11 +105,11 @@ class StoredTexts:
                 batch = self._file.get_batch(number)
                 sizes.append(batch.num_rows)
                 if pa.total_allocated_bytes() > before + _MOST_ALLOCATED_BYTES:
-                    raise self._wrong("its batches are compressed")
+                    raise _wrong(self._path, "its batches are compressed")
         except (pa.ArrowException, OSError) as error:
-            raise self._wrong(str(error)) from error
+            raise _wrong(self._path, str(error)) from error
         if self._file.schema != SCHEMA or sum(sizes) != rows or any(size != CHUNK_ROWS for size in sizes[:-1]):
-            raise self._wrong(f"not {rows:,} rows of record, text, id and source")
+            raise _wrong(self._path, f"not {rows:,} rows of record, text, id and source")
 
     def at(self, row: int) -> Stored:
         """Text of a row.
@@ -136,12 +133,9 @@ class StoredTexts:
             try:
                 batch.validate(full=True)
             except pa.ArrowException as error:
-                raise self._wrong(str(error)) from error
+                raise _wrong(self._path, str(error)) from error
             self._checked[number] = batch
         return self._checked[number]
-
-    def _wrong(self, why: str) -> UsageError:
-        return UsageError(f"{self._path} is cut off, altered, or not of `declutr index` ({why}); build the index again")
 
 
 class StoredVectors:
@@ -177,6 +171,86 @@ class StoredVectors:
         return unit_rows(vectors.astype(np.float32)) if self._is_int8 else vectors
 
 
+def write_words(folder: Path, texts: Iterable[str], kind: LexicalKind) -> int:
+    """Write the words of texts, read once, to `words.arrow` and `postings.arrow`; return the number of words."""
+    lexicon = Lexicon(texts)
+    words = sorted(lexicon.words)
+    order = np.array([lexicon.words[word] for word in words], np.int64)
+    ranks = np.empty_like(order)
+    ranks[order] = np.arange(len(order))
+    weights = lexicon.weights(kind)
+    by_word = csr_matrix((weights.data, ranks[weights.indices], weights.indptr), weights.shape).tocsc()
+    counts = lexicon.in_texts.astype(np.int64)[order]
+    _write(folder / WORDS, _WORDS, [pa.array(words, pa.large_string()), pa.array(counts)])
+    rows, values = by_word.indices.astype(np.int32), by_word.data.astype(np.float32)
+    _write(folder / POSTINGS, _POSTINGS, [pa.array(rows), pa.array(values)])
+    return len(words)
+
+
+def _write(path: Path, schema: pa.Schema, columns: list[pa.Array]) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+
+
+class StoredWords:
+    """Words of an index of that many rows.
+
+    Raises:
+        UsageError: a file is cut off, altered, or names texts that the index does not have.
+    """
+
+    def __init__(self, folder: Path, rows: int, kind: LexicalKind) -> None:
+        self._rows, self._kind = rows, kind
+        words, postings = _read_batch(folder / WORDS, _WORDS), _read_batch(folder / POSTINGS, _POSTINGS)
+        self._words = words.column("word")
+        self._counts = words.column("texts").to_numpy()
+        self._texts, self._weights = postings.column("row").to_numpy(), postings.column("weight").to_numpy()
+        self._ends = np.cumsum(self._counts)
+        fits = not len(self._counts) or (self._counts.min() >= 1 and self._counts.max() <= rows)
+        if not fits or int(self._counts.sum()) != len(self._texts):
+            raise _wrong(folder / WORDS, "the numbers of texts do not fit")
+        if len(self._texts) and not (self._texts.min() >= 0 and self._texts.max() < rows):
+            raise _wrong(folder / POSTINGS, f"texts beyond the {rows:,} of the index")
+        ascending = self._texts[1:] > self._texts[:-1]
+        ascending[self._ends[:-1] - 1] = True  # the next word starts
+        if not ascending.all() or not np.isfinite(self._weights).all():
+            raise _wrong(folder / POSTINGS, "rows that do not ascend, or weights that are not finite")
+
+    def scores(self, query: str) -> NDArray[np.float32]:
+        """`(rows,)` scores between 0 and 1; all 0 if no text has a word of the query."""
+        scores = np.zeros(self._rows)
+        occurring = [(self._place(word), number) for word, number in Counter(lexical_words(query)).items()]
+        places = np.array([place for place, _ in occurring if place is not None], np.int64)
+        occurrences = np.array([number for place, number in occurring if place is not None], np.float64)
+        weights = query_weights(self._kind, occurrences, self._counts[places].astype(np.float64), self._rows)
+        for place, weight in zip(places.tolist(), weights.tolist(), strict=True):
+            postings = slice(self._ends[place] - self._counts[place], self._ends[place])
+            scores[self._texts[postings]] += weight * self._weights[postings]
+        return scores.astype(np.float32)
+
+    def _place(self, word: str) -> int | None:
+        place = bisect_left(self._words, word, key=lambda scalar: scalar.as_py())
+        return place if place < len(self._words) and self._words[place].as_py() == word else None
+
+
+def _read_batch(path: Path, schema: pa.Schema) -> pa.RecordBatch:
+    try:
+        file = pa.ipc.open_file(pa.memory_map(str(path)))
+        if file.schema != schema or file.num_record_batches != 1:
+            raise _wrong(path, "other columns or parts")
+        batch = file.get_batch(0)
+        batch.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        raise _wrong(path, str(error)) from error
+    if any(column.null_count for column in batch.columns):
+        raise _wrong(path, "values are missing")
+    return batch
+
+
+def _wrong(path: Path, why: str) -> UsageError:
+    return UsageError(f"{path} is cut off, altered, or not of `declutr index` ({why}); build the index again")
+
+
 def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
     """Rows of the `top` highest scores `(rows,)`, highest first, of equal ones the first rows; all if there are fewer.
 
@@ -191,17 +265,14 @@ def best_rows(scores: NDArray[np.float32], top: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Hit(Stored):
-    """A text that was found.
-
-    Attributes:
-        score: cosine, plus weight times lexical score in a hybrid index.
-        cosine: in [-1, 1].
-        lexical: in [0, 1]; None in an index without words.
-    """
+    """A text that was found."""
 
     score: float
+    """Cosine, plus weight times lexical score in a hybrid index."""
     cosine: float
+    """In [-1, 1]."""
     lexical: float | None
+    """In [0, 1]; None in an index without words."""
 
 
 class SearchIndex:
@@ -239,7 +310,7 @@ class SearchIndex:
         """
         self.check(encoder)
         if not query.strip():
-            raise UsageError(EMPTY)
+            raise UsageError("the query is empty; give at least one word")
         if not self.facts.rows:
             raise UsageError(NO_TEXT)
         return self.hits(self.embed(encoder, query), top, query)
@@ -273,27 +344,24 @@ class SearchIndex:
         Raises:
             UsageError: the vector is null, and no text has a word of the query.
         """
-        if self._words is None:
-            if not vector.any():
-                raise UsageError(NO_WORD)
-            (rows,), (cosines,) = self.nearest(vector[None], top)
-            stored = zip(self.texts(rows.tolist()), cosines.tolist(), strict=True)
-            return [Hit(**vars(text), score=cosine, cosine=cosine, lexical=None) for text, cosine in stored]
+        has_words = bool(vector.any())
+        if self._words is None and not has_words:
+            raise UsageError(NO_WORD)
         cosines, lexical = self.parts(vector, query)
-        if not vector.any() and not lexical.any():
+        if not has_words and not lexical.any():
             raise UsageError(f"{NO_WORD}, and no text of the index has a word of it")
         scores = cosines + np.float32(self.weight) * lexical
         rows = best_rows(scores, top)
         parts = zip(*(part[rows].tolist() for part in (scores, cosines, lexical)), strict=True)
         return [
-            Hit(**vars(text), score=score, cosine=cosine, lexical=words)
+            Hit(**vars(text), score=score, cosine=cosine, lexical=None if self._words is None else words)
             for text, (score, cosine, words) in zip(self.texts(rows.tolist()), parts, strict=True)
         ]
 
     def parts(self, vector: NDArray[np.float32], query: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cosines and lexical scores, each `(rows,)`, of a query's vector `(size,)` and its words; hybrid only."""
-        assert self._words is not None
-        return self._vectors.cosines(vector[None])[0], self._words.scores(query)
+        """Cosines and lexical scores, each `(rows,)`, of a query's vector `(size,)` and its words; 0 without words."""
+        cosines = self._vectors.cosines(vector[None])[0]
+        return cosines, np.zeros_like(cosines) if self._words is None else self._words.scores(query)
 
     def nearest(self, queries: NDArray[np.float32], top: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Rows and cosines, each `(queries, top)`, nearest first; all rows if the index holds fewer.

@@ -3,25 +3,43 @@
 Until the output is complete, a hidden folder next to it holds a part and a sidecar for each finished unit.
 """
 
+import contextlib
 import fcntl
 import fnmatch
 import glob
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import DTypeLike
 
 from declutr.common.config import validated
 from declutr.common.console.logs import bar, get_logger
-from declutr.common.errors import ConfigError, EncoderError, UsageError
+from declutr.common.errors import ConfigError, EncoderError, SessionError, UsageError
 from declutr.common.paths import expand, listed
-from declutr.common.storage import hash_json, write_text
+from declutr.common.storage import atomic_file, hash_json, write_text
 from declutr.common.suggestions import suggest
-from declutr.embedding.output import Note, assemble, note_path, read_note
-from declutr.embedding.units import EmbedConfig, EmbeddingSidecar, Shape, embed_unit, finished, identify, located, plan
+from declutr.embedding.units import (
+    EmbedConfig,
+    EmbeddingSidecar,
+    Note,
+    Shape,
+    embed_unit,
+    finished,
+    identify,
+    located,
+    note_path,
+    part_schema,
+    plan,
+    read_note,
+)
 from declutr.encoders.protocol import EncoderChoice, SentenceEncoder, missing, precision_of, vectors_fingerprint
 from declutr.pipeline.job.units import Unit
 
@@ -93,9 +111,9 @@ def would_read(path: str, config: EmbedConfig, files: Sequence[Path]) -> bool:
     if source.exists() or not glob.has_magic(path):
         return output.is_relative_to(source.resolve())
     num_plain = next(number for number, part in enumerate(source.parts) if glob.has_magic(part))
-    plain = Path(*source.parts[:num_plain]).resolve()
+    plain, pattern = Path(*source.parts[:num_plain]).resolve(), source.parts[num_plain:]
     places = [place.relative_to(plain).parts for place in (output, *notes) if place.is_relative_to(plain)]
-    return any(_matches(place, source.parts[num_plain:]) for place in places)
+    return any(_matches(place, pattern) for place in places)
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
@@ -108,25 +126,41 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _embed(config: EmbedConfig, units: list[Unit]) -> Note:
-    """Load the encoder, and embed what is not done."""
+    """Load the encoder, embed what is not done, assemble the parts, write the note, and remove the parts."""
     from declutr.encoders.loading import encoder_of  # loads torch, which no problem of the inputs waits for
 
+    output = config.output
     encoder = encoder_of(config.choice, trust_remote_code=config.choice.trust_remote_code)
     if config.shape.dimensions and config.shape.dimensions > encoder.size:
         raise UsageError(f"--dimensions {config.shape.dimensions}: {encoder.name} has only {encoder.size}")
     identities = identify(config, units, encoder.fingerprint, precision_of(encoder))
-    if done := _done(config.output, hash_json(identities)):
-        get_logger().info("%s is already complete; nothing to embed", config.output)
-        return done
-    folder = config.output.absolute().with_name(f".{config.output.name}.parts")
-    if config.output.exists() and not note_path(config.output).exists() and not folder.is_dir():
-        raise UsageError(f"--output {config.output}: exists and is not of `declutr embed`; name another file")
+    with contextlib.suppress(UsageError):  # a note that is damaged, or without its output, is of no finished job
+        if (note := read_note(output)).job == hash_json(identities):
+            get_logger().info("%s is already complete; nothing to embed", output)
+            return note
+    folder = output.absolute().with_name(f".{output.name}.parts")
+    if output.exists() and not note_path(output).exists() and not folder.is_dir():
+        raise UsageError(f"--output {output}: exists and is not of `declutr embed`; name another file")
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder, config.output):
-        return _embedded(config, units, identities, folder, encoder)
+    with _alone(folder, output):
+        sidecars = _run(config, units, identities, folder, encoder)
+        skipped = sum((Counter(sidecar.skipped) for sidecar in sidecars), Counter[str]())
+        note = Note(
+            config=config,
+            fingerprint=encoder.fingerprint,
+            precision=precision_of(encoder),
+            size=config.shape.dimensions or encoder.size,
+            rows=_assemble(folder, sidecars, config, encoder.size),
+            skipped=dict(sorted(skipped.items())),
+            job=hash_json(identities),
+            num_bytes=output.stat().st_size,
+        )
+        write_text(note_path(output), note.model_dump_json(indent=1) + "\n")  # marks the job as finished
+        shutil.rmtree(folder)
+    return note
 
 
-@contextmanager
+@contextlib.contextmanager
 def _alone(folder: Path, output: Path) -> Iterator[None]:
     """Lock the folder of the parts for this command, until it or its process ends.
 
@@ -145,50 +179,55 @@ def _alone(folder: Path, output: Path) -> Iterator[None]:
         yield
 
 
-def _embedded(
-    config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
-) -> Note:
-    """Embed what is left, assemble the parts, write the note, and remove the parts."""
-    sidecars = _run(config, units, identities, folder, encoder)
-    num_rows = assemble(folder, sidecars, config, encoder.size)
-    note = Note(
-        config=config,
-        fingerprint=encoder.fingerprint,
-        precision=precision_of(encoder),
-        size=config.shape.dimensions or encoder.size,
-        rows=num_rows,
-        skipped={
-            reason: sum(sidecar.skipped.get(reason, 0) for sidecar in sidecars)
-            for reason in sorted({reason for sidecar in sidecars for reason in sidecar.skipped})
-        },
-        job=hash_json(identities),
-        num_bytes=config.output.stat().st_size,
-    )
-    write_text(note_path(config.output), note.model_dump_json(indent=1) + "\n")  # marks the job as finished
-    shutil.rmtree(folder)
-    return note
+def _assemble(folder: Path, sidecars: list[EmbeddingSidecar], config: EmbedConfig, size: int) -> int:
+    """Write the output from the parts, in the order of the inputs; return its number of rows."""
+    schema = part_schema(size, config)
+    rows = sum(sidecar.written for sidecar in sidecars)
+    with atomic_file(config.output) as aside:
+        if config.output.suffix == ".npy":
+            kind = schema.field("embedding").type
+            with aside.open("wb") as stream:
+                write_npy_header(stream, (rows, kind.list_size), kind.value_type.to_pandas_dtype())
+                for batch in _batches(folder, sidecars):
+                    stream.write(memoryview(batch.column("embedding").flatten().to_numpy()))
+        else:
+            with pq.ParquetWriter(aside, schema) as writer:
+                for batch in _batches(folder, sidecars):
+                    writer.write_table(pa.Table.from_batches([batch]))
+        note_path(config.output).unlink(missing_ok=True)  # that of an earlier job would vouch for this output
+    return rows
 
 
-def _done(output: Path, job: str) -> Note | None:
-    """Note of a finished output of this job, or None."""
-    if not note_path(output).is_file():
-        return None
-    try:
-        note = read_note(output)
-    except UsageError:  # the note is damaged, or its output is missing
-        return None
-    return note if note.job == job else None
+def write_npy_header(stream: BinaryIO, shape: tuple[int, int], dtype: DTypeLike) -> None:
+    """Start an .npy file whose rows are written one after the other.
+
+    A file mapped for writing would end the process on a full disk.
+    """
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, header)
+
+
+def _batches(folder: Path, sidecars: list[EmbeddingSidecar]) -> Iterator[pa.RecordBatch]:
+    """Record batches of all parts, with rows counted across units."""
+    first = 0
+    for sidecar in sidecars:
+        with pa.memory_map(str(folder / f"{sidecar.unit}.arrow")) as source:
+            reader = pa.ipc.open_file(source)
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                rows = pa.array(batch.column("row").to_numpy() + first)
+                yield batch.set_column(0, batch.schema.field("row"), rows)
+        first += sidecar.read
 
 
 def _run(
     config: EmbedConfig, units: list[Unit], identities: list[str], folder: Path, encoder: SentenceEncoder
 ) -> list[EmbeddingSidecar]:
     """Sidecars of the units in order: existing ones, and new ones from embedding the rest."""
-    existing = [finished(unit.name, identity, folder) for unit, identity in zip(units, identities, strict=True)]
-    todo = [
-        (unit, identity) for unit, identity, sidecar in zip(units, identities, existing, strict=True) if sidecar is None
-    ]
+    work = list(zip(units, identities, strict=True))
+    existing = [finished(unit.name, identity, folder) for unit, identity in work]
     sidecars = {sidecar.unit: sidecar for sidecar in existing if sidecar}
+    todo = [(unit, identity) for unit, identity in work if unit.name not in sidecars]
     if sidecars:
         get_logger().info("reusing %d of %d finished units", len(sidecars), len(units))
     total = sum(unit.num_bytes for unit in units)
@@ -212,15 +251,15 @@ def _run(
             progress.set_postfix_str(f"{num_texts:,} texts, {num_texts / seconds:,.0f} a second", refresh=False)
             progress.update(num_bytes)
 
-        if here:
-            embedded = [embed_unit(unit, folder, config, identity, encoder, report) for unit, identity in todo]
+        if here or not todo:
+            embedded = (embed_unit(unit, folder, config, identity, encoder, report) for unit, identity in todo)
         else:
-            embedded = list(embed_on_ray(config, todo, folder, encoder, report))
+            embedded = _embed_on_ray(config, todo, folder, encoder, report)
         sidecars |= {sidecar.unit: sidecar for sidecar in embedded}
     return [sidecars[unit.name] for unit in units]
 
 
-def embed_on_ray(
+def _embed_on_ray(
     config: EmbedConfig,
     todo: Sequence[tuple[Unit, str]],
     folder: Path,
@@ -235,9 +274,6 @@ def embed_on_ray(
     Raises:
         UsageError: no session can be started, a unit cannot be embedded, or workers keep dying.
     """
-    if not todo:
-        return
-    from declutr.common.errors import SessionError
     from declutr.common.session import start_ray
 
     try:

@@ -1,9 +1,10 @@
-"""Settings of `declutr embed`, and its units of work.
+"""Settings of `declutr embed`, its units of work, and its output with the note, for reading.
 
 A unit turns texts to one file of embeddings, complete or absent, and a sidecar that marks it as done.
 """
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,15 +12,16 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from declutr.common.config import Strict
+from declutr.common.config import Strict, first_problem
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import UsageError
 from declutr.common.paths import expand
 from declutr.common.storage import atomic_file, hash_json, write_text
-from declutr.encoders.protocol import AnyPrecision, EncoderChoice, SentenceEncoder
+from declutr.encoders.protocol import EncoderChoice, Precision, SentenceEncoder
 from declutr.pipeline.job.units import (
     Unit,
     check_unchanged,
@@ -72,6 +74,8 @@ class EmbedConfig(Strict):
 
 
 _MAX_UNITS = 4096
+CHUNK_ROWS = 4096
+"""Embeddings that are read at once."""
 
 
 def located(config: EmbedConfig) -> EmbedConfig:
@@ -102,10 +106,7 @@ def plan(config: EmbedConfig) -> list[Unit]:
     if config.id_field and not unreadable:
         unreadable = plan_units(corpus_of(config, config.id_field), 1)[1]
     words = {"corpus.paths": "input", "corpus.format": "--format", "corpus.text_field": "--text-field or --id-field"}
-    for problem in unreadable:
-        for setting, option in words.items():
-            problem = problem.replace(setting, option)
-        problems.append(problem)
+    problems += [re.sub("|".join(words), lambda match: words[match[0]], problem) for problem in unreadable]
     if problems:
         raise UsageError("\n".join(problems))
     for line in describe_skipped(skipped.kinds()):
@@ -113,7 +114,7 @@ def plan(config: EmbedConfig) -> list[Unit]:
     return with_file_states(units)
 
 
-def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision: AnyPrecision) -> list[str]:
+def identify(config: EmbedConfig, units: list[Unit], fingerprint: str, precision: Precision) -> list[str]:
     """SHA-256 for each unit of its input, the encoder with its precision, and the settings for its embeddings."""
     settings = config.model_dump(mode="json", exclude={"choice", "inputs", "output", "workers", "unit_mib"})
     settings |= {"precision": precision, "fingerprint": fingerprint, "suffix": config.output.suffix}
@@ -180,20 +181,17 @@ def embed_unit(
             for window in _windows(keyed(unit, reader, config)):
                 rows, ids, texts = [], [], []
                 for record, key in window:
-                    problem = (
-                        record if isinstance(record, ReadFailure) else key if isinstance(key, ReadFailure) else None
-                    )
-                    if problem is None:
-                        rows.append(read)
-                        texts.append(record.text.removesuffix("\r"))  # type: ignore[union-attr]
-                        ids.append(key.text if isinstance(key, Document) else "")
-                    else:
+                    if isinstance(record, ReadFailure):
                         if not config.skip_bad:
                             raise UsageError(
-                                f"{problem.source} at {problem.offset}: {problem.reason}: {problem.message}. "
+                                f"{record.source} at {record.offset}: {record.reason}: {record.message}. "
                                 "--skip-bad skips and counts records that cannot be read"
                             )
-                        skipped[problem.reason] += 1
+                        skipped[record.reason] += 1
+                    else:
+                        rows.append(read)
+                        texts.append(record.text.removesuffix("\r"))
+                        ids.append(key or "")
                     read += 1
                 written += len(rows)
                 if rows:
@@ -210,13 +208,12 @@ def embed_unit(
                     seen_bytes = now
         check_unchanged(unit)
         (folder / f"{unit.name}.json").unlink(missing_ok=True)  # that of an earlier job would vouch for this part
-    path = folder / f"{unit.name}.arrow"
     sidecar = EmbeddingSidecar(
         unit=unit.name,
         identity=identity,
         read=read,
         written=written,
-        num_bytes=path.stat().st_size,
+        num_bytes=(folder / f"{unit.name}.arrow").stat().st_size,
         skipped=dict(sorted(skipped.items())),
     )
     write_text(folder / f"{unit.name}.json", sidecar.model_dump_json(indent=1) + "\n")
@@ -261,7 +258,8 @@ def _batch(schema: pa.Schema, rows: list[int], ids: list[str], values: NDArray[A
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-Keyed = tuple[Record, Record | None]
+Keyed = tuple[Record, str | None]
+"""A record with its id; a failure if either cannot be read."""
 
 
 def keyed(unit: Unit, records: Iterator[Record], config: EmbedConfig) -> Iterator[Keyed]:
@@ -273,7 +271,10 @@ def keyed(unit: Unit, records: Iterator[Record], config: EmbedConfig) -> Iterato
         if record is None or key is None or (record.source, record.offset) != (key.source, key.offset):
             place = record or key
             raise UsageError(f"{place.source} at {place.offset}: cannot pair texts with ids")
-        yield record, key
+        if isinstance(record, ReadFailure) or isinstance(key, Document):
+            yield record, key.text if isinstance(key, Document) else None
+        else:
+            yield key, None
 
 
 def _windows(records: Iterator[Keyed]) -> Iterator[list[Keyed]]:
@@ -288,3 +289,99 @@ def _windows(records: Iterator[Keyed]) -> Iterator[list[Keyed]]:
             window, num_characters = [], 0
     if window:
         yield window
+
+
+class Note(Strict):
+    """Origin of a file of embeddings, stored next to it as OUT.json."""
+
+    config: EmbedConfig
+    fingerprint: str
+    """Fingerprint of the encoder and its treatment of long texts."""
+    precision: Precision
+    """Precision of the computation."""
+    size: int
+    """Numbers in an embedding of the file."""
+    rows: int
+    skipped: dict[str, int]
+    """Skipped records that could not be read, by reason."""
+    job: str
+    """SHA-256 of inputs, encoder and settings."""
+    num_bytes: int
+    """Size of the file of embeddings."""
+
+
+def note_path(output: Path) -> Path:
+    """Path of the note of a file of embeddings."""
+    return output.with_name(f"{output.name}.json")
+
+
+def read_note(output: Path) -> Note:
+    """Read the note of a file of embeddings.
+
+    Raises:
+        UsageError: the note is missing, or was written for another file.
+    """
+    path = note_path(output)
+    if not output.is_file():
+        raise UsageError(f"{output}: no such file; name a file that `declutr embed` has written")
+    try:
+        note = Note.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        why = error.strerror if isinstance(error, OSError) else first_problem(error, Note)
+        raise UsageError(f"{output}: has no note {path.name} of `declutr embed` next to it ({why})") from error
+    if output.stat().st_size != note.num_bytes:
+        raise UsageError(f"{output}: its size differs from its note {path.name}; embed again")
+    return note
+
+
+def mapped(path: Path, rows: int, size: int, dtype: str) -> NDArray[Any]:
+    """Map the vectors `(rows, size)` of an .npy file; pickled objects are never read.
+
+    Raises:
+        UsageError: the file is cut off, altered, or of another shape or type.
+    """
+    try:
+        vectors: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, OSError, EOFError, SyntaxError, TypeError, OverflowError) as error:
+        raise UsageError(f"{path} cannot be read as vectors ({error})") from error
+    if vectors.shape != (rows, size) or vectors.dtype != np.dtype(dtype):
+        raise UsageError(f"{path} holds {vectors.shape} of {vectors.dtype}, expected {(rows, size)} of {dtype}")
+    return vectors
+
+
+def unit_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[np.float32]]:
+    """Yield chunks of embeddings, scaled to length 1."""
+    unit = Shape(normalise=True)
+    return (shaped(chunk.astype(np.float32), unit) for chunk in finite_vectors(embeddings, note))
+
+
+def finite_vectors(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
+    """Yield chunks of embeddings of up to `CHUNK_ROWS` rows, as they are in the file.
+
+    Raises:
+        UsageError: a number is not finite, or the file has other embeddings than its note says.
+    """
+    start = 0
+    for chunk in _stored(embeddings, note):
+        if len(bad := np.flatnonzero(~np.isfinite(chunk).all(axis=1))):
+            raise UsageError(f"{embeddings}: the embedding of row {start + bad[0]:,} is not finite; embed again")
+        yield chunk
+        start += len(chunk)
+
+
+def _stored(embeddings: Path, note: Note) -> Iterator[NDArray[Any]]:
+    if embeddings.suffix == ".npy":
+        whole = mapped(embeddings, note.rows, note.size, note.config.shape.dtype)
+        yield from (whole[start : start + CHUNK_ROWS] for start in range(0, len(whole), CHUNK_ROWS))
+        return
+    rows = 0
+    try:
+        with pq.ParquetFile(embeddings) as file:
+            for batch in file.iter_batches(CHUNK_ROWS, columns=["embedding"]):
+                column = batch.column(0)
+                yield column.flatten().to_numpy().reshape(len(column), note.size)
+                rows += len(column)
+    except (pa.ArrowException, IndexError, ValueError, AttributeError) as error:
+        raise UsageError(f"{embeddings}: cannot read {note.rows:,} embeddings from it ({error})") from error
+    if rows != note.rows:
+        raise UsageError(f"{embeddings}: holds {rows:,} embeddings, but its note says {note.rows:,}; embed again")
