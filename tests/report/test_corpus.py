@@ -23,20 +23,10 @@ from declutr.cli.main import main
 from declutr.pipeline.shards.content import LABELS
 from declutr.pipeline.shards.ledger import SCHEMA, ledger_entries
 from declutr.pipeline.shards.shards import ShardSet
+from declutr.report.charts import COLOURS, draw_histogram
 from declutr.report.corpus import gather, glance, readiness, write_corpus_page
 from declutr.report.examples import find_clusters, thumbnail
-from declutr.report.survey import (
-    BINS_PER_OCTAVE,
-    MAX_NAMES,
-    NUM_BINS,
-    Survey,
-    Tallies,
-    Tally,
-    TextLengths,
-    group_sources,
-    survey,
-    tally_columns,
-)
+from declutr.report.survey import MAX_NAMES, Tallies, Tally, group_sources, survey, tally_columns
 
 HOSTILE = '"><script>alert(1)<'
 
@@ -79,10 +69,9 @@ def test_fates_sources_and_lengths_are_those_of_the_ledgers(prepared, content):
     }
     rows = [row for row in entries(prepared[0]) if row.num_tokens is not None]
     limit = prepared[1].geometry.min_document_tokens
-    lengths, first = content.survey.lengths, NUM_BINS // 2
-    assert content.survey.bin_edges()[first] == limit
-    assert sum(int(counts.sum()) for counts in lengths.values()) == len(rows)
-    assert lengths["too_short"][first:].sum() == lengths["train"][:first].sum() == 0
+    kept, short, dropped = content.lengths().values()
+    assert kept.total() + short.total() + dropped.total() == len(rows)
+    assert max(short) < limit <= min(kept)
     documents = [sum(row.num_tokens < 16 for row in rows), 0, sum(row.num_tokens >= limit for row in rows)]
     bands = list(content.bands())
     assert [name for name, *_ in bands] == ["under 16", "16 to 31", "32 and more"]
@@ -92,12 +81,12 @@ def test_fates_sources_and_lengths_are_those_of_the_ledgers(prepared, content):
 
 
 @pytest.mark.parametrize("limit", [32, 2048, 1000, 7])
-def test_a_length_next_to_the_limit_is_in_the_bin_next_to_it(limit):
-    survey_ = Survey(limit, [limit], 0)
-    survey_._measure(pa.array([limit - 1, limit, None, limit + 1], pa.int64()), np.zeros(4, np.int64), ["train"])
-    assert survey_.lengths["train"][NUM_BINS // 2 - 1] == 1
-    assert survey_.lengths["train"][NUM_BINS // 2 : NUM_BINS // 2 + BINS_PER_OCTAVE].sum() == 2
-    assert survey_.bin_edges()[NUM_BINS // 2] == limit
+def test_a_length_next_to_the_limit_is_in_the_bar_next_to_it(limit):
+    counts = Counter({limit - 1: 1, limit: 10, limit + 1: 10})
+    svg = draw_histogram("h", "title", "tokens", limit, {"kept": counts}, {}).svg
+    paths = re.findall(rf'd="([^"]+)"[^>]*{COLOURS["kept"]}', svg)
+    heights = [np.ptp(np.array(re.findall(r"[\d.]+ ([\d.]+)", path), float)) for path in paths]
+    assert heights == pytest.approx([heights[1] / 20, heights[1]], rel=0.01)
 
 
 def test_clusters_have_their_members_and_matches_are_counted_by_evaluation_set(content):
@@ -107,7 +96,7 @@ def test_clusters_have_their_members_and_matches_are_counted_by_evaluation_set(c
     assert (largest.size, largest.kept.source, largest.kept.offset) == (7, "web.tar!page.html", 3)
     assert [(copy.source, copy.offset) for copy in other.copies] == [("b.jsonl", 6), ("b.jsonl", 7)]
     (match,) = content.survey.matches.values()
-    assert (match.name, match.kept, match.dropped, match.most) == ("sts12", 1, 1, 3)
+    assert (match.name, match.kept, match.dropped, match.max_ngrams) == ("sts12", 1, 1, 3)
 
 
 def test_a_kept_copy_that_is_nowhere_is_told(tmp_path):
@@ -202,11 +191,11 @@ def test_more_sources_than_are_held_lose_their_names_only():
         names = ["large" if n % 100 == 1 else f"{n}.txt" for n in range(start, start + 50_000)]
         batch, column = batch_of(names, [1000 if name == "large" else 1 for name in names])
         tallies.add(column, tally_columns(batch))
-    large, (name, others) = tallies.largest(tallies.all(), 1)
+    large, (name, others) = tallies.largest(tallies.by_name, 1)
     assert large == ("large", Tally(3_000, 3_000_000, 3_000, 3_000_000))
     assert name == f"({number - 3_000:,} others)"
     assert (others.read, others.kept_tokens) == (number - 3_000, number // 2 - 3_000)
-    assert len(tallies.all()) <= MAX_NAMES
+    assert len(tallies.by_name) <= MAX_NAMES
 
 
 def test_the_report_answers_whether_to_train(content):
@@ -388,14 +377,6 @@ def test_lengths_labels_and_numbers_are_those_of_the_shards(pairs, tmp_path, cap
     entry = ShardSet(folder, "train").take(np.array([3]))["id"].to_pylist()[0].hex()
     assert main(["inspect", str(folder), "--document", entry]) == 0
     assert "    entailment " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("lengths", [[3], [1, 2], [5] * 99 + [70], list(range(1, 1001))])
-def test_quantiles_are_those_of_numpy(lengths):
-    texts = TextLengths(lengths)
-    for part in (0.5, 0.95, 0.99, 1.0):
-        assert texts.quantile(part) == np.quantile(lengths, part, method="inverted_cdf")
-    assert texts.mean == np.mean(lengths)
 
 
 def test_sentences_have_lengths_but_no_labels(tmp_path, capsys):

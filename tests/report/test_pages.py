@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import time
+from collections import Counter
 from xml.etree import ElementTree
 
 import numpy as np
@@ -27,8 +28,7 @@ from declutr.evaluation.senteval.scores import Report, TaskResult
 from declutr.report.charts import COLOURS, Curve, draw_curves, draw_histogram, draw_intervals, short
 from declutr.report.corpus import write_corpus_page
 from declutr.report.page import share, shown, write_scores_page
-from declutr.report.record import read_runs
-from declutr.report.runs import write_runs_page
+from declutr.report.runs import read_runs, write_runs_page
 from declutr.trainer.driver.continuation import SUMMARY
 from declutr.trainer.driver.failure import GroupFailure
 from declutr.trainer.metrics.metrics import METRICS, MetricsWriter
@@ -146,14 +146,13 @@ def heights(svg):
 
 
 def test_bars_and_curves_are_drawn_at_their_values():
-    counts = np.array([0, 0, 400, 100, 0, 0, 0, 0])
-    series = {"kept": counts, "short": np.where(counts == 400, 1, 0)}
-    svg = draw_histogram("h", "title", "tokens", np.exp2(np.arange(9.0)), series, {32: "room"}).svg
+    histogram = ("h", "title", "tokens", 4, {"kept": Counter({4: 400, 8: 100}), "short": Counter({4: 1})}, {32: "room"})
+    svg = draw_histogram(*histogram).svg
     bars = [height for path in drawn(svg, "kept") if (height := np.ptp(path[:, 1]))]
     assert bars == pytest.approx([bars[1] * 4, bars[1]], rel=1e-3)
     assert np.ptp(drawn(svg, "short")[0][:, 1]) > 0.5  # a row in 400 can still be seen
     assert re.findall(">(room|1|2|5|10|20|50|100)<", svg) == ["5", "10", "20", "room"]
-    assert svg == draw_histogram("h", "title", "tokens", np.exp2(np.arange(9.0)), series, {32: "room"}).svg
+    assert svg == draw_histogram(*histogram).svg
     steps = np.arange(1.0, 1001)
     chart = draw_curves("c", "loss", [Curve("run", 0, steps, -3 * steps / 1000)], [500])
     zero, unit = heights(chart.svg)

@@ -17,11 +17,10 @@ def run_report(arguments: list[str]) -> int:
     parser.add_argument("--output", type=path_argument, help="folder of report.html (FOLDER/report)")
     options = parser.parse_args(arguments)
     from declutr.common.extras import missing_extra
-    from declutr.report.record import is_run
 
     if lack := missing_extra("report", "declutr report"):
         return refused(lack)
-    if any(map(is_run, options.folder)) or len(options.folder) > 1:
+    if len(options.folder) > 1 or (options.folder[0] / "config.yaml").is_file():
         from declutr.report.runs import write_runs_page
 
         print(write_runs_page(options.folder, options.output))

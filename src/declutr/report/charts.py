@@ -7,6 +7,7 @@ legends are in the page, which escapes them.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -46,23 +47,21 @@ _ATTRIBUTES = re.compile(
 """Properties that are attributes of SVG too; the page sets the fonts."""
 _SVG = "http://www.w3.org/2000/svg"
 _MOST_POINTS = 240
+_BINS_PER_OCTAVE = 4
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one run, in their order.
-
-    Attributes:
-        label: name of the run.
-        colour: number of its colour.
-        x: `(n,)` places, finite, at floor one.
-        y: `(n,)` values, finite.
-    """
+    """Points of one run, in their order."""
 
     label: str
+    """Name of the run."""
     colour: int
+    """Number of its colour."""
     x: F64
+    """`(n,)` places, finite, at floor one."""
     y: F64
+    """`(n,)` values, finite."""
 
     @property
     def words(self) -> str:
@@ -81,28 +80,31 @@ class Chart:
 
 
 def draw_histogram(
-    name: str, title: str, axis: str, edges: F64, series: Mapping[Role, NDArray[np.int64]], marks: Mapping[int, str]
+    name: str, title: str, axis: str, unit: int, series: Mapping[Role, Counter[int]], marks: Mapping[int, str]
 ) -> Chart:
-    """Draws stacked counts over bins of a logarithmic axis, without the empty bins at both ends.
+    """Draws stacked counts over bins of a logarithmic axis, from the first to the last that is used.
 
     Args:
         name: unique on the page.
         title: name of the counts.
         axis: name of the quantity on the axis.
-        edges: `(num_bins + 1,)`, ascending, positive.
-        series: `(num_bins,)` counts by their role, at floor one.
+        unit: value from which quarters of octaves are counted, so that it begins a bin; positive.
+        series: numbers by value and role, at floor one.
         marks: texts of ours by the value at which they have a line. All are drawn.
     """
-    marked = np.clip(np.searchsorted(edges, [*marks]) - 1, 0, len(edges) - 2).astype(int).tolist()
-    used = [*np.flatnonzero(np.sum([*series.values()], axis=0)).tolist(), *marked] or [0]
-    bins = slice(min(used), max(used) + 1)
-    edges = edges[bins.start : bins.stop + 1]
+    values = np.maximum([*marks, *(value for counts in series.values() for value in counts)] or [unit], 1)
+    places = np.floor(np.log2(values / unit) * _BINS_PER_OCTAVE)
+    edges = unit * np.exp2(np.arange(places.min(), places.max() + 2) / _BINS_PER_OCTAVE)
+    bins = {
+        role: np.histogram(np.maximum([*counts], 1), edges, weights=[*counts.values()])[0]
+        for role, counts in series.items()
+    }
     figure, axes = _figure(8, 3.3)
     below = np.zeros(len(edges) - 1)
     # a row in ten thousand would be less than a pixel high, and gone
-    floor = 0.004 * max(int(np.sum([*series.values()], axis=0).max()), 1)
-    for role, counts in series.items():
-        heights = np.where(counts[bins] > 0, np.maximum(counts[bins], floor), 0)
+    floor = 0.004 * max(float(np.sum([*bins.values()], axis=0).max()), 1.0)
+    for role, counts in bins.items():
+        heights = np.where(counts > 0, np.maximum(counts, floor), 0)
         axes.bar(edges[:-1], heights, np.diff(edges) * 0.94, below, align="edge", color=COLOURS[role])
         below = below + heights
     axes.set_xscale("log")
@@ -127,7 +129,7 @@ def draw_histogram(
             marks[value], (value, height), (shift, 0), textcoords="offset points", bbox=box, fontsize=8.5
         )
         text.set(ha=side, va="center", color=COLOURS["ink"])
-    sums = ", ".join(f"{int(counts.sum()):,} {role}" for role, counts in series.items())
+    sums = ", ".join(f"{counts.total():,} {role}" for role, counts in series.items())
     return Chart(title, "; ".join([sums, *(f"line at {text}" for text in marks.values())]), _svg(figure, name))
 
 

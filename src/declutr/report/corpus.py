@@ -1,15 +1,14 @@
 """The page of a prepared corpus: its contents in figures and examples, and what they say before a training."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import yaml
-from numpy.typing import NDArray
 
 from declutr.common.bootstrap import MIN_ROWS
 from declutr.common.credentials import redact
@@ -19,12 +18,12 @@ from declutr.pipeline.readers.skipped import describe_skipped
 from declutr.pipeline.shards.content import size_noun
 from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, Manifest, load_manifest
 from declutr.pipeline.shards.shards import check_shards
-from declutr.pipeline.shards.windows import TOO_SHORT
+from declutr.pipeline.shards.windows import TOO_SHORT, shortest_document
 from declutr.report.examples import SHOWN_CHARACTERS, Clusters, Example, find_clusters, kept_examples, rejected_examples
 from declutr.report.page import REPORT, Role, share, write_page
 from declutr.report.survey import (
     CONTAMINATED,
-    NUM_BINS,
+    Lengths,
     Matches,
     Survey,
     Tally,
@@ -44,29 +43,25 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class Content:
-    """A prepared corpus in figures and examples. Made by `gather`.
-
-    Attributes:
-        name: of its folder.
-        prepared: time of its manifest.
-        manifest: of its shards.
-        survey: sums over its ledgers.
-        clusters: of duplicates.
-        kept: examples of kept rows.
-        rejected: examples of others, by reason.
-        statuses: documents by split, or by the reason why they are not kept.
-        texts: figures of short texts; None for documents, images and audio.
-    """
+    """A prepared corpus in figures and examples. Made by `gather`."""
 
     name: str
+    """Name of its folder."""
     prepared: datetime
+    """Time of its manifest."""
     manifest: Manifest
     survey: Survey
+    """Sums over its ledgers."""
     clusters: Clusters
+    """Clusters of duplicates."""
     kept: list[Example]
+    """Examples of kept rows."""
     rejected: dict[str, list[Example]]
+    """Examples of others, by reason."""
     statuses: dict[str, Tally]
+    """Documents by split, or by the reason why they are not kept."""
     texts: TextSurvey | None
+    """Figures of short texts; None for documents, images and audio."""
 
     @property
     def noun(self) -> str:
@@ -100,11 +95,11 @@ class Content:
     def sources(self) -> list[tuple[str, Tally]]:
         """The sources with the most kept tokens, by folder where there are many, and the rest as one."""
         sources = self.survey.sources
-        return sources.largest(group_sources(sources.all(), _SHOWN_NAMES), _SHOWN_NAMES)
+        return sources.largest(group_sources(sources.by_name, _SHOWN_NAMES), _SHOWN_NAMES)
 
     def languages(self) -> list[tuple[str, Tally]]:
         """Languages by kept tokens; empty when no language was determined."""
-        rows = self.survey.languages.largest(self.survey.languages.all(), _SHOWN_NAMES)
+        rows = self.survey.languages.largest(self.survey.languages.by_name, _SHOWN_NAMES)
         return [(name or "not determined", tally) for name, tally in rows] if any(name for name, _ in rows) else []
 
     def contaminated(self) -> tuple[int, list[Matches]]:
@@ -122,16 +117,37 @@ class Content:
         counts[f"Kept {manifest.noun} that were changed"] = manifest.notes
         return {title: _most_frequent(names) for title, names in counts.items() if names}
 
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest document that is kept."""
+        return shortest_document(self.manifest.geometry, self.manifest.short_documents)
+
+    @property
+    def limits(self) -> dict[int, str]:
+        """Meanings of the lengths in tokens that divide the bands, ascending; of equal ones the last."""
+        geometry = self.manifest.geometry
+        limits = {geometry.max_tokens: "longest span", geometry.min_document_tokens: "room for all anchors"}
+        return dict(sorted((limits | {self.shortest: "shortest document kept"}).items()))
+
+    def lengths(self) -> dict[Role, Lengths]:
+        """Lengths of documents that were kept, too short, and dropped otherwise."""
+        roles: dict[Role, Lengths] = {"kept": Lengths(), "short": Lengths(), "dropped": Lengths()}
+        for status, lengths in self.survey.lengths.items():
+            roles["kept" if status in SPLITS else "short" if status == TOO_SHORT else "dropped"].update(lengths)
+        return roles
+
     def bands(self) -> Iterator[tuple[str, list[int], int, int]]:
         """Documents kept, too short and dropped otherwise between each two limits, and all documents and tokens."""
-        limits = self.survey.limits
-        sums = {kind: np.zeros((len(limits) + 1, 2), np.int64) for kind in ("kept", TOO_SHORT, "other")}
-        for status, counts in self.survey.bands.items():
-            sums["kept" if status in SPLITS else TOO_SHORT if status == TOO_SHORT else "other"] += counts
-        names = [f"under {limits[0]:,}", *(f"{low:,} to {high - 1:,}" for low, high in pairwise(limits))]
-        for row, name in enumerate([*names, f"{limits[-1]:,} and more"]):
-            documents, tokens = (sum(int(counts[row, column]) for counts in sums.values()) for column in (0, 1))
-            yield name, [int(counts[row, 0]) for counts in sums.values()], documents, tokens
+        limits = list(self.limits)
+        for low, high in pairwise([0, *limits, sys.maxsize]):
+            name = f"{low:,} to {high - 1:,}" if low and high < sys.maxsize else f"{low:,} and more"
+            parts = [
+                {length: number for length, number in lengths.items() if low <= length < high}
+                for lengths in self.lengths().values()
+            ]
+            documents = [sum(part.values()) for part in parts]
+            tokens = sum(length * number for part in parts for length, number in part.items())
+            yield name if low else f"under {high:,}", documents, sum(documents), tokens
 
 
 def _most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
@@ -160,7 +176,7 @@ def gather(folder: Path) -> Content:
         clusters=find_clusters(folder, sums),
         kept=kept_examples(folder, manifest),
         rejected=rejected_examples(folder, sums),
-        statuses=sums.statuses.all(),
+        statuses=sums.statuses.by_name,
         texts=survey_texts(folder, manifest),
     )
 
@@ -183,7 +199,7 @@ def glance(content: Content) -> list[str]:
     if totals["failed"]:
         lines.append(f"{totals['failed']:,} {noun} could not be read: see the places below before training.")
     hints = (
-        lines_hint(totals["read"], content.manifest.dropped, content.manifest.config, content.survey.sources.all()),
+        lines_hint(totals["read"], content.manifest.dropped, content.manifest.config, content.survey.sources.by_name),
         labels_hint(content.manifest),
         *describe_skipped(content.manifest.skipped),
     )
@@ -229,15 +245,9 @@ def write_corpus_page(folder: Path, output: Path | None = None) -> Path:
     from declutr.report.charts import draw_histogram  # loads matplotlib
 
     content = gather(folder)
-    lengths, geometry, none = content.survey.lengths, content.manifest.geometry, np.zeros(NUM_BINS, np.int64)
-    series: dict[Role, NDArray[np.int64]] = dict.fromkeys(("kept", "short", "dropped"), none)
-    for status, counts in lengths.items():
-        role: Role = "kept" if status in SPLITS else "short" if status == TOO_SHORT else "dropped"
-        series[role] = series[role] + counts
-    marks = {geometry.max_tokens: "longest span", geometry.min_document_tokens: "room for all anchors"}
-    marks[content.survey.shortest] = "shortest document kept"
-    labels = {} if content.media else {limit: f"{limit:,}: {marks[limit]}" for limit in content.survey.limits}
-    bins, title = content.survey.bin_edges(), f"Number of {content.noun} by {content.unit}"
+    lengths = content.lengths()
+    marks = {} if content.media else {limit: f"{limit:,}: {name}" for limit, name in content.limits.items()}
+    title, axis = f"Number of {content.noun} by {content.unit}", f"{content.unit} (logarithmic)"
     path = (output or folder / REPORT) / "report.html"
     settings = yaml.safe_dump(content.manifest.config, sort_keys=False, allow_unicode=True, width=math.inf)
     write_page(
@@ -249,10 +259,8 @@ def write_corpus_page(folder: Path, output: Path | None = None) -> Path:
         totals=content.manifest.totals,
         lines=glance(content),
         settings=redact(settings),
-        measured=int(sum(counts.sum() for counts in series.values())),
-        drawing=None
-        if content.texts
-        else draw_histogram("lengths", title, f"{content.unit} (logarithmic)", bins, series, labels),
+        measured=sum(counts.total() for counts in lengths.values()),
+        drawing=None if content.texts else draw_histogram("lengths", title, axis, content.shortest, lengths, marks),
         shown_characters=SHOWN_CHARACTERS,
     )
     return path

@@ -3,21 +3,23 @@
 import base64
 import gzip
 import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from declutr.common import seeding
+from declutr.inspection.describe import decoder
 from declutr.pipeline.media.images import PILLOW_ERRORS
 from declutr.pipeline.shards.content import LABELS
 from declutr.pipeline.shards.ledger import REJECTED, Entry, entries_at
-from declutr.pipeline.shards.manifest import TOKENIZER, Manifest
+from declutr.pipeline.shards.manifest import Manifest
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.report.survey import I64, Survey, unit_and_ordinal
 
@@ -65,19 +67,19 @@ def kept_examples(folder: Path, manifest: Manifest) -> list[Example]:
             Example(row["source"], row["offset"], None, None, None, row["label"], thumbnail(row))
             for row in ShardSet(folder, "train").take(rows).to_pylist()
         ]
-    decoder = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json"))
+    decode = decoder(folder)
     return [
-        Example(row["source"], row["offset"], row["num_tokens"], None, None, _text(decoder, row)[:SHOWN_CHARACTERS])
+        Example(row["source"], row["offset"], row["num_tokens"], None, None, _text(decode, row)[:SHOWN_CHARACTERS])
         for row in ShardSet(folder, "train").take(rows).to_pylist()
     ]
 
 
-def _text(decoder: Tokenizer, row: dict[str, Any]) -> str:
+def _text(decode: Callable[[Sequence[int]], str], row: dict[str, Any]) -> str:
     """The beginning of a row's text; of several texts, those that begin within it, each after its label."""
     if "starts" not in row:
-        return decoder.decode(row["tokens"][:_TOKENS_READ]).strip()
+        return decode(row["tokens"][:_TOKENS_READ])
     bounds = pairwise([*row["starts"], row["num_tokens"]])
-    texts = [decoder.decode(row["tokens"][start:end]).strip() for start, end in bounds if start < _TOKENS_READ]
+    texts = [decode(row["tokens"][start:end]) for start, end in bounds if start < _TOKENS_READ]
     labels = [f"{LABELS[label]}: " if label >= 0 else "" for label in row["labels"][: len(texts)]]
     return "\n".join(label + text for label, text in zip(labels, texts, strict=True))
 
@@ -113,31 +115,30 @@ def _grey(frames: NDArray[np.float64]) -> NDArray[np.uint8]:
 
 def rejected_examples(folder: Path, survey: Survey) -> dict[str, list[Example]]:
     """The documents that the survey drew for each reason; with text where `write_rejected` was on."""
-    every = [drawn for rows in survey.drawn.values() for drawn in rows]
-    entries = entries_at(folder, ((drawn.unit, drawn.ordinal) for drawn in every))
-    texts = _rejected_texts(folder, {(drawn.unit, drawn.line) for drawn in every})
-    examples: dict[str, list[Example]] = {}
-    for reason, rows in survey.drawn.items():
-        for drawn in sorted(rows, key=lambda row: (row.unit, row.ordinal)):
-            entry = entries[drawn.unit, drawn.ordinal]
-            text = texts.get((drawn.unit, drawn.line))
-            example = Example(entry.source, entry.offset, entry.num_tokens, entry.text_bytes, entry.detail, text)
-            examples.setdefault(reason, []).append(example)
-    return examples
+    places = {reason: sorted(row[1:] for row in rows) for reason, rows in survey.drawn.items()}
+    entries = entries_at(folder, (place for rows in places.values() for place in rows))
+    texts = _rejected_texts(folder, entries)
+
+    def example(place: tuple[int, int]) -> Example:
+        entry = entries[place]
+        text = texts.get(place)
+        return Example(entry.source, entry.offset, entry.num_tokens, entry.text_bytes, entry.detail, text)
+
+    return {reason: [example(place) for place in rows] for reason, rows in places.items()}
 
 
-def _rejected_texts(folder: Path, lines: set[tuple[int, int]]) -> dict[tuple[int, int], str]:
-    """Reads the first characters of rejected documents, by (unit, line); units without a file are left out."""
-    texts = {}
-    for unit in sorted({unit for unit, _ in lines}):
+def _rejected_texts(folder: Path, entries: Mapping[tuple[int, int], Entry]) -> dict[tuple[int, int], str]:
+    """Reads the first characters of rejected documents; units without a file are left out."""
+    texts, places_of = {}, defaultdict[int, dict[tuple[str, int], tuple[int, int]]](dict)
+    for place, entry in entries.items():
+        places_of[place[0]][entry.source, entry.offset] = place
+    for unit, places in places_of.items():
         path = folder / REJECTED / f"{unit:05d}.jsonl.gz"
-        if not path.exists():
-            continue
-        numbers = {line for number, line in lines if number == unit}
-        with gzip.open(path, "rb") as stream:
-            for number, line in enumerate(islice(stream, max(numbers) + 1)):
-                if number in numbers:
-                    texts[unit, number] = str(json.loads(line)["text"])[:SHOWN_CHARACTERS]
+        if path.exists():
+            with gzip.open(path, "rb") as stream:
+                for row in map(json.loads, stream):
+                    if place := places.get((row["source"], row["offset"])):
+                        texts[place] = row["text"][:SHOWN_CHARACTERS]
     return texts
 
 
@@ -172,14 +173,12 @@ def find_clusters(folder: Path, survey: Survey) -> Clusters:
     members = {int(group): copies[groups == group][:_SHOWN_COPIES].tolist() for group in largest}
     all_places = [*places[largest].tolist(), *(place for group in members.values() for place in group)]
     entries = entries_at(folder, map(unit_and_ordinal, all_places))
-    return Clusters(
-        sizes=counts.astype(np.int64) + 1,
-        largest=[
-            Cluster(
-                size=int(counts[group]) + 1,
-                kept=entries.get(unit_and_ordinal(int(places[group]))),
-                copies=[entries[unit_and_ordinal(place)] for place in members[int(group)]],
-            )
-            for group in largest
-        ],
-    )
+    clusters = [
+        Cluster(
+            size=int(counts[group]) + 1,
+            kept=entries.get(unit_and_ordinal(int(places[group]))),
+            copies=[entries[unit_and_ordinal(place)] for place in members[int(group)]],
+        )
+        for group in largest
+    ]
+    return Clusters(counts.astype(np.int64) + 1, clusters)

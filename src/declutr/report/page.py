@@ -30,19 +30,16 @@ REPORT = "report"
 
 @dataclass(frozen=True)
 class Label:
-    """Name of a table's row, with a bar and a note.
-
-    Attributes:
-        text: name, in the writing direction of its own.
-        bar: length of the bar, 0 to 1; None for no bar.
-        role: colour of the bar.
-        note: small print below.
-    """
+    """Name of a table's row, with a bar and a note."""
 
     text: str
+    """Name, in the writing direction of its own."""
     bar: float | None = None
+    """Length of the bar, 0 to 1; None for no bar."""
     role: Role = "kept"
+    """Colour of the bar."""
     note: str = ""
+    """Small print below."""
 
 
 def write_page(path: Path, template: str, title: str, pictures: bool = False, **values: Any) -> None:

@@ -1,19 +1,33 @@
-"""The page on runs: verdicts, curves, failures and settings from the files of their folders."""
+"""The page on runs: verdicts, curves, failures and settings, from the files of their folders, also while they train."""
 
 import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from declutr.common.errors import ConfigError, ShardError, UsageError
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from declutr.common.config import flat_keys
+from declutr.common.errors import ConfigError, DamagedError, ShardError, UsageError
+from declutr.common.storage import read_record
+from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.inspection.order import RunOrder, read_order
 from declutr.report.charts import RUNS, Chart, Curve, draw_curves, short
 from declutr.report.page import REPORT, Label, write_page
-from declutr.report.record import RunRecord, read_runs
+from declutr.trainer.driver.continuation import FAILURES, MOMENT, SUMMARY
+from declutr.trainer.metrics.metrics import read_metrics
 from declutr.trainer.objectives.config import REPORTED
 
+F64 = NDArray[np.float64]
+_MOST, _LARGEST = 10**15, 1e300
+_LAST_MOMENT = 2**32  # seconds since 1970
+_FAILURE = re.compile(r"^=== (\S+ \S+ \S+), after step (\d+): (.*)$", re.MULTILINE)
 _OPTIMIZER = ("lr", "grad_norm")
 _SPEED = ("tokens_per_second", "documents_per_second", "padding_share", "data_wait_share", "mfu", "peak_memory_mib")
 _BATCH = ("batch_uniformity", "batch_participation_ratio")
@@ -47,6 +61,145 @@ _TITLES = {
 }
 
 
+class Event(NamedTuple):
+    """Something that happened to a run."""
+
+    time: float
+    """Seconds since 1970."""
+    kind: str
+    """`start`, `failure`, `alarm` or `end`."""
+    step: int
+    """Step after which it happened."""
+    text: str
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    """Comparison of the exported encoder with the start of the run (trainer/driver/export.py)."""
+
+    sentence: str
+    score: str = ""
+    start: float | None = None
+    exported: float | None = None
+    difference: float | None = None
+    interval: tuple[float, float] | None = None
+    rows: int | None = None
+
+
+class _Summary(msgspec.Struct, frozen=True):
+    """The part of a summary that the page shows."""
+
+    steps: int
+    ended: str
+    seconds: float
+    verdict: _Verdict
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Facts about a run from its files."""
+
+    folder: Path
+    """Folder of the run."""
+    name: str
+    """A short name, different from those of the other runs of the page."""
+    settings: dict[str, Any]
+    """Its settings by dotted key."""
+    lines: Sequence[dict[str, Any]]
+    """Its lines of metrics, in their order."""
+    summary: _Summary | None
+    """Summary of a run that ended; None while it trains, and after a failure."""
+    events: Sequence[Event]
+    """Starts, failures, alarms and the end, by time."""
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of a kind."""
+        return [line for line in self.lines if line["kind"] == kind]
+
+    def series(self, kind: str, name: str) -> tuple[F64, F64]:
+        """Steps and values of a metric, without those that were not finite."""
+        points = [(line["step"], line[name]) for line in self.of_kind(kind) if line.get(name) is not None]
+        values = np.array(points, np.float64).reshape(-1, 2)
+        return values[:, 0], values[:, 1]
+
+    @property
+    def last_step(self) -> int:
+        """The newest step in the metrics; 0 before the first."""
+        return max((line["step"] for line in self.of_kind("step")), default=0)
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """The runs in some folders.
+
+    Raises:
+        UsageError: a folder is not a run, is named twice, or has settings that cannot be read.
+    """
+    wrong = [f"{path}: is no run (it has no config.yaml)" for path in paths if not (path / "config.yaml").is_file()]
+    absolute = [path.resolve() for path in paths]
+    wrong += [f"{path}: is named twice" for path in sorted({path for path in absolute if absolute.count(path) > 1})]
+    if wrong:
+        raise UsageError("\n".join(wrong))
+    parts = 1  # of the path, as many as tell the runs apart
+    while len({path.parts[-parts:] for path in absolute}) < len(absolute):
+        parts += 1
+    return [_read(path, "/".join(whole.parts[-parts:])) for path, whole in zip(paths, absolute, strict=True)]
+
+
+def _read(folder: Path, name: str) -> RunRecord:
+    try:
+        settings = read_yaml_file(folder / "config.yaml")
+    except (YamlError, OSError, RecursionError) as error:
+        raise UsageError(f"{folder / 'config.yaml'}: {error}") from error
+    if not isinstance(settings, dict):
+        raise UsageError(f"{folder / 'config.yaml'} holds no settings")
+    lines = [line for line in map(_sound, read_metrics(folder)) if 0 <= line["step"] < _MOST]
+    try:
+        summary = read_record(folder / SUMMARY, _Summary)
+    except FileNotFoundError:
+        summary = None
+    except DamagedError as error:
+        raise UsageError(f"{error}; the run's `declutr train` command writes it again") from error
+    events = [*_failures(folder), *_logged(lines)]
+    if summary is not None and lines:
+        events.append(Event(lines[-1]["time"], "end", summary.steps, summary.why or summary.ended))
+    events.sort(key=lambda event: event.time)
+    return RunRecord(folder, name, flat_keys(settings), lines, summary, events)
+
+
+def _sound(line: dict[str, Any]) -> dict[str, Any]:
+    """A line whose numbers can be drawn, and whose time is one of this century or 0."""
+    numbers = {
+        name: None if isinstance(value, int | float) and not abs(value) < _LARGEST else value
+        for name, value in line.items()
+    }
+    moment = line.get("time")
+    sound = isinstance(moment, int | float) and 0 <= moment < _LAST_MOMENT
+    return {**numbers, "step": line["step"], "time": moment if sound else 0.0}
+
+
+def _failures(folder: Path) -> Iterator[Event]:
+    try:
+        text = (folder / FAILURES).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    for moment, step, summary in _FAILURE.findall(text):
+        try:
+            when = datetime.strptime(moment, f"{MOMENT} %z").timestamp()
+        except (ValueError, OverflowError):
+            when = 0.0
+        yield Event(when, "failure", int(step[-15:]), summary)
+
+
+def _logged(lines: Sequence[dict[str, Any]]) -> Iterator[Event]:
+    """Starts, which write their line after their first step, and alarms."""
+    for line in lines:
+        if line["kind"] == "alarm":
+            yield Event(line["time"], "alarm", line["step"], str(line.get("text")))
+        elif line["kind"] == "start":
+            workers = f"{line['workers']:g} worker(s)" if line.get("workers") else "training loop"
+            yield Event(line["time"], "start", line["step"] - 1, workers)
+
+
 def write_runs_page(folders: Sequence[Path], output: Path | None = None) -> Path:
     """Writes `report.html` on runs to `output`, or to the folder `report` of the first; returns the page.
 
@@ -77,10 +230,10 @@ def write_runs_page(folders: Sequence[Path], output: Path | None = None) -> Path
         reasons=reasons,
         verdicts=list(_verdicts(runs)),
         curves={
-            "loss": [_Curves(runs, "step", losses, "loss")],
-            "optimizer": [_Curves(runs, "step", _OPTIMIZER, "optimizer")],
-            "speed": [_Curves(runs, "step", _SPEED, "speed")],
-            "scores": [_Curves(runs, "validation", scores, "scores"), _Curves(runs, "step", _BATCH, "batch")],
+            "loss": [_curves(runs, "step", losses, "loss")],
+            "optimizer": [_curves(runs, "step", _OPTIMIZER, "optimizer")],
+            "speed": [_curves(runs, "step", _SPEED, "speed")],
+            "scores": [_curves(runs, "validation", scores, "scores"), _curves(runs, "step", _BATCH, "batch")],
         },
         corpora=list(_corpora(runs, orders)),
         events=list(_events(runs)),
@@ -89,17 +242,8 @@ def write_runs_page(folders: Sequence[Path], output: Path | None = None) -> Path
     return path
 
 
-@dataclass(frozen=True)
-class _Glance:
+def _glance(run: RunRecord, order: RunOrder | None) -> dict[str, object]:
     """State, verdict and faults of a run, in words."""
-
-    run: RunRecord
-    verdict: str
-    state: str
-    faults: str
-
-
-def _glance(run: RunRecord, order: RunOrder | None) -> _Glance:
     of = f" of {order.last_step:,}" if order is not None else ""
     if run.summary is not None:
         state = f"Ended after step {run.summary.steps:,}{of} ({run.summary.ended}): {run.summary.seconds:,.0f} s."
@@ -115,7 +259,7 @@ def _glance(run: RunRecord, order: RunOrder | None) -> _Glance:
         f"{kinds['start']} start(s), {kinds['failure']} failure(s), {skipped['skipped']:,} step(s) without an update "
         f"because of a bad loss{of_tasks}."
     )
-    return _Glance(run, verdict, state, faults)
+    return {"run": run, "verdict": verdict, "state": state, "faults": faults}
 
 
 def _moment(seconds: float) -> str | None:
@@ -139,22 +283,21 @@ def _verdicts(runs: Sequence[RunRecord]) -> Iterator[list[object]]:
         yield [Label(run.name, note=verdict.score), *scores, interval, verdict.rows]
 
 
-class _Curves:
+def _curves(runs: Sequence[RunRecord], kind: str, names: Sequence[str], prefix: str) -> dict[str, list[Any]]:
     """Charts of metrics over steps, and their figures as a table's rows."""
-
-    def __init__(self, runs: Sequence[RunRecord], kind: str, names: Sequence[str], prefix: str) -> None:
-        self.charts, self.rows = list[Chart](), list[list[object]]()
-        alarms = [event.step for event in runs[0].events if event.kind == "alarm"] if len(runs) == 1 else []
-        for name in names[:_MOST_CHARTS]:
-            curves = [Curve(run.name, colour, *run.series(kind, name)) for colour, run in enumerate(runs)]
-            curves = [curve for curve in curves if len(curve.x)]
-            title = MEANING.get(name, name)
-            if curves:
-                self.charts.append(draw_curves(f"{prefix}-{len(self.charts)}", title, curves, alarms))
-            for curve in curves:
-                label = title if len(runs) == 1 else f"{title}: {curve.label}"
-                values = (curve.y[0], curve.y[-1], curve.y.mean(), curve.y.min(), curve.y.max())
-                self.rows.append([label, *(short(float(value)) for value in values), len(curve.y)])
+    charts, rows = list[Chart](), list[list[object]]()
+    alarms = [event.step for event in runs[0].events if event.kind == "alarm"] if len(runs) == 1 else []
+    for name in names[:_MOST_CHARTS]:
+        curves = [Curve(run.name, colour, *run.series(kind, name)) for colour, run in enumerate(runs)]
+        curves = [curve for curve in curves if len(curve.x)]
+        title = MEANING.get(name, name)
+        if curves:
+            charts.append(draw_curves(f"{prefix}-{len(charts)}", title, curves, alarms))
+        for curve in curves:
+            values = (curve.y[0], curve.y[-1], curve.y.mean(), curve.y.min(), curve.y.max())
+            label = title if len(runs) == 1 else f"{title}: {curve.label}"
+            rows.append([label, *(short(float(value)) for value in values), len(curve.y)])
+    return {"charts": charts, "rows": rows}
 
 
 def _corpora(runs: Sequence[RunRecord], orders: Mapping[str, RunOrder]) -> Iterator[list[object]]:
