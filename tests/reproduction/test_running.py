@@ -23,9 +23,8 @@ from declutr.common.errors import UsageError
 from declutr.common.lock import RunLock
 from declutr.evaluation.senteval.harness import VERSIONS
 from declutr.reproduction import provenance
-from declutr.reproduction.identity import identity, made_from, run_ready
 from declutr.reproduction.item import load_item
-from declutr.reproduction.plan import ItemPlan
+from declutr.reproduction.plan import ItemPlan, identity, made_from, run_ready
 
 
 def call(*words):

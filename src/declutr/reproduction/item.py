@@ -127,22 +127,20 @@ class Item(Strict):
             for axis, labels in self.axes.items()
         }
 
-    def cells(self, scale: ScaleName) -> list[tuple[dict[str, str], Prepared | KnownEncoder]]:
+    def cells(self, scale: ScaleName) -> Iterator[tuple[dict[str, str], Prepared | KnownEncoder]]:
         """The encoders; or the start of a scale's runs, then the combinations of labels, the last axis fastest.
 
         Each has its label by axis, none of the start, and what is trained, or an encoder that is scored as it is.
         """
-        if self.encoders:
-            return [({"encoder": label}, encoder) for label, encoder in self.encoders.items()]
+        for label, encoder in self.encoders.items():
+            yield {"encoder": label}, encoder
         size, axes = self.scales[scale], self.axes_of(scale)
-        cells: list[tuple[dict[str, str], Prepared | KnownEncoder]] = []
         if size.start:
-            cells.append(({}, KnownEncoder(name=START)))
-        for combination in product(*(labels.items() for labels in axes.values())):
+            yield {}, KnownEncoder(name=START)
+        for combination in product(*(labels.items() for labels in axes.values())) if axes else ():
             values = size.settings | {key: value for _, changes in combination for key, value in changes.items()}
             source = Prepared(config=str(values.pop("config", size.config)), settings=values)
-            cells.append((dict(zip(axes, (label for label, _ in combination), strict=True)), source))
-        return cells
+            yield dict(zip(axes, (label for label, _ in combination), strict=True)), source
 
 
 def overlap(key: str, other: str) -> bool:
@@ -152,8 +150,8 @@ def overlap(key: str, other: str) -> bool:
 
 def unknown(where: str, words: Iterable[str], choices: Iterable[str], what: str) -> list[str]:
     """A problem for each word that is not among the choices."""
-    known_words = list(choices)
-    return [f"{where}.{word}: no {what}{suggest(word, known_words)}" for word in words if word not in known_words]
+    names = list(choices)
+    return [f"{where}.{word}: no {what}{suggest(word, names)}" for word in words if word not in names]
 
 
 def _problems(item: Item) -> Iterator[str]:

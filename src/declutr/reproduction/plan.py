@@ -1,46 +1,62 @@
-"""The runs of an item at a scale: their configurations, folders, shards and start, and the columns with data."""
+"""The runs of an item at a scale: their configurations, folders, shards and start, and the columns with data.
+
+A run is identified by its settings and the bytes of what it reads, not by its folder. Scores of other settings, shards,
+encoders, judged pairs or SentEval files are never shown, and their folders are refused.
+"""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from declutr.common.config import Strict, load_config
+from declutr.common.config import Strict, flat_keys, load_config
 from declutr.common.errors import ConfigError, EncoderError, UsageError
+from declutr.common.paths import expand
+from declutr.common.storage import hash_file, hash_json, read_json, write_json
+from declutr.common.stores.address import is_remote
 from declutr.encoders.modules import read_recipe
 from declutr.evaluation.senteval.network import ClassifierConfig
 from declutr.evaluation.senteval.tasks import find
-from declutr.pipeline.config import PipelineConfig
-from declutr.reproduction.item import START, Axes, Column, Item, KnownEncoder, Prepared, ScaleName, overlap, unknown
+from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys
+from declutr.pipeline.shards.manifest import MANIFEST, data_hash, load_manifest
+from declutr.reproduction.item import START, Column, Item, KnownEncoder, Prepared, ScaleName, overlap, unknown
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
 from declutr.trainer.checkpoints.state import EXPORT
+from declutr.trainer.driver.continuation import SUMMARY, changes
+from declutr.trainer.metrics.judged_pairs import FILES
 from declutr.trainer.setup.config import TrainConfig
 
 Config = TypeVar("Config", bound=Strict)
-_SHARDS = "$DECLUTR_WORK/shards"
+_ABSENT = "not on this machine"
+"""Content of what cannot be read here: an encoder at the hub, shards in a store or not yet prepared."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A combination of labels with a seed.
+    """A combination of labels with a seed: a training, or an encoder that is scored as it is."""
 
-    Attributes:
-        cell: the labels, joined; "start" without any.
-        labels: label by axis; none of the encoder that the runs start from.
-        seed: its seed; the first one of an encoder that is scored as it is.
-        folder: folder of its scores; the run is in `folder/run`.
-        config: configuration of its training; None for an encoder that is scored as it is.
-        encoder: encoder that is scored as it is, or None.
-    """
-
-    cell: str
     labels: Mapping[str, str]
+    """Label by axis; none of the encoder that the runs start from."""
     seed: int
-    folder: Path
+    """Its seed; the first one of an encoder that is scored as it is."""
+    results: Path
+    """Folder of the item's results."""
     config: TrainConfig | None = None
     encoder: KnownEncoder | None = None
+
+    @property
+    def cell(self) -> str:
+        """The labels, joined; "start" without any."""
+        return ", ".join(self.labels.values()) or "start"
+
+    @property
+    def folder(self) -> Path:
+        """Folder of its scores; the run is in `folder/run`."""
+        return self.results / f"{re.sub(r'[^A-Za-z0-9._=+-]+', '-', self.cell)}-{self.seed}"
 
     @property
     def name(self) -> str:
@@ -85,17 +101,15 @@ class ItemPlan:
         if not item.axes and (words or seeds):
             raise UsageError(f"{name} trains nothing: it takes neither settings nor --seeds")
         self.name, self.item, self.scale, self.senteval, self.work = name, item, scale, senteval, work.resolve()
-        self.settings = item.scales[scale]
-        """Settings of the scale."""
-        self.folder = self.work / f"{name}-{scale}"
-        """Folder of the item's results."""
+        self.settings, self.folder = item.scales[scale], self.work / f"{name}-{scale}"
         encoder = start.resolve() if start else self.work / "start" / EXPORT
         self._places = {"$DECLUTR_DATA": data.resolve(), "$DECLUTR_SENTEVAL": senteval.resolve()}
         self._places |= {"$DECLUTR_WORK": self.work, START: encoder}
+        self._words, self._keys = words, [word.partition("=")[0] for word in words]
+        self._refuse_varied()
         seeds = seeds or self.settings.seeds
-        _refuse_varied(_keys(words), item.axes_of(scale))
         runs = [
-            self._planned(labels, source, seed, words)
+            self._planned(labels, source, seed)
             for seed in seeds
             for labels, source in item.cells(scale)
             if seed == seeds[0] or isinstance(source, Prepared)  # an encoder that is not trained is scored once
@@ -116,9 +130,9 @@ class ItemPlan:
         if start is not None:
             self._refuse_start(start, encoder)
         elif self.settings.start is not None:
-            self.start = self._load("start", self.settings.start, "train", TrainConfig, {"run": "$DECLUTR_WORK/start"})
+            self.start = self._load("start", self.settings.start, "train", TrainConfig, run="$DECLUTR_WORK/start")
         self.shards = {
-            key: self._load(f"shards {key}", source, "prepare", PipelineConfig, {"output": f"{_SHARDS}/{key}"})
+            key: self._load(f"shards {key}", source, "prepare", PipelineConfig, output=f"$DECLUTR_WORK/shards/{key}")
             for key, source in self.settings.shards.items()
         }
         """Configurations of the shards to prepare, by name."""
@@ -130,44 +144,52 @@ class ItemPlan:
         self.unscored = _unscored(columns, senteval)
         """Reason of each column that is left out, because a task has no data."""
         self.columns = {heading: column for heading, column in columns.items() if heading not in self.unscored}
-        """Scored numbers by heading."""
         less = len(self.runs) < len(runs) or not {*self.settings.seeds} <= {*seeds}
         self.partial = less or bool(self.unscored)
         """True if not all cells, seeds and columns of the scale are here."""
         self.results = "results-part" if self.partial else "results"
         """Name of the files with the results, without its end. A part does not replace the results of the whole."""
-        official = self.settings.preset == "official"
-        self.classifier = ClassifierConfig.official() if official else ClassifierConfig.prototyping()
-        """Settings of the classifiers."""
+        presets = {"official": ClassifierConfig.official, "prototyping": ClassifierConfig.prototyping}
+        self.classifier = presets[self.settings.preset]()
 
-    def _planned(
-        self, labels: Mapping[str, str], source: Prepared | KnownEncoder, seed: int, words: Sequence[str]
-    ) -> PlannedRun:
-        cell = ", ".join(labels.values()) or "start"
-        run = PlannedRun(cell, labels, seed, self.folder / f"{re.sub(r'[^A-Za-z0-9._=+-]+', '-', cell)}-{seed}")
+    def _planned(self, labels: Mapping[str, str], source: Prepared | KnownEncoder, seed: int) -> PlannedRun:
+        run = PlannedRun(labels, seed, self.folder)
         if isinstance(source, KnownEncoder):
-            return replace(run, encoder=_placed(source, self._places))
+            return replace(run, encoder=self._placed(source))
         own = {"run": str(run.folder / "run"), "seed": seed}
-        return replace(run, config=self._load(cell, source, "train", TrainConfig, own, words))
+        return replace(run, config=self._load(run.cell, source, "train", TrainConfig, self._words, **own))
 
     def _load(
-        self,
-        what: str,
-        source: Prepared,
-        section: str,
-        model: type[Config],
-        own: dict[str, Any],
-        words: Sequence[str] = (),
+        self, what: str, source: Prepared, section: str, model: type[Config], words: Sequence[str] = (), **own: Any
     ) -> Config:
         """The settings of a source with its own ones and the words of the command."""
-        exclusive = [*model.alternatives] if {*model.alternatives} & {*_keys(words)} else []  # epochs replace steps
-        replaced = tuple(f"{key}." for key in (*_keys(words), *exclusive))
+        keys = self._keys if words else []
+        exclusive = [*model.alternatives] if {*model.alternatives} & {*keys} else []  # epochs replace steps
+        replaced = tuple(f"{key}." for key in (*keys, *exclusive))
         values = {key: value for key, value in source.settings.items() if not f"{key}.".startswith(replaced)} | own
         overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
         try:
-            return _placed(load_config(source.config, section, model, [*overrides, *words]), self._places)
+            return self._placed(load_config(source.config, section, model, [*overrides, *words]))
         except ConfigError as error:
             raise UsageError(f"{what}: {'; '.join(error.problems)} ({source.config})") from error
+
+    def _placed(self, config: Config) -> Config:
+        """Settings with the variables of items replaced."""
+        text = json.dumps(config.model_dump(mode="json", exclude_unset=True))
+        for variable, place in self._places.items():
+            text = text.replace(variable, json.dumps(str(place))[1:-1])
+        return type(config).model_validate(json.loads(text))
+
+    def _refuse_varied(self) -> None:
+        """Refuses a change for all runs of a setting in which they differ; a label would no longer be what it says."""
+        if own := [key for key in self._keys if key in ("run", "seed")]:
+            raise UsageError(f"{own[0]} is set by the command: --work and --seeds change it")
+        labels = [settings for labels in self.item.axes_of(self.scale).values() for settings in labels.values()]
+        for key, varied in product(self._keys, dict.fromkeys(key for settings in labels for key in settings)):
+            if overlap(key, varied) or {key, varied} <= {*TrainConfig.alternatives}:
+                raise UsageError(
+                    f"{key} cannot be changed for all runs, which differ in {varied}; change a copy of its file"
+                )
 
     def _refuse_start(self, start: Path, encoder: Path) -> None:
         """Refuses an encoder from which not all runs start, or that puts a text before each one."""
@@ -185,40 +207,139 @@ class ItemPlan:
             )
 
 
-def _keys(words: Sequence[str]) -> list[str]:
-    return [word.partition("=")[0] for word in words]
-
-
-def _placed(config: Config, places: Mapping[str, Path]) -> Config:
-    """Settings with the variables of this project replaced."""
-    text = json.dumps(config.model_dump(mode="json", exclude_unset=True))
-    for variable, place in places.items():
-        text = text.replace(variable, json.dumps(str(place))[1:-1])
-    return type(config).model_validate(json.loads(text))
-
-
-def _refuse_varied(keys: Sequence[str], axes: Axes) -> None:
-    """Refuses a change for all runs of a setting in which they differ; the labels would no longer be what they say."""
-    if own := [key for key in keys if key in ("run", "seed")]:
-        raise UsageError(f"{own[0]} is set by the command: --work and --seeds change it")
-    exclusive = {*TrainConfig.alternatives}
-    labels = [settings for labels in axes.values() for settings in labels.values()]
-    for key, varied in product(keys, dict.fromkeys(key for settings in labels for key in settings)):
-        if overlap(key, varied) or {key, varied} <= exclusive:
-            raise UsageError(
-                f"{key} cannot be changed for all runs, which differ in {varied}; change a copy of its file"
-            )
-
-
 def _unscored(columns: Mapping[str, Column], senteval: Path) -> dict[str, str]:
     """The reason of each column that cannot be scored."""
-    reasons = {}
-    for heading, column in columns.items():
+
+    def reason(column: Column) -> str:
         tasks = [find(task) for task in column.names]
         absent = [task.label for task in tasks if not any((senteval / name).is_file() for name in task.paths)]
         if absent:
-            reasons[heading] = f"no data of {', '.join(absent)} in {senteval}"
-    for heading, column in columns.items():
-        if other := next((other for other in column.mean_of if other in reasons), None):
-            reasons[heading] = f"needs {other}"
-    return reasons
+            return f"no data of {', '.join(absent)} in {senteval}"
+        return next((f"needs {other}" for other in column.mean_of if reason(columns[other])), "")
+
+    return {heading: words for heading, column in columns.items() if (words := reason(column))}
+
+
+def made_from(config: TrainConfig) -> dict[str, Any]:
+    """What decides a run: settings by dotted key, and contents (hashes) of the shards, encoders and pairs it reads.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    validation, best = config.validation, config.export == "best"
+    values = flat_keys(config.resume_settings())
+    for name, task in config.tasks().items():
+        prefix = f"auxiliary_tasks.{name}." if name else ""
+        values[f"{prefix}data (content)"] = [*map(_shards_content, task.places)]
+        if place := (config.auxiliary_tasks[name].frontend if name else config.encoder).pretrained:
+            values[f"{prefix or 'encoder.'}pretrained (content)"] = _encoder_content(place)
+    for score, place in validation.pairs.items():
+        values[f"validation.{score.partition('_')[0]}"] = _content(expand(place), FILES[score].name)
+    if validation.data:
+        values["validation.data"] = _shards_content(validation.data) if validation.every_steps else None
+    values["checkpoint.every_steps"] = config.checkpoint.every_steps if best else None  # of these one is chosen
+    values["validation.patience"] = validation.patience
+    return values
+
+
+def _encoder_content(name: str) -> str:
+    """Hash of an encoder's files; of a run, those of its export or else of its newest checkpoint, as it is loaded."""
+    place = expand(re.sub(r"^untrained(@\d+)?:", "", name))
+    if (place / EXPORT).is_dir():
+        place = place / EXPORT
+    elif (place / CHECKPOINTS).is_dir() and (steps := steps_in(place / CHECKPOINTS)):
+        place = checkpoint_path(place / CHECKPOINTS, steps[-1])
+    return _content(place)
+
+
+def _content(place: Path, pattern: str = "*") -> str:
+    """Hash of the names and bytes of a file, or of a folder's files without hidden ones."""
+    try:
+        paths = [place] if place.is_file() else sorted(place.rglob(pattern))
+        files = [path for path in paths if path.is_file() and path.name[0] != "."]
+        return _hashed(place, tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
+    except OSError as error:
+        raise UsageError(f"{place}: cannot be read ({error.strerror})") from error
+
+
+@cache
+def _hashed(place: Path, files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Files with the same sizes and times are not read twice."""
+    contents = {path.relative_to(place).as_posix(): hash_file(path) for path, _, _ in files}
+    return hash_json(contents)[:16] if contents else _ABSENT
+
+
+def _shards_content(place: str) -> str:
+    """Hash of shards."""
+    if is_remote(place) or not (expand(place) / MANIFEST).is_file():
+        return _ABSENT
+    return data_hash(load_manifest(expand(place)))[:16]
+
+
+def _record_of(config: TrainConfig) -> Path:
+    return Path(f"{config.run}.made_from.json")
+
+
+def write_record(config: TrainConfig) -> None:
+    """Writes what `made_from` returns to a file beside the run's folder, before the run is trained."""
+    write_json(_record_of(config), made_from(config))
+
+
+def run_ready(config: TrainConfig) -> bool:
+    """True if a run, or the start, has finished. What is not on this machine now is not compared.
+
+    Raises:
+        UsageError: its folder has a run of other settings or data.
+    """
+    run, now = Path(config.run), made_from(config)
+    if _record_of(config).is_file():
+        before = read_json(_record_of(config))
+        absent = [key for key, value in now.items() if _ABSENT in (value if isinstance(value, list) else [value])]
+        if changed := changes(before, now | {key: before[key] for key in absent if key in before}):
+            raise UsageError(
+                f"{run}: was trained with other settings or data ({'; '.join(changed)}); delete it, or name another "
+                "--work"
+            )
+    elif steps_in(run / CHECKPOINTS) or (run / SUMMARY).is_file():
+        raise UsageError(f"{run}: has a run, and no {_record_of(config).name} beside it; name another --work")
+    return (run / SUMMARY).is_file()
+
+
+def shards_ready(config: PipelineConfig) -> bool:
+    """True if the shards are complete.
+
+    Raises:
+        UsageError: they were prepared with other settings.
+        ShardError: their manifest is damaged.
+    """
+    if not (Path(config.output) / MANIFEST).is_file():
+        return False
+    manifest = load_manifest(Path(config.output))
+    if manifest.config_hash != config_hash(config):
+        others = ", ".join(differing_keys(config, manifest.config))
+        raise UsageError(f"{config.output}: was prepared with other settings ({others}); name another --work")
+    return True
+
+
+def identity(plan: ItemPlan, run: PlannedRun) -> str:
+    """Hash of what decides the scores of a run, beside the data of its tasks."""
+    trained = made_from(run.config) if run.config else None
+    scored = [run.encoder.model_dump(mode="json"), _encoder_content(run.encoder.name)] if run.encoder else None
+    columns = {name: column.model_dump(mode="json") for name, column in plan.columns.items()}
+    return hash_json([trained, scored, columns, plan.classifier.model_dump(mode="json"), dict(VERSIONS)])
+
+
+def scores_of(plan: ItemPlan, run: PlannedRun, data: str | None = None) -> dict[str, Any] | None:
+    """Scores and seconds of a finished run; None if it has none of these settings, or of other data.
+
+    Args:
+        plan: the item.
+        run: the run.
+        data: hash of the tasks' data; None: any.
+    """
+    try:
+        record: dict[str, Any] = read_json(run.folder / "scores.json")
+    except (FileNotFoundError, ValueError):
+        return None
+    same = isinstance(record, dict) and record.get("identity") == identity(plan, run)
+    return record if same and data in (None, record["data"]) else None

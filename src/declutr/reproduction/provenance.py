@@ -61,10 +61,9 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """Commit of this code; None if it is no checkout, also if it is installed inside another repository."""
 
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True, timeout=30
-        ).stdout.strip()
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=_ROOT, check=True, capture_output=True, text=True, timeout=30)
+        return done.stdout.strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != _ROOT:

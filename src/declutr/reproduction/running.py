@@ -1,42 +1,27 @@
 """Runs an item: prepares shards, trains the start and every run, scores them, and writes the results after each."""
 
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
-from declutr.common.cluster import SessionConfig
 from declutr.common.errors import CheckpointError, ConfigError, ShardError, TrainingFailedError, UsageError
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand
-from declutr.common.storage import hash_json, read_json, write_json
+from declutr.common.storage import read_json, write_json
 from declutr.common.stores.address import is_remote
-from declutr.encoders.loading import load_encoder
-from declutr.evaluation.senteval.data import inspect
-from declutr.evaluation.senteval.harness import Evaluated, ScoringChoice, evaluate
-from declutr.evaluation.senteval.scores import Protocol
-from declutr.evaluation.senteval.tasks import STS, TRANSFER, find
 from declutr.pipeline.config import PipelineConfig
-from declutr.reproduction.identity import identity, made_from, record_of, run_ready, scores_of, shards_ready
-from declutr.reproduction.item import Column
-from declutr.reproduction.plan import ItemPlan, PlannedRun
+from declutr.reproduction.plan import ItemPlan, PlannedRun, identity, run_ready, scores_of, shards_ready, write_record
 from declutr.reproduction.provenance import lasting_facts
-from declutr.reproduction.table import write_results
-from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, find_latest
+from declutr.reproduction.table import Scorer, say, write_results
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.setup.config import TrainConfig
 
-_HOUR_SECONDS = 3600.0
 _FAILURES = (ConfigError, ShardError, TrainingFailedError, CheckpointError)
 """Ends of a run that stop no other one, such as a loss that is not finite."""
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 def plan_lines(plan: ItemPlan) -> list[str]:
@@ -67,7 +52,7 @@ def plan_lines(plan: ItemPlan) -> list[str]:
     width = max(map(len, cells))
     lines += [f"  {cell:<{width}}  {_work(run)}" for cell, run in cells.items()]
     seconds = [record["seconds"] for run, record in done if run.config] or [record["seconds"] for _, record in done]
-    hours = median(seconds) / _HOUR_SECONDS if seconds else plan.settings.hours
+    hours = median(seconds) / 3600 if seconds else plan.settings.hours
     left = len(plan.runs) - len(done)
     time_left = f"{left * hours:.1f} hours" if hours else "unknown until one has finished"
     return [*lines, f"  time       {left} runs left: {time_left}"]
@@ -85,12 +70,11 @@ def _work(run: PlannedRun) -> str:
     if config is None:
         return f"{run.encoder.name}, scored as it is" if run.encoder else ""
     share = "" if config.data_fraction == 1 else f" of {config.data_fraction:.0%}"
-    if config.steps is not None:
-        rows = config.steps * config.batch_documents
-        return f"{config.steps:,} steps x {config.batch_documents} rows = {rows:,}{share}"
-    return (
-        f"{config.epochs or 1.0:g} pass(es){share} over {' and '.join(config.places)}, {config.batch_documents} a step"
-    )
+    if config.steps is None:
+        passes = f"{config.epochs or 1.0:g} pass(es){share} over {' and '.join(config.places)}"
+        return f"{passes}, {config.batch_documents} a step"
+    rows = config.steps * config.batch_documents
+    return f"{config.steps:,} steps x {config.batch_documents} rows = {rows:,}{share}"
 
 
 def reproduce(plan: ItemPlan, allow_unchecked: bool, command: Sequence[str]) -> str:
@@ -119,12 +103,12 @@ def reproduce(plan: ItemPlan, allow_unchecked: bool, command: Sequence[str]) -> 
             work()
         except _FAILURES as error:
             failed[name] = "; ".join(error.problems) if isinstance(error, ConfigError) else str(error).splitlines()[0]
-            _say(f"failed: {name}: {failed[name]}")
+            say(f"failed: {name}: {failed[name]}")
 
     with _locked(plan.work):  # items share shards and start
         for name, shards in plan.shards.items():
             if not shards_ready(shards):
-                _say(f"preparing shards {name}")
+                say(f"preparing shards {name}")
                 attempt(f"shards {name}", partial(_prepare, shards))
             if plan.start is not None and shards.output in plan.start.places:  # later shards may use its tokenizer
                 _train(plan.start)
@@ -137,7 +121,7 @@ def reproduce(plan: ItemPlan, allow_unchecked: bool, command: Sequence[str]) -> 
     with _locked(plan.folder):
         for number, run in enumerate(plan.runs, 1):
             if scores_of(plan, run, scorer.data) is None:
-                _say(f"run {number} of {len(plan.runs)}: {run.name}")
+                say(f"run {number} of {len(plan.runs)}: {run.name}")
                 attempt(run.name, partial(_finish, plan, run, scorer))
                 write()
         text = write()
@@ -150,7 +134,7 @@ def reproduce(plan: ItemPlan, allow_unchecked: bool, command: Sequence[str]) -> 
 
 
 def _locked(folder: Path) -> RunLock:
-    return RunLock(folder, lambda: _say(f"{folder}: another command has taken over"))
+    return RunLock(folder, lambda: say(f"{folder}: another command has taken over"))
 
 
 def _prepare(config: PipelineConfig) -> None:
@@ -167,12 +151,12 @@ def _prepare(config: PipelineConfig) -> None:
 def _train(config: TrainConfig) -> float:
     """Trains a run, or the start, to its end; returns the seconds of all its commands."""
     if not run_ready(config):
-        _say(f"training {config.run}")
-        write_json(record_of(config), made_from(config))
+        say(f"training {config.run}")
+        write_record(config)
     return float(run_training(config)["seconds"])
 
 
-def _finish(plan: ItemPlan, run: PlannedRun, scorer: "Scorer") -> None:
+def _finish(plan: ItemPlan, run: PlannedRun, scorer: Scorer) -> None:
     """Trains a run to its end and scores it."""
     seconds, trained = 0.0, list[dict[str, Any]]()
     if run.config is not None:
@@ -196,95 +180,3 @@ def _finish(plan: ItemPlan, run: PlannedRun, scorer: "Scorer") -> None:
         "trained": trained,
     }
     write_json(run.folder / "scores.json", record)
-
-
-class Scorer:
-    """Scores runs of an item on SentEval's tasks.
-
-    Args:
-        plan: the item.
-        allow_unchecked: score data other than the published ones.
-
-    Raises:
-        UsageError: a task has no usable data.
-    """
-
-    def __init__(self, plan: ItemPlan, allow_unchecked: bool) -> None:
-        if not plan.columns:
-            raise UsageError(f"nothing can be scored: {'; '.join(plan.unscored.values())}; name --senteval")
-        self._plan, folder = plan, plan.senteval
-        scored = [(task, column) for column in plan.columns.values() for task in column.names]
-        tasks = tuple(dict.fromkeys(task for task, _ in scored))
-        self._tasks = [inspect(find(task), folder, allow_unchecked) for task in tasks]
-        if unusable := [task for task in self._tasks if not task.usable]:
-            reasons = "; ".join(f"{task.task.label}: {task.reason}" for task in unusable)
-            remedy = "" if allow_unchecked else "; --allow-unchecked scores other data than the published ones"
-            raise UsageError(f"{len(unusable)} of {len(tasks)} tasks cannot be scored in {folder} ({reasons}){remedy}")
-        protocols = tuple(sorted({name for pair in scored if (name := _protocol(*pair))})) or ("senteval",)
-        self._choice = ScoringChoice(tasks=tasks, protocols=protocols, classifier=plan.classifier, geometry=False)
-        self.marks = [f"{task.task.label}: {task.standing}" for task in self._tasks if task.standing != "identical"]
-        """Tasks whose data are not the published ones, with their standing."""
-        files = {task.task.name: [task.standing, dict(task.data.files)] for task in self._tasks if task.data}
-        self.data = hash_json(files)
-        """Hash of the tasks' files."""
-
-    def score(self, run: PlannedRun) -> tuple[dict[str, float], list[str]]:
-        """The numbers of a finished run by column, and the warnings of their scoring.
-
-        Raises:
-            UsageError: a number is missing.
-            EncoderError: the encoder cannot be loaded.
-        """
-        columns = self._plan.columns
-        checkpoints = sorted({column.checkpoint for column in columns.values() if column.tasks})
-        evaluated = {checkpoint: self._evaluate(run, checkpoint) for checkpoint in checkpoints}
-        numbers = dict[str, float]()
-        for name, column in sorted(columns.items(), key=lambda pair: bool(pair[1].mean_of)):  # of others: last
-            of_tasks = (number_of(task, column, evaluated[column.checkpoint]) for task in column.names)
-            numbers[name] = fmean((numbers[other] for other in column.mean_of) if column.mean_of else of_tasks)
-        of_data = {finding for task in self._tasks for finding in task.findings}  # the same for all encoders
-        warnings = dict[str, None]()
-        for scored in evaluated.values():
-            warnings |= dict.fromkeys(scored.warnings)
-            for result in (result for report in scored.reports.values() for result in report.results.values()):
-                label = find(result.task).label
-                warnings |= {f"{label}: {line}": None for line in result.warnings if line not in of_data}
-        return {name: numbers[name] for name in columns}, list(warnings)
-
-    def _evaluate(self, run: PlannedRun, checkpoint: str) -> Evaluated:
-        name, pooling = (run.encoder.name, run.encoder.pooling) if run.encoder else (str(run.folder / "run"), None)
-        if run.config and checkpoint == "last":
-            if (last := find_latest(run.folder / "run" / CHECKPOINTS)) is None:
-                raise UsageError(f"{name}: no checkpoint is left; delete the folder, and the command trains again")
-            name = str(last[0])
-        configs = [other.config for other in self._plan.runs if other.config]
-        local = bool(configs) and all(config.scaling.local for config in configs)  # all in this process, without Ray
-        model = load_encoder(name, pooling, tokenized=True, device="cpu" if local else None)
-        scored = {task for column in self._plan.columns.values() if column.checkpoint == checkpoint
-                  for task in column.names}  # fmt: skip
-        tasks = [task for task in self._tasks if task.task.name in scored]
-        session = SessionConfig(num_cpus=1 if local else None)
-        return evaluate(model, tasks, self._choice, run.folder / "senteval", session, _say)
-
-
-def number_of(task: str, column: Column, evaluated: Evaluated) -> float:
-    """The number of a task, in percent.
-
-    Raises:
-        UsageError: it is missing.
-    """
-    protocol = _protocol(task, column)
-    report = next(iter(evaluated.reports.values())) if protocol is None else evaluated.reports[protocol]
-    if task not in report.results:
-        raise UsageError(f"{evaluated.encoder}: no score on {task}: {report.missing.get(task, 'unknown')}")
-    result = report.results[task]
-    if protocol is None:
-        return 100 * result.scores[f"spearman.{column.number.replace('all_dev', 'all').replace('dev', 'mean')}"]
-    return result.dev_headline if column.number in ("dev", "all_dev") else result.headline
-
-
-def _protocol(task: str, column: Column) -> Protocol | None:
-    """The protocol that has the number of a task; None for STS12-16, which every protocol scores in all ways."""
-    if find(task).procedure == "similarity":
-        return None
-    return "simcse" if column.number.startswith("all") and task in (*STS, *TRANSFER) else "senteval"

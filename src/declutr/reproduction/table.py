@@ -1,10 +1,11 @@
-"""Results of an item as `results.json` and `results.md`: our numbers, the paper's, and paired differences over seeds.
+"""Scores of an item's runs, and its results: our numbers, the paper's, and paired differences over seeds.
 
 Runs that share a seed share documents, spans, masks and initial weights. The difference of two labels of an axis is
 taken seed by seed, as the mean over the combinations of the other axes' labels that both have: else the effects of
 those axes would count as the label's. With two axes it is also taken within each label of the other one.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -13,9 +14,19 @@ from typing import Any
 
 from scipy import stats
 
+from declutr.common.cluster import SessionConfig
+from declutr.common.errors import UsageError
 from declutr.common.storage import hash_json, write_json, write_text
+from declutr.encoders.loading import load_encoder
+from declutr.evaluation.senteval.data.checking import inspect
+from declutr.evaluation.senteval.data.tasks import STS, TRANSFER, find
+from declutr.evaluation.senteval.runner.harness import Evaluated, evaluate
+from declutr.evaluation.senteval.runner.plan import ScoringChoice
+from declutr.evaluation.senteval.scores.results import Protocol
+from declutr.reproduction.item import Column
 from declutr.reproduction.plan import ItemPlan, PlannedRun
 from declutr.reproduction.provenance import facts, origins
+from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, find_latest
 
 _CONFIDENCE = 0.95
 _ROUNDING = 1e-9  # of numbers in percent, as a share of their difference if it is above 1
@@ -24,31 +35,124 @@ Numbers = Mapping[str, Mapping[int, float]]
 """A column's numbers by cell and seed."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A label of an axis against another one or the start.
+def say(line: str) -> None:
+    """Write a line on the progress to stderr."""
+    sys.stderr.write(f"{line}\n")
 
-    Attributes:
-        axis: the axis.
-        label: the label.
-        base: the label or start that it is compared with.
-        within: label of the other axis; "" for the mean over all.
-        seeds: number of seeds with all runs of both.
-        difference: mean difference.
-        spread: standard deviation of the differences; None with one seed.
-        interval: 95% interval of the mean difference; None with one seed, or if nothing varies but by rounding.
-        p: probability of such a difference if there is none (two-sided paired t-test); None where the interval is.
+
+class Scorer:
+    """Scores runs of an item on SentEval's tasks.
+
+    Args:
+        plan: the item.
+        allow_unchecked: score data other than the published ones.
+
+    Raises:
+        UsageError: a task has no usable data.
     """
 
+    def __init__(self, plan: ItemPlan, allow_unchecked: bool) -> None:
+        if not plan.columns:
+            raise UsageError(f"nothing can be scored: {'; '.join(plan.unscored.values())}; name --senteval")
+        self._plan, folder = plan, plan.senteval
+        scored = [(task, column) for column in plan.columns.values() for task in column.names]
+        tasks = tuple(dict.fromkeys(task for task, _ in scored))
+        self._tasks = [inspect(find(task), folder, allow_unchecked) for task in tasks]
+        if unusable := [task for task in self._tasks if not task.usable]:
+            reasons = "; ".join(f"{task.task.label}: {task.reason}" for task in unusable)
+            remedy = "" if allow_unchecked else "; --allow-unchecked scores other data than the published ones"
+            raise UsageError(f"{len(unusable)} of {len(tasks)} tasks cannot be scored in {folder} ({reasons}){remedy}")
+        protocols = tuple(sorted({name for pair in scored if (name := _protocol(*pair))})) or ("senteval",)
+        self._choice = ScoringChoice(tasks=tasks, protocols=protocols, classifier=plan.classifier, geometry=False)
+        self.marks = [f"{task.task.label}: {task.standing}" for task in self._tasks if task.standing != "identical"]
+        """Tasks whose data are not the published ones, with their standing."""
+        files = {task.task.name: [task.standing, dict(task.data.files)] for task in self._tasks if task.data}
+        self.data = hash_json(files)
+        """Hash of the tasks' files."""
+
+    def score(self, run: PlannedRun) -> tuple[dict[str, float], list[str]]:
+        """The numbers of a finished run by column, and the warnings of their scoring.
+
+        Raises:
+            UsageError: a number is missing.
+            EncoderError: the encoder cannot be loaded.
+        """
+        columns = self._plan.columns
+        checkpoints = sorted({column.checkpoint for column in columns.values() if column.tasks})
+        evaluated = {checkpoint: self._evaluate(run, checkpoint) for checkpoint in checkpoints}
+        numbers = dict[str, float]()
+        for name, column in sorted(columns.items(), key=lambda pair: bool(pair[1].mean_of)):  # of others: last
+            of_tasks = (number_of(task, column, evaluated[column.checkpoint]) for task in column.names)
+            numbers[name] = fmean((numbers[other] for other in column.mean_of) if column.mean_of else of_tasks)
+        of_data = {finding for task in self._tasks for finding in task.findings}  # the same for all encoders
+        warnings = dict[str, None]()
+        for scored in evaluated.values():
+            results = [result for report in scored.reports.values() for result in report.results.values()]
+            lines = [(find(result.task).label, line) for result in results for line in result.warnings]
+            warnings |= dict.fromkeys(scored.warnings)
+            warnings |= {f"{label}: {line}": None for label, line in lines if line not in of_data}
+        return {name: numbers[name] for name in columns}, list(warnings)
+
+    def _evaluate(self, run: PlannedRun, checkpoint: str) -> Evaluated:
+        name, pooling = (run.encoder.name, run.encoder.pooling) if run.encoder else (str(run.folder / "run"), None)
+        if run.config and checkpoint == "last":
+            if (last := find_latest(run.folder / "run" / CHECKPOINTS)) is None:
+                raise UsageError(f"{name}: no checkpoint is left; delete the folder, and the command trains again")
+            name = str(last[0])
+        configs = [other.config for other in self._plan.runs if other.config]
+        local = bool(configs) and all(config.scaling.local for config in configs)  # all in this process, without Ray
+        model = load_encoder(name, pooling, tokenized=True, device="cpu" if local else None)
+        columns = [column for column in self._plan.columns.values() if column.checkpoint == checkpoint]
+        tasks = [task for task in self._tasks if any(task.task.name in column.names for column in columns)]
+        session = SessionConfig(num_cpus=1 if local else None)
+        return evaluate(model, tasks, self._choice, run.folder / "senteval", session, say)
+
+
+def number_of(task: str, column: Column, evaluated: Evaluated) -> float:
+    """The number of a task, in percent.
+
+    Raises:
+        UsageError: it is missing.
+    """
+    protocol = _protocol(task, column)
+    report = next(iter(evaluated.reports.values())) if protocol is None else evaluated.reports[protocol]
+    if task not in report.results:
+        raise UsageError(f"{evaluated.encoder}: no score on {task}: {report.missing.get(task, 'unknown')}")
+    result = report.results[task]
+    if protocol is None:
+        return 100 * result.scores[f"spearman.{column.number.replace('all_dev', 'all').replace('dev', 'mean')}"]
+    return result.dev_headline if column.number in ("dev", "all_dev") else result.headline
+
+
+def _protocol(task: str, column: Column) -> Protocol | None:
+    """The protocol that has the number of a task; None for STS12-16, which every protocol scores in all ways."""
+    if find(task).procedure == "similarity":
+        return None
+    return "simcse" if column.number.startswith("all") and task in (*STS, *TRANSFER) else "senteval"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A label of an axis against another one or the start."""
+
     axis: str
+    """The axis."""
     label: str
+    """The label."""
     base: str
+    """The label or start that it is compared with."""
     within: str
+    """Label of the other axis; "" for the mean over all."""
     seeds: int
+    """Number of seeds with all runs of both."""
     difference: float
+    """Mean difference."""
     spread: float | None = None
+    """Standard deviation of the differences; None with one seed."""
     interval: tuple[float, float] | None = None
+    """95% interval of the mean difference; None with one seed, or if nothing varies but by rounding."""
     p: float | None = None
+    """Probability of such a difference if there is none (two-sided paired t-test); None where the interval is."""
 
     @property
     def measurable(self) -> bool:
