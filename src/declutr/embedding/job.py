@@ -251,6 +251,7 @@ def _run(
             progress.set_postfix_str(f"{num_texts:,} texts, {num_texts / seconds:,.0f} a second", refresh=False)
             progress.update(num_bytes)
 
+        embedded: Iterator[EmbeddingSidecar]
         if here or not todo:
             embedded = (embed_unit(unit, folder, config, identity, encoder, report) for unit, identity in todo)
         else:

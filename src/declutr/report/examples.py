@@ -137,8 +137,8 @@ def _rejected_texts(folder: Path, entries: Mapping[tuple[int, int], Entry]) -> d
         if path.exists():
             with gzip.open(path, "rb") as stream:
                 for row in map(json.loads, stream):
-                    if place := places.get((row["source"], row["offset"])):
-                        texts[place] = row["text"][:SHOWN_CHARACTERS]
+                    if drawn := places.get((row["source"], row["offset"])):
+                        texts[drawn] = row["text"][:SHOWN_CHARACTERS]
     return texts
 
 
