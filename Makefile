@@ -86,7 +86,7 @@ golden: setup ## compare with the released code's figures alone
 	$(BIN)/python -m pytest -m golden
 
 settings: setup ## regenerate docs/reference/settings.md from the configuration models
-	$(BIN)/python -m declutr.cli.settings_page > docs/reference/settings.md
+	$(BIN)/python -c 'from declutr.cli.main import settings_page; print(settings_page(), end="")' > docs/reference/settings.md
 
 # In an environment of its own: the lock of `make setup` has no MkDocs. Links and anchors are tested without it.
 docs: ## build the documentation as a site in build/site

@@ -7,7 +7,7 @@ from pydantic_core import PydanticKnownError
 
 from declutr.common.cluster import SessionConfig
 from declutr.common.config import Strict, flat_keys
-from declutr.common.extras import missing_extra
+from declutr.common.errors import missing_extra
 from declutr.common.storage import hash_json
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.filters.document_filter import FiltersConfig

@@ -21,8 +21,7 @@ from declutr.common.config import Settings, load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import answered, config_parser
-from declutr.common.credentials import refused_settings
-from declutr.common.errors import ConfigError, ShardError
+from declutr.common.errors import ConfigError, ShardError, refused_settings
 from declutr.common.storage import atomic_file, write_text
 from declutr.pipeline.config import PipelineConfig, config_hash, identity
 from declutr.pipeline.duplicates.config import problems as duplicates_problems

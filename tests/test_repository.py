@@ -17,8 +17,7 @@ import yaml
 from messages import says
 from processes import ROOT, run_python
 
-from declutr.cli.main import main
-from declutr.cli.settings_page import page
+from declutr.cli.main import main, settings_page
 from declutr.common.config import load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.pipeline.config import PipelineConfig
@@ -43,11 +42,11 @@ def test_every_config_is_valid(path):
 
 
 def test_settings_page_is_current():
-    assert (ROOT / "docs/reference/settings.md").read_text() == page(), "outdated: run `make settings`"
+    assert (ROOT / "docs/reference/settings.md").read_text() == settings_page(), "outdated: run `make settings`"
 
 
 def test_every_setting_has_a_meaning():
-    rows = re.findall(r"^\| `(.+?)` \| .*? \| (.*) \|$", page(), re.MULTILINE)
+    rows = re.findall(r"^\| `(.+?)` \| .*? \| (.*) \|$", settings_page(), re.MULTILINE)
     unexplained = [name for name, meaning in rows if not meaning or meaning.startswith("One of ")]
     assert len(rows) > 100
     assert unexplained == []

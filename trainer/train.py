@@ -28,8 +28,7 @@ from declutr.common.config import Settings, load_config
 from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import answered, config_parser
-from declutr.common.credentials import redact
-from declutr.common.errors import ConfigError
+from declutr.common.errors import ConfigError, redact
 from declutr.common.lock import refuse_held
 from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote

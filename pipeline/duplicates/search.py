@@ -14,9 +14,8 @@ from declutr.common.console.logs import get_logger
 from declutr.common.errors import ShardError
 from declutr.common.paths import expand
 from declutr.common.session import start_ray
-from declutr.common.storage import atomic_file, hash_json
+from declutr.common.storage import Files, atomic_file, hash_json
 from declutr.common.stores.folder import Folder
-from declutr.common.stores.listing import Files
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.documents import Documents, Numbering, number
 from declutr.pipeline.duplicates.pairs import DuplicatePairs, bucket_pairs, decide, join

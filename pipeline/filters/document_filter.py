@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from declutr.common.config import Strict
-from declutr.common.extras import missing_extra
+from declutr.common.errors import missing_extra
 from declutr.common.paths import expand
 from declutr.common.storage import hash_file
 from declutr.pipeline.filters.contamination import Contamination, ContaminationIndex

@@ -11,9 +11,8 @@ from pydantic import Field, ValidationError
 from declutr.common.cluster import SessionConfig
 from declutr.common.config import Strict
 from declutr.common.lock import LOCK, RunLock
-from declutr.common.storage import fsync_path, write_text
+from declutr.common.storage import Files, fsync_path, write_text
 from declutr.common.stores.copies import PLAN
-from declutr.common.stores.listing import Files
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity
 from declutr.pipeline.duplicates.search import find_duplicates
 from declutr.pipeline.duplicates.table import DUPLICATES

@@ -20,9 +20,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from declutr.common.paths import expand
+from declutr.common.storage import FileRecord, Files, decoded, encoded
 from declutr.common.stores.address import is_remote, short_name
 from declutr.common.stores.folder import Folder
-from declutr.common.stores.listing import FileRecord, Files, decoded, encoded
 from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.progress import HEARTBEATS
 from declutr.pipeline.job.units import Unit

@@ -4,13 +4,11 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from declutr.common.credentials import refusal
-from declutr.common.errors import UsageError
+from declutr.common.errors import UsageError, refusal
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand, folder_problem
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import Folder
-from declutr.common.stores.retry import RetryPolicy
+from declutr.common.stores.folder import Folder, RetryPolicy
 from declutr.pipeline.shards.manifest import MANIFEST
 
 _LOOK_SECONDS = 20.0

@@ -15,7 +15,7 @@ from ray.exceptions import WorkerCrashedError
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import ShardError
 from declutr.common.session import start_ray
-from declutr.common.stores.listing import Files, decoded, encoded
+from declutr.common.storage import Files, decoded, encoded
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.table import DUPLICATES
 from declutr.pipeline.job.output import Output

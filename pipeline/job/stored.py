@@ -13,11 +13,10 @@ from declutr.common.console.logs import get_logger
 from declutr.common.errors import ConfigError, UsageError
 from declutr.common.lock import LOCK, StoreLock
 from declutr.common.paths import expand
+from declutr.common.storage import LISTING, Files, record_of
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.copies import PLAN
-from declutr.common.stores.folder import Folder
-from declutr.common.stores.listing import LISTING, Files, record_of
-from declutr.common.stores.retry import RetryPolicy
+from declutr.common.stores.folder import Folder, RetryPolicy
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.search import RemoteKeys, find_duplicates
 from declutr.pipeline.duplicates.table import DUPLICATES

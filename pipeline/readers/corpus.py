@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from declutr.common.config import Strict
 from declutr.common.console.terminal import shorten
-from declutr.common.suggestions import suggest
+from declutr.common.errors import suggest
 
 MIB = 2**20
 UNIT_MIB = 32.0

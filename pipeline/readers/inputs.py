@@ -14,18 +14,18 @@ from typing import Any, BinaryIO, cast
 
 from fsspec.utils import glob_translate
 
-from declutr.common.credentials import redact
+from declutr.common.errors import redact
 from declutr.common.hub import hub_problem
 from declutr.common.paths import expand
 from declutr.common.stores.address import (
     address_of,
+    explained,
     files_below,
     filesystem,
     is_object_store,
     is_remote,
     network_errors,
 )
-from declutr.common.stores.retry import explained
 from declutr.pipeline.readers.corpus import END, Input
 from declutr.pipeline.readers.names import is_hidden
 from declutr.pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped

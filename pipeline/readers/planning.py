@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 
 from declutr.common.hub import hub_problem
 from declutr.common.paths import expand
-from declutr.common.stores.address import is_remote, network_errors
-from declutr.common.stores.retry import explained
+from declutr.common.stores.address import explained, is_remote, network_errors
 from declutr.pipeline.readers.archives import is_tar
 from declutr.pipeline.readers.blobs import member_key
 from declutr.pipeline.readers.corpus import END, MIB, FilesCorpus, HubCorpus, Input, Part

@@ -15,10 +15,10 @@ from waiting import until
 
 from declutr.cli.main import main as declutr
 from declutr.common.errors import RemoteError
+from declutr.common.storage import LISTING
+from declutr.common.stores.address import explained
 from declutr.common.stores.copies import fetch_all, main
-from declutr.common.stores.folder import Folder
-from declutr.common.stores.listing import LISTING
-from declutr.common.stores.retry import DEFAULT_RETRIES, RetryPolicy, explained
+from declutr.common.stores.folder import DEFAULT_RETRIES, Folder, RetryPolicy
 
 HASTE = RetryPolicy(total_seconds=0.3, first_seconds=0.05)
 ONCE = RetryPolicy(total_seconds=0.0)

@@ -16,8 +16,7 @@ from processes import run_python
 from declutr.cli.main import main as declutr
 from declutr.common import hub
 from declutr.common.config import load_config
-from declutr.common.credentials import redact, refusal
-from declutr.common.errors import ConfigError, RemoteError, UsageError
+from declutr.common.errors import ConfigError, RemoteError, UsageError, redact, refusal
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand, folder_problem, path_argument
 from declutr.common.stores.address import filesystem

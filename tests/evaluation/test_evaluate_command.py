@@ -197,7 +197,7 @@ def test_a_traceback_is_shown_for_debugging_only(monkeypatch, capsys):
     def fail(_):
         raise OSError("no space left")
 
-    monkeypatch.setattr("declutr.cli.search.run_search", fail)
+    monkeypatch.setattr("declutr.cli.encoders.run_search", fail)
     for level, shown in (("INFO", False), ("DEBUG", True)):
         monkeypatch.setenv("DECLUTR_LOG", level)
         assert main(["search", "index", "query"]) == 1

@@ -15,7 +15,7 @@ from tiny import declutr, tiny_train_step
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from declutr.cli.main import main
-from declutr.cli.run_demo import COLUMNS, neighbours, table
+from declutr.cli.runs import COLUMNS, neighbours, table
 from declutr.common.errors import CheckpointError
 from declutr.common.storage import read_json
 from declutr.encoders.loading import load_encoder

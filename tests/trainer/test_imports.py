@@ -109,7 +109,7 @@ CODE = "import sys\n{}\nprint(*sorted({{'torch', 'transformers', 'scipy.stats'}}
     "imports",
     [
         "import declutr.trainer.train, declutr.trainer.driver.run",
-        "import declutr.cli.inspect, declutr.inspection.describe, declutr.inspection.order",
+        "import declutr.cli.runs, declutr.inspection.describe, declutr.inspection.order",
         "import declutr.trainer.driver.group",
     ],
 )

@@ -14,8 +14,7 @@ from states import state_of
 from waiting import until
 
 from declutr.common.errors import RemoteError, ShardError
-from declutr.common.stores.folder import Folder
-from declutr.common.stores.retry import RetryPolicy
+from declutr.common.stores.folder import Folder, RetryPolicy
 from declutr.pipeline.shards.shards import ShardSet
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.saver import Saver

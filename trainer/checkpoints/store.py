@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import Folder
-from declutr.common.stores.retry import DEFAULT_RETRIES, RetryPolicy
+from declutr.common.stores.folder import DEFAULT_RETRIES, Folder, RetryPolicy
 from declutr.trainer.checkpoints import checkpoint, ranking
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, STATE
 from declutr.trainer.checkpoints.state import CheckpointConfig, RunState

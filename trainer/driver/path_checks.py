@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from declutr.common.errors import ShardError, UsageError
+from declutr.common.errors import ShardError, UsageError, suggest
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand, folder_problem
 from declutr.common.stores.address import is_remote
-from declutr.common.suggestions import suggest
 from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
 from declutr.trainer.metrics.loggers import missing_wandb
 from declutr.trainer.objectives.registry import BROKEN, KINDS

@@ -13,8 +13,7 @@ from declutr.common.errors import CheckpointError
 from declutr.common.lock import RunLock, StoreLock
 from declutr.common.storage import atomic_folder, write_json, write_text
 from declutr.common.stores.address import is_remote
-from declutr.common.stores.folder import Folder
-from declutr.common.stores.retry import RetryPolicy
+from declutr.common.stores.folder import Folder, RetryPolicy
 from declutr.pipeline.shards.manifest import TOKENIZER
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS

@@ -17,8 +17,7 @@ from typing import IO, Any
 import msgspec
 
 from declutr.common.console.logs import bar, get_logger
-from declutr.common.errors import DamagedError
-from declutr.common.extras import missing_extra
+from declutr.common.errors import DamagedError, missing_extra
 from declutr.common.storage import hash_json, read_record, write_json
 from declutr.common.watcher import Watcher
 from declutr.trainer.metrics.config import WandbConfig

@@ -14,10 +14,9 @@ from torch import nn
 
 from declutr.common import seeding
 from declutr.common.console.terminal import excerpt
-from declutr.common.errors import EncoderError
+from declutr.common.errors import EncoderError, suggest
 from declutr.common.hub import hub_or_cache
 from declutr.common.paths import expand
-from declutr.common.suggestions import suggest
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.bounds import check_config, check_folder
 from declutr.trainer.model.config import EncoderConfig

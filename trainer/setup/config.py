@@ -8,8 +8,8 @@ from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_
 
 from declutr.common import seeding
 from declutr.common.config import Strict
+from declutr.common.errors import suggest
 from declutr.common.storage import hash_json
-from declutr.common.suggestions import suggest
 from declutr.pipeline.shards.windows import ShortDocuments
 from declutr.trainer.checkpoints.state import CheckpointConfig
 from declutr.trainer.data.plan import Plan

@@ -22,8 +22,7 @@ from declutr.common.bootstrap import MIN_ROWS, Comparison, compare, spearman
 from declutr.common.config import validated
 from declutr.common.console.logs import get_logger
 from declutr.common.console.terminal import shorten
-from declutr.common.errors import DataError, UsageError
-from declutr.common.extras import missing_extra
+from declutr.common.errors import DataError, UsageError, missing_extra
 from declutr.common.lock import RunLock
 from declutr.common.paths import expand, folder_problem, listed
 from declutr.common.storage import atomic_folder, hash_json, read_json, write_json, write_text

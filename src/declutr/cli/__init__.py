@@ -1,7 +1,35 @@
-"""Sub-commands, one file each: `run(arguments)` parses the arguments and imports what the command needs."""
+"""Sub-commands: each function parses the arguments of one, and imports what the command needs."""
 
-# The choices of options stand here too, because `--help` must not wait for pydantic, numpy and pyarrow;
+import argparse
+from typing import Any
+
+# The choices of options stand here too, because `--help` must not wait for numpy and pyarrow;
 # tests/test_repository.py compares them with the settings that they choose.
 FORMATS = ("auto", "jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv")
 POOLINGS = ("mean", "cls", "max", "mean_without_cls")
 PRECISIONS = ("auto", "fp32", "bf16")
+TARGETS = ("onnx", "onnx-int8", "static")
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "--address": {"help": "address of a Ray cluster"},
+    "--allow-unchecked": {"action": "store_true", "help": "accept data other than the published ones; they are marked"},
+    "--pooling": {"choices": POOLINGS, "help": "pooling of the encoder, instead of its own"},
+    "--precision": {"choices": PRECISIONS, "default": "auto", "help": "bf16 on GPUs by default; fp32 is exact"},
+    "--text-field": {"action": "append", "help": "field or column with the text (text); several are joined"},
+    "--trust-remote-code": {"action": "store_true", "help": "run Python code that comes with the encoder"},
+    "config": {"help": "YAML file with a `train` section"},
+    "overrides": {"nargs": "*", "metavar": "key=value", "help": "settings of that section to change"},
+}
+"""Arguments of several commands."""
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a command: its name, and a description for `--help`."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(prog=f"declutr {command}", description=description)
+
+    def shared(self, *names: str) -> None:
+        """Add arguments of several commands."""
+        for name in names:
+            self.add_argument(name, **_SHARED[name])

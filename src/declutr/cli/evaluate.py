@@ -1,22 +1,23 @@
-"""`declutr evaluate`: scores encoders on SentEval's tasks; without an encoder, fetches and checks SentEval's data."""
+"""`declutr evaluate`: scores encoders on SentEval, NanoBEIR, MTEB or pairs; fetches and checks SentEval's data."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any
 
-from declutr.cli.scoring import evaluate_mteb, evaluate_nanobeir, evaluate_pairs, load, say, with_checkpoints
+from declutr.cli import Parser
 from declutr.common.console.terminal import refused
-from declutr.common.errors import EncoderError
+from declutr.common.errors import DataError, EncoderError, UsageError, missing_extra
 from declutr.common.paths import path_argument
-from declutr.encoders.protocol import Pooling, parse_sizes
 
 if TYPE_CHECKING:
-    from declutr.evaluation.senteval.harness import ScoringChoice
-    from declutr.evaluation.senteval.scores import Protocol
+    from declutr.encoders.protocol import SentenceEncoder
+    from declutr.evaluation.retrieval.nanobeir import NanoTest
     from declutr.evaluation.senteval.tasks import Inspection
+    from declutr.evaluation.senteval.tasks import ScoringChoice
+    from declutr.evaluation.senteval.scores import Protocol
 
 _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
     "senteval": ("senteval",),
@@ -29,59 +30,21 @@ def run(arguments: list[str]) -> int:
     """Run the command; return the exit status: 1 if a transfer failed, data are unusable, or scores are missing."""
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)
-    options.encoders = with_checkpoints(options.encoders)
+    from declutr.encoders.protocol import parse_sizes
+
+    options.encoders = _with_checkpoints(options.encoders)
     options.sizes = None if options.sizes is None else parse_sizes(options.sizes)
-    if options.mteb is not None:
-        if not options.encoders or options.pretrained:
-            parser.error("--mteb takes one ENCODER or more, and no --pretrained")
-        return evaluate_mteb(options)
-    if options.pairs is not None:
-        if not options.encoders or options.pretrained:
-            parser.error("--pairs takes one ENCODER or more, and no --pretrained")
-        return evaluate_pairs(options)
-    if options.data is not None and not options.data.is_dir():
-        return refused(
-            f"--data {options.data}: no such folder; `declutr evaluate --download {options.data}` fetches SentEval's "
-            "data"
-        )
-    from declutr.common.errors import UsageError
-    from declutr.evaluation.retrieval import nanobeir
-    from declutr.evaluation.senteval.data import inspect, overview
-    from declutr.evaluation.senteval.harness import ScoringChoice
-    from declutr.evaluation.senteval.network import ClassifierConfig
-    from declutr.evaluation.senteval.tasks import SETS, STS, TRANSFER, choose_tasks, find
-
-    default = [*STS, *TRANSFER] if options.protocol == "simcse" else ["all"]
-    if options.cpus is not None and options.cpus < 1:
-        return refused(f"--cpus {options.cpus}: must be 1 or more")
-    data = options.data or options.download
-    try:
-        nano, words = nanobeir.split_names(options.tasks.split(",") if options.tasks else default)
-        names = choose_tasks(words)
-        tests = nanobeir.read_nanobeir(data, nano)
-    except UsageError as error:
-        return refused(f"--tasks: {error}")
-    for line in nanobeir.overview(tests):
-        say(line)
-    fetch_names = names if options.tasks else SETS["all"]
-    failed = _download(data, options.mirror, fetch_names) if options.download and names else False
-    inspections = [inspect(find(name), data, options.allow_unchecked) for name in names]
-    if names:
-        print("\n".join(overview(inspections)), flush=True)
-        failed |= any(inspection.standing == "refused" for inspection in inspections)
-        failed |= not any(inspection.usable for inspection in inspections)
-    classifier = ClassifierConfig.official() if options.preset == "official" else ClassifierConfig.prototyping()
-    choice = ScoringChoice(tasks=names, protocols=_PROTOCOLS[options.protocol], classifier=classifier)
-    if options.encoders or options.pretrained:
-        failed |= bool(tests) and not evaluate_nanobeir(options, tests)
-        failed |= bool(names) and not _evaluate(options, inspections, choice)
-    return int(failed)
+    for option, score in (("mteb", _score_mteb), ("pairs", _score_pairs)):
+        if getattr(options, option) is not None:
+            if not options.encoders or options.pretrained:
+                parser.error(f"--{option} takes one ENCODER or more, and no --pretrained")
+            return score(options)
+    return _check_and_score(options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="declutr evaluate",
-        description="Score encoders on SentEval's tasks. Without an encoder: fetch and check SentEval's data.",
+def _parser() -> Parser:
+    parser = Parser(
+        "evaluate", "Score encoders on SentEval's tasks. Without an encoder: fetch and check SentEval's data."
     )
     parser.add_argument("encoders", nargs="*", metavar="ENCODER", help="export, checkpoint, run (its checkpoints), "
                         "model name or folder, word vectors, hashed-words:SIZE, untrained:NAME")  # fmt: skip
@@ -95,48 +58,189 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--documents", type=path_argument, metavar="FILE", help="with --pairs: JSONL or CSV with the "
                         "`id` and the `text` of every document to search")  # fmt: skip
     parser.add_argument("--mirror", help="address of a copy of the files, instead of the public sources")
-    parser.add_argument("--allow-unchecked", action="store_true", help="accept own data; differences are marked")
-    parser.add_argument(
-        "--tasks",
-        help="names and sets (all, downstream, probing, sts, transfer, stsb-multi, nanobeir), separated by commas",
-    )
+    parser.add_argument("--tasks", help="names and sets (all, downstream, probing, sts, transfer, stsb-multi, nanobeir)"
+                        ", separated by commas")  # fmt: skip
     parser.add_argument("--sizes", metavar="SIZE[,SIZE]", help="also score the first SIZE numbers of embeddings; none: "
                         "not those that an encoder declares")  # fmt: skip
     parser.add_argument("--protocol", choices=_PROTOCOLS, default="senteval", help="senteval: DeCLUTR's tables")
     parser.add_argument("--preset", choices=("official", "prototyping"), default="official", help="classifier settings")
-    parser.add_argument(
-        "--output", type=path_argument, default=Path("scores"), help="folder of results and tables (scores)"
-    )
+    parser.add_argument("--output", type=path_argument, default=Path("scores"), help="folder of results and tables"
+                        " (scores)")  # fmt: skip
     parser.add_argument("--pretrained", metavar="ENCODER", help="score this encoder too; column Δ is the difference to "
                         "it (default: the encoder that an export was trained from)")  # fmt: skip
     parser.add_argument("--cpus", type=int, help="processes for classifiers (all)")
-    parser.add_argument("--address", help="address of a Ray cluster that fits classifiers")
-    parser.add_argument("--pooling", choices=get_args(Pooling), help="pooling of the encoders, instead of their own")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with encoders")
     parser.add_argument("--device", help="device of the encoder: cpu, cuda (a GPU if present)")
-    parser.add_argument(
-        "--precision", choices=("auto", "fp32", "bf16"), default="auto", help="bf16 on GPUs by default; fp32 is exact"
-    )
+    parser.shared("--address", "--allow-unchecked", "--pooling", "--precision", "--trust-remote-code")
     return parser
 
 
-def _download(folder: Path, mirror: str | None, tasks: Sequence[str]) -> bool:
-    """Fetch all available files of the tasks; return whether a transfer failed."""
-    from declutr.evaluation.senteval.data import download, transfers
+def _with_checkpoints(names: Sequence[str]) -> list[str]:
+    """The names, with the checkpoints of a run, oldest first, in place of the run; a run without one stays."""
+    from declutr.common.paths import expand_known
+    from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS, checkpoint_path, steps_in
 
-    fetched = download(folder, tasks, mirror, say)
-    print("\n".join(transfers(fetched, tasks)))
-    return any(file.outcome == "failed" for file in fetched)
+    scored = list[str]()
+    for name in names:
+        folder = expand_known(name) / CHECKPOINTS
+        steps = steps_in(folder) if folder.is_dir() else []
+        scored += [str(checkpoint_path(folder, step)) for step in steps] or [name]
+    return scored
 
 
-def _evaluate(options: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
-    """Score all encoders and write the tables; return whether every encoder was scored."""
+def _load(
+    name: str, options: argparse.Namespace, vocabulary: Collection[str] | None = None, tokenized: bool = False
+) -> "SentenceEncoder":
+    """Load an encoder as the options say.
+
+    Raises:
+        EncoderError: it cannot be loaded, or an option has no effect on it.
+    """
+    from declutr.encoders.loading import load_encoder
+
+    encoder = load_encoder(
+        name,
+        options.pooling,
+        device=options.device,
+        vocabulary=vocabulary,
+        tokenized=tokenized,
+        trust_remote_code=options.trust_remote_code,
+        precision=options.precision,
+    )
+    if options.pooling and not hasattr(encoder, "encoder"):
+        raise EncoderError(f"{name}: --pooling {options.pooling} has no effect on word vectors; remove it")
+    return encoder
+
+
+def _score_each(
+    options: argparse.Namespace, score: Callable[[str, "SentenceEncoder"], None], **loading: Any
+) -> list[str]:
+    """Load each encoder and score it; return the names of those that could not be, each reported on stderr."""
+    failed = []
+    names = dict.fromkeys([*options.encoders, *([options.pretrained] if options.pretrained else [])])
+    for name in names:
+        try:
+            score(name, _load(name, options, **loading))
+        except (EncoderError, DataError) as error:
+            failed.append(name)
+            sys.stderr.write(f"not scored: {error}\n")
+    if failed and len(names) > 1:
+        sys.stderr.write(f"{len(failed)} of {len(names)} encoders were not scored ({', '.join(failed)})\n")
+    return failed
+
+
+def _score_pairs(options: argparse.Namespace) -> int:
+    """Score baselines and encoders on the user's pairs; the first that cannot be scored ends the command."""
+    from declutr.evaluation.retrieval.pairs import read_test
+
+    test = read_test(options.pairs, options.documents)
+    from declutr.encoders.protocol import sizes_of
+    from declutr.evaluation.retrieval.compare import score_encoder, score_lexical, write_comparison
+    from declutr.evaluation.retrieval.lexicon import Lexicon
+
+    lexicon = Lexicon(test.texts)
+    scored, names = score_lexical(test, lexicon), list[str]()
+    for name in options.encoders:
+        encoder = _load(name, options)
+        if encoder.name not in names:
+            scored += score_encoder(test, encoder, lexicon, sizes_of(encoder, options.sizes))
+            names.append(encoder.name)
+    print(write_comparison(test, scored, names, options.output))
+    print(f"\n{options.output / 'pairs.json'} has all numbers")
+    return 0
+
+
+def _score_mteb(options: argparse.Namespace) -> int:
+    """Score all encoders on MTEB's tasks; return 1 if one could not be scored."""
+    from declutr.common.hub import hub_or_cache
+    from declutr.encoders.protocol import sizes_of, with_cuts
+
+    if absent := missing_extra("mteb", "--mteb"):
+        return refused(absent)
+    with hub_or_cache():  # before MTEB's libraries contact the hub
+        from declutr.evaluation.mteb import choose_mteb, score_mteb, write_mteb
+
+        scores, tasks = dict[str, dict[str, float]](), choose_mteb(options.mteb.split(","))
+
+        def score(_: str, encoder: "SentenceEncoder") -> None:
+            for variant in with_cuts(encoder, sizes_of(encoder, options.sizes)):
+                scores[variant.name] = score_mteb(variant, tasks, options.output, _say)
+            write_mteb(scores, options.output)
+
+        failed = _score_each(options, score)
+    if scores:
+        print(f"main scores: {options.output / 'mteb.json'}; all of MTEB's figures: {options.output / 'mteb'}")
+    return int(bool(failed))
+
+
+def _check_and_score(options: argparse.Namespace) -> int:
+    """Fetch and check the data of the tasks, and score the encoders on them."""
+    data = options.data or options.download
+    if options.data is not None and not data.is_dir():
+        return refused(f"--data {data}: no such folder; `declutr evaluate --download {data}` fetches SentEval's data")
+    if options.cpus is not None and options.cpus < 1:
+        return refused(f"--cpus {options.cpus}: must be 1 or more")
+    from declutr.evaluation.retrieval import nanobeir
+    from declutr.evaluation.senteval.network import ClassifierConfig
+    from declutr.evaluation.senteval.data import inspect, overview
+    from declutr.evaluation.senteval.tasks import STS, TRANSFER, find
+    from declutr.evaluation.senteval.tasks import SETS, ScoringChoice, choose_tasks
+
+    default = [*STS, *TRANSFER] if options.protocol == "simcse" else ["all"]
+    try:
+        nano, words = nanobeir.split_names(options.tasks.split(",") if options.tasks else default)
+        names = choose_tasks(words)
+        tests = nanobeir.read_nanobeir(data, nano)
+    except UsageError as error:
+        return refused(f"--tasks: {error}")
+    for line in nanobeir.overview(tests):
+        _say(line)
+    failed = False
+    if options.download and names:
+        from declutr.evaluation.senteval.data import download, transfers
+
+        tasks = names if options.tasks else SETS["all"]
+        fetched = download(data, tasks, options.mirror, _say)
+        print("\n".join(transfers(fetched, tasks)))
+        failed = any(file.outcome == "failed" for file in fetched)
+    inspections = [inspect(find(name), data, options.allow_unchecked) for name in names]
+    if names:
+        _say("\n".join(overview(inspections)))
+        failed |= any(inspection.standing == "refused" for inspection in inspections)
+        failed |= not any(inspection.usable for inspection in inspections)
+    classifier = ClassifierConfig.official() if options.preset == "official" else ClassifierConfig.prototyping()
+    choice = ScoringChoice(tasks=names, protocols=_PROTOCOLS[options.protocol], classifier=classifier)
+    if options.encoders or options.pretrained:
+        failed |= bool(tests) and not _score_nanobeir(options, tests)
+        failed |= bool(names) and not _score_senteval(options, inspections, choice)
+    return int(failed)
+
+
+def _score_nanobeir(options: argparse.Namespace, tests: Sequence["NanoTest"]) -> bool:
+    """Score encoders on tests of NanoBEIR and write the table; return whether every encoder was scored."""
+    from declutr.encoders.protocol import sizes_of
+    from declutr.evaluation.retrieval.nanobeir import score_nanobeir, write_nanobeir
+
+    scored, table = dict[str, Any](), ""
+
+    def score(name: str, encoder: "SentenceEncoder") -> None:
+        nonlocal table
+        for size, means in score_nanobeir(encoder, tests, sizes_of(encoder, options.sizes), _say).items():
+            scored[name if size == encoder.size else f"{name} [{size}]"] = means
+        table = write_nanobeir(tests, scored, options.output)
+
+    failed = _score_each(options, score)
+    if table:
+        print(f"\n{table}\n{options.output / 'nanobeir.json'} has all measures")
+    return not failed
+
+
+def _score_senteval(options: argparse.Namespace, inspections: Sequence["Inspection"], choice: "ScoringChoice") -> bool:
+    """Score all encoders on SentEval's tasks and write the tables; return whether every encoder was scored."""
     from declutr.common.cluster import SessionConfig
-    from declutr.common.extras import missing_extra
     from declutr.common.lock import RunLock
     from declutr.encoders.protocol import sizes_of, with_cuts
-    from declutr.evaluation.senteval.harness import evaluate
     from declutr.evaluation.senteval.tasks import sentence_rows
+    from declutr.evaluation.senteval.harness import evaluate
     from declutr.evaluation.tables import write_tables
     from declutr.report.page import write_scores_page
 
@@ -144,44 +248,42 @@ def _evaluate(options: argparse.Namespace, inspections: Sequence["Inspection"], 
         sys.stderr.write("nothing was scored: the chosen tasks have no usable data\n")
         return False
     session = SessionConfig(num_cpus=options.cpus, address=options.address)
-    evaluated, failed, vocabulary = [], [], None
-    names = dict.fromkeys([*options.encoders, *([options.pretrained] if options.pretrained else [])])
-    if any(Path(name).is_file() for name in names):  # read only the needed words of a file of word vectors
+    evaluated, table, vocabulary = [], "", None
+    if any(Path(name).is_file() for name in [*options.encoders, options.pretrained or ""]):
+        # read only the needed words of a file of word vectors
         texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
         vocabulary = {word for text in texts for word in text.split()}
     options.output.mkdir(parents=True, exist_ok=True)
     page = options.output / "scores.html"
     lack = missing_extra("report", f"{page} is not written")
+
+    def score(name: str, encoder: "SentenceEncoder") -> None:
+        nonlocal table
+        if unused := getattr(encoder, "unused", ()):
+            _say(f"{name}: its files also contain parts that embeddings do not use: {', '.join(unused)}")
+        variants = with_cuts(encoder, sizes_of(encoder, options.sizes))
+        of_sizes = [evaluate(variant, inspections, choice, options.output, session, _say) for variant in variants]
+        if options.pretrained:
+            of_sizes = [replace(scored, pretrained=options.pretrained) for scored in of_sizes]
+        evaluated.extend(of_sizes)
+        table = write_tables(evaluated, options.output)  # after each encoder, so that a long call can be watched
+        if lack is None:
+            write_scores_page(evaluated, page)
+        if not any(report.results for scored in of_sizes for report in scored.reports.values()):
+            raise EncoderError(f"{name}: no task has a score; the table gives the reasons")
+
     # another call would remove embeddings that this one reads, and replace its tables
-    with RunLock(options.output, lambda: say(f"{options.output}: another command has taken over")):
-        for name in names:
-            try:
-                encoder = load(name, options, vocabulary, tokenized=True)
-                if unused := getattr(encoder, "unused", ()):
-                    say(f"{name}: its files also contain parts that embeddings do not use: {', '.join(unused)}")
-                of_sizes = [
-                    evaluate(variant, inspections, choice, options.output, session, say)
-                    for variant in with_cuts(encoder, sizes_of(encoder, options.sizes))
-                ]
-            except EncoderError as error:
-                failed.append(name)
-                sys.stderr.write(f"not scored: {error}\n")
-                continue
-            if options.pretrained:
-                of_sizes = [replace(scored, pretrained=options.pretrained) for scored in of_sizes]
-            evaluated += of_sizes
-            if not any(report.results for scored in of_sizes for report in scored.reports.values()):
-                failed.append(name)
-                sys.stderr.write(f"not scored: {name}: no task has a score; the table gives the reasons\n")
-            table = write_tables(evaluated, options.output)  # after each encoder, so that a long call can be watched
-            if lack is None:
-                write_scores_page(evaluated, page)
+    with RunLock(options.output, lambda: _say(f"{options.output}: another command has taken over")):
+        failed = _score_each(options, score, vocabulary=vocabulary, tokenized=True)
     if evaluated:
         compared = f"{page} compares with published numbers; also: scores.md, scores.json"
         if lack is not None:
             page.unlink(missing_ok=True)  # it would show earlier scores
             compared = f"{page.with_suffix('.md')} compares with published numbers; also: scores.json. {lack}"
         print(f"\n{table}\n{compared}")
-    if failed and len(names) > 1:
-        sys.stderr.write(f"{len(failed)} of {len(names)} encoders were not scored: {', '.join(failed)}\n")
     return not failed
+
+
+def _say(line: str) -> None:
+    """Print a progress line at once."""
+    print(line, flush=True)

@@ -5,58 +5,58 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from declutr.common.console.terminal import answered, config_parser, shown
-from declutr.common.credentials import refused_argument
+from declutr.common.console.terminal import answered, config_parser, refused, shown
+from declutr.common.errors import refused_argument, suggest
 from declutr.common.relay import end_at_signals, relay
-from declutr.common.suggestions import suggest
 
 _COMMANDS = {
-    "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", "declutr.pipeline.prepare:main"),
-    "train": ("CONFIG [key=value ...]: shards to a sentence encoder", "declutr.trainer.train:main"),
+    "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", "pipeline.prepare:main"),
+    "train": ("CONFIG [key=value ...]: shards to a sentence encoder", "trainer.train:main"),
     "verify-gradients": (
         "CONFIG [key=value ...]: compare gradients across numbers of processes",
-        "declutr.cli.verify_gradients:run",
+        "cli.runs:run_verify_gradients",
     ),
-    "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "declutr.cli.embed:run_embed"),
+    "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "cli.encoders:run_embed"),
     "adapt": (
         "ENCODER CORPUS... --output DIR: fit an encoder to your documents, and say whether it is better",
-        "declutr.cli.adapt:run_adapt",
+        "cli.encoders:run_adapt",
     ),
-    "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "declutr.cli.search:run_index"),
-    "search": ("INDEX QUERY: the nearest texts of an index", "declutr.cli.search:run_search"),
+    "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "cli.encoders:run_index"),
+    "search": ("INDEX QUERY: the nearest texts of an index", "cli.encoders:run_search"),
     "export": (
         "MODEL --to onnx|onnx-int8|static --output DIR: a smaller or faster form of an encoder, and its measurement",
-        "declutr.cli.export:run",
+        "cli.encoders:run_export",
     ),
-    "doctor": ("[CONFIG] [--path ...]: check that this machine can run a training", "declutr.doctor:main"),
+    "doctor": ("[CONFIG] [--path ...]: check that this machine can run a training", "doctor:main"),
     "evaluate": (
         "[ENCODER ...] --data DIR: score encoders on SentEval's tasks; fetch and check the data",
-        "declutr.cli.evaluate:run",
+        "cli.evaluate:run",
     ),
     "inspect": (
         "PATH [--json]: describe shards, an encoder or a run, whose checkpoints are verified",
-        "declutr.cli.inspect:run_inspect",
+        "cli.runs:run_inspect",
     ),
     "reproduce": (
         "[ITEM] [--scale tiny] [--plan]: run a table or figure of a paper, and compare with its numbers",
-        "declutr.cli.reproduce:run",
+        "cli.runs:run_reproduce",
     ),
     "why": (
         "RUN --step N | --document ID: the documents, spans and masks of a step, or the steps that read a document",
-        "declutr.cli.why:run",
+        "cli.runs:run_why",
     ),
     "report": (
         "SHARDS | RUN [RUN ...] [--output FOLDER]: write a page on a prepared corpus, or on runs",
-        "declutr.cli.inspect:run_report",
+        "cli.runs:run_report",
     ),
-    "copy": (
-        "FROM TO: a folder or a run to or from an object store, with checksums",
-        "declutr.common.stores.copies:main",
-    ),
-    "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "declutr.cli.demo:run"),
+    "copy": ("FROM TO: a folder or a run to or from an object store, with checksums", "common.stores.copies:main"),
+    "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "cli.runs:run_demo"),
 }
-
-_REPLACED: dict[str, str] = {
+"""What follows the name of each command with its meaning, and its function in this package."""
+_READ_FOLDERS = ("index", "export", "evaluate", "inspect", "why", "report", "reproduce")
+_RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
+"""Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""
+_STORES = ("s3://", "gs://", "gcs://")
+_REPLACED = {
     "checkpoints": "declutr inspect RUN [--json] lists and verifies them",
     "publish": "hf upload OWNER/NAME RUN/export sends an export to the hub; it holds no path of this machine. Fill the "
     "field license of its README.md first",
@@ -65,55 +65,30 @@ _REPLACED: dict[str, str] = {
     "uvx embedding-atlas MAP.parquet --text text --x x --y y",
     "push": "declutr copy FOLDER ADDRESS",
     "pull": "declutr copy ADDRESS FOLDER",
-}
-"""What to type instead of a command that earlier versions had."""
-_REPLACED_OPTIONS: dict[tuple[str, str], str] = {
-    ("train", "--fork"): "train a new run from the export of the old one: run=NEW encoder.pretrained=RUN/export (and "
+    "train --fork": "train a new run from the export of the old one: run=NEW encoder.pretrained=RUN/export (and "
     "encoder.from_config=null if the config has one)",
-    ("evaluate", "--follow"): "declutr evaluate RUN scores each checkpoint of a run",
-    ("evaluate", "--once"): "declutr evaluate RUN scores each checkpoint of a run, and ends",
-    ("evaluate", "--every-seconds"): "declutr evaluate RUN scores each checkpoint of a run, and ends",
-    ("doctor", "--address"): "`ray status` lists the nodes and what is free; run `declutr doctor CONFIG` on each node",
-    ("index", "--kind"): "every search compares all vectors; omit it",
+    "evaluate --follow": "declutr evaluate RUN scores each checkpoint of a run",
+    "evaluate --once": "declutr evaluate RUN scores each checkpoint of a run, and ends",
+    "evaluate --every-seconds": "declutr evaluate RUN scores each checkpoint of a run, and ends",
+    "doctor --address": "`ray status` lists the nodes and what is free; run `declutr doctor CONFIG` on each node",
+    "index --kind": "every search compares all vectors; omit it",
 }
-"""What to type instead of an option that earlier versions of a command had."""
-
-_READ_FOLDERS = ("index", "export", "evaluate", "inspect", "why", "report", "reproduce")
-_RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
-"""Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""
-_STORES = ("s3://", "gs://", "gcs://")
+"""What to type instead of a command or an option that earlier versions had."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `declutr COMMAND ...`; return the exit status, 1 if the user has something to fix."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] in ([], ["-h"], ["--help"]):
+    command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("-h", "--help"):
         print("usage: declutr COMMAND ... | --version\n")
         for name, (what, _) in _COMMANDS.items():
             print(f"  declutr {name} {what}")
         return 0
-    if arguments[0] == "--version":
+    if command == "--version":
         print(f"declutr {version('declutr-ray')}")
         return 0
-    if arguments[0] in _REPLACED:
-        print(f"declutr: there is no command {arguments[0]!r} any more: {_REPLACED[arguments[0]]}", file=sys.stderr)
-        return 1
-    if arguments[0] not in _COMMANDS:
-        near = suggest(arguments[0], list(_COMMANDS))
-        print(f"declutr: there is no command {arguments[0]!r}{near}\ndeclutr --help lists all", file=sys.stderr)
-        return 1
-    command, *rest = arguments
-    for option in rest:
-        if instead := _REPLACED_OPTIONS.get((command, option.partition("=")[0])):
-            print(f"declutr {command}: there is no option {option} any more: {instead}", file=sys.stderr)
-            return 1
-    for problem in filter(None, map(refused_argument, rest)):
-        print(f"declutr {command}: {problem}", file=sys.stderr)
-        return 1
-    read = rest if command in _READ_FOLDERS else rest[:1] if command in ("embed", "search") else []
-    if address := next((argument for argument in read if argument.startswith(_STORES)), None):
-        print(f"declutr {command} reads folders: declutr copy {address} FOLDER, then name that folder", file=sys.stderr)
-        return 1
+    if problem := _problem(command, rest):
+        return refused(problem)
     if argv is None:
         if command in _RELAYED:
             relay()
@@ -122,8 +97,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         config_parser(command).parse_args(["--help"])
     module, _, function = _COMMANDS[command][1].partition(":")
     with shown():
-        run: Callable[[list[str]], int] = getattr(import_module(module), function)
-        return answered(run)(arguments[1:])
+        run: Callable[[list[str]], int] = getattr(import_module(f"declutr.{module}"), function)
+        return answered(run)(rest)
+
+
+def _problem(command: str, rest: list[str]) -> str | None:
+    """The reason why a command line is refused before anything is imported."""
+    for words in (command, *(f"{command} {option.partition('=')[0]}" for option in rest)):
+        if words in _REPLACED:
+            return f"declutr: there is no `{words}` any more: {_REPLACED[words]}"
+    if command not in _COMMANDS:
+        return f"declutr: there is no command {command!r}{suggest(command, list(_COMMANDS))}\ndeclutr --help lists all"
+    if problem := next(filter(None, map(refused_argument, rest)), None):
+        return f"declutr {command}: {problem}"
+    read = rest if command in _READ_FOLDERS else rest[:1] if command in ("embed", "search") else []
+    if address := next((argument for argument in read if argument.startswith(_STORES)), None):
+        return f"declutr {command} reads folders: declutr copy {address} FOLDER, then name that folder"
+    return None
+
+
+def settings_page() -> str:
+    """The page docs/reference/settings.md, generated from the configuration models: `make settings`."""
+    from declutr.common.config_docs import settings_tables
+    from declutr.pipeline.config import PipelineConfig
+    from declutr.trainer.setup.config import TrainConfig
+
+    head = """# Settings
+
+Generated from the docstrings of the configuration models by `make settings`; do not edit.
+
+A config file has a `prepare` section, a `train` section, or both. On the command line a setting is written without its
+section: `declutr train CONFIG optim.lr=3e-5`. `--print-config` prints the settings of one command with their values.
+"""
+    tables = (*settings_tables(PipelineConfig, "prepare"), *settings_tables(TrainConfig, "train"))
+    return "\n".join([head, *tables]).rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from declutr.common.credentials import refused_settings, shown_value
-from declutr.common.errors import ConfigError
-from declutr.common.overrides import apply_overrides
-from declutr.common.suggestions import choices_of, number_problems, suggest, unknown_key
-from declutr.common.yamlfile import YamlError, read_yaml_file
+from declutr.common.config_docs import choices_of, number_problems, unknown_key
+from declutr.common.console.logs import get_logger
+from declutr.common.errors import ConfigError, refused_settings, shown_value, suggest
+from declutr.common.yamlfile import MAX_DEPTH, YamlError, read_yaml, read_yaml_file
 
 SECTIONS = ("prepare", "train")
 _MOST_HINTS = 50  # a comparison with all known keys takes milliseconds
@@ -130,12 +129,63 @@ def load_config(
         problems += describe(error, model, values, section, other_sections)
     problems += [
         line
-        for line in number_problems(values, model)
+        for line in number_problems(values, [model])
         if not any(p.startswith(line.partition(":")[0].removesuffix("...")) for p in problems)
     ]
     if problems or config is None:
         raise ConfigError(name, problems + (look(values) if look else []))
     return config
+
+
+def apply_overrides(tree: dict[str, Any], words: Sequence[str], alternatives: Sequence[str] = ()) -> list[str]:
+    """Apply each `a.b=value` to a tree of settings, in place; return the problems, one line each.
+
+    An override of one of the `alternatives`, of which a tree holds one, replaces the others.
+    """
+    problems = [*_twice(words), *filter(None, (_override(tree, text) for text in words))]
+    overridden = {text.partition("=")[0] for text in words}
+    present = [key for key in alternatives if tree.get(key) is not None]
+    chosen = [key for key in present if key in overridden]
+    for key in present:
+        if chosen and key not in overridden:
+            get_logger().info("%s = %s replaces %s = %s of the file", chosen[0], tree[chosen[0]], key, tree[key])
+            del tree[key]
+    return problems
+
+
+def _twice(overrides: Sequence[str]) -> list[str]:
+    """Problems of overrides that would silently undo an earlier one."""
+    problems = []
+    for number, text in enumerate(overrides):
+        key, equals, _ = text.partition("=")
+        for before in overrides[:number]:
+            earlier = before.partition("=")[0]
+            if equals and (earlier == key or earlier.startswith(f"{key}.")):
+                problems.append(f"override {key}: {before!r} and then {text!r}, which undoes it; give one of them")
+    return problems
+
+
+def _override(tree: dict[str, Any], text: str) -> str | None:
+    """Apply one `a.b=value` in place; return its problem, if it has one."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        return f"override {text!r} is not of the form key=value (no spaces around =, quotes around a value with spaces)"
+    try:
+        parsed = read_yaml(value)
+    except YamlError as error:
+        quote = "; put a value that begins with * into quotes" if "*" in value else ""
+        return f"override {key}: {shown_value(value)} is not YAML that can be used: {error}{quote}"
+    *parents, last = key.split(".")
+    if len(parents) >= MAX_DEPTH:
+        return f"override {shown_value(key)}: has {len(parents) + 1:,} parts; a key has at most {MAX_DEPTH}"
+    for parent in parents:
+        if tree.get(parent) is None:  # absent, or a key without a value
+            tree[parent] = {}
+        if not isinstance(tree[parent], dict):
+            return f"override {key}: `{parent}` holds {shown_value(tree[parent])}, not a section with keys"
+        tree = tree[parent]
+    tree[last] = parsed
+    return None
 
 
 def _read_sections(name: str, section: str, model: type[BaseModel]) -> dict[str, Any]:

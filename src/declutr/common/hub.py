@@ -61,14 +61,6 @@ def hub_or_cache() -> Iterator[str | None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def stay_offline_unless_it_answers() -> None:
-    """Sets the hub's client offline for this process if the hub does not answer, so that only its cache is read."""
-    from huggingface_hub import constants
-
-    if hub_problem():
-        constants.HF_HUB_OFFLINE = True
-
-
 @lru_cache
 def _connection_problem(address: str) -> str | None:
     """Sends one request a process and address, in a thread, because a DNS lookup may take longer than the timeout."""

@@ -5,6 +5,9 @@ heartbeat is recent by the clock of the storage. The check and the write exclude
 In a store each command first writes an entry of its own and then lists all entries. Stores list what was written before
 (S3 since 2020, Google Storage), so of two commands at least one meets the other's entry, and only a command that meets
 none goes on. This needs no conditional write, which Arrow's clients do not have.
+
+`filelock.SoftFileLease` (4.2.11) does less: a new command waits for a whole lease before it takes the lock of a host
+that is gone, and on NFS, which cannot exchange two names, it never takes a stale lock.
 """
 
 import contextlib
@@ -20,12 +23,12 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+import psutil
 
 from declutr.common.console.logs import get_logger
 from declutr.common.errors import DamagedError, RunLockedError
 from declutr.common.storage import decode_record
-from declutr.common.stores.folder import Folder
-from declutr.common.stores.retry import RetryPolicy
+from declutr.common.stores.folder import Folder, RetryPolicy
 from declutr.common.watcher import Watcher
 
 LOCK = "lock.json"
@@ -49,18 +52,24 @@ class Holder(msgspec.Struct, frozen=True):
     """Random identifier of this command."""
 
 
-class _Lock(Watcher):
-    """Holds a place while its block runs.
+class RunLock(Watcher):
+    """Holds a folder while its block runs.
+
+    Args:
+        run: the folder; it must exist.
+        lost: called from a thread when another command has taken over the lock because this process was suspended for
+            more than a minute.
+        beat_seconds: time between two heartbeats.
 
     Raises:
-        RunLockedError: on entering, a running command holds the place.
+        RunLockedError: on entering, if a running command holds the lock.
     """
 
-    _ADVICE: str
+    _ADVICE = "wait for it, stop it, or name another folder"
 
-    def __init__(self, place: str, lost: Callable[[], None], beat_seconds: float) -> None:
+    def __init__(self, run: Path | str, lost: Callable[[], None], beat_seconds: float = 5.0) -> None:
         super().__init__(beat_seconds, "declutr-lock")
-        self._place, self._lost = place, lost
+        self._place, self._path, self._lost = str(run), Path(run, LOCK), lost
         self._holder = this_process(secrets.token_hex(8))
 
     def __enter__(self) -> Self:
@@ -96,44 +105,6 @@ class _Lock(Watcher):
         holder = self._read()
         return holder is not None and holder.token == self._holder.token
 
-    def _alone(self) -> contextlib.AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def _read(self) -> Holder | None:
-        raise NotImplementedError
-
-    def _write(self) -> None:
-        raise NotImplementedError
-
-    def _renew(self) -> None:
-        raise NotImplementedError
-
-    def _release(self) -> None:
-        raise NotImplementedError
-
-    def _age_seconds(self) -> float:
-        raise NotImplementedError
-
-
-class RunLock(_Lock):
-    """Holds a folder while its block runs.
-
-    Args:
-        run: the folder; it must exist.
-        lost: called from a thread when another command has taken over the lock because this process was suspended for
-            more than a minute.
-        beat_seconds: time between two heartbeats.
-
-    Raises:
-        RunLockedError: on entering, if a running command holds the lock.
-    """
-
-    _ADVICE = "wait for it, stop it, or name another folder"
-
-    def __init__(self, run: Path, lost: Callable[[], None], beat_seconds: float = 5.0) -> None:
-        super().__init__(str(run), lost, beat_seconds)
-        self._path = run / LOCK
-
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         linked = False  # it may be unlinked between opening and locking
@@ -146,9 +117,7 @@ class RunLock(_Lock):
                     yield
 
     def _read(self) -> Holder | None:
-        with contextlib.suppress(FileNotFoundError):
-            return read_holder(self._path.read_bytes(), str(self._path))
-        return None
+        return _holder_of(self._path)
 
     def _write(self) -> None:
         with self._path.open("wb") as stream:
@@ -168,7 +137,7 @@ class RunLock(_Lock):
         return _age_seconds(self._path)
 
 
-class StoreLock(_Lock):
+class StoreLock(RunLock):
     """Holds an address of an object store while its block runs.
 
     Args:
@@ -219,7 +188,7 @@ class StoreLock(_Lock):
         return entering
 
     def _read(self) -> Holder | None:
-        return read_holder(self._remote.read(LOCK) or b"", self._remote.at(LOCK))
+        return _read_holder(self._remote.read(LOCK) or b"", self._remote.at(LOCK))
 
     def _write(self) -> None:
         content = msgspec.structs.asdict(self._holder) | {"beat": time.time()}
@@ -243,12 +212,18 @@ def refuse_held(run: Path) -> None:
     Raises:
         RunLockedError: as `RunLock`.
     """
-    path = run / LOCK
     with contextlib.suppress(FileNotFoundError):
-        _refuse(str(run), read_holder(path.read_bytes(), str(path)), lambda: _age_seconds(path), RunLock._ADVICE)
+        _refuse(str(run), _holder_of(run / LOCK), lambda: _age_seconds(run / LOCK), RunLock._ADVICE)
 
 
-def read_holder(raw: bytes, name: str) -> Holder | None:
+def _holder_of(path: Path) -> Holder | None:
+    """The holder of the lock of a folder; None without a lock."""
+    with contextlib.suppress(FileNotFoundError):
+        return _read_holder(path.read_bytes(), str(path))
+    return None
+
+
+def _read_holder(raw: bytes, name: str) -> Holder | None:
     """The holder of a lock; None if the lock is new, was cut off by a kill, or is damaged, which is logged."""
     if not raw:
         return None
@@ -272,22 +247,23 @@ def this_process(token: str) -> Holder:
 
 
 def _refuse(place: str, holder: Holder | None, age_seconds: Callable[[], float], advice: str) -> None:
-    """Raises RunLockedError if a holder is alive."""
-    if holder is not None and is_alive(holder, age_seconds):
-        who = f"host {holder.host}, pid {holder.pid}, since {holder.since}"
-        raise RunLockedError(f"{place}: another command works here ({who}); {advice}")
-
-
-def is_alive(holder: Holder, age_seconds: Callable[[], float]) -> bool:
-    """Returns True if the holder still runs, by its process on this host or its last heartbeat on another host.
+    """Refuses a holder that still runs, by its process on this host or its last heartbeat on another host.
 
     `age_seconds` returns the age of the last heartbeat by the clock of the storage that holds the lock. A heartbeat
     more than a minute ahead of that clock is ignored, because a running holder would have renewed it.
+
+    Raises:
+        RunLockedError: the holder runs.
     """
+    if holder is None:
+        return
     if (holder.host, holder.processes) == (socket.gethostname(), _pid_namespace()):
-        began = _began(holder.pid)
-        return began is not None and began == holder.began
-    return abs(age_seconds()) < _STALE_SECONDS
+        runs = holder.began is not None and holder.began == _began(holder.pid)
+    else:
+        runs = abs(age_seconds()) < _STALE_SECONDS
+    if runs:
+        who = f"host {holder.host}, pid {holder.pid}, since {holder.since}"
+        raise RunLockedError(f"{place}: another command works here ({who}); {advice}")
 
 
 def _age_seconds(path: Path) -> float:
@@ -303,22 +279,11 @@ def _age_seconds(path: Path) -> float:
 def _began(pid: int) -> str | None:
     """Start time of a process of this host; None if no such process exists. Pids are reused, start times are not."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return None
-    except ProcessLookupError:
-        return None
-    else:
-        state, *fields = stat.rpartition(")")[2].split()
-        return None if state in "ZX" else fields[18]
-    try:  # no /proc: macOS
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return "running"
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        on_macos = not Path("/proc/self/stat").exists()
+        return "running" if on_macos and psutil.pid_exists(pid) else None
+    return None if state in "ZX" else fields[18]
 
 
 def _pid_namespace() -> str:

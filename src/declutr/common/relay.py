@@ -9,10 +9,10 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 from contextlib import suppress
 from typing import Any, NoReturn
-
-from declutr.common.watcher import Watcher
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
@@ -71,27 +71,18 @@ def end_with(parent: int, kernel: bool = sys.platform == "linux") -> None:
         parent: process id of the parent.
         kernel: true if the kernel can do that; otherwise a thread looks every second.
     """
+
+    def watch() -> None:
+        while not kernel and os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        if os.getppid() != parent:  # also if it ended before the kernel was asked
+            os.kill(os.getpid(), signal.SIGKILL)
+
     if kernel:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _kill_orphan(parent)  # it may have ended before the call
+        watch()
     else:
-        _Parent(parent).__enter__()
-
-
-def _kill_orphan(parent: int) -> None:
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class _Parent(Watcher):
-    """Kills this process after the end of its parent."""
-
-    def __init__(self, parent: int) -> None:
-        super().__init__(_LOOK_SECONDS, "declutr-parent")
-        self._parent = parent
-
-    def look(self) -> None:
-        _kill_orphan(self._parent)
+        threading.Thread(target=watch, name="declutr-parent", daemon=True).start()
 
 
 def _forward(child: int, numbers: set[int]) -> NoReturn:

@@ -8,9 +8,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 
 from declutr.common.cluster import cluster_problem, named_cluster
@@ -50,8 +48,7 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
     if _started_here and num_cpus is not None and ray.is_initialized() and ray.cluster_resources()["CPU"] < num_cpus:
         ray.shutdown()
     if not ray.is_initialized():
-        with _deaf_to_hangups(), _same_handler_of_sigterm():
-            _in_lasting_thread(num_cpus, address, wait_seconds)
+        _in_lasting_thread(num_cpus, address, wait_seconds)
     from ray.data import DataContext  # loads pandas, which would delay the start of a session
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -64,16 +61,16 @@ def start_ray(num_cpus: int | None = None, address: str | None = None, wait_seco
 
 
 def _in_lasting_thread(num_cpus: int | None, address: str | None, wait_seconds: float) -> None:
-    """Starts Ray in the main thread, or in one that lives as long as this process.
+    """Starts Ray in a thread that lives as long as this process.
 
-    Linux kills Ray's head when its parent ends, and the parent is the thread that started it.
+    Linux kills Ray's head when its parent ends, and the parent is the thread that started it. In the main thread,
+    `ray.init` would also replace this process's handler of SIGTERM. SIGHUP is blocked for the processes that start
+    here, so that their parent can end them in order.
     """
-    if threading.current_thread() is threading.main_thread():
-        _init(num_cpus, address, wait_seconds)
-        return
     started = Future[None]()
 
     def start() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             _init(num_cpus, address, wait_seconds)
             started.set_result(None)
@@ -136,24 +133,3 @@ def _short_folder() -> str | None:
         _SHORT_FOLDER,
     )
     return _SHORT_FOLDER
-
-
-@contextmanager
-def _deaf_to_hangups() -> Iterator[None]:
-    """Blocks SIGHUP for processes that the block starts, so that their parent can end them in order."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _same_handler_of_sigterm() -> Iterator[None]:
-    """Restores this process's handler of SIGTERM, which `ray.init` replaces in the main thread."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)

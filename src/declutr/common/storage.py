@@ -1,19 +1,28 @@
-"""Files that are either whole or absent (write aside, fsync, rename), hashes of contents, and records as JSON."""
+"""Files that are either whole or absent (write aside, fsync, rename), hashes of contents, and records as JSON.
+
+The list of a folder's files with their SHA-256 and sizes is sent last to a store, and marks a folder there as complete.
+"""
 
 import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from unicodedata import category
 
 import msgspec
 
-from declutr.common.errors import DamagedError
+from declutr.common.errors import AlteredError, DamagedError
+
+LISTING = ".files.json"
+"""Name of the list of a folder's files, in the folder."""
+_DRIVE = re.compile(r"[A-Za-z]:")
 
 Record = TypeVar("Record")
 
@@ -166,3 +175,64 @@ def decode_record(raw: bytes, kind: type[Record], name: str) -> Record:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise DamagedError(f"{name} is damaged: {error}") from error
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """SHA-256 and size of a file."""
+
+    sha256: str
+    num_bytes: int
+
+
+Files = dict[str, FileRecord]
+"""Files of a folder, by name from its address."""
+
+
+class _Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    files: Files
+
+
+def encoded(files: Files) -> bytes:
+    """Encodes a list."""
+    return msgspec.json.encode(_Listing(files))
+
+
+def decoded(raw: bytes, where: str) -> Files:
+    """Decodes a list.
+
+    Raises:
+        AlteredError: the content is not such a list, or it names a file that must not be written here.
+    """
+    try:
+        files = msgspec.json.decode(raw, type=_Listing).files
+    except msgspec.DecodeError as error:
+        raise AlteredError(f"{where} is not a list of files: {error}") from error
+    refuse_names(files, where)
+    return files
+
+
+def refuse_names(names: Iterable[str], where: str) -> None:
+    """Checks names (folders separated by `/`) before any of them is written as a file.
+
+    Raises:
+        AlteredError: a name leads out of its folder on some system, has an empty part or control characters, or uses
+            another file as a folder.
+    """
+    files = set(names)
+    for name in sorted(files):
+        parts = name.split("/")
+        parents = {"/".join(parts[:depth]) for depth in range(1, len(parts))}
+        leaves = not set(parts).isdisjoint({"", ".", ".."}) or "\\" in name or any(map(_DRIVE.match, parts))
+        if leaves or any(category(letter) in ("Cc", "Cs") for letter in name) or not parents.isdisjoint(files):
+            raise AlteredError(f"{where} names a file that is outside the folder or cannot exist in a folder: {name!r}")
+
+
+def records(folder: Path) -> Files:
+    """The files of a folder of this host."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: record_of(path) for name, path in paths.items()}
+
+
+def record_of(path: Path) -> FileRecord:
+    """The record of a file of this host."""
+    return FileRecord(hash_file(path), path.stat().st_size)

@@ -95,7 +95,7 @@ def read_yaml(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _measure(node, {}, set())
+        _refuse_large(node)
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         raise YamlError(_yaml_problem(error, text)) from error
@@ -125,26 +125,22 @@ def read_yaml_file(path: Path) -> Any:
         raise YamlError(f"is not UTF-8 text: byte {raw[error.start]:#04x} in line {line}; save it as UTF-8") from error
 
 
-def _measure(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:
-    """Counts the values below a node, aliases expanded.
+def _refuse_large(node: yaml.Node) -> None:
+    """Counts the values of a document, aliases expanded.
 
     Raises:
-        YamlError: the document has too many values, or a node contains itself.
+        YamlError: the document has too many values, as it has if a node contains itself.
     """
-    if id(node) in above:
-        raise YamlError(f"an anchor contains itself (line {node.start_mark.line + 1})")
-    if id(node) in sizes or not isinstance(node, yaml.CollectionNode):
-        return sizes.get(id(node), 1)
-    above.add(id(node))
-    total = 1
-    for entry in node.value:
-        for child in entry if isinstance(entry, tuple) else (entry,):
-            total += _measure(child, sizes, above)
-            if total > MAX_VALUES:
-                raise YamlError(f"holds more than {MAX_VALUES:,} values, aliases expanded")
-    above.discard(id(node))
-    sizes[id(node)] = total
-    return total
+    waiting, total = [node], 0
+    while waiting:
+        node, total = waiting.pop(), total + 1
+        if total > MAX_VALUES:
+            raise YamlError(
+                f"holds more than {MAX_VALUES:,} values, aliases expanded, or an anchor that contains itself"
+            )
+        if isinstance(node, yaml.CollectionNode):
+            for entry in node.value:
+                waiting += entry if isinstance(entry, tuple) else (entry,)
 
 
 def _yaml_problem(error: yaml.MarkedYAMLError, text: str) -> str:

@@ -22,10 +22,9 @@ from numpy.typing import DTypeLike
 
 from declutr.common.config import validated
 from declutr.common.console.logs import bar, get_logger
-from declutr.common.errors import ConfigError, EncoderError, SessionError, UsageError
+from declutr.common.errors import ConfigError, EncoderError, SessionError, UsageError, suggest
 from declutr.common.paths import expand, listed
 from declutr.common.storage import atomic_file, hash_json, write_text
-from declutr.common.suggestions import suggest
 from declutr.embedding.units import (
     EmbedConfig,
     EmbeddingSidecar,

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from declutr.common.config import Strict
-from declutr.common.errors import EncoderError
+from declutr.common.errors import EncoderError, suggest
 from declutr.common.hub import looks_like_a_path
 from declutr.common.paths import expand
 from declutr.common.storage import hash_json
-from declutr.common.suggestions import suggest
 
 Precision = Literal["fp32", "bf16"]
 

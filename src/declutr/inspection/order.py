@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from declutr.common.config import first_problem, load_config
+from declutr.common.config import apply_overrides, first_problem, load_config
 from declutr.common.errors import ConfigError, ShardError, UsageError
-from declutr.common.overrides import apply_overrides
 from declutr.common.paths import expand
 from declutr.common.stores.address import is_remote
 from declutr.common.yamlfile import read_yaml_file

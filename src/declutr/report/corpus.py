@@ -11,8 +11,7 @@ from pathlib import Path
 import yaml
 
 from declutr.common.bootstrap import MIN_ROWS
-from declutr.common.credentials import redact
-from declutr.common.errors import ShardError
+from declutr.common.errors import ShardError, redact
 from declutr.pipeline.job.outcome import labels_hint, lines_hint
 from declutr.pipeline.readers.skipped import describe_skipped
 from declutr.pipeline.shards.content import size_noun

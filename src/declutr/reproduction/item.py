@@ -8,8 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from declutr.common.config import Strict, describe, flat_keys
-from declutr.common.errors import UsageError
-from declutr.common.suggestions import suggest
+from declutr.common.errors import UsageError, suggest
 from declutr.common.yamlfile import YamlError, read_yaml_file
 from declutr.encoders.protocol import Pooling
 from declutr.evaluation.senteval.tasks import choose_tasks

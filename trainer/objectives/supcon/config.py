@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from declutr.common.config import Strict
-from declutr.common.extras import missing_extra
+from declutr.common.errors import missing_extra
 from declutr.pipeline.shards.content import ContentKind
 from declutr.pipeline.shards.manifest import Manifest
 from declutr.trainer.objectives.config import ObjectiveConfig, RunContext

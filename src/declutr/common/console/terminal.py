@@ -1,6 +1,7 @@
 """Output to a terminal: visible control characters (file names may hold escape sequences), short names, refusals."""
 
 import argparse
+import errno
 import functools
 import io
 import os
@@ -11,24 +12,18 @@ import traceback
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, ParamSpec, TextIO, cast
+from typing import Any, Literal, ParamSpec, TextIO, cast
 
 from declutr.common.errors import DeclutrError, RunStoppedError
 
-_CONFIGURED = {
-    "prepare": (
-        "From a corpus to Arrow shards.",
-        {
-            "--plan": "estimate documents, tokens, disk and time, then stop",
-            "--verify-inputs": "compare every byte of the inputs with finished work, not only times and samples",
-        },
-    ),
-    "train": (
-        "From shards to a sentence encoder.",
-        {"--plan": "estimate time, memory and the share of tokens that is read"},
-    ),
+_SWITCHES = {
+    "prepare": {
+        "--plan": "estimate documents, tokens, disk and time, then stop",
+        "--verify-inputs": "compare every byte of the inputs with finished work, not only times and samples",
+    },
+    "train": {"--plan": "estimate time, memory and the share of tokens that is read"},
 }
-"""Descriptions and switches of the commands that read a config file."""
+_SUMMARIES = {"prepare": "From a corpus to Arrow shards.", "train": "From shards to a sentence encoder."}
 
 
 def config_parser(section: str) -> argparse.ArgumentParser:
@@ -37,12 +32,11 @@ def config_parser(section: str) -> argparse.ArgumentParser:
     Args:
         section: `prepare` or `train`, the name of the command and of its section in the config file.
     """
-    description, switches = _CONFIGURED[section]
-    parser = argparse.ArgumentParser(prog=f"declutr {section}", description=description)
+    parser = argparse.ArgumentParser(prog=f"declutr {section}", description=_SUMMARIES[section])
     parser.add_argument("config", help=f"YAML file with a `{section}` section")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of that section to change")
     parser.add_argument("--print-config", action="store_true", help="show all settings with meanings and stop")
-    for switch, meaning in switches.items():
+    for switch, meaning in _SWITCHES[section].items():
         parser.add_argument(switch, action="store_true", help=meaning)
     return parser
 
@@ -102,90 +96,94 @@ def shorten(text: str, max_characters: int) -> str:
 
 _ALLOWED = frozenset("\n\u200c\u200d\u00ad")
 """Line feed; and the joiners and the soft hyphen, which some scripts and emoji need."""
-_OURS = re.compile(r"\A\r+|\x1b\[[0-9;]*m")
+_BARS = re.compile(r"(\A\r+|\x1b\[[0-9;]*m)")
 """Control sequences of progress bars and coloured log lines: a leading carriage return, a change of colour."""
-
 _RESET = "\x1b[0m"
 """The colour reset that colorama, which Ray loads, writes to a terminal when a process ends; it is left out."""
+_GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe has ended; the terminal was closed
 
 
 def visible(text: str) -> str:
     """Replaces control, format and surrogate characters by their code points, as `⟨U+202E⟩`, and tabs by spaces."""
-    return "".join(_visible_character(character) for character in text.replace("\t", "    "))
+    return "".join(
+        character
+        if character in _ALLOWED or unicodedata.category(character) not in {"Cc", "Cf", "Cs"}
+        else f"⟨U+{ord(character):04X}⟩"
+        for character in text.replace("\t", "    ")
+    )
 
 
-def _visible_character(character: str) -> str:
-    if character in _ALLOWED or unicodedata.category(character) not in {"Cc", "Cf", "Cs"}:
-        return character
-    return f"⟨U+{ord(character):04X}⟩"
+def _visible_beside_bars(text: str) -> str:
+    """Like `visible`, but the control sequences of progress bars and coloured log lines pass."""
+    parts = _BARS.split(text)  # those sequences are at the odd places
+    return "".join(part if number % 2 else visible(part) for number, part in enumerate(parts))
 
 
-class Wrapper:
-    """A text stream around another stream, which handles everything except `write` of a subclass."""
+class Output:
+    """A text stream around another one, with safe text and a rule for the end of its reader.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    Args:
+        stream: the stream to write to.
+        safe: makes a text safe; None leaves it.
+        when_gone: `raise` the error when the reader has ended, `end` the process silently with the exit status of
+            SIGPIPE, as in `declutr search ... | head`, or `drop` further output.
+    """
+
+    def __init__(
+        self, stream: TextIO, safe: Callable[[str], str] | None, when_gone: Literal["raise", "end", "drop"]
+    ) -> None:
+        self._stream, self._safe, self.when_gone = stream, safe, when_gone
 
     def write(self, text: str) -> int:
         """Writes a text."""
-        raise NotImplementedError
+        try:
+            if self._safe is None:
+                self._stream.write(text)
+            elif text != _RESET:
+                self._stream.write(self._safe(text))
+        except OSError as error:
+            self._lost(error)
+        return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Writes several texts."""
         for line in lines:
             self.write(line)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class _Shown(Wrapper):
-    """A wrapper that makes control characters visible in what is written.
-
-    Args:
-        stream: the stream to write to.
-        keep_controls: lets the control sequences of progress bars and coloured log lines pass.
-    """
-
-    def __init__(self, stream: TextIO, keep_controls: bool) -> None:
-        super().__init__(stream)
-        self._keep_controls = keep_controls
-
-    def write(self, text: str) -> int:
-        """Writes a text with visible control characters."""
-        if text == _RESET:
-            return len(text)
-        kept = _OURS.findall(text) if self._keep_controls else []
-        parts = _OURS.split(text) if kept else [text]
-        self._stream.write("".join(map("".join, zip(map(visible, parts), [*kept, ""], strict=True))))
-        return len(text)
-
-
-class Piped(_Shown):
-    """The wrapper for standard output: when its reader ends, as `head` does, the command ends silently."""
-
-    def write(self, text: str) -> int:
-        """Writes a text with visible control characters."""
-        try:
-            return super().write(text)
-        except BrokenPipeError:
-            self._end()
-
     def flush(self) -> None:
         """Writes buffered text."""
         try:
             self._stream.flush()
-        except BrokenPipeError:
-            self._end()
+        except OSError as error:
+            self._lost(error)
 
-    def lasting(self) -> TextIO:
-        """The same stream for a long command, which continues when its reader ends."""
-        return cast(TextIO, _Shown(self._stream, keep_controls=False))
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
-    def _end(self) -> NoReturn:
-        """Ends the process with the exit status of SIGPIPE and discards buffered text."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-        raise SystemExit(128 + signal.SIGPIPE)
+    def _lost(self, error: OSError) -> None:
+        """Discards buffered and further text if the reader has ended."""
+        if self.when_gone == "raise" or error.errno not in _GONE:
+            raise error
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, self._stream.fileno())
+        os.close(nothing)
+        if self.when_gone == "end":
+            raise SystemExit(128 + signal.SIGPIPE)
+
+
+def lasting_streams() -> None:
+    """Lets stdout and stderr of this process drop their output when their readers end: `train 2>&1 | head` goes on.
+
+    Characters that their encoding lacks become escapes.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, Output):
+            stream.when_gone = "drop"
+            continue
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, Output(stream, None, "drop"))
 
 
 @contextmanager
@@ -199,7 +197,8 @@ def shown() -> Iterator[None]:
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):  # characters that the encoding lacks become \\u2026
             stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = Piped(before[0], keep_controls=False), _Shown(before[1], keep_controls=True)
+    sys.stdout = cast(TextIO, Output(before[0], visible, "end"))
+    sys.stderr = cast(TextIO, Output(before[1], _visible_beside_bars, "raise"))
     try:
         try:
             yield

@@ -1,16 +1,38 @@
-"""Addresses of files and folders in object stores and on other hosts, and the file systems behind them."""
+"""Addresses of files and folders in object stores and on other hosts, their file systems, and errors of these."""
 
 import hashlib
 import posixpath
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from declutr.common.credentials import refusal
+from declutr.common.console.terminal import shorten
+from declutr.common.errors import redact, refusal
 
 _ARROW_PROTOCOLS = ("s3", "gs", "gcs")
 _GOOGLE_RETRY_SECONDS = 15
+_AWS = re.compile(r"AWS Error (?P<code>.+?) during (?P<operation>\w+) operation: (?P<cause>.*)", re.DOTALL)
+_SHOWN_CHARACTERS = 300
+# A store's error, and the remedy; the first that matches.
+_REMEDIES = {
+    "ExpiredToken": "The credentials have expired: renew them and run the same command again",
+    r"\(HTTP status 400\) during Head": "A store gives no reason for this error; often the credentials have expired: "
+    "renew them and run the same command again",
+    "TOO_SKEWED": "The clock of this host differs too much from the store's; correct it",
+    "StorageFull|HTTP status 507": "The store is full; free space there",
+    "QuotaExceeded": "The quota of this store is used up; raise it or free space there",
+    "SLOW_DOWN": "The store limits the request rate; use fewer hosts at a time, or a separate prefix for this run",
+    "HTTP status 503": "The store is overloaded or limits the request rate",
+    "ACCESS_DENIED": "Check the credentials, their permissions and this host's clock",
+    "INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH": "Check the credentials",
+    "OAuth2 access token": "No credentials for Google Cloud were found: set GOOGLE_APPLICATION_CREDENTIALS to a key "
+    "file, or run `gcloud auth application-default login`",
+    "NO_SUCH_BUCKET": "Name a bucket that exists",
+    "NETWORK_CONNECTION": "The store is not reached: check the network, and the address (?endpoint_override=HOST:PORT "
+    "names a store other than AWS)",
+}
 
 
 def is_remote(path: str) -> bool:
@@ -39,7 +61,9 @@ def filesystem(address: str) -> tuple[Any, str, str]:
 
 def is_object_store(files: Any) -> bool:
     """Returns True for a file system of S3 or Google Storage, whose files are objects: they need no folder."""
-    return isinstance(files, _wrapper())
+    from fsspec.implementations.arrow import ArrowFSWrapper  # imports pyarrow, for which most commands do not wait
+
+    return isinstance(files, ArrowFSWrapper)
 
 
 def address_of(files: Any, name: str, address: str, query: str) -> str:
@@ -91,14 +115,6 @@ def files_below(files: Any, folder: str, levels: int | None = None) -> dict[str,
 
 
 @lru_cache
-def _wrapper() -> type[Any]:
-    from fsspec.implementations.arrow import ArrowFSWrapper  # imports pyarrow, for which most commands do not wait
-
-    wrapper: type[Any] = ArrowFSWrapper
-    return wrapper
-
-
-@lru_cache
 def _arrow(scheme: str, netloc: str, query: str) -> Any:
     """Opens one connection a process. Credentials come from the environment, the endpoint from it or the address."""
     # a file below 5 MiB then takes one request to S3, not three; Google's library would retry for 15 minutes in silence
@@ -106,9 +122,10 @@ def _arrow(scheme: str, netloc: str, query: str) -> Any:
     if option not in query:
         query += f"{query and '&'}{option}={value}"
     import pyarrow.fs
+    from fsspec.implementations.arrow import ArrowFSWrapper
 
     files, _ = pyarrow.fs.FileSystem.from_uri(f"{scheme}://{netloc}{query and '?'}{query}")
-    return _wrapper()(files)
+    return ArrowFSWrapper(files)
 
 
 @contextmanager
@@ -131,3 +148,13 @@ def network_errors() -> Iterator[None]:
         raise
     except (ClientError, client_error(), HFValidationError, pa.ArrowException, ValueError, ImportError) as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def explained(error: OSError) -> str:
+    """A store's error in short: operation, code and cause, then the remedy if one is known."""
+    text = redact(str(error))
+    if match := _AWS.search(text):
+        cause = match["cause"].rpartition("Details: ")[2].strip(". ")
+        text = f"{match['operation']}: {match['code']}" + (f" ({cause})" if cause != "No response body" else "")
+    remedy = next((remedy for code, remedy in _REMEDIES.items() if re.search(code, str(error))), "")
+    return shorten(text, _SHOWN_CHARACTERS) + (f". {remedy}" if remedy else "")

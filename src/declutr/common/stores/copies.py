@@ -13,13 +13,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from declutr.common.console.logs import get_logger, setup_logging
-from declutr.common.console.terminal import excerpt
+from declutr.common.console.terminal import answered, excerpt
 from declutr.common.errors import AlteredError, RemoteError
 from declutr.common.paths import expand
-from declutr.common.storage import atomic_folder, put_back, write_text
+from declutr.common.storage import (
+    FileRecord,
+    Files,
+    atomic_folder,
+    decoded,
+    encoded,
+    put_back,
+    records,
+    refuse_names,
+    write_text,
+)
 from declutr.common.stores.address import is_remote
 from declutr.common.stores.folder import Folder
-from declutr.common.stores.listing import FileRecord, Files, decoded, encoded, records, refuse_names
 
 PLAN = "plan.json"
 """The first file of a preparation's output."""
@@ -119,6 +128,7 @@ def _replaceable(local: Path, mark: Path, available: Mapping[str, FileRecord | N
     return here
 
 
+@answered
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `copy FROM TO`; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -127,31 +137,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     address = "a folder, or an address: s3://..., gs://... or another protocol of fsspec"
     parser.add_argument("source", metavar="FROM", help=address)
     parser.add_argument("target", metavar="TO", help=f"{address}; a folder is new, or the unchanged copy of before")
-    arguments = parser.parse_args(argv)
-    source, target = arguments.source, arguments.target
+    options = parser.parse_args(argv)
+    source, target = options.source, options.target
     setup_logging("copy")
-    try:
-        if is_remote(source) == is_remote(target):
-            which = "both are addresses: copy to a folder, then" if is_remote(source) else "neither is an address: use"
-            raise NotADirectoryError(f"{source}, {target}: {which} {'from it' if is_remote(source) else '`cp -r`'}")
-        if is_remote(target):
-            folder = expand(source)
-            if not folder.is_dir():
-                raise NotADirectoryError(f"{folder} is not a folder")
-            for path in sorted(folder.rglob("*")):
-                if not path.is_file() and (path.is_symlink() or not path.is_dir()):
-                    get_logger().warning("%s is not sent: it is a link to a folder, a broken link, or not a file", path)
-            get_logger().info("sending %s to %s", _size(folder), target)
-            number = Folder(target).send(folder)
-        else:
-            folder = expand(target)
-            number = fetch_all(Folder(source), folder)
-        sys.stdout.write(
-            f"{target}: {_size(folder)}, {number:,} of them {'sent' if is_remote(target) else 'fetched'}\n"
-        )
-    except OSError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+    if is_remote(source) == is_remote(target):
+        which = "both are addresses: copy to a folder, then" if is_remote(source) else "neither is an address: use"
+        raise NotADirectoryError(f"{source}, {target}: {which} {'from it' if is_remote(source) else '`cp -r`'}")
+    folder = expand(source if is_remote(target) else target)
+    if is_remote(target):
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is not a folder")
+        for path in sorted(folder.rglob("*")):
+            if not path.is_file() and (path.is_symlink() or not path.is_dir()):
+                get_logger().warning("%s is not sent: it is a link to a folder, a broken link, or not a file", path)
+        get_logger().info("sending %s to %s", _size(folder), target)
+        number, verb = Folder(target).send(folder), "sent"
+    else:
+        number, verb = fetch_all(Folder(source), folder), "fetched"
+    sys.stdout.write(f"{target}: {_size(folder)}, {number:,} of them {verb}\n")
     return 0
 
 

@@ -11,25 +11,66 @@ import fcntl
 import hashlib
 import io
 import posixpath
+import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from declutr.common.credentials import redact
-from declutr.common.errors import AlteredError, RemoteError
-from declutr.common.storage import atomic_file, atomic_folder, fsync_path
-from declutr.common.stores.address import child, files_below, filesystem, is_object_store, network_errors, short_name
-from declutr.common.stores.listing import LISTING, FileRecord, Files, decoded, encoded, record_of, records, refuse_names
-from declutr.common.stores.retry import DEFAULT_RETRIES, Answer, RetryPolicy, explained, with_retries
+from declutr.common.console.logs import get_logger
+from declutr.common.errors import AlteredError, RemoteError, redact
+from declutr.common.storage import (
+    LISTING,
+    FileRecord,
+    Files,
+    atomic_file,
+    atomic_folder,
+    decoded,
+    encoded,
+    fsync_path,
+    record_of,
+    records,
+    refuse_names,
+)
+from declutr.common.stores.address import (
+    child,
+    explained,
+    files_below,
+    filesystem,
+    is_object_store,
+    network_errors,
+    short_name,
+)
 
 _CHUNK_BYTES = 8 * 2**20
 _FETCHES = 8  # parallel fetches, because a store limits the speed of each stream
+# Errors that a retry does not change, as Arrow words them.
+_FINAL = re.compile(
+    r"ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|ExpiredToken"
+    r"|\(HTTP status 400\) during Head|To create buckets,"
+)
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Retry times for a store that does not answer."""
+
+    total_seconds: float = 600.0
+    """Time after which retrying stops."""
+    first_seconds: float = 0.5
+    """Wait before the second attempt; each further wait is twice as long."""
+    longest_seconds: float = 30.0
+
+
+DEFAULT_RETRIES = RetryPolicy()
 
 
 @dataclass(frozen=True)
@@ -80,12 +121,7 @@ class Folder:
 
     def read(self, name: str) -> bytes | None:
         """Content of a small file; None if it does not exist."""
-
-        def read(files: Any, place: str) -> bytes:
-            with files.open(place, "rb") as stream:
-                return bytes(stream.read())
-
-        return self._ask(name, read)
+        return self._ask(name, lambda files, place: bytes(files.cat_file(place)))
 
     def fetch(self, name: str, target: Path) -> FileRecord:
         """Copies one file to a temporary place of this host; returns the record of the copy.
@@ -144,16 +180,12 @@ class Folder:
 
     def pull(self, name: str, local: Path) -> bool:
         """Fetches one file and replaces the local one; returns False if the remote file does not exist."""
-        if self.size(name) is None:
+        facts = self._ask(name, lambda files, place: files.info(place))
+        if not facts or facts["type"] != "file":
             return False
         with atomic_file(local) as aside:
             self.fetch(name, aside)
         return True
-
-    def size(self, name: str) -> int | None:
-        """Size of a file in bytes; None if it does not exist."""
-        facts = self._ask(name, lambda files, place: files.info(place))
-        return int(facts["size"]) if facts and facts["type"] == "file" else None
 
     def modified(self, name: str) -> float | None:
         """Modification time of a file in Unix seconds of the store's clock; None if the file does not exist.
@@ -292,7 +324,10 @@ class Folder:
     def _act(self, name: str, action: Callable[[Any, str], Answer]) -> Answer:
         """Runs an action on the file system of the address and the path of a file in it; "" stands for the folder.
 
+        It is retried while the store does not answer; the start and the end of an outage are logged.
+
         Raises:
+            AlteredError: a file that the action needs is missing.
             RemoteError: also if the protocol is unknown, or its library is not installed.
         """
         url = self.at(name)
@@ -301,7 +336,31 @@ class Folder:
                 files, place, _ = filesystem(url)
         except OSError as error:
             raise RemoteError(f"{redact(url)}: {explained(error)}") from error
-        return with_retries(url, self.retries, lambda: action(files, place))
+        began, wait, logged = time.monotonic(), self.retries.first_seconds, False
+        while True:
+            try:
+                with network_errors():
+                    answer = action(files, place)
+                break
+            except FileNotFoundError as error:
+                raise AlteredError(f"{url}: {error}") from error
+            except RemoteError:  # already classified
+                raise
+            except OSError as error:
+                cause, away = explained(error), time.monotonic() - began
+                if isinstance(error, PermissionError) or _FINAL.search(str(error)):
+                    raise RemoteError(f"{url} refuses: {cause}") from error
+                if away + wait > self.retries.total_seconds:
+                    raise RemoteError(f"{url} has not answered for {away:.0f} s, the last error: {cause}") from error
+                if not logged:
+                    seconds = self.retries.total_seconds
+                    get_logger().warning("%s does not answer (%s); retrying for %.0f s", url, cause, seconds)
+                logged = True
+                time.sleep(wait)
+                wait = min(2 * wait, self.retries.longest_seconds)
+        if logged:
+            get_logger().info("%s answers again, after %.0f s", url, time.monotonic() - began)
+        return answer
 
     def _ask(self, name: str, action: Callable[[Any, str], Answer]) -> Answer | None:
         """Runs an action like `_act`, without earlier listings; None if the file or folder does not exist."""

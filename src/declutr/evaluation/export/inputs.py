@@ -9,8 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from declutr.common.config import Strict
-from declutr.common.errors import DataError, UsageError
-from declutr.common.extras import missing_extra
+from declutr.common.errors import DataError, UsageError, missing_extra
 from declutr.common.paths import folder_problem
 from declutr.encoders.protocol import missing
 from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test

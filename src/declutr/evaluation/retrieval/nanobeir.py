@@ -13,9 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from declutr.common.errors import DataError
+from declutr.common.errors import DataError, suggest
 from declutr.common.storage import hash_file, hash_json, write_json, write_text
-from declutr.common.suggestions import suggest
 from declutr.encoders.protocol import SentenceEncoder, unit_rows
 from declutr.evaluation.retrieval.compare import F64, MEASURES, measures
 from declutr.evaluation.retrieval.pairs import MOST_BYTES, RetrievalTest

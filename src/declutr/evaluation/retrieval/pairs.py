@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.common.console.terminal import excerpt, shorten
-from declutr.common.errors import DataError
+from declutr.common.errors import DataError, suggest
 from declutr.common.storage import hash_json
-from declutr.common.suggestions import suggest
 
 MOST_BYTES = 2**30
 """Largest file of pairs or documents, because both are held in memory."""

@@ -1,0 +1,262 @@
+"""`declutr embed`, `index`, `search`, `adapt` and `export`: commands that use an encoder, or make one from another."""
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from declutr.cli import FORMATS, TARGETS, Parser
+from declutr.common.console.logs import setup_logging
+from declutr.common.console.terminal import refused, shorten
+from declutr.common.paths import path_argument
+
+if TYPE_CHECKING:
+    from declutr.embedding.build import WeightChoice
+    from declutr.embedding.index import SearchIndex
+
+_SHOWN_CHARACTERS = 200
+
+
+def _options(parser: Parser, arguments: list[str], join_fields: bool = True) -> dict[str, Any]:
+    """The options that were set, by name; a single --text-field becomes a text, unless `join_fields` is False."""
+    options = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    if join_fields and len(options.get("text_field", ())) == 1:
+        options["text_field"] = options["text_field"][0]
+    return options
+
+
+def run_embed(arguments: list[str]) -> int:
+    """Embed texts; return the exit status."""
+    parser = Parser("embed", "Embed texts. Run again to continue after a stop.")
+    parser.add_argument("model", help="folder, name, file of word vectors, hashed-words:SIZE or untrained:NAME")
+    parser.add_argument("inputs", nargs="+", help="files, folders, globs: text lines, JSONL, Parquet, ..., compressed")
+    parser.add_argument("--output", type=path_argument, required=True, help=".npy or .parquet file; its note is written"
+                        " to OUTPUT.json")  # fmt: skip
+    parser.add_argument("--id-field", help="field or column with an id to write next to each embedding (.parquet)")
+    parser.add_argument("--format", choices=FORMATS, default="auto", help="format of the inputs (auto)")
+    parser.add_argument("--normalise", action="store_true", help="scale embeddings to length 1")
+    parser.add_argument("--dimensions", type=int, help="keep only the first N numbers (before --normalise)")
+    parser.add_argument("--dtype", choices=("float32", "float16", "int8"), default="float32")
+    parser.add_argument("--max-tokens", type=int, help="most tokens of an input, special ones included (encoder's)")
+    parser.add_argument("--long-texts", choices=("cut", "windows"), default="cut", help="windows: averaged by tokens")
+    parser.add_argument("--skip-bad", action="store_true", help="skip and count unreadable records (.parquet)")
+    parser.add_argument("--workers", type=int, help="Ray workers; 0: this process alone (by the size of the input)")
+    parser.add_argument("--unit-mib", type=float, help="MiB of input per unit of work (1)")
+    parser.shared("--text-field", "--pooling", "--precision", "--trust-remote-code")
+    options = _options(parser, arguments)
+    from declutr.embedding.job import embed
+
+    setup_logging("embed")
+    note = embed(**options)
+    for reason, number in note.skipped.items():
+        print(f"skipped: {number:,} {reason}")
+    print(f"{options['output']}: {note.rows:,} embeddings of {note.size} numbers ({options['dtype']})")
+    return 0
+
+
+def run_index(arguments: list[str]) -> int:
+    """Build an index; return the exit status."""
+    parser = Parser("index", "Build an index for `declutr search`.")
+    parser.add_argument("embeddings", type=path_argument, help="file of `declutr embed`, with its note next to it")
+    parser.add_argument("--output", type=path_argument, required=True, help="folder to create")
+    parser.add_argument("--source-field", help="field or column with the origin of a text (its file)")
+    parser.add_argument("--dtype", choices=("float32", "int8"), help="type of the vectors (float32; int8 if they are)")
+    parser.add_argument("--hybrid", action="store_true", help="store the words too: score = cosine + weight * words")
+    parser.add_argument("--lexical", choices=("idf", "bm25"), help="score of the words of a hybrid index (idf)")
+    parser.add_argument("--weight", type=_weight, help="weight of the words, 0 to 100 (1)")
+    parser.add_argument("--pairs", type=path_argument, help="choose the weight on pairs of query and text, or id")
+    parser.add_argument("--model", help="with --pairs: the encoder, if it has moved since the embeddings were made")
+    parser.add_argument("--parquet", type=path_argument, help="file to write too: texts, vectors and a map of them")
+    parser.add_argument("--open-addresses", action="store_true", help="read inputs at addresses in the file's note")
+    parser.shared("--trust-remote-code")
+    options = parser.parse_args(arguments)
+    if not options.embeddings.is_file():
+        return refused(f"{options.embeddings}: no such file; name a file that `declutr embed` has written")
+    for name in ("lexical", "weight", "pairs"):
+        if getattr(options, name) is not None and not options.hybrid:
+            return refused(f"--{name}: is for hybrid indexes; add --hybrid")
+    if options.pairs and options.weight is not None:
+        return refused(f"--weight {options.weight:g}: cannot be used with --pairs, which chooses the weight; omit one")
+    from declutr.embedding.build import DEFAULT_WEIGHT, build_index, sentences
+    from declutr.embedding.index import VECTORS
+    from declutr.evaluation.retrieval.lexicon import NAMES, LexicalKind
+
+    choices: list[WeightChoice] = []
+    weight = DEFAULT_WEIGHT if options.weight is None else options.weight
+    lexical: LexicalKind | None = (options.lexical or "idf") if options.hybrid else None
+    facts = build_index(
+        options.embeddings,
+        options.output,
+        options.source_field,
+        options.dtype,
+        lexical,
+        _chooser(options, choices) if options.pairs else weight,
+        options.open_addresses,
+        options.parquet,
+    )
+    num_bytes = (options.output / VECTORS).stat().st_size
+    vectors = f"vectors: {facts.dtype}, {num_bytes:,} bytes"
+    if facts.dtype == "int8":
+        vectors += f" (float32: {num_bytes + 3 * facts.rows * facts.size:,})"
+        if facts.recall is not None:
+            vectors += f"; a search finds {100 * facts.recall:.1f}% of the ten nearest by float32"
+        else:
+            vectors += "; recall not measured, because the embeddings are int8 or fewer than two"
+    lines = [f"{options.output}: {facts.rows:,} texts", vectors]
+    if facts.hybrid:
+        lines.append(f"words: {facts.hybrid.words:,}, {NAMES[facts.hybrid.kind]}, weight {facts.hybrid.weight:g}")
+    if options.parquet:
+        import pyarrow.parquet as pq
+
+        from declutr.embedding.plane import SHARE
+
+        share = float(pq.read_schema(options.parquet).metadata[SHARE])
+        command = f"uvx embedding-atlas {shlex.quote(str(options.parquet))} --text text --x x --y y"
+        lines.append(f"{options.parquet}: x and y have {100 * share:.1f}% of the variance; open it with: {command}")
+    print(*lines, *(line for choice in choices for line in sentences(choice)), sep="\n")
+    return 0
+
+
+def _chooser(options: argparse.Namespace, choices: list["WeightChoice"]) -> Callable[["SearchIndex"], "WeightChoice"]:
+    """Read pairs and encoder; return a function that chooses the weight of an index and appends the choice."""
+    from declutr.embedding.build import choose_weight
+    from declutr.embedding.output import read_note
+    from declutr.evaluation.retrieval.pairs import read_pairs
+
+    read_pairs(options.pairs)  # its problems need not wait for the encoder
+    note = read_note(options.embeddings)
+    from declutr.encoders.loading import encoder_of_index  # loads torch
+
+    encoder = encoder_of_index(note.config.choice, options.model, trust_remote_code=options.trust_remote_code)
+
+    def choose(index: "SearchIndex") -> "WeightChoice":
+        choices.append(choose_weight(index, encoder, options.pairs))
+        return choices[0]
+
+    return choose
+
+
+def _weight(text: str) -> float:
+    """Parse a weight of words."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number from 0 to 100")
+    return value
+
+
+def run_search(arguments: list[str]) -> int:
+    """Search an index; return the exit status."""
+    parser = Parser("search", "Find the texts of an index nearest to a query.")
+    parser.add_argument("index", type=path_argument, help="folder that `declutr index` made")
+    parser.add_argument("query", nargs="+", help="one or more queries")
+    parser.add_argument("--top", type=int, default=10, help="number of texts to show (10)")
+    parser.add_argument("--weight", type=_weight, help="weight of the words of a hybrid index (the index's)")
+    parser.add_argument("--model", help="the encoder, if it has moved since the embeddings were made")
+    parser.shared("--trust-remote-code")
+    options = parser.parse_args(arguments)
+    if options.top < 1:
+        parser.error(f"--top {options.top}: must be at least 1")
+    from declutr.embedding.index import SearchIndex
+    from declutr.encoders.loading import encoder_of_index
+
+    index = SearchIndex(options.index)
+    if options.weight is not None:
+        index.weigh(options.weight)
+    encoder = encoder_of_index(index.facts.choice, options.model, trust_remote_code=options.trust_remote_code)
+    answers = [(query, index.search(encoder, query, options.top)) for query in options.query]
+    for query, hits in answers:
+        if len(answers) > 1:
+            print(f"# {query}")
+        for hit in hits:
+            text = " ".join(hit.text.split())
+            parts = "" if hit.lexical is None else f" = {hit.cosine:.3f} + {index.weight:g} x {hit.lexical:.3f}"
+            print(f"{hit.score:6.3f}{parts}  {hit.id or hit.record}  {shorten(text, _SHOWN_CHARACTERS)}")
+    return 0
+
+
+def run_adapt(arguments: list[str]) -> int:
+    """Adapt an encoder; return the exit status, which is 0 for every verdict."""
+    parser = Parser(
+        "adapt",
+        "Fit an encoder to your documents without labels, and say whether it is better on documents that it has not "
+        "seen (with --pairs, on such queries). Repeat the command to continue after a stop.",
+    )
+    parser.add_argument("encoder", metavar="ENCODER", help="folder or name of the encoder to start from")
+    parser.add_argument("corpus", nargs="+", metavar="CORPUS", help="files, folders or globs of documents")
+    parser.add_argument("--output", type=path_argument, required=True, help="folder of the result")
+    parser.add_argument("--format", choices=FORMATS, help="format of the documents (auto)")
+    parser.add_argument("--pairs", help="own queries and answers (JSONL or CSV with `query` and `text`): they decide")
+    parser.add_argument("--minutes", type=float, help="time for everything (30)")
+    parser.add_argument("--steps", type=int, help="steps of the training (ten passes, or as many as there is time for);"
+                        " 0: the closed form alone")  # fmt: skip
+    parser.add_argument("--stsb", metavar="FOLDER", help="STS-B's sts-test.csv: measures what was lost in general")
+    parser.add_argument("--seed", type=int, help="of split, training and intervals (0)")
+    parser.shared("--text-field", "--address", "--trust-remote-code")
+    options = _options(parser, arguments, join_fields=False)
+    setup_logging("adapt")
+    from declutr.adaptation.job import REPORT, adapt
+
+    result = adapt(**options)
+    for row in result.rows:
+        scores = ", ".join(f"{measure} {100 * score:.1f}" for measure, score in row.scores.items())
+        print(f"{row.name:32s} {scores}")
+    print(result.sentence)
+    if result.general:
+        print(result.general)
+    if result.looks > 1:
+        print(f"This is look {result.looks} at a test in this folder: its interval is too narrow")
+    written = f"the encoder is {result.encoder}" if result.encoder else "no encoder was written"
+    print(f"{options['output'] / REPORT}; {written}")
+    return 0
+
+
+def run_export(arguments: list[str]) -> int:
+    """Export an encoder and measure the export; return the exit status."""
+    parser = Parser("export", "Write a smaller or faster form of an encoder, and measure it.")
+    parser.add_argument("model", help="as `declutr embed` takes it")
+    parser.add_argument("--to", choices=TARGETS, required=True, help="a graph in float32; a graph in 8-bit integers; "
+                        "a table of token vectors (--corpus)")  # fmt: skip
+    parser.add_argument("--output", type=path_argument, required=True, help="folder to create")
+    parser.add_argument("--corpus", nargs="+", help="your texts: words of a table, ranges of integers; files, folders, "
+                        "globs")  # fmt: skip
+    parser.add_argument("--stsb", type=path_argument, help="folder with sts-test.csv: scores before and after")
+    parser.add_argument("--pairs", type=path_argument, help="queries with their texts: scores before and after")
+    parser.add_argument("--max-tokens", type=int, help="most tokens of an input of a graph (encoder's limit)")
+    parser.add_argument("--vocabulary-size", type=int, help="most tokens of a table (30,000)")
+    parser.add_argument("--dimensions", type=int, help="most numbers of an embedding of a table (256)")
+    parser.shared("--text-field", "--trust-remote-code")
+    options = _options(parser, arguments)
+    from declutr.common.config import validated
+    from declutr.evaluation.export.config import ExportConfig
+    from declutr.evaluation.export.inputs import read_inputs
+
+    config = validated("export", ExportConfig, options)
+    inputs = read_inputs(config)
+    from declutr.evaluation.export.job import export
+    from declutr.reproduction import provenance
+
+    figures = export(config, inputs, provenance.facts(["declutr", *sys.argv[1:]]))
+    parts = [f"{figures['bytes']:,} bytes", f"{figures['texts_per_second']['export']:,} texts a second"]
+    parts.append(f"{figures['speedup']:.2f} times as fast as {figures['compared_with']} in float32")
+    if figures["cosine"] is not None:
+        same = figures.get("texts_of_ranges")
+        parts.append(
+            f"cosine {figures['cosine']:.4f}"
+            + (f" ({same} of {figures['texts']} texts set its ranges)" if same else "")
+        )
+    if "stsb_after" in figures:
+        parts.append(f"STS-B {figures['stsb_before']:.2f} before, {figures['stsb_after']:.2f} after")
+    for name, scores in list(figures.get("pairs", {}).items())[:1]:
+        parts.append(f"{name} {100 * scores['before']:.1f} before, {100 * scores['after']:.1f} after")
+    print(f"{config.output}: {', '.join(parts)}")
+    corpus = figures.get("corpus", {"skipped": {}, "cut": False})
+    for reason, number in corpus["skipped"].items():
+        print(f"skipped: {number:,} {reason}")
+    if corpus["cut"]:
+        print(f"corpus: cut after {corpus['read']:,} texts, which hardly changes ranges and frequent words")
+    return 0

@@ -1,0 +1,264 @@
+"""`declutr inspect`, `report`, `why`, `verify-gradients`, `reproduce`, `demo`: commands that describe or make runs."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from declutr.cli import Parser
+from declutr.common.console.logs import setup_logging
+from declutr.common.console.terminal import refused, shorten
+from declutr.common.errors import missing_extra
+from declutr.common.paths import expand, folder_problem, path_argument
+
+_SHOWN_CHARACTERS = 160
+
+
+def run_inspect(arguments: list[str]) -> int:
+    """Describe shards, an encoder, a checkpoint or a run; return 1 if the newest checkpoint of a run is broken."""
+    parser = Parser("inspect", "Describe shards, an encoder, a checkpoint or a run, with each checkpoint verified and "
+                    "why it is kept.")  # fmt: skip
+    parser.add_argument("path", type=path_argument)
+    parser.add_argument("--documents", type=int, default=3, help="documents of shards to show (3)")
+    parser.add_argument("--document", help="show one document of shards, by id, source or SOURCE:OFFSET")
+    parser.add_argument("--json", action="store_true", help="print the checkpoints of a run as a JSON list")
+    parser.add_argument("--fast", action="store_true", help="compare only the sizes of checkpoints, not checksums")
+    options = parser.parse_args(arguments)
+    from declutr.inspection.describe import checkpoint_rows, describe, describe_run, locate
+    from declutr.trainer.checkpoints.checkpoint import CHECKPOINTS
+
+    broken = False
+    if options.document:
+        lines = locate(options.path, options.document)
+    elif options.json or options.fast or (options.path / CHECKPOINTS).is_dir():
+        rows = checkpoint_rows(options.path, verify=not options.fast)
+        broken = bool(rows) and rows[-1].broken is not None
+        listed = json.dumps([asdict(row) for row in rows], indent=2)
+        lines = iter([listed]) if options.json else describe_run(options.path, rows, not options.fast)
+    else:
+        lines = describe(options.path, options.documents)
+    for line in lines:
+        print(line)
+    return int(broken)
+
+
+def run_report(arguments: list[str]) -> int:
+    """Write a page on a corpus or on runs; return the exit status."""
+    parser = Parser("report", "Write a page with charts on a prepared corpus, or on runs.")
+    parser.add_argument("folder", type=path_argument, nargs="+", help="output folder of `prepare`, or folders of runs")
+    parser.add_argument("--output", type=path_argument, help="folder of report.html (FOLDER/report)")
+    options = parser.parse_args(arguments)
+    from declutr.report.record import is_run
+
+    if lack := missing_extra("report", "declutr report"):
+        return refused(lack)
+    if any(map(is_run, options.folder)) or len(options.folder) > 1:
+        from declutr.report.runs import write_runs_page
+
+        print(write_runs_page(options.folder, options.output))
+    else:
+        from declutr.report.corpus import write_corpus_page
+
+        print(write_corpus_page(options.folder[0], options.output))
+    return 0
+
+
+def run_why(arguments: list[str]) -> int:
+    """Show what a step reads; return 1 if a step's digest is not the one that the run logged."""
+    parser = Parser("why", "Show what a step reads, or the steps that read a document.")
+    parser.add_argument("run", type=path_argument, help="folder of a run, or YAML file with a `train` section")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data=FOLDER")
+    parser.add_argument("--step", type=int, help="show the documents, spans, masks and views of this step")
+    parser.add_argument("--document", help="show every step that reads a document: id, source or SOURCE:OFFSET")
+    parser.add_argument("--full", action="store_true", help="show whole texts")
+    options = parser.parse_intermixed_args(arguments)
+    if options.step is None and options.document is None:
+        parser.error("give --step, --document or both")
+    from declutr.inspection.order import read_order
+
+    order = read_order(options.run, options.overrides)
+    if options.step is None:
+        for line in order.document_lines(options.document):
+            print(line)
+        return 0
+    order.check_step(options.step)
+    from declutr.inspection.views import step_lines
+
+    as_logged = True
+    for line, right in step_lines(order, options.step, options.document, None if options.full else _SHOWN_CHARACTERS):
+        as_logged &= right
+        print(line)
+    return int(not as_logged)
+
+
+def run_verify_gradients(arguments: list[str]) -> int:
+    """Compare gradients across numbers of processes; return 1 if one differs by more than rounding."""
+    parser = Parser("verify-gradients", "Compare gradients: 1 process with N, whole batches with microbatches.")
+    parser.shared("config", "overrides")
+    parser.add_argument("--documents", type=int, default=8, help="most documents in the batch (8)")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 3], help="numbers of workers to try (2 3)")
+    options = parser.parse_intermixed_args(arguments)
+    from declutr.common.config import load_config
+    from declutr.trainer.driver.path_checks import place_problems
+    from declutr.trainer.setup.config import TrainConfig
+
+    if options.documents < 1 or min(options.processes) < 1:
+        parser.error("--documents and --processes must be at least 1")
+    config = load_config(options.config, "train", TrainConfig, options.overrides, place_problems)
+    from declutr.trainer.driver.checks import load_problems, refuse, resolve
+    from declutr.trainer.verify import verify
+
+    resolved = resolve(config, of_run=False)
+    refuse(load_problems(resolved))
+    print("gradient of one batch, compared with 1 process and the whole batch at once")
+    heads = ("precision", "processes", "microbatch", "loss diff", "largest", "relative")
+    print("".join(f"{head:>11s}" for head in heads))
+    apart = 0
+    for row in verify(resolved.config, options.documents, options.processes):
+        case, cut = row.case, row.case.microbatch_tokens or "whole"
+        numbers = f"{row.loss:10.1e} {row.absolute:10.1e} {row.relative:10.1e}"
+        within = "" if row.within else "  APART"
+        print(f"{case.precision:>9s} {case.processes:9d} {cut:>10} {numbers}{within}", flush=True)
+        apart += not row.within
+    print("all equal up to rounding" if not apart else f"{apart} cases differ by more than rounding")
+    return int(apart > 0)
+
+
+def run_reproduce(arguments: list[str]) -> int:
+    """Run a table or figure of a paper; return the exit status."""
+    parser = Parser("reproduce", "Run a table or figure of a paper: plan, train, score, compare. Without ITEM: list all"
+                    ". Repeat the command to continue after a stop.")  # fmt: skip
+    parser.add_argument("item", nargs="?", metavar="ITEM", help="name of a table or figure, or a file like those in "
+                        "configs/reproduce")  # fmt: skip
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="changes of settings of all runs")
+    parser.add_argument("--scale", choices=("paper", "tiny"), default="paper", help="tiny: two CPU cores, three hours")
+    parser.add_argument("--plan", action="store_true", help="print what would be run, and stop")
+    parser.add_argument("--data", type=path_argument, default=Path("data"), help="folder of all input data (data)")
+    parser.add_argument("--senteval", type=path_argument, help="folder in SentEval's layout (DATA/senteval)")
+    parser.add_argument("--work", type=path_argument, default=Path("runs/reproduce"), help="folder of shards, runs and "
+                        "results (runs/reproduce)")  # fmt: skip
+    parser.add_argument("--start", type=path_argument, metavar="FOLDER", help="encoder of transformers to start from, "
+                        "in place of the start that the item trains; one --work for each")  # fmt: skip
+    parser.add_argument("--seeds", type=seeds, metavar="0,1,...", help="seeds in place of the item's")
+    parser.add_argument("--only", action="append", default=[], metavar="LABEL", help="run the cells with this label; "
+                        "repeat it for several")  # fmt: skip
+    parser.shared("--allow-unchecked")
+    options = parser.parse_intermixed_args(arguments)
+    from declutr.reproduction.item import item_names, load_item
+
+    if options.item is None:
+        print("\n".join(f"{name:28s} {load_item(name).title}" for name in item_names()))
+        return 0
+    name, work, start = Path(options.item).stem, options.work.absolute(), options.start
+    if start and not (start / "config.json").is_file():
+        return refused(f"--start {start}: has no config.json; name the folder of an encoder of transformers")
+    if problem := folder_problem(work):
+        return refused(f"--work {work}: {problem}")
+    from declutr.reproduction.plan import ItemPlan
+    from declutr.reproduction.running import plan_lines, reproduce
+
+    places = options.data, options.senteval or options.data / "senteval", work
+    item = load_item(options.item)
+    plan = ItemPlan(name, item, options.scale, *places, options.settings, options.seeds, start, options.only)
+    print("\n".join(plan_lines(plan)), flush=True)
+    if options.plan:
+        return 0
+    setup_logging("reproduce")
+    print(f"\n{reproduce(plan, options.allow_unchecked, arguments)}")
+    print(f"{plan.folder / plan.results}.md; also .json")
+    return 0
+
+
+def seeds(text: str) -> list[int]:
+    """Seeds, separated by commas; the plan refuses equal or negative ones."""
+    return [int(word) for word in text.split(",")]
+
+
+def run_demo(arguments: list[str]) -> int:
+    """Prepare a corpus found on every machine, train two encoders and compare them; return the exit status.
+
+    Writes `summary.json` next to the two runs: for `untrained`, `mlm_only`, `declutr` the held-out scores and the
+    seconds of training.
+    """
+    parser = Parser("demo", "Prepare a corpus, train and measure encoders.")
+    parser.shared("overrides")
+    parser.add_argument("--config", default="configs/demo.yaml")
+    options = parser.parse_intermixed_args(arguments)
+    from declutr.common.config import load_config
+    from declutr.pipeline.config import PipelineConfig
+    from declutr.pipeline.job.path_checks import look as look_for_data
+    from declutr.trainer.setup.config import TrainConfig
+
+    # before the corpus is prepared, and before torch is loaded
+    data = load_config(options.config, "prepare", PipelineConfig, (), look_for_data)
+    settings = load_config(options.config, "train", TrainConfig, options.overrides)
+    from declutr.common.storage import write_json
+    from declutr.pipeline.job.outcome import summary
+    from declutr.pipeline.prepare import prepare
+    from declutr.trainer.train import train
+
+    setup_logging("demo")
+    started, folder = time.monotonic(), expand(settings.run).parent
+    print(summary(prepare(data), data.output), flush=True)
+    prepared = time.monotonic()
+    mlm = settings.model_copy(
+        update={"run": str(folder / "mlm_only"), "objective": settings.objective.model_copy(update={"terms": "mlm"})}
+    )
+    results = {"mlm_only": train(mlm), "declutr": train(settings)}
+    rows: dict[str, dict[str, float]] = {
+        "untrained": {**results["declutr"]["first_scores"], "seconds": 0.0},
+        **{name: {**result["last_scores"], "seconds": result["seconds"]} for name, result in results.items()},
+    }
+    write_json(folder / "summary.json", rows)
+    print("", *table(rows), "", sep="\n", flush=True)
+    print(*neighbours(expand(settings.places[0]), Path(results["declutr"]["export"])), "", sep="\n")
+    print(f"prepared in {prepared - started:.0f} s, total {time.monotonic() - started:.0f} s; {folder}/summary.json")
+    print(f"the encoder: SentenceTransformer({str(results['declutr']['export'])!r})", flush=True)
+    return 0
+
+
+COLUMNS = (
+    *("recall_at_1", "mrr", "distant_recall_at_1", "distant_mrr"),
+    *("alignment", "uniformity", "effective_rank", "seconds"),
+)
+_EXAMPLES, _NEIGHBOURS, _PASSAGE_TOKENS, _POOL, _PASSAGE_CHARACTERS = 4, 2, 48, 400, 100
+
+
+def table(rows: dict[str, dict[str, float]]) -> Iterator[str]:
+    """Format the scores as a text table; `rows` by encoder, then by column."""
+    widths = {name: max(len(name), 8) + 2 for name in COLUMNS}
+    yield f"{'held-out documents':18s}" + "".join(f"{name:>{width}s}" for name, width in widths.items())
+    for name, scores in rows.items():
+        yield f"{name:18s}" + "".join(f"{scores[column]:>{width}.3f}" for column, width in widths.items())
+
+
+def neighbours(data: Path, model: Path) -> Iterator[str]:
+    """A few held-out passages with the nearest passages of other documents."""
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from transformers import AutoTokenizer
+
+    from declutr.encoders.loading import load_encoder
+    from declutr.pipeline.shards.manifest import TOKENIZER
+    from declutr.pipeline.shards.shards import ShardSet, ragged
+
+    shards = ShardSet(data, "held-out")
+    rows: dict[str, Any] = {}
+    documents = shards.take(np.arange(min(_POOL, shards.num_documents)))
+    tokens, offsets = ragged(documents.column("tokens"))
+    tokenizer = AutoTokenizer.from_pretrained(data / TOKENIZER, trust_remote_code=False)
+    for number, source in enumerate(documents.column("source").to_pylist()):
+        passage = tokens[offsets[number] : offsets[number + 1]][:_PASSAGE_TOKENS]
+        rows.setdefault(tokenizer.decode(passage.tolist()).strip(), source)
+    texts = list(rows)
+    embeddings = F.normalize(torch.from_numpy(load_encoder(str(model)).encode(texts)), dim=-1)
+    scores = (embeddings @ embeddings.T).fill_diagonal_(-1)
+    yield "nearest neighbours among the openings of held-out documents"
+    for query in np.linspace(0, len(texts) - 1, _EXAMPLES).astype(int).tolist():
+        yield f"- {rows[texts[query]]}: {shorten(texts[query], _PASSAGE_CHARACTERS)}"
+        best = scores[query].topk(min(_NEIGHBOURS, len(texts) - 1))
+        for value, other in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            yield f"    {value:.2f}  {rows[texts[other]]}: {shorten(texts[other], _PASSAGE_CHARACTERS)}"
