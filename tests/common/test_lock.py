@@ -272,32 +272,23 @@ def test_the_holder_is_on_disk_before_its_block_runs(tmp_path):
 class Counter(Watcher):
     """Counts its calls; the third one ends the thread."""
 
-    def __init__(self, seconds, at_once):
-        super().__init__(seconds, "test", at_once)
-        self.calls, self.third = 0, threading.Event()
+    calls = 0
 
     def look(self):
         self.calls += 1
-        if self.calls == 3:
-            self.third.set()
-            return False
-        return None
+        return self.calls < 3
 
 
 def test_calls_repeat_until_false_or_the_end_of_the_block():
-    with Counter(0.01, at_once=False) as counter:
-        assert counter.third.wait(60)
-        for thread in [thread for thread in threading.enumerate() if thread.name == "test"]:
-            thread.join(60)
-            assert not thread.is_alive()
+    with Counter(0.01, "test") as counter:
+        counter._thread.join(60)
+        assert not counter._thread.is_alive()
     assert counter.calls == 3
-    with Counter(3600, at_once=False) as counter:
+    with Counter(3600, "test") as counter:
         pass
     assert counter.calls == 0, "the pause comes first, and the end of the block cuts it short"
-    with Counter(3600, at_once=True) as counter:
-        while not counter.calls:
-            pass
-    assert counter.calls == 1
+    with Counter(3600, "test", at_once=True) as counter:
+        until(lambda: counter.calls == 1)
 
 
 def test_a_call_that_has_begun_is_over_when_the_block_ends():

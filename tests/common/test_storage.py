@@ -15,73 +15,42 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_appears_whole(tmp_path):
+def fail(context, name):
+    """Writes a file of that name in the folder or file that a context yields, and fails."""
+    with context as aside:
+        (aside / name if aside.is_dir() else aside).write_text("half")
+        raise KeyboardInterrupt
+
+
+def test_a_file_appears_whole_and_an_error_leaves_the_old_one_and_nothing_else(tmp_path):
     target = tmp_path / "new" / "a.txt"
     with storage.atomic_file(target) as aside:
         aside.write_text("half")
         assert not target.exists()
         aside.write_text("whole")
+    with pytest.raises(KeyboardInterrupt):
+        fail(storage.atomic_file(target), "")
     assert target.read_text() == "whole"
     assert names(tmp_path / "new") == ["a.txt"]
 
 
-def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
-    target = tmp_path / "a.txt"
-    storage.write_text(target, "old")
-
-    def fail():
-        with storage.atomic_file(target) as aside:
-            aside.write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
-    assert target.read_text() == "old"
-    assert names(tmp_path) == ["a.txt"]
-
-
-def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+def test_a_folder_appears_whole_or_not_at_all_and_gives_way_to_a_whole_one_on_request_alone(tmp_path):
     target = tmp_path / "run"
     with storage.atomic_folder(target) as aside:
         (aside / "sub").mkdir()
         (aside / "sub" / "a.txt").write_text("a")
         assert not target.exists()
+    with pytest.raises(KeyboardInterrupt):
+        fail(storage.atomic_folder(tmp_path / "other"), "a.txt")
+    with pytest.raises(KeyboardInterrupt):
+        fail(storage.atomic_folder(target, replace=True), "b.txt")
+    with pytest.raises(FileExistsError, match="run exists already"), storage.atomic_folder(target):
+        pass
     assert (target / "sub" / "a.txt").read_text() == "a"
     assert names(tmp_path) == ["run"]
-
-    def fail():
-        with storage.atomic_folder(tmp_path / "other") as aside:
-            (aside / "a.txt").write_text("half")
-            raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        fail()
-    assert names(tmp_path) == ["run"]
-
-
-def test_a_finished_folder_is_not_replaced(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "a.txt").write_text("kept")
-    with pytest.raises(FileExistsError, match="run exists already"), storage.atomic_folder(tmp_path / "run"):
-        pass
-    assert names(tmp_path) == ["run"]
-    assert (tmp_path / "run" / "a.txt").read_text() == "kept"
-
-
-def test_a_folder_gives_way_to_a_whole_one_alone(tmp_path):
-    def write(fail):
-        with storage.atomic_folder(tmp_path / "run", replace=True) as aside:
-            (aside / "b.txt").write_text("new")
-            if fail:
-                raise ValueError("no")
-
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "a.txt").write_text("old")
-    with pytest.raises(ValueError, match="no"):
-        write(fail=True)
-    assert names(tmp_path / "run") == ["a.txt"]
-    write(fail=False)
-    assert names(tmp_path / "run") == ["b.txt"]
+    with storage.atomic_folder(target, replace=True) as aside:
+        (aside / "b.txt").write_text("new")
+    assert names(target) == ["b.txt"]
     assert names(tmp_path) == ["run"]
 
 
