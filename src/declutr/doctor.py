@@ -72,23 +72,20 @@ def judge(name: str, value: str, limit: str = "", *, fail: bool = False, warn: b
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs of a run, computed from its configuration without loading weights.
-
-    Attributes:
-        parameters: parameters of encoder, projection, objectives and frontends.
-        checkpoint_bytes: size of a checkpoint: weights and moments.
-        disk_bytes: maximum size of its checkpoints: the last ones, milestones, the best, and the one being written.
-        memory_mib: memory of this machine's workers for weights, gradients and moments, without activations.
-        workers: processes that train on this machine.
-        device: `scaling.device`.
-    """
+    """Needs of a run, computed from its configuration without loading weights."""
 
     parameters: int
+    """Parameters of encoder, projection, objectives and frontends."""
     checkpoint_bytes: int
+    """Size of a checkpoint: weights and moments."""
     disk_bytes: int
+    """Maximum size of its checkpoints: the last ones, milestones, the best, and the one being written."""
     memory_mib: int
+    """Memory of this machine's workers for weights, gradients and moments, without activations."""
     workers: int
+    """Processes that train on this machine."""
     device: str
+    """`scaling.device`."""
 
 
 def needs_of(plan: "RunPlan", workers: int) -> Needs:
@@ -176,15 +173,12 @@ def ask_smi() -> str | None:
 
 def check_gpus(answer: str | None, torch_version: str, cuda_of_torch: str | None, needs: Needs | None) -> list[Finding]:
     """Check for enough free GPUs that torch can use; `answer` is that of `ask_smi`."""
+    device, workers = (needs.device, needs.workers) if needs else ("", 0)
     if answer is None:
-        text, cuda = (
-            f"nvidia-smi gave no answer in {_SMI_SECONDS} s, or an error",
-            bool(needs and needs.device == "cuda"),
-        )
+        text, cuda = f"nvidia-smi gave no answer in {_SMI_SECONDS} s, or an error", device == "cuda"
         return [judge("GPUs", text, fail=cuda, warn=True, remedy="run `nvidia-smi`, and install the driver again")]
     rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines()]
     kinds = Counter(f"{name} {total} MiB, driver {driver}" for name, total, _, _, driver in rows)
-    device, workers = (needs.device, needs.workers) if needs else ("", 0)
     remedy = "use one GPU per worker (scaling.num_workers); with fewer, `device: cuda` waits, `device: auto` uses CPUs"
     value = excerpt([f"{number} x {kind}" for kind, number in kinds.items()]) or "none"
     few, limit = len(rows) < workers, f"{workers} needed" if device == "cuda" else ""
@@ -261,21 +255,22 @@ def check_folder(place: str, needed_bytes: int) -> list[Finding]:
 
     A folder that does not exist is tested at its nearest parent, because a run creates it.
     """
-    from declutr.common.stores.address import filesystem, is_remote
+    from declutr.common.stores.address import is_remote
+    from declutr.common.stores.folder import Folder, RetryPolicy
 
     try:
         if is_remote(place):
-            files, path, _ = filesystem(place)
-            file, content = f"{path.rstrip('/')}/.declutr-doctor-{time.time_ns()}", os.urandom(16)
-            files.pipe_file(file, content)
-            same = files.cat_file(file) == content
-            files.rm_file(file)
+            folder, file = Folder(place, RetryPolicy(total_seconds=0.0)), f".declutr-doctor-{time.time_ns()}"
+            content = os.urandom(16)
+            folder.put(file, content)
+            same = folder.read(file) == content
+            folder.delete(file)
             return [judge(f"{place} writable", "yes" if same else "altered", fail=not same, remedy="use another store")]
         parent = expand(place).absolute()
         parent = next(folder for folder in (parent, *parent.parents) if folder.exists())
         with tempfile.TemporaryDirectory(prefix=".declutr-doctor-", dir=parent) as own:
             return _use(place, Path(own), needed_bytes)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         remedy = "mount or create it, writable for this user; an address needs credentials and the store's endpoint"
         return [judge(f"{place} writable", f"{type(error).__name__}: {error}", fail=True, remedy=remedy)]
 

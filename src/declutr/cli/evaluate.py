@@ -26,7 +26,7 @@ _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
 }
 
 
-def run(arguments: list[str]) -> int:
+def run_evaluate(arguments: list[str]) -> int:
     """Run the command; return the exit status: 1 if a transfer failed, data are unusable, or scores are missing."""
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)

@@ -10,48 +10,39 @@ from declutr.common.errors import refused_argument, suggest
 from declutr.common.relay import end_at_signals, relay
 
 _COMMANDS = {
-    "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", "pipeline.prepare:main"),
-    "train": ("CONFIG [key=value ...]: shards to a sentence encoder", "trainer.train:main"),
-    "verify-gradients": (
-        "CONFIG [key=value ...]: compare gradients across numbers of processes",
-        "cli.runs:run_verify_gradients",
-    ),
-    "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "cli.encoders:run_embed"),
+    "prepare": ("CONFIG [key=value ...]: a corpus to Arrow shards", "pipeline.prepare"),
+    "train": ("CONFIG [key=value ...]: shards to a sentence encoder", "trainer.train"),
+    "verify-gradients": ("CONFIG [key=value ...]: compare gradients across numbers of processes", "cli.runs"),
+    "embed": ("MODEL INPUT... --output OUT: texts to embeddings", "cli.encoders"),
     "adapt": (
         "ENCODER CORPUS... --output DIR: fit an encoder to your documents, and say whether it is better",
-        "cli.encoders:run_adapt",
+        "cli.encoders",
     ),
-    "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "cli.encoders:run_index"),
-    "search": ("INDEX QUERY: the nearest texts of an index", "cli.encoders:run_search"),
+    "index": ("EMBEDDINGS --output INDEX: embeddings to an index", "cli.encoders"),
+    "search": ("INDEX QUERY: the nearest texts of an index", "cli.encoders"),
     "export": (
         "MODEL --to onnx|onnx-int8|static --output DIR: a smaller or faster form of an encoder, and its measurement",
-        "cli.encoders:run_export",
+        "cli.encoders",
     ),
-    "doctor": ("[CONFIG] [--path ...]: check that this machine can run a training", "doctor:main"),
+    "doctor": ("[CONFIG] [--path ...]: check that this machine can run a training", "doctor"),
     "evaluate": (
         "[ENCODER ...] --data DIR: score encoders on SentEval's tasks; fetch and check the data",
-        "cli.evaluate:run",
+        "cli.evaluate",
     ),
-    "inspect": (
-        "PATH [--json]: describe shards, an encoder or a run, whose checkpoints are verified",
-        "cli.runs:run_inspect",
-    ),
+    "inspect": ("PATH [--json]: describe shards, an encoder or a run, whose checkpoints are verified", "cli.runs"),
     "reproduce": (
         "[ITEM] [--scale tiny] [--plan]: run a table or figure of a paper, and compare with its numbers",
-        "cli.runs:run_reproduce",
+        "cli.runs",
     ),
     "why": (
         "RUN --step N | --document ID: the documents, spans and masks of a step, or the steps that read a document",
-        "cli.runs:run_why",
+        "cli.runs",
     ),
-    "report": (
-        "SHARDS | RUN [RUN ...] [--output FOLDER]: write a page on a prepared corpus, or on runs",
-        "cli.runs:run_report",
-    ),
-    "copy": ("FROM TO: a folder or a run to or from an object store, with checksums", "common.stores.copies:main"),
-    "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "cli.runs:run_demo"),
+    "report": ("SHARDS | RUN [RUN ...] [--output FOLDER]: write a page on a prepared corpus, or on runs", "cli.runs"),
+    "copy": ("FROM TO: a folder or a run to or from an object store, with checksums", "common.stores.copies"),
+    "demo": ("[key=value ...]: prepare, train and measure on a corpus found on every machine", "cli.runs"),
 }
-"""What follows the name of each command with its meaning, and its function in this package."""
+"""What follows the name of each command with its meaning, and the module of its function `main` or `run_COMMAND`."""
 _READ_FOLDERS = ("index", "export", "evaluate", "inspect", "why", "report", "reproduce")
 _RELAYED = ("prepare", "train", "adapt", "demo", "reproduce")
 """Commands that continue after a stop; their Ray processes must outlive a signal until the work is saved."""
@@ -95,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_at_signals()
     if command in ("prepare", "train") and {"-h", "--help"} & set(rest):  # before the command's libraries are loaded
         config_parser(command).parse_args(["--help"])
-    module, _, function = _COMMANDS[command][1].partition(":")
+    module = _COMMANDS[command][1]
+    function = f"run_{command.replace('-', '_')}" if module.startswith("cli.") else "main"
     with shown():
         run: Callable[[list[str]], int] = getattr(import_module(f"declutr.{module}"), function)
         return answered(run)(rest)
