@@ -18,7 +18,7 @@ from declutr.common.relay import end_at_signals
 
 # Prints "ready", process ids, and a line for every signal; meanwhile a process of its group waits, as Ray's do.
 COMMAND = """
-import os, signal, subprocess, sys, time
+import os, select, signal, subprocess, sys, time
 from declutr.common import relay
 {before}
 relay.relay()
@@ -31,7 +31,9 @@ try:
 finally:
     helper.kill()
 """
-WAIT = "line = sys.stdin.readline(); print('read', line, end='', flush=True)"
+# A signal that arrives just before `readline` waits would be handled only after a line, so the wait is in pieces.
+WAIT = "any(iter(lambda: bool(select.select([0], [], [], 0.1)[0]), True)); line = sys.stdin.readline(); "
+WAIT += "print('read', line, end='', flush=True)"
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 

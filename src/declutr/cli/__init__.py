@@ -18,7 +18,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--text-field": {"action": "append", "help": "field or column with the text (text); several are joined"},
     "--trust-remote-code": {"action": "store_true", "help": "run Python code that comes with the encoder"},
     "config": {"help": "YAML file with a `train` section"},
-    "overrides": {"nargs": "*", "metavar": "key=value", "help": "settings of that section to change"},
+    "overrides": {"nargs": "*", "metavar": "key=value", "help": "settings of the `train` section to change"},
 }
 """Arguments of several commands."""
 

@@ -39,7 +39,7 @@ def run_embed(arguments: list[str]) -> int:
     parser.add_argument("--normalise", action="store_true", help="scale embeddings to length 1")
     parser.add_argument("--dimensions", type=int, help="keep only the first N numbers (before --normalise)")
     parser.add_argument("--dtype", choices=("float32", "float16", "int8"), default="float32")
-    parser.add_argument("--max-tokens", type=int, help="most tokens of an input, special ones included (encoder's)")
+    parser.add_argument("--max-tokens", type=int, help="most tokens of an input, with special ones (encoder's limit)")
     parser.add_argument("--long-texts", choices=("cut", "windows"), default="cut", help="windows: averaged by tokens")
     parser.add_argument("--skip-bad", action="store_true", help="skip and count unreadable records (.parquet)")
     parser.add_argument("--workers", type=int, help="Ray workers; 0: this process alone (by the size of the input)")
