@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
     "simcse": ("simcse",),
     "both": ("senteval", "simcse"),
 }
+
+
+_say = partial(print, flush=True)  # a progress line, at once
 
 
 def run_evaluate(arguments: list[str]) -> int:
@@ -282,8 +286,3 @@ def _score_senteval(options: argparse.Namespace, inspections: Sequence["Inspecti
             compared = f"{page.with_suffix('.md')} compares with published numbers; also: scores.json. {lack}"
         print(f"\n{table}\n{compared}")
     return not failed
-
-
-def _say(line: str) -> None:
-    """Print a progress line at once."""
-    print(line, flush=True)
