@@ -16,9 +16,9 @@ from declutr.common.paths import path_argument
 if TYPE_CHECKING:
     from declutr.encoders.protocol import SentenceEncoder
     from declutr.evaluation.retrieval.nanobeir import NanoTest
-    from declutr.evaluation.senteval.tasks import Inspection
-    from declutr.evaluation.senteval.tasks import ScoringChoice
+    from declutr.evaluation.senteval.harness import Evaluated
     from declutr.evaluation.senteval.scores import Protocol
+    from declutr.evaluation.senteval.tasks import Inspection, ScoringChoice
 
 _PROTOCOLS: dict[str, tuple["Protocol", ...]] = {
     "senteval": ("senteval",),
@@ -184,10 +184,9 @@ def _check_and_score(options: argparse.Namespace) -> int:
     if options.cpus is not None and options.cpus < 1:
         return refused(f"--cpus {options.cpus}: must be 1 or more")
     from declutr.evaluation.retrieval import nanobeir
-    from declutr.evaluation.senteval.network import ClassifierConfig
     from declutr.evaluation.senteval.data import inspect, overview
-    from declutr.evaluation.senteval.tasks import STS, TRANSFER, find
-    from declutr.evaluation.senteval.tasks import SETS, ScoringChoice, choose_tasks
+    from declutr.evaluation.senteval.network import ClassifierConfig
+    from declutr.evaluation.senteval.tasks import SETS, STS, TRANSFER, ScoringChoice, choose_tasks, find
 
     default = [*STS, *TRANSFER] if options.protocol == "simcse" else ["all"]
     try:
@@ -243,8 +242,8 @@ def _score_senteval(options: argparse.Namespace, inspections: Sequence["Inspecti
     from declutr.common.cluster import SessionConfig
     from declutr.common.lock import RunLock
     from declutr.encoders.protocol import sizes_of, with_cuts
-    from declutr.evaluation.senteval.tasks import sentence_rows
     from declutr.evaluation.senteval.harness import evaluate
+    from declutr.evaluation.senteval.tasks import sentence_rows
     from declutr.evaluation.tables import write_tables
     from declutr.report.page import write_scores_page
 
@@ -252,7 +251,7 @@ def _score_senteval(options: argparse.Namespace, inspections: Sequence["Inspecti
         sys.stderr.write("nothing was scored: the chosen tasks have no usable data\n")
         return False
     session = SessionConfig(num_cpus=options.cpus, address=options.address)
-    evaluated, table, vocabulary = [], "", None
+    evaluated, table, vocabulary = list["Evaluated"](), "", None
     if any(Path(name).is_file() for name in [*options.encoders, options.pretrained or ""]):
         # read only the needed words of a file of word vectors
         texts = sentence_rows(inspection.data for inspection in inspections if inspection.data)
