@@ -11,8 +11,7 @@ from declutr.common.errors import missing_extra
 from declutr.common.storage import hash_json
 from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.filters.document_filter import FiltersConfig
-from declutr.pipeline.readers.corpus import UNIT_MIB, FilesCorpus, HubCorpus
-from declutr.pipeline.readers.fields import FIELD_FORMATS
+from declutr.pipeline.readers.corpus import FIELD_FORMATS, UNIT_MIB, FilesCorpus, HubCorpus
 from declutr.pipeline.readers.pydocs import PythonDocs
 from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, DocumentsContent, keys_of
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments

@@ -21,8 +21,7 @@ from declutr.pipeline.job.sample import output_engine
 from declutr.pipeline.job.unit_writer import Decision, RunningCounts
 from declutr.pipeline.job.units import Unit, UnitReader, read_unit
 from declutr.pipeline.job.worker import decide_records
-from declutr.pipeline.readers.corpus import MIB, Document, Part, ReadFailure, Record
-from declutr.pipeline.readers.names import bare_suffix
+from declutr.pipeline.readers.corpus import MIB, Document, Part, ReadFailure, Record, bare_suffix
 from declutr.pipeline.shards.content import ContentKind, bytes_noun, noun_of, size_noun
 from declutr.pipeline.shards.manifest import SPLITS
 from declutr.pipeline.shards.media import Clip, Image, Media

@@ -7,12 +7,11 @@ from typing import Any
 from declutr.pipeline.config import PipelineConfig
 from declutr.pipeline.duplicates.table import OTHER_LABEL
 from declutr.pipeline.media.media_rows import NO_LABEL
-from declutr.pipeline.readers.corpus import NO_TEXT, ReadFailure
-from declutr.pipeline.readers.names import SUFFIXES, bare_suffix
+from declutr.pipeline.readers.corpus import NO_TEXT, SUFFIXES, ReadFailure, bare_suffix
 from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, PairsContent, keys_of, noun_of, size_noun
 from declutr.pipeline.shards.manifest import Counts, Manifest, Sidecar
 from declutr.pipeline.shards.windows import EMPTY, TOO_SHORT, limit_in_words
-from declutr.pipeline.texts.text_rows import LACKS
+from declutr.pipeline.texts import LACKS
 
 _EXAMPLES = 10
 _NOT_TEXT = "the files are not text in UTF-8; name text files in corpus.paths, or convert them"

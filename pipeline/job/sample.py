@@ -11,7 +11,7 @@ from declutr.pipeline.filters.document_filter import normalise
 from declutr.pipeline.job.units import Unit, read_unit
 from declutr.pipeline.readers.corpus import MIB
 from declutr.pipeline.shards.manifest import TOKENIZER
-from declutr.pipeline.texts.text_rows import texts_of
+from declutr.pipeline.texts import texts_of
 from declutr.pipeline.tokenizer.batch_tokenizer import EngineName
 from declutr.pipeline.tokenizer.engine import choose_engine
 from declutr.pipeline.tokenizer.tokenization import (

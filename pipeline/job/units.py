@@ -8,16 +8,15 @@ from pydantic import Field
 from declutr.common.config import Strict
 from declutr.common.storage import hash_json
 from declutr.pipeline.media.media_rows import blob_rules, media_rows
-from declutr.pipeline.readers.corpus import MIB, UNIT_MIB, FilesCorpus, HubCorpus, Part, Record
-from declutr.pipeline.readers.files import Rules, rules_of
+from declutr.pipeline.readers.corpus import MIB, UNIT_MIB, FilesCorpus, HubCorpus, Part, Record, Rules, rules_of
+from declutr.pipeline.readers.files import Meter, read_part
 from declutr.pipeline.readers.input_state import FileState, InputState, digest_parts, input_state_of, read_file_states
-from declutr.pipeline.readers.inputs import StoreLostError
-from declutr.pipeline.readers.parts import Meter, read_part
 from declutr.pipeline.readers.planning import file_parts
 from declutr.pipeline.readers.pydocs import PythonDocs, python_parts, read_python
 from declutr.pipeline.readers.skipped import Skipped
+from declutr.pipeline.readers.streams import StoreLostError
 from declutr.pipeline.shards.content import AnyContent, AudioContent, DocumentsContent, ImagesContent, keys_of
-from declutr.pipeline.texts.text_rows import MAX_FILE_BYTES, rows
+from declutr.pipeline.texts import MAX_FILE_BYTES, rows
 
 Corpus = FilesCorpus | HubCorpus | PythonDocs
 DOCUMENTS = DocumentsContent()

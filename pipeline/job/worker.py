@@ -24,7 +24,7 @@ from declutr.pipeline.shards.ledger import Entry
 from declutr.pipeline.shards.manifest import TOKENIZER, Sidecar
 from declutr.pipeline.shards.media import Clip, Image, Media
 from declutr.pipeline.shards.windows import EMPTY, drop_reason
-from declutr.pipeline.texts.text_rows import TextRow, row_id
+from declutr.pipeline.texts import TextRow, row_id
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 

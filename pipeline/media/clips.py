@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from declutr.pipeline.media.decoded import Decoded, UndecodableError, UnsuitableError, library_message
+from declutr.pipeline.media.decoding import Decoded, UndecodableError, UnsuitableError, library_message
 from declutr.pipeline.readers.corpus import document_id
 from declutr.pipeline.shards.content import AudioContent
 from declutr.pipeline.shards.media import Clip

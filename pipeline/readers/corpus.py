@@ -1,8 +1,8 @@
-"""Settings of a corpus, the parts it is cut into, and the records that reading it gives."""
+"""Settings of a corpus, names of its files, the parts it is cut into, and the records that reading it gives."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -26,9 +26,56 @@ Format = Literal["jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv",
 NO_TEXT = "no_text_field"
 TEXT_SETTING = "corpus.text_field"
 _SHOWN_CHARACTERS = 200
+_MIN_DOCUMENT_BYTES = 64
+FIELD_FORMATS = ("jsonl", "csv", "tsv", "parquet")
+"""Formats of files whose rows have several values."""
 
 Names = tuple[str, ...]
 """Keys or columns that hold a text, in the order in which their values are joined."""
+Keys = Mapping[str, str]
+"""Key or column of each value, by the setting that names it."""
+
+SUFFIXES: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text_file",
+    ".markdown": "text_file",
+    ".rst": "text_file",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".csv": "csv",
+    ".tsv": "tsv",
+}
+MARKDOWN = {".md", ".markdown", ".rst"}
+JSON_SUFFIX = ".json"
+"""Read as JSON Lines if the file is named explicitly, or if its first line is an object with the key of the text; in a
+searched folder it is more often a description."""
+TAR_SUFFIX = ".tar"
+COMPRESSED_SUFFIXES = {".gz": "", ".xz": "", ".zst": "", ".zstd": "", ".bz2": "", ".tgz": ".tar", ".txz": ".tar"}
+"""Suffixes of compressed files, each with the further suffix that it implies."""
+
+
+def bare_suffix(name: str) -> str:
+    """The suffix of the format: `.jsonl` of `a.jsonl.gz`, `.tar` of `a.tgz`."""
+    base = name.rpartition("/")[2].lower()
+    member = base.rpartition("!")[2]  # of an archive
+    stem, suffix = _split(base if member.startswith(".") else member)
+    return suffix if suffix not in COMPRESSED_SUFFIXES else COMPRESSED_SUFFIXES[suffix] or _split(stem)[1]
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Splits a file name at its last dot; pathlib would take half the time of reading a small member."""
+    stem, _, ending = name.rpartition(".")
+    return (stem, f".{ending}") if stem else (name, "")
+
+
+def is_hidden(relative: str) -> bool:
+    """Returns True if a part of a relative path starts with a dot."""
+    return any(name.startswith(".") and name not in (".", "..") for name in relative.split("/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +126,17 @@ class ReadFailure(Strict):
 
 
 Record = Document | ReadFailure
+Records = Iterator[Record]
+
+
+def failed(reason: str, source: str, offset: int, message: str) -> ReadFailure:
+    """A failure of the record at this place."""
+    return ReadFailure(reason=reason, source=source, offset=offset, message=message)
+
+
+def unreadable(error: Exception, source: str, offset: int) -> ReadFailure:
+    """The failure for the rest of a source after this offset."""
+    return failed("unreadable", source, offset, f"{error or type(error).__name__} (the rest of {source} is lost)")
 
 
 class Part(Strict):
@@ -165,14 +223,56 @@ def document_id(normalised: bytes) -> bytes:
     return hashlib.blake2b(normalised, digest_size=ID_BYTES).digest()
 
 
-def names_of(text_field: str | Sequence[str]) -> Names:
-    """The keys or columns of a setting that takes one or several."""
-    return (text_field,) if isinstance(text_field, str) else tuple(text_field)
+@dataclass(frozen=True, slots=True)
+class BlobRules:
+    """Rules for reading a corpus of images or clips."""
+
+    kind: str
+    """`images` or `audio`, for messages."""
+    suffixes: frozenset[str]
+    """Endings of their files."""
+    setting: str
+    """Setting that names the column."""
+    column: str
+    """Column of the images or clips in Parquet."""
+    label_column: str
 
 
-def shown_names(names: Names) -> str:
-    """The names as the setting takes them."""
-    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Rules for reading the files of a corpus."""
+
+    format: Format | None
+    """Format of all files; None detects it for each file."""
+    text_names: Names
+    """Keys or columns of a text."""
+    max_bytes: int
+    """Largest document."""
+    keys: Keys = field(default_factory=dict)
+    """Keys of several values to read instead of a text; none for texts."""
+    max_file_bytes: int | None = None
+    """Largest file, uncompressed; None: any."""
+    blobs: BlobRules | None = None
+    """Rules for images or clips; None for texts."""
+
+    @property
+    def suffixes(self) -> Collection[str]:
+        """Endings of the files that are read."""
+        return sorted({*self.blobs.suffixes, ".parquet"}) if self.blobs else SUFFIXES
+
+
+def rules_of(
+    corpus: FilesCorpus | HubCorpus,
+    keys: Keys | None = None,
+    max_file_bytes: int | None = None,
+    blobs: BlobRules | None = None,
+) -> Rules:
+    """The rules of a corpus."""
+    fixed = corpus.format if isinstance(corpus, FilesCorpus) and corpus.format != "auto" else None
+    # An escaped surrogate pair takes twelve bytes; the least limit leaves room for a cut between two characters.
+    max_bytes = max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB))
+    names = (corpus.text_field,) if isinstance(corpus.text_field, str) else tuple(corpus.text_field)
+    return Rules(fixed, names, max_bytes, keys or {}, max_file_bytes, blobs)
 
 
 def missing(names: Names, present: Sequence[str], what: str = "column") -> str | None:

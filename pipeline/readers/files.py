@@ -1,90 +1,174 @@
-"""Format detection, by content and name, and the records of one file or member of an archive."""
+"""The records of one part: its bytes opened and decompressed, its format detected by content and name, then read.
+
+`READERS` has the reader of each format.
+"""
 
 import codecs
 import json
+import os
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
+from typing import BinaryIO
 
 import pyarrow as pa
 
+from declutr.common.stores.address import is_remote
 from declutr.pipeline.readers.archives import Member, is_tar, members
-from declutr.pipeline.readers.blobs import BlobRules, blob_format, read_blob, read_parquet_blobs, with_labels
+from declutr.pipeline.readers.blobs import blob_format, read_blob, read_label, read_other, with_labels
 from declutr.pipeline.readers.corpus import (
     END,
-    MIB,
-    FilesCorpus,
+    FIELD_FORMATS,
+    JSON_SUFFIX,
+    SUFFIXES,
+    TAR_SUFFIX,
     Format,
-    HubCorpus,
-    Names,
+    Part,
     ReadFailure,
     Record,
-    names_of,
+    Records,
+    Rules,
+    bare_suffix,
+    failed,
+    is_hidden,
+    unreadable,
 )
-from declutr.pipeline.readers.delimited import DELIMITERS, read_delimited
-from declutr.pipeline.readers.fields import (
-    FIELD_FORMATS,
-    Keys,
-    read_delimited_fields,
-    read_json_fields,
-    read_parquet_fields,
-)
-from declutr.pipeline.readers.jsonl import MAX_HELD_BYTES, read_jsonl
-from declutr.pipeline.readers.names import JSON_SUFFIX, SUFFIXES, TAR_SUFFIX, bare_suffix, is_hidden
-from declutr.pipeline.readers.plain_text import as_utf8, encoding_of, read_text, read_text_file, unreadable
+from declutr.pipeline.readers.lines import as_utf8, encoding_of, read_jsonl, read_text, read_text_file
+from declutr.pipeline.readers.rows import read_json_fields
 from declutr.pipeline.readers.streams import (
     BLOCK_BYTES,
     READ_ERRORS,
     Allowance,
+    Body,
     ByteStream,
-    ForwardFile,
     compression_of,
     decompressed,
+    open_input,
+    stream_of,
 )
-from declutr.pipeline.readers.tables import Rows, read_arrow_stream, read_parquet
+from declutr.pipeline.readers.tables import (
+    ARROW_FILE,
+    DELIMITERS,
+    read_arrow_batches,
+    read_arrow_stream,
+    read_delimited,
+    read_forward_parquet,
+    read_parquet,
+)
 
 MAX_DEPTH = 4
 """Largest depth of nested archives, each of which may be compressed; OpenWebText has two levels."""
-_MIN_DOCUMENT_BYTES = 64
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 _PARQUET = b"PAR1"
-_ARROW_FILE = b"ARROW1\0\0"
+_IN_UTF8 = ("jsonl", "text", "text_file", "csv", "tsv")
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Rules for reading the files of a corpus."""
+class Meter:
+    """Input bytes of a part that were consumed; the reader of the part sets `measure`."""
 
-    format: Format | None
-    """Format of all files; None detects it for each file."""
-    text_names: Names
-    """Keys or columns of a text."""
-    max_bytes: int
-    """Largest document."""
-    keys: Keys = field(default_factory=dict)
-    """Keys of several values to read instead of a text; none for texts."""
-    max_file_bytes: int | None = None
-    """Largest file, uncompressed; None: any."""
-    blobs: BlobRules | None = None
-    """Rules for images or clips; None for texts."""
-
-    @property
-    def suffixes(self) -> Collection[str]:
-        """Endings of the files that are read."""
-        return sorted({*self.blobs.suffixes, ".parquet"}) if self.blobs else SUFFIXES
+    def __init__(self) -> None:
+        self.measure: Callable[[], float] = lambda: 0.0
 
 
-def rules_of(
-    corpus: FilesCorpus | HubCorpus,
-    keys: Keys | None = None,
-    max_file_bytes: int | None = None,
-    blobs: BlobRules | None = None,
-) -> Rules:
-    """The rules of a corpus."""
-    fixed = corpus.format if isinstance(corpus, FilesCorpus) and corpus.format != "auto" else None
-    # An escaped surrogate pair takes twelve bytes; the least limit leaves room for a cut between two characters.
-    max_bytes = max(_MIN_DOCUMENT_BYTES, int(corpus.max_document_mib * MIB))
-    return Rules(fixed, names_of(corpus.text_field), max_bytes, keys or {}, max_file_bytes, blobs)
+def read_part(part: Part, rules: Rules, meter: Meter) -> Records:
+    """Every document and failure of a part of a file, in order."""
+    if part.format == "lost":
+        yield failed("unreadable", part.source, 0, _why_lost(part.path))
+        return
+    try:
+        file = open_input(part.path, count=False)
+    except READ_ERRORS as error:
+        yield unreadable(error, part.source, part.start)
+        return
+    with file:
+        match part.format:
+            case "parquet" | "arrow":
+                yield from _read_table(part, file, rules, meter)
+            case "tar":
+                yield from _read_tar(part, file, rules, meter)
+            case "stream":
+                stream = stream_of(file, part.path)
+                meter.measure = lambda: stream.position
+                yield from read_stream(stream, part.source, rules)
+            case _:
+                yield from _read_range(part, file, rules, meter)
+
+
+def _why_lost(path: str) -> str:
+    """The reason why a path could not be read during the search, as far as it can be found now."""
+    what = "folder" if os.path.isdir(path) else "link" if os.path.islink(path) else "file"  # noqa: PTH112, PTH114
+    try:
+        if what == "folder":
+            with os.scandir(path):
+                pass
+        else:
+            open_input(path).close()
+    except OSError as error:
+        return f"{error} (the {what} and everything in it is lost)"
+    return f"the {what} could not be read when files were looked for, and its contents are lost"
+
+
+def _read_table(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Records:
+    """Row groups or record batches [start, stop)."""
+    body, pieces = Body(stream_of(file, part.path), part.source, rules), range(part.start, part.stop)
+    meter.measure = lambda: part.num_bytes * body.share
+    if part.format == "parquet":
+        yield from read_parquet(body, file, None if part.stop == END else pieces)
+    elif is_remote(part.path):
+        yield from read_arrow_batches(body, file, pieces)
+    else:
+        try:
+            mapped = pa.memory_map(part.path)
+        except READ_ERRORS as error:
+            yield unreadable(error, part.source, part.start)
+            return
+        with mapped:
+            yield from read_arrow_batches(body, mapped, pieces)
+
+
+def _read_tar(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Records:
+    """The members that start in [start, stop) of the archive; a compressed archive is read from its beginning."""
+    try:
+        stream = stream_of(file, part.path)
+        allowance = Allowance(stream)
+        compression = compression_of(stream.peek(BLOCK_BYTES))
+        if compression:
+            stream = decompressed(stream, compression, allowance)
+        stream.skip(part.start)
+    except READ_ERRORS as error:
+        yield unreadable(error, part.source, part.start)
+        return
+    scale = part.num_bytes / (part.stop - part.start) if part.stop != END else 1.0
+    meter.measure = lambda: scale * (stream.position - part.start)
+    yield from read_archive(stream, part.source, rules, part.stop, allowance)
+
+
+def _read_range(part: Part, file: BinaryIO, rules: Rules, meter: Meter) -> Records:
+    """The lines whose first byte is in [start, stop)."""
+    try:
+        stream = stream_of(file, part.path, max(0, part.start - 1), part.stop)
+        if part.start > 0:
+            # A line across the cut belongs to the range before: start one byte earlier and skip that line.
+            _skip_line(stream)
+    except READ_ERRORS as error:
+        yield unreadable(error, part.source, part.start)
+        return
+    meter.measure = lambda: stream.position - part.start
+    record: Record | None = None
+    for record in READERS[part.format](Body(stream, part.source, rules, part.stop)):  # type: ignore[index]
+        yield record
+    if stream.position < part.stop and not (isinstance(record, ReadFailure) and record.reason == "unreadable"):
+        short = EOFError(f"the file ends {part.stop - stream.position} bytes earlier than when it was looked for")
+        yield unreadable(short, part.source, stream.position)
+
+
+def _skip_line(stream: ByteStream) -> None:
+    """Moves the stream past the next newline, or to its end."""
+    while chunk := stream.read():
+        newline = chunk.find(b"\n")
+        if newline >= 0:
+            stream.unread(chunk[newline + 1 :])
+            return
 
 
 def format_of(head: bytes, name: str, rules: Rules, *, inside: bool) -> Format | None:
@@ -96,7 +180,7 @@ def format_of(head: bytes, name: str, rules: Rules, *, inside: bool) -> Format |
         return rules.format
     if head.startswith(_PARQUET):
         return "parquet"
-    if head.startswith(_ARROW_FILE):
+    if head.startswith(ARROW_FILE):
         return "arrow"
     suffix = bare_suffix(name)
     by_suffix: Format | None = "jsonl" if suffix == JSON_SUFFIX else SUFFIXES.get(suffix)
@@ -141,7 +225,7 @@ def read_stream(
     depth: int = 0,
     compressed: int = 0,
     allowance: Allowance | None = None,
-) -> Iterator[Record]:
+) -> Records:
     """The records of a stream that is a whole file.
 
     Args:
@@ -161,102 +245,60 @@ def read_stream(
     compression = compression_of(head)
     archive = is_tar(head) or (compression is None and rules.format is None and bare_suffix(source) == TAR_SUFFIX)
     if (compression and compressed == MAX_DEPTH) or (archive and depth == MAX_DEPTH):
-        message = f"more than {MAX_DEPTH} archives or compressions in each other"
-        yield ReadFailure(reason="too_deep", source=source, offset=0, message=message)
+        yield failed("too_deep", source, 0, f"more than {MAX_DEPTH} archives or compressions in each other")
     elif compression:
         inner = decompressed(stream, compression, allowance)
         yield from read_stream(inner, source, rules, depth=depth, compressed=compressed + 1, allowance=allowance)
     elif archive:
         yield from read_archive(stream, source, rules, END, allowance, depth=depth)
     elif (file_format := format_of(head, source, rules, inside=depth > 0)) is None:
-        message = "neither its name nor its content tells a format; corpus.format can"
-        yield ReadFailure(reason="unknown_format", source=source, offset=0, message=message)
+        yield failed("unknown_format", source, 0, "neither its name nor its content tells a format; corpus.format can")
+    elif rules.keys and file_format not in FIELD_FORMATS:
+        message = f"{file_format} has no columns; premises and hypotheses are read from {', '.join(FIELD_FORMATS)}"
+        yield failed("unknown_format", source, 0, message)
     else:
-        yield from _read(stream, source, rules, file_format, head)
+        if file_format in _IN_UTF8 and (encoding := encoding_of(head)):
+            stream = as_utf8(stream, encoding)
+        yield from READERS[file_format](Body(stream, source, rules))
 
 
 def read_archive(
     stream: ByteStream, source: str, rules: Rules, stop: int, allowance: Allowance, *, depth: int = 0
-) -> Iterator[Record]:
-    """The records of the members whose headers start before `stop`."""
-    records = _read_members(stream, source, rules, stop, allowance, depth)
-    yield from with_labels(records, rules.max_bytes) if rules.blobs else records
+) -> Records:
+    """The records of the members whose headers start before `stop`; labels are with their images or clips."""
+
+    def read() -> Records:
+        try:
+            for member in members(stream, stop):
+                yield from _read_member(member, source, rules, depth, allowance)
+        except READ_ERRORS as error:
+            yield unreadable(error, source, stream.position)
+
+    return with_labels(read(), rules.max_bytes) if rules.blobs else read()
 
 
-def _read_members(
-    stream: ByteStream, source: str, rules: Rules, stop: int, allowance: Allowance, depth: int
-) -> Iterator[Record]:
-    """The records of the members whose headers start before `stop`, labels among them."""
-    try:
-        for member in members(stream, stop):
-            yield from _read_member(member, source, rules, depth, allowance)
-    except READ_ERRORS as error:
-        yield unreadable(error, source, stream.position)
-
-
-def _read_member(member: Member, archive: str, rules: Rules, depth: int, allowance: Allowance) -> Iterator[Record]:
+def _read_member(member: Member, archive: str, rules: Rules, depth: int, allowance: Allowance) -> Records:
     """The records of one member; a member with a dangerous name or of another kind than a file gives a failure."""
     names = member.name.split("/")
     source = f"{archive}!{'/'.join(name for name in names if name not in ('', '.')) or member.name}"
     if member.name.startswith("/") or ".." in names or not member.name:
-        message = f"{member.name!r} leads out of the archive"
-        yield ReadFailure(reason="unsafe_name", source=f"{archive}!{member.name}", offset=0, message=message)
+        yield failed("unsafe_name", f"{archive}!{member.name}", 0, f"{member.name!r} leads out of the archive")
     elif member.kind not in ("file", "folder"):
-        yield ReadFailure(reason="not_a_file", source=source, offset=0, message=f"{member.name!r} is {member.kind}")
+        yield failed("not_a_file", source, 0, f"{member.name!r} is {member.kind}")
     elif member.kind == "file" and not is_hidden(member.name):
         yield from read_stream(member.data, source, rules, depth=depth + 1, allowance=allowance)
 
 
-def _read(stream: ByteStream, source: str, rules: Rules, file_format: Format, head: bytes) -> Iterator[Record]:
-    """The records of uncompressed content of a known format."""
-    if file_format == "blob" or file_format == "label" or file_format == "other":
-        yield from read_blob(stream, source, file_format, rules.max_bytes)
-        return
-    if file_format not in ("parquet", "arrow") and (encoding := encoding_of(head)):
-        stream = as_utf8(stream, encoding)
-    if rules.keys and file_format not in FIELD_FORMATS:
-        message = f"{file_format} has no columns; premises and hypotheses are read from {', '.join(FIELD_FORMATS)}"
-        yield ReadFailure(reason="unknown_format", source=source, offset=0, message=message)
-        return
-    match file_format:
-        case "jsonl" if rules.keys:
-            yield from read_json_fields(stream, source, rules.keys, rules.max_bytes)
-        case "csv" | "tsv" if rules.keys:
-            yield from read_delimited_fields(stream, source, rules.keys, rules.max_bytes, DELIMITERS[file_format])
-        case "jsonl":
-            yield from read_jsonl(stream, source, rules.text_names, rules.max_bytes)
-        case "text":
-            yield from read_text(stream, source, rules.max_bytes)
-        case "text_file":
-            yield from read_text_file(stream, source, rules.max_bytes)
-        case "csv" | "tsv":
-            yield from read_delimited(stream, source, rules.text_names, rules.max_bytes, DELIMITERS[file_format])
-        case "arrow":
-            if head.startswith(_ARROW_FILE):
-                stream.skip(len(_ARROW_FILE))
-            file = pa.PythonFile(ForwardFile(stream), mode="r")
-            yield from read_arrow_stream(file, source, rules.text_names, rules.max_bytes)
-        case "parquet":
-            yield from _read_held_parquet(stream, source, rules)
-
-
-def _read_held_parquet(stream: ByteStream, source: str, rules: Rules) -> Iterator[Record]:
-    """A Parquet file that can only be read forward; it is held in memory, because its directory is at its end."""
-    data = bytearray()
-    try:
-        while len(data) <= MAX_HELD_BYTES and (chunk := stream.read()):
-            data += chunk
-    except READ_ERRORS as error:
-        yield unreadable(error, source, 0)
-        return
-    if len(data) > MAX_HELD_BYTES:
-        message = f"a Parquet file of more than {MAX_HELD_BYTES >> 20} MiB inside an archive or compression"
-        yield ReadFailure(reason="too_large", source=source, offset=0, message=message)
-    else:
-        file = pa.BufferReader(pa.py_buffer(data))
-        if rules.blobs:
-            yield from read_parquet_blobs(file, source, rules.blobs, rules.max_bytes, None, Rows())
-        elif rules.keys:
-            yield from read_parquet_fields(file, source, rules.keys, rules.max_bytes, Rows())
-        else:
-            yield from read_parquet(file, source, rules.text_names, rules.max_bytes, None, Rows())
+READERS: dict[Format, Callable[[Body], Records]] = {
+    "jsonl": lambda body: read_json_fields(body) if body.rules.keys else read_jsonl(body),
+    "text": read_text,
+    "text_file": read_text_file,
+    "csv": partial(read_delimited, delimiter=DELIMITERS["csv"]),
+    "tsv": partial(read_delimited, delimiter=DELIMITERS["tsv"]),
+    "parquet": read_forward_parquet,
+    "arrow": read_arrow_stream,
+    "blob": read_blob,
+    "label": read_label,
+    "other": read_other,
+}
+"""Reader of the content of each format, read forward."""

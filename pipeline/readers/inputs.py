@@ -1,37 +1,28 @@
-"""Finding and opening files: on this machine, on S3 and Google Storage by pyarrow, on other protocols by fsspec."""
+"""Finding files: on this machine, on S3 and Google Storage by pyarrow, on other protocols by fsspec."""
 
 import errno
 import fnmatch
 import glob
-import io
 import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
 
 from fsspec.utils import glob_translate
 
-from declutr.common.errors import redact
 from declutr.common.hub import hub_problem
 from declutr.common.paths import expand
 from declutr.common.stores.address import (
     address_of,
-    explained,
     files_below,
     filesystem,
     is_object_store,
     is_remote,
     network_errors,
 )
-from declutr.pipeline.readers.corpus import END, Input
-from declutr.pipeline.readers.names import is_hidden
+from declutr.pipeline.readers.corpus import Input, is_hidden
 from declutr.pipeline.readers.skipped import FOLDER, LINKED_FOLDER, SPECIAL, Skipped
-from declutr.pipeline.readers.streams import CHUNK_BYTES, ByteStream
-
-_REMOTE_CHUNK_BYTES = 8 * CHUNK_BYTES
 
 
 def find_inputs(entry: str, skipped: Skipped) -> Iterator[Input]:
@@ -169,88 +160,3 @@ def _find_remote(address: str) -> Iterator[Input]:
             relative = name.removeprefix(root).lstrip("/")
             if infos[name]["type"] == "file" and not is_hidden(relative):
                 yield Input(address_of(files, name, address, query), relative, infos[name]["size"] or 0, searched=True)
-
-
-class StoreLostError(Exception):
-    """A store that no longer answers or refuses. It is no OSError, which readers count as a failure of the file."""
-
-
-def open_input(path: str, count: bool = True) -> BinaryIO:
-    """A file for reading, with `seek`.
-
-    Args:
-        path: path or address.
-        count: false raises `StoreLostError` for errors of a store, except that of a file that it does not have.
-
-    Raises:
-        OSError: the file is missing, or the storage does not answer or refuses.
-    """
-    if not is_remote(path):
-        return cast(BinaryIO, open(path, "rb", buffering=0))  # noqa: PTH123
-    with _store(path, count):
-        files, name, _ = filesystem(path)
-        return cast(BinaryIO, _RemoteFile(files.open(name, "rb"), path, count))
-
-
-@contextmanager
-def _store(path: str, count: bool) -> Iterator[None]:
-    try:
-        with network_errors():
-            yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        if count:
-            raise
-        raise StoreLostError(f"{redact(path)}: {explained(error)}") from error
-
-
-def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> ByteStream:
-    """The bytes of an open file from `start` on; chunks of remote files grow, because a sample needs the first alone.
-
-    Args:
-        file: the file.
-        path: its path or address.
-        start: first byte.
-        stop: byte behind which only the end of a record is needed; remote files are read in small chunks from there on.
-    """
-    file.seek(start)
-    if not is_remote(path):
-        return ByteStream(file.read, start, CHUNK_BYTES, file.seek)
-
-    chunk_bytes = CHUNK_BYTES
-
-    def read(num_bytes: int) -> bytes:
-        nonlocal chunk_bytes
-        max_bytes = min(chunk_bytes, max(CHUNK_BYTES, stop - file.tell()))
-        chunk_bytes = min(2 * chunk_bytes, _REMOTE_CHUNK_BYTES)
-        return file.read(min(num_bytes, max_bytes))
-
-    return ByteStream(read, start, _REMOTE_CHUNK_BYTES, file.seek)
-
-
-class _RemoteFile(io.RawIOBase):
-    """A remote file that raises OSError for all errors of the library behind it."""
-
-    def __init__(self, file: Any, path: str, count: bool) -> None:
-        self._file, self._path, self._count = file, path, count
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def read(self, num_bytes: int = -1) -> bytes:
-        with _store(self._path, self._count):
-            return bytes(self._file.read(num_bytes))
-
-    def seek(self, position: int, whence: int = 0) -> int:
-        with _store(self._path, self._count):
-            self._file.seek(position, whence)
-            return int(self._file.tell())
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()

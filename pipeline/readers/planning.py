@@ -1,169 +1,53 @@
-"""The files of a corpus and the parts they are cut into, from names, sizes, file heads and directories alone.
+"""The files of a corpus and the parts they are cut into, from names, sizes, file heads and directories alone."""
 
-Data files of one split of a Hugging Face Hub dataset at one commit. Scripts of the dataset are never run.
-"""
-
-import fnmatch
 import os
-import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, BinaryIO
+from itertools import pairwise
+from typing import BinaryIO, NamedTuple
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from declutr.common.hub import hub_problem
 from declutr.common.paths import expand
-from declutr.common.stores.address import explained, is_remote, network_errors
-from declutr.pipeline.readers.archives import is_tar
+from declutr.common.stores.address import explained, is_remote
+from declutr.pipeline.readers.archives import find_members, is_tar
 from declutr.pipeline.readers.blobs import member_key
-from declutr.pipeline.readers.corpus import END, MIB, FilesCorpus, HubCorpus, Input, Part
-from declutr.pipeline.readers.delimited import DELIMITERS
-from declutr.pipeline.readers.fields import FIELD_FORMATS, fields_problem
-from declutr.pipeline.readers.files import Rules, format_of, is_json_lines, rules_of
-from declutr.pipeline.readers.inputs import find_inputs, open_input, stream_of
-from declutr.pipeline.readers.names import JSON_SUFFIX, MARKDOWN, SUFFIXES, TAR_SUFFIX, bare_suffix
-from declutr.pipeline.readers.parts import (
-    Cut,
-    cut_archive,
-    cut_arrow,
-    cut_delimited,
-    cut_parquet,
-    cut_ranges,
-    make_part,
+from declutr.pipeline.readers.corpus import (
+    COMPRESSED_SUFFIXES,
+    END,
+    FIELD_FORMATS,
+    JSON_SUFFIX,
+    MIB,
+    TAR_SUFFIX,
+    FilesCorpus,
+    HubCorpus,
+    Input,
+    Part,
+    Rules,
+    bare_suffix,
+    rules_of,
 )
-from declutr.pipeline.readers.plain_text import encoding_of
+from declutr.pipeline.readers.files import format_of, is_json_lines
+from declutr.pipeline.readers.hub import hub_inputs
+from declutr.pipeline.readers.inputs import find_inputs
+from declutr.pipeline.readers.lines import encoding_of
+from declutr.pipeline.readers.rows import FieldRows, TextRows, rows_of
 from declutr.pipeline.readers.skipped import EXCLUDED, UNREADABLE, Skipped, advice_on, describe_skipped
 from declutr.pipeline.readers.streams import (
     BLOCK_BYTES,
-    COMPRESSED_SUFFIXES,
     READ_ERRORS,
     Allowance,
     ByteStream,
     compression_of,
     decompressed,
+    open_input,
+    stream_of,
 )
-from declutr.pipeline.readers.tables import TABLE_ERRORS
-
-_CONVERTED = "refs/convert/parquet"
-"""Branch with the Hub's Parquet copies of datasets in other formats: CONFIG/SPLIT/0000.parquet."""
-_DATA = {*SUFFIXES, JSON_SUFFIX, TAR_SUFFIX} - MARKDOWN
-"""Suffixes of data files; Markdown on the Hub only describes a dataset."""
-_SPLIT = re.compile(r"(?<![a-z])(train|training|test|testing|validation|valid|val|dev|eval|evaluation)(?![a-z])")
-_SAME_SPLIT = {"training": "train", "testing": "test", "valid": "validation", "val": "validation", "dev": "validation"}
-
-Files = dict[str, int]
-
-
-def hub_inputs(corpus: HubCorpus) -> tuple[list[Input], list[str]]:
-    """The files of the split with their sizes, and problems, one line each."""
-    if unreached := hub_problem():
-        return [], [f"corpus.name = {corpus.name!r}: the Hub does not give the dataset: {unreached}"]
-    try:
-        with network_errors():
-            commit, files, card = _listing(corpus.name, corpus.revision)
-            chosen, problem = _choose(corpus, files, card)
-            if not chosen and not problem and corpus.revision is not None:
-                problem = (
-                    f"corpus.revision = {corpus.revision!r}: {corpus.name} has no data files of the split "
-                    f"{corpus.split!r} there, and the Hub's Parquet copies are of its main branch; remove the revision"
-                )
-            elif not chosen and not problem:
-                commit, files, _ = _listing(corpus.name, _CONVERTED)
-                chosen, problem = _converted(corpus, files)
-    except OSError as error:
-        return [], [f"corpus.name = {corpus.name!r}: the Hub does not give the dataset: {error}"]
-    if problem:
-        return [], [problem]
-    # The commit is part of the source, so that a changed dataset counts as another input.
-    return [
-        Input(
-            f"hf://datasets/{corpus.name}@{commit}/{name}", f"{corpus.name}@{commit[:12]}/{name}", size, searched=False
-        )
-        for name, size in sorted(chosen.items())
-    ], []
-
-
-def _listing(name: str, revision: str | None) -> tuple[str, Files, dict[str, Any]]:
-    """Commit, files with their sizes, and the head of the README."""
-    from huggingface_hub import HfApi  # imported here because it takes a second
-
-    info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
-    files = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
-    card = dict(info.card_data.__dict__) if info.card_data else {}
-    return str(info.sha), files, card
-
-
-def _choose(corpus: HubCorpus, files: Files, card: dict[str, Any]) -> tuple[Files, str | None]:
-    """The data files of the split, as declared in the README or else by their names; or a problem."""
-    data = {name: size for name, size in files.items() if bare_suffix(name) in _DATA and not name.startswith(".")}
-    configs = card.get("configs")
-    if isinstance(configs, list) and configs:
-        return _declared(corpus, data, configs)
-    if corpus.config is not None:
-        data = {name: size for name, size in data.items() if corpus.config in name.split("/")[:-1]}
-    splits = {name: _split_of(name) for name in data}
-    if not any(splits.values()):
-        return (data, None) if corpus.split == "train" else ({}, None)
-    split = _SAME_SPLIT.get(corpus.split, corpus.split)
-    return {name: size for name, size in data.items() if splits[name] == split}, None
-
-
-def _split_of(name: str) -> str | None:
-    """The split in a file's name or in the name of one of its folders."""
-    for part in reversed(name.lower().split("/")):
-        if match := _SPLIT.search(part):
-            return _SAME_SPLIT.get(match[1], match[1])
-    return None
-
-
-def _declared(corpus: HubCorpus, data: Files, configs: list[Any]) -> tuple[Files, str | None]:
-    """The files that the README declares for the configuration and the split."""
-    by_name = {str(config.get("config_name", "default")): config for config in configs if isinstance(config, dict)}
-    defaults = [name for name, config in by_name.items() if config.get("default")]
-    names = [corpus.config] if corpus.config else (defaults or [n for n in by_name if n == "default"] or list(by_name))
-    if len(names) != 1 or names[0] not in by_name:
-        return {}, f"corpus.config = {corpus.config!r}: {corpus.name} has the configurations {sorted(by_name)}"
-    config = by_name[names[0]]
-    patterns: dict[str, list[str]] = {}
-    declared = config.get("data_files", [])
-    for entry in declared if isinstance(declared, list) else [declared]:
-        if isinstance(entry, dict) and "path" in entry:
-            paths = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
-            patterns.setdefault(str(entry.get("split", "train")), []).extend(map(str, paths))
-        elif isinstance(entry, str):
-            patterns.setdefault("train", []).append(entry)
-    if not patterns:  # only a folder: file names decide the splits
-        folder = str(config.get("data_dir", "")).strip("./")
-        inside = {name: size for name, size in data.items() if not folder or name.startswith(f"{folder}/")}
-        return _choose(corpus.model_copy(update={"config": None}), inside, {})
-    if corpus.split not in patterns:
-        return {}, f"corpus.split = {corpus.split!r}: {corpus.name} ({names[0]}) has the splits {sorted(patterns)}"
-    regexes = [re.compile(fnmatch.translate(pattern.removeprefix("./"))) for pattern in patterns[corpus.split]]
-    return {name: size for name, size in data.items() if any(test.match(name) for test in regexes)}, None
-
-
-def _converted(corpus: HubCorpus, files: Files) -> tuple[Files, str | None]:
-    """The files of the split on the branch of Parquet copies."""
-    layout = [(name.split("/"), size) for name, size in files.items() if name.endswith(".parquet")]
-    layout = [(parts, size) for parts, size in layout if len(parts) == 3]
-    configs = sorted({parts[0] for parts, _ in layout})
-    config = corpus.config or ("default" if "default" in configs else configs[0] if len(configs) == 1 else None)
-    if config not in configs:
-        return {}, f"corpus.config = {corpus.config!r}: {corpus.name} has the configurations {configs}"
-    splits = sorted({parts[1].removeprefix("partial-") for parts, _ in layout if parts[0] == config})
-    if corpus.split not in splits:
-        return {}, f"corpus.split = {corpus.split!r}: {corpus.name} ({config}) has the splits {splits}"
-    kept = {
-        "/".join(parts): size
-        for parts, size in layout
-        if parts[0] == config and parts[1].removeprefix("partial-") == corpus.split
-    }
-    return kept, None
-
+from declutr.pipeline.readers.tables import DELIMITERS, TABLE_ERRORS, header_problem
 
 COMPRESSION_RATIO = 3
 """Assumed ratio of English text to its compressed size, by which parts of compressed files are weighted."""
@@ -173,6 +57,123 @@ _THREADS = 32
 _HEAD_BYTES = 4096
 _PEEKED_BYTES = 1 << 14
 _SHOWN_PROBLEMS = 20
+
+
+class Cut(NamedTuple):
+    """The parts and the problem of one file."""
+
+    parts: list[Part]
+    problem: str | None = None
+    """Problem of the file. With parts, reading counts it as a failure; without parts, the corpus is refused."""
+    skipped: bool = False
+    """True if a search met the file and its format is unknown."""
+
+
+def _cut_archive(
+    file: Input, stream: ByteStream, part_bytes: int, max_parts: int, key: Callable[[str], str] | None = None
+) -> list[Part]:
+    """Parts of consecutive members of an archive. The last part of a broken archive extends to the damage.
+
+    A compressed archive is cut into at most `max_parts`; 1 means that it is not compressed.
+    Consecutive members whose names have the same key stay together.
+    """
+    starts, end = find_members(stream, key)
+    size = end or stream.position
+    min_bytes = max(part_bytes, -(-size // max_parts)) if max_parts > 1 else part_bytes
+    cuts = [0]
+    for start in starts:
+        if start - cuts[-1] >= min_bytes:
+            cuts.append(start)
+    stops = [*cuts[1:], end or END]
+    shares = [file.num_bytes * cut // max(1, size) for cut in cuts[1:]]
+    bounds = [0, *shares, file.num_bytes]
+    if max_parts == 1:
+        bounds = [*cuts, max(cuts[-1], file.num_bytes)]
+    return [
+        make_part(file, "tar", start, stop, high - low, min(stop, size) - start)
+        for start, stop, (low, high) in zip(cuts, stops, pairwise(bounds), strict=True)
+    ]
+
+
+def _cut_ranges(file: Input, file_format: str, part_bytes: int) -> list[Part]:
+    """Byte ranges of a plain file. A line belongs to the range of its first byte."""
+    count = max(1, -(-file.num_bytes // part_bytes))
+    cuts = [file.num_bytes * i // count for i in range(count + 1)]
+    return [make_part(file, file_format, start, stop, stop - start, stop - start) for start, stop in pairwise(cuts)]
+
+
+def _cut_parquet(file: Input, opened: BinaryIO, rules: Rules, part_bytes: int) -> Cut:
+    """Parts of consecutive row groups of a Parquet file; one of the whole file if its rows have several values."""
+    rows, whole = rows_of(rules), make_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes)
+    try:
+        with pq.ParquetFile(opened) as table:
+            metadata = table.metadata
+            problem = rows.problem(table.schema_arrow)
+            paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
+    except TABLE_ERRORS:  # damage is counted when the file is read
+        return Cut([whole])
+    if isinstance(rows, FieldRows):
+        return Cut([whole], problem and f"content: {file.path}: {problem}")
+    if problem:
+        return Cut([whole.model_copy(update={"weight": 0})], _column_problem(file, rules, problem))
+    names = rows.names
+    columns = [n for n, path in enumerate(paths) if any(path == name or path.startswith(f"{name}.") for name in names)]
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    weights = [sum(max(0, group.column(n).total_uncompressed_size) for n in columns) for group in groups]
+    sizes = [max(0, group.total_byte_size) for group in groups]
+    return Cut(_grouped(file, "parquet", weights, sizes, part_bytes))
+
+
+def _column_problem(file: Input, rules: Rules, problem: str) -> str:
+    """The problem of a table without the column of a text, image or clip; each of its rows gives a failure."""
+    rows = rows_of(rules)
+    assert not isinstance(rows, FieldRows)
+    remedy = "; name another one, or several to join" if isinstance(rows, TextRows) else ""
+    return f"{rows.setting} = {rows.shown}: {file.path}: {problem}{remedy}"
+
+
+def _cut_arrow(file: Input, opened: BinaryIO, rules: Rules, part_bytes: int) -> Cut:
+    """Parts of consecutive record batches of an Arrow file, about the same number in each."""
+    whole = _whole(file)
+    try:
+        reader = pa.ipc.open_file(opened)
+        problem = rows_of(rules).problem(reader.schema)
+        count = reader.num_record_batches
+    except TABLE_ERRORS:
+        return Cut([whole])
+    if problem:
+        return Cut([whole.model_copy(update={"weight": 0})], _column_problem(file, rules, problem))
+    sizes = [file.num_bytes // max(1, count)] * count
+    return Cut(_grouped(file, "arrow", sizes, sizes, part_bytes))
+
+
+def _grouped(file: Input, file_format: str, weights: list[int], sizes: list[int], part_bytes: int) -> list[Part]:
+    """Parts of consecutive pieces (row groups, record batches), each except the last of at least `part_bytes`."""
+    cuts = [0]
+    group_weight = 0
+    for number, weight in enumerate(weights, 1):
+        group_weight += weight
+        if group_weight >= part_bytes or number == len(weights):
+            cuts.append(number)
+            group_weight = 0
+    total = max(1, sum(sizes))
+    return [
+        make_part(
+            file, file_format, start, stop, file.num_bytes * sum(sizes[start:stop]) // total, sum(weights[start:stop])
+        )
+        for start, stop in pairwise(cuts)
+    ]
+
+
+def make_part(file: Input, file_format: str, start: int, stop: int, num_bytes: int, weight: int) -> Part:
+    """A part of a file; arguments as in `Part`."""
+    values = {"format": file_format, "path": file.path, "source": file.source, "start": start, "stop": stop}
+    return Part.model_validate(values | {"num_bytes": num_bytes, "weight": weight})
+
+
+def _whole(file: Input, ratio: int = 1) -> Part:
+    """The part of a file that is read forward, whose text has `ratio` times its size."""
+    return make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes * ratio)
 
 
 def file_parts(
@@ -291,41 +292,39 @@ def _cut_file(file: Input, rules: Rules, part_bytes: int) -> Cut:
                 stream = stream_of(opened, file.path)
                 if not is_remote(file.path):  # seek from header to header; for remote files plain reading is faster
                     stream = ByteStream(opened.read, 0, BLOCK_BYTES, opened.seek)
-                return Cut(cut_archive(file, stream, part_bytes, 1, member_key if rules.blobs else None))
+                return Cut(_cut_archive(file, stream, part_bytes, 1, member_key if rules.blobs else None))
             file_format = format_of(head, file.source, rules, inside=False)
             if file_format is None or (file.searched and not _is_data(head, file, rules)):
                 return _unknown(file, rules)
-            if rules.blobs and file_format == "parquet":
-                return cut_parquet(file, opened, (rules.blobs.column,), part_bytes, rules.blobs.setting)
-            if rules.keys:
-                return _cut_fields(file, opened, head, file_format, rules, part_bytes)
-            if file_format in ("jsonl", "text") and encoding_of(head) is None:
-                return Cut(cut_ranges(file, file_format, part_bytes))
+            if rules.keys and (refusal := _refused(file, file_format, rules)):
+                return refusal
             if file_format == "parquet":
-                return cut_parquet(file, opened, rules.text_names, part_bytes)
+                return _cut_parquet(file, opened, rules, part_bytes)
+            if file_format in ("jsonl", "text") and rules.max_file_bytes is None and encoding_of(head) is None:
+                return Cut(_cut_ranges(file, file_format, part_bytes))
             if file_format == "arrow" and head.startswith(b"ARROW1"):
-                return cut_arrow(file, opened, rules.text_names, part_bytes)
-            if file_format in DELIMITERS:
-                return cut_delimited(file, head, file_format, rules.text_names)
-            return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
+                return _cut_arrow(file, opened, rules, part_bytes)
+            if rules.keys or file_format not in DELIMITERS:
+                return Cut([_whole(file)])
+            if problem := header_problem(head, rules, DELIMITERS[file_format]):
+                return Cut([_whole(file, 0)], _column_problem(file, rules, problem))
+            return Cut([_whole(file)])
     except OSError as error:
         if file.searched and not is_remote(file.path):
             return _lost(file, str(error))
         return Cut([], f"corpus.paths: {file.path} cannot be read: {explained(error)}")
 
 
-def _cut_fields(file: Input, opened: BinaryIO, head: bytes, file_format: str, rules: Rules, part_bytes: int) -> Cut:
-    """The part of a file whose rows have several values. A file is one part if its size is limited.
+def _refused(file: Input, file_format: str, rules: Rules) -> Cut | None:
+    """The problem of a file whose rows have several values: it has none, or it is too large.
 
-    Then its rows belong together, such as the pairs of a premise.
+    A file is one part if its size is limited: then its rows belong together, such as the pairs of a premise.
     """
     if file_format not in FIELD_FORMATS:
         if file.searched:
             return Cut([], skipped=True)
-        return Cut(
-            [],
-            f"corpus.paths: {file.path} is {file_format}; pairs and triples are read from {', '.join(FIELD_FORMATS)}",
-        )
+        formats = ", ".join(FIELD_FORMATS)
+        return Cut([], f"corpus.paths: {file.path} is {file_format}; pairs and triples are read from {formats}")
     if rules.max_file_bytes is not None and file.num_bytes > rules.max_file_bytes:
         return Cut(
             [],
@@ -333,17 +332,7 @@ def _cut_fields(file: Input, opened: BinaryIO, head: bytes, file_format: str, ru
             "MiB are possible, because the pairs of a file are held in memory; split it into files with different "
             "premises",
         )
-    if file_format == "parquet":
-        part = make_part(file, "parquet", 0, END, file.num_bytes, file.num_bytes)
-        try:
-            with pq.ParquetFile(opened) as table:
-                problem = fields_problem(table.schema_arrow, rules.keys)
-        except TABLE_ERRORS:
-            problem = None  # damage is found when the file is read
-        return Cut([part], problem and f"content: {file.path}: {problem}")
-    if file_format == "jsonl" and rules.max_file_bytes is None and encoding_of(head) is None:
-        return Cut(cut_ranges(file, file_format, part_bytes))
-    return Cut([make_part(file, "stream", 0, file.num_bytes, file.num_bytes, file.num_bytes)])
+    return None
 
 
 def _lost(file: Input, why: str) -> Cut:
@@ -370,25 +359,25 @@ def _unknown(file: Input, rules: Rules) -> Cut:
 def _cut_compressed(file: Input, opened: BinaryIO, compression: str, rules: Rules, part_bytes: int) -> Cut:
     """The parts of a compressed file: one, unless it is an archive larger than a part."""
     weight = file.num_bytes * COMPRESSION_RATIO
-    whole = [make_part(file, "stream", 0, file.num_bytes, file.num_bytes, weight)]
+    whole = Cut([_whole(file, COMPRESSION_RATIO)])
     suffix = bare_suffix(file.source)
     is_expected = rules.format is not None or suffix in rules.suffixes or suffix == TAR_SUFFIX
     if is_expected and weight <= part_bytes:
-        return Cut(whole)
+        return whole
     opened.seek(0)
     beginning = ByteStream(opened.read, 0, _PEEKED_BYTES)
     try:
         head = decompressed(beginning, compression, Allowance(beginning), BLOCK_BYTES).peek(BLOCK_BYTES)
     except READ_ERRORS:
-        return Cut(whole)
+        return whole
     if is_tar(head) and weight > part_bytes:
-        whole_file = stream_of(opened, file.path)
-        inner = decompressed(whole_file, compression, Allowance(whole_file))
+        packed = stream_of(opened, file.path)
+        inner = decompressed(packed, compression, Allowance(packed))
         key = member_key if rules.blobs else None
-        return Cut(cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS, key))
+        return Cut(_cut_archive(file, inner, part_bytes, MAX_ARCHIVE_PARTS, key))
     nested = is_tar(head) or compression_of(head) is not None
     is_data = format_of(head, file.source, rules, inside=False) is not None and _is_data(head, file, rules)
-    return Cut(whole) if is_expected or nested or is_data else _unknown(file, rules)
+    return whole if is_expected or nested or is_data else _unknown(file, rules)
 
 
 def _is_data(head: bytes, file: Input, rules: Rules) -> bool:

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 from declutr.common.config import Strict
-from declutr.pipeline.readers.names import JSON_SUFFIX, bare_suffix
+from declutr.pipeline.readers.corpus import JSON_SUFFIX, bare_suffix
 
 MAX_KINDS = 50
 OTHERS = "others"

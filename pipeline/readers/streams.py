@@ -1,15 +1,26 @@
-"""Byte streams with a position, and decompression with bounded memory and length."""
+"""The bytes of files: opened here, in a store or on another host, as streams with a position; decompressed.
+
+Memory and length are bounded here: sizes in headers are not trusted, and no file decompresses without end.
+"""
 
 import bz2
 import io
 import lzma
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
+from declutr.common.credentials import redact
+from declutr.common.stores.address import filesystem, is_remote, network_errors
+from declutr.common.stores.retry import explained
+from declutr.pipeline.readers.corpus import END, Rules
+
 CHUNK_BYTES = 1 << 20
+_REMOTE_CHUNK_BYTES = 8 * CHUNK_BYTES
 BLOCK_BYTES = 512
 """Block size of a tar archive; also the size of the head that format detection looks at."""
 XZ_MEMORY_BYTES = 256 << 20
@@ -34,8 +45,6 @@ _MAGIC = (
     ("zst", b"\x50\x2a\x4d\x18"),  # a skippable frame, as pzstd writes first
 )
 _BZ2 = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")
-COMPRESSED_SUFFIXES = {".gz": "", ".xz": "", ".zst": "", ".zstd": "", ".bz2": "", ".tgz": ".tar", ".txz": ".tar"}
-"""Suffixes of compressed files, each with the further suffix that it implies."""
 
 
 class ByteStream:
@@ -117,6 +126,20 @@ class ByteStream:
             return
         while left and (data := self.read(min(left, CHUNK_BYTES))):
             left -= len(data)
+
+
+@dataclass(slots=True)
+class Body:
+    """The uncompressed content of a file, of a stretch of one, or of a member of an archive, with the rules for it."""
+
+    stream: ByteStream
+    source: str
+    """Name of the file, with those of archives around it."""
+    rules: Rules
+    stop: int = END
+    """Position behind which no record begins."""
+    share: float = 0.0
+    """Share of the rows of a table that were read, in [0, 1]."""
 
 
 def compression_of(head: bytes) -> str | None:
@@ -231,9 +254,94 @@ class ForwardFile(io.RawIOBase):
         self._source = source
 
     def readable(self) -> bool:
-        """Returns True: the file can be read."""
+        """Returns True."""
         return True
 
     def read(self, num_bytes: int = -1) -> bytes:
         """At most `num_bytes` bytes; none at the end."""
         return self._source.read(num_bytes if num_bytes >= 0 else CHUNK_BYTES)
+
+
+class StoreLostError(Exception):
+    """A store that no longer answers or refuses. It is no OSError, which readers count as a failure of the file."""
+
+
+def open_input(path: str, count: bool = True) -> BinaryIO:
+    """A file for reading, with `seek`.
+
+    Args:
+        path: path or address.
+        count: false raises `StoreLostError` for errors of a store, except that of a file that it does not have.
+
+    Raises:
+        OSError: the file is missing, or the storage does not answer or refuses.
+    """
+    if not is_remote(path):
+        return cast(BinaryIO, open(path, "rb", buffering=0))  # noqa: PTH123
+    with _store(path, count):
+        files, name, _ = filesystem(path)
+        return cast(BinaryIO, _RemoteFile(files.open(name, "rb"), path, count))
+
+
+@contextmanager
+def _store(path: str, count: bool) -> Iterator[None]:
+    try:
+        with network_errors():
+            yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if count:
+            raise
+        raise StoreLostError(f"{redact(path)}: {explained(error)}") from error
+
+
+def stream_of(file: BinaryIO, path: str, start: int = 0, stop: int = END) -> ByteStream:
+    """The bytes of an open file from `start` on; chunks of remote files grow, because a sample needs the first alone.
+
+    Args:
+        file: the file.
+        path: its path or address.
+        start: first byte.
+        stop: byte behind which only the end of a record is needed; remote files are read in small chunks from there on.
+    """
+    file.seek(start)
+    if not is_remote(path):
+        return ByteStream(file.read, start, CHUNK_BYTES, file.seek)
+
+    chunk_bytes = CHUNK_BYTES
+
+    def read(num_bytes: int) -> bytes:
+        nonlocal chunk_bytes
+        max_bytes = min(chunk_bytes, max(CHUNK_BYTES, stop - file.tell()))
+        chunk_bytes = min(2 * chunk_bytes, _REMOTE_CHUNK_BYTES)
+        return file.read(min(num_bytes, max_bytes))
+
+    return ByteStream(read, start, _REMOTE_CHUNK_BYTES, file.seek)
+
+
+class _RemoteFile(io.RawIOBase):
+    """A remote file that raises OSError for all errors of the library behind it."""
+
+    def __init__(self, file: Any, path: str, count: bool) -> None:
+        self._file, self._path, self._count = file, path, count
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        with _store(self._path, self._count):
+            return bytes(self._file.read(num_bytes))
+
+    def seek(self, position: int, whence: int = 0) -> int:
+        with _store(self._path, self._count):
+            self._file.seek(position, whence)
+            return int(self._file.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()

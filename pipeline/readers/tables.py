@@ -1,70 +1,60 @@
-"""Readers of a text column of Parquet and Arrow, a few rows at a time. The offset of a document is its row."""
+"""Rows of Parquet, Arrow, CSV and TSV, a few at a time. The offset of a record is its row."""
 
+import csv
 from collections.abc import Iterator
+from io import BytesIO
+from itertools import islice
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from declutr.pipeline.readers.corpus import MIB, NO_TEXT, Names, ReadFailure, Record, joined, missing
-from declutr.pipeline.readers.plain_text import documents, unreadable
-from declutr.pipeline.readers.streams import READ_ERRORS
+from declutr.pipeline.readers.corpus import END, MIB, ReadFailure, Records, Rules, failed, unreadable
+from declutr.pipeline.readers.lines import MAX_HELD_BYTES, as_utf8, encoding_of, lines
+from declutr.pipeline.readers.rows import BlobRows, Rows, rows_of
+from declutr.pipeline.readers.streams import READ_ERRORS, Body, ByteStream, ForwardFile
 
 TABLE_ERRORS = (*READ_ERRORS, UnicodeDecodeError)
 """UnicodeDecodeError occurs if the name of a column is damaged."""
-
-_DICTIONARY_ROWS = 32
-"""Rows of a batch of a dictionary column; each batch holds the whole dictionary."""
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+MAX_FIELD_BYTES = 64 * MIB
+"""Largest field; it is in memory with four bytes a character. A longer one is usually an unclosed quote."""
+ARROW_FILE = b"ARROW1\0\0"
 _BUFFER_BYTES = 8 * MIB
 """Read buffer of a Parquet column; without it pyarrow reads the whole column of a row group."""
 MAX_LOST_ROWS = 1_000_000
 """Most failures for unreadable rows of one table, because a damaged number of rows can have any value."""
 
 
-class Rows:
-    """Progress of a reader of rows, from which the consumed input is computed."""
-
-    def __init__(self) -> None:
-        self.done = 0
-        self.total = 0
-
-    @property
-    def share(self) -> float:
-        """Share of the rows that were read, in [0, 1]."""
-        return self.done / self.total if self.total else 0.0
-
-
-def read_parquet(
-    file: str | BinaryIO | pa.NativeFile, source: str, names: Names, max_bytes: int, groups: range | None, rows: Rows
-) -> Iterator[Record]:
+def read_parquet(body: Body, file: BinaryIO | pa.NativeFile, groups: range | None = None) -> Records:
     """Reads these row groups, or all. If a group cannot be read to its end, each remaining row gives a failure.
 
-    Texts are decoded one by one, because sizes in the file are not trusted: memory holds a page and a text, or a
-    dictionary and a few texts.
+    Values are decoded a few at a time, because sizes in the file are not trusted.
     """
+    rows, source, done = rows_of(body.rules), body.source, 0
     try:
         with pq.ParquetFile(file, buffer_size=_BUFFER_BYTES) as table:
-            metadata = table.metadata
+            metadata, schema = table.metadata, table.schema_arrow
             # Damaged numbers of rows can be negative.
             sizes = [max(0, metadata.row_group(group).num_rows) for group in range(metadata.num_row_groups)]
             groups = range(len(sizes)) if groups is None else groups
             if groups.stop > len(sizes):
                 raise EOFError(f"the file has {len(sizes)} row groups, not {groups.stop}: it was changed")
             first = sum(sizes[: groups.start])
-            rows.total = sum(sizes[groups.start : groups.stop])
-            if problem := column_problem(table.schema_arrow, names):
-                yield from lost_rows(NO_TEXT, source, first, rows.total, problem)
+            total = sum(sizes[groups.start : groups.stop])
+            if problem := rows.problem(schema):
+                problem = f"{rows.setting} = {rows.shown!r}: {problem}" if isinstance(rows, BlobRows) else problem
+                yield from lost_rows(rows.no_column, source, first, total, problem)
                 return
-            is_dictionary = any(pa.types.is_dictionary(table.schema_arrow.field(name).type) for name in names)
+            batch_rows = rows.batch_rows(schema)
             for group in groups:
                 row, end = first, first + sizes[group]
                 try:
-                    for batch in table.iter_batches(
-                        _DICTIONARY_ROWS if is_dictionary else 1, [group], list(names), use_threads=False
-                    ):
-                        yield from text_records(_columns(batch, names), source, row, max_bytes)
+                    for batch in table.iter_batches(batch_rows, [group], list(rows.names), use_threads=False):
+                        yield from rows.of_batch(batch, source, row)
                         row += batch.num_rows
-                        rows.done += batch.num_rows
+                        done += batch.num_rows
+                        body.share = done / total if total else 0.0
                     if row < end:
                         raise EOFError(f"it holds {row - first} of {end - first} rows")
                 except TABLE_ERRORS as error:
@@ -75,12 +65,25 @@ def read_parquet(
         yield unreadable(error, source, 0)
 
 
-def read_arrow_batches(
-    file: Any, source: str, names: Names, max_bytes: int, batches: range, rows: Rows
-) -> Iterator[Record]:
+def read_forward_parquet(body: Body) -> Records:
+    """A Parquet file that can only be read forward; it is held in memory, because its directory is at its end."""
+    data = bytearray()
+    try:
+        while len(data) <= MAX_HELD_BYTES and (chunk := body.stream.read()):
+            data += chunk
+    except READ_ERRORS as error:
+        yield unreadable(error, body.source, 0)
+        return
+    if len(data) > MAX_HELD_BYTES:
+        message = f"a Parquet file of more than {MAX_HELD_BYTES >> 20} MiB inside an archive or compression"
+        yield failed("too_large", body.source, 0, message)
+    else:
+        yield from read_parquet(body, pa.BufferReader(pa.py_buffer(data)))
+
+
+def read_arrow_batches(body: Body, file: Any, batches: range) -> Records:
     """The rows of record batches of a seekable Arrow file."""
-    row = 0
-    rows.total = len(batches)
+    rows, row = rows_of(body.rules), 0
     try:
         reader = pa.ipc.open_file(file)
         if batches.stop > reader.num_record_batches:
@@ -88,38 +91,37 @@ def read_arrow_batches(
                 f"the file has {reader.num_record_batches} record batches, not {batches.stop}: it was changed"
             )
         row = sum(reader.get_batch(number).num_rows for number in range(batches.start))
-        for number in batches:
+        for done, number in enumerate(batches, 1):
             batch = reader.get_batch(number)
-            yield from _batch_records(batch, source, names, row, max_bytes)
+            yield from _of_batch(rows, batch, body.source, row)
             row += batch.num_rows
-            rows.done += 1
+            body.share = done / len(batches)
     except TABLE_ERRORS as error:
-        yield unreadable(error, source, row)
+        yield unreadable(error, body.source, row)
 
 
-def read_arrow_stream(file: Any, source: str, names: Names, max_bytes: int) -> Iterator[Record]:
+def read_arrow_stream(body: Body) -> Records:
     """The rows of an Arrow stream, read forward. An Arrow file holds a stream between its magic and its footer."""
-    row = 0
+    rows, row = rows_of(body.rules), 0
     try:
-        with pa.ipc.open_stream(file) as reader:
+        if body.stream.peek(len(ARROW_FILE)) == ARROW_FILE:
+            body.stream.skip(len(ARROW_FILE))
+        with pa.ipc.open_stream(pa.PythonFile(ForwardFile(body.stream), mode="r")) as reader:
             for batch in reader:
-                yield from _batch_records(batch, source, names, row, max_bytes)
+                yield from _of_batch(rows, batch, body.source, row)
                 row += batch.num_rows
-            if row == 0 and (problem := column_problem(reader.schema, names)):
-                yield from lost_rows(NO_TEXT, source, 0, 1, problem)
+            if row == 0 and (problem := rows.problem(reader.schema)):
+                yield from lost_rows(rows.no_column, body.source, 0, 1, problem)
     except TABLE_ERRORS as error:
-        yield unreadable(error, source, row)
+        yield unreadable(error, body.source, row)
 
 
-def _batch_records(
-    batch: pa.RecordBatch, source: str, names: Names, first_row: int, max_bytes: int
-) -> Iterator[Record]:
-    """The documents of a record batch; failures if it has no text column."""
-    if problem := column_problem(batch.schema, names):
-        if batch.num_rows:
-            yield from lost_rows(NO_TEXT, source, first_row, batch.num_rows, problem)
-    else:
-        yield from text_records(_columns(batch, names), source, first_row, max_bytes)
+def _of_batch(rows: Rows, batch: pa.RecordBatch, source: str, first_row: int) -> Records:
+    """The records of a record batch; failures if it has no text column."""
+    if not (problem := rows.problem(batch.schema)):
+        yield from rows.of_batch(batch, source, first_row)
+    elif batch.num_rows:
+        yield from lost_rows(rows.no_column, source, first_row, batch.num_rows, problem)
 
 
 def lost_rows(reason: str, source: str, first_row: int, count: int, message: str) -> Iterator[ReadFailure]:
@@ -128,66 +130,98 @@ def lost_rows(reason: str, source: str, first_row: int, count: int, message: str
     last = first_row + min(count, MAX_LOST_ROWS) - 1
     for row in range(first_row, last + 1):
         more = f"; {count - MAX_LOST_ROWS} more rows are lost, too" if row == last and count > MAX_LOST_ROWS else ""
-        yield ReadFailure(reason=reason, source=source, offset=row, message=message + more)
+        yield failed(reason, source, row, message + more)
 
 
-def _columns(batch: pa.RecordBatch, names: Names) -> list[pa.Array]:
-    return [batch.column(name) for name in names]
+class _Feed:
+    """Lines of text for the csv module, which requests further lines while a quoted field is open.
 
-
-def text_records(columns: list[pa.Array], source: str, first_row: int, max_bytes: int) -> Iterator[Record]:
-    """The documents of columns, with the row as offset; a row of nulls gives a failure.
-
-    Raises:
-        pa.ArrowException: a column's offsets or indices point outside its data.
+    Bytes that are not UTF-8 become surrogates, so that they affect only their row.
     """
-    for row, values in enumerate(zip(*map(_values, columns), strict=True), first_row):
-        texts = [value.as_buffer() for value in values if value is not None and value.is_valid]
-        if texts:
-            text = texts[0] if len(columns) == 1 else joined(map(bytes, texts))
-            yield from documents(text, source, row, max_bytes)
+
+    def __init__(self, stream: ByteStream) -> None:
+        self._lines = lines(stream, END, MAX_FIELD_BYTES, keep=False)
+        self.ended = False
+        self.too_large = False
+
+    def __iter__(self) -> "_Feed":
+        return self
+
+    def __next__(self) -> str:
+        for raw, offset, continues in self._lines:
+            self.too_large |= continues
+            if not continues:
+                data = raw.removeprefix(b"\xef\xbb\xbf") if offset == 0 else raw
+                return data.decode("utf-8", "surrogateescape") + "\n"
+        self.ended = True
+        raise StopIteration
+
+
+def read_delimited(body: Body, delimiter: str) -> Records:
+    """The values in the columns of every row. Quoted fields may hold delimiters and newlines."""
+    rows, source = rows_of(body.rules), body.source
+    assert not isinstance(rows, BlobRows)
+    header: list[str] | None = None
+    problem: str | None = None
+    columns: list[int] = []
+    num_rows = 0
+    for row, fields in _delimited_rows(body.stream, source, delimiter):
+        num_rows += row >= 0
+        if isinstance(fields, ReadFailure):
+            yield fields
+        elif header is None:
+            header, problem = fields, rows.header_problem(fields)
+            columns = [] if problem else [fields.index(name) for name in rows.names]
+        elif problem:
+            yield failed(rows.no_column, source, row, problem)
+        elif fields and rows.is_cut(fields, header, columns):
+            message = f"the row has {len(fields)} of {len(header)} columns"
+            yield failed("invalid_csv", source, row, message)
         else:
-            yield ReadFailure(reason=NO_TEXT, source=source, offset=row, message="the text is null")
+            values = [fields[column].encode("utf-8", "surrogateescape") for column in columns if fields]
+            yield from rows.of_row(values, source, row)
+    if problem and not num_rows:  # most likely not a CSV file at all
+        yield failed(rows.no_column, source, 0, problem)
 
 
-def _values(column: pa.Array) -> Iterator[pa.Scalar | None]:
-    """The values of a column as bytes.
-
-    Raises:
-        pa.ArrowException: the column's offsets or indices point outside its data.
-    """
-    if pa.types.is_dictionary(column.type):
-        # Never decoded as a whole, because a few large texts of a dictionary may stand for any number of rows.
-        texts = as_bytes(column.dictionary)
-        pa.DictionaryArray.from_arrays(column.indices, texts, safe=False).validate(full=True)
-        places = column.indices.to_pylist()
-        return (None if place is None else texts[place] for place in places)
-    return iter(as_bytes(column))
+def header_problem(head: bytes, rules: Rules, delimiter: str) -> str | None:
+    """The problem of a file that begins with these bytes, if its header lacks a column and ends within them."""
+    stream = ByteStream(BytesIO(head).read)
+    encoding, rows = encoding_of(head), rows_of(rules)
+    assert not isinstance(rows, BlobRows)
+    table = _delimited_rows(as_utf8(stream, encoding) if encoding else stream, "", delimiter)
+    first = [fields for _, fields in islice(table, 2)]
+    return rows.header_problem(first[0]) if len(first) == 2 and not isinstance(first[0], ReadFailure) else None
 
 
-def as_bytes(column: pa.Array) -> pa.Array:
-    """Texts as bytes, so that one text that is not UTF-8 does not affect the others.
-
-    Raises:
-        pa.ArrowException: the offsets point outside the data.
-    """
-    column = column.view(_BYTES[column.type]) if column.type in _BYTES else column
-    column.validate(full=True)
-    return column
-
-
-_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
-_TEXTS = (*_BYTES, *_BYTES.values())
-
-
-def column_problem(schema: pa.Schema, names: Names) -> str | None:
-    """The problem of a table as a source of texts; None if it has the text columns."""
-    if problem := missing(names, schema.names):
-        return problem
-    for name in names:
-        if schema.names.count(name) > 1:
-            return f"{schema.names.count(name)} columns {name!r}"
-        kind = schema.field(name).type
-        if (kind.value_type if pa.types.is_dictionary(kind) else kind) not in _TEXTS:
-            return f"column {name!r} is of type {kind}, not text"
-    return None
+def _delimited_rows(stream: ByteStream, source: str, delimiter: str) -> Iterator[tuple[int, list[str] | ReadFailure]]:
+    """The fields of every row, with its number; the first row without a failure is the header, number -1."""
+    csv.field_size_limit(MAX_FIELD_BYTES)  # a limit of the whole process, in which no other code reads CSV
+    feed = _Feed(stream)
+    rows = csv.reader(feed, delimiter=delimiter)
+    seen_header = False
+    row = 0
+    while True:
+        feed.too_large = False
+        try:
+            fields = next(rows)
+        except StopIteration:
+            return
+        except READ_ERRORS as error:
+            yield row, unreadable(error, source, row)
+            return
+        except csv.Error as error:
+            yield row, failed("too_large" if "limit" in str(error) else "invalid_csv", source, row, str(error))
+            row += 1
+            continue
+        if not seen_header:
+            seen_header = True
+            yield -1, fields
+            continue
+        if feed.ended:
+            yield row, failed("invalid_csv", source, row, "a quoted field is never closed")
+        elif feed.too_large:
+            yield row, failed("too_large", source, row, f"a line of more than {MAX_FIELD_BYTES // MIB} MiB")
+        else:
+            yield row, fields
+        row += 1

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from declutr.pipeline.tokenizer.bytelevel import ByteLevelBPE, parse
+from declutr.pipeline.tokenizer.bytelevel import ByteLevelBPE
 from declutr.pipeline.tokenizer.wordpiece import WordTable
 
 EngineName = Literal["tiktoken", "wordpiece", "tokenizers"]
@@ -22,6 +22,12 @@ _PIECE_CHARACTERS = 1_000_000
 _BATCH_CHARACTERS = 250_000
 _CUT = re.compile(r"(?<=\S) (?=\S)")
 _WORDS_CUT = re.compile(r"(?<=[^\W_]) (?=[^\W_])")
+
+
+def parse(backend: Tokenizer) -> dict[str, Any]:
+    """A tokenizer's settings, vocabulary and merges as JSON values."""
+    parsed: dict[str, Any] = json.loads(backend.to_str())
+    return parsed
 
 
 class BatchTokenizer:

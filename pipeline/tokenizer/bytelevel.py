@@ -10,7 +10,6 @@ The ids could differ in two cases, and `obstacle` refuses such tokenizers:
 - `tokenizers` first searches the text for added tokens that are not special; tiktoken does not know them.
 """
 
-import json
 import re
 from typing import Any
 
@@ -31,12 +30,6 @@ _NUM_BYTES = 256
 # White_Space of Unicode and all control characters of ASCII; in doubtful cases the slower pattern is used.
 _BLANK = np.zeros(0x3002, bool)
 _BLANK[[*range(0x21), 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000]] = True
-
-
-def parse(backend: Tokenizer) -> dict[str, Any]:
-    """A tokenizer's settings, vocabulary and merges as JSON values."""
-    parsed: dict[str, Any] = json.loads(backend.to_str())
-    return parsed
 
 
 def obstacle(backend: Tokenizer, parsed: dict[str, Any]) -> str | None:

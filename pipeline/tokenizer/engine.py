@@ -13,8 +13,8 @@ from declutr.common import seeding
 from declutr.common.config import Strict
 from declutr.common.errors import ConfigError
 from declutr.pipeline.tokenizer import bytelevel, wordpiece
-from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches
-from declutr.pipeline.tokenizer.bytelevel import byte_letters, parse
+from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches, parse
+from declutr.pipeline.tokenizer.bytelevel import byte_letters
 from declutr.pipeline.tokenizer.tokenization import EngineSetting
 
 _CHARACTERS_AT_ONCE = 200_000

@@ -23,43 +23,53 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from corpora import COMPRESSORS, files
-from damage import BASES, damaged
+from damage import BASES, PAIRS, damaged
+from pydantic import TypeAdapter
 
 from declutr.pipeline.job.units import plan_units, read_unit
-from declutr.pipeline.readers.corpus import Document, ReadFailure
+from declutr.pipeline.readers.corpus import Document, ReadFailure, Rejected
+from declutr.pipeline.shards.content import TRIPLE_LABELS, AnyContent
+from declutr.pipeline.texts import TextRow
 
 SECONDS_PER_INPUT = 10
 BATCH_INPUTS = 1000
 _UNITS_MIB = (64.0, 0.001)
-KINDS = [(base, suffix) for base in BASES for suffix in (None, *COMPRESSORS)]
+CONTENTS = {"documents": {"kind": "documents"}, "pairs": {"kind": "pairs"}}
+CONTENTS |= {"triples": {"kind": "triples", "premise": "premise", "entailment": "hypothesis", "contradiction": "label"}}
+KINDS = [
+    (content, base, suffix)
+    for content in CONTENTS
+    for base in (BASES if content == "documents" else PAIRS)
+    for suffix in (None, *COMPRESSORS)
+]
 
 
-def make(seed: int, number: int) -> tuple[str, str | None, bytes, bytes | None]:
-    """Input `number`: its kind, its compression, the bytes of the file, and those before compression if undamaged."""
+def make(seed: int, number: int) -> tuple[str, str, str | None, bytes, bytes | None]:
+    """Input `number`: its content, format and compression, its bytes, and those before compression if undamaged."""
     chance = random.Random(f"{seed}/{number}")
-    base, suffix = KINDS[number % len(KINDS)]
-    data = BASES[base]
+    content, base, suffix = KINDS[number % len(KINDS)]
+    data = (BASES if content == "documents" else PAIRS)[base]
     if suffix is None:
         data = damaged(data, chance)
-        return base, suffix, data, data
+        return content, base, suffix, data, data
     if chance.random() < 0.5:
         data = damaged(data, chance)
-        return base, suffix, COMPRESSORS[suffix](data), data
-    return base, suffix, damaged(COMPRESSORS[suffix](data), chance), None
+        return content, base, suffix, COMPRESSORS[suffix](data), data
+    return content, base, suffix, damaged(COMPRESSORS[suffix](data), chance), None
 
 
 def read(seed: int, number: int, folder: Path) -> Counter[str]:
     """Reads one input in large and in small units, checks what must hold for any bytes, counts the records."""
-    base, suffix, data, plain = make(seed, number)
+    name, base, suffix, data, plain = make(seed, number)
     path = folder / (f"x.{base}.{suffix}" if suffix else f"x.{base}")
     path.write_bytes(data)
-    corpus = files(path, max_document_mib=0.001)
+    corpus, content = files(path, max_document_mib=0.001), TypeAdapter(AnyContent).validate_python(CONTENTS[name])
     found = []
     for unit_mib in _UNITS_MIB:
-        units, problems = plan_units(corpus, unit_mib)
+        units, problems = plan_units(corpus, unit_mib, None, content)
         records = []
         for unit in units:
-            reader = read_unit(unit, corpus)
+            reader = read_unit(unit, corpus, content)
             records += list(reader)
             assert reader.bytes_read == unit.num_bytes, "bytes_read is not all of the input"
         for record in records:
@@ -68,11 +78,25 @@ def read(seed: int, number: int, folder: Path) -> Counter[str]:
             assert record.offset >= 0
             if isinstance(record, Document):
                 record.text.encode()
+        if name != "documents":
+            _check_rows(records, name)
         assert records or problems or _may_be_empty(base, data, plain), "nothing read and nothing said"
         found.append(records)
-    if base in ("jsonl", "txt"):
+    if name == "documents" and base in ("jsonl", "txt"):
         _check_lines(*found, plain, base)
-    return Counter(record.reason if isinstance(record, ReadFailure) else "document" for record in found[0])
+    return Counter(getattr(record, "reason", type(record).__name__.lower()) for record in found[0])
+
+
+def _check_rows(records: list, name: str) -> None:
+    """Pairs are grouped by premise, no text of a row is blank, and labels are in order."""
+    rows = [record for record in records if isinstance(record, TextRow)]
+    assert all(isinstance(record, TextRow | Rejected | ReadFailure) for record in records)
+    for row in rows:
+        assert all(text.strip() for text in row.texts)
+        assert len(row.texts) == len(row.labels) >= 2
+        assert row.labels == TRIPLE_LABELS if name == "triples" else set(row.labels[1:]) <= {0, 1, 2}
+    premises = [" ".join(row.texts[0].split()) for row in rows]
+    assert name == "triples" or len(premises) == len(set(premises))
 
 
 def _may_be_empty(base: str, data: bytes, plain: bytes | None) -> bool:

@@ -1,24 +1,21 @@
 """Files and shards that are damaged or lie: read to the end, counted or named, and never a crash."""
 
 import json
-import random
+import tarfile
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from corpora import COMPRESSORS
-from damage import damaged
-from messages import all_of
+from corpora import COMPRESSORS, files, outcomes, read_all, tar
+from messages import all_of, says
+from preparing import make_pair, rows_of, write_jsonl
 from processes import run_python
 from shardfolders import poke, spoil, write
 
 from declutr.common.errors import ShardError
-from declutr.pipeline.job.units import plan_units, read_unit
-from declutr.pipeline.readers.corpus import ReadFailure
-from declutr.pipeline.shards.content import TRIPLE_LABELS
+from declutr.pipeline.readers.tables import MAX_FIELD_BYTES
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.pipeline.texts.text_rows import Rejected, TextRow
+from declutr.pipeline.texts import TextRow
 
 READ = """
 import json, sys
@@ -120,6 +117,167 @@ def test_the_other_shards_can_be_read(tmp_path):
         shards.take(np.array([0, 19]))
 
 
+def tar_with(change=bytes):
+    """An archive of two texts after a change of its bytes; the header of the second one is at 1024."""
+    data = bytearray(tar([("a.txt", b"first"), ("b.txt", b"second")]))
+    change(data)
+    return bytes(data)
+
+
+def set_size(field):
+    def change(data):
+        data[1148:1160], data[1172:1180] = field, b" " * 8
+        data[1172:1180] = b"%06o\0 " % sum(data[1024:1536])
+
+    return change
+
+
+def pax(**headers):
+    """An archive whose second member has an extended header."""
+    info = tarfile.TarInfo("b.txt")
+    info.size, info.pax_headers = 512, {name.replace("_", "."): value for name, value in headers.items()}
+    return tar_with()[:1024] + info.tobuf(tarfile.PAX_FORMAT) + b"second".ljust(512, b"\0") + bytes(1024)
+
+
+def nested(make, depth=8):
+    data = b"x"
+    for _ in range(depth):
+        data = make(data)
+    return data
+
+
+WIDE = "wide".encode("utf-16-le").decode("latin-1")
+JSON_LINES = {
+    b'{"text": "good"}': "good",
+    b'{"text": "\xff"}': "invalid_utf8",
+    b"{not json": "invalid_json",
+    b'{"body": "x"}': "no_text_field",
+    b'{"text": 3}': "no_text_field",
+    b'["text"]': "no_text_field",
+    b'{"text": "\\ud800"}': "invalid_utf8",
+    b"[" * 100_000: "invalid_json",
+    json.dumps({"text": WIDE}).encode(): "nul_bytes",
+    json.dumps({"text": "one \0 in a long text"}).encode(): "one \0 in a long text",
+    # a number that Python would refuse to turn into an int is JSON all the same
+    b'{"text": "last", "other": ' + b"9" * 5000 + b"}": "last",
+}
+CSV = b'id,text\n1,a\n2\n3,"b\nc"\n4,caf\xe9\n\n5,d\r\r6,e\n7,"never closed\n8,f\n'
+UTF_16 = b"\xff\xfe" + "good\n??\nlast".encode("utf-16-le")
+LOST = ["first", "unreadable", "unreadable"]  # the member, and what follows it in the archive
+DOCUMENTS = {
+    "JSON lines": ("jsonl", b"\n".join(JSON_LINES), list(JSON_LINES.values())),
+    "rows of CSV": ("csv", CSV, ["a", "invalid_csv", "b\nc", "invalid_utf8", "", "invalid_csv", "invalid_csv"]),
+    "a text that commas cut": ("csv", b'text\n"a, b"\na, b, c\nd,\n', ["a, b", "invalid_csv", "d"]),
+    "CSV of another column": ("csv", b"body,id\n", ["no_text_field"]),
+    "Parquet that is none": ("parquet", b"PAR1 but no more", ["unreadable"]),
+    "a lone surrogate in UTF-16": ("txt", UTF_16.replace(b"?\0?", b"\0\xd8?"), ["good", "invalid_utf8", "last"]),
+    "NUL in UTF-16": ("txt", UTF_16.replace(b"?", b"\0"), ["good", "nul_bytes", "last"]),
+    "half a character of UTF-16": ("txt", "\ufeffone\ntwo".encode("utf-16-le")[:-1], ["one", "unreadable"]),
+    "no character of UTF-32": ("txt", "\ufeffone\n".encode("utf-32-le") + b"\xff" * 4, ["unreadable"]),
+    "a wrong checksum": ("tar", tar_with(lambda data: data.__setitem__(1024, 7)), LOST[:2]),
+    "garbage for a header": ("tar", tar_with()[:1024] + b"\7" * 2000, LOST[:2]),
+    "no end mark": ("tar", tar_with()[:1024], LOST[:2]),
+    "no header behind the end": ("tar", tar_with() + b"no header" * 100, ["first", "second", "unreadable"]),
+    "an empty archive": ("tar", b"", ["unreadable"]),
+    "no record in an extended header": ("tar", pax(comment="x").replace(b"13 comment", b"xx comment"), LOST[:2]),
+    "a size of 8 GiB": ("tar", tar_with(set_size(b"77777777777\0")), LOST),
+    "a size of 95 bits": ("tar", tar_with(set_size(b"\x80" + b"\xff" * 11)), LOST[:2]),
+    "a size of 63 bits": ("tar", tar_with(set_size(b"\x80\0\0\0" + b"\x7f" + b"\xff" * 7)), LOST[:2]),
+    "a negative size": ("tar", tar_with(set_size(b"\xff" * 12)), LOST[:2]),
+    "a size of 30 digits": ("tar", pax(size="9" * 30), LOST[:2]),
+    "a size of 5,000 digits": ("tar", pax(size="9" * 5000), LOST[:2]),
+    "a size of 19 digits": ("tar", pax(size="9" * 19), LOST[:2]),
+    "an exbibyte": ("tar", pax(size=str(1 << 60)), LOST),
+    "a negative size in an extended header": ("tar", pax(size="-5"), LOST[:2]),
+    "a file with holes": ("tar", pax(GNU_sparse_major="1", GNU_sparse_realsize="9"), ["first", "not_a_file"]),
+    "archives in archives": ("tar", nested(lambda data: tar([("a.tar", data)])), ["too_deep"]),
+    "compression in compression": ("txt.gz", nested(COMPRESSORS["gz"]), ["too_deep"]),
+}
+
+
+@pytest.mark.parametrize("packed", [None, *COMPRESSORS])
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_what_a_damaged_file_holds_is_read_and_the_rest_is_counted(tmp_path, name, packed):
+    suffix, data, expected = DOCUMENTS[name]
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(data)
+    if packed and data:
+        path = path.rename(f"{path}.{packed}")
+        path.write_bytes(COMPRESSORS[packed](data))
+    for unit_mib in (64.0, 0.0001):
+        records = read_all(files(path), unit_mib)
+        assert [outcome for _, outcome in outcomes(records)] == expected
+        if name == "JSON lines":
+            assert [record.offset for record in records] == [data.index(line) for line in JSON_LINES]
+
+
+def test_a_line_of_csv_that_is_too_long_is_lost_alone(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"text\nfirst\n" + b"x" * (MAX_FIELD_BYTES + 10) + b"\nlast\n")
+    assert [outcome for _, outcome in outcomes(read_all(files(tmp_path)))] == ["first", "too_large", "last"]
+
+
+HEADER = b"premise,hypothesis,label\n"
+LEFT_OUT = [
+    (make_pair("", "b", 0), "empty_premise"),
+    (make_pair(" \n", "b", 0), "empty_premise"),
+    (make_pair("a", None, 0), "empty_hypothesis"),
+    (make_pair("a", "b", "maybe"), "unknown_label"),
+    (make_pair("a", "b", 3), "unknown_label"),
+    (make_pair("a", "b", None), "unknown_label"),
+    (make_pair("a", "b", 0.5), "not_text"),
+    (make_pair("a", "b", True), "not_text"),
+    (make_pair("a", "b", ["entailment"]), "not_text"),
+    (make_pair("a", {"text": "b"}, 0), "not_text"),
+    (make_pair(12, "b", 0), "not_text"),
+    (make_pair("a\0\0\0", "b", 0), "nul_bytes"),
+    (make_pair("x" * 2**21, "b", 0), "too_large"),
+    (b"[1, 2]", "no_text_field"),
+    (b'{"premise": "a", ', "invalid_json"),
+    (b'{"premise": "\xff", "hypothesis": "b", "label": 0}', "invalid_utf8"),
+    (rb'{"premise": "\ud800", "hypothesis": "b", "label": 0}', "invalid_utf8"),
+    (b"  ", "empty"),
+    (b'{"premise": ' + b"[" * 100_000, "invalid_json"),
+    (b'{"sentence1": "a", "hypothesis": "b", "label": 0}', "missing_key"),
+    (HEADER + b'a,b,0\n"a,c,2\n', "invalid_csv"),
+    (HEADER + b"a,b,0\na\n", "invalid_csv"),
+    (HEADER + b"a,b,0\na,c,2,extra\n", "invalid_csv"),
+    (HEADER + b"\na,b,0\n", "empty"),
+    (HEADER + b"a\0,b,0\na,b,0\n", "nul_bytes"),
+    (HEADER + b"a" * (2**26 + 1) + b",b,0\na,b,0\n", "too_large"),
+    (b"premise,premise,hypothesis,label\na,x,b,0\n", "missing_key"),
+    (b"premise,hypothesis\na,b\n", "missing_key"),
+    (b"premise,hypothesis", "missing_key"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(LEFT_OUT)))
+def test_a_damaged_pair_affects_only_itself(number, tmp_path, make_texts):
+    bad, reason = LEFT_OUT[number]
+    path, good = tmp_path / "a.csv", ("a", "b")
+    if isinstance(bad, dict) or not bad.startswith(b"premise"):
+        path, good = tmp_path / "a.jsonl", ("a", "b", "c")
+        write_jsonl(path, make_pair("a", "b", 0), bad, make_pair("a", "c", 2))
+    else:
+        path.write_bytes(bad)
+    corpus = {"kind": "files", "paths": [str(path)], "max_document_mib": 1}
+    records = rows_of(make_texts("pairs", path, corpus=corpus))
+    (left,) = [record for record in records if not isinstance(record, TextRow)]
+    assert left.reason == reason
+    is_lost = path.suffix == ".csv" and reason == "missing_key"
+    assert [record.texts for record in records if isinstance(record, TextRow)] == ([] if is_lost else [good])
+    if path.suffix == ".jsonl":
+        assert left.offset == path.read_bytes().index(b"\n") + 1
+    if reason == "unknown_label":
+        assert repr(bad["label"]) in left.message
+        says(left.message, "entailment, neutral, contradiction, 0, 1, 2")
+
+
+@pytest.mark.parametrize("row", [("a", "b", " Entailment "), ("a", "12", "1"), ("a", "b", 1.0)])
+def test_labels_of_every_spelling_are_read(row, tmp_path, make_texts):
+    (record,) = rows_of(make_texts("pairs", write_jsonl(tmp_path / "a.jsonl", make_pair(*row))))
+    assert record.texts == row[:2]
+
+
 INPUTS = 1500
 
 
@@ -130,66 +288,6 @@ def test_damaged_files_of_every_kind_are_read_to_the_end():
     assert result["errors"] == []
     assert sum(result["kinds"].values()) == INPUTS
     assert result["records"]["document"] > INPUTS
+    assert result["records"]["textrow"] > INPUTS / 10
     assert result["records"]["unreadable"] > INPUTS / 10
     assert result["peak_mib"] < 1500
-
-
-_ROWS = [(f"Premise {n // 3}, it is.", f'Hypothesis "{n}".', n % 3) for n in range(30)]
-
-
-def _table(dictionary):
-    columns = [pa.array(column) for column in zip(*_ROWS, strict=True)]
-    columns[:2] = [column.dictionary_encode() for column in columns[:2]] if dictionary else columns[:2]
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns, ["premise", "hypothesis", "label"]), sink, row_group_size=10)
-    return sink.getvalue().to_pybytes()
-
-
-def _delimited(delimiter):
-    quoted = [[str(value).replace('"', '""') for value in row] for row in _ROWS]
-    lines = [delimiter.join(f'"{value}"' for value in row) for row in quoted]
-    return "\n".join([delimiter.join(("premise", "hypothesis", "label")), *lines]).encode()
-
-
-TRIPLES = {"kind": "triples", "premise": "premise", "entailment": "hypothesis", "contradiction": "label"}
-BASES = {
-    "jsonl": b"\n".join(
-        f'{{"premise": "{p}", "hypothesis": "{h[:11]}", "label": {label}}}'.encode() for p, h, label in _ROWS
-    ),
-    "csv": _delimited(","),
-    "tsv": _delimited("\t"),
-    "parquet": _table(dictionary=False),
-    "dictionary.parquet": _table(dictionary=True),
-}
-
-
-@pytest.mark.parametrize("kind", ["pairs", "triples"])
-@pytest.mark.parametrize("base", BASES)
-def test_damaged_files_are_read_to_the_end(base, kind, tmp_path, make_texts):
-    content = {"kind": kind} if kind == "pairs" else TRIPLES
-    rows = failures = 0
-    for number in range(120):
-        chance = random.Random(f"{base}/{kind}/{number}")
-        suffix = chance.choice([None, None, *COMPRESSORS])
-        data = damaged(BASES[base], chance)
-        path = tmp_path / (f"x.{base}.{suffix}" if suffix else f"x.{base}")
-        path.write_bytes(COMPRESSORS[suffix](data) if suffix else data)
-        config = make_texts(content, path)
-        units, _ = plan_units(config.corpus, 0.001, None, config.content)
-        premises = []
-        for unit in units:
-            for record in read_unit(unit, config.corpus, config.content):
-                assert isinstance(record, TextRow | Rejected | ReadFailure)
-                assert record.source == path.name
-                failures += isinstance(record, ReadFailure)
-                if isinstance(record, TextRow):
-                    rows += 1
-                    assert all(text.strip() for text in record.texts)
-                    assert len(record.texts) == len(record.labels) >= 2
-                    assert record.labels == TRIPLE_LABELS if kind == "triples" else set(record.labels[1:]) <= {0, 1, 2}
-                    premises.append(" ".join(record.texts[0].split()))
-                    record.text.encode()
-        assert kind == "triples" or len(premises) == len(set(premises))
-        path.unlink()
-    assert kind == "triples" or rows > 200
-    assert failures > 20

@@ -19,11 +19,9 @@ from declutr.common.stores.address import files_below, filesystem
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.job.units import hash_unit, plan_units, read_unit
 from declutr.pipeline.media.media_rows import label_of
-from declutr.pipeline.readers.corpus import Blob, FilesCorpus, HubCorpus, ReadFailure
-from declutr.pipeline.readers.inputs import open_input, stream_of
-from declutr.pipeline.readers.names import bare_suffix
+from declutr.pipeline.readers.corpus import Blob, FilesCorpus, HubCorpus, ReadFailure, bare_suffix
 from declutr.pipeline.readers.planning import file_parts
-from declutr.pipeline.readers.streams import CHUNK_BYTES
+from declutr.pipeline.readers.streams import CHUNK_BYTES, open_input, stream_of
 
 LINES = b"".join(json.dumps({"text": f"line {n}"}).encode() + b"\n" for n in range(100))
 
@@ -285,12 +283,3 @@ def test_a_folder_that_a_store_refuses_to_list_ends_the_search(tmp_path):
     (tmp_path / "b").mkdir()
     with pytest.raises(PermissionError):
         files_below(Refusing(pa.fs.LocalFileSystem()), str(tmp_path))
-
-
-def test_a_text_that_a_comma_cuts_is_a_failure(tmp_path):
-    (tmp_path / "a.csv").write_text('text\n"Whole, in quotes"\nHello, world, this is cut\nwith a last comma,\n')
-    corpus = FilesCorpus(kind="files", paths=[str(tmp_path / "a.csv")])
-    (unit,), _ = plan_units(corpus, None)
-    first, second, third = read_unit(unit, corpus)
-    assert (first.text, third.text) == ("Whole, in quotes", "with a last comma")
-    assert second.message == "the row has 3 of 1 columns"

@@ -1,7 +1,6 @@
 """Lines, encodings, giants and docstrings: what can be read is, what cannot is counted with its place."""
 
 import csv
-import gzip
 import io
 import json
 from pathlib import Path
@@ -9,25 +8,28 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import COMPRESSORS, files, measured, outcomes, read_all, tar, write_records, write_table
+from corpora import COMPRESSORS, files, measured, read_all, tar, write_records, write_table
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from messages import says
 
 from declutr.pipeline.filters.document_filter import normalise
-from declutr.pipeline.readers import jsonl
-from declutr.pipeline.readers.corpus import Document, Part, ReadFailure, document_id
-from declutr.pipeline.readers.files import rules_of
-from declutr.pipeline.readers.jsonl import read_jsonl
-from declutr.pipeline.readers.parts import Meter, read_part
-from declutr.pipeline.readers.plain_text import cut
+from declutr.pipeline.readers import lines as line_readers
+from declutr.pipeline.readers.corpus import Document, Part, ReadFailure, Rules, document_id, rules_of
+from declutr.pipeline.readers.files import Meter, read_part
+from declutr.pipeline.readers.lines import cut, read_jsonl
 from declutr.pipeline.readers.planning import file_parts
 from declutr.pipeline.readers.pydocs import python_parts, read_python
-from declutr.pipeline.readers.streams import ByteStream
+from declutr.pipeline.readers.streams import Body, ByteStream
 
 
 def read_parts(corpus, parts):
     return [record for part in parts for record in read_part(part, rules_of(corpus), Meter())]
+
+
+def read_lines(read, max_bytes):
+    """The records of JSON Lines from a function that reads bytes."""
+    return read_jsonl(Body(ByteStream(read), "x", Rules("jsonl", ("text",), max_bytes)))
 
 
 LINES = st.lists(st.binary(max_size=20).map(lambda line: line.replace(b"\n", b" ")), min_size=1, max_size=12)
@@ -53,40 +55,6 @@ def test_every_line_is_read_once_however_a_file_is_cut(tmp_path_factory, lines, 
     assert len(cut) == len(lines) - (lines[-1] == b"" and not ends_with_newline)
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-def test_bad_lines_are_counted_with_their_place_and_the_rest_is_read(tmp_path, compressed):
-    lines = [
-        json.dumps({"text": "good"}).encode(),
-        b'{"text": "\xff"}',
-        b"{not json",
-        b'{"body": "x"}',
-        b'{"text": 3}',
-        b'["text"]',
-        b'{"text": "\\ud800"}',
-        b"[" * 100_000,
-        b'{"text": "last", "other": ' + b"9" * 5000 + b"}",
-        json.dumps({"text": "good too"}).encode(),
-    ]
-    path = tmp_path / ("a.jsonl.gz" if compressed else "a.jsonl")
-    data = b"\n".join(lines)
-    path.write_bytes(gzip.compress(data) if compressed else data)
-    records = read_all(files(path))
-    assert [r.text if isinstance(r, Document) else r.reason for r in records] == [
-        "good",
-        "invalid_utf8",
-        "invalid_json",
-        "no_text_field",
-        "no_text_field",
-        "no_text_field",
-        "invalid_utf8",
-        "invalid_json",
-        "last",  # a number that Python would refuse to turn into an int is JSON all the same
-        "good too",
-    ]
-    assert [r.offset for r in records] == [sum(len(line) + 1 for line in lines[:i]) for i in range(len(lines))]
-    assert {r.source for r in records} == {path.name}
-
-
 def test_parquet_is_cut_at_row_groups_and_null_is_a_failure(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["a", "b", None, "d", "e"]}), path, row_group_size=2)
@@ -107,7 +75,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbf" + b'"text"\nx\n')
     assert [r.text for r in read_all(files(tmp_path))] == ["x", "x"]
     line = b'\xef\xbb\xbf{"text": "' + b"word " * 40 + b'"}'
-    records = list(read_jsonl(ByteStream(io.BytesIO(line).read), "x", ("text",), 100))
+    records = list(read_lines(io.BytesIO(line).read, 100))
     assert "".join(record.text for record in records) == "word " * 40
     assert [line[record.offset :][:4] for record in records[1:]] == [b"word"] * (len(records) - 1)
 
@@ -130,13 +98,6 @@ def test_every_problem_of_the_inputs_is_reported(tmp_path):
     assert len(problems) >= len(names)
     for name in names:
         assert any(name in problem for problem in problems), name
-
-
-def test_a_broken_parquet_file_does_not_stop_the_others(tmp_path):
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 but no more")
-    (tmp_path / "b.txt").write_text("read")
-    failure, document = read_all(files(tmp_path))
-    assert (failure.reason, failure.source, document.text) == ("unreadable", "a.parquet", "read")
 
 
 def test_the_id_is_of_the_normalised_text():
@@ -195,36 +156,6 @@ def test_without_a_mark_wide_text_is_no_training_data(tmp_path, suffix, encoding
     assert not [record for record in records if isinstance(record, Document)]
 
 
-def test_json_strings_of_wide_text_are_failures_and_a_single_escape_is_not(tmp_path):
-    wide = "wide".encode("utf-16-le").decode("latin-1")
-    lines = [json.dumps({"text": text}) for text in (wide, wide * 100, "one \0 in a long text")]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    for mib in (16, 0.0001):
-        reasons = [outcome for _, outcome in outcomes(read_all(files(tmp_path, max_document_mib=mib)))]
-        assert set(reasons[:-1]) == {"nul_bytes"}
-        assert reasons[-1] == "one \0 in a long text"
-
-
-@pytest.mark.parametrize(
-    ("damage", "outcome"),
-    [
-        (b"\x00\xd8 \x00t\x00", ["good", "invalid_utf8", "last"]),  # a lone surrogate
-        (b"\x00\x00", ["good", "nul_bytes", "last"]),
-    ],
-)
-def test_damage_in_wide_text_spoils_its_own_line(tmp_path, damage, outcome):
-    lines = ["good".encode("utf-16-le"), damage, "last".encode("utf-16-le")]
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe" + "\n".encode("utf-16-le").join(lines))
-    assert [found for _, found in outcomes(read_all(files(tmp_path)))] == outcome
-
-
-def test_wide_text_that_breaks_off_says_so(tmp_path):
-    (tmp_path / "a.txt").write_bytes("\ufeffone\ntwo".encode("utf-16-le")[:-1])
-    (tmp_path / "b.txt").write_bytes("\ufeffone\n".encode("utf-32-le") + b"\xff\xff\xff\xff")
-    found = outcomes(read_all(files(tmp_path)))
-    assert [source for source, outcome in found if outcome == "unreadable"] == ["a.txt", "b.txt"]
-
-
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -279,7 +210,7 @@ def test_a_long_document_is_cut_into_documents_that_make_it_up(tmp_path, suffix)
 def test_json_strings_are_cut_inside_no_escape_and_no_character(text, ascii_only, max_bytes):
     line = json.dumps({"text": text}, ensure_ascii=ascii_only).encode()
     stream = iter([line])
-    records = list(read_jsonl(ByteStream(lambda _: next(stream, b"")), "x", ("text",), max_bytes))
+    records = list(read_lines(lambda _: next(stream, b""), max_bytes))
     assert all(isinstance(record, Document) for record in records)
     assert "".join(record.text for record in records) == text
 
@@ -297,7 +228,7 @@ def test_json_strings_are_cut_inside_no_escape_and_no_character(text, ascii_only
 def test_a_long_line_is_judged_as_a_short_one_is(raw, outcome):
     fill = b"word " * 40
     stream = iter([b'{"text": ' + raw % (fill, fill) + b"}\n" + b'{"text": "next"}'])
-    *records, last = read_jsonl(ByteStream(lambda _: next(stream, b"")), "x", ("text",), 200)
+    *records, last = read_lines(lambda _: next(stream, b""), 200)
     assert last.text == "next"
     reasons = ["" if isinstance(record, Document) else record.reason for record in records]
     assert sorted(set(reasons)) == sorted({outcome} if isinstance(outcome, str) else set(outcome))
@@ -345,10 +276,10 @@ def test_a_giant_document_is_read_in_bounded_memory(tmp_path, kind):
 
 def test_only_the_giant_line_is_lost(monkeypatch):
     """Two lines that are too large, one after the other and apart, are a failure each."""
-    monkeypatch.setattr(jsonl, "MAX_HELD_BYTES", 3_000_000)  # a chunk of the stream is smaller
+    monkeypatch.setattr(line_readers, "MAX_HELD_BYTES", 3_000_000)  # a chunk of the stream is smaller
     giant, small = b'{"text": "' + b"x" * 9_000_000 + b'"}', b'{"text": "kept"}'
     raw = b"\n".join([small, giant, small, giant, giant, small, small])
-    records = list(read_jsonl(ByteStream(io.BytesIO(raw).read), "x", ("text",), 1_000))
+    records = list(read_lines(io.BytesIO(raw).read, 1_000))
     found = [getattr(record, "text", "lost") for record in records]
     assert found == ["kept", "lost", "kept", "lost", "lost", "kept", "kept"]
     offsets = [record.offset for record in records]

@@ -14,10 +14,10 @@ from messages import says
 from pydantic import ValidationError
 
 from declutr.pipeline.job.outcome import nothing_kept
-from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure
-from declutr.pipeline.readers.delimited import MAX_FIELD_BYTES, read_delimited
+from declutr.pipeline.readers.corpus import FilesCorpus, ReadFailure, Rules
 from declutr.pipeline.readers.planning import file_parts
-from declutr.pipeline.readers.streams import ByteStream
+from declutr.pipeline.readers.streams import Body, ByteStream
+from declutr.pipeline.readers.tables import read_delimited
 from declutr.pipeline.shards.manifest import Counts
 
 CELL = st.text(st.sampled_from('ab ,\t"\n\u00e9\U0001f600'), max_size=12)
@@ -25,7 +25,8 @@ CELL = st.text(st.sampled_from('ab ,\t"\n\u00e9\U0001f600'), max_size=12)
 
 def read_csv(data, chunk_bytes=1 << 20, delimiter=","):
     pieces = iter([data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes)])
-    return list(read_delimited(ByteStream(lambda _: next(pieces, b"")), "x", ("text",), 1 << 20, delimiter))
+    stream = ByteStream(lambda _: next(pieces, b""))
+    return list(read_delimited(Body(stream, "x", Rules("csv", ("text",), 1 << 20)), delimiter))
 
 
 @given(st.lists(st.tuples(CELL, CELL), max_size=8), st.sampled_from([",", "\t"]), st.sampled_from(["\n", "\r\n"]))
@@ -34,28 +35,6 @@ def test_csv_is_read_as_the_csv_module_wrote_it(rows, delimiter, newline):
     csv.writer(target, delimiter=delimiter, lineterminator=newline).writerows([("id", "text"), *rows])
     records = read_csv(target.getvalue().encode(), 7, delimiter)
     assert [(record.text, record.offset) for record in records] == [(text, n) for n, (_, text) in enumerate(rows)]
-
-
-def test_bad_rows_are_counted_and_the_rest_is_read():
-    data = b'id,text\n1,a\n2\n3,"b\nc"\n4,caf\xe9\n\n5,d\r\r6,e\n7,"never closed\n8,f\n'
-    outcome = [(r.offset, r.text if isinstance(r, Document) else r.reason) for r in read_csv(data)]
-    assert outcome == [
-        (0, "a"),
-        (1, "invalid_csv"),
-        (2, "b\nc"),
-        (3, "invalid_utf8"),
-        (4, ""),
-        (5, "invalid_csv"),
-        (6, "invalid_csv"),
-    ]
-    data = b"text\nfirst\n" + b"x" * (MAX_FIELD_BYTES + 10) + b"\nlast\n"
-    assert [r.text if isinstance(r, Document) else r.reason for r in read_csv(data)] == ["first", "too_large", "last"]
-
-
-def test_a_csv_without_the_column_says_so(tmp_path):
-    (tmp_path / "a.csv").write_text("body,id\nx,1\ny,2\n")
-    (tmp_path / "b.csv").write_text("body,id\n")
-    assert [r.reason for r in read_all(files(tmp_path))] == ["no_text_field"] * 3
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.string_view(), "dictionary"])

@@ -1,5 +1,6 @@
 """Small files of every format, and random damage to them."""
 
+import csv
 import io
 import json
 import lzma
@@ -70,6 +71,33 @@ BASES = {
     "utf32.csv": ("\ufeff" + _CSV.decode()).encode("utf-32-le"),
     "unmarked.txt": "\n".join(_TEXTS).encode("utf-16-le"),
     "nested.tar": tar([*openwebtext(2, 3), ("inner.tar.xz", lzma.compress(tar(_MEMBERS), preset=0))]),
+}
+
+
+_COLUMNS = ("premise", "hypothesis", "label")
+_PAIRS = [(f"Premise {n // 3}, it is.", f'Hypothesis "{n}".', n % 3) for n in range(30)]
+
+
+def _delimited(delimiter):
+    target = io.StringIO()
+    csv.writer(target, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows([_COLUMNS, *_PAIRS])
+    return target.getvalue().encode()
+
+
+def _pair_table(dictionary):
+    columns = [pa.array(column) for column in zip(*_PAIRS, strict=True)]
+    columns[:2] = [column.dictionary_encode() for column in columns[:2]] if dictionary else columns[:2]
+    target = io.BytesIO()
+    pq.write_table(pa.table(columns, _COLUMNS), target, row_group_size=10)
+    return target.getvalue()
+
+
+PAIRS = {
+    "jsonl": "\n".join(json.dumps(dict(zip(_COLUMNS, pair, strict=True))) for pair in _PAIRS).encode(),
+    "csv": _delimited(","),
+    "tsv": _delimited("\t"),
+    "parquet": _pair_table(dictionary=False),
+    "dictionary.parquet": _pair_table(dictionary=True),
 }
 
 

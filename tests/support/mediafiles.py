@@ -9,7 +9,7 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from declutr.pipeline.media.decoded import UndecodableError, UnsuitableError
+from declutr.pipeline.media.decoding import UndecodableError, UnsuitableError
 
 RED = (200, 30, 40)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from declutr.common import seeding
 from declutr.common.errors import ShardError
-from declutr.pipeline.readers.names import bare_suffix
+from declutr.pipeline.readers.corpus import bare_suffix
 from declutr.pipeline.shards.content import LABELS, MEDIA_KINDS
 from declutr.pipeline.shards.ledger import ledger_batches
 from declutr.pipeline.shards.manifest import SPLITS, Manifest

@@ -27,7 +27,7 @@ from mediafiles import (
 from PIL import Image, ImageOps
 
 from declutr.pipeline.media.clips import decode_clip, frame_samples, log_mel
-from declutr.pipeline.media.decoded import Limits, UndecodableError, UnsuitableError
+from declutr.pipeline.media.decoding import Limits, UndecodableError, UnsuitableError
 from declutr.pipeline.media.images import MAX_RATIO, decode_image
 from declutr.pipeline.media.media_rows import media_rows
 from declutr.pipeline.readers.corpus import Blob, ReadFailure, Rejected, document_id

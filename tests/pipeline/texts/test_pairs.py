@@ -11,12 +11,12 @@ from messages import all_of, says
 from preparing import make_pair, rows_of, write_jsonl
 from sentevaldata import SHARED
 
+from declutr.pipeline import texts as text_rows
 from declutr.pipeline.job.outcome import nothing_kept
 from declutr.pipeline.job.units import plan_units
 from declutr.pipeline.readers.corpus import ReadFailure
 from declutr.pipeline.shards.manifest import sum_counts
-from declutr.pipeline.texts import text_rows
-from declutr.pipeline.texts.text_rows import Rejected, TextRow, row_id
+from declutr.pipeline.texts import Rejected, TextRow, row_id
 
 NLI = SHARED / "nli"
 
@@ -55,59 +55,6 @@ def test_pairs_of_a_premise_become_one_row(tmp_path, make_texts, prepare_units, 
         ("train", offsets[0]),
         ("train", offsets[1]),
     ]
-
-
-@pytest.mark.parametrize(
-    ("row", "outcome"),
-    [
-        (("", "b", 0), "empty_premise"),
-        ((" \n", "b", 0), "empty_premise"),
-        (("a", None, 0), "empty_hypothesis"),
-        (("a", "b", "maybe"), "unknown_label"),
-        (("a", "b", 3), "unknown_label"),
-        (("a", "b", None), "unknown_label"),
-        (("a", "b", 0.5), "not_text"),
-        (("a", "b", True), "not_text"),
-        (("a", "b", ["entailment"]), "not_text"),
-        (("a", {"text": "b"}, 0), "not_text"),
-        ((12, "b", 0), "not_text"),
-        (("a", "b", " Entailment "), None),
-        (("a", "12", "1"), None),
-        (("a", "b", 1.0), None),
-        (("a\0\0\0", "b", 0), "nul_bytes"),
-        (("x" * 2**21, "b", 0), "too_large"),
-    ],
-)
-def test_every_kind_of_value_has_its_outcome(row, outcome, tmp_path, make_texts):
-    path = write_jsonl(tmp_path / "a.jsonl", make_pair(*row))
-    config = make_texts("pairs", path, corpus={"kind": "files", "paths": [str(path)], "max_document_mib": 1})
-    (found,) = rows_of(config)
-    assert getattr(found, "reason", None) == outcome
-    assert isinstance(found, TextRow) == (outcome is None)
-    if outcome == "unknown_label":
-        assert repr(row[2]) in found.message
-        says(found.message, "entailment, neutral, contradiction, 0, 1, 2")
-
-
-BROKEN = {
-    "no object": (b"[1, 2]", "no_text_field"),
-    "no JSON": (b'{"premise": "a", ', "invalid_json"),
-    "no UTF-8": (b'{"premise": "\xff", "hypothesis": "b", "label": 0}', "invalid_utf8"),
-    "a lone surrogate": (rb'{"premise": "\ud800", "hypothesis": "b", "label": 0}', "invalid_utf8"),
-    "a blank line": (b"  ", "empty"),
-    "too deep": (b'{"premise": ' + b"[" * 100_000, "invalid_json"),
-    "another key": (b'{"sentence1": "a", "hypothesis": "b", "label": 0}', "missing_key"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_line_affects_only_itself(name, tmp_path, make_texts):
-    line, reason = BROKEN[name]
-    path = write_jsonl(tmp_path / "a.jsonl", make_pair("a", "b", 0), line, make_pair("a", "c", 2))
-    left, row = rows_of(make_texts("pairs", path))
-    assert left.reason == reason
-    assert left.offset == path.read_bytes().index(b"\n") + 1
-    assert row.texts == ("a", "b", "c")
 
 
 def test_a_missing_key_is_named_with_the_found_ones_and_the_setting(tmp_path, make_texts):
@@ -149,27 +96,6 @@ def test_every_format_gives_the_same_rows(suffix, tmp_path, make_texts):
         (("A, b", 'He said "no"', "Two\nlines"), (-1, 0, 2)),
         (("C", "d"), (-1, 1)),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "reasons"),
-    [
-        ('premise,hypothesis,label\na,b,0\n"a,c,2\n', ["invalid_csv"]),
-        ("premise,hypothesis,label\na,b,0\na\na,c,2,extra\n", ["invalid_csv", "invalid_csv"]),
-        ("premise,hypothesis,label\n\na,b,0\n", ["empty"]),
-        ("premise,hypothesis,label\na\0,b,0\na,b,0\n", ["nul_bytes"]),
-        ("premise,premise,hypothesis,label\na,x,b,0\n", ["missing_key"]),
-        ("premise,hypothesis\na,b\n", ["missing_key"]),
-        ("premise,hypothesis", ["missing_key"]),
-        (f"premise,hypothesis,label\n{'a' * (2**26 + 1)},b,0\na,b,0\n", ["too_large"]),
-    ],
-)
-def test_damaged_csv_is_counted_row_by_row(text, reasons, tmp_path, make_texts):
-    path = tmp_path / "a.csv"
-    path.write_text(text)
-    found = rows_of(make_texts("pairs", path))
-    assert [record.reason for record in found if not isinstance(record, TextRow)] == reasons
-    assert all(record.texts == ("a", "b") for record in found if isinstance(record, TextRow))
 
 
 def test_pairs_in_parquet_with_damaged_text_are_failures(tmp_path, make_texts):

@@ -19,7 +19,7 @@ from declutr.pipeline.shards.integrity import content_problem, load_index, schem
 from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
 from declutr.pipeline.shards.shards import ShardSet, check_shards
 from declutr.pipeline.shards.windows import Geometry
-from declutr.pipeline.texts.text_rows import sentences
+from declutr.pipeline.texts import sentences
 
 
 @pytest.fixture

@@ -1,0 +1,306 @@
+"""Decoding of images and clips in another process with bounded memory and time.
+
+A file of 30 bytes can decode to gigabytes, and one of a few megabytes can take hours, without more pixels than allowed.
+The kernel ends the process, so the bounds hold for every format and library, and no file harms the task that reads it.
+"""
+
+import atexit
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from pydantic import TypeAdapter
+
+from declutr.pipeline.readers.corpus import MIB
+from declutr.pipeline.shards.content import ImagesContent, MediaContent
+from declutr.pipeline.shards.media import Clip, Image, Media
+
+TOO_MUCH_MEMORY = "too_much_memory"
+TOO_SLOW = "too_slow"
+_OUT_OF_MEMORY = 3
+"""Exit status of a process that reached its limit of memory."""
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Signals by which a decoder ends itself on a damaged file."""
+_ENDING_SECONDS = 10.0
+_ENVIRONMENT = {
+    # Each thread of BLAS takes memory, and the memory is limited.
+    **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), "1"),
+    # glibc would return the memory of each image to the system and get it back: a fifth of the time.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+}
+_CHILD = "import sys; from declutr.pipeline.media.decoding import answer_batches; answer_batches(*sys.argv[1:])"
+_ADDRESS = re.compile(r"<_io\.BytesIO object at 0x[0-9a-f]+>")
+_SHOWN_CHARACTERS = 200
+
+
+class UndecodableError(ValueError):
+    """A file is damaged, hostile or of an unknown kind; `reason` is counted as a failure."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class UnsuitableError(UndecodableError):
+    """A file holds nothing to train on; `reason` is counted as a drop."""
+
+
+def library_message(error: BaseException) -> str:
+    """The message of a library in one line, the same in every process: without addresses in memory."""
+    message = " ".join(_ADDRESS.sub("the file", str(error)).split()) or type(error).__name__
+    return message[:_SHOWN_CHARACTERS]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """An image or clip as the shards hold it."""
+
+    media: Media
+    id: bytes
+    """16 bytes: a hash of the stored pixels or frames, without the label."""
+    notes: tuple[str, ...]
+    """Changes that are counted, such as `first_frame`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one decode; an image or clip beyond them is a failure."""
+
+    memory_mib: int = 1280
+    """Memory of the process that decodes, in addition to its libraries. A progressive JPEG of the most pixels needs
+    0.9 GiB."""
+    cpu_seconds: float = 20.0
+    """Time of the processor."""
+
+
+LIMITS = Limits()
+IMAGE, CLIP, FAILED, UNSUITABLE = range(4)
+
+Answer = Decoded | tuple[int, str, str]
+"""An image or clip; or FAILED or UNSUITABLE, the reason, and a message."""
+_Packed = tuple[int, bytes, tuple[int, int], list[str], bytes]
+"""An answer on its way: kind, id, two sizes, notes or reason and message, bytes of the image or frames.
+It is no pickle, which a decoder could misuse that a file has taken over."""
+
+
+def _pack(answer: Answer) -> _Packed:
+    if not isinstance(answer, Decoded):
+        kind, *texts = answer
+        return kind, b"", (0, 0), [text.encode("utf-8", "backslashreplace").decode() for text in texts], b""
+    media, notes = answer.media, list(answer.notes)
+    if isinstance(media, Image):
+        return IMAGE, answer.id, (media.width, media.height), notes, media.png
+    return CLIP, answer.id, (media.frames.shape[0], media.frames.shape[1]), notes, media.frames.tobytes()
+
+
+def _unpack(packed: _Packed) -> Answer:
+    kind, identity, (width, height), texts, payload = packed
+    if kind in (FAILED, UNSUITABLE):
+        return kind, texts[0], texts[1]
+    if kind == IMAGE:
+        return Decoded(Image(payload, width, height, ""), identity, tuple(texts))
+    return Decoded(Clip(np.frombuffer(payload, np.float32).reshape(width, height), ""), identity, tuple(texts))
+
+
+def answer_batches(memory_mib: str, cpu_seconds: str, batches_file: str, answers_file: str) -> None:
+    """The work of the process: answers batches of files until the pipe of batches is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes the pipe
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    warnings.simplefilter("ignore")  # on damaged metadata, which is not used
+    os.dup2(2, 1)  # what a library prints is no output of the command
+    batches = Connection(int(batches_file), writable=False)
+    answers = Connection(int(answers_file), readable=False)
+    decoders: dict[str, Callable[[bytes], Decoded]] = {}
+    while True:
+        try:
+            content, files = msgspec.msgpack.decode(batches.recv_bytes(), type=tuple[str, list[bytes]])
+        except EOFError:
+            return
+        if content not in decoders:  # memory and time of the libraries do not count
+            decoders[content] = _decoder(TypeAdapter(MediaContent).validate_json(content))
+            _limit_memory(int(memory_mib))
+        try:
+            packed = []
+            for data in files:
+                signal.setitimer(signal.ITIMER_PROF, float(cpu_seconds))  # SIGPROF ends this process
+                packed.append(_pack(_answer(decoders[content], data)))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            answers.send_bytes(msgspec.msgpack.encode(packed))
+        except MemoryError:
+            os._exit(_OUT_OF_MEMORY)
+
+
+def _limit_memory(memory_mib: int) -> None:
+    """Limits the memory of this process to that in use now and `memory_mib` more; not on macOS, which cannot."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        max_bytes = int(statm.read_text().split()[0]) * resource.getpagesize() + memory_mib * MIB
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
+
+
+def _decoder(content: MediaContent) -> Callable[[bytes], Decoded]:
+    """The function that decodes files of this content, with its libraries loaded."""
+    if isinstance(content, ImagesContent):
+        from declutr.pipeline.media.images import decode_image, load_formats
+
+        load_formats()
+        return partial(decode_image, content=content, label="")
+    from declutr.pipeline.media.clips import decode_clip, load_libraries
+
+    load_libraries(content)
+    return partial(decode_clip, content=content, label="")
+
+
+def _answer(decode: Callable[[bytes], Decoded], data: bytes) -> Answer:
+    try:
+        return decode(data)
+    except UndecodableError as error:
+        return UNSUITABLE if isinstance(error, UnsuitableError) else FAILED, error.reason, str(error)
+
+
+class _Child:
+    """A process of `answer_batches`. It ends when its pipe is closed, so also when this process ends."""
+
+    def __init__(self, limits: Limits) -> None:
+        batches, self._batches = Pipe(duplex=False)
+        self._answers, answers = Pipe(duplex=False)
+        files = (batches.fileno(), answers.fileno())
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # noqa: PTH109
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _CHILD, *map(str, (limits.memory_mib, limits.cpu_seconds, *files))],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | _ENVIRONMENT | {"PYTHONPATH": path},
+            pass_fds=files,
+        )
+        batches.close()
+        answers.close()
+        self.is_new = True
+
+    def send(self, content: str, files: Sequence[bytes]) -> None:
+        """Starts to decode a batch. If the process has ended, `receive` finds out."""
+        with suppress(BrokenPipeError):
+            self._batches.send_bytes(msgspec.msgpack.encode((content, files)))
+
+    def receive(self) -> list[Answer] | None:
+        """The answers to the batch; None if the process ended before."""
+        try:
+            packed = msgspec.msgpack.decode(self._answers.recv_bytes(), type=list[_Packed])
+        except (EOFError, OSError):  # OSError: it ended while it sent them
+            return None
+        self.is_new = False
+        return [_unpack(answer) for answer in packed]
+
+    def end(self, *, ending: bool = False) -> int:
+        """Ends the process, or waits for the end of one whose answers have ended; returns its exit status."""
+        if not ending:
+            self._process.kill()
+        try:
+            status = self._process.wait(_ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        self._batches.close()
+        self._answers.close()
+        return status
+
+
+_idle: dict[Limits, list[_Child]] = {}
+"""Processes that wait for the next decoder; a start takes 0.3 s of the processor."""
+
+
+@atexit.register
+def _end_idle() -> None:
+    for child in (child for children in _idle.values() for child in children):
+        child.end()
+
+
+class Decoder:
+    """A decoder of images or clips, batch by batch; use it as a context.
+
+    This process can do other work between `send` and `answers`.
+    """
+
+    def __init__(self, content: MediaContent, limits: Limits) -> None:
+        self._content = content.model_dump_json()
+        self._limits = limits
+        self._files: Sequence[bytes] = ()
+        self._child: _Child | None = None
+
+    def __enter__(self) -> "Decoder":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._child is not None and self._files:  # its answers are not wanted any more
+            self._child.end()
+        elif self._child is not None:
+            _idle.setdefault(self._limits, []).append(self._child)
+        self._child = None
+
+    def send(self, files: Sequence[bytes]) -> None:
+        """Starts to decode the bytes of files."""
+        self._files = files
+        if files:
+            self._started().send(self._content, files)
+
+    def answers(self) -> list[Answer]:
+        """The answer for each file of the batch, in order, without labels.
+
+        Raises:
+            OSError: the process was killed from outside, or cannot start.
+        """
+        files, answers = self._files, list[Answer]()
+        if files:
+            received = self._started().receive()
+            if received is None:  # one of the files has ended the process
+                self._end()
+                received = [self._alone(data) for data in files]
+            answers = received
+        self._files = ()
+        return answers
+
+    def _started(self) -> _Child:
+        if self._child is None:
+            idle = _idle.get(self._limits)
+            self._child = idle.pop() if idle else _Child(self._limits)
+        return self._child
+
+    def _end(self) -> int:
+        """The exit status of the process, which has ended."""
+        child, self._child = self._started(), None
+        return child.end(ending=True)
+
+    def _alone(self, data: bytes) -> Answer:
+        """The answer for one file, or the failure of one that ends its process.
+
+        Earlier files of a process must not decide, so such a file is tried again as the first of a new process.
+        """
+        while True:
+            child = self._started()
+            child.send(self._content, [data])
+            if answers := child.receive():
+                return answers[0]
+            is_new, status = child.is_new, self._end()
+            if status == -signal.SIGPROF:
+                return FAILED, TOO_SLOW, f"decoding it takes more than {self._limits.cpu_seconds:g} s of the processor"
+            if not is_new:
+                continue
+            if status == _OUT_OF_MEMORY:
+                return FAILED, TOO_MUCH_MEMORY, f"decoding it takes more than {self._limits.memory_mib} MiB of memory"
+            if -status in _CRASHES:
+                return FAILED, "undecodable", f"its decoder ended with {signal.Signals(-status).name}"
+            raise OSError(f"the process that decodes images and clips ended with status {status}; is memory short?")

@@ -1,0 +1,384 @@
+"""Text as UTF-8, and documents of lines, of whole files and of JSON Lines; long ones are cut at whitespace."""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from declutr.pipeline.readers.corpus import (
+    NO_TEXT,
+    Document,
+    Names,
+    ReadFailure,
+    Record,
+    Records,
+    failed,
+    missing,
+    unreadable,
+)
+from declutr.pipeline.readers.streams import CHUNK_BYTES, READ_ERRORS, Body, ByteStream
+
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # starts like UTF-16
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+_LARGEST_GROWTH = 2
+"""Largest growth: two bytes of UTF-16 become at most three of UTF-8."""
+_LEAST_BYTES = 4
+Buffer = bytes | bytearray | memoryview
+_SPACES = (b" ", b"\n", b"\t", b"\r")
+_CONTINUATION_BYTES = 3
+_WIDE_SHARE = 4
+"""A string is wide if at least one of this many characters is NUL."""
+
+
+def decode(raw: Buffer, source: str, offset: int) -> Record:
+    """A document of these bytes; a failure if they are not UTF-8 or hold NUL bytes, which text never does.
+
+    A byte order mark at the start of a file is removed.
+    """
+    try:
+        text = str(raw, "utf-8")
+    except UnicodeDecodeError as error:
+        return failed("invalid_utf8", source, offset, f"byte {error.start} of the document: {error.reason}")
+    if "\0" in text:
+        return nul_bytes(source, offset)
+    return Document(text.removeprefix("\ufeff") if offset == 0 else text, source, offset)
+
+
+def nul_bytes(source: str, offset: int) -> ReadFailure:
+    """The failure of a document with NUL bytes."""
+    message = "NUL bytes: UTF-16 or UTF-32 without a byte order mark (convert it to UTF-8), or no text at all"
+    return failed("nul_bytes", source, offset, message)
+
+
+def is_wide(text: str) -> bool:
+    """Returns True if a string has enough NUL characters to be UTF-16 or UTF-32 that was decoded as UTF-8."""
+    return "\0" in text and text.count("\0") * _WIDE_SHARE >= len(text)
+
+
+def cut(window: bytes | bytearray, max_bytes: int) -> int:
+    """Length of the first piece of bytes longer than `max_bytes`, in (0, max_bytes].
+
+    The cut is after the last whitespace, or between two characters if there is none.
+    """
+    last_space = max(window.rfind(space, 0, max_bytes) for space in _SPACES)
+    return last_space + 1 if last_space >= 0 else character_start(window, max_bytes)
+
+
+def character_start(window: bytes | bytearray, position: int) -> int:
+    """The last position up to this one at which a UTF-8 character can start; the position itself if none can."""
+    for start in range(position, max(0, position - _CONTINUATION_BYTES - 1), -1):
+        if window[start] & 0xC0 != 0x80:
+            return start
+    return position
+
+
+def documents(raw: Buffer, source: str, row: int, max_bytes: int) -> Records:
+    """The document of one row of a table, in pieces if longer than `max_bytes`; the offset is always the row."""
+    view = memoryview(raw)
+    start = 0
+    while len(view) - start > max_bytes:
+        # One byte beyond the limit shows whether the limit falls between two characters.
+        length = cut(bytes(view[start : start + max_bytes + 1]), max_bytes)
+        yield decode(view[start : start + length], source, row)
+        start += length
+    yield decode(view[start:], source, row)
+
+
+def encoding_of(head: bytes) -> str | None:
+    """The encoding of the byte order mark at the start of a file, unless it is UTF-8."""
+    return next((encoding for mark, encoding in _MARKS if head.startswith(mark)), None)
+
+
+def as_utf8(stream: ByteStream, encoding: str) -> ByteStream:
+    """The stream in UTF-8, without its byte order mark. Positions count from 0 in what it gives.
+
+    A lone surrogate becomes bytes that are not UTF-8, so that it affects only its document. If the bytes are not
+    characters, or end within one, the stream breaks off with an OSError.
+    """
+    stream.skip(len(next(mark for mark, name in _MARKS if name == encoding)))
+    decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
+
+    def read(num_bytes: int) -> bytes:
+        while True:
+            raw = stream.read(max(_LEAST_BYTES, num_bytes // _LARGEST_GROWTH))
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                raise OSError(f"no {encoding.upper()}, as the byte order mark says: {error.reason}") from error
+            if text or not raw:
+                return text.encode("utf-8", "surrogatepass")
+
+    return ByteStream(read, 0)
+
+
+def lines(
+    stream: ByteStream, stop: int, max_bytes: int, *, keep: bool = True
+) -> Iterator[tuple[bytes | bytearray, int, bool]]:
+    r"""Lines whose first byte is before `stop`, without their `\n`.
+
+    A line longer than `max_bytes` comes in pieces cut at whitespace, or, without `keep`, in empty pieces.
+
+    Yields:
+        Bytes (valid until the next iteration), position of the first byte, and True if the line continues.
+    """
+    buffer = bytearray()
+    start = stream.position
+    goes_on = False
+    while (goes_on or start < stop) and (chunk := stream.read(CHUNK_BYTES)):
+        begin = 0
+        if buffer or goes_on:
+            end = chunk.find(b"\n")
+            buffer += chunk if end < 0 else memoryview(chunk)[:end]
+            while len(buffer) > max_bytes:
+                length = cut(buffer, max_bytes) if keep else len(buffer)
+                yield buffer[:length] if keep else b"", start, True
+                del buffer[:length]
+                start += length
+                goes_on = True
+            if end < 0:
+                continue
+            begin = end + 1
+            line, buffer = buffer, bytearray()
+            yield line, start, False
+            start += len(line) + 1
+            goes_on = False
+        last = chunk.rfind(b"\n", begin)
+        if last >= 0:
+            for piece in chunk[begin:last].split(b"\n"):
+                if start >= stop:
+                    return
+                if len(piece) > max_bytes and keep:
+                    yield from _cut_line(piece, start, max_bytes)
+                else:
+                    yield piece, start, False
+                start += len(piece) + 1
+            begin = last + 1
+        buffer += memoryview(chunk)[begin:]
+    if goes_on or (buffer and start < stop):
+        yield from _cut_line(buffer, start, max_bytes if keep else len(buffer))
+
+
+def _cut_line(line: bytes | bytearray, start: int, max_bytes: int) -> Iterator[tuple[bytes | bytearray, int, bool]]:
+    """The pieces of a line that was read to its end, as `lines` yields them."""
+    done = 0
+    while len(line) - done > max_bytes:
+        length = cut(line[done : done + max_bytes + 1], max_bytes)
+        yield line[done : done + length], start + done, True
+        done += length
+    yield line[done:] if done else line, start + done, False  # a line of JSON is not copied
+
+
+def read_text(body: Body) -> Records:
+    """One document a line."""
+    offset = body.stream.position
+    try:
+        for raw, offset, _ in lines(body.stream, body.stop, body.rules.max_bytes):
+            yield decode(raw, body.source, offset)
+    except READ_ERRORS as error:
+        yield unreadable(error, body.source, offset)
+
+
+def read_text_file(body: Body) -> Records:
+    """One document a file. A file that breaks off gives a failure, not a truncated document."""
+    buffer, offset, max_bytes = bytearray(), 0, body.rules.max_bytes
+    try:
+        while chunk := body.stream.read(CHUNK_BYTES):
+            buffer += chunk
+            while len(buffer) > max_bytes:
+                length = cut(buffer, max_bytes)
+                yield decode(buffer[:length], body.source, offset)
+                del buffer[:length]
+                offset += length
+        yield decode(buffer, body.source, offset)
+    except READ_ERRORS as error:
+        yield unreadable(error, body.source, offset)
+
+
+MAX_HELD_BYTES = 1 << 29
+"""Largest content that is held in memory as a whole: a line of JSON, or a Parquet file in an archive."""
+
+_BOM = b"\xef\xbb\xbf"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_ESCAPE_BYTES = 6
+_CUT_BYTES = 2 * _ESCAPE_BYTES
+
+
+def json_lines(body: Body) -> Iterator[tuple[bytes | bytearray, int] | ReadFailure]:
+    """Lines whose first byte is before `stop`, with their positions; a line that is too long is one failure.
+
+    The bytes of a line are valid until the next iteration. If the stream breaks off, its rest is the last failure.
+    """
+    offset = body.stream.position
+    too_large = False
+    try:
+        for raw, offset, continues in lines(body.stream, body.stop, MAX_HELD_BYTES, keep=False):
+            if not (continues or too_large):
+                yield raw, offset
+                continue
+            if not too_large:
+                yield failed("too_large", body.source, offset, f"the line is longer than {MAX_HELD_BYTES >> 20} MiB")
+            too_large = continues
+    except READ_ERRORS as error:
+        yield unreadable(error, body.source, offset)
+
+
+def read_jsonl(body: Body) -> Records:
+    """One JSON object a line, with the text under the names of the rules."""
+    source, names, max_bytes = body.source, body.rules.text_names, body.rules.max_bytes
+    parse = _decoder(names, str if len(names) == 1 else str | None).decode
+    for line in json_lines(body):
+        if isinstance(line, ReadFailure):
+            yield line
+            continue
+        raw, offset = line
+        if len(raw) > max_bytes:
+            yield from _json_pieces(raw, source, offset, names, max_bytes)
+            continue
+        try:
+            text = _joined(msgspec.structs.astuple(parse(raw)), names)
+        except (ValueError, RecursionError):
+            yield _explained(bytes(raw), source, offset, names)
+        else:
+            yield nul_bytes(source, offset) if is_wide(text) else Document(text, source, offset)
+
+
+def _joined(values: Sequence[str | None], names: Names) -> str:
+    """The text of the values under these keys, empty ones and null left out.
+
+    Raises:
+        ValueError: all are null.
+    """
+    if all(value is None for value in values):
+        raise ValueError(f"no text under {' and '.join(map(repr, names))}: null")
+    return "\n".join(filter(None, values))
+
+
+@lru_cache
+def _decoder(names: Names, kind: Any) -> Any:
+    """A decoder of JSON objects to the values under `names`, in order; other keys are checked and ignored."""
+    fields = [f"value{number}" for number in range(len(names))]
+    struct = msgspec.defstruct("Line", [(name, kind) for name in fields], rename=dict(zip(fields, names, strict=True)))
+    return msgspec.json.Decoder(struct)
+
+
+def _explained(line: bytes, source: str, offset: int, names: Names) -> Record:
+    """The record of a line that msgspec refused, read with Python's json, which allows NaN and explains errors.
+
+    A blank line is an empty document, so that totals close.
+    """
+    record, value = explained_object(line, source, offset, names[0])
+    if value is None:
+        return record
+    if problem := missing(names, sorted(value), "key"):
+        return failed(NO_TEXT, source, offset, problem)
+    values = [value[name] for name in names]
+    for name, part in zip(names, values, strict=True):
+        if not isinstance(part, str) and (part is not None or not any(values)):
+            return _no_text(source, offset, name, f"it is {json_kind(json.dumps(part)[:1])}")
+    text = _joined(values, names)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # an escaped lone surrogate is valid JSON, but not Unicode text
+        return failed("invalid_utf8", source, offset, error.reason)
+    return Document(text, source, offset)
+
+
+def explained_object(line: bytes, source: str, offset: int, text_field: str) -> tuple[Record, dict[str, Any] | None]:
+    """The JSON object of a line, read with Python's json; None, and the failure or blank document, if it is none."""
+    record = decode(line, source, offset)
+    if isinstance(record, ReadFailure) or not record.text.strip():
+        return record, None
+    try:
+        value = json.loads(record.text, parse_int=float)  # Python would refuse a number of 5,000 digits
+    except (ValueError, RecursionError) as error:
+        return failed("invalid_json", source, offset, str(error)), None
+    if not isinstance(value, dict):
+        problem = f"the line is {json_kind(record.text.strip()[:1])}, not an object"
+        return _no_text(source, offset, text_field, problem), None
+    return record, value
+
+
+def json_kind(start: str) -> str:
+    """The kind of JSON value that starts with this character."""
+    return {"n": "null", "t": "true", "f": "false", "[": "a list", "{": "an object", '"': "a string"}.get(
+        start, "a number"
+    )
+
+
+def _no_text(source: str, offset: int, text_field: str, problem: str) -> ReadFailure:
+    return failed(NO_TEXT, source, offset, f"no text under {text_field!r}: {problem}"[:200])
+
+
+def _json_pieces(line: Buffer, source: str, offset: int, names: Names, max_bytes: int) -> Records:
+    """The document of a long line, unescaped piece by piece, so that memory holds the line once, as bytes.
+
+    The offset of a piece is its place in the file; that of a later piece of joined texts only lies within the line.
+    """
+    whole = line
+    if offset == 0 and line[:3] == _BOM:
+        line = memoryview(line)[3:]
+    try:
+        raws = msgspec.structs.astuple(_decoder(names, msgspec.Raw).decode(line))
+    except msgspec.ValidationError as error:
+        yield _no_text(source, offset, " and ".join(names), str(error))
+        return
+    except (ValueError, RecursionError) as error:
+        reason = "invalid_utf8" if _SURROGATE.search(line) else "invalid_json"
+        yield failed(reason, source, offset, str(error))
+        return
+    strings = []
+    for name, string in zip(names, [memoryview(raw) for raw in raws], strict=True):
+        quote = string[:1].tobytes()
+        if quote == b'"':
+            strings.append(string[1:-1])
+        elif quote != b"n" or len(names) == 1 or (name == names[-1] and not strings):
+            yield _no_text(source, offset, name, f"it is {json_kind(quote.decode('latin-1'))}")
+            return
+    string = strings[0] if len(names) == 1 else memoryview(b"\\n".join(part for part in strings if len(part)))
+    first = _address(string) - _address(whole) if len(names) == 1 else 0
+    start = 0
+    while start < len(string) or start == 0:
+        window = bytes(string[start : start + max_bytes + 1])
+        length = len(window) if len(window) <= max_bytes else _json_cut(window, max_bytes)
+        at = offset if start == 0 else offset + first + start
+        try:
+            text = msgspec.json.decode(b'"' + window[:length] + b'"', type=str)
+            yield nul_bytes(source, at) if is_wide(text) else Document(text, source, at)
+        except ValueError as error:
+            yield failed("invalid_utf8", source, at, str(error))
+        start += max(1, length)
+
+
+def _address(buffer: Buffer) -> int:
+    """Memory address of the first byte, to find the offset of msgspec's view within the line."""
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]) if len(buffer) else 0
+
+
+def _json_cut(raw: bytes, max_bytes: int) -> int:
+    r"""Length of the first piece of an escaped string; it ends after a space, else between escapes and characters."""
+    space = raw.rfind(b" ", 0, max_bytes)
+    if space >= 0:
+        return space + 1
+    end = character_start(raw, max_bytes)
+    last = raw.rfind(b"\\", max(0, end - _CUT_BYTES), end)
+    first = last
+    while first > 0 and raw[first - 1] == ord("\\"):
+        first -= 1
+    if last < 0 or (last - first) % 2 == 1:  # no escape nearby, or the last backslash is itself escaped
+        return end
+    length = _ESCAPE_BYTES if raw[last + 1 : last + 2] == b"u" else 2
+    escape = raw[last : last + 4].lower()
+    if last + length <= end and not escape.startswith((b"\\ud8", b"\\ud9", b"\\uda", b"\\udb")):
+        return end
+    before = raw[last - _ESCAPE_BYTES : last - 2].lower() if last >= _ESCAPE_BYTES else b""
+    pair = last + length > end and before.startswith((b"\\ud8", b"\\ud9", b"\\uda", b"\\udb"))
+    return (last - _ESCAPE_BYTES if pair else last) or end

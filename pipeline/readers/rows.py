@@ -1,0 +1,309 @@
+"""From the values of one row to its record: a text, several fields, or an image or clip.
+
+Each kind of row is a class. The containers of tables.py read only its columns, and give it their values row by row.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from declutr.pipeline.readers.corpus import (
+    MIB,
+    NO_TEXT,
+    Blob,
+    Fields,
+    Keys,
+    ReadFailure,
+    Record,
+    Records,
+    Rules,
+    Value,
+    failed,
+    joined,
+    missing,
+)
+from declutr.pipeline.readers.lines import (
+    decode,
+    documents,
+    explained_object,
+    is_wide,
+    json_kind,
+    json_lines,
+    nul_bytes,
+)
+from declutr.pipeline.readers.streams import Body
+
+MISSING_KEY = "missing_key"
+NO_COLUMN = "no_column"
+_DICTIONARY_ROWS = 32
+"""Rows of a batch of a dictionary column; each batch holds the whole dictionary."""
+_FIELD_ROWS = 32
+_SHOWN_CHARACTERS = 300
+_TEXTS = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+"""Types of text, with the type that has the same bytes and does not promise UTF-8."""
+
+
+def as_bytes(column: pa.Array) -> pa.Array:
+    """Texts as bytes, so that one text that is not UTF-8 does not affect the others.
+
+    Raises:
+        pa.ArrowException: the column's offsets or indices point outside its data.
+    """
+    if pa.types.is_dictionary(column.type):
+        # Never decoded as a whole, because a few large texts of a dictionary may stand for any number of rows.
+        column = pa.DictionaryArray.from_arrays(column.indices, as_bytes(column.dictionary), safe=False)
+    elif column.type in _TEXTS:
+        column = column.view(_TEXTS[column.type])
+    column.validate(full=True)
+    return column
+
+
+class TextRows:
+    """Rows with a text, in one column or in several that are joined."""
+
+    setting = "corpus.text_field"
+    no_column = NO_TEXT
+
+    def __init__(self, rules: Rules) -> None:
+        self.names = rules.text_names
+        self._max_bytes = rules.max_bytes
+        self.shown = self.names[0] if len(self.names) == 1 else f"[{', '.join(self.names)}]"
+        """The names as the setting takes them."""
+
+    def problem(self, schema: pa.Schema) -> str | None:
+        """The problem of a table as a source of texts; None if it has the text columns."""
+        if problem := missing(self.names, schema.names):
+            return problem
+        for name in self.names:
+            if schema.names.count(name) > 1:
+                return f"{schema.names.count(name)} columns {name!r}"
+            kind = schema.field(name).type
+            if (kind.value_type if pa.types.is_dictionary(kind) else kind) not in (*_TEXTS, *_TEXTS.values()):
+                return f"column {name!r} is of type {kind}, not text"
+        return None
+
+    def batch_rows(self, schema: pa.Schema) -> int:
+        """Rows to read at a time: memory holds a page and a text, or a dictionary and a few texts."""
+        return _DICTIONARY_ROWS if any(pa.types.is_dictionary(schema.field(name).type) for name in self.names) else 1
+
+    def of_batch(self, batch: pa.RecordBatch, source: str, first_row: int) -> Records:
+        """The documents of a batch, with the row as offset; a row of nulls gives a failure.
+
+        Raises:
+            pa.ArrowException: a column's offsets or indices point outside its data.
+        """
+        columns = [_texts(as_bytes(batch.column(name))) for name in self.names]
+        for row, values in enumerate(zip(*columns, strict=True), first_row):
+            texts = [value.as_buffer() for value in values if value is not None and value.is_valid]
+            if texts:
+                text = texts[0] if len(columns) == 1 else joined(map(bytes, texts))
+                yield from documents(text, source, row, self._max_bytes)
+            else:
+                yield failed(NO_TEXT, source, row, "the text is null")
+
+    def header_problem(self, header: Sequence[str]) -> str | None:
+        """The problem of the header of a delimited file."""
+        return missing(self.names, header)
+
+    def is_cut(self, fields: list[str], header: list[str], columns: list[int]) -> bool:
+        """Returns True for a row whose text may be cut by a delimiter."""
+        return len(fields) <= max(columns) or any(field.strip() for field in fields[len(header) :])
+
+    def of_row(self, values: list[bytes], source: str, row: int) -> Records:
+        """The documents of a row of a delimited file; no values are an empty document, so that totals close."""
+        return documents(joined(values), source, row, self._max_bytes)
+
+
+def _texts(column: pa.Array) -> Any:
+    """The values of a column as scalars of bytes, or None."""
+    if not pa.types.is_dictionary(column.type):
+        return column
+    texts = column.dictionary
+    return (None if place is None else texts[place] for place in column.indices.to_pylist())
+
+
+class FieldRows:
+    """Rows with several values.
+
+    A missing key, a value that is neither text nor a whole number, and damaged text are failures of their row.
+    """
+
+    setting = "content"
+    no_column = MISSING_KEY
+
+    def __init__(self, rules: Rules) -> None:
+        self.keys, self._max_bytes = rules.keys, rules.max_bytes
+        self.names = tuple(rules.keys.values())
+
+    def problem(self, schema: pa.Schema) -> str | None:
+        """A problem of a table as a source of these values; None if it has one column for each."""
+        return self.header_problem(schema.names)
+
+    def batch_rows(self, _: pa.Schema) -> int:
+        """Rows to read at a time."""
+        return _FIELD_ROWS
+
+    def of_batch(self, batch: pa.RecordBatch, source: str, first_row: int) -> Records:
+        """The values of the rows of a batch."""
+        columns = [as_bytes(batch.column(name)) for name in self.names]
+        for place in range(batch.num_rows):
+            yield from self.of_row([column[place].as_py() for column in columns], source, first_row + place)
+
+    def header_problem(self, header: Sequence[str]) -> str | None:
+        """The problem of the header of a delimited file."""
+        return None if all(header.count(name) == 1 for name in self.names) else missing_key(self.keys, header)
+
+    def is_cut(self, fields: list[str], header: list[str], _: list[int]) -> bool:
+        """Returns True for a row of another length than the header: a quote is open or a field is cut."""
+        return len(fields) != len(header)
+
+    def of_row(self, values: list[Any], source: str, row: int) -> Records:
+        """The record of values whose texts are bytes; no values are a blank line."""
+        texts: list[Any] = []
+        for value in values:
+            # Only the header of a file can start with a byte order mark, so no row has the offset 0 here.
+            record = decode(value, source, -1) if isinstance(value, bytes) else None
+            if isinstance(record, ReadFailure):
+                yield record.model_copy(update={"offset": row})
+                return
+            texts.append(value if record is None else record.text)
+        yield self.of_values(texts, source, row) if values else Fields("", source, row, ())
+
+    def of_values(self, values: Sequence[Any], source: str, offset: int) -> Record:
+        """The record of a row; a failure if a value is no text, whole number or null."""
+        good: list[Value] = []
+        for (setting, name), value in zip(self.keys.items(), values, strict=True):
+            shown = f"the value of {name!r} ({setting})"
+            if isinstance(value, float) and value.is_integer():  # explained_object reads numbers as floats
+                value = int(value)
+            if isinstance(value, bool) or not isinstance(value, (str, int, type(None))):
+                kind = "t" if isinstance(value, bool) else {dict: "{", list: "["}.get(type(value), "0")
+                return failed("not_text", source, offset, f"{shown} is {json_kind(kind)}, not text")
+            if isinstance(value, str):
+                try:
+                    size = len(value.encode())
+                except UnicodeEncodeError as error:  # an escaped lone surrogate is valid JSON, but not Unicode text
+                    return failed("invalid_utf8", source, offset, error.reason)
+                if size > self._max_bytes:
+                    message = f"{shown} has {size} bytes, more than corpus.max_document_mib"
+                    return failed("too_large", source, offset, message)
+                if is_wide(value):
+                    return nul_bytes(source, offset)
+            good.append(value)
+        return Fields("", source, offset, tuple(good))
+
+
+def missing_key(keys: Keys, columns: Any) -> str:
+    """The message on a row without one of the keys, or with two columns of that name."""
+    names = list(columns)
+    setting, name = next(((s, n) for s, n in keys.items() if names.count(n) != 1), ("", ""))
+    what = "more than one" if name in names else "no"
+    message = f"{what} key {name!r}; found {sorted(map(str, names))}; set {setting} to one of them"
+    if len(message) > _SHOWN_CHARACTERS:
+        message = f"{what} key {name!r}; set {setting} to one of {sorted(map(str, names))}"[:_SHOWN_CHARACTERS]
+    return message
+
+
+def read_json_fields(body: Body) -> Records:
+    """The values of one JSON object a line."""
+    rows, source = FieldRows(body.rules), body.source
+    fields: list[Any] = [(f"value{number}", Any, msgspec.UNSET) for number in range(len(rows.names))]
+    renamed = {f"value{number}": name for number, name in enumerate(rows.names)}
+    parse = msgspec.json.Decoder(msgspec.defstruct("Line", fields, rename=renamed)).decode
+    for line in json_lines(body):
+        if isinstance(line, ReadFailure):
+            yield line
+            continue
+        raw, offset = line
+        try:
+            values = msgspec.structs.astuple(parse(raw))
+        except (ValueError, RecursionError):
+            record, json_object = explained_object(bytes(raw), source, offset, rows.names[0])
+            if json_object is None:
+                yield record if isinstance(record, ReadFailure) else Fields("", source, offset, ())
+                continue
+            values = tuple(json_object.get(name, msgspec.UNSET) for name in rows.names)
+        if msgspec.UNSET in values:
+            _, json_object = explained_object(bytes(raw), source, offset, rows.names[0])
+            yield failed(MISSING_KEY, source, offset, missing_key(rows.keys, json_object or {}))
+        else:
+            yield rows.of_values(values, source, offset)
+
+
+class BlobRows:
+    """Rows with the bytes of an image or a clip, and its label if there is a label column."""
+
+    no_column = NO_COLUMN
+
+    def __init__(self, rules: Rules) -> None:
+        assert rules.blobs is not None
+        self.setting, self._column, self._label_column = (
+            rules.blobs.setting,
+            rules.blobs.column,
+            rules.blobs.label_column,
+        )
+        self._max_bytes, self.names, self.shown = rules.max_bytes, (self._column,), self._column
+        self._class_names: list[str] = []
+
+    def problem(self, schema: pa.Schema) -> str | None:
+        """The problem of a table as a source of images or clips; None if it has a column of bytes."""
+        column = self._column
+        if schema.names.count(column) != 1:
+            return f"no column {column!r} (or more than one); found {schema.names}"[:200]
+        kind = schema.field(column).type
+        if pa.types.is_struct(kind):
+            names = [kind.field(number).name for number in range(kind.num_fields)]
+            kind = kind.field("bytes").type if names.count("bytes") == 1 else kind
+        is_bytes = kind in (pa.binary(), pa.large_binary(), pa.binary_view())
+        return None if is_bytes else f"column {column!r} is of type {kind}, not bytes or a struct with bytes"
+
+    def batch_rows(self, schema: pa.Schema) -> int:
+        """One row at a time, so that memory holds a page and an image. Looks for the label column, too."""
+        self._class_names = class_names(schema, self._label_column)
+        if schema.names.count(self._label_column) == 1:
+            self.names = (self._column, self._label_column)
+        return 1
+
+    def of_batch(self, batch: pa.RecordBatch, source: str, first_row: int) -> Records:
+        """The images or clips of a batch. An empty label stays empty: the path does not name the class of a row."""
+        labelled = len(self.names) > 1
+        for place in range(batch.num_rows):
+            label = batch.column(1)[place].as_py() if labelled else None
+            record = self._row(batch.column(0)[place].as_py(), label, source, first_row + place)
+            yield replace(record, label="") if labelled and isinstance(record, Blob) and not record.label else record
+
+    def _row(self, value: Any, label: Any, source: str, row: int) -> Record:
+        """The image or clip of a row, or its failure."""
+        data, names = value.get("bytes") if isinstance(value, dict) else value, self._class_names
+        if data is None:
+            return failed("null", source, row, "its bytes are null (a file that it names by a path is not opened)")
+        if len(data) > self._max_bytes:
+            limit = f"corpus.max_document_mib = {self._max_bytes / MIB:g} MiB"
+            return failed("too_large", source, row, f"it has {len(data)} bytes, more than {limit}")
+        if isinstance(label, int) and not isinstance(label, bool):
+            label = names[label] if 0 <= label < len(names) else str(label) if label >= 0 else None
+        if label is not None and not isinstance(label, str):
+            message = f"a label of type {type(label).__name__}, not text or a whole number"
+            return failed("bad_label", source, row, message)
+        return Blob("", source, row, data, label)
+
+
+def class_names(schema: pa.Schema, column: str) -> list[str]:
+    """Names of the classes of a label column, from the metadata that `datasets` writes; none if there are none."""
+    try:
+        names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][column]["names"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return []
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+Rows = TextRows | FieldRows | BlobRows
+
+
+def rows_of(rules: Rules) -> Rows:
+    """The kind of rows of a corpus."""
+    return BlobRows(rules) if rules.blobs else FieldRows(rules) if rules.keys else TextRows(rules)

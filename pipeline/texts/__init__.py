@@ -1,1 +1,0 @@
-"""Rows of short texts: sentences, premises with their hypotheses, triples."""
