@@ -17,8 +17,12 @@ from declutr.common.config import Strict
 from declutr.common.errors import missing_extra
 from declutr.common.paths import expand
 from declutr.common.storage import hash_file
-from declutr.pipeline.filters.contamination import Contamination, ContaminationIndex
-from declutr.pipeline.filters.evaluation_sets import contamination_problems, hash_sets
+from declutr.pipeline.filters.evaluation_sets import (
+    Contamination,
+    ContaminationIndex,
+    contamination_problems,
+    hash_sets,
+)
 from declutr.pipeline.filters.gopher import Drop, GopherQuality, GopherRepetition, quality_drop, repetition_drop
 from declutr.pipeline.filters.lines import Boilerplate, BoilerplateRemover, C4Rules, c4_lines, c4_page, c4_problems
 from declutr.pipeline.filters.words import hash_words

@@ -59,19 +59,15 @@ def quality_drop(text: str, words: WordHashes, lines: list[str], config: GopherQ
     mean = float(words.lengths.sum()) / num_words
     if not _within(mean, config.min_mean_word_characters, config.max_mean_word_characters):
         return "gopher_word_length", f"{mean:.2f} characters a word"
-    if config.max_symbols_per_word is not None:
-        ratio = max(text.count("#"), sum(map(text.count, _ELLIPSES))) / num_words
-        if ratio > config.max_symbols_per_word:
-            return "gopher_symbols", f"{ratio:.3f} symbols a word"
-    num_lines = max(1, len(lines))
-    if config.max_bullet_lines is not None:
-        share = sum(line[0] in _BULLETS for line in lines) / num_lines
-        if share > config.max_bullet_lines:
-            return "gopher_bullets", f"{share:.3f} of the lines"
-    if config.max_ellipsis_lines is not None:
-        share = sum(line.endswith(_ELLIPSES) for line in lines) / num_lines
-        if share > config.max_ellipsis_lines:
-            return "gopher_ellipses", f"{share:.3f} of the lines"
+    symbols = max(text.count("#"), sum(map(text.count, _ELLIPSES)))
+    bullets, ellipses = (sum(line[0] in _BULLETS for line in lines), sum(line.endswith(_ELLIPSES) for line in lines))
+    for name, limit, count, total, unit in (
+        ("symbols", config.max_symbols_per_word, symbols, num_words, "symbols a word"),
+        ("bullets", config.max_bullet_lines, bullets, max(1, len(lines)), "of the lines"),
+        ("ellipses", config.max_ellipsis_lines, ellipses, max(1, len(lines)), "of the lines"),
+    ):
+        if limit is not None and count / total > limit:
+            return f"gopher_{name}", f"{count / total:.3f} {unit}"
     if config.min_words_with_letter is not None:
         share = int(words.with_letter.sum()) / num_words
         if share < config.min_words_with_letter:

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from declutr.pipeline.filters import evaluation_sets
-from declutr.pipeline.filters.contamination import Contamination, ContaminationIndex
 from declutr.pipeline.filters.document_filter import DocumentFilter, FilterResult, FiltersConfig, fingerprints, problems
-from declutr.pipeline.filters.evaluation_sets import build_index
+from declutr.pipeline.filters.evaluation_sets import Contamination, ContaminationIndex, build_index
 from declutr.pipeline.filters.words import folded_words
 
 LONG = "The quick, brown fox -- they say -- jumps over the lazy dog's back; and then it isn't seen again!"
@@ -135,8 +134,9 @@ def test_the_index_is_the_same_bytes_again_and_another_version_is_refused(sets, 
     for name in ("one", "two"):
         build_index(config, tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    monkeypatch.setattr(evaluation_sets, "SCHEMA_VERSION", "0")
-    build_index(config, tmp_path / "old")
+    with monkeypatch.context() as older:
+        older.setattr(evaluation_sets, "SCHEMA_VERSION", "0")
+        build_index(config, tmp_path / "old")
     with pytest.raises(ValueError, match="built again"):
         ContaminationIndex(tmp_path / "old")
     with pytest.raises(ValueError, match="give the index"):
