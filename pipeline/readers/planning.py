@@ -129,7 +129,7 @@ def _column_problem(file: Input, rules: Rules, problem: str) -> str:
     rows = rows_of(rules)
     assert not isinstance(rows, FieldRows)
     remedy = "; name another one, or several to join" if isinstance(rows, TextRows) else ""
-    return f"{rows.setting} = {rows.shown}: {file.path}: {problem}{remedy}"
+    return f"{rows.setting} = {rows.setting_value}: {file.path}: {problem}{remedy}"
 
 
 def _cut_arrow(file: Input, opened: BinaryIO, rules: Rules, part_bytes: int) -> Cut:

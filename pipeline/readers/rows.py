@@ -71,8 +71,8 @@ class TextRows:
     def __init__(self, rules: Rules) -> None:
         self.names = rules.text_names
         self._max_bytes = rules.max_bytes
-        self.shown = self.names[0] if len(self.names) == 1 else f"[{', '.join(self.names)}]"
-        """The names as the setting takes them."""
+        self.setting_value = self.names[0] if len(self.names) == 1 else f"[{', '.join(self.names)}]"
+        """The names as the setting has them."""
 
     def problem(self, schema: pa.Schema) -> str | None:
         """The problem of a table as a source of texts; None if it has the text columns."""
@@ -177,19 +177,19 @@ class FieldRows:
         """The record of a row; a failure if a value is no text, whole number or null."""
         good: list[Value] = []
         for (setting, name), value in zip(self.keys.items(), values, strict=True):
-            shown = f"the value of {name!r} ({setting})"
+            subject = f"the value of {name!r} ({setting})"
             if isinstance(value, float) and value.is_integer():  # explained_object reads numbers as floats
                 value = int(value)
             if isinstance(value, bool) or not isinstance(value, (str, int, type(None))):
                 kind = "t" if isinstance(value, bool) else {dict: "{", list: "["}.get(type(value), "0")
-                return failed("not_text", source, offset, f"{shown} is {json_kind(kind)}, not text")
+                return failed("not_text", source, offset, f"{subject} is {json_kind(kind)}, not text")
             if isinstance(value, str):
                 try:
                     size = len(value.encode())
                 except UnicodeEncodeError as error:  # an escaped lone surrogate is valid JSON, but not Unicode text
                     return failed("invalid_utf8", source, offset, error.reason)
                 if size > self._max_bytes:
-                    message = f"{shown} has {size} bytes, more than corpus.max_document_mib"
+                    message = f"{subject} has {size} bytes, more than corpus.max_document_mib"
                     return failed("too_large", source, offset, message)
                 if is_wide(value):
                     return nul_bytes(source, offset)
@@ -246,7 +246,7 @@ class BlobRows:
             rules.blobs.column,
             rules.blobs.label_column,
         )
-        self._max_bytes, self.names, self.shown = rules.max_bytes, (self._column,), self._column
+        self._max_bytes, self.names, self.setting_value = rules.max_bytes, (self._column,), self._column
         self._class_names: list[str] = []
 
     def problem(self, schema: pa.Schema) -> str | None:

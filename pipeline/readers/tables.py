@@ -43,7 +43,9 @@ def read_parquet(body: Body, file: BinaryIO | pa.NativeFile, groups: range | Non
             first = sum(sizes[: groups.start])
             total = sum(sizes[groups.start : groups.stop])
             if problem := rows.problem(schema):
-                problem = f"{rows.setting} = {rows.shown!r}: {problem}" if isinstance(rows, BlobRows) else problem
+                problem = (
+                    f"{rows.setting} = {rows.setting_value!r}: {problem}" if isinstance(rows, BlobRows) else problem
+                )
                 yield from lost_rows(rows.no_column, source, first, total, problem)
                 return
             batch_rows = rows.batch_rows(schema)
