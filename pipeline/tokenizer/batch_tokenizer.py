@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from declutr.pipeline.tokenizer.bytelevel import ByteLevelBPE
-from declutr.pipeline.tokenizer.wordpiece import WordTable
+from declutr.pipeline.tokenizer.fast_engines import ByteLevelBPE, WordTable
 
 EngineName = Literal["tiktoken", "wordpiece", "tokenizers"]
 Ids = NDArray[np.uint32]

@@ -12,9 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from declutr.common import seeding
 from declutr.common.config import Strict
 from declutr.common.errors import ConfigError
-from declutr.pipeline.tokenizer import bytelevel, wordpiece
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer, EngineName, batches, parse
-from declutr.pipeline.tokenizer.bytelevel import byte_letters
+from declutr.pipeline.tokenizer.fast_engines import byte_letters, bytelevel_obstacle, wordpiece_obstacle
 from declutr.pipeline.tokenizer.tokenization import EngineSetting
 
 _CHARACTERS_AT_ONCE = 200_000
@@ -69,7 +68,7 @@ def choose_engine(folder: Path, setting: EngineSetting, sample: Iterable[str] = 
     parsed = parse(backend)
     name: EngineName = "wordpiece" if parsed["model"]["type"] == "WordPiece" else "tiktoken"
     name = name if setting == "auto" else setting
-    reason = wordpiece.obstacle(parsed) if name == "wordpiece" else bytelevel.obstacle(backend, parsed)
+    reason = wordpiece_obstacle(parsed) if name == "wordpiece" else bytelevel_obstacle(backend, parsed)
     if reason is None and name == "tiktoken" and (version("tiktoken"), version("tokenizers")) not in _AGREEING:
         reason = disagreement_of_patterns()
     if reason is None:

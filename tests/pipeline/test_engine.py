@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from vocabularies import SPECIALS, wordpiece_backend
 
 from declutr.common.errors import ConfigError
-from declutr.pipeline.tokenizer import bytelevel, engine, wordpiece
+from declutr.pipeline.tokenizer import engine, fast_engines
 from declutr.pipeline.tokenizer.batch_tokenizer import BatchTokenizer
 from declutr.pipeline.tokenizer.engine import choose_engine, difficult_texts, disagreement
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer
@@ -111,7 +111,7 @@ def test_each_faster_engine_is_chosen_for_its_own_kind_alone(folder, tmp_path):
 def test_the_installed_tables_of_unicode_agree_and_another_is_seen(folder, monkeypatch):
     assert engine.disagreement_of_patterns() is None
     for name in ("_SINGLE_SPACES", "_ANY_SPACES"):
-        monkeypatch.setattr(bytelevel, name, getattr(bytelevel, name).replace(r"\p{N}", r"\p{Nd}"))
+        monkeypatch.setattr(fast_engines, name, getattr(fast_engines, name).replace(r"\p{N}", r"\p{Nd}"))
     monkeypatch.setattr(engine, "_AGREEING", set())
     engine.disagreement_of_patterns.cache_clear()
     try:
@@ -124,14 +124,14 @@ def test_the_installed_tables_of_unicode_agree_and_another_is_seen(folder, monke
 
 def test_a_sample_that_differs_decides(folder, monkeypatch):
     """A fault that no other check can see: one id of the table is wrong."""
-    build = bytelevel.ByteLevelBPE.__init__
+    build = fast_engines.ByteLevelBPE.__init__
 
     def faulty(self, parsed):
         build(self, parsed)
         self._ids[-1] = 5
 
     last = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"][-1]
-    monkeypatch.setattr(bytelevel.ByteLevelBPE, "__init__", faulty)
+    monkeypatch.setattr(fast_engines.ByteLevelBPE, "__init__", faulty)
     choice = choose_engine(folder, "auto", ["".join(last).replace("Ġ", " ")])
     assert choice.engine == "tokenizers"
     says(choice.reason, "ids differ")
@@ -247,14 +247,14 @@ def test_long_texts_are_cut_where_nothing_changes(pair, monkeypatch):
     texts = ["one  two \n three\n\n playing it's e\u0301 " * 20, "x" * 300, "  " * 50, ""]
     texts += ["東京は日本の首都。人口は一千四百万人" * 30, "e\u0301.\u0301東\u0301京 " * 30]
     expected = [ids.tolist() for ids in reference.encode(texts)]
-    monkeypatch.setattr(wordpiece, "_CHARACTERS_AT_ONCE", 7)
+    monkeypatch.setattr(fast_engines, "_CHARACTERS_AT_ONCE", 7)
     assert [ids.tolist() for ids in fast.encode(texts)] == expected
 
 
 def test_the_table_is_bounded_and_right_when_it_begins_anew(monkeypatch):
     backend = build(**KINDS[0])
     reference, fast = BatchTokenizer(Tokenizer.from_str(backend.to_str())), BatchTokenizer(backend, "wordpiece")
-    monkeypatch.setattr(wordpiece, "_MOST_PIECES", 50)
+    monkeypatch.setattr(fast_engines, "_MOST_PIECES", 50)
     texts = [" ".join(f"w{number}{letter}" for letter in LETTERS) for number in range(20)]
     assert disagreement(reference, fast, [*texts, "z" * 200, *texts]) is None
     assert len(fast._fast._pieces) <= 50
@@ -262,8 +262,8 @@ def test_the_table_is_bounded_and_right_when_it_begins_anew(monkeypatch):
 
 
 def test_a_sample_that_differs_decides_on_wordpiece(tmp_path, monkeypatch):
-    missing = wordpiece._Pieces.__missing__
-    monkeypatch.setattr(wordpiece._Pieces, "__missing__", lambda self, p: missing(self, p) * (1 + (p == "qqzz")))
+    missing = fast_engines._Pieces.__missing__
+    monkeypatch.setattr(fast_engines._Pieces, "__missing__", lambda self, p: missing(self, p) * (1 + (p == "qqzz")))
     build(**KINDS[0]).save(str(tmp_path / "tokenizer.json"))
     choice = choose_engine(tmp_path, "auto", ["all equal", "a qqzz"])
     assert choice.engine == "tokenizers"
