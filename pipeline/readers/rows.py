@@ -240,13 +240,11 @@ class BlobRows:
     no_column = NO_COLUMN
 
     def __init__(self, rules: Rules) -> None:
-        assert rules.blobs is not None
-        self.setting, self._column, self._label_column = (
-            rules.blobs.setting,
-            rules.blobs.column,
-            rules.blobs.label_column,
-        )
-        self._max_bytes, self.names, self.setting_value = rules.max_bytes, (self._column,), self._column
+        blobs = rules.blobs
+        assert blobs is not None
+        self.setting, self._label_column, self._max_bytes = blobs.setting, blobs.label_column, rules.max_bytes
+        self._column = self.setting_value = blobs.column
+        self.names: tuple[str, ...] = (blobs.column,)
         self._class_names: list[str] = []
 
     def problem(self, schema: pa.Schema) -> str | None:

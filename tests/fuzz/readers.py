@@ -2,22 +2,23 @@
 
     python tests/fuzz/readers.py --inputs 100000 --seed 0
 
-Input i of a seed is always the same bytes. Batches run in processes of their own, so that a crash of a C library or a
-hang is seen, and named by its input: `--only I` reads that one alone in this process.
+Input i of a seed is always the same bytes. They are read in another process, so that a crash of a C library or a hang
+is seen, and named by its input: `--only I` reads that one alone in this process.
 """
 
 import argparse
 import json
-import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
@@ -32,7 +33,6 @@ from declutr.pipeline.shards.content import TRIPLE_LABELS, AnyContent
 from declutr.pipeline.texts import TextRow
 
 SECONDS_PER_INPUT = 10
-BATCH_INPUTS = 1000
 _UNITS_MIB = (64.0, 0.001)
 CONTENTS = {"documents": {"kind": "documents"}, "pairs": {"kind": "pairs"}}
 CONTENTS |= {"triples": {"kind": "triples", "premise": "premise", "entailment": "hypothesis", "contradiction": "label"}}
@@ -117,54 +117,37 @@ def _check_lines(large: list, small: list, plain: bytes | None, base: str) -> No
         assert len(large) == lines or any(len(line) > 1000 for line in plain.split(b"\n")), (len(large), lines)
 
 
-def batch(seed: int, start: int, stop: int) -> dict[str, object]:
-    """Reads inputs [start, stop) in this process; what it prints before each tells the parent where it died."""
+def read_one(seed: int, number: int) -> tuple[Counter[str], str | None, float, int]:
+    """Counts of the records of an input, or an error; seconds, and the largest memory of this process in MiB."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process even inside a C library
-    counts: Counter[str] = Counter()
-    slowest = (0.0, start)
-    errors = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(start, stop):
-            os.write(1, f"{number}\n".encode())
-            signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_INPUT)
-            began = time.perf_counter()
-            try:
-                counts.update(read(seed, number, Path(folder)))
-            except Exception:  # noqa: BLE001 - what the fuzzer is looking for
-                errors.append({"input": number, "error": traceback.format_exc(limit=-4)})
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            slowest = max(slowest, (time.perf_counter() - began, number))
-            for path in Path(folder).iterdir():
-                path.unlink()
+    signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_INPUT)
+    began, counts, error = time.perf_counter(), Counter[str](), None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            counts = read(seed, number, Path(folder))
+    except Exception:  # noqa: BLE001 - what the fuzzer is looking for
+        error = traceback.format_exc(limit=-4)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    return {"counts": counts, "slowest": slowest, "errors": errors, "peak_mib": peak_mib}
+    return counts, error, time.perf_counter() - began, peak_mib
 
 
 def fuzz(seed: int, inputs: int) -> dict[str, object]:
-    """Reads that many inputs in processes of their own, going on behind one that killed its process."""
+    """Reads this many inputs in a process, and in a new one after an input that ended it."""
     counts: Counter[str] = Counter()
     kinds = Counter("/".join(filter(None, KINDS[number % len(KINDS)])) for number in range(inputs))
-    slowest = (0.0, 0)
-    errors: list[object] = []
-    peak_mib = 0
-    start = 0
-    while start < inputs:
-        stop = min(inputs, start + BATCH_INPUTS)
-        command = [sys.executable, __file__, "--seed", str(seed), "--batch", str(start), str(stop)]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        lines = ran.stdout.splitlines()
-        if ran.returncode == 0:
-            result = json.loads(lines[-1])
-            counts.update(result["counts"])
-            slowest = max(slowest, tuple(result["slowest"]))
-            errors += result["errors"]
-            peak_mib = max(peak_mib, result["peak_mib"])
-            start = stop
-        else:
-            died = int(lines[-1]) if lines else start
-            what = "hang" if ran.returncode == -signal.SIGALRM else f"crash, exit status {ran.returncode}"
-            errors.append({"input": died, "error": f"{what}\n{ran.stderr[-2000:]}"})
-            start = died + 1
+    slowest, peak_mib, errors, pool = (0.0, 0), 0, list[object](), None
+    for number in range(inputs):
+        pool = pool or ProcessPoolExecutor(1, get_context("spawn"))
+        try:
+            records, error, seconds, memory = pool.submit(read_one, seed, number).result()
+        except BrokenProcessPool:
+            records, error, seconds, memory, pool = Counter(), "a crash or a hang: read it with --only", 0.0, 0, None
+        counts.update(records)
+        slowest, peak_mib = max(slowest, (seconds, number)), max(peak_mib, memory)
+        errors += [{"input": number, "error": error}] if error else []
+    if pool:
+        pool.shutdown()
     return {
         "inputs": inputs,
         "seed": seed,
@@ -183,11 +166,7 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="read this input alone, in this process")
-    parser.add_argument("--batch", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.batch:
-        sys.stdout.write("\n" + json.dumps(batch(arguments.seed, *arguments.batch)) + "\n")
-        return 0
     if arguments.only is not None:
         with tempfile.TemporaryDirectory() as folder:
             sys.stdout.write(f"{read(arguments.seed, arguments.only, Path(folder))}\n")
