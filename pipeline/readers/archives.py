@@ -87,7 +87,8 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
                 return
             start = stream.position
             continue
-        _check(header)
+        if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
+            raise OSError("a damaged header (its checksum is wrong)")
         kind = header[156:157]
         length = _number(header[124:136])
         if kind in (b"L", b"K", b"x", b"g", b"X"):
@@ -99,10 +100,14 @@ def members(stream: ByteStream, stop: int, ends: list[int] | None = None) -> Ite
                 sparse = sparse or _SPARSE in payload
             continue
         length = length if size is None else size
-        path = _name(header) if name is None else name
+        prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
+        path = name if name is not None else f"{prefix}/{_text(header[:100])}" if prefix else _text(header[:100])
+        member_kind = _KINDS.get(kind, f"of the unknown type {kind!r}")
+        if kind in (b"0", b"\0") and path.endswith("/"):
+            member_kind = "folder"
         contents = _Contents(stream, 0 if kind in (b"1", b"2", b"3", b"4", b"5", b"6") else length)
         end = stream.position + _padded(contents.left)
-        yield Member(path, "a sparse file" if sparse else _kind(kind, path), start, ByteStream(contents.read))
+        yield Member(path, "a sparse file" if sparse else member_kind, start, ByteStream(contents.read))
         stream.skip(end - stream.position)
         name = size = None
         sparse = False
@@ -136,13 +141,6 @@ def _skip_zeros(stream: ByteStream, start: int) -> bool:
             stream.unread(data[max(0, zeros - (position - start) % BLOCK_BYTES) :])
             return True
     return False
-
-
-def _check(header: bytes) -> None:
-    """Raises OSError if the checksum of the header is wrong."""
-    expected = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-    if _number(header[148:156]) != expected:
-        raise OSError("a damaged header (its checksum is wrong)")
 
 
 def _number(field: bytes) -> int:
@@ -194,22 +192,8 @@ def _extended(payload: bytes, name: str | None, size: int | None) -> tuple[str |
     return name, size
 
 
-def _name(header: bytes) -> str:
-    """Name of a member from its header."""
-    name = _text(header[:100])
-    prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
-    return f"{prefix}/{name}" if prefix else name
-
-
 def _text(field: bytes) -> str:
     return field.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
-
-
-def _kind(flag: bytes, name: str) -> str:
-    """Kind of a member."""
-    if flag in (b"0", b"\0") and name.endswith("/"):
-        return "folder"
-    return _KINDS.get(flag, f"of the unknown type {flag!r}")
 
 
 def _padded(size: int) -> int:

@@ -240,7 +240,8 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
                 usable.append(file)
             else:
                 skipped.add_file(file.source)
-        unnamed = [file for file in usable if not _is_unicode(file.source)]
+        # File systems allow names of any bytes; Python reads those that are not UTF-8 as surrogates.
+        unnamed = [file for file in usable if any("\ud800" <= letter <= "\udfff" for letter in file.source)]
         problems += [f"corpus.paths: the name {file.path!r} is not UTF-8; rename the file" for file in unnamed]
         if matches and not usable:
             suffixes = " ".join(rules.suffixes)
@@ -250,11 +251,6 @@ def _corpus_files(corpus: FilesCorpus, skipped: Skipped, rules: Rules) -> tuple[
             )
         inputs += usable
     return inputs, problems
-
-
-def _is_unicode(name: str) -> bool:
-    """Returns True if a name is valid Unicode; file systems allow any bytes."""
-    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _is_candidate(file: Input, rules: Rules) -> bool:
