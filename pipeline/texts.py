@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from declutr.pipeline.filters.document_filter import normalise
-from declutr.pipeline.readers.corpus import MIB, Document, Fields, ReadFailure, Record, Rejected, Value, document_id
+from declutr.pipeline.readers.corpus import (
+    MIB,
+    Document,
+    Fields,
+    ReadFailure,
+    Record,
+    Rejected,
+    Value,
+    document_id,
+    failed,
+)
 from declutr.pipeline.shards.content import (
     LABELS,
     NO_LABEL,
@@ -198,7 +208,7 @@ def _pair(record: Record) -> _Pair | Record:
     if label is None:
         choices = f"{', '.join(LABELS)}, 0, 1, 2; - and -1 mean that there is none"
         message = f"label {_short_repr(value)} is unknown; known are {choices}"
-        return ReadFailure(reason=UNKNOWN_LABEL, source=record.source, offset=record.offset, message=message)
+        return failed(UNKNOWN_LABEL, record.source, record.offset, message)
     texts = _texts(record, ("premise", "hypothesis"))
     if not isinstance(texts, tuple):
         return texts
@@ -226,7 +236,7 @@ def _texts(record: Fields, names: Sequence[str]) -> tuple[str, ...] | Record:
     for name, text in zip(names, texts, strict=True):
         if isinstance(text, int):
             message = f"the {name} is the number {text}, not text"
-            return ReadFailure(reason="not_text", source=record.source, offset=record.offset, message=message)
+            return failed("not_text", record.source, record.offset, message)
     written = tuple(str(text or "") for text in texts)
     for name, text in zip(names, written, strict=True):
         if not text.strip():

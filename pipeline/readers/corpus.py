@@ -24,7 +24,6 @@ MAX_DOCUMENT_MIB = Field(default=16.0, gt=0, le=512)
 Format = Literal["jsonl", "text", "text_file", "parquet", "arrow", "csv", "tsv", "blob", "label", "other"]
 """blob: one image or clip. label: a label of one. other: a file of a corpus of images or clips that is neither."""
 NO_TEXT = "no_text_field"
-TEXT_SETTING = "corpus.text_field"
 _SHOWN_CHARACTERS = 200
 _MIN_DOCUMENT_BYTES = 64
 FIELD_FORMATS = ("jsonl", "csv", "tsv", "parquet")

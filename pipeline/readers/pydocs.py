@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from declutr.common.config import Strict
-from declutr.pipeline.readers.corpus import Document, Part, ReadFailure, Record
+from declutr.pipeline.readers.corpus import Document, Part, Record, failed
 
 _SKIPPED_FOLDERS = re.compile(
     "__pycache__|test_.*|tests?|testing|(site|dist)-packages|idlelib|lib2to3|_?vendor(ed)?|third_?party|extern(als)?"
@@ -69,14 +69,14 @@ def read_python(part: Part) -> Iterator[Record]:
     try:
         code = Path(part.path).read_bytes()
     except OSError as error:
-        yield ReadFailure(reason="unreadable", source=part.source, offset=0, message=str(error))
+        yield failed("unreadable", part.source, 0, str(error))
         return
     quoted = (match.end() - match.start() for match in _TRIPLE_QUOTED.finditer(code))
     if part.format == "python" and sum(quoted) < MIN_DOCUMENTATION_BYTES:
         return
     tree = _parse(code)
     if isinstance(tree, str):
-        yield ReadFailure(reason="invalid_python", source=part.source, offset=0, message=tree)
+        yield failed("invalid_python", part.source, 0, tree)
     elif part.format == "python":
         pieces = [_docstring(tree), *_described(tree, "")]
         if text := "\n\n".join(piece for piece in pieces if piece):
