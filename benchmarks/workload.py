@@ -19,8 +19,8 @@ from benchmarks import record
 from declutr.common import seeding
 from declutr.pipeline.readers.corpus import ID_BYTES
 from declutr.pipeline.shards.content import LABELS, NO_LABEL
-from declutr.pipeline.shards.schema import shard_schema
 from declutr.pipeline.shards.windows import Geometry, window_starts
+from declutr.pipeline.shards.writer import shard_schema
 from declutr.trainer.data.batches import Collator, RankBatch
 from declutr.trainer.data.packing import Vocabulary
 from declutr.trainer.model.config import EncoderConfig

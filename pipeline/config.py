@@ -1,22 +1,33 @@
 """Configuration of `prepare`, composed of sections that are defined next to the code they configure."""
 
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
+from declutr.common.stores.retry import RetryPolicy
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
 from declutr.common.cluster import SessionConfig
 from declutr.common.config import Strict, flat_keys
-from declutr.common.errors import missing_extra
+from declutr.common.errors import UsageError, missing_extra
+from declutr.common.hub import looks_like_a_path
+from declutr.common.paths import expand, folder_problem
 from declutr.common.storage import hash_json
+from declutr.common.stores.address import is_remote
+from declutr.common.stores.folder import Folder
 from declutr.pipeline.duplicates.config import DuplicatesConfig
+from declutr.pipeline.duplicates.config import problems as duplicates_problems
 from declutr.pipeline.filters.document_filter import FiltersConfig
 from declutr.pipeline.readers.corpus import FIELD_FORMATS, UNIT_MIB, FilesCorpus, HubCorpus
 from declutr.pipeline.readers.pydocs import PythonDocs
 from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, DocumentsContent, keys_of
+from declutr.pipeline.shards.manifest import MANIFEST
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import TokenizerConfig
 
+_LOOK_SECONDS = 20.0
+"""Time for a store to answer before any work; it is not known yet whether the address is right."""
 _DOCUMENT_RULES = ("boilerplate", "c4", "gopher", "repetition")
 """Rules of `filters` that count words and lines of a page."""
 # Settings that decide where and how the work runs, but not its result.
@@ -74,74 +85,76 @@ class PipelineConfig(Strict):
     @model_validator(mode="after")
     def _check_content(self) -> "PipelineConfig":
         """Refuses settings that have no effect on this content, or no sense."""
-        if problems := _content_problems(self):
+        kind, problems = self.content.kind, duplicates_problems(self.duplicates)
+        if kind != "documents":
+            problems += [
+                f"{name}: has no effect with content.kind = {kind}, whose rows have no windows; remove it"
+                for name, default in (("geometry", Geometry()), ("short_documents", "drop"))
+                if getattr(self, name) != default
+            ]
+            if kind in MEDIA_KINDS:
+                problems += self._media_problems()
+            if kind in MEDIA_KINDS or keys_of(self.content):
+                problems += self._corpus_problems()
+        if problems:
             raise ValueError("\n".join(problems))
         return self
 
-
-def _content_problems(config: PipelineConfig) -> list[str]:
-    """Settings that do not fit the kind of rows, one line each."""
-    content, kind, corpus = config.content, config.content.kind, config.corpus
-    if kind == "documents":
-        return []
-    media, keys = kind in MEDIA_KINDS, keys_of(content)
-    problems = [
-        f"{name}: has no effect with content.kind = {kind}, whose rows have no windows; remove it"
-        for name, default in (("geometry", Geometry()), ("short_documents", "drop"))
-        if getattr(config, name) != default
-    ]
-    if media:
-        problems += _media_problems(config)
-    elif not keys:
+    def _media_problems(self) -> list[str]:
+        """Settings for texts that were given for images or audio, one line each."""
+        kind = self.content.kind
+        problems = list(filter(None, [missing_extra(kind, f"content.kind = {kind}")]))
+        if getattr(self.content, "max_labels", None) is not None:
+            if getattr(self.content, "label", None) is None:
+                problems.append(
+                    "content.max_labels: content.label = null gives no labels; set it, or remove max_labels"
+                )
+            if not self.duplicates.enabled:
+                problems.append(
+                    "content.max_labels: counts the labels of all rows before the shards are written, as the search "
+                    "for duplicates does; set duplicates.exact=true"
+                )
+        if self.tokenizer is not None:
+            problems.append(f"tokenizer: has no effect with content.kind = {kind}, whose rows have no text; remove it")
+        problems += [
+            f"filters.{name}: is for texts; content.kind = {kind} has none; remove it"
+            for name in FiltersConfig.model_fields
+            if getattr(self.filters, name) != getattr(FiltersConfig(), name)
+        ]
+        if self.duplicates.near is not None:
+            problems.append(f"duplicates.near: compares words; content.kind = {kind} has none; remove it (exact works)")
         return problems
-    problems += [
-        f"filters.{name}: its rules are for long documents; content.kind = {kind} has short texts; remove it"
-        for name in (() if media else _DOCUMENT_RULES)
-        if getattr(config.filters, name) is not None
-    ]
-    if isinstance(corpus, PythonDocs):
-        return [*problems, f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub"]
-    settings = ", ".join(keys)
-    if corpus.text_field != "text":
-        remedy = f"content.{'image' if kind == 'images' else 'audio'} for Parquet" if media else settings
-        problems.append(f"corpus.text_field: has no effect with content.kind = {kind}; set {remedy}")
-    chosen = corpus.format if isinstance(corpus, FilesCorpus) else "auto"
-    if media and chosen != "auto":
-        problems.append(
-            f"corpus.format = {chosen}: has no effect with content.kind = {kind}, whose files are known by their "
-            "endings; remove it"
-        )
-    if not media and chosen not in ("auto", *FIELD_FORMATS):
-        problems.append(
-            f"corpus.format = {chosen}: has no columns; content.kind = {kind} is read from {', '.join(FIELD_FORMATS)}"
-        )
-    if not media and len(set(keys.values())) < len(keys):
-        problems.append(f"{settings}: two of them name the same key, {' '.join(keys.values())}; give each another one")
-    return problems
 
-
-def _media_problems(config: PipelineConfig) -> list[str]:
-    """Settings for texts that were given for images or audio, one line each."""
-    kind = config.content.kind
-    problems = list(filter(None, [missing_extra(kind, f"content.kind = {kind}")]))
-    if getattr(config.content, "max_labels", None) is not None:
-        if getattr(config.content, "label", None) is None:
-            problems.append("content.max_labels: content.label = null gives no labels; set it, or remove max_labels")
-        if not config.duplicates.enabled:
+    def _corpus_problems(self) -> list[str]:
+        """Settings of the corpus and rules of pages that do not fit rows with keys or media, one line each."""
+        kind, corpus, keys = self.content.kind, self.corpus, keys_of(self.content)
+        media, settings = kind in MEDIA_KINDS, ", ".join(keys)
+        problems = [
+            f"filters.{name}: its rules are for long documents; content.kind = {kind} has short texts; remove it"
+            for name in (() if media else _DOCUMENT_RULES)
+            if getattr(self.filters, name) is not None
+        ]
+        if isinstance(corpus, PythonDocs):
+            return [*problems, f"corpus.kind = python_docs: has no {kind}; name files or a dataset of the hub"]
+        if corpus.text_field != "text":
+            remedy = f"content.{'image' if kind == 'images' else 'audio'} for Parquet" if media else settings
+            problems.append(f"corpus.text_field: has no effect with content.kind = {kind}; set {remedy}")
+        chosen = corpus.format if isinstance(corpus, FilesCorpus) else "auto"
+        if media and chosen != "auto":
             problems.append(
-                "content.max_labels: counts the labels of all rows before the shards are written, as the search for "
-                "duplicates does; set duplicates.exact=true"
+                f"corpus.format = {chosen}: has no effect with content.kind = {kind}, whose files are known by their "
+                "endings; remove it"
             )
-    if config.tokenizer is not None:
-        problems.append(f"tokenizer: has no effect with content.kind = {kind}, whose rows have no text; remove it")
-    problems += [
-        f"filters.{name}: is for texts; content.kind = {kind} has none; remove it"
-        for name in FiltersConfig.model_fields
-        if getattr(config.filters, name) != getattr(FiltersConfig(), name)
-    ]
-    if config.duplicates.near is not None:
-        problems.append(f"duplicates.near: compares words; content.kind = {kind} has none; remove it (exact works)")
-    return problems
+        if not media and chosen not in ("auto", *FIELD_FORMATS):
+            problems.append(
+                f"corpus.format = {chosen}: has no columns; content.kind = {kind} is read from "
+                f"{', '.join(FIELD_FORMATS)}"
+            )
+        if not media and len(set(keys.values())) < len(keys):
+            problems.append(
+                f"{settings}: two of them name the same key, {' '.join(keys.values())}; give each another one"
+            )
+        return problems
 
 
 def identity(config: PipelineConfig) -> dict[str, Any]:
@@ -160,11 +173,100 @@ def config_hash(config: PipelineConfig) -> str:
     return hash_json(identity(config))
 
 
-def differing_keys(config: PipelineConfig, other: dict[str, Any]) -> list[str]:
-    """Lines `key: here <value>, there <value>` for settings that differ between this config and an `identity`."""
-    here, there = flat_keys(identity(config)), flat_keys(other)
+def differing_keys(ours: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Lines `key: here <value>, there <value>` for settings that differ between our `identity` and another one."""
+    here, there = flat_keys(ours), flat_keys(other)
     return [
         f"{key}: here {here.get(key, '(not set)')!r}, there {there.get(key, '(not set)')!r}"
         for key in sorted(here.keys() | there.keys())
         if here.get(key, "(not set)") != there.get(key, "(not set)")
     ]
+
+
+def look(values: Mapping[str, Any]) -> list[str]:
+    """Problems of `output`, `corpus.paths` and `tokenizer.name`, one line each."""
+    corpus, tokenizer = values.get("corpus"), values.get("tokenizer")
+    paths = corpus.get("paths") if isinstance(corpus, Mapping) else None
+    listed = paths if isinstance(paths, list) else []  # other types are reported by the validation of the setting
+    inputs = [path for path in listed if isinstance(path, str)]
+    problems = [
+        f"corpus.paths: {problem}" for path in inputs if not is_remote(path) and (problem := _path_problem(path))
+    ]
+    output = values.get("output")
+    if isinstance(output, str):
+        setting = values.get("storage_retry_seconds", _LOOK_SECONDS)
+        seconds = min(setting, _LOOK_SECONDS) if isinstance(setting, int | float) else _LOOK_SECONDS
+        problems += [f"output = {output!r}: {problem}" for problem in output_place_problems(output, inputs, seconds)]
+    name = tokenizer.get("name") if isinstance(tokenizer, Mapping) else None
+    if isinstance(name, str) and looks_like_a_path(name):
+        problem = _path_problem(name)
+        if problem is None and not expand(name).is_dir():
+            problem = f"no such folder; looked at {expand(name).absolute()}"
+        problems += [f"tokenizer.name = {name!r}: {problem}"] if problem else []
+    return problems
+
+
+def output_place_problems(
+    output: str, inputs: Sequence[str], storage_retry_seconds: float = _LOOK_SECONDS
+) -> list[str]:
+    """Reasons why an output cannot take the shards: it cannot be written to, or is inside an input.
+
+    Args:
+        output: a folder or an address.
+        inputs: paths and addresses of the corpus.
+        storage_retry_seconds: time to retry a request while a store does not answer.
+    """
+    if is_remote(output):
+        return _address_problems(output, inputs, storage_retry_seconds)
+    try:
+        folder = expand(output)
+    except UsageError as error:
+        return [str(error)]
+    problems = [
+        f"is inside the input {path!r}, so the same command would read the shards as input; name another folder"
+        for path in inputs
+        if not is_remote(path)
+        and not _path_problem(path)
+        and (root := expand(path)).is_dir()
+        and folder.resolve().is_relative_to(root.resolve())
+    ]
+    finished = (folder / MANIFEST).is_file()  # nothing is written then, so a read-only disk is enough
+    problem = None if finished else folder_problem(folder)
+    return [*problems, problem] if problem else problems
+
+
+def _address_problems(output: str, inputs: Sequence[str], storage_retry_seconds: float) -> list[str]:
+    """Reasons why an address cannot take the shards; writes and removes a small object there unless it is complete."""
+    if refused := refusal(output):
+        return [refused]
+    here = _bare(output)
+    problems = [
+        f"is inside the input {path!r}, so the same command would read the shards as input; name another address"
+        for path in inputs
+        if is_remote(path) and f"{here}/".startswith(f"{_bare(path)}/")
+    ]
+    if not here.partition("://")[2].partition("/")[2]:
+        problems.append("names no folder in the bucket; add one, like s3://BUCKET/openwebtext")
+    if problems:
+        return problems
+    remote, probe = Folder(output, RetryPolicy(storage_retry_seconds)), f".declutr-{secrets.token_hex(4)}"
+    try:
+        if not remote.is_whole():  # nothing is written to a complete output, so reading it is enough
+            remote.put(probe, b"")
+            remote.delete(probe)
+    except (OSError, NotImplementedError) as error:
+        return [f"nothing can be written there: {error}"]
+    return []
+
+
+def _bare(address: str) -> str:
+    """An address without options and final slashes."""
+    return address.partition("?")[0].rstrip("/")
+
+
+def _path_problem(path: str) -> str | None:
+    try:
+        expand(path)
+    except UsageError as error:
+        return str(error)
+    return None

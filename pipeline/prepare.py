@@ -22,23 +22,20 @@ from declutr.common.config_docs import annotated_yaml
 from declutr.common.console.logs import get_logger, setup_logging
 from declutr.common.console.terminal import answered, config_parser
 from declutr.common.errors import ConfigError, ShardError, refused_settings
-from declutr.common.storage import atomic_file, write_text
-from declutr.pipeline.config import PipelineConfig, config_hash, identity
-from declutr.pipeline.duplicates.config import problems as duplicates_problems
+from declutr.common.storage import write_text
+from declutr.pipeline.config import PipelineConfig, look
 from declutr.pipeline.filters.document_filter import problems as filter_problems
-from declutr.pipeline.filters.evaluation_sets import INDEX, build_index
+from declutr.pipeline.filters.evaluation_sets import INDEX
 from declutr.pipeline.job.estimate import Estimate, estimate
 from declutr.pipeline.job.outcome import labels_hint, lines_hint, nothing_kept, summary, too_many_failed
-from declutr.pipeline.job.output import Output, PreparePlan, output_problems, plan_of
-from declutr.pipeline.job.path_checks import look
-from declutr.pipeline.job.recheck import content_problems
-from declutr.pipeline.job.sample import output_tokenizer
+from declutr.pipeline.job.output import Preparation, plan_of
+from declutr.pipeline.job.shared import write_shared_files
 from declutr.pipeline.job.stages import run_stages
 from declutr.pipeline.job.stored import open_output
 from declutr.pipeline.job.units import Unit, fit_units, with_file_states
 from declutr.pipeline.readers.skipped import Skipped, describe_skipped
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Manifest, build_manifest, load_manifest, sum_counts
-from declutr.pipeline.tokenizer.tokenization import PretrainedTokenizer, TokenizerInfo, load_tokenizer
+from declutr.pipeline.tokenizer.tokenization import PretrainedTokenizer, load_tokenizer
 
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells; also if another host has taken over the output folder."""
@@ -46,8 +43,11 @@ _INTERRUPTED = 130
 
 def problems(config: PipelineConfig) -> list[str]:
     """Finds problems of inputs, tokenizer and output before any work, one line each."""
-    with _examined(config) as (_, _, _, messages):
-        return messages
+    try:
+        with _planned(config):
+            return []
+    except ConfigError as error:
+        return error.problems
 
 
 def prepare(
@@ -71,18 +71,17 @@ def prepare(
         SessionError: no Ray session could be started on this machine.
     """
     config = load_config(settings, "prepare", PipelineConfig, overrides, look)
-    with _examined(config, verify_inputs) as (output, units, plan, messages):
-        if messages or plan is None or output is None:
-            raise ConfigError("prepare", messages)
+    with _planned(config, verify_inputs) as job:
+        output = job.output
         try:
             if output.is_complete():
                 get_logger().info("%s is already prepared", output.name)
                 return load_manifest(output.folder)
             with output.owned(_lost):
                 output.refresh()  # another command may have changed it meanwhile
-                if messages := output_problems(output.folder, output.names(), output.config, plan):
+                if messages := output.problems(job.plan):
                     raise ConfigError("prepare", messages)
-                return _make(output, units, plan)
+                return _complete(job)
         except OSError as error:  # a full disk, a lost storage, a folder without write permission
             raise ShardError(
                 f"prepare: {error}. Finished work in {output.name} is kept; remove the cause, then the same command "
@@ -95,35 +94,28 @@ def _lost() -> None:
     _thread.interrupt_main()
 
 
-def _make(output: Output, units: Sequence[Unit], plan: PreparePlan) -> Manifest:
+def _complete(job: Preparation) -> Manifest:
     """Completes an output that this process holds."""
-    config, folder = output.config, output.folder
+    config, output, plan = job.config, job.output, job.plan
     output.write_plan(plan)
-    tokenizer = _write_shared_files(config, folder, units)
+    tokenizer = write_shared_files(job, output.folder)
     output.share()
-    sidecars = run_stages(output, units, tokenizer)
+    sidecars = run_stages(job, tokenizer)
     counts = sum_counts([sidecar.counts for sidecar in sidecars])
-    sources = [part.source for unit in units for part in unit.parts]
-    hint = lines_hint(counts.read, counts.dropped, identity(config), sources)
-    if nothing := nothing_kept(counts, config, [failure for sidecar in sidecars for failure in sidecar.failures]):
+    sources = [part.source for unit in job.units for part in unit.parts]
+    hint = lines_hint(counts.read, counts.dropped, plan.config, sources)
+    failures = [failure for sidecar in sidecars for failure in sidecar.failures]
+    if nothing := nothing_kept(counts, config, failures):
         output.discard()
         raise ConfigError("prepare", [nothing, hint] if hint else [nothing])
-    if problem := too_many_failed(counts, sidecars, config):
+    if problem := too_many_failed(counts, failures, config.max_error_rate, config.content.kind):
         raise ShardError(problem)
-    manifest = build_manifest(sidecars, tokenizer, config.geometry, identity(config), config_hash(config), plan.skipped)
-    write_text(folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+    manifest = build_manifest(sidecars, tokenizer, config.geometry, plan.config, plan.config_hash, plan.skipped)
+    write_text(output.folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
     output.complete()
     if hint:
         get_logger().warning(hint)
     return manifest
-
-
-def _write_shared_files(config: PipelineConfig, folder: Path, units: Sequence[Unit]) -> TokenizerInfo | None:
-    """Writes the files that every task needs, unless they exist."""
-    if config.filters.contamination and not (folder / INDEX).exists():
-        with atomic_file(folder / INDEX) as aside:
-            build_index(config.filters.contamination, aside)
-    return output_tokenizer(config, folder, units)
 
 
 def plan_ahead(config: PipelineConfig) -> Estimate:
@@ -135,34 +127,32 @@ def plan_ahead(config: PipelineConfig) -> Estimate:
         ConfigError: problems of inputs, tokenizer or output folder.
         ShardError: the sample could not be processed, for example because the disk is full.
     """
-    with _examined(config) as (output, units, plan, messages):
-        if messages or plan is None or output is None:
-            raise ConfigError("prepare", messages)
-        folder, config = output.folder, output.config
+    with _planned(config) as job:
+        folder = job.output.folder
         try:
             with tempfile.TemporaryDirectory(prefix="declutr-plan-") as work:
                 if (folder / TOKENIZER).exists():
                     shutil.copytree(folder / TOKENIZER, Path(work, TOKENIZER))
                 if (folder / INDEX).exists():
                     shutil.copyfile(folder / INDEX, Path(work, INDEX))
-                return estimate(config, Path(work), units, _write_shared_files(config, Path(work), units))
+                return estimate(job, Path(work), write_shared_files(job, Path(work)))
         except OSError as error:
             raise ShardError(f"--plan: {error}; nothing was written") from error
 
 
-Examined = tuple[Output | None, list[Unit], PreparePlan | None, list[str]]
-
-
 @contextmanager
-def _examined(config: PipelineConfig, verify: bool = False) -> Iterator[Examined]:
-    """The output if it can be used, the units, their plan if the inputs can be read, and all problems."""
+def _planned(config: PipelineConfig, verify: bool = False) -> Iterator[Preparation]:
+    """What a command is to do, for one `with` block, in which an output in a store has a folder on this host.
+
+    Raises:
+        ConfigError: all problems of the settings, the inputs, the tokenizer and the output.
+    """
     if messages := list(refused_settings(config.model_dump(mode="json"))):
-        yield None, [], None, messages
-        return
+        raise ConfigError("prepare", messages)
     places, skipped = look(config.model_dump()), Skipped()
-    units, problems, output, plan = list[Unit](), list[str](), None, None
+    units, unreadable, output, plan = list[Unit](), list[str](), None, None
     if not any(problem.startswith("corpus.") for problem in places):
-        unit_mib, units, problems = fit_units(config.corpus, config.unit_mib, skipped, config.content)
+        unit_mib, units, unreadable = fit_units(config.corpus, config.unit_mib, skipped, config.content)
         config = config.model_copy(update={"unit_mib": unit_mib})
     with ExitStack() as stack:
         if not any(problem.startswith("output ") for problem in places):
@@ -170,25 +160,24 @@ def _examined(config: PipelineConfig, verify: bool = False) -> Iterator[Examined
                 output = stack.enter_context(open_output(config))
             except OSError as error:
                 places.append(f"output = {config.output!r}: {error}")
-        problems += places
-        messages = problems + filter_problems(config.filters) + duplicates_problems(config.duplicates)
+        messages = [*unreadable, *places, *filter_problems(config.filters)]
+        wrong_name = any("tokenizer.name" in problem for problem in messages)
         if not messages and output is not None:  # missing inputs would also be reported as changed inputs
             units = with_file_states(units)
             plan = plan_of(config, units, skipped.kinds())
             for line in describe_skipped(plan.skipped):
                 get_logger().warning(line)
-            messages += output_problems(output.folder, output.names(), config, plan) or content_problems(
-                output.folder, config, units, verify
-            )
+            messages += output.problems(plan) or output.input_problems(plan, units, verify)
         tokenizer = config.tokenizer
-        there = plan is not None and output is not None and (output.folder / TOKENIZER).exists()
-        wrong_name = any("tokenizer.name" in problem for problem in problems)
-        if isinstance(tokenizer, PretrainedTokenizer) and not there and not wrong_name:
+        saved = plan is not None and output is not None and (output.folder / TOKENIZER).exists()
+        if isinstance(tokenizer, PretrainedTokenizer) and not saved and not wrong_name:
             try:
                 load_tokenizer(tokenizer.name, tokenizer.trust_remote_code)
             except ConfigError as error:
                 messages += error.problems
-        yield output, units, plan, messages
+        if messages or plan is None or output is None:
+            raise ConfigError("prepare", messages)
+        yield Preparation(config, units, plan, output)
 
 
 @answered

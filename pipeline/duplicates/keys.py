@@ -1,4 +1,4 @@
-"""A unit's file of keys for the search: written while the unit is prepared, read by memory map.
+"""A unit's file of keys for the search, written while the unit is prepared, and the documents of all these files.
 
 `keys/NNNNN.arrow` is an Arrow IPC file of one row whose columns are lists, so that all can be mapped into memory:
 
@@ -18,8 +18,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +33,7 @@ from declutr.pipeline.duplicates.config import DuplicatesConfig
 from declutr.pipeline.duplicates.shingles import band_keys
 from declutr.pipeline.readers.corpus import ID_BYTES
 
+I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 
 _SCHEMA = pa.schema(
@@ -44,6 +47,7 @@ _SCHEMA = pa.schema(
 )
 _LABELS = pa.field("labels", pa.large_list(pa.string()))
 _LOWEST = np.uint64(1)
+_OPEN_UNITS = 1024  # files mapped at a time: systems allow about 65,000 maps a process
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ class UnitKeys:
     """`(num_documents, num_slots)`; no columns if near-duplicates are not searched for."""
     keys: U64
     rows: NDArray[np.int32]
-    labels: pa.StringArray | None
-    """`(num_documents,)`; None without labels."""
+    labels: NDArray[np.object_]
+    """`(num_documents,)` texts; None without labels."""
 
     def slice_of(self, first: int, stop: int) -> tuple[U64, NDArray[np.int32]]:
         """Keys in [first, stop) and their rows; `stop` may be 2**64."""
@@ -167,6 +171,9 @@ def open_keys(folder: Path, unit: str) -> UnitKeys:
     metadata = batch.schema.metadata
     ids = batch.column("ids").values.buffers()[1]
     ordinals = _flat(batch, "ordinals")
+    labels = np.full(len(ordinals), None)
+    if "labels" in batch.schema.names:
+        labels = batch.column("labels").values.to_numpy(zero_copy_only=False)
     return UnitKeys(
         digest=metadata[b"digest"].decode(),
         made_with=metadata[b"made_with"].decode(),
@@ -175,7 +182,7 @@ def open_keys(folder: Path, unit: str) -> UnitKeys:
         signatures=_flat(batch, "signatures").reshape(len(ordinals), int(metadata[b"num_slots"])),
         keys=_flat(batch, "keys"),
         rows=_flat(batch, "rows"),
-        labels=batch.column("labels").values if "labels" in batch.schema.names else None,
+        labels=labels,
     )
 
 
@@ -183,3 +190,78 @@ def _flat(batch: pa.RecordBatch, name: str) -> NDArray[Any]:
     """The values of a column of one row, without a copy."""
     values: NDArray[Any] = batch.column(name).values.to_numpy(zero_copy_only=True)
     return values
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """Numbers of documents: those of unit i are [starts[i], starts[i + 1])."""
+
+    folder: Path
+    units: tuple[str, ...]
+    starts: I64
+    """`(num_units + 1,)`."""
+
+    def units_of(self, documents: I64) -> I64:
+        """Places in the plan of the units that hold the documents, `(n,)`."""
+        return np.searchsorted(self.starts, documents, side="right").astype(np.int64) - 1
+
+
+def number(folder: Path, units: Sequence[str], config: DuplicatesConfig) -> tuple[Numbering, list[str], int]:
+    """Numbers the documents of units, given in plan order.
+
+    Returns:
+        The numbering, the digest of every unit's keys, and the number of keys.
+
+    Raises:
+        ShardError: a file of keys is missing, damaged, or was written with other settings.
+    """
+    counts, digests, num_keys = [0], [], 0
+    for unit in units:
+        keys = open_keys(folder, unit)
+        if keys.made_with != made_with(config):
+            raise ShardError(
+                f"{keys_path(folder, unit)} was written with other settings ({keys.made_with}, here "
+                f"{made_with(config)}); delete the unit's sidecar, and it is made again"
+            )
+        counts.append(len(keys.ordinals))
+        digests.append(keys.digest)
+        num_keys += len(keys.keys)
+    return Numbering(folder, tuple(units), np.cumsum(counts, dtype=np.int64)), digests, num_keys
+
+
+class Documents:
+    """Reads columns of documents by number, a unit at a time."""
+
+    def __init__(self, numbering: Numbering) -> None:
+        self.numbering = numbering
+        self._open = lru_cache(maxsize=_OPEN_UNITS)(lambda unit: open_keys(numbering.folder, unit))
+
+    def open(self, place: int) -> UnitKeys:
+        """The keys of the unit at this place of the plan."""
+        keys: UnitKeys = self._open(self.numbering.units[place])
+        return keys
+
+    def with_keys(self, first: int, stop: int) -> tuple[U64, I64]:
+        """Keys in [first, stop) of all units, and the documents that have them, unit after unit."""
+        keys, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+        for place, start in enumerate(self.numbering.starts[:-1]):
+            unit_keys, rows = self.open(place).slice_of(first, stop)
+            keys.append(unit_keys.copy())  # a view would keep the file mapped
+            numbers.append(rows + start)
+        return np.concatenate(keys), np.concatenate(numbers)
+
+    def column(self, name: Literal["ids", "signatures", "ordinals", "labels"], documents: I64) -> NDArray[Any]:
+        """A column of `UnitKeys` for documents in any order, `(n, ...)`."""
+        order = np.argsort(documents, kind="stable")
+        ascending = documents[order]
+        places = self.numbering.units_of(ascending)
+        cuts = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)]
+        parts = []
+        for start, stop in pairwise(cuts) if len(places) else [(0, 0)]:
+            place = int(places[start]) if len(places) else 0
+            column: NDArray[Any] = getattr(self.open(place), name)
+            parts.append(column[ascending[start:stop] - self.numbering.starts[place]])
+        gathered = np.concatenate(parts)
+        out = np.empty_like(gathered)
+        out[order] = gathered
+        return out

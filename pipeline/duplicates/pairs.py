@@ -8,17 +8,46 @@ chains (versions of a page, a template with changing contents) would collapse in
 visited in the order of the corpus, and a document is dropped only if it pairs with an earlier document that was kept. B
 is dropped because of A; C, whose only pair is with B, is kept. Every dropped document thus has a kept document that is
 similar to it.
+
+The result is `duplicates.arrow`, one row for every document to drop, sorted by (unit in plan order, ordinal).
+
+| column       | type                    | meaning                                                          |
+|--------------|-------------------------|------------------------------------------------------------------|
+| unit         | dictionary<string>      | the dropped document's unit                                      |
+| ordinal      | int32                   | its number among the unit's records                              |
+| kept_unit    | dictionary<string>      | unit of the kept document                                        |
+| kept_ordinal | int32                   |                                                                  |
+| kept_id      | fixed_size_binary(16)   |                                                                  |
+| kind         | dictionary<string>      | exact: equal texts; near: verified to be similar                 |
+| similarity   | float                   | 1 for exact, else the share of equal slots                       |
+| cluster_size | int64                   | documents that the kept one represents, including itself         |
+| kept_label   | string                  | the kept one's label if the copy has another, else null; no      |
+|              |                         | column if all labels agree                                       |
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from declutr.common.storage import atomic_file
 from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
-from declutr.pipeline.duplicates.documents import I64, U64, Documents
+from declutr.pipeline.duplicates.keys import I64, U64, Documents
+from declutr.pipeline.readers.corpus import ID_BYTES
 
+DUPLICATES = "duplicates.arrow"
+KINDS = ("near", "exact")
+OTHER_LABEL = "duplicate_other_label"
+"""Reason of an exact copy whose label differs from that of the kept row."""
+STAMP = b"stamp"
+"""Metadata key for the hash of the inputs and settings of a file."""
+LABELS = b"labels"
+"""Metadata key for the labels whose rows are kept, as JSON."""
 WINDOW = 16
 """Every document is compared with this many documents before it in its group: all pairs only in a small group."""
 LEADERS = 64
@@ -44,12 +73,14 @@ class DuplicatePairs:
         return len(self.later)
 
 
+COLUMNS = ("later", "earlier", "similarity", "exact")
+_NO_PAIRS = DuplicatePairs(*(np.empty(0, kind) for kind in (np.int64, np.int64, np.float32, np.bool_)))
+
+
 def join(parts: Sequence[DuplicatePairs]) -> DuplicatePairs:
     """All pairs of the parts."""
-    later = np.concatenate([part.later for part in parts] or [np.empty(0, np.int64)])
-    earlier = np.concatenate([part.earlier for part in parts] or [np.empty(0, np.int64)])
-    similarity = np.concatenate([part.similarity for part in parts] or [np.empty(0, np.float32)])
-    exact = np.concatenate([part.exact for part in parts] or [np.empty(0, np.bool_)])
+    parts = [_NO_PAIRS, *parts]
+    later, earlier, similarity, exact = (np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS)
     order = np.lexsort((~exact, earlier, later))
     order = order[_first_of_runs(later[order], earlier[order])]
     return DuplicatePairs(later[order], earlier[order], similarity[order], exact[order])
@@ -71,11 +102,11 @@ def bucket_pairs(documents: Documents, config: DuplicatesConfig, bucket: int, nu
     parts = []
     if config.exact:
         members = numbers[shared & ~near]
-        parts.append(_exact_pairs(members, documents.ids(members)))
+        parts.append(_exact_pairs(members, documents.column("ids", members)))
     if config.near:
         members, groups = numbers[shared & near], groups[shared & near]
         if config.exact:
-            first_of_text = _first_of_text(groups, members, documents.ids(members))
+            first_of_text = _first_of_text(groups, members, documents.column("ids", members))
             members, groups = members[first_of_text], groups[first_of_text]
             shared = _in_runs(groups)
             members, groups = members[shared], groups[shared]
@@ -125,7 +156,7 @@ def _window_pairs(members: I64, groups: I64, documents: Documents, near: NearCon
     for start in range(0, len(members), _BATCH):
         base = max(0, start - WINDOW)
         numbers, group = members[base : start + _BATCH], groups[base : start + _BATCH]
-        signatures = documents.signatures(numbers)
+        signatures = documents.column("signatures", numbers)
         for distance in range(1, min(WINDOW, len(numbers) - 1) + 1):
             same = np.flatnonzero(group[distance:] == group[:-distance])
             # Rows before `start` serve only later rows; the previous batch has compared them with each other.
@@ -147,7 +178,7 @@ def _leader_pairs(members: I64, documents: Documents, near: NearConfig) -> Itera
     signed: list[NDArray[np.uint16]] = []
     for start in range(0, len(members), _BATCH):
         left = members[start : start + _BATCH]
-        signatures = documents.signatures(left)
+        signatures = documents.column("signatures", left)
         turn = 0
         while len(left):
             if turn == len(leaders):
@@ -255,3 +286,91 @@ def _near(later: I64, earlier: I64, similarity: NDArray[np.float32]) -> tuple[I6
     dropped, where = np.unique(later[reasons], return_index=True)
     chosen = reasons[where]
     return dropped, earlier[chosen], similarity[chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """A document to drop, and the kept document that it duplicates."""
+
+    unit: str
+    ordinal: int
+    kept_unit: str
+    kept_ordinal: int
+    kept_id: bytes
+    kind: Literal["exact", "near"]
+    similarity: float
+    cluster_size: int
+    kept_label: str | None = None
+    """The kept one's label if it differs."""
+
+
+def write_duplicates(
+    path: Path, decisions: Decisions, documents: Documents, stamp: str, labels: list[str] | None = None
+) -> None:
+    """Writes the table, whole or not at all; its metadata have the labels whose rows are kept, if not all are."""
+    units = pa.array(documents.numbering.units, pa.string())
+    kinds = pa.array(KINDS, pa.string())
+    ids = np.ascontiguousarray(documents.column("ids", decisions.kept))
+    count = len(decisions.dropped)
+    columns = {
+        "unit": _coded(documents.numbering.units_of(decisions.dropped), units),
+        "ordinal": pa.array(documents.column("ordinals", decisions.dropped)),
+        "kept_unit": _coded(documents.numbering.units_of(decisions.kept), units),
+        "kept_ordinal": pa.array(documents.column("ordinals", decisions.kept)),
+        "kept_id": pa.Array.from_buffers(pa.binary(ID_BYTES), count, [None, pa.py_buffer(ids)]),
+        "kind": pa.DictionaryArray.from_arrays(pa.array(decisions.exact.astype(np.int8)), kinds),
+        "similarity": pa.array(decisions.similarity),
+        "cluster_size": pa.array(decisions.cluster_size),
+    }
+    labels_of_kept, labels_of_copies = (
+        documents.column("labels", rows) for rows in (decisions.kept, decisions.dropped)
+    )
+    pairs = zip(labels_of_kept.tolist(), labels_of_copies.tolist(), strict=True)
+    if any(other_labels := [None if copy in (None, kept) else kept for kept, copy in pairs]):
+        columns["kept_label"] = pa.array(other_labels, pa.string())
+    batch = pa.record_batch(columns)
+    kept = {} if labels is None else {LABELS: json.dumps(labels)}
+    batch = batch.replace_schema_metadata({STAMP: stamp, **kept})
+    with atomic_file(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
+        stream.write_batch(batch)
+
+
+def _coded(places: I64, names: pa.Array) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(pa.array(places.astype(np.int32)), names)
+
+
+def stamp_of(path: Path) -> str | None:
+    """Hash of the inputs of an Arrow file, from its metadata; None if the file is missing or damaged."""
+    try:
+        schema = pa.ipc.open_file(pa.memory_map(str(path))).schema
+    except (OSError, pa.ArrowInvalid):
+        return None
+    stamp = (schema.metadata or {}).get(STAMP)
+    return stamp.decode() if stamp else None
+
+
+def removed(folder: Path, unit: str) -> dict[int, Duplicate]:
+    """The documents to drop from a unit, by ordinal. Reads only the unit's rows.
+
+    Raises:
+        FileNotFoundError: the search is not finished.
+    """
+    batch = pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).get_batch(0)
+    column = batch.column("unit")
+    place = column.dictionary.index(unit).as_py()
+    if place < 0:
+        return {}
+    codes = column.indices.to_numpy(zero_copy_only=True)
+    start, stop = np.searchsorted(codes, [place, place + 1])
+    rows = batch.slice(start, stop - start).to_pylist()
+    return {row["ordinal"]: Duplicate(**row) for row in rows}
+
+
+def kept_labels(folder: Path) -> frozenset[str] | None:
+    """The labels whose rows are kept; None: all.
+
+    Raises:
+        FileNotFoundError: the search is not finished.
+    """
+    labels_json = (pa.ipc.open_file(pa.memory_map(str(folder / DUPLICATES))).schema.metadata or {}).get(LABELS)
+    return None if labels_json is None else frozenset(json.loads(labels_json))

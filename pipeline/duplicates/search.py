@@ -1,8 +1,9 @@
 """The search on Ray Data or over an object store: one task and one result file a bucket, so that it can continue."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,25 @@ from declutr.common.session import start_ray
 from declutr.common.storage import Files, atomic_file, hash_json
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.duplicates.config import DuplicatesConfig
-from declutr.pipeline.duplicates.documents import Documents, Numbering, number
-from declutr.pipeline.duplicates.pairs import DuplicatePairs, bucket_pairs, decide, join
-from declutr.pipeline.duplicates.table import DUPLICATES, STAMP, stamp_of, write_duplicates
+from declutr.pipeline.duplicates.keys import Documents, Numbering, number
+from declutr.pipeline.duplicates.pairs import (
+    COLUMNS,
+    DUPLICATES,
+    STAMP,
+    DuplicatePairs,
+    bucket_pairs,
+    decide,
+    join,
+    stamp_of,
+    write_duplicates,
+)
 
 PAIRS = "pairs"
 """Folder of the pairs of the buckets."""
+KEYS_PER_BUCKET = 1 << 22
+"""Keys that a task sorts, about 300 MB at its peak. With the corpus it decides the number of buckets."""
+_VERSION = 1
+_JOINED = 1 << 22  # pairs that are collected before repeats among them are removed
 _THREADS = 8
 
 
@@ -56,12 +70,6 @@ class RemoteKeys:
             list(pool.map(lambda name: pairs.pull(name, folder / PAIRS / name), missing))
 
 
-KEYS_PER_BUCKET = 1 << 22
-"""Keys that a task sorts, about 300 MB at its peak. With the corpus it decides the number of buckets."""
-_VERSION = 1
-_JOINED = 1 << 22  # pairs that are collected before repeats among them are removed
-
-
 def find_duplicates(
     folder: Path,
     units: Sequence[str],
@@ -81,7 +89,7 @@ def find_duplicates(
         labels: labels whose rows are kept, which the result records; None: all.
 
     Returns:
-        Path of `duplicates.arrow` (pipeline/duplicates/table.py). Its bytes depend only on keys and settings.
+        Path of `duplicates.arrow` (pipeline/duplicates/pairs.py). Its bytes depend only on keys and settings.
 
     Raises:
         ShardError: a file of keys is missing, damaged, or was written with other settings.
@@ -104,14 +112,14 @@ def find_duplicates(
     todo = [bucket for bucket in range(num_buckets) if stamp_of(pairs_path(folder, bucket)) != stamp]
     if len(todo) < num_buckets:
         get_logger().info("%d of %d buckets are searched already", num_buckets - len(todo), num_buckets)
+    write = partial(_write_pairs, config=config, num_buckets=num_buckets, stamp=stamp)
     if num_buckets == 1 and todo:  # starting a task would take longer than the search
-        _write_pairs(0, numbering, config, num_buckets, stamp)
+        write(0, numbering)
     elif todo:
         session = session or SessionConfig()
         start_ray(session.num_cpus, session.address)
         rows = ray.data.from_items([{"bucket": bucket} for bucket in todo], override_num_blocks=len(todo))
-        arguments = {"numbering": numbering, "config": config, "num_buckets": num_buckets, "stamp": stamp}
-        arguments["keys"] = keys
+        arguments = {"numbering": numbering, "write": write, "keys": keys}
         for done in rows.map(search_bucket, fn_kwargs=arguments, num_cpus=1).iter_rows():
             if done["problem"]:
                 raise ShardError(f"bucket {done['bucket']}: {done['problem']}")
@@ -128,19 +136,14 @@ def pairs_path(folder: Path, bucket: int) -> Path:
 
 
 def search_bucket(
-    row: dict[str, int],
-    numbering: Numbering,
-    config: DuplicatesConfig,
-    num_buckets: int,
-    stamp: str,
-    keys: RemoteKeys | None = None,
+    row: dict[str, int], numbering: Numbering, write: Callable[[int, Numbering], None], keys: RemoteKeys | None = None
 ) -> dict[str, Any]:
     """Writes the pairs of a bucket, or returns an error message; Ray Data maps this function over buckets."""
     bucket = int(row["bucket"])
     try:
         if keys is not None:
             numbering = replace(numbering, folder=keys.copy())
-        _write_pairs(bucket, numbering, config, num_buckets, stamp)
+        write(bucket, numbering)
         if keys is not None:
             path = pairs_path(numbering.folder, bucket)
             keys.remote.put(f"{PAIRS}/{path.name}", path)
@@ -151,14 +154,8 @@ def search_bucket(
 
 def _write_pairs(bucket: int, numbering: Numbering, config: DuplicatesConfig, num_buckets: int, stamp: str) -> None:
     pairs = bucket_pairs(Documents(numbering), config, bucket, num_buckets)
-    batch = pa.record_batch(
-        {
-            "later": pa.array(pairs.later),
-            "earlier": pa.array(pairs.earlier),
-            "similarity": pa.array(pairs.similarity),
-            "exact": pa.array(pairs.exact),
-        }
-    ).replace_schema_metadata({STAMP: stamp})
+    batch = pa.record_batch({name: pa.array(getattr(pairs, name)) for name in COLUMNS})
+    batch = batch.replace_schema_metadata({STAMP: stamp})
     path = pairs_path(numbering.folder, bucket)
     with atomic_file(path) as aside, pa.ipc.new_file(str(aside), batch.schema) as stream:
         stream.write_batch(batch)
@@ -170,8 +167,7 @@ def _read_all(paths: Sequence[Path]) -> DuplicatePairs:
     parts: list[DuplicatePairs] = []
     for path in paths:
         batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-        names = ("later", "earlier", "similarity", "exact")
-        parts.append(DuplicatePairs(*(batch.column(name).to_numpy(zero_copy_only=False) for name in names)))
+        parts.append(DuplicatePairs(*(batch.column(name).to_numpy(zero_copy_only=False) for name in COLUMNS)))
         if sum(map(len, parts)) > max(_JOINED, len(joined)):
             joined, parts = join([joined, *parts]), []
     return join([joined, *parts])

@@ -5,19 +5,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from declutr.pipeline.config import PipelineConfig
-from declutr.pipeline.duplicates.table import OTHER_LABEL
+from declutr.pipeline.duplicates.pairs import OTHER_LABEL
 from declutr.pipeline.media.media_rows import NO_LABEL
 from declutr.pipeline.readers.corpus import NO_TEXT, SUFFIXES, ReadFailure, bare_suffix
-from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, PairsContent, keys_of, noun_of, size_noun
-from declutr.pipeline.shards.manifest import Counts, Manifest, Sidecar
+from declutr.pipeline.shards.content import (
+    MEDIA_KINDS,
+    AnyContent,
+    ContentKind,
+    PairsContent,
+    keys_of,
+    noun_of,
+    size_noun,
+)
+from declutr.pipeline.shards.manifest import Counts, Manifest
 from declutr.pipeline.shards.windows import EMPTY, TOO_SHORT, limit_in_words
 from declutr.pipeline.texts import LACKS
 
 _EXAMPLES = 10
 _NOT_TEXT = "the files are not text in UTF-8; name text files in corpus.paths, or convert them"
 _REMEDIES = {
-    NO_TEXT: "set corpus.text_field to the key or column of the text, "
-    " or to several, as in corpus.text_field=[title,body]",
+    NO_TEXT: "set corpus.text_field to the key or column of the text, or to several, as in "
+    "corpus.text_field=[title,body]",
     "invalid_utf8": _NOT_TEXT,
     "nul_bytes": _NOT_TEXT,
 }
@@ -38,42 +46,38 @@ def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[Read
         return "corpus: empty, the inputs hold no documents; check corpus.paths"
     if config.content.kind != "documents":
         return _no_row(counts, config.content, failures)
-    failed = ", ".join(f"{number} {reason}" for reason, number in counts.failed.items())
-    could_not = f" ({failed})" if failed else ""
-    if 2 * sum(counts.failed.values()) > counts.read:
-        return _unread(counts, failed, failures)
-    other_reasons = ", ".join(
-        f"{number} {reason}" for reason, number in counts.dropped.items() if reason not in (EMPTY, TOO_SHORT)
-    )
+    failed, num_failed = _in_words(counts.failed), sum(counts.failed.values())
+    documents = f"{counts.read} documents"
+    if 2 * num_failed > counts.read:
+        problem = f"{num_failed} of {documents} could not be read ({failed}), and none of the others is kept"
+        if num_failed == counts.read:
+            problem = f"no document could be read, all {counts.read} failed ({failed})"
+        main_reason = max(counts.failed, key=lambda reason: counts.failed[reason])
+        remedy = _REMEDIES.get(main_reason, "check corpus.paths and corpus.format")
+        examples = [f". The first {main_reason}: {failure}" for failure in failures if failure.reason == main_reason]
+        return f"corpus: {problem}; {remedy}" + "".join(examples[:1])
+    unread = f" ({failed})" if failed else ""
+    others = _in_words({reason: n for reason, n in counts.dropped.items() if reason not in (EMPTY, TOO_SHORT)})
     if TOO_SHORT not in counts.dropped:
-        what = other_reasons or "all are empty"
-        return f"corpus: none of {counts.read} documents is kept{could_not}: {what}; check the inputs and `filters`"
-    could_not += f" (others: {other_reasons})" if other_reasons else ""
+        return (
+            f"corpus: none of {documents} is kept{unread}: {others or 'all are empty'}; check the inputs and `filters`"
+        )
+    unread += f" (others: {others})" if others else ""
     return (
-        f"corpus: none of {counts.read} documents is long enough{could_not}: the longest has {counts.longest_tokens} "
-        f"tokens, the limit is {limit_in_words(config.geometry, config.short_documents)}; lower one of them or use "
-        "longer documents"
+        f"corpus: none of {documents} is long enough{unread}: the longest has {counts.longest_tokens} tokens, the "
+        f"limit is {limit_in_words(config.geometry, config.short_documents)}; lower one of them or use longer documents"
     )
 
 
-def _unread(counts: Counts, failed: str, failures: Sequence[ReadFailure]) -> str:
-    """An error message if no document was kept and most could not be read."""
-    num_failed = sum(counts.failed.values())
-    what = f"{num_failed} of {counts.read} documents could not be read ({failed}), and none of the others is kept"
-    if num_failed == counts.read:
-        what = f"no document could be read, all {counts.read} failed ({failed})"
-    main_reason = max(counts.failed, key=lambda reason: counts.failed[reason])
-    remedy = _REMEDIES.get(main_reason, "check corpus.paths and corpus.format")
-    example = next((failure for failure in failures if failure.reason == main_reason), None)
-    return f"corpus: {what}; {remedy}" + (f". The first {main_reason}: {example}" if example else "")
+def _in_words(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} {reason}" for reason, number in numbers.items())
 
 
 def _no_row(counts: Counts, content: AnyContent, failures: Sequence[ReadFailure]) -> str:
-    """An error message if no row of short texts was kept."""
-    lost = counts.dropped | counts.failed
-    reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(lost.items(), key=lambda item: -item[1]))
+    """An error message if no row of short texts, images or clips was kept."""
+    lost = dict(sorted((counts.dropped | counts.failed).items(), key=lambda item: -item[1]))
     keys = ", ".join(f"{setting}={key}" for setting, key in keys_of(content).items())
-    message = f"corpus: none of {counts.read:,} records became a row of {content.kind}: {reasons}"
+    message = f"corpus: none of {counts.read:,} records became a row of {content.kind}: {_in_words(lost)}"
     if isinstance(content, PairsContent) and any(reason.startswith(LACKS) for reason in lost):
         message += (
             f"; content.required_labels = [{', '.join(content.required_labels)}] drops premises without a hypothesis "
@@ -105,21 +109,22 @@ def lines_hint(
     )
 
 
-def too_many_failed(counts: Counts, sidecars: Sequence[Sidecar], config: PipelineConfig) -> str | None:
+def too_many_failed(
+    counts: Counts, failures: Sequence[ReadFailure], max_error_rate: float, kind: ContentKind
+) -> str | None:
     """An error message if more documents failed than max_error_rate allows."""
     failed = sum(counts.failed.values())
-    if failed <= config.max_error_rate * counts.read:
+    if failed <= max_error_rate * counts.read:
         return None
-    by_reason = ", ".join(f"{number:,} {reason}" for reason, number in counts.failed.items())
-    examples = [f"  {example}" for sidecar in sidecars for example in sidecar.failures][:_EXAMPLES]
     share = failed / counts.read
     percent = math.ceil(10000 * share) / 100
     head = (
-        f"{failed:,} of {counts.read:,} {noun_of(config.content.kind)} failed ({by_reason}): {percent:.2f}% is more "
-        f"than max_error_rate = {config.max_error_rate:g}. Repair the inputs and prepare into a new folder, or allow "
-        f"more with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same command then ends at once. Examples:"
+        f"{failed:,} of {counts.read:,} {noun_of(kind)} failed ({_in_words(counts.failed)}): "
+        f"{percent:.2f}% is more than max_error_rate = {max_error_rate:g}. Repair the inputs and prepare into a "
+        f"new folder, or allow more with max_error_rate={math.ceil(share * 1000) / 1000:g}; the same command then ends "
+        "at once. Examples:"
     )
-    return "\n".join([head, *examples])
+    return "\n".join([head, *(f"  {failure}" for failure in failures[:_EXAMPLES])])
 
 
 def labels_hint(manifest: Manifest) -> str | None:
@@ -135,7 +140,7 @@ def labels_hint(manifest: Manifest) -> str | None:
 def summary(manifest: Manifest, output: str) -> str:
     """One line with the output folder, the documents read and their statuses."""
     totals = manifest.totals
-    lost = ", ".join(f"{number:,} {reason}" for reason, number in [*manifest.dropped.items(), *manifest.failed.items()])
+    lost = ", ".join(filter(None, [_in_words(manifest.dropped), _in_words(manifest.failed)]))
     skipped = ", ".join(f"{skip.files:,} {kind} ({skip.example!r})" for kind, skip in manifest.skipped.items())
     left = skipped and f"; not read: {skipped}"
     return (
@@ -148,7 +153,6 @@ def summary(manifest: Manifest, output: str) -> str:
 def _labels(manifest: Manifest) -> str:
     """The kept hypotheses by label, or the number of labels and the changes of images or clips, as text."""
     if manifest.content.kind in MEDIA_KINDS:
-        notes = ", ".join(f"{number:,} {note}" for note, number in manifest.notes.items())
+        notes = _in_words(manifest.notes)
         return f"; {len(manifest.labels):,} labels" + (notes and f"; changed: {notes}")
-    labels = ", ".join(f"{number:,} {label}" for label, number in manifest.labels.items())
-    return labels and f"; hypotheses: {labels}"
+    return f"; hypotheses: {_in_words(manifest.labels)}" if manifest.labels else ""

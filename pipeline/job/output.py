@@ -1,33 +1,45 @@
-"""The output of a preparation in a folder that all hosts see: its plan and its finished work."""
+"""The output of a preparation in a folder that all hosts see: its plan, its finished work, what forbids to continue it.
+
+`Preparation` is what a command does, planned once from the settings and the inputs.
+"""
 
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
 from declutr.common.cluster import SessionConfig
 from declutr.common.config import Strict
+from declutr.common.console.logs import get_logger
 from declutr.common.lock import LOCK, RunLock
-from declutr.common.storage import Files, fsync_path, write_text
+from declutr.common.storage import fsync_path, write_text
+from declutr.common.stores.address import is_remote
 from declutr.common.stores.copies import PLAN
 from declutr.pipeline.config import PipelineConfig, config_hash, differing_keys, identity
+from declutr.pipeline.duplicates.config import DuplicatesConfig
+from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.duplicates.search import find_duplicates
-from declutr.pipeline.duplicates.table import DUPLICATES
 from declutr.pipeline.filters.document_filter import fingerprints
 from declutr.pipeline.filters.evaluation_sets import INDEX
-from declutr.pipeline.job.output_store import OutputStore
-from declutr.pipeline.job.progress import HEARTBEATS, PROGRESS
-from declutr.pipeline.job.unit_writer import finished_sidecar
+from declutr.pipeline.job.unit_writer import finished_sidecar, load_sidecar
 from declutr.pipeline.job.units import Unit, hash_unit
-from declutr.pipeline.job.worker import CANDIDATES, stage_folder
-from declutr.pipeline.readers.input_state import InputState
+from declutr.pipeline.job.worker import CANDIDATES, HEARTBEATS
+from declutr.pipeline.readers.input_state import InputState, digest_parts
 from declutr.pipeline.readers.skipped import Skip
 from declutr.pipeline.shards.ledger import LEDGERS, REJECTED
 from declutr.pipeline.shards.manifest import MANIFEST, TOKENIZER, Sidecar
 from declutr.pipeline.shards.shards import check_shards
+
+PROGRESS = "progress.jsonl"
+Stage = Literal["prepare", "select"]
+_COMPARISONS = 4
+"""Units whose inputs are compared at a time."""
 
 
 class PreparePlan(Strict):
@@ -60,79 +72,20 @@ def plan_of(config: PipelineConfig, units: Sequence[Unit], skipped: dict[str, Sk
     )
 
 
-def write_plan(folder: Path, plan: PreparePlan) -> None:
-    """Writes the plan to the folder and removes temporary files of a killed run."""
-    if not (folder / PLAN).exists():
-        write_text(folder / PLAN, plan.model_dump_json(indent=1) + "\n")
-    for aside in list(folder.rglob(".*.tmp")):
-        if aside.is_dir():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            aside.unlink(missing_ok=True)
-
-
-def output_problems(folder: Path, names: Collection[str], config: PipelineConfig, plan: PreparePlan) -> list[str]:
-    """Reasons why an output cannot be used for this plan, one line each; none if it is new or has this plan.
-
-    Args:
-        folder: the output folder; for an address, a folder with the plan that was found there.
-        names: names of the files and folders in the output.
-        config: settings.
-        plan: plan of these settings.
-    """
-    where = f"output = {config.output!r}"
-    if folder.exists() and not folder.is_dir():
-        return [f"{where} is a file; name a folder"]
-    if all(name.startswith(".") or name in ("", LOCK) for name in names):
-        return []
-    try:
-        other = PreparePlan.model_validate_json((folder / PLAN).read_bytes())
-    except FileNotFoundError:
-        return [f"{where} holds files that `prepare` did not write; name an empty or a new folder"]
-    except ValidationError:
-        return [f"{where}: its {PLAN} is of another version; name another folder or delete this one"]
-    if other.config_hash != plan.config_hash:
-        differing = "; ".join(differing_keys(config, other.config))
-        return [f"{where} was made with other settings ({differing}); name another folder or delete this one"]
-    if other.files != plan.files:
-        changed = sorted(key for key in plan.files if plan.files[key] != other.files.get(key))
-        return [f"{where} was made with other contents of the files of {', '.join(changed)}; name another folder"]
-    # Installed packages change often; documentation prepared from earlier versions stays valid.
-    if plan.units == other.units or (config.corpus.kind == "python_docs" and (folder / MANIFEST).exists()):
-        return []
-    changed = sorted(
-        name for name in plan.units.keys() | other.units.keys() if plan.units.get(name) != other.units.get(name)
-    )
-    first = plan.sources.get(changed[0]) or other.sources[changed[0]]
-    return [
-        f"{where} was started with other inputs: {len(changed)} of {len(plan.units)} units changed, the first at "
-        f"{first}; name another folder or delete this one"
-    ]
-
-
 class Output:
     """An output folder; `StoredOutput` is one in an object store.
 
     Attributes:
-        config: settings.
+        setting: `output` of the configuration.
         folder: the folder; for an address, a folder of this host with the small files of the output.
-        store: None for a folder.
+        duplicates: the settings that decide the stages.
+        session: the place where the tasks run.
+        name: the output in messages.
     """
 
-    store: OutputStore | None = None
-
-    def __init__(self, config: PipelineConfig, folder: Path) -> None:
-        self.config, self.folder = config, folder
-
-    @property
-    def name(self) -> str:
-        """The output in messages."""
-        return str(self.folder)
-
-    @property
-    def session(self) -> SessionConfig:
-        """The place where the tasks run."""
-        return self.config.session
+    def __init__(self, setting: str, folder: Path, duplicates: DuplicatesConfig, session: SessionConfig) -> None:
+        self.setting, self.folder, self.duplicates, self.session = setting, folder, duplicates, session
+        self.name = str(folder)
 
     def names(self) -> list[str]:
         """Names of the files and folders in the output."""
@@ -163,45 +116,111 @@ class Output:
     def refresh(self) -> None:
         """Looks at the output again; other commands may have worked on it."""
 
+    def problems(self, plan: PreparePlan) -> list[str]:
+        """Reasons why the output cannot be used for a plan, one line each; none if it is new or has this plan."""
+        folder, where = self.folder, f"output = {self.setting!r}"
+        if folder.exists() and not folder.is_dir():
+            return [f"{where} is a file; name a folder"]
+        if all(name.startswith(".") or name in ("", LOCK) for name in self.names()):
+            return []
+        try:
+            other = PreparePlan.model_validate_json((folder / PLAN).read_bytes())
+        except FileNotFoundError:
+            return [f"{where} holds files that `prepare` did not write; name an empty or a new folder"]
+        except ValidationError:
+            return [f"{where}: its {PLAN} is of another version; name another folder or delete this one"]
+        if other.config_hash != plan.config_hash:
+            differing = "; ".join(differing_keys(plan.config, other.config))
+            return [f"{where} was made with other settings ({differing}); name another folder or delete this one"]
+        if other.files != plan.files:
+            changed = sorted(key for key in plan.files if plan.files[key] != other.files.get(key))
+            return [f"{where} was made with other contents of the files of {', '.join(changed)}; name another folder"]
+        if plan.units == other.units or self._documentation_is_complete(plan):
+            return []
+        changed = sorted(
+            name for name in plan.units.keys() | other.units.keys() if plan.units.get(name) != other.units.get(name)
+        )
+        first = plan.sources.get(changed[0]) or other.sources[changed[0]]
+        return [
+            f"{where} was started with other inputs: {len(changed)} of {len(plan.units)} units changed, the first at "
+            f"{first}; name another folder or delete this one"
+        ]
+
+    def input_problems(self, plan: PreparePlan, units: Sequence[Unit], verify: bool = False) -> list[str]:
+        """Reasons why an output of the same plan cannot continue with the contents of these inputs.
+
+        A changed time alone is not a change: if head, middle and tail of a file are the same, the whole file is read
+        and compared with the recorded digest.
+
+        Args:
+            plan: plan of this command.
+            units: the units, with the states of their files.
+            verify: also read every byte of files whose time is the same.
+        """
+        try:
+            before = PreparePlan.model_validate_json((self.folder / PLAN).read_bytes()).input_states
+        except (FileNotFoundError, ValidationError):
+            return []
+        if self._documentation_is_complete(plan):
+            return []
+
+        def compare(unit: Unit) -> str:
+            for folder in (self.folder, self.folder / CANDIDATES):
+                if (sidecar := load_sidecar(folder, unit.name)) and sidecar.input_state:
+                    return _compare(unit, sidecar.input_state, verify)
+            return _compare(unit, before.get(unit.name), verify)
+
+        with ThreadPoolExecutor(_COMPARISONS) as pool:
+            results = list(pool.map(compare, units))
+        changed = [unit for unit, result in zip(units, results, strict=True) if result == "changed"]
+        if changed:
+            return [
+                f"output = {self.setting!r} was started with other contents of its inputs: {len(changed)} of "
+                f"{len(units)} units changed although names and sizes are the same, the first at "
+                f"{changed[0].parts[0].source}; restore the earlier files, name another folder or delete this one"
+            ]
+        numbers, log = Counter(results), get_logger()
+        if number := numbers["touched"]:
+            log.info("%d of %d units: times differ, bytes are the same", number, len(units))
+        if verify:
+            log.info("%d of %d units: every byte is unchanged", numbers["verified"], len(units))
+        if number := numbers["remote"]:
+            log.warning("%d units: compared only by size and tag of remote files", number)
+        return []
+
+    def _documentation_is_complete(self, plan: PreparePlan) -> bool:
+        """Installed packages change often; documentation prepared from earlier versions stays valid."""
+        return plan.config["corpus"]["kind"] == "python_docs" and (self.folder / MANIFEST).exists()
+
     def write_plan(self, plan: PreparePlan) -> None:
-        """Writes the plan unless it exists."""
-        write_plan(self.folder, plan)
+        """Writes the plan unless it exists, and removes temporary files of a killed run."""
+        if not (self.folder / PLAN).exists():
+            write_text(self.folder / PLAN, plan.model_dump_json(indent=1) + "\n")
+        for aside in list(self.folder.rglob(".*.tmp")):
+            if aside.is_dir():
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                aside.unlink(missing_ok=True)
 
     def share(self) -> None:
         """Makes the tokenizer and the index of evaluation sets readable for all hosts."""
 
-    def finished_sidecar(self, unit: Unit, stage: str) -> Sidecar | None:
+    def stage_folder(self, stage: Stage) -> Path:
+        """Folder for the files of a stage."""
+        return self.folder / CANDIDATES if stage == "prepare" and self.duplicates.enabled else self.folder
+
+    def finished_sidecar(self, unit: Unit, stage: Stage, settings_hash: str) -> Sidecar | None:
         """The sidecar of a unit that a stage has finished: same input, same settings, all files present; else None."""
-        return finished_sidecar(unit, self.target(stage), self.config)
+        return finished_sidecar(unit, self.stage_folder(stage), settings_hash)
 
-    def target(self, stage: str) -> Path:
-        """Folder of a stage."""
-        return stage_folder(self.folder, self.config) if stage == "prepare" else self.folder
-
-    def note(self, stage: str, unit: str, files: Files) -> None:
-        """Notes the files of a unit that was just finished."""
-
-    def shared_files(self, stage: str) -> Files:  # noqa: ARG002
-        """Files that all tasks of a stage fetch."""
-        return {}
-
-    def files_of(self, stage: str, unit: str) -> Files:  # noqa: ARG002
-        """Files that a stage's task on this unit fetches."""
-        return {}
-
-    def find_duplicates(self, units: list[str], labels: list[str] | None = None) -> None:
+    def find_duplicates(self, units: list[str], labels: list[str] | None) -> None:
         """Searches for duplicates among the candidates of all units; records the labels whose rows are kept.
 
         Raises:
             ShardError: a file of keys is missing, damaged, or was written with other settings.
         """
-        duplicates = find_duplicates(
-            self.folder / CANDIDATES, units, self.config.duplicates, self.session, labels=labels
-        )
-        self._keep(duplicates)
-
-    def _keep(self, duplicates: Path) -> None:
-        duplicates.replace(self.folder / DUPLICATES)
+        table = find_duplicates(self.folder / CANDIDATES, units, self.duplicates, self.session, labels=labels)
+        table.replace(self.folder / DUPLICATES)
         fsync_path(self.folder)
 
     def complete(self) -> None:
@@ -216,3 +235,33 @@ class Output:
             path.unlink()
         for name in (MANIFEST, PROGRESS, PLAN, INDEX, DUPLICATES):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def _compare(unit: Unit, before: InputState | None, verify: bool) -> str:
+    """Compares a unit's inputs with their record: changed, touched (only the time), same, verified or remote."""
+    now = unit.input_state
+    if now is None:
+        return "same"
+    if before is None or now.sample != before.sample:
+        return "changed"
+    if now.modified == before.modified and not verify:
+        return "same"
+    if any(is_remote(part.path) for part in unit.parts):
+        return "remote" if now.modified == before.modified else "changed"
+    if before.digest is None:  # the unit is not prepared yet
+        return "same"
+    if digest_parts(unit.parts) != before.digest:
+        return "changed"
+    return "verified" if verify else "touched"
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a command does, planned once: no part looks at the settings or the inputs again to find it out."""
+
+    config: PipelineConfig
+    """The settings, with the size of units that the corpus decides."""
+    units: list[Unit]
+    """The units, with the states of their files."""
+    plan: PreparePlan
+    output: Output

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from declutr.pipeline.job.progress import HEARTBEATS
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from declutr.common.paths import expand
@@ -24,7 +25,6 @@ from declutr.common.storage import FileRecord, Files, decoded, encoded
 from declutr.common.stores.address import is_remote, short_name
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.filters.evaluation_sets import INDEX
-from declutr.pipeline.job.progress import HEARTBEATS
 from declutr.pipeline.job.units import Unit
 from declutr.pipeline.shards.manifest import TOKENIZER
 

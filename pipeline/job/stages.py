@@ -1,67 +1,83 @@
-"""The stages of a preparation on Ray Data; each stage skips finished units.
+"""The stages of a preparation on Ray Data, and their progress; each stage skips finished units.
 
 Without removal of duplicates, a single stage reads and writes the units. With it, the first stage writes candidates,
 the second finds duplicates over all units, and the third writes the units without them.
 """
 
+import contextlib
+import json
 import os
-from collections.abc import Sequence
+import shutil
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.exceptions import WorkerCrashedError
 
-from declutr.common.console.logs import get_logger
+from declutr.common.console.logs import bar, get_logger
 from declutr.common.errors import ShardError
 from declutr.common.session import start_ray
 from declutr.common.storage import Files, decoded, encoded
-from declutr.pipeline.config import PipelineConfig
-from declutr.pipeline.duplicates.table import DUPLICATES
-from declutr.pipeline.job.output import Output
-from declutr.pipeline.job.output_store import OutputStore, made_in, refuse_missing
-from declutr.pipeline.job.progress import HEARTBEATS, Progress
-from declutr.pipeline.job.sample import output_engine
-from declutr.pipeline.job.selection import most_frequent_labels, write_selected
+from declutr.common.stores.address import is_remote
+from declutr.common.watcher import Watcher
+from declutr.pipeline.duplicates.pairs import DUPLICATES
+from declutr.pipeline.job.output import PROGRESS, Preparation, Stage
+from declutr.pipeline.job.output_store import OutputStore
+from declutr.pipeline.job.shared import output_engine
+from declutr.pipeline.job.stored import OutputStore, StoredOutput
 from declutr.pipeline.job.units import Unit
-from declutr.pipeline.job.worker import write_unit
+from declutr.pipeline.job.worker import (
+    BEAT_SECONDS,
+    HEARTBEATS,
+    most_frequent_labels,
+    work_done,
+    write_selected,
+    write_unit,
+)
+from declutr.pipeline.shards.content import ContentKind, bytes_noun, noun_of
 from declutr.pipeline.shards.manifest import Sidecar
-from declutr.pipeline.tokenizer.batch_tokenizer import EngineName
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 _ATTEMPTS = 10
 """Retries of a unit whose worker died; limited, because an input that crashes a library does so every time."""
-Stage = Literal["prepare", "select"]
+_MIB = 2**20
 
 
-def run_stages(output: Output, units: Sequence[Unit], tokenizer: TokenizerInfo | None) -> list[Sidecar]:
+def run_stages(job: Preparation, tokenizer: TokenizerInfo | None) -> list[Sidecar]:
     """Completes the units of an output; returns their sidecars in plan order.
 
     Raises:
         ConfigError: the engine in tokenizer.engine does not give the same ids.
         ShardError: a task could not read its input or write its output.
     """
-    if not output.config.duplicates.enabled:
-        return _run("prepare", output, units, tokenizer)
+    output, units = job.output, job.units
+    if not output.duplicates.enabled:
+        return _run("prepare", job, units, tokenizer)
     if (output.folder / DUPLICATES).exists():
         # Once the duplicates are known, only units with missing files are read again.
-        missing = [unit for unit in units if output.finished_sidecar(unit, "select") is None]
-        _run("prepare", output, missing, tokenizer)
+        settings_hash = job.plan.config_hash
+        missing = [unit for unit in units if output.finished_sidecar(unit, "select", settings_hash) is None]
+        _run("prepare", job, missing, tokenizer)
     else:
-        candidates = _run("prepare", output, units, tokenizer)
+        candidates = _run("prepare", job, units, tokenizer)
         try:
-            output.find_duplicates(
-                [unit.name for unit in units], most_frequent_labels(candidates, output.config.content)
-            )
+            output.find_duplicates([unit.name for unit in units], most_frequent_labels(candidates, job.config.content))
         except (ShardError, OSError) as error:
             raise _stopped("duplicates", output.name, error) from error
-    return _run("select", output, units, tokenizer)
+    return _run("select", job, units, tokenizer)
 
 
-def _run(stage: Stage, output: Output, units: Sequence[Unit], tokenizer: TokenizerInfo | None) -> list[Sidecar]:
+def _run(stage: Stage, job: Preparation, units: Sequence[Unit], tokenizer: TokenizerInfo | None) -> list[Sidecar]:
     """Processes unfinished units on Ray Data; returns the sidecars of all units in order."""
-    config, folder = output.config, output.folder
-    before = [output.finished_sidecar(unit, stage) for unit in units]
+    config, output, settings_hash = job.config, job.output, job.plan.config_hash
+    stored = output if isinstance(output, StoredOutput) else None
+    before = [output.finished_sidecar(unit, stage, settings_hash) for unit in units]
     done = [sidecar for sidecar in before if sidecar]
     sidecars = {sidecar.unit: sidecar for sidecar in done}
     todo = [unit for unit, sidecar in zip(units, before, strict=True) if sidecar is None]
@@ -69,25 +85,33 @@ def _run(stage: Stage, output: Output, units: Sequence[Unit], tokenizer: Tokeniz
     if done:
         get_logger().info("%s: %d of %d units are already finished", stage, len(done), len(units))
     if todo:
-        engine = output_engine(config, folder, units) if stage == "prepare" else "tokenizers"
+        write: Callable[[Unit, Path], Sidecar] = partial(write_selected, config=config, tokenizer=tokenizer)
+        if stage == "prepare":
+            engine = output_engine(job, output.folder, units)
+            write = partial(write_unit, config=config, tokenizer=tokenizer, engine=engine)
         start_ray(output.session.num_cpus, output.session.address)
         # One block a unit, so that a dead task is retried alone. The order of completion does not matter.
-        items = [{"unit": unit.model_dump_json(), "needs": encoded(output.files_of(stage, unit.name))} for unit in todo]
+        items = [
+            {"unit": unit.model_dump_json(), "needs": encoded(stored.files_of(stage, unit.name) if stored else {})}
+            for unit in todo
+        ]
         rows = ray.data.from_items(items, override_num_blocks=len(todo))
-        arguments = {"stage": stage, "folder": str(folder), "config": config, "tokenizer": tokenizer, "engine": engine}
-        if output.store is not None:
-            arguments |= {"store": output.store, "shared": output.shared_files(stage)}
+        arguments = {"stage": stage, "folder": str(output.folder), "write": write}
+        arguments["other_hosts"] = stored is not None or config.session.address is not None
+        if stored is not None:
+            arguments |= {"store": stored.store, "shared": stored.shared_files(stage)}
         results = rows.map(
             work_on, fn_kwargs=arguments, num_cpus=1, ray_remote_args_fn=lambda: {"max_retries": _ATTEMPTS}
         )
-        with Progress(folder, stage, sum(unit.num_bytes for unit in units), done, config.content.kind) as progress:
+        num_bytes = sum(unit.num_bytes for unit in units)
+        with Progress(output.folder, stage, num_bytes, done, config.content.kind) as progress:
             try:
                 for row in results.iter_rows():
                     if row["problem"]:
                         raise _stopped(stage, output.name, row["problem"])
                     sidecar = Sidecar.model_validate_json(row["sidecar"])
-                    if row["sent"]:
-                        output.note(stage, sidecar.unit, decoded(row["sent"], sidecar.unit))
+                    if stored is not None:
+                        stored.add(stage, sidecar.unit, decoded(row["sent"], sidecar.unit))
                     sidecars[sidecar.unit] = sidecar
                     progress.add(sidecar)
             except WorkerCrashedError as error:
@@ -105,9 +129,8 @@ def work_on(
     row: dict[str, Any],
     stage: Stage,
     folder: str,
-    config: PipelineConfig,
-    tokenizer: TokenizerInfo | None,
-    engine: EngineName | None,
+    write: Callable[[Unit, Path], Sidecar],
+    other_hosts: bool,
     store: OutputStore | None = None,
     shared: Files | None = None,
 ) -> dict[str, Any]:
@@ -120,28 +143,116 @@ def work_on(
     """
     # Ray gives a task one CPU; the tokenizer's own threads would compete with the other tasks.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    unit = Unit.model_validate_json(row["unit"])
-
-    def write(place: Path) -> Sidecar:
-        if stage == "prepare":
-            return write_unit(unit, place, config, tokenizer, engine)
-        return write_selected(unit, place, config, tokenizer)
-
-    sent = b""
+    unit, sent = Unit.model_validate_json(row["unit"]), b""
     try:
-        if store is not None or config.session.address is not None:  # tasks may run on other hosts
-            refuse_missing(unit)
+        if other_hosts:
+            _refuse_missing(unit)
         if store is None:
-            sidecar = write(Path(folder))
+            sidecar = write(unit, Path(folder))
         else:
             needs = decoded(row["needs"], unit.name)
             with store.staging_dir(shared or {}, needs, Path(folder) / HEARTBEATS) as place:
-                sidecar = write(place)
-                sent = encoded(store.send_finished(stage, unit.name, place, made_in(place, needs)))
+                sidecar = write(unit, place)
+                sent = encoded(store.send_made(stage, unit.name, place, needs))
     except (OSError, ShardError) as error:
         return {"sidecar": "", "problem": f"unit {unit.name}: {error}", "sent": b""}
     return {"sidecar": sidecar.model_dump_json(), "problem": "", "sent": sent}
 
 
+def _refuse_missing(unit: Unit) -> None:
+    """Checks that this host sees the local inputs that the command saw; otherwise they would count as failed.
+
+    Raises:
+        FileNotFoundError: it does not.
+    """
+    for part in unit.parts:
+        if unit.file_states.get(part.path) and not is_remote(part.path) and not Path(part.path).exists():
+            raise FileNotFoundError(
+                f"{part.path} is not on host {socket.gethostname()}; put the corpus into a folder that all hosts see, "
+                "or into an object store, and name it in corpus.paths"
+            )
+
+
 def _stopped(stage: str, output: str, problem: object) -> ShardError:
     return ShardError(f"{stage}: {problem}. Finished work in {output} is kept; the same command continues")
+
+
+class Progress(Watcher):
+    """Counts finished units and the heartbeats of unfinished ones; estimates the time left from input bytes.
+
+    A bar shows the numbers to users, and JSON lines to programs.
+
+    Args:
+        folder: output folder; the JSON lines go to `progress.jsonl` in it.
+        stage: name of the stage, for the bar and the lines.
+        total_bytes: input bytes of all units.
+        done: sidecars of units that were finished before this run.
+        kind: kind of the rows, for the bar.
+    """
+
+    def __init__(self, folder: Path, stage: str, total_bytes: int, done: list[Sidecar], kind: ContentKind) -> None:
+        super().__init__(BEAT_SECONDS, "declutr-progress")
+        self._folder, self._stage, self._total_bytes, self._kind = folder, stage, total_bytes, kind
+        # Unbuffered, so that a line refused by a full disk is not retried at the end.
+        self._log = (folder / PROGRESS).open("ab", buffering=0)
+        self._finished = {sidecar.unit for sidecar in done}
+        self._done = sum((work_done(sidecar.counts, sidecar.num_bytes) for sidecar in done), Counter[str]())
+        self._before = self._done
+        self._started = time.monotonic()
+        self._lock = threading.Lock()
+        self._bar = bar(
+            total=total_bytes,
+            initial=self._done["num_bytes"],
+            desc=stage,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} of input, {remaining} left{postfix}",
+        )
+        shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)
+
+    def add(self, sidecar: Sidecar) -> None:
+        """Counts one more finished unit."""
+        with self._lock:
+            self._finished.add(sidecar.unit)
+            self._done = self._done + work_done(sidecar.counts, sidecar.num_bytes)
+            self._show()
+
+    def look(self) -> None:
+        """Shows and logs the numbers of now."""
+        with self._lock:
+            self._show()
+
+    def _show(self) -> None:
+        now = self._done
+        for path in (self._folder / HEARTBEATS).glob("[0-9]*"):
+            if path.name not in self._finished:
+                with contextlib.suppress(OSError, ValueError):  # just replaced or removed
+                    now = now + Counter(json.loads(path.read_bytes()))
+        seconds = time.monotonic() - self._started
+        rate = (now["num_bytes"] - self._before["num_bytes"]) / seconds
+        line = {
+            "stage": self._stage,
+            "seconds": round(seconds, 3),
+            "documents": now["documents"],
+            "kept_share": round(now["kept"] / max(1, now["documents"]), 4),
+            "failed": now["failed"],
+            "text_mib_per_s": round((now["text_bytes"] - self._before["text_bytes"]) / _MIB / seconds, 3),
+            "input_bytes": now["num_bytes"],
+            "total_input_bytes": self._total_bytes,
+            "eta_seconds": round((self._total_bytes - now["num_bytes"]) / rate, 1) if rate > 0 else None,
+        }
+        with contextlib.suppress(OSError):
+            self._log.write(json.dumps(line).encode() + b"\n")
+        rows, content = noun_of(self._kind), bytes_noun(self._kind)
+        text = (
+            f"{now['documents']:,} {rows}, {line['kept_share']:.0%} kept, {line['text_mib_per_s']} MiB/s of {content}"
+        )
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(now["num_bytes"] - self._bar.n)
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._bar.close()
+        self._log.close()
+        shutil.rmtree(self._folder / HEARTBEATS, ignore_errors=True)

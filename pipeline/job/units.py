@@ -52,17 +52,13 @@ class UnitReader(Iterator[Record]):
     """Every document and failure of a unit, in order, and the input bytes read for them so far."""
 
     def __init__(self, unit: Unit, corpus: Corpus, content: AnyContent) -> None:
-        self._unit = unit
-        self._corpus = corpus
-        self._content = content
-        self._done = 0
-        self._part_bytes = 0
+        self._done = self._part_bytes = self._max_bytes_read = 0
         self._meter = Meter()
-        self._max_bytes_read = 0
+        records = self._read(unit, None if isinstance(corpus, PythonDocs) else _rules(corpus, content))
         if isinstance(content, ImagesContent | AudioContent):
-            self._records = media_rows(self._read(), content)
+            self._records = media_rows(records, content)
         else:
-            self._records = rows(self._read(), content)
+            self._records = rows(records, content)
 
     def __iter__(self) -> "UnitReader":
         return self
@@ -80,9 +76,8 @@ class UnitReader(Iterator[Record]):
         self._max_bytes_read = max(self._max_bytes_read, now)
         return self._max_bytes_read
 
-    def _read(self) -> Iterator[Record]:
-        rules = None if isinstance(self._corpus, PythonDocs) else _rules(self._corpus, self._content)
-        for part in self._unit.parts:
+    def _read(self, unit: Unit, rules: Rules | None) -> Iterator[Record]:
+        for part in unit.parts:
             self._meter, self._part_bytes = Meter(), part.num_bytes
             yield from read_python(part) if rules is None else read_part(part, rules, self._meter)
             self._meter, self._part_bytes = Meter(), 0
@@ -100,11 +95,11 @@ def plan_units(
 ) -> tuple[list[Unit], list[str]]:
     """Groups the corpus into units of about `unit_mib` MiB of uncompressed text, or UNIT_MIB; see `file_parts`."""
     unit_bytes = max(1, int((unit_mib or UNIT_MIB) * MIB))
-    problems: list[str] = []
-    if isinstance(corpus, PythonDocs):
-        parts = python_parts()
-    else:
-        parts, problems = file_parts(corpus, unit_bytes, skipped, _rules(corpus, content))
+    parts, problems = (
+        (python_parts(), list[str]())
+        if isinstance(corpus, PythonDocs)
+        else file_parts(corpus, unit_bytes, skipped, _rules(corpus, content))
+    )
     groups: list[list[Part]] = []
     group_bytes = 0
     for part in parts:

@@ -79,7 +79,7 @@ def is_hidden(relative: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document as read: raw text and its place (`offset` as in pipeline/shards/schema.py)."""
+    """One document as read: raw text and its place (`offset` as in pipeline/shards/writer.py)."""
 
     text: str
     source: str

@@ -14,40 +14,24 @@ from pydantic import ValidationError
 
 from declutr.common.errors import ShardError
 from declutr.pipeline.shards.content import LABELS, NO_LABEL, TRIPLE_LABELS, ContentKind, TextKind
-from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
+from declutr.pipeline.shards.manifest import MANIFEST, SCHEMA_VERSION, load_manifest
 from declutr.pipeline.shards.media import media_problem
-from declutr.pipeline.shards.schema import SCHEMA_VERSION, media_schema
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
+from declutr.pipeline.shards.writer import media_schema, shard_schema
 
-_WINDOWS = {"windows": (pa.list_(pa.int32()),)}
-_TEXTS = {"starts": (pa.list_(pa.int32()),), "labels": (pa.list_(pa.int8()),)}
+_TOKEN_TYPES = (pa.list_(pa.uint16()), pa.list_(pa.uint32()))
 
 
 def schema_problem(schema: pa.Schema, kind: ContentKind = "documents") -> str | None:
     """A problem of the columns; None if they are those of a shard with this kind of rows."""
-    expected: dict[str, tuple[pa.DataType, ...]]
-    if kind == "images" or kind == "audio":
-        expected = {field.name: (field.type,) for field in media_schema(kind)}
-    else:
-        expected = _text_columns(kind)
-    if sorted(schema.names) != sorted(expected):
-        return f"its columns are {', '.join(schema.names)}, not {', '.join(expected)}"
-    for name, types in expected.items():
-        if (column_type := schema.field(name).type) not in types:
-            return f"its column {name} holds {column_type}, not {' or '.join(map(str, types))}"
+    expected = media_schema(kind) if kind == "images" or kind == "audio" else shard_schema(1, Geometry(), "", kind=kind)
+    if sorted(schema.names) != sorted(expected.names):
+        return f"its columns are {', '.join(schema.names)}, not {', '.join(expected.names)}"
+    for field in expected:
+        types = _TOKEN_TYPES if field.name == "tokens" else (field.type,)
+        if (column_type := schema.field(field.name).type) not in types:
+            return f"its column {field.name} holds {column_type}, not {' or '.join(map(str, types))}"
     return None
-
-
-def _text_columns(kind: TextKind) -> dict[str, tuple[pa.DataType, ...]]:
-    """Types that the columns of a shard of texts may have."""
-    return {
-        "id": (pa.binary(16),),
-        "tokens": (pa.list_(pa.uint16()), pa.list_(pa.uint32())),
-        **(_WINDOWS if kind == "documents" else _TEXTS),
-        "num_tokens": (pa.int64(),),
-        "source": (pa.string(),),
-        "offset": (pa.int64(),),
-    }
 
 
 def memory_problem(batch: pa.RecordBatch) -> str | None:
@@ -56,13 +40,13 @@ def memory_problem(batch: pa.RecordBatch) -> str | None:
         batch.validate(full=True)
     except pa.ArrowException as error:
         return " ".join(str(error).split())
-    empty = [name for name in batch.schema.names if _nulls(batch.column(name))]
+    columns = {name: batch.column(name) for name in batch.schema.names}
+    empty = [
+        name
+        for name, column in columns.items()
+        if column.null_count or (pa.types.is_list(column.type) and column.values.null_count)
+    ]
     return f"its column {', '.join(empty)} holds nulls" if empty else None
-
-
-def _nulls(column: pa.Array) -> int:
-    inner = column.values.null_count if pa.types.is_list(column.type) else 0
-    return int(column.null_count + inner)
 
 
 def content_problem(
@@ -214,12 +198,10 @@ def load_index(folder: Path) -> ManifestIndex:
     try:
         index = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=ManifestIndex)
         Geometry.model_validate(index.geometry)
-    except (OSError, msgspec.DecodeError, ValidationError):
-        index = None
-    if index is not None and index.schema_version == SCHEMA_VERSION:
-        return index
-    manifest = load_manifest(folder)
-    try:
-        return msgspec.json.decode(manifest.model_dump_json(), type=ManifestIndex)
-    except msgspec.DecodeError as error:
-        raise ShardError(f"{folder / MANIFEST} is not a manifest of this version: {error}") from error
+        if index.schema_version == SCHEMA_VERSION:
+            return index
+        problem = f"schema version {index.schema_version}"
+    except (OSError, msgspec.DecodeError, ValidationError) as error:
+        problem = str(error)
+    load_manifest(folder)
+    raise ShardError(f"{folder / MANIFEST} is not a manifest of this version: {problem}")

@@ -70,21 +70,16 @@ class Counts(Strict):
 
 def sum_counts(counts: list[Counts]) -> Counts:
     """Sums counts over units."""
-    dropped, failed, labels, notes = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
-    for count in counts:
-        dropped.update(count.dropped)
-        failed.update(count.failed)
-        labels.update(count.labels)
-        notes.update(count.notes)
+
+    def sum_of(name: str) -> dict[str, int]:
+        return dict(sorted(sum((Counter(getattr(count, name)) for count in counts), Counter[str]()).items()))
+
     return Counts(
         read=sum(count.read for count in counts),
         kept=sum(count.kept for count in counts),
-        dropped=dict(sorted(dropped.items())),
-        failed=dict(sorted(failed.items())),
         text_bytes=sum(count.text_bytes for count in counts),
         longest_tokens=max((count.longest_tokens for count in counts), default=0),
-        labels=dict(sorted(labels.items())),
-        notes=dict(sorted(notes.items())),
+        **{name: sum_of(name) for name in ("dropped", "failed", "labels", "notes")},
     )
 
 

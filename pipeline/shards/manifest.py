@@ -18,11 +18,11 @@ from declutr.pipeline.shards.content import MEDIA_KINDS, AnyContent, noun_of
 from declutr.pipeline.shards.ledger import Counts as Counts
 from declutr.pipeline.shards.ledger import LedgerFile
 from declutr.pipeline.shards.ledger import sum_counts as sum_counts
-from declutr.pipeline.shards.schema import SCHEMA_VERSION
 from declutr.pipeline.shards.windows import Geometry, ShortDocuments
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
 _OTHERS = {
     "checkpoints": "a run (its config.yaml names its shards)",
     "state.json": "a checkpoint",
@@ -132,10 +132,6 @@ class Manifest(Strict):
     def noun(self) -> str:
         """Noun for its rows in messages."""
         return noun_of(self.content.kind)
-
-    def of_split(self, split: str) -> list[Shard]:
-        """Shards of a split, in the order by which documents are numbered."""
-        return sorted((shard for shard in self.shards if shard.split == split), key=lambda shard: shard.name)
 
 
 def build_manifest(

@@ -71,16 +71,6 @@ class Clip:
 Media = Image | Clip
 
 
-def joined_notes(notes: Sequence[str]) -> str | None:
-    """Notes on a kept row as the `detail` of its ledger row."""
-    return ", ".join(notes) or None
-
-
-def notes_of(detail: str | None) -> list[str]:
-    """The notes in the `detail` of a kept row."""
-    return detail.split(", ") if detail else []
-
-
 def media_arrays(rows: Sequence[Media]) -> dict[str, Any]:
     """Columns of rows of one kind: those of `MEDIA_COLUMNS` and `label`."""
     columns: dict[str, Any] = {"label": [row.label for row in rows]}

@@ -1,9 +1,54 @@
-"""Writing of one shard, whole or not at all, block by block so that memory does not grow with the unit."""
+"""A shard: an Arrow IPC file with one row a document, written whole or not at all, in batches of bounded size.
+
+Rows of documents have these columns:
+
+| column     | type                      | meaning                                                              |
+|------------|---------------------------|----------------------------------------------------------------------|
+| id         | fixed_size_binary(16)     | hash of the normalised text (docs/decisions/0002-document-id.md)      |
+| tokens     | list<uint16> or <uint32>  | token ids without special tokens; uint16 if the vocabulary allows     |
+| windows    | list<int32>               | starts of the windows that may hold an anchor, in tokens              |
+| num_tokens | int64                     | length of `tokens`                                                   |
+| source     | string                    | input file, relative to its input root, see below                     |
+| offset     | int64                     | start of the document in its source, see below                        |
+
+The `source` of a document inside an archive joins archive and member with "!", also for nested archives:
+`openwebtext.tar.xz!openwebtext/urlsf_subset00-1_data.xz!0001-abc.txt`. A dataset of the Hub is named with its commit:
+`owner/name@0123456789ab/train.parquet`.
+
+For JSONL and text, `offset` is a byte position in the innermost uncompressed file: the start of the line, or of the
+piece if a document longer than `corpus.max_document_mib` was cut. For Parquet, Arrow and CSV it is the row number, the
+same for all pieces of a row. It is 0 for a Python module, and the ordinal of the topic for `pydoc_data.topics`.
+
+Rows of sentences, pairs and triples are groups of short texts. They have two other columns instead of `windows`:
+
+| column | type        | meaning                                                                                 |
+|--------|-------------|-----------------------------------------------------------------------------------------|
+| starts | list<int32> | start of each text in `tokens`, ascending; every text has at least one token            |
+| labels | list<int8>  | label of each text: -1 for the sentence or premise, which is the first; of a hypothesis |
+|        |             | its place in LABELS (pipeline/shards/content.py)                                        |
+
+`tokens` holds the texts one after the other. `id` is a hash of all texts and labels. A sentence split from a document
+has the `offset` of the document. A premise has the `offset` of its first pair.
+
+Rows of images and audio have no tokens. Their other columns:
+
+| kind   | column     | type          | meaning                                                       |
+|--------|------------|---------------|---------------------------------------------------------------|
+| images | image      | binary        | PNG, RGB, 8 bits a channel, upright                           |
+| images | width      | int32         | pixels                                                        |
+| images | height     | int32         | pixels                                                        |
+| audio  | frames     | list<float32> | num_frames * num_mel_bins log-mel energies, frame after frame |
+| audio  | num_frames | int32         |                                                               |
+| both   | label      | string        | label; "" if content.label is null                            |
+
+`id` is a hash of the pixels and their size, or of the frames, without the label. `num_mel_bins` and `sample_rate` are
+in the manifest's settings. `offset` is the row of a Parquet file, and 0 of any other file.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -11,15 +56,66 @@ from numpy.typing import NDArray
 
 from declutr.common.errors import ShardError
 from declutr.common.storage import atomic_file, hash_file
-from declutr.pipeline.shards.content import Layout
-from declutr.pipeline.shards.manifest import Shard, Split
-from declutr.pipeline.shards.media import Media, media_arrays
-from declutr.pipeline.shards.schema import geometry_of
-from declutr.pipeline.shards.windows import document_windows
+from declutr.pipeline.readers.corpus import ID_BYTES
+from declutr.pipeline.shards.content import Layout, MediaKind, TextKind
+from declutr.pipeline.shards.manifest import SCHEMA_VERSION, Shard, Split
+from declutr.pipeline.shards.media import Clip, Image, Media, media_arrays
+from declutr.pipeline.shards.windows import Geometry, ShortDocuments, document_windows
 
-_BLOCK_TOKENS = 2**25
-_BLOCK_BYTES = 2**25
-"""Most bytes of images or frames in a record batch, unless one row has more."""
+UINT16_VOCABULARY = 2**16
+_BLOCK = 2**25
+"""Most tokens, or bytes of images or frames, in a record batch, unless one row has more."""
+
+
+def shard_schema(
+    vocab_size: int,
+    geometry: Geometry,
+    fingerprint: str,
+    short_documents: ShortDocuments = "drop",
+    kind: TextKind = "documents",
+) -> pa.Schema:
+    """Schema of a shard of texts; its metadata names the tokenizer and the geometry of the tokens and windows."""
+    token_type = pa.uint16() if vocab_size <= UINT16_VOCABULARY else pa.uint32()
+    inner = {"windows": pa.int32()} if kind == "documents" else {"starts": pa.int32(), "labels": pa.int8()}
+    metadata = {
+        "schema_version": str(SCHEMA_VERSION),
+        "tokenizer_fingerprint": fingerprint,
+        "vocab_size": str(vocab_size),
+    }
+    if kind == "documents":
+        metadata |= {"num_anchors": str(geometry.num_anchors), "max_tokens": str(geometry.max_tokens)}
+        if short_documents != "drop":  # without effect if short documents are dropped, and then left out
+            metadata |= {"min_tokens": str(geometry.min_tokens), "short_documents": short_documents}
+    else:
+        metadata["content"] = kind
+    lists = {name: pa.list_(inner_type) for name, inner_type in ({"tokens": token_type} | inner).items()}
+    return _schema(lists | {"num_tokens": pa.int64()}, metadata)
+
+
+MEDIA_COLUMNS: dict[MediaKind, dict[str, pa.DataType]] = {
+    "images": {"image": pa.binary(), "width": pa.int32(), "height": pa.int32()},
+    "audio": {"frames": pa.list_(pa.float32()), "num_frames": pa.int32()},
+}
+"""Columns of one kind alone, before `label`."""
+
+
+def media_schema(kind: MediaKind) -> pa.Schema:
+    """Schema of a shard of images or audio."""
+    metadata = {"schema_version": str(SCHEMA_VERSION), "content": kind}
+    return _schema(MEDIA_COLUMNS[kind] | {"label": pa.string()}, metadata)
+
+
+def _schema(columns: dict[str, pa.DataType], metadata: dict[str, str]) -> pa.Schema:
+    """A schema of these columns between those that every shard has."""
+    columns = {"id": pa.binary(ID_BYTES)} | columns | {"source": pa.string(), "offset": pa.int64()}
+    return pa.schema([pa.field(name, column, nullable=False) for name, column in columns.items()], metadata=metadata)
+
+
+def geometry_of(schema: pa.Schema) -> tuple[Geometry, ShortDocuments]:
+    """The geometry of a shard, and the treatment of short documents."""
+    metadata = {key.decode(): value.decode() for key, value in schema.metadata.items()}
+    geometry = Geometry.model_validate({key: metadata[key] for key in Geometry.model_fields if key in metadata})
+    return geometry, cast(ShortDocuments, metadata.get("short_documents", "drop"))
 
 
 class ShardWriter(ExitStack):
@@ -34,38 +130,37 @@ class ShardWriter(ExitStack):
         self._split: Split = split
         self._schema, self._record_batch_rows = schema, record_batch_rows
         self._rows: list[tuple[bytes, Any, str, int, Layout | None]] = []
-        self._held_tokens = self._held_bytes = self._num_documents = self._num_tokens = 0
+        self._held_tokens = self._block = self._num_documents = self._num_tokens = 0
         self._stream: Any = None
 
     def add(
-        self, identity: bytes, tokens: NDArray[np.uint32], source: str, offset: int, layout: Layout | None = None
+        self,
+        identity: bytes,
+        content: NDArray[np.uint32] | Media,
+        source: str,
+        offset: int,
+        layout: Layout | None = None,
     ) -> int:
-        """Adds a document: its id, `(num_tokens,)` token ids, and its source. Returns its row in the shard.
+        """Adds a row: its id, its `(num_tokens,)` token ids or its image or clip, and its source; returns its number.
 
-        A row of short texts also has their layout.
+        A row of short texts also has their layout. Collected rows are written when they fill a record batch.
 
         Raises:
             ShardError: a token id is beyond the vocabulary.
         """
-        vocab_size = int(self._schema.metadata[b"vocab_size"])
-        if len(tokens) and int(tokens.max()) >= vocab_size:
-            raise ShardError(
-                f"{source} at {offset}: token id {int(tokens.max())} is beyond the vocabulary of {vocab_size} tokens"
-            )
-        self._held_tokens += len(tokens)
-        return self._add((identity, tokens, source, offset, layout), self._held_tokens >= _BLOCK_TOKENS)
-
-    def add_media(self, identity: bytes, media: Media, source: str, offset: int) -> int:
-        """Adds an image or a clip: its id and its source. Returns its row in the shard."""
-        self._held_tokens += media.size
-        self._held_bytes += media.num_bytes
-        return self._add((identity, media, source, offset, None), self._held_bytes >= _BLOCK_BYTES)
-
-    def _add(self, row: tuple[bytes, Any, str, int, Layout | None], full: bool) -> int:
-        """Adds a row, and writes the collected ones if they fill a record batch."""
-        self._rows.append(row)
+        if isinstance(content, Image | Clip):
+            self._held_tokens += content.size
+            self._block += content.num_bytes
+        else:
+            vocab_size = int(self._schema.metadata[b"vocab_size"])
+            if len(content) and int(content.max()) >= vocab_size:
+                token = f"{source} at {offset}: token id {int(content.max())}"
+                raise ShardError(f"{token} is beyond the vocabulary of {vocab_size} tokens")
+            self._held_tokens += len(content)
+            self._block += len(content)
+        self._rows.append((identity, content, source, offset, layout))
         number = self._num_documents + len(self._rows) - 1
-        if full or len(self._rows) >= self._record_batch_rows:
+        if self._block >= _BLOCK or len(self._rows) >= self._record_batch_rows:
             self._flush()
         return number
 
@@ -87,7 +182,7 @@ class ShardWriter(ExitStack):
         self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
         self._num_documents += len(self._rows)
         self._num_tokens += self._held_tokens
-        self._rows, self._held_tokens, self._held_bytes = [], 0, 0
+        self._rows, self._held_tokens, self._block = [], 0, 0
 
     def _text_arrays(self, tokens: Sequence[NDArray[np.uint32]], layouts: Sequence[Layout]) -> dict[str, Any]:
         """Columns of documents or of rows of short texts."""

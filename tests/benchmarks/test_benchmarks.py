@@ -21,8 +21,8 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import budget, repeat
 from benchmarks.gpu.traffic import counting
 from declutr.pipeline.shards.content import NO_LABEL
-from declutr.pipeline.shards.schema import shard_schema
 from declutr.pipeline.shards.windows import Geometry, window_starts
+from declutr.pipeline.shards.writer import shard_schema
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.data.plan import permute
 from declutr.trainer.model import attention as kernels

@@ -8,7 +8,7 @@ import pytest
 from messages import says
 
 from declutr.pipeline.job import estimate as estimating
-from declutr.pipeline.job.estimate import MAX_STRATA, chunks, draw_strata
+from declutr.pipeline.job.estimate import MAX_STRATA, Sampled, draw_strata, read_for
 from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.prepare import plan_ahead
 
@@ -35,25 +35,17 @@ def mixed(tmp_path):
     return root
 
 
-def count(config):
-    """What there really is."""
-    units, _ = plan_units(config.corpus, config.unit_mib)
-    return sum(1 for unit in units for _ in read_unit(unit, config.corpus))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 20.0])
 def test_a_mixed_folder_is_estimated_by_folder_and_format(mixed, make_config, monkeypatch, seconds):
     monkeypatch.setattr(estimating, "_SAMPLE_SECONDS", seconds)
     config = make_config(mixed, geometry={"num_anchors": 2, "max_tokens": 128})
-    truth = count(config)
-    assert truth == 10_000 + 253 + 3 + 7 * 150
-    made = plan_ahead(config)
-    assert made.documents == pytest.approx(truth, rel=0.15)
-    assert made.kept == pytest.approx(256, rel=0.15)
-    if bounds := made.bounds("documents"):
-        assert bounds[0] <= truth <= bounds[1]
-    assert any("documents" in line for line in made.lines())
+    estimate, truth = plan_ahead(config), 10_000 + 253 + 3 + 7 * 150
+    assert estimate.documents == pytest.approx(truth, rel=0.15)
+    assert estimate.kept == pytest.approx(256, rel=0.15)
+    low, high = estimate.bounds("documents")
+    assert low <= truth <= high
+    assert any("documents" in line for line in estimate.lines())
 
 
 def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
@@ -63,18 +55,12 @@ def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
     for number in range(1000):
         words = draw.randint(3, 20) if number % 20 == 0 else round(draw.lognormvariate(7, 0.8)) + 150
         (root / f"{number}.md").write_text("one two three four " * (words // 4 + 1))
-    made = plan_ahead(make_config(root, geometry={"num_anchors": 1, "max_tokens": 64}))
-    assert made.documents == pytest.approx(1000, rel=0.1)
-    assert made.kept == pytest.approx(950, rel=0.1)
-    low, high = made.bounds("documents")
+    estimate = plan_ahead(make_config(root, geometry={"num_anchors": 1, "max_tokens": 64}))
+    assert estimate.documents == pytest.approx(1000, rel=0.1)
+    assert estimate.kept == pytest.approx(950, rel=0.1)
+    low, high = estimate.bounds("documents")
     assert low <= 1000 <= high
     assert high - low < 300
-
-
-def test_estimate_of_a_corpus_read_whole_has_no_range(tmp_path, make_config):
-    (tmp_path / "a.txt").write_text("one two three\n" * 100)
-    made = plan_ahead(make_config(tmp_path / "a.txt"))
-    assert (made.documents, made.bounds("documents")) == (100, None)
 
 
 @pytest.mark.parametrize(
@@ -92,15 +78,13 @@ def test_estimate_of_a_corpus_read_whole_has_no_range(tmp_path, make_config):
 )
 def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplog, text, advice, shown):
     (tmp_path / "a.txt").write_bytes(text.encode("latin-1"))
-    lines = plan_ahead(make_config(tmp_path / "a.txt", geometry={"num_anchors": 1, "max_tokens": 64})).lines()
+    estimate = plan_ahead(make_config(tmp_path / "a.txt", geometry={"num_anchors": 1, "max_tokens": 64}))
+    lines = estimate.lines()
+    assert estimate.bounds("documents") == (estimate.documents,) * 2, "the corpus was read whole"
     assert any(" s on " in line for line in lines)
-    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("in the sample: ")]
-    assert len(told) == len(advice)
-    for line, words in zip(told, advice, strict=True):
-        says(line, words)
-    found = [line for line in lines if line.startswith(("  not kept", "  hint"))]
-    assert len(found) == len(shown)
-    for line, words in zip(found, shown, strict=True):
+    warnings = [record.getMessage() for record in caplog.records if record.getMessage().startswith("in the sample: ")]
+    reasons = [line for line in lines if line.startswith(("  not kept", "  hint"))]
+    for line, words in zip(warnings + reasons, advice + shown, strict=True):
         says(line, words)
     assert not shown[1:] or lines[-1].endswith("corpus.format=text_file")
 
@@ -114,20 +98,19 @@ def test_many_folders_become_a_bounded_number_of_strata(tmp_path, make_config):
     assert len(strata) == MAX_STRATA + 1
     assert sum(stratum.num_bytes for stratum in strata) == sum(unit.num_bytes for unit in units)
     for stratum in strata:
-        assert sum(one.stands_for for one in stratum.sampled) == pytest.approx(stratum.num_bytes)
+        assert sum(sample.stands_for for sample in stratum.sampled) == pytest.approx(stratum.num_bytes)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_the_bytes_of_a_bite_are_those_of_its_records(tmp_path, make_config, name):
+def test_the_bytes_of_a_beginning_are_those_of_its_records(tmp_path, make_config, name):
     """Readers take a MiB at a time: what they consumed says little of the first records they give."""
     line = json.dumps({"text": "some words " * 20}) + "\n"
     raw = (line * 30_000).encode()
     (tmp_path / name).write_bytes(gzip.compress(raw, 0) if name.endswith("gz") else raw)
     config = make_config(tmp_path / name)
     (unit,), _ = plan_units(config.corpus, 32.0)
-    found = [(len(records), size) for records, size in chunks(read_unit(unit, config.corpus), unit.num_bytes)]
-    assert len(found) > 3
-    assert sum(records for records, _ in found) == 30_000
-    assert sum(size for _, size in found) == unit.num_bytes
-    for records, size in found[:-1]:
-        assert records * len(line) == pytest.approx(size, rel=0.05)
+    for seconds, whole in ((0.0, False), (60.0, True)):
+        sample = Sampled(unit.parts[0], unit.num_bytes)
+        number = sum(1 for _ in read_for(seconds, read_unit(unit, config.corpus), sample, []))
+        assert (number == 30_000, sample.num_bytes == unit.num_bytes) == (whole, whole)
+        assert number * len(line) == pytest.approx(sample.num_bytes, rel=0.05)

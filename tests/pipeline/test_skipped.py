@@ -289,8 +289,8 @@ def test_skipped_files_are_in_manifest_message_and_report(made, caplog):
     says(page, "2 .html")
     assert "trafilatura" in page
     assert "text_file" in page
-    assert "gone.jsonl" in str(too_many_failed(sidecar.counts, [sidecar], config))
-    assert too_many_failed(sidecar.counts, [sidecar], config.model_copy(update={"max_error_rate": 0.03})) is None
+    assert "gone.jsonl" in str(too_many_failed(sidecar.counts, sidecar.failures, 0.01, "documents"))
+    assert too_many_failed(sidecar.counts, sidecar.failures, 0.03, "documents") is None
     assert not problems(config)
     says(caplog.text, "2 .html", "'b.html'")
 

@@ -18,9 +18,8 @@ from volumes import small_volume
 
 from declutr.common.errors import RunLockedError
 from declutr.common.lock import LOCK, RunLock
-from declutr.pipeline.config import identity
-from declutr.pipeline.job.output import plan_of, write_plan
-from declutr.pipeline.job.recheck import content_problems
+from declutr.pipeline.config import config_hash, identity
+from declutr.pipeline.job.output import Output, plan_of
 from declutr.pipeline.job.unit_writer import finished_sidecar, sidecar_path
 from declutr.pipeline.job.units import plan_units, with_file_states
 from declutr.pipeline.job.worker import splits_of, write_unit
@@ -40,20 +39,27 @@ def corpus(tmp_path):
     return path
 
 
-def test_a_unit_accounts_for_every_document(corpus, make_config, output):
-    folder, tokenizer = output
+def test_a_unit_accounts_for_every_document_and_can_be_read_as_it_was_written(corpus, make_config, output, tokenizer):
+    folder, info = output
     config = make_config(corpus)
     (unit,), _ = plan_units(config.corpus, config.unit_mib)
-    assert finished_sidecar(unit, folder, config) is None
-    sidecar = write_unit(unit, folder, config, tokenizer)
-    assert sidecar.counts.read == 44
-    assert sidecar.counts.kept == 41
-    assert sidecar.counts.dropped == {"empty": 1, "too_short": 1}
-    assert sidecar.counts.failed == {"invalid_utf8": 1}
+    assert finished_sidecar(unit, folder, config_hash(config)) is None
+    sidecar = write_unit(unit, folder, config, info)
+    counts = sidecar.counts
+    assert (counts.read, counts.kept, counts.failed) == (44, 41, {"invalid_utf8": 1})
+    assert counts.dropped == {"empty": 1, "too_short": 1}
     assert [(failure.source, failure.reason) for failure in sidecar.failures] == [("corpus.jsonl", "invalid_utf8")]
     assert {shard.split for shard in sidecar.shards} == {"train", "held-out"}
     assert sum(shard.num_documents for shard in sidecar.shards) == 41
-    assert finished_sidecar(unit, folder, config) == sidecar
+    assert finished_sidecar(unit, folder, config_hash(config)) == sidecar
+    manifest = build_manifest([sidecar], info, config.geometry, {}, "")
+    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    splits = [ShardSet(folder, split) for split in ("train", "held-out")]
+    rows = [row for split in splits for row in split.take(np.arange(split.num_documents)).to_pylist()]
+    assert list(rows[0]) == ["id", "tokens", "windows", "num_tokens", "source", "offset"]
+    same = [row for row in rows if tokenizer.decode(row["tokens"]) == " " + " ".join(f"word0 {i}" for i in range(30))]
+    assert same[0]["id"] == same[1]["id"], "the same words in other whitespace"
+    assert 0 in (same[0]["offset"], same[1]["offset"])
 
 
 def test_a_unit_is_redone_when_its_shard_settings_or_input_are_not_the_same(corpus, make_config, output):
@@ -61,22 +67,22 @@ def test_a_unit_is_redone_when_its_shard_settings_or_input_are_not_the_same(corp
     config = make_config(corpus)
     (unit,), _ = plan_units(config.corpus, config.unit_mib)
     sidecar = write_unit(unit, folder, config, tokenizer)
-    assert finished_sidecar(unit, folder, make_config(corpus, seed=1)) is None
-    damaged, whole = folder / sidecar.shards[0].name, (folder / sidecar.shards[0].name).read_bytes()
+    assert finished_sidecar(unit, folder, config_hash(make_config(corpus, seed=1))) is None
+    damaged = folder / sidecar.shards[0].name
+    whole = damaged.read_bytes()
     damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     later = sidecar_path(folder, unit.name).stat().st_mtime_ns + 10**9
     os.utime(damaged, ns=(later, later))
-    assert finished_sidecar(unit, folder, config) is None
+    assert finished_sidecar(unit, folder, config_hash(config)) is None
     damaged.write_bytes(whole)
     os.utime(damaged, ns=(later, later))
-    assert finished_sidecar(unit, folder, config) == sidecar, "copied, for example"
+    assert finished_sidecar(unit, folder, config_hash(config)) == sidecar, "copied, for example"
     with corpus.open("ab") as stream:
         stream.write(b"\n{}")
     (longer,), _ = plan_units(config.corpus, config.unit_mib)
-    assert finished_sidecar(longer, folder, config) is None
-    shard = folder / sidecar.shards[0].name
-    shard.write_bytes(shard.read_bytes()[:-1])
-    assert finished_sidecar(unit, folder, config) is None
+    assert finished_sidecar(longer, folder, config_hash(config)) is None
+    damaged.write_bytes(whole[:-1])
+    assert finished_sidecar(unit, folder, config_hash(config)) is None
 
 
 @pytest.mark.parametrize(("mode", "least"), [("drop", 64), ("fewer_anchors", 32), ("shrink_spans", 20)])
@@ -95,7 +101,7 @@ def test_short_documents_are_kept_with_windows_of_their_own(tmp_path, make_confi
     assert sidecar.counts.dropped == {"too_short": len(texts) - len(kept)}
     manifest = build_manifest([sidecar], info, config.geometry, identity(config), "")
     assert manifest.short_documents == mode
-    (folder / "manifest.json").write_text(manifest.model_dump_json())
+    (folder / MANIFEST).write_text(manifest.model_dump_json())
     table = ShardSet(folder, "train").take(np.arange(len(kept)))
     assert table.column("num_tokens").to_pylist() == kept
     for length, windows in zip(kept, table.column("windows").to_pylist(), strict=True):
@@ -103,32 +109,15 @@ def test_short_documents_are_kept_with_windows_of_their_own(tmp_path, make_confi
         assert windows == list(range(0, length - size + 1, size))
 
 
-def test_the_split_is_by_content_and_of_the_asked_size(make_config, tmp_path):
-    config = make_config(tmp_path, validation_fraction=0.2)
+def test_the_split_is_by_content_and_of_the_asked_size():
     ids = [document_id(b"%d" % number) for number in range(5000)]
-    splits = splits_of(ids, config)
+    splits = splits_of(ids, 0, 0.2)
     assert 0.18 < splits.count("held-out") / 5000 < 0.22
-    assert splits == [split for identity in ids for split in splits_of([identity], config)]
-    assert splits_of([], config) == []
+    assert splits == [split for identity in ids for split in splits_of([identity], 0, 0.2)]
+    assert splits_of([], 0, 0.2) == []
     assert set(splits) != {"held-out"}
-    other = make_config(tmp_path, validation_fraction=0.2, seed=1)
-    assert splits != splits_of(ids, other)
-    none = make_config(tmp_path, validation_fraction=0)
-    assert set(splits_of(ids, none)) == {"train"}
-
-
-def test_shards_can_be_read_as_they_were_written(corpus, make_config, output, tokenizer):
-    folder, info = output
-    config = make_config(corpus, validation_fraction=0)
-    (unit,), _ = plan_units(config.corpus, config.unit_mib)
-    sidecar = write_unit(unit, folder, config, info)
-    manifest = build_manifest([sidecar], info, config.geometry, {}, "")
-    (folder / "manifest.json").write_text(manifest.model_dump_json())
-    table = ShardSet(folder, "train").take([40, 0])
-    assert table.schema.names == ["id", "tokens", "windows", "num_tokens", "source", "offset"]
-    assert table.column("id")[0] == table.column("id")[1]  # the same words in other whitespace
-    assert table.column("offset").to_pylist()[1] == 0
-    assert tokenizer.decode(table.column("tokens")[1].as_py()) == " " + " ".join(f"word0 {i}" for i in range(30))
+    assert splits != splits_of(ids, 1, 0.2)
+    assert set(splits_of(ids, 0, 0.0)) == {"train"}
 
 
 HOLD = "import sys; from pathlib import Path; from declutr.common.lock import RunLock\n"
@@ -138,26 +127,21 @@ HOLD += "with RunLock(Path(sys.argv[1]), print): print('held', flush=True); sys.
 @pytest.fixture
 def long_corpus(tmp_path):
     path = tmp_path / "corpus.jsonl"
-    words = ["one", "two", "three", "four", "five", "six", "seven"]
-    texts = [" ".join(words[(i * n) % 7] + str(n) for i in range(60)) for n in range(100)]
+    texts = [" ".join(f"word{i * n % 7}{n}" for i in range(60)) for n in range(100)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
 
-@pytest.fixture
-def config_path(write_config, make_config, long_corpus):
-    return write_config(make_config(long_corpus))
-
-
 def files(folder):
     """Contents and times; the time of a lock is its holder's sign of life."""
-    found = [path for path in folder.rglob("*") if path.is_file()]
-    return {path: (path.name != LOCK and path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path: (path.name != LOCK and path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
 
 
 def test_a_second_command_is_refused_with_words_and_changes_nothing(
-    tmp_path, config_path, capsys, make_config, long_corpus
+    tmp_path, write_config, capsys, make_config, long_corpus
 ):
+    config_path = write_config(make_config(long_corpus))
     (tmp_path / "out").mkdir()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "out")], **pipes) as holder:
@@ -173,11 +157,14 @@ def test_a_second_command_is_refused_with_words_and_changes_nothing(
         prepare(make_config(long_corpus))
 
 
-def test_plan_leaves_a_folder_at_work_as_it_is(make_config, long_corpus, output):
+def test_plan_writes_nothing_and_leaves_a_folder_at_work_as_it_is(tmp_path, make_config, long_corpus, output):
     folder, tokenizer = output
+    before = files(tmp_path)
+    assert plan_ahead(make_config(long_corpus, output=str(tmp_path / "new"))).documents == 100
+    assert files(tmp_path) == before
     config = make_config(long_corpus, unit_mib=0.01)
     units = with_file_states(plan_units(config.corpus, config.unit_mib)[0])
-    write_plan(folder, plan_of(config, units))
+    output_of(config, folder).write_plan(plan_of(config, units))
     write_unit(units[0], folder, config, tokenizer)
     (folder / ".train-00001.arrow.1.tmp").write_text("being written")
     before = files(folder)
@@ -185,17 +172,12 @@ def test_plan_leaves_a_folder_at_work_as_it_is(make_config, long_corpus, output)
     assert files(folder) == before
 
 
-def test_plan_writes_nothing(tmp_path, make_config, long_corpus):
-    before = files(tmp_path)
-    assert plan_ahead(make_config(long_corpus)).documents == 100
-    assert files(tmp_path) == before
-
-
 @pytest.mark.parametrize("left", [0, 5_000, 9_000, 20_000])
 def test_a_full_disk_is_words_and_the_same_command_continues(
-    tmp_path, config_path, capsys, make_config, long_corpus, left
+    tmp_path, write_config, capsys, make_config, long_corpus, left
 ):
     """Of the driver, before any task: the lock, the plan and the tokenizer are what is written first."""
+    config_path = write_config(make_config(long_corpus))
     with small_volume(tmp_path / "volume", 1) as volume:
         output = f"output={volume.path / 'out'}"
         volume.fill(leave_bytes=left)
@@ -209,7 +191,10 @@ def test_a_full_disk_is_words_and_the_same_command_continues(
         assert problems(make_config(long_corpus, output=str(volume.path / "out"))) == []
 
 
-def test_a_folder_that_is_not_ours_and_a_plan_on_a_full_disk_are_words(tmp_path, config_path, capsys, monkeypatch):
+def test_a_folder_that_is_not_ours_and_a_plan_on_a_full_disk_are_words(
+    tmp_path, write_config, make_config, long_corpus, capsys, monkeypatch
+):
+    config_path = write_config(make_config(long_corpus))
     (tmp_path / "file").touch()
     assert main([config_path, f"output={tmp_path / 'file' / 'out'}"]) == 1
     assert "Traceback" not in capsys.readouterr().err
@@ -254,7 +239,7 @@ def begun(tmp_path, make_config, output):
         os.utime(path, (1_700_000_000, 1_700_000_000))
         config = make_config(path, unit_mib=0.1)
         units = look(config)
-        write_plan(folder, plan_of(config, units))
+        output_of(config, folder).write_plan(plan_of(config, units))
         for unit in units[:num_finished]:
             write_unit(unit, folder, config, tokenizer)
         return path, config, folder
@@ -263,8 +248,8 @@ def begun(tmp_path, make_config, output):
 
 
 def look(config):
-    units, found = plan_units(config.corpus, config.unit_mib)
-    assert not found
+    units, unreadable = plan_units(config.corpus, config.unit_mib)
+    assert not unreadable
     return with_file_states(units)
 
 
@@ -279,8 +264,13 @@ def put(path, place, keep_time=False):
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
+def output_of(config, folder):
+    return Output(config.output, folder, config.duplicates, config.session)
+
+
 def check(config, folder, **options):
-    return content_problems(folder, config, look(config), **options)
+    units = look(config)
+    return output_of(config, folder).input_problems(plan_of(config, units), units, **options)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from declutr.pipeline.duplicates.documents import Documents, number
-from declutr.pipeline.duplicates.keys import write_keys
+from declutr.pipeline.duplicates.keys import Documents, number, write_keys
 from declutr.pipeline.duplicates.pairs import bucket_pairs
 from declutr.pipeline.duplicates.shingles import Signer
 from declutr.pipeline.filters.document_filter import normalise

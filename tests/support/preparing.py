@@ -6,11 +6,10 @@ from mediafiles import spread
 
 from declutr.common.storage import hash_file
 from declutr.pipeline.config import PipelineConfig, config_hash, identity
+from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.duplicates.search import find_duplicates
-from declutr.pipeline.duplicates.table import DUPLICATES
-from declutr.pipeline.job.selection import most_frequent_labels, write_selected
 from declutr.pipeline.job.units import plan_units, read_unit
-from declutr.pipeline.job.worker import CANDIDATES, write_unit
+from declutr.pipeline.job.worker import CANDIDATES, most_frequent_labels, write_selected, write_unit
 from declutr.pipeline.readers.skipped import Skipped
 from declutr.pipeline.shards.ledger import ledger_entries
 from declutr.pipeline.shards.manifest import MANIFEST, build_manifest

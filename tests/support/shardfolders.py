@@ -7,9 +7,8 @@ from declutr.common.storage import hash_file
 from declutr.pipeline.readers.corpus import document_id
 from declutr.pipeline.shards.ledger import Entry, LedgerWriter
 from declutr.pipeline.shards.manifest import Counts, Sidecar, build_manifest, load_manifest
-from declutr.pipeline.shards.schema import shard_schema
 from declutr.pipeline.shards.windows import Geometry
-from declutr.pipeline.shards.writer import ShardWriter
+from declutr.pipeline.shards.writer import ShardWriter, shard_schema
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
 
 # facts of a tokenizer that shards need, without any text

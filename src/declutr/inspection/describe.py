@@ -15,8 +15,8 @@ import numpy as np
 from declutr.common.console.terminal import duration, shorten
 from declutr.common.errors import CheckpointError, DamagedError, UsageError
 from declutr.inspection.order import stored_config
-from declutr.pipeline.duplicates.table import OTHER_LABEL, removed
-from declutr.pipeline.job.selection import REASONS
+from declutr.pipeline.duplicates.pairs import OTHER_LABEL, removed
+from declutr.pipeline.job.worker import REASONS
 from declutr.pipeline.shards.content import LABELS, size_noun
 from declutr.pipeline.shards.ledger import entries_at, find_entries
 from declutr.pipeline.shards.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, load_manifest

@@ -36,6 +36,19 @@ def pairs_of(edges):
     return join([DuplicatePairs(*(np.array(column, kind) for column, kind in zip(columns, kinds, strict=True)))])
 
 
+def search_signed(folder, config, signatures, ids=None):
+    """The pairs of documents with these signatures; without ids, no two are equal."""
+    ids = ids or [number.to_bytes(16, "big") for number in range(len(signatures))]
+    write_keys(folder, "00000", config, ids, range(len(ids)), signatures)
+    return join(search(folder, ["00000"], config))
+
+
+def similarities_of(pairs):
+    """Similarities by (later, earlier)."""
+    columns = pairs.later.tolist(), pairs.earlier.tolist(), pairs.similarity.tolist()
+    return {(later, earlier): similarity for later, earlier, similarity in zip(*columns, strict=True)}
+
+
 @pytest.fixture(scope="module")
 def corpus():
     """300 texts of 60 to 1,500 words; after them copies of the first 200, by what was done to them."""
@@ -79,10 +92,7 @@ def test_pairs_are_those_of_brute_force(tmp_path):
     texts += [planted.change(rng, texts[rng.integers(12)], share) for share in rng.uniform(0, 0.08, 60)]
     random.Random(0).shuffle(texts)
     names = write(tmp_path, [texts[:30], texts[30:31], [], texts[31:]], NEAR)
-    found = join(search(tmp_path, names, NEAR))
-    similarities = dict(
-        zip(zip(found.later.tolist(), found.earlier.tolist(), strict=True), found.similarity.tolist(), strict=True)
-    )
+    similarities = similarities_of(join(search(tmp_path, names, NEAR)))
     twins = {number for number, text in enumerate(texts) if text in texts[:number]}
     compared = missed = 0
     for later in range(len(texts)):
@@ -141,13 +151,11 @@ def test_exact_search_needs_no_signatures_and_tells_ids_of_one_key_apart(tmp_pat
     keys = open_keys(tmp_path, names[2])
     assert (keys.signatures.size, len(keys.keys)) == (0, 4)
     pairs = join(search(tmp_path, names, config))
-    assert list(zip(pairs.later.tolist(), pairs.earlier.tolist(), strict=True)) == [(2, 1), (3, 0), (5, 1)]
+    assert similarities_of(pairs) == {(2, 1): 1, (3, 0): 1, (5, 1): 1}
     assert pairs.exact.all()
     assert decide(pairs).cluster_size.tolist() == [3, 2, 3]
     ids = [b"12345678" + bytes([last]) * 8 for last in (1, 2, 1, 3)]
-    write_keys(tmp_path, "00000", DuplicatesConfig(), ids, [0, 1, 2, 3])
-    pairs = join(search(tmp_path, ["00000"], DuplicatesConfig()))
-    assert (pairs.later.tolist(), pairs.earlier.tolist()) == ([2], [0])
+    assert similarities_of(search_signed(tmp_path, config, [], ids)) == {(2, 0): 1}
 
 
 @pytest.mark.slow
@@ -162,9 +170,8 @@ def test_a_huge_group_costs_linear_work(exact, tmp_path):
     alike = np.tile(signature, (count, 1))
     alike[np.arange(count), rng.integers(0, 125, count)] = rng.integers(0, 2**32, count)
     ids = [bytes(16)] * count + [number.to_bytes(16, "big") for number in range(1, count + 1)]
-    write_keys(tmp_path, "00000", config, ids, range(2 * count), [signature] * count + list(alike))
     started = time.monotonic()
-    pairs = join(search(tmp_path, ["00000"], config))
+    pairs = search_signed(tmp_path, config, [signature] * count + list(alike), ids)
     decisions = decide(pairs)
     assert time.monotonic() - started < 30
     assert len(pairs) < 40 * count  # 2e8 were it quadratic
@@ -228,9 +235,7 @@ def test_the_limit_is_the_least_number_of_equal_slots_that_reaches_it(tmp_path, 
     for equal in range(1, 9):
         signatures.append(first.copy())
         signatures[-1][equal:] += np.arange(1, 9 - equal, dtype=np.uint64) * 1000 + equal * 100_000
-    ids = [bytes([number]) * 16 for number in range(9)]
-    write_keys(tmp_path, "00000", config, ids, list(range(9)), [first, *signatures])
-    pairs = join(search(tmp_path, ["00000"], config))
+    pairs = search_signed(tmp_path, config, [first, *signatures])
     assert pairs.later[pairs.earlier == 0].tolist() == list(range(least, 9))
 
 
@@ -239,9 +244,7 @@ def test_documents_are_compared_over_the_borders_of_batches(tmp_path, monkeypatc
     """One group of 60, larger than the window: every document is like the next, and a few are like the first."""
     config = DuplicatesConfig(exact=False, near=NearConfig(similarity=0.5, bands=2, rows=1))
     signatures = [np.array([7, number // 2 * 2 if number % 7 else 0], np.uint32) for number in range(60)]
-    ids = [bytes([number]) * 16 for number in range(60)]
-    write_keys(tmp_path, "00000", config, ids, list(range(60)), signatures)
-    whole = join(search(tmp_path, ["00000"], config))
+    whole = search_signed(tmp_path, config, signatures)
     monkeypatch.setattr(pairs_module, "_BATCH", batch)
     parts = join(search(tmp_path, ["00000"], config))
     assert len(whole) > 60
@@ -256,10 +259,7 @@ def test_the_first_and_the_last_of_a_group_are_compared_whatever_its_size(tmp_pa
     signatures = np.arange(count * 8, dtype=np.uint32).reshape(count, 8) + 1000
     signatures[:, :4] = 7
     signatures[-1, 4] = signatures[0, 4]
-    ids = [bytes([number]) * 16 for number in range(count)]
-    write_keys(tmp_path, "00000", config, ids, list(range(count)), list(signatures))
-    pairs = join(search(tmp_path, ["00000"], config))
-    assert (pairs.later.tolist(), pairs.earlier.tolist()) == ([count - 1], [0])
+    assert list(similarities_of(search_signed(tmp_path, config, list(signatures)))) == [(count - 1, 0)]
 
 
 def words_of(text):
@@ -334,12 +334,10 @@ def test_a_signature_is_of_a_set_and_the_same_in_every_process():
     signer = Signer(NearConfig())
     hashes = shingles("one two three four five six seven " * 3 + "eight", 3)
     assert np.array_equal(signer.sketch(hashes), signer.sketch(np.unique(hashes)[::-1]))
-    code = (
-        "from declutr.pipeline.duplicates.config import NearConfig\n"
-        "from declutr.pipeline.duplicates.shingles import Signer\n"
-        "print(Signer(NearConfig()).sign('Ein schöner Tag am See, und dann?').tolist())"
-    )
-    here = signer.sign("Ein schöner Tag am See, und dann?")
+    text = "Ein schöner Tag am See, und dann?"
+    code = "from declutr.pipeline.duplicates.shingles import NearConfig, Signer\n"
+    code += f"print(Signer(NearConfig()).sign({text!r}).tolist())"
+    here = signer.sign(text)
     assert run_python("-c", code, env={"PYTHONHASHSEED": "7"}).stdout.strip() == str(here.tolist())
     # What the first version gave: keys on disk from it must not silently come to mean something else.
     assert here[:4].tolist() == [3230642084, 3498748665, 3453156323, 3427288791]

@@ -14,8 +14,8 @@ from declutr.common.cluster import SessionConfig
 from declutr.common.errors import ShardError
 from declutr.pipeline.duplicates import search as search_module
 from declutr.pipeline.duplicates.config import DuplicatesConfig, NearConfig
+from declutr.pipeline.duplicates.pairs import DUPLICATES, removed
 from declutr.pipeline.duplicates.search import find_duplicates, pairs_path
-from declutr.pipeline.duplicates.table import DUPLICATES, removed
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 CONFIG = DuplicatesConfig(near=NearConfig())
@@ -41,8 +41,8 @@ def units():
 
 
 @pytest.fixture(scope="module")
-def found(units, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("found")
+def searched(units, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("searched")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search_module, "KEYS_PER_BUCKET", KEYS_PER_BUCKET)
         names = write(folder, units, CONFIG)
@@ -55,8 +55,8 @@ def kinds(folder, names):
     return Counter(duplicate.kind for name in names for duplicate in removed(folder, name).values())
 
 
-def test_search_drops_copies_for_the_first_document(found):
-    folder, names = found
+def test_search_drops_copies_for_the_first_document(searched):
+    folder, names = searched
     assert len(list((folder / "pairs").iterdir())) == 3
     assert [removed(folder, name) for name in names[:2]] == [{}, {}]
     copies = removed(folder, names[2])
@@ -76,7 +76,7 @@ def test_search_drops_copies_for_the_first_document(found):
     assert removed(folder, "99999") == {}
 
 
-def test_a_stopped_search_continues_to_the_same_bytes(units, found, tmp_path):
+def test_a_stopped_search_continues_to_the_same_bytes(units, searched, tmp_path):
     names = write(tmp_path, units, CONFIG)
     find_duplicates(tmp_path, names, CONFIG)
     (tmp_path / DUPLICATES).unlink()
@@ -87,7 +87,7 @@ def test_a_stopped_search_continues_to_the_same_bytes(units, found, tmp_path):
     finished = pairs_path(tmp_path, 0).stat().st_mtime_ns
     find_duplicates(tmp_path, names, CONFIG)
     assert pairs_path(tmp_path, 0).stat().st_mtime_ns == finished
-    assert checksums(tmp_path) == checksums(found[0])
+    assert checksums(tmp_path) == checksums(searched[0])
     before = (tmp_path / DUPLICATES).stat().st_mtime_ns
     find_duplicates(tmp_path, names, CONFIG)
     assert (tmp_path / DUPLICATES).stat().st_mtime_ns == before
@@ -115,7 +115,7 @@ def test_search_without_documents_or_duplicates_drops_nothing(tmp_path):
     assert kinds(tmp_path, names) == {}
 
 
-def test_the_order_of_units_and_the_number_of_workers_do_not_show(units, found, tmp_path):
+def test_the_order_of_units_and_the_number_of_workers_do_not_show(units, searched, tmp_path):
     names = write(tmp_path, units, CONFIG, order=[3, 1, 0, 2])
     ray.shutdown()
     try:
@@ -123,4 +123,4 @@ def test_the_order_of_units_and_the_number_of_workers_do_not_show(units, found, 
         assert ray.cluster_resources()["CPU"] == 1
     finally:
         ray.shutdown()
-    assert checksums(tmp_path) == checksums(found[0])
+    assert checksums(tmp_path) == checksums(searched[0])

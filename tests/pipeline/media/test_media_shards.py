@@ -23,8 +23,8 @@ from declutr.pipeline.readers.blobs import with_labels
 from declutr.pipeline.readers.corpus import Blob
 from declutr.pipeline.shards.manifest import MANIFEST, load_manifest
 from declutr.pipeline.shards.media import media_problem
-from declutr.pipeline.shards.schema import media_schema
 from declutr.pipeline.shards.shards import ShardSet, check_shards
+from declutr.pipeline.shards.writer import media_schema
 from declutr.report.corpus import gather, glance
 
 BAD_IMAGES = [b"text", png(1)[:60], png(2)[:900], b"GIF89a" + b"\1" * 40, animated()[:200], b"BM" + b"\7" * 80]
