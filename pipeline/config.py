@@ -173,9 +173,9 @@ def config_hash(config: PipelineConfig) -> str:
     return hash_json(identity(config))
 
 
-def differing_keys(ours: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def differing_keys(settings: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Lines `key: here <value>, there <value>` for settings that differ between our `identity` and another one."""
-    here, there = flat_keys(ours), flat_keys(other)
+    here, there = flat_keys(settings), flat_keys(other)
     return [
         f"{key}: here {here.get(key, '(not set)')!r}, there {there.get(key, '(not set)')!r}"
         for key in sorted(here.keys() | there.keys())

@@ -110,27 +110,18 @@ def draw_strata(parts: Sequence[Part]) -> list[Stratum]:
 
 
 def _draw(parts: list[Part], total: int) -> Stratum:
-    """Draws parts evenly over the bytes of a stratum; of whole files, one for each group of about the same size.
+    """Draws the middle part of each of some equal groups of neighbours, which it stands for.
 
-    A file is often one document, so its documents do not follow its bytes: a short one drawn by bytes would stand for
-    hundreds.
+    Of whole files, neighbours have about the same size: a file is often one document, so its documents do not follow
+    its bytes, and a short one would stand for hundreds.
     """
-    num_bytes = sum(part.num_bytes for part in parts)
-    count = max(_MIN_PARTS, math.ceil(_SAMPLED_PARTS * num_bytes / total))
-    if len(parts) <= count:
-        return Stratum(parts, [Sampled(part, part.num_bytes) for part in parts])
+    count = max(_MIN_PARTS, math.ceil(_SAMPLED_PARTS * sum(part.num_bytes for part in parts) / total))
+    count = min(count, len(parts))
     if parts[0].format == "stream":
-        ordered = sorted(parts, key=lambda part: (part.num_bytes, part.source))
-        cuts = [len(ordered) * index // count for index in range(count + 1)]
-        groups = [ordered[start:stop] for start, stop in pairwise(cuts)]
-        return Stratum(
-            parts, [Sampled(group[len(group) // 2], sum(part.num_bytes for part in group)) for group in groups]
-        )
-    ends = np.cumsum([part.num_bytes for part in parts])
-    places = (np.arange(count) + 0.5) * (num_bytes / count)
-    drawn, times = np.unique(np.searchsorted(ends, places, side="right"), return_counts=True)
-    sampled = [Sampled(parts[index], num_bytes * many / count) for index, many in zip(drawn, times, strict=True)]
-    return Stratum(parts, sampled)
+        parts = sorted(parts, key=lambda part: (part.num_bytes, part.source))
+    cuts = [len(parts) * index // count for index in range(count + 1)]
+    groups = [parts[start:stop] for start, stop in pairwise(cuts)]
+    return Stratum(parts, [Sampled(group[len(group) // 2], sum(part.num_bytes for part in group)) for group in groups])
 
 
 def read_for(seconds: float, reader: UnitReader, sample: Sampled, failures: list[ReadFailure]) -> Iterator[Record]:

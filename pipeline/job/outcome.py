@@ -57,12 +57,11 @@ def nothing_kept(counts: Counts, config: PipelineConfig, failures: Sequence[Read
         examples = [f". The first {main_reason}: {failure}" for failure in failures if failure.reason == main_reason]
         return f"corpus: {problem}; {remedy}" + "".join(examples[:1])
     unread = f" ({failed})" if failed else ""
-    others = _in_words({reason: n for reason, n in counts.dropped.items() if reason not in (EMPTY, TOO_SHORT)})
+    other_reasons = _in_words({reason: n for reason, n in counts.dropped.items() if reason not in (EMPTY, TOO_SHORT)})
     if TOO_SHORT not in counts.dropped:
-        return (
-            f"corpus: none of {documents} is kept{unread}: {others or 'all are empty'}; check the inputs and `filters`"
-        )
-    unread += f" (others: {others})" if others else ""
+        why = other_reasons or "all are empty"
+        return f"corpus: none of {documents} is kept{unread}: {why}; check the inputs and `filters`"
+    unread += f" (others: {other_reasons})" if other_reasons else ""
     return (
         f"corpus: none of {documents} is long enough{unread}: the longest has {counts.longest_tokens} tokens, the "
         f"limit is {limit_in_words(config.geometry, config.short_documents)}; lower one of them or use longer documents"

@@ -28,7 +28,6 @@ from declutr.common.stores.address import is_remote
 from declutr.common.watcher import Watcher
 from declutr.pipeline.duplicates.pairs import DUPLICATES
 from declutr.pipeline.job.output import PROGRESS, Preparation, Stage
-from declutr.pipeline.job.output_store import OutputStore
 from declutr.pipeline.job.shared import output_engine
 from declutr.pipeline.job.stored import OutputStore, StoredOutput
 from declutr.pipeline.job.units import Unit

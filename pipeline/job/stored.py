@@ -79,8 +79,8 @@ class OutputStore:
         """Sends what a task has made in its staging folder, the sidecar last."""
         files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
         names = {path.relative_to(folder).as_posix() for path in files} - fetched.keys()
-        made = [name for name in names if not name.startswith(f"{HEARTBEATS}/")]
-        return self.send(stage, unit, folder, sorted(made, key=lambda name: ("units/" in name, name)))
+        written = [name for name in names if not name.startswith(f"{HEARTBEATS}/")]
+        return self.send(stage, unit, folder, sorted(written, key=lambda name: ("units/" in name, name)))
 
     @contextlib.contextmanager
     def staging_dir(

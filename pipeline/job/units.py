@@ -58,7 +58,7 @@ class UnitReader(Iterator[Record]):
         if isinstance(content, ImagesContent | AudioContent):
             self._records = media_rows(records, content)
         else:
-            self._records = rows(records, content)
+            self._records = records if content.kind == "documents" else rows(records, content)
 
     def __iter__(self) -> "UnitReader":
         return self
@@ -86,6 +86,8 @@ class UnitReader(Iterator[Record]):
 
 def _rules(corpus: FilesCorpus | HubCorpus, content: AnyContent) -> Rules:
     """Rules for reading the files of a corpus with this content."""
+    if content.kind == "documents":
+        return rules_of(corpus)
     max_file_bytes = MAX_FILE_BYTES if content.kind == "pairs" else None
     return rules_of(corpus, keys_of(content), max_file_bytes, blob_rules(content))
 

@@ -85,12 +85,12 @@ def test_unit_size_grows_only_with_a_corpus_of_too_many_units(make_config, corpu
     assert config.unit_mib is None
     assert config_hash(config) == config_hash(config.model_copy(update={"unit_mib": 32.0})), "shards keep their bytes"
     many, _ = plan_units(config.corpus, 0.0004)
-    for setting, most, size, number in (
+    for setting, max_units, size, number in (
         (None, len(many), 0.0004, len(many)),
         (None, len(many) - 1, 1.0, 1),  # whole MiB
         (0.0004, 3, 0.0004, len(many)),
     ):
-        mib, units, unreadable = fit_units(config.corpus, setting, least_mib=0.0004, most_units=most)
+        mib, units, unreadable = fit_units(config.corpus, setting, least_mib=0.0004, most_units=max_units)
         assert (mib, len(units), unreadable) == (size, number, [])
     assert fit_units(config.corpus, None)[1] == plan_units(config.corpus, 32.0)[0]
 
@@ -238,10 +238,10 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path):
     values = {"output": str(tmp_path / "out"), "duplicates": {"exact": False}, "content": kind}
     values["corpus"] = {"kind": "files", "paths": [str(spread(tmp_path / "in", files))]}
     values["unit_mib"] = 1024
-    counts, before, most, modules = json.loads(run_python("-c", PREPARE, json.dumps(values)).stdout)
+    counts, before, peak, modules = json.loads(run_python("-c", PREPARE, json.dumps(values)).stdout)
     assert counts["kept"] == len(files)
     assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.arrow")) > 70 << 20
-    assert (most - before) / 1024 < 260
+    assert (peak - before) / 1024 < 260
     assert modules == []
 
 

@@ -64,7 +64,7 @@ def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
 
 
 @pytest.mark.parametrize(
-    ("text", "advice", "shown"),
+    ("text", "advice", "reasons"),
     [
         (
             "one two three\n" * 50,
@@ -76,17 +76,17 @@ def test_a_short_file_does_not_stand_for_hundreds(tmp_path, make_config):
     ],
     ids=["short", "unreadable", "kept"],
 )
-def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplog, text, advice, shown):
+def test_a_sample_of_which_nothing_is_kept_says_why(tmp_path, make_config, caplog, text, advice, reasons):
     (tmp_path / "a.txt").write_bytes(text.encode("latin-1"))
     estimate = plan_ahead(make_config(tmp_path / "a.txt", geometry={"num_anchors": 1, "max_tokens": 64}))
     lines = estimate.lines()
     assert estimate.bounds("documents") == (estimate.documents,) * 2, "the corpus was read whole"
     assert any(" s on " in line for line in lines)
     warnings = [record.getMessage() for record in caplog.records if record.getMessage().startswith("in the sample: ")]
-    reasons = [line for line in lines if line.startswith(("  not kept", "  hint"))]
-    for line, words in zip(warnings + reasons, advice + shown, strict=True):
+    shown_lines = [line for line in lines if line.startswith(("  not kept", "  hint"))]
+    for line, words in zip(warnings + shown_lines, advice + reasons, strict=True):
         says(line, words)
-    assert not shown[1:] or lines[-1].endswith("corpus.format=text_file")
+    assert not reasons[1:] or lines[-1].endswith("corpus.format=text_file")
 
 
 def test_many_folders_become_a_bounded_number_of_strata(tmp_path, make_config):

@@ -87,9 +87,9 @@ START += "try: start_ray(1)\nexcept SessionError as error: print(error)"
 
 @pytest.mark.ray
 def test_a_session_that_does_not_start_is_one_message(tmp_path):
-    with socket.create_server(("0.0.0.0", 0)) as taken:
+    with socket.create_server(("0.0.0.0", 0)) as listener:
         bare = {key: None for key in os.environ if key.startswith(("RAY_", "TMPDIR"))}
-        port = str(taken.getsockname()[1])
+        port = str(listener.getsockname()[1])
         # Ray gives up after 3 seconds instead of 30.
         quick = {"RAY_py_gcs_connect_timeout_s": "3"}
         ran = run_python("-c", START, folder=tmp_path, env=bare | quick | {"RAY_GCS_SERVER_PORT": port}, check=False)

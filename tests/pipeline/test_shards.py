@@ -228,13 +228,13 @@ def test_part_of_a_corpus_is_a_function_of_seed_and_id_and_grows_with_its_share(
         return set(shards.take(np.arange(shards.num_documents)).column("offset").to_pylist())
 
     parts = {share: ShardSet(folders[0], "train", part=(share, 7)) for share in (0.1, 0.4, 0.8, 1.0)}
-    found = {share: offsets(pickle.loads(pickle.dumps(part))) for share, part in parts.items()}
-    assert found[0.1] < found[0.4] < found[0.8] < found[1.0] == offsets(whole)
-    assert abs(len(found[0.4]) - 0.4 * 57) < 12
-    assert offsets(ShardSet(folders[1], "train", part=(0.4, 7))) == found[0.4] & offsets(fewer)
-    assert offsets(ShardSet(folders[0], "train", part=(0.4, 8))) != found[0.4]
+    chosen = {share: offsets(pickle.loads(pickle.dumps(part))) for share, part in parts.items()}
+    assert chosen[0.1] < chosen[0.4] < chosen[0.8] < chosen[1.0] == offsets(whole)
+    assert abs(len(chosen[0.4]) - 0.4 * 57) < 12
+    assert offsets(ShardSet(folders[1], "train", part=(0.4, 7))) == chosen[0.4] & offsets(fewer)
+    assert offsets(ShardSet(folders[0], "train", part=(0.4, 8))) != chosen[0.4]
     part = parts[0.4]
-    assert part.take(np.array([1, 0, 1])).column("offset").to_pylist() == [sorted(found[0.4])[k] for k in (1, 0, 1)]
+    assert part.take(np.array([1, 0, 1])).column("offset").to_pylist() == [sorted(chosen[0.4])[k] for k in (1, 0, 1)]
     with pytest.raises(IndexError, match="outside"):
         part.take(np.array([part.num_documents]))
 
@@ -360,19 +360,19 @@ def test_a_document_that_is_kept_in_every_mode_has_the_same_windows(geometry, ex
 
 
 @pytest.mark.parametrize(
-    ("mode", "least", "words"),
+    ("mode", "shortest", "words"),
     [
         ("drop", 2048, ("geometry.num_anchors (2)", "geometry.max_tokens (512)", "= 2048")),
         ("fewer_anchors", 1024, ("geometry.max_tokens (512)", "= 1024")),
         ("shrink_spans", 128, ("geometry.num_anchors (2)", "geometry.min_tokens (32)", "= 128")),
     ],
 )
-def test_shortest_document_of_the_papers_geometry_follows_from_the_mode(mode, least, words):
+def test_shortest_document_of_the_papers_geometry_follows_from_the_mode(mode, shortest, words):
     geometry = Geometry()
-    assert shortest_document(geometry, mode) == least
+    assert shortest_document(geometry, mode) == shortest
     says(limit_in_words(geometry, mode), words)
-    assert drop_reason(least, geometry, mode) is None
-    assert drop_reason(least - 1, geometry, mode) == "too_short"
+    assert drop_reason(shortest, geometry, mode) is None
+    assert drop_reason(shortest - 1, geometry, mode) == "too_short"
     assert drop_reason(0, geometry, mode) == "empty"
     other = Geometry(num_anchors=3, max_tokens=64, min_tokens=32)
     assert geometry_of(shard_schema(10, other, "f", mode)) == (other, mode)

@@ -85,8 +85,8 @@ def test_a_unit_is_redone_when_its_shard_settings_or_input_are_not_the_same(corp
     assert finished_sidecar(unit, folder, config_hash(config)) is None
 
 
-@pytest.mark.parametrize(("mode", "least"), [("drop", 64), ("fewer_anchors", 32), ("shrink_spans", 20)])
-def test_short_documents_are_kept_with_windows_of_their_own(tmp_path, make_config, output, tokenizer, mode, least):
+@pytest.mark.parametrize(("mode", "shortest"), [("drop", 64), ("fewer_anchors", 32), ("shrink_spans", 20)])
+def test_short_documents_are_kept_with_windows_of_their_own(tmp_path, make_config, output, tokenizer, mode, shortest):
     """Two anchors of 16 tokens need 64; one needs 32; two of 5 need 20."""
     folder, info = output
     corpus = tmp_path / "corpus.txt"
@@ -97,7 +97,7 @@ def test_short_documents_are_kept_with_windows_of_their_own(tmp_path, make_confi
     (unit,), _ = plan_units(config.corpus, config.unit_mib)
     sidecar = write_unit(unit, folder, config, info)
     lengths = [len(tokenizer(" " + text, add_special_tokens=False)["input_ids"]) for text in texts]
-    kept = [length for length in lengths if length >= least]
+    kept = [length for length in lengths if length >= shortest]
     assert sidecar.counts.dropped == {"too_short": len(texts) - len(kept)}
     manifest = build_manifest([sidecar], info, config.geometry, identity(config), "")
     assert manifest.short_documents == mode

@@ -25,8 +25,8 @@ NEAR = DuplicatesConfig(near=NearConfig())
 
 
 def jaccard(first, second, size=3):
-    one, other = set(shingles(first, size).tolist()), set(shingles(second, size).tolist())
-    return len(one & other) / len(one | other)
+    sets = [set(shingles(text, size).tolist()) for text in (first, second)]
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
 def pairs_of(edges):
@@ -74,12 +74,10 @@ def test_join_finds_planted_copies_with_recall_and_precision(corpus, tmp_path):
     for place, kind in enumerate(copies):
         first = len(texts) + 200 * place
         recall = np.mean([dropped.get(first + row) == row for row in range(200)])
-        print(f"{kind}: recall {recall:.3f}")  # noqa: T201
         assert recall >= (0.97 if kind in ("5 %", "cut") else 0.99), kind
-    precision = np.mean([jaccard(everything[one], everything[other]) > 0.45 for one, other in dropped.items()])
+    precision = np.mean([jaccard(everything[copy], everything[kept]) > 0.45 for copy, kept in dropped.items()])
     origin = [*range(300), *(row for _ in copies for row in range(200))]
-    related = np.mean([origin[one] == origin[other] for one, other in dropped.items()])
-    print(f"precision {precision:.4f}, of the same origin {related:.4f}")  # noqa: T201
+    related = np.mean([origin[copy] == origin[kept] for copy, kept in dropped.items()])
     assert precision >= 0.99
     assert related >= 0.99
     equal = range(len(texts) + 800, len(texts) + 1000)
@@ -129,10 +127,10 @@ def test_tiny_texts_are_dropped_for_equal_words_only_or_verified_likeness(
     kept = sorted(set(range(len(ordered))) - set(decisions.dropped.tolist()))
     assert len({ordered[number] for number in kept}) == len(kept)
     assert {ordered[number] for number in kept} <= set(ordered)
-    for one, other in zip(decisions.dropped.tolist(), decisions.kept.tolist(), strict=True):
-        assert other in kept
-        assert other < one
-        assert jaccard(ordered[one], ordered[other], 4) > 0.5
+    for copy, original in zip(decisions.dropped.tolist(), decisions.kept.tolist(), strict=True):
+        assert original in kept
+        assert original < copy
+        assert jaccard(ordered[copy], ordered[original], 4) > 0.5
     first_of_text = {text: number for number, text in reversed(list(enumerate(ordered)))}
     assert all(number == first_of_text[ordered[number]] for number in kept)
 
