@@ -236,7 +236,7 @@ class Decisions:
 def decide(pairs: DuplicatePairs) -> Decisions:
     """Drops every document that pairs with an earlier kept one.
 
-    Of equal texts only the first has near pairs (pipeline/duplicates/pairs.py); the others follow its decision.
+    Of equal texts only the first has near pairs; the others follow its decision.
     """
     near = ~pairs.exact
     dropped, kept, similarity = _near(pairs.later[near], pairs.earlier[near], pairs.similarity[near])

@@ -121,6 +121,7 @@ _EMPTY = np.uint32(0xFFFFFFFF)
 _FEW = 2048
 
 
+# Not rensa, which is faster: its signatures changed with a version, and ours stay on disk between restarts.
 class Signer:
     """Signs texts; the same text has the same signature in every process and on every machine."""
 

@@ -69,6 +69,7 @@ def run_stages(job: Preparation, tokenizer: TokenizerInfo | None) -> list[Sideca
             output.find_duplicates([unit.name for unit in units], most_frequent_labels(candidates, job.config.content))
         except (ShardError, OSError) as error:
             raise _stopped("duplicates", output.name, error) from error
+    # Written a second time, not marked: the numbers of documents are the order of training, so shards have no holes.
     return _run("select", job, units, tokenizer)
 
 

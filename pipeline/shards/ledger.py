@@ -87,6 +87,7 @@ LEDGERS = "ledger"
 """Folder of the ledgers in the output folder."""
 REJECTED = "rejected"
 """Folder of the documents that were not kept in the output folder."""
+# Plain strings: an Arrow file cannot replace its dictionaries between batches, and zstd removes the repetition as well.
 SCHEMA = pa.schema(
     [
         pa.field("id", pa.binary(ID_BYTES)),
