@@ -74,7 +74,7 @@ class DuplicatePairs:
 
 
 COLUMNS = ("later", "earlier", "similarity", "exact")
-_NO_PAIRS = DuplicatePairs(*(np.empty(0, kind) for kind in (np.int64, np.int64, np.float32, np.bool_)))
+_NO_PAIRS = DuplicatePairs(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.bool_))
 
 
 def join(parts: Sequence[DuplicatePairs]) -> DuplicatePairs:

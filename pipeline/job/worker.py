@@ -153,7 +153,7 @@ def decide_records(
     index = (folder / INDEX).resolve()
     written_ns = index.stat().st_mtime_ns if index.exists() else 0
     document_filter = _document_filter(config.filters.model_dump_json(), str(index), written_ns)
-    clean = normalise if config.filters.normalise_whitespace else str
+    clean: Callable[[str], str] = normalise if config.filters.normalise_whitespace else str
     documents = (_decide(record, document_filter, clean, config.content) for record in records)
     for batch in batches(documents, lambda decision: len(decision.text), _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
         going = [decision for decision in batch if not decision.entry.status]
