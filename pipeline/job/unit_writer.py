@@ -16,8 +16,8 @@ from declutr.pipeline.job.units import Unit, hash_unit
 from declutr.pipeline.readers.corpus import ReadFailure
 from declutr.pipeline.readers.input_state import InputState
 from declutr.pipeline.shards.content import LABELS, NO_LABEL, Layout
-from declutr.pipeline.shards.ledger import Counts, Entry, LedgerWriter, rejected_writer
-from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Sidecar
+from declutr.pipeline.shards.ledger import Counts, Entry, LedgerFile, LedgerWriter, rejected_writer
+from declutr.pipeline.shards.manifest import MAX_EXAMPLES, SPLITS, Shard, Sidecar
 from declutr.pipeline.shards.media import Clip, Image, Media
 from declutr.pipeline.shards.writer import ShardWriter, media_schema, shard_schema
 from declutr.pipeline.tokenizer.tokenization import TokenizerInfo
@@ -162,7 +162,8 @@ def finished_sidecar(unit: Unit, folder: Path, settings_hash: str) -> Sidecar | 
     if sidecar is None:
         return None
     written_ns = sidecar_path(folder, unit.name).stat().st_mtime_ns
-    for file in (*sidecar.shards, sidecar.ledger):
+    files: list[Shard | LedgerFile] = [*sidecar.shards, sidecar.ledger]
+    for file in files:
         path = folder / file.name
         if not path.is_file() or (now := path.stat()).st_size != file.num_bytes:
             return None
