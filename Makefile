@@ -68,9 +68,10 @@ frozen: setup ## compare weights, shards, scores and adaptations with those of c
 gpu: setup ## on a machine with a GPU: check kernels and host syncs, profile, benchmark; figures and MFU in runs/gpu.json
 	$(BIN)/python -m benchmarks.gpu --json runs/gpu.json
 
-check: markers setup ## conflict markers, lint, format, types, imports
+check: markers setup ## conflict markers, lint, format, names, types, imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/names.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -46,7 +46,6 @@ from declutr.pipeline.tokenizer.engine import choose_engine
 from declutr.pipeline.tokenizer.fast_engines import ByteLevelBPE
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer, train_tokenizer
 
-_SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 _PROGRAMS = ("warm", "cold", "datasets", "our_engine", "tiktoken", "tokenizers")
 _DEMO_FILES = 8
 _DEMO_VOCABULARY = 16_384
@@ -136,16 +135,15 @@ def inputs(options: argparse.Namespace, work: Path) -> tuple[list[str], str, str
     Raises:
         SystemExit: `--corpus` matches no file.
     """
-    pattern = options.corpus or str(_SHARED / "corpus" / "*.jsonl.gz")
-    paths = sorted(str(Path(path).resolve()) for path in glob.glob(str(Path(pattern).expanduser())))  # noqa: PTH207
-    if options.corpus and not paths:
-        raise SystemExit(f"--corpus {options.corpus!r} matches no file")
-    kind = "files given" if options.corpus else "shared corpora"
-    if not paths:
+    if options.corpus:
+        names = glob.glob(str(Path(options.corpus).expanduser()))  # noqa: PTH207
+        kind, paths = "files given", sorted(str(Path(path).resolve()) for path in names)
+        if not paths:
+            raise SystemExit(f"--corpus {options.corpus!r} matches no file")
+    else:
         kind, paths = "documentation of the installed packages", _demo_corpus(work / "corpus")
-    real = _SHARED / "tokenizers" / "roberta-base"
-    if options.tokenizer or real.is_dir():
-        tokenizer = load_tokenizer(options.tokenizer or str(real))
+    if options.tokenizer:
+        tokenizer = load_tokenizer(options.tokenizer)
     else:
         tokenizer = train_tokenizer(texts_of(paths), _DEMO_VOCABULARY)
     folder = work / f"tokenizer-{fingerprint(tokenizer)[:8]}"

@@ -158,7 +158,6 @@ def main(arguments: list[str] | None = None, official: Checkout | None = None) -
     inspections, left_out = _at_hand(choose_tasks(options.tasks.split(",")), data, config)
     if not inspections:
         raise SystemExit(f"{data}: no data for any task of {options.tasks}; give their folder with --data FOLDER")
-    quick = choose_tasks(options.quick.split(",")) if options.quick else ()
     rows = sentence_rows(inspection.data for inspection in inspections if inspection.data)
     figures: dict[str, Any] = {
         "official": official.name,
@@ -175,14 +174,12 @@ def main(arguments: list[str] | None = None, official: Checkout | None = None) -
             )
             for inspection in inspections:
                 task, turn = inspection.task.name, len(measured) % 2
-                chosen = ClassifierConfig.prototyping() if task in quick else config
-                made_of = [encoder.fingerprint, task, chosen.model_dump(mode="json"), official.name]
+                made_of = [encoder.fingerprint, task, config.model_dump(mode="json"), official.name]
                 identity = f"{task}-{hash_json([*made_of, texts_hash(list(rows))])[:16]}"
                 path = folder / f"{identity}.json"
                 if not path.is_file():
-                    result = _task(inspection, encoder.name, rows, embeddings, chosen, official, turn)
-                    preset = "prototyping" if task in quick else figures["preset"]
-                    write_json(path, {**result, "preset": preset, "commit": options.facts["commit"]})
+                    result = _task(inspection, encoder.name, rows, embeddings, config, official, turn)
+                    write_json(path, {**result, "commit": options.facts["commit"]})
                 measured.append(read_json(path))
     record.progress("\n".join(table(measured)))
     record.publish({**figures, **_totals(measured), "tasks": measured}, options)
@@ -196,7 +193,6 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--data", type=Path, help="folder with downstream and probing; default: DIR/data")
     options.add_argument("--tasks", default="all", help="names and sets, separated by commas")
     options.add_argument("--preset", choices=("official", "prototyping"), default="official")
-    options.add_argument("--quick", metavar="TASKS", help="tasks for the prototyping preset, on both sides")
     options.add_argument("--encoders", default="transformer,hashed-words", help="one or both, separated by a comma")
     options.add_argument("--model", choices=SIZES, default="small", help="size of the transformer")
     options.add_argument("--hashed-size", type=int, default=300, help="numbers in an embedding of hashed words")
@@ -302,8 +298,7 @@ def table(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
         cells = [
             f"{row['official']['score']:.2f} | {row['ours']['score']:.2f} | {row['score_diff']:.2f}" for row in rows
         ]
-        quick = " (prototyping)" if rows[0]["preset"] == "prototyping" else ""
-        yield f"| {find(task).label}{quick} | {rows[0]['rows']:,} | {' | '.join(cells)} |"
+        yield f"| {find(task).label} | {rows[0]['rows']:,} | {' | '.join(cells)} |"
 
 
 def _totals(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -7,14 +7,8 @@ have the same weights and read the same spans with the same masks. They take tur
 programs on the machine affect all of them. Losses and gradients are always compared in float32 without dropout; steps
 are timed without dropout unless --dropout is set.
 
-The released layout is written from its description. Anchors are padded to the longest anchor of the batch and positives
-to the longest positive. Each goes through the whole masked language model, including the head over the whole vocabulary
-on every token. MLM's cross entropy is the model's own, with -100 for unselected tokens. Pooling is the mean over a
-span's tokens, special ones included. Positives are averaged after pooling. The contrastive loss is
-pytorch-metric-learning's NTXentLoss over all pairs.
-
-This version is faster than the original in two points: attention is torch's fused one (the original's, of transformers
-3.4, was not), and padding is not timed.
+benchmarks/README.md describes the released layout. MLM's cross entropy is the model's own, with -100 for unselected
+tokens; pooling is the mean over a span's tokens, special ones included; positives are averaged after pooling.
 """
 
 import dataclasses
@@ -55,11 +49,6 @@ class PaddedBatch:
     anchors: PaddedSpans
     positives: PaddedSpans
 
-    @property
-    def num_places(self) -> int:
-        """Token places, including padding."""
-        return self.anchors.ids.numel() + self.positives.ids.numel()
-
 
 def _pad(batch: SpanBatch, pad_id: int, device: torch.device) -> PaddedSpans:
     ids, mask = pad_rows(batch, pad_id)
@@ -70,46 +59,33 @@ def _pad(batch: SpanBatch, pad_id: int, device: torch.device) -> PaddedSpans:
     return PaddedSpans(ids.to(device), mask.long().to(device), labels.to(device))
 
 
-@dataclass(frozen=True)
-class ReleasedStep:
-    """Loss and gradient of a step in the released layout, by a masked language model with transformers' attention."""
+def released_loss(model: PreTrainedModel, num_positives: int) -> Callable[[PaddedBatch], Tensor]:
+    """The loss of a step in the released layout, contrastive + MLM, by a model with transformers' attention."""
 
-    model: PreTrainedModel
-    num_positives: int
-    temperature: float
-    autocast: torch.dtype | None
+    def embed(spans: PaddedSpans, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mean of each span's last hidden states, and the MLM loss."""
+        output = model(input_ids=spans.ids, attention_mask=spans.mask, labels=labels, output_hidden_states=True)
+        hidden, mask = output.hidden_states[-1], spans.mask[..., None]
+        pooled = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
+        return pooled, pooled.new_zeros(()) if labels is None else output.loss
 
-    def gradients(self, batch: PaddedBatch) -> Tensor:
-        """Accumulate the gradient in the model's parameters; return the loss, contrastive + MLM."""
-        device = batch.anchors.ids.device
-        with torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            anchors, mlm = self._embed(batch.anchors, with_loss=True)
-            positives, _ = self._embed(batch.positives, with_loss=False)
-        averaged = positives.view(len(anchors), self.num_positives, -1).mean(dim=1)
-        labels = torch.arange(len(anchors), device=device).repeat(2)
+    def loss(batch: PaddedBatch) -> Tensor:
+        anchors, mlm = embed(batch.anchors, batch.anchors.labels)
+        positives, _ = embed(batch.positives, None)
+        averaged = positives.view(len(anchors), num_positives, -1).mean(dim=1)
+        labels = torch.arange(len(anchors), device=anchors.device).repeat(2)
         embeddings = torch.cat([anchors, averaged])
         if embeddings.dtype != torch.float64:  # the loss needs at least float32
             embeddings = embeddings.float()
-        contrastive: Tensor = NTXentLoss(temperature=self.temperature)(embeddings, labels)
-        loss = contrastive + mlm
-        loss.backward()
-        return loss.detach()
+        with torch.autocast(anchors.device.type, enabled=False):
+            contrastive: Tensor = NTXentLoss(temperature=TEMPERATURE)(embeddings, labels)
+        return contrastive + mlm
 
-    def _embed(self, spans: PaddedSpans, with_loss: bool) -> tuple[Tensor, Tensor]:
-        """Mean of each span's last hidden states, and the MLM loss."""
-        output = self.model(
-            input_ids=spans.ids,
-            attention_mask=spans.mask,
-            labels=spans.labels if with_loss else None,
-            output_hidden_states=True,
-        )
-        hidden, mask = output.hidden_states[-1], spans.mask[..., None]
-        pooled = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
-        return pooled, output.loss if with_loss else pooled.new_zeros(())
+    return loss
 
 
 class _Hidden(nn.Module):
-    """Token embeddings in the form that its pooling reads."""
+    """Token embeddings in the form that sentence-transformers' pooling reads."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -120,8 +96,8 @@ class _Hidden(nn.Module):
         return features | {"token_embeddings": output.last_hidden_state}
 
 
-class NeighbourStep:
-    """Loss and gradient of a contrastive step by sentence-transformers' CachedMultipleNegativesRankingLoss.
+def neighbours_loss(model: PreTrainedModel) -> Callable[[PaddedBatch], Tensor]:
+    """The loss of a contrastive step by sentence-transformers' CachedMultipleNegativesRankingLoss.
 
     Its trainer pads like the released collation. The loss encodes each side once without and once with a graph,
     whatever the size of the batch. Its four directions together contrast the same pairs as NT-Xent. Nothing is masked,
@@ -130,32 +106,23 @@ class NeighbourStep:
     Raises:
         ImportError: sentence-transformers is not installed.
     """
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
+    from sentence_transformers.models import Pooling
 
-    def __init__(self, model: PreTrainedModel, temperature: float, autocast: torch.dtype | None) -> None:
-        from sentence_transformers import SentenceTransformer
-        from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
-        from sentence_transformers.models import Pooling
+    whole = SentenceTransformer(
+        modules=[_Hidden(model), Pooling(int(model.config.hidden_size))], device=str(model.device)
+    )
+    loss = CachedMultipleNegativesRankingLoss(
+        whole, scale=1 / TEMPERATURE, mini_batch_size=_MINI_BATCH, directions=_DIRECTIONS
+    )
 
-        self.model = model
-        self.autocast = autocast
-        size = int(model.config.hidden_size)
-        whole = SentenceTransformer(modules=[_Hidden(model), Pooling(size)], device=str(model.device))
-        self.loss = CachedMultipleNegativesRankingLoss(
-            whole, scale=1 / temperature, mini_batch_size=_MINI_BATCH, directions=_DIRECTIONS
-        )
+    def of(batch: PaddedBatch) -> Tensor:
+        sides = [{"input_ids": s.ids, "attention_mask": s.mask} for s in (batch.anchors, batch.positives)]
+        value: Tensor = loss(sides, torch.empty(0, device=batch.anchors.ids.device))
+        return value
 
-    def gradients(self, batch: PaddedBatch) -> Tensor:
-        """Accumulate the gradient in the model's parameters; return the loss."""
-        features = [_features(batch.anchors), _features(batch.positives)]
-        labels = torch.empty(0, device=batch.anchors.ids.device)
-        with torch.autocast(labels.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            loss: Tensor = self.loss(features, labels)
-        loss.backward()
-        return loss.detach()
-
-
-def _features(spans: PaddedSpans) -> dict[str, Tensor]:
-    return {"input_ids": spans.ids, "attention_mask": spans.mask}
+    return of
 
 
 @dataclass(frozen=True)
@@ -254,6 +221,7 @@ class Setting(workload.Workload):
             model.base_model.compile(dynamic=True)
         num_anchors = self.documents * self.spans.num_anchors
         pad_id = int(model.config.pad_token_id)
+        loss_of = released_loss(model, self.spans.num_positives) if name == "released" else neighbours_loss(model)
 
         def prepare(spans: SpanBatch) -> PaddedBatch:
             # Like the released collation; the batch is on the CPU, with its anchors first.
@@ -261,12 +229,16 @@ class Setting(workload.Workload):
             return PaddedBatch(*(_pad(part, pad_id, self.device) for part in parts))
 
         def places(spans: SpanBatch) -> int:
-            return prepare(spans).num_places
+            batch = prepare(spans)
+            return batch.anchors.ids.numel() + batch.positives.ids.numel()
 
-        if name == "released":
-            released = ReleasedStep(model, self.spans.num_positives, TEMPERATURE, self.autocast)
-            return Side(name, model, prepare, released.gradients, places)
-        return Side(name, model, prepare, NeighbourStep(model, TEMPERATURE, self.autocast).gradients, places)
+        def gradients(batch: PaddedBatch) -> Tensor:
+            with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                loss = loss_of(batch)
+            loss.backward()
+            return loss.detach()
+
+        return Side(name, model, prepare, gradients, places)
 
 
 def against_released(setting: Setting, steps: int, warm_up: int) -> dict[str, Any]:

@@ -214,8 +214,7 @@ class Workload:
             pooling=self.pooling,
             compile=compiled,
         )
-        encoder = Encoder(config, _model(self.size, config, self.seed), self.seed).train()
-        return encoder if self.device == _CPU else encoder.to(self.device)  # fake tensors cannot be moved
+        return Encoder(config, _model(self.size, config, self.seed), self.seed).train().to(self.device)
 
     def padded_model(self) -> PreTrainedModel:
         """Build transformers' model with the same weights, its own dropout layers, and torch's fused attention."""

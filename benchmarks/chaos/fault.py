@@ -52,14 +52,13 @@ class Fault:
 
     def see(self, run: Run, snapshot: Snapshot, row: "FaultRow") -> None:
         """Record the line that informed the user, and a problem with the output, if any."""
-        output, message = run.said(snapshot), ""
-        until = time.monotonic() + _WORDS_SECONDS * run.patience
+        deadline = time.monotonic() + _WORDS_SECONDS * run.patience
         while True:
+            output = run.said(snapshot)
             message = next((line for line in output.splitlines() if re.search(self.said, line)), "")
-            if message or not self.said or time.monotonic() > until:
+            if message or not self.said or time.monotonic() > deadline:
                 break
             time.sleep(0.2)
-            output = run.said(snapshot)
         row.seen_by_user = message[:300]
         if "Traceback (most recent call last)" in output:
             fail(row, "a Traceback was shown")
@@ -112,11 +111,10 @@ def observe(run: Run, fault: Fault) -> tuple[FaultRow, Snapshot]:
         row.recovery_seconds = run.ended - snapshot.seconds
         return row, snapshot
     line = run.wait_for(f"a step after {fault.name}", _first_new(run, snapshot, fault.restarts), 240, every_seconds=0.1)
-    kept, begun = (
-        line["step"] - 1,
-        min((line["time"] - line["seconds"] for line in snapshot.lines.values()), default=None),
-    )
-    moment = snapshot.lines[kept]["time"] if kept in snapshot.lines else begun if kept == 0 else None
+    kept = line["step"] - 1
+    moment = snapshot.lines[kept]["time"] if kept in snapshot.lines else None
+    if kept == 0:  # all of the work since the first step began
+        moment = min((line["time"] - line["seconds"] for line in snapshot.lines.values()), default=None)
     # a kept step that was not seen before the fault was completed after it
     row.lost_seconds = 0.0 if moment is None or not fault.restarts else max(0.0, snapshot.seconds - moment)
     row.recovery_seconds = line["time"] - snapshot.seconds

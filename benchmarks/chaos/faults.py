@@ -303,42 +303,30 @@ def elastic(run: Run) -> Snapshot:
     return first
 
 
-KILLS = (
-    Fault("worker_killed", partial(signalled, number=signal.SIGKILL), "worker 1 .*died"),
-    Fault("worker_killed_while_saving", worker_saving, "worker .* died"),
-    Fault(
-        "worker_terminated",
-        partial(signalled, number=signal.SIGTERM),
-        r"saved at step \d+ after SIGTERM to worker \d+ \(",
-    ),
-    Fault("controller_killed", controller, "coordinates the workers died"),
-    Fault("driver_terminated", partial(driver, number=signal.SIGTERM), r"stopped at step \d+ of \d+ after SIGTERM"),
-    Fault("driver_killed", partial(driver, number=signal.SIGKILL), r"continuing after step \d+ of"),
-    Fault("driver_killed_exporting", exporting, "finished already|encoder in", trains=False),
-)
 _SKIP = {"on_nonfinite_loss": "skip"}
 _ONCE = partial(nan_stops, steps=1, seconds=60, problem="after a NaN loss")
 _FOR_EVER = partial(nan_stops, steps=10**9, seconds=90, problem="although no step could be taken")
-WORKING = (
+_TERMINATED = r"saved at step \d+ after SIGTERM to worker \d+ \("
+FAULTS = (
     Fault("worker_raises", raising, "the device does not answer"),
     Fault("worker_hung", partial(signalled, number=signal.SIGSTOP), "worker 1 .*hangs"),
     Fault("worker_slow", slow, "", restarts=False),
     Fault("nan_stops", _ONCE, r"not\s+finite, nothing was updated"),
-)
-SKIPPING = (
-    Fault("nan_skipped", partial(poison, steps=2), "skip", "skip", restarts=False, alters=True, changes=_SKIP),
-    Fault("nan_without_end", _FOR_EVER, "skip", "skip", alters=True, changes=_SKIP),
-)
-"""Runs that skip a step whose loss or gradient is NaN, up to a limit."""
-FILES = (
+    Fault("worker_killed", partial(signalled, number=signal.SIGKILL), "worker 1 .*died"),
+    Fault("worker_killed_while_saving", worker_saving, "worker .* died"),
+    Fault("worker_terminated", partial(signalled, number=signal.SIGTERM), _TERMINATED),
+    Fault("controller_killed", controller, "coordinates the workers died"),
+    Fault("driver_terminated", partial(driver, number=signal.SIGTERM), r"stopped at step \d+ of \d+ after SIGTERM"),
+    Fault("driver_killed", partial(driver, number=signal.SIGKILL), r"continuing after step \d+ of"),
+    Fault("driver_killed_exporting", exporting, "finished already|encoder in", trains=False),
     Fault("broken_checkpoints", broken_checkpoints, "skipping a broken checkpoint"),
     Fault("changed_shard", changed_shard, "is damaged: SHA-256"),
     Fault("disk_full", full_disk, "No space left", restarts=False, needs_root=True),
     Fault("storage_away", storage_away, "Read-only file system", restarts=False, needs_root=True),
-)
-NODES = (
+    # Runs that skip a step whose loss or gradient is NaN, up to a limit.
+    Fault("nan_skipped", partial(poison, steps=2), "skip", "skip", restarts=False, alters=True, changes=_SKIP),
+    Fault("nan_without_end", _FOR_EVER, "skip", "skip", alters=True, changes=_SKIP),
     Fault("node_killed", node_killed, "its node is gone", setting="cluster"),
     Fault("preemption_notice", preempted, "about to be removed", setting="cluster"),
     Fault("elastic_2_3_1_2", elastic, "its node is gone", setting="elastic"),
 )
-FAULTS = (*WORKING, *KILLS, *FILES, *SKIPPING, *NODES)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.chaos.run import ATTACHED, ROOT, Census, Run, family
 from declutr.common import seeding
@@ -123,20 +124,13 @@ class Nodes:
 
     def with_spare(self, pid: int) -> Any:
         """Add a node; return the one on which a process runs."""
-        node = self.holder(pid)
+        [node] = [node for node in self.nodes if any(process.pid == pid for process in _processes(node))]
         self.add()
         return node
 
-    def holder(self, pid: int) -> Any:
-        """Find the node on which a process runs."""
-        for node in self.nodes:
-            if any(process.pid == pid for process in family(_pids(node))):
-                return node
-        raise LookupError(f"process {pid} belongs to no node")
-
     def remove(self, node: Any) -> None:
         """Kill all processes of a node at once, as if its machine failed."""
-        below = family(_pids(node))
+        below = _processes(node)
         self._cluster.remove_node(node, allow_graceful=False)
         self.nodes.remove(node)
         self.census.end(below)
@@ -147,14 +141,13 @@ class Nodes:
             self._cluster.shutdown()
 
 
-def _pids(node: Any) -> list[int]:
-    return [entry.process.pid for entries in node.all_processes.values() for entry in entries]
+def _processes(node: Any) -> set[psutil.Process]:
+    return family(entry.process.pid for entries in node.all_processes.values() for entry in entries)
 
 
 _GEOMETRY = {"num_anchors": 2, "max_tokens": 64}
 _BATCH = 8
 _HELD_OUT = 0.05
-WATCHDOG_TIMEOUT_SECONDS = 15.0
 _FROM_CONFIG = {
     "model_type": "roberta",
     "hidden_size": 32,
@@ -210,7 +203,7 @@ def train_values(data: Path, run: Path, steps: int, seed: int) -> dict[str, Any]
             "num_workers": 2,
             "device": "cpu",
             "data_cpus": 1,
-            "watchdog_timeout_seconds": WATCHDOG_TIMEOUT_SECONDS,
+            "watchdog_timeout_seconds": 15.0,
             "elastic_resize_interval_seconds": 5,
         },
     }

@@ -170,8 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
         sys.exit(
             f"no GPU: torch {torch.__version__} finds no CUDA device. Run this on a machine with an NVIDIA GPU, and "
-            "install a build of torch for CUDA: make setup TORCH=torch. Without a GPU, "
-            "`python -m benchmarks.gpu.budget` counts what a step asks of one"
+            "install a build of torch for CUDA: make setup TORCH=torch"
         )
     repeat_bits()  # as the trainer does
     folder = options.json.with_suffix("") if options.json else Path("runs/gpu")

@@ -298,9 +298,7 @@ def test_yaml_file_that_is_no_text_is_refused(tmp_path, raw, message):
     (tmp_path / "x.yaml").write_bytes(raw)
     with pytest.raises(YamlError, match=all_of(message)):
         read_yaml_file(tmp_path / "x.yaml")
-    with pytest.raises(
-        ConfigError, match="is not YAML"
-    ):
+    with pytest.raises(ConfigError, match="is not YAML"):
         load_config(str(tmp_path / "x.yaml"), "train", Outer)
     (tmp_path / "x.yaml").write_bytes("a: é\n".encode("utf-8-sig"))
     assert read_yaml_file(tmp_path / "x.yaml") == {"a": "é"}, "a byte order mark is passed over"

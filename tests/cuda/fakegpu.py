@@ -40,17 +40,46 @@ def fake_gpu() -> Iterator[Any]:
     from torch._subclasses import FakeTensor, FakeTensorMode
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
-
-    from benchmarks.gpu.traffic import Traffic
 
     reads = {"item": 1.0, "__float__": 1.0, "__int__": 1, "__index__": 1, "__bool__": True, "tolist": None}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    traffic = Traffic()
     gpu = torch.device("cuda", 0)
 
     def on_gpu(value: Any) -> bool:
         return isinstance(value, FakeTensor) and value.device.type == "cuda"
+
+    # operations whose result's shape or value must be read from the GPU
+    reading = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"}
+    indexing = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+    class Waits(TorchDispatchMode):
+        """Counts operations that wait for the GPU; among them those that copy a tensor of the CPU to it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name, kwargs = function.overloadpacket.__name__, kwargs or {}
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if self.waits(name, args, inputs, kwargs):
+                self.count += 1
+                if name == "_local_scalar_dense":  # a fake tensor has no value
+                    return 1.0 if inputs[0].is_floating_point() else 1
+            return function(*args, **kwargs)
+
+        def waits(self, name: str, args: Any, inputs: list[Any], kwargs: dict[str, Any]) -> bool:
+            if not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+                return False
+            if name in reading or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+                return True
+            if name in indexing and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+                return True
+            return any(not isinstance(tensor, FakeTensor) and tensor.dim() > 0 for tensor in inputs)
+
+    waits = Waits()
 
     class FakeGpu(TorchFunctionMode):
         """Runs operations on tensors of the CPU as they are, and those on tensors of the GPU without values."""
@@ -134,9 +163,9 @@ def fake_gpu() -> Iterator[Any]:
             if not involved and not target:
                 with unset_fake_temporarily():
                     return function(*args, **kwargs)
-            before = sum(traffic.syncs.values())
+            before = waits.count
             result = function(*args, **kwargs)
-            if sum(traffic.syncs.values()) > before:
+            if waits.count > before:
                 self.note(name)
             return result
 
@@ -155,6 +184,6 @@ def fake_gpu() -> Iterator[Any]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        for each in (mode, traffic, device):
+        for each in (mode, waits, device):
             stack.enter_context(each)
         yield device
