@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import record
-from benchmarks.workload import OBJECTIVES, SIZES, TextWorkload, Workload
+from benchmarks.workload import OBJECTIVES, SIZES, Workload
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.step.step import TrainStep
 
@@ -103,10 +103,10 @@ def measure(options: argparse.Namespace, count: int) -> dict[str, Any]:
 
 def workload_of(options: argparse.Namespace) -> Workload:
     """Build the workload of the objective; SimCSE has the settings of its unsupervised run."""
-    if options.objective == "declutr":
-        return Workload.of(options, options.device, options.precision, dropout=options.dropout)
-    settings = {"objective": OBJECTIVES[options.objective], "dropout": options.dropout, "pooling": "cls"}
-    return TextWorkload.of(options, options.device, options.precision, **settings)
+    settings: dict[str, Any] = {"dropout": options.dropout}
+    if options.objective != "declutr":
+        settings |= {"objective": OBJECTIVES[options.objective], "pooling": "cls"}
+    return Workload.of(options, options.device, options.precision, **settings)
 
 
 def difference(train_step: TrainStep, batch: RankBatch, microbatch_tokens: int) -> float:

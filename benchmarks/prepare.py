@@ -46,7 +46,7 @@ from declutr.pipeline.tokenizer.engine import choose_engine
 from declutr.pipeline.tokenizer.fast_engines import ByteLevelBPE
 from declutr.pipeline.tokenizer.tokenization import fingerprint, load_tokenizer, train_tokenizer
 
-_PROGRAMS = ("warm", "cold", "datasets", "our_engine", "tiktoken", "tokenizers")
+_PROGRAMS = ("warm", "cold", "datasets", "our_engine", "tiktoken")
 _DEMO_FILES = 8
 _DEMO_VOCABULARY = 16_384
 _BATCH = 256
@@ -95,8 +95,6 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         rates["our_engine"].append(mib / engine_alone(settings, where / "limit"))
         if choice.engine == "tiktoken":
             rates["tiktoken"].append(mib / engine_alone(settings | {"stock": True}, where / "limit"))
-        if choice.engine != "tokenizers":
-            rates["tokenizers"].append(mib / engine_alone(settings | {"engine": "tokenizers"}, where / "limit"))
         if find_spec("datasets"):
             result = at_once(datasets, [settings], where / "datasets")[0]
             if (result["documents"], result["tokens"]) != (manifest.totals["kept"], manifest.totals["num_tokens"]):
@@ -117,7 +115,6 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "peak_rss_mib": max((peak for peak in peaks if peak is not None), default=None),
         "ratio_vs_datasets_rounds": _ratio(rates["warm"], rates["datasets"]),
         "share_of_limit_rounds": _ratio(rates["warm"], rates["tiktoken"] or rates["our_engine"]),
-        "engine_ratio_vs_tokenizers_rounds": _ratio(rates["our_engine"], rates["tokenizers"]),
         "share_of_our_engine_rounds": _ratio(rates["warm"], rates["our_engine"]),
         "with_ray_start": {
             "mib_per_s": _median(rates["cold"]),

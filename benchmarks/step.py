@@ -33,21 +33,10 @@ _DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 _MINI_BATCH = 32  # the default of sentence-transformers
 
 
-@dataclass(frozen=True)
-class PaddedSpans:
-    """Spans of one kind, `(S, longest)`: ids, real tokens, labels."""
-
-    ids: Tensor
-    mask: Tensor
-    labels: Tensor
-
-
-@dataclass(frozen=True)
-class PaddedBatch:
-    """A step's anchors and positives, each kind padded to its longest span."""
-
-    anchors: PaddedSpans
-    positives: PaddedSpans
+PaddedSpans = dict[str, Tensor]
+"""Spans of one kind, `(S, longest)`: `input_ids`, `attention_mask`, `labels`."""
+PaddedBatch = tuple[PaddedSpans, PaddedSpans]
+"""A step's anchors and positives, each kind padded to its longest span."""
 
 
 def _pad(batch: SpanBatch, pad_id: int, device: torch.device) -> PaddedSpans:
@@ -56,22 +45,26 @@ def _pad(batch: SpanBatch, pad_id: int, device: torch.device) -> PaddedSpans:
     flat[batch.selected] = batch.labels
     labels = torch.full_like(ids, _IGNORED)
     labels[mask] = flat
-    return PaddedSpans(ids.to(device), mask.long().to(device), labels.to(device))
+    return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device), "labels": labels.to(device)}
+
+
+def _inputs(spans: PaddedSpans) -> PaddedSpans:
+    """The spans without labels."""
+    return {name: spans[name] for name in ("input_ids", "attention_mask")}
 
 
 def released_loss(model: PreTrainedModel, num_positives: int) -> Callable[[PaddedBatch], Tensor]:
     """The loss of a step in the released layout, contrastive + MLM, by a model with transformers' attention."""
 
-    def embed(spans: PaddedSpans, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mean of each span's last hidden states, and the MLM loss."""
-        output = model(input_ids=spans.ids, attention_mask=spans.mask, labels=labels, output_hidden_states=True)
-        hidden, mask = output.hidden_states[-1], spans.mask[..., None]
-        pooled = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
-        return pooled, pooled.new_zeros(()) if labels is None else output.loss
+    def embed(spans: PaddedSpans) -> tuple[Tensor, Tensor | None]:
+        """Mean of each span's last hidden states, and the MLM loss of labels."""
+        output = model(**spans, output_hidden_states=True)
+        hidden, mask = output.hidden_states[-1], spans["attention_mask"][..., None]
+        return (hidden * mask).sum(dim=1) / mask.sum(dim=1), output.loss
 
     def loss(batch: PaddedBatch) -> Tensor:
-        anchors, mlm = embed(batch.anchors, batch.anchors.labels)
-        positives, _ = embed(batch.positives, None)
+        anchors, mlm = embed(batch[0])
+        positives, _ = embed(_inputs(batch[1]))
         averaged = positives.view(len(anchors), num_positives, -1).mean(dim=1)
         labels = torch.arange(len(anchors), device=anchors.device).repeat(2)
         embeddings = torch.cat([anchors, averaged])
@@ -79,6 +72,7 @@ def released_loss(model: PreTrainedModel, num_positives: int) -> Callable[[Padde
             embeddings = embeddings.float()
         with torch.autocast(anchors.device.type, enabled=False):
             contrastive: Tensor = NTXentLoss(temperature=TEMPERATURE)(embeddings, labels)
+        assert mlm is not None
         return contrastive + mlm
 
     return loss
@@ -118,8 +112,7 @@ def neighbours_loss(model: PreTrainedModel) -> Callable[[PaddedBatch], Tensor]:
     )
 
     def of(batch: PaddedBatch) -> Tensor:
-        sides = [{"input_ids": s.ids, "attention_mask": s.mask} for s in (batch.anchors, batch.positives)]
-        value: Tensor = loss(sides, torch.empty(0, device=batch.anchors.ids.device))
+        value: Tensor = loss([_inputs(spans) for spans in batch], torch.empty(0, device=model.device))
         return value
 
     return of
@@ -225,12 +218,11 @@ class Setting(workload.Workload):
 
         def prepare(spans: SpanBatch) -> PaddedBatch:
             # Like the released collation; the batch is on the CPU, with its anchors first.
-            parts = [spans.span_slice(0, num_anchors), spans.span_slice(num_anchors, spans.num_spans)]
-            return PaddedBatch(*(_pad(part, pad_id, self.device) for part in parts))
+            anchors, positives = spans.span_slice(0, num_anchors), spans.span_slice(num_anchors, spans.num_spans)
+            return _pad(anchors, pad_id, self.device), _pad(positives, pad_id, self.device)
 
         def places(spans: SpanBatch) -> int:
-            batch = prepare(spans)
-            return batch.anchors.ids.numel() + batch.positives.ids.numel()
+            return sum(part["input_ids"].numel() for part in prepare(spans))
 
         def gradients(batch: PaddedBatch) -> Tensor:
             with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):

@@ -198,8 +198,11 @@ class Workload:
         return self.loss(1).collator(vocabulary(self.size), POSITIONS - 4)
 
     def rows(self, first: int, count: int) -> pa.Table:
-        """Rows [first, first + count) of the shards."""
-        return documents(first, count, self.spans, vocabulary(self.size).size, self.seed)
+        """Rows [first, first + count): documents, or sentences or pairs for an objective over texts."""
+        vocab_size = vocabulary(self.size).size
+        if isinstance(self.objective, TextObjectiveConfig):  # `spans` has no effect
+            return text_rows(first, count, "sentences" not in self.objective.reads, vocab_size, self.seed)
+        return documents(first, count, self.spans, vocab_size, self.seed)
 
     def batch(self, first: int, count: int) -> RankBatch:
         """Build one worker's batch of a step from rows [first, first + count)."""
@@ -261,12 +264,3 @@ def checksum(train_step: TrainStep) -> str:
     for parameter in train_step.encoder.parameters():
         digest.update(parameter.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class TextWorkload(Workload):
-    """Encoder, rows of short texts, and step of a text objective; `spans` has no effect."""
-
-    def rows(self, first: int, count: int) -> pa.Table:
-        """Rows [first, first + count) of sentences, or of premises with their hypotheses."""
-        return text_rows(first, count, "sentences" not in self.objective.reads, vocabulary(self.size).size, self.seed)

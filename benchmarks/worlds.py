@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -124,19 +125,15 @@ def turns(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 def _exchanged(work: Callable[[], Any]) -> int:
     """Bytes of the tensors that this worker gives to all-reduces during `work`."""
-    total, reduce = 0, dist.all_reduce
+    sizes, reduce = list[int](), dist.all_reduce
 
     def counting(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        nonlocal total
-        total += tensor.numel() * tensor.element_size()
+        sizes.append(tensor.nbytes)
         return reduce(tensor, *arguments, **keywords)
 
-    dist.all_reduce = counting
-    try:
+    with patch.object(dist, "all_reduce", counting):
         work()
-    finally:
-        dist.all_reduce = reduce
-    return total
+    return sum(sizes)
 
 
 def changing(options: argparse.Namespace) -> str:

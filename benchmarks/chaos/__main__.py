@@ -32,7 +32,7 @@ from benchmarks.chaos.place import (
     train_values,
     write_corpus,
 )
-from benchmarks.chaos.run import Census, ChaosError, Run, Snapshot, title
+from benchmarks.chaos.run import Census, ChaosError, Run, title
 from benchmarks.record import progress
 from declutr.common import seeding
 
@@ -70,16 +70,11 @@ class Bench:
     left_behind: list[str] = field(default_factory=list)
     _number: int = field(default=0, repr=False)
 
-    @property
-    def data(self) -> Path:
-        """Folder of the shards."""
-        return self.top / "data"
-
     def prepare(self) -> None:
         """Make the shards."""
         write_corpus(self.top / "corpus.jsonl", self.steps, self.seed)
         config = self.top / "prepare.yaml"
-        values = prepare_values(self.top / "corpus.jsonl", self.data)
+        values = prepare_values(self.top / "corpus.jsonl", self.top / "data")
         config.write_text(yaml.safe_dump({"prepare": values}), encoding="utf-8")
         command = [sys.executable, "-m", "declutr.pipeline.prepare", str(config)]
         subprocess.run(command, env=environment(self.top), check=True, capture_output=True)
@@ -98,7 +93,7 @@ class Bench:
         """Make a run in a new folder."""
         self._number += 1
         place = self.top / f"run{self._number}"
-        values = train_values(self.data, place / "run", self.steps, self.seed)
+        values = train_values(self.top / "data", place / "run", self.steps, self.seed)
         for key, value in (changes or {}).items():
             values[key] = values[key] | value if isinstance(values.get(key), dict) else value
         return Run(place, values, self.census, environment(self.top), self.patience)
@@ -140,7 +135,7 @@ class Bench:
                 if row.problem and snapshot is None:
                     run.end()
                     row.seen_by_user = row.seen_by_user or _last_line(run)
-                    progress("\n".join(run.said(Snapshot(0, 0, None, {})).splitlines()[-_TAIL_LINES:]))
+                    progress("\n".join(run.messages().splitlines()[-_TAIL_LINES:]))
                     if rows[:-1]:  # the earlier faults can only be judged at the end
                         run.start()
                         self._finish(run, rows[:-1], faults[0])
@@ -223,9 +218,7 @@ def chains(faults: Sequence[Fault], short: bool) -> list[list[Fault]]:
 
 
 def _last_line(run: Run) -> str:
-    lines = [
-        line for line in run.said(Snapshot(0, 0, None, {})).splitlines() if "\x1b" not in line
-    ]  # Ray's own lines are coloured
+    lines = [line for line in run.messages().splitlines() if "\x1b" not in line]  # Ray's own lines are coloured
     return (lines or [""])[-1][-300:]
 
 

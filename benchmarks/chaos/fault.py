@@ -25,7 +25,7 @@ class Fault:
         name: name of the fault.
         inject: causes the fault in a run that trains and returns the moment of the fault. It also repeats the command
             if the user would have to.
-        said: pattern of the message that the user must see; empty: none.
+        message: pattern of the message that the user must see; empty: none.
         setting: place of the fault: one machine, a cluster with a fixed world, a cluster whose world may change, or a
             run that skips bad losses.
         restarts: whether the workers restart.
@@ -37,7 +37,7 @@ class Fault:
 
     name: str
     inject: Callable[[Run], Snapshot]
-    said: str
+    message: str
     setting: Setting = "machine"
     restarts: bool = True
     trains: bool = True
@@ -54,16 +54,16 @@ class Fault:
         """Record the line that informed the user, and a problem with the output, if any."""
         deadline = time.monotonic() + _WORDS_SECONDS * run.patience
         while True:
-            output = run.said(snapshot)
-            message = next((line for line in output.splitlines() if re.search(self.said, line)), "")
-            if message or not self.said or time.monotonic() > deadline:
+            output = run.messages(snapshot)
+            message = next((line for line in output.splitlines() if re.search(self.message, line)), "")
+            if message or not self.message or time.monotonic() > deadline:
                 break
             time.sleep(0.2)
         row.seen_by_user = message[:300]
         if "Traceback (most recent call last)" in output:
             fail(row, "a Traceback was shown")
-        elif self.said and not message:
-            fail(row, f"nothing was said (expected {self.said!r})")
+        elif self.message and not message:
+            fail(row, f"nothing was said (expected {self.message!r})")
 
 
 @dataclass

@@ -176,7 +176,9 @@ def broken_checkpoints(run: Run) -> Snapshot:
     flip(second / "optimizer.safetensors")
     (third / "state.json").unlink()
     run.start()
-    run.wait_for("words on the broken ones", lambda: all(p.name in run.said(snapshot) for p in (newest, second, third)))
+    run.wait_for(
+        "words on the broken ones", lambda: all(p.name in run.messages(snapshot) for p in (newest, second, third))
+    )
     return snapshot
 
 
@@ -193,7 +195,7 @@ def changed_shard(run: Run) -> Snapshot:
     finally:
         flip(path)
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    if status != 1 or path.name not in run.said(snapshot):
+    if status != 1 or path.name not in run.messages(snapshot):
         raise ChaosError(f"status {status}: a changed shard was not refused")
     run.start()
     return snapshot
@@ -208,7 +210,7 @@ def full_disk(run: Run) -> Snapshot:
         for filler in fillers:
             _fill(filler)
         snapshot = struck(snapshot, time.time())
-        run.wait_for("a message about the full disk", lambda: "No space left" in run.said(snapshot), 60, ended=True)
+        run.wait_for("a message about the full disk", lambda: "No space left" in run.messages(snapshot), 60, ended=True)
     finally:
         for filler in fillers:
             filler.unlink(missing_ok=True)

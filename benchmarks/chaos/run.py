@@ -225,10 +225,10 @@ class Run:
         inode = path.stat().st_ino if path.is_file() else None
         return Snapshot(time.time(), self.output.stat().st_size, inode, self.lines())
 
-    def said(self, snapshot: Snapshot) -> str:
-        """Output of the command since a moment, without the progress bar."""
+    def messages(self, snapshot: Snapshot | None = None) -> str:
+        """Output of the command since a moment or its first start, without the progress bar."""
         with self.output.open("rb") as stream:
-            stream.seek(snapshot.characters)
+            stream.seek(snapshot.characters if snapshot else 0)
             text = stream.read().decode(errors="replace")
         lines = [_BAR.sub("", part).strip() for line in text.split("\n") for part in line.split("\r")]
         return "\n".join(line for line in lines if line)

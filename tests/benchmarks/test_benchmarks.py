@@ -100,7 +100,7 @@ def test_the_order_of_a_billion_runs_backwards():
     assert not np.array_equal(permute(8, epochs, images, size, inverse=True), items)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_needs_neither_ray_nor_data(tmp_path):
     """A whole run in an empty folder, without Ray and sentence-transformers."""
     code = (
@@ -136,7 +136,7 @@ def test_rows_have_the_lengths_of_real_texts(pairs, labels):
 
 @pytest.mark.parametrize(("objective", "of_a_row"), [("simcse", 1), ("scd", 1), ("scl", 4)])
 def test_rows_fit_the_objective(objective, of_a_row):
-    setting = workload.TextWorkload("tiny", SpanConfig(), 0, objective=workload.OBJECTIVES[objective])
+    setting = workload.Workload("tiny", SpanConfig(), 0, objective=workload.OBJECTIVES[objective])
     assert [len(labels) for labels in setting.rows(0, 2).column("labels").to_pylist()] == [of_a_row] * 2
 
 

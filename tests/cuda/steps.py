@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.workload import OBJECTIVES, SIZES, TextWorkload, Workload
+from benchmarks.workload import OBJECTIVES, SIZES, Workload
 from declutr.trainer.data.batches import RankBatch
 from declutr.trainer.model.attention import Kernels, attend
 from declutr.trainer.model.config import FrontendConfig
@@ -138,7 +138,7 @@ def spans(attention: float = 0.0, pooling: Any = "mean", half: bool = True, **ob
 def texts(kind: str) -> Workload:
     """SimCSE, SCD or SCL, with dropped attention weights as in their papers."""
     given = argparse.Namespace(model="tiny", spans=[16, 64], seed=0)
-    return TextWorkload.of(
+    return Workload.of(
         given, "cpu", "bf16", objective=OBJECTIVES[kind], dropout=0.1, attention_dropout=0.1, pooling="cls"
     )
 
