@@ -4,6 +4,8 @@ import gc
 import logging
 import os
 import threading
+import time
+from unittest.mock import patch
 
 import pytest
 
@@ -17,37 +19,42 @@ SESSION_CPUS = 6
 # Threads of Ray Data, which end some time after their reader has left them. One that uses Ray, if only to let go of an
 # object, after the session has ended ends the process.
 _DATA_THREADS = ("StreamingExecutor", "Prefetcher", "iter_threaded", "map_tp_")
+_SESSION_FILES = set()
 
 
 @pytest.fixture(scope="module")
 def session():
-    """A local Ray session. Tests that follow each other share it, also those of several files."""
+    """A local Ray session: all files of a process that use it share it, unless a test ends it."""
+    from s3server import CREDENTIALS
+
     from declutr.common.session import start_ray
 
-    start_ray(num_cpus=SESSION_CPUS)
+    with patch.dict(os.environ, CREDENTIALS):  # which workers read from their environment
+        start_ray(num_cpus=SESSION_CPUS)
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
-    """Puts files with Ray or slow tests first: they share a session, and no process ends with the longest of them.
-
-    Shards for tests are prepared with Ray, so that tests that read them are marked too.
-    """
-    for item in items:
+    """Puts files that use the session first, then other long ones: no process ends with the longest of them."""
+    for item in items:  # whose shards are prepared with Ray
         if "data" in item.fixturenames and item.path.parent.name == "integration":
             item.add_marker("ray")
+    yield  # takes out what markers leave out
+    _SESSION_FILES.update(item.path for item in items if "session" in item.fixturenames)
     long = {item.path for item in items if item.get_closest_marker("ray") or item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: (item.path not in _SESSION_FILES, item.path not in long))
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Ends the shared session before the first test that does not ask for it."""
-    if "session" in item.fixturenames and (nextitem is None or "session" not in nextitem.fixturenames):
+    """Ends the session behind the last file of this process that uses it."""
+    if item.path in _SESSION_FILES and (nextitem is None or nextitem.path not in _SESSION_FILES):
         import ray
 
         gc.collect()  # streams that a test has left
+        deadline = time.monotonic() + 15
         for thread in threading.enumerate():
             if thread.name.startswith(_DATA_THREADS):
-                thread.join(5)
+                thread.join(max(0, deadline - time.monotonic()))
         ray.shutdown()
 
 

@@ -1,9 +1,7 @@
 """The recorded figures: `DECLUTR_GOLDEN` names another folder with the same file names and schema."""
 
 import json
-import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,3 @@ class Figures:
 @pytest.fixture(scope="session")
 def figures() -> Figures:
     return Figures(Path(os.environ.get("DECLUTR_GOLDEN") or Path(__file__).parent / "data"))
-
-
-@pytest.fixture
-def measured(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Logs how far off a result was; `pytest tests/golden --log-cli-level=info` shows it."""
-
-    def log(*values: Any) -> None:
-        logging.getLogger("golden").info("%s: %s", request.node.name, " ".join(map(str, values)))
-
-    return log

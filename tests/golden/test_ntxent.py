@@ -26,7 +26,7 @@ def loss_and_gradients(case, arrays, dtype, loss=None, autocast=False):
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["f64", "f32"])
 @pytest.mark.parametrize("released", [False, True], ids=["ours", "pytorch-metric-learning"])
-def test_ntxent_value_and_gradients_equal_the_recorded_ones(figures, dtype, limit, released, measured):
+def test_ntxent_value_and_gradients_equal_the_recorded_ones(figures, dtype, limit, released):
     """Value relative to the recorded value; gradients relative to the largest recorded gradient entry of the case.
 
     At temperature t a rounding of an input by eps moves a logit by eps / t: given rounded inputs, no algorithm can
@@ -43,18 +43,8 @@ def test_ntxent_value_and_gradients_equal_the_recorded_ones(figures, dtype, limi
         prefix = f"{case['name']}/{kind}_grad" if released else f"{case['name']}/grad"
         names = [f"{prefix}_{part}" for part in ("anchors", "positives")]
         off = deviation([value], [case[kind]]), deviation(gradients, [arrays[name] for name in names])
-        measured(case["name"], off)
         assert off[0] < limit, (case["name"], off)
         assert off[1] < allowed, (case["name"], off)
-
-
-def test_terms_are_the_papers_sum(figures):
-    """Paper equation (1) sums 2AN terms, we take their mean."""
-    arrays = figures.arrays("ntxent_cases")
-    for case in figures.json("ntxent_cases")["cases"]:
-        value, _ = loss_and_gradients(case, arrays, torch.float64)
-        assert deviation([value * case["n_terms"]], [case["sum_eq1"]]) < 1e-10
-        assert deviation([value], [arrays[f"{case['name']}/per_term"].mean()]) < 1e-10
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])

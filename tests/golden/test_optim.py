@@ -12,7 +12,7 @@ from declutr.trainer.step.optim import build_optimizer, learning_rate, parameter
 pytestmark = pytest.mark.golden
 
 
-def test_learning_rates_equal_the_recorded_ones(figures, measured):
+def test_learning_rates_equal_the_recorded_ones(figures):
     """Every recorded curve of a run that knew its number of steps."""
     cases = [case for case in figures.json("optim")["lr"] if case["name"].startswith("known_steps")]
     assert cases
@@ -20,12 +20,11 @@ def test_learning_rates_equal_the_recorded_ones(figures, measured):
         total = case["epochs"] * case["steps_per_epoch"]
         ours = [learning_rate(OptimConfig(), step, total) for step in range(1, total + 1)]
         off = deviation(ours, case["official"])
-        measured(case["name"], off)
         assert off < 1e-10, case["name"]
 
 
 @pytest.mark.parametrize("bias_correction", [False, True])
-def test_optimizer_trajectories_equal_the_recorded_ones(figures, bias_correction, measured):
+def test_optimizer_trajectories_equal_the_recorded_ones(figures, bias_correction):
     """Without bias correction transformers 3.4's updates (where recorded so), with it torch's."""
     arrays = figures.arrays("optim")
     for case in figures.json("optim")["adamw"]:
@@ -47,7 +46,6 @@ def test_optimizer_trajectories_equal_the_recorded_ones(figures, bias_correction
             trajectory.append(parameter.detach().clone())
         expected = arrays[f"adamw/{case['name']}/{'torch_adamw_traj' if bias_correction else 'traj'}"]
         off = deviation([torch.stack(trajectory)], [expected])
-        measured(case["name"], off)
         assert off < 1e-10, case["name"]
 
 

@@ -1,11 +1,17 @@
-"""A corpus prepared by the real command, and a run that it trained: once for all tests, also of several processes."""
+"""A prepared corpus, and a run that the command trained: once for all tests, also of several processes."""
 
+import contextlib
+import io
 import os
 import shutil
 
 import pytest
 import tinyruns as runs
 from filelock import FileLock
+
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.prepare import prepare
+from declutr.trainer.train import main as train
 
 
 def made_once(factory, name, make):
@@ -23,28 +29,44 @@ def made_once(factory, name, make):
     return folder
 
 
+@contextlib.contextmanager
+def any_session():
+    """The session of this process, or one for the block alone."""
+    import ray
+
+    from declutr.common.session import start_ray
+
+    alive = ray.is_initialized()
+    start_ray(num_cpus=2)
+    try:
+        yield
+    finally:
+        if not alive:
+            ray.shutdown()
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Folder of tiny prepared shards."""
 
     def make(folder):
         runs.write_corpus(folder / "corpus.jsonl")
-        values = runs.prepare_values(folder / "corpus.jsonl", folder / "out")
-        done = runs.run_command("declutr.pipeline.prepare", runs.write_config(folder / "prepare.yaml", prepare=values))
-        assert done.returncode == 0, done.stderr
+        with any_session():
+            prepare(PipelineConfig.model_validate(runs.prepare_values(folder / "corpus.jsonl", folder / "out")))
 
     return made_once(tmp_path_factory, "data", make) / "out"
 
 
 @pytest.fixture(scope="session")
 def finished(data, tmp_path_factory):
-    """Folder with `train.yaml` and its finished run, made by the real command. Copy before changing anything."""
+    """Folder with `train.yaml` and its finished run, made by the command. Copy before changing anything."""
 
     def make(folder):
         values = runs.train_values(data, folder / "run", **runs.FINISHED)
-        done = runs.run_command("declutr.trainer.train", runs.write_config(folder / "train.yaml", train=values))
-        assert done.returncode == 0, done.stderr
-        (line,) = done.stdout.splitlines()
+        output = io.StringIO()
+        with any_session(), contextlib.redirect_stdout(output):
+            assert train([str(runs.write_config(folder / "train.yaml", train=values))]) == 0
+        (line,) = output.getvalue().splitlines()
         assert "8 steps in" in line
         assert str(folder / "run" / "export") in line
 

@@ -1,5 +1,6 @@
 """Bad input ends with exit code 1 and a line a problem, before Ray starts, with nothing half-written."""
 
+import os
 import re
 import shutil
 
@@ -11,7 +12,9 @@ from messages import says
 from transformers import AutoModelForMaskedLM, RobertaConfig
 
 from declutr.common.config import load_config
-from declutr.common.errors import ConfigError, ShardError
+from declutr.common.errors import ConfigError, RunLockedError, ShardError
+from declutr.common.lock import RunLock
+from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import load_manifest
 from declutr.pipeline.tokenizer.tokenization import train_tokenizer
 from declutr.trainer.build import load_tokenizer
@@ -24,7 +27,7 @@ from declutr.trainer.train import main
 def run_bad(data, tmp_path, capsys):
     """Trains with changed settings; returns the lines of the refusal.
 
-    The command itself says them too, and starts Ray beside (tests/integration/test_supervisor.py), which takes seconds.
+    The command itself says them too, and starts Ray beside (the last test here), which takes seconds.
     """
 
     def go(*overrides, folder=data, **changes):
@@ -60,33 +63,32 @@ def foreign(tmp_path):
     return tmp_path / "model"
 
 
-def test_patience_without_scores_or_checkpoints_is_refused(run_bad):
-    first, second = run_bad("validation.patience=2")
-    says(first, "validation.patience = 2", "export = best")
-    says(second, "validation.patience = 2", "validation.every_steps", "above 0")
-
-
-def test_vocabulary_smaller_than_the_tokenizers_is_refused(run_bad, data):
-    size = load_manifest(data).tokenizer.vocab_size
-    (line,) = run_bad(f"encoder.from_config.vocab_size={size - 1}")
-    says(line, size - 1, size)
-
-
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "messages"),
     [
-        (["checkpoint.every_steps=0"], ("every_steps = 0", "above 0", "null")),
-        (["export=best"], ("export = best", "validation.every_steps", "above 0")),
-        (["export=best", "validation.patience=2"], ("validation.every_steps", "above 0")),
-        (["validation.patience=0"], ("validation.patience = 0", "greater than 0")),
-        (["scaling.fsdp=true", "microbatch_tokens=auto"], ("scaling.fsdp = True", "microbatch_tokens", "auto", "null")),
-        (["encoder.from_config.max_position_embeddings=16"], ("spans.max_tokens = 16", "14")),
-        (["encoder.from_config.num_attention_heads=3"], "3"),
+        (["checkpoint.every_steps=0"], [("every_steps = 0", "above 0", "null")]),
+        (["export=best"], [("export = best", "validation.every_steps", "above 0")]),
+        (["export=best", "validation.patience=2"], [("validation.every_steps", "above 0")]),
+        (
+            ["validation.patience=2"],
+            [
+                ("validation.patience = 2", "export = best"),
+                ("validation.patience = 2", "validation.every_steps", "above 0"),
+            ],
+        ),
+        (["validation.patience=0"], [("validation.patience = 0", "greater than 0")]),
+        (
+            ["scaling.fsdp=true", "microbatch_tokens=auto"],
+            [("scaling.fsdp = True", "microbatch_tokens", "auto", "null")],
+        ),
+        (["encoder.from_config.max_position_embeddings=16"], [("spans.max_tokens = 16", "14")]),
+        (["encoder.from_config.num_attention_heads=3"], ["3"]),
+        (["encoder.from_config.vocab_size=299"], [("299", "400")]),
     ],
 )
-def test_settings_and_encoders_that_cannot_work_are_refused(run_bad, overrides, message):
-    (line,) = run_bad(*overrides)
-    says(line, message)
+def test_settings_and_encoders_that_cannot_work_are_refused(run_bad, overrides, messages):
+    for line, message in zip(run_bad(*overrides), messages, strict=True):
+        says(line, message)
 
 
 def test_shards_of_another_tokenizer_are_refused(run_bad, foreign):
@@ -135,22 +137,20 @@ def test_validation_without_held_out_documents_is_refused(run_bad, broken):
     says(line, "0 held-out documents", "at least 2")
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.usefixtures("session")
-def test_a_loss_that_is_not_finite_ends_the_run_at_once(data, tmp_path, capsys):
-    changes = {
-        "optim": {"lr": 1e12},
-        "scaling": {"num_workers": 2, "max_failures": 5},
-        "checkpoint": {"every_steps": 1},
-    }
-    values = runs.train_values(data, tmp_path / "run", **changes)
+def test_a_run_that_another_command_works_on_is_left_alone(data, copied):
+    before = {path: hash_file(path) for path in copied.rglob("*") if path.is_file()}
+    with RunLock(copied, lambda: None), pytest.raises(RunLockedError, match=f"pid {os.getpid()}"):
+        run_training(runs.finished_config(data, copied))
+    assert {path: hash_file(path) for path in copied.rglob("*") if path.is_file()} == before
+    assert not ray.is_initialized()
+
+
+def test_problems_are_said_although_ray_has_begun_to_start(data, tmp_path, capsys):
+    values = runs.train_values(data, tmp_path / "run", batch_documents=10**6, spans={"max_tokens": 17})
     assert main([str(runs.write_config(tmp_path / "train.yaml", train=values))]) == 1
-    said = capsys.readouterr().err
-    says(said, "step 2", "loss nan")
-    says(said, "optim.lr", "1000000000000.0")
+    out, said = capsys.readouterr()
+    assert out == ""
     assert "Traceback" not in said
-    assert list(runs.steps_of(tmp_path / "run")) == [1]
-    assert not (tmp_path / "run" / "export").exists()
-    boards = list((tmp_path / "run" / "tensorboard").iterdir())
-    assert len(boards) == 1, "the workers were started again"
+    assert "batch_documents = 1000000" in said
+    assert "spans.max_tokens = 17" in said
+    assert not ray.is_initialized()

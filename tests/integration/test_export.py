@@ -8,10 +8,12 @@ import pytest
 import ray
 import tinyruns as runs
 import torch
+from broken import truncate
+from madeup import save
 from messages import says
+from preparing import checksums
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
-from tiny import declutr, tiny_train_step
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from declutr.cli.main import main
@@ -21,8 +23,9 @@ from declutr.common.storage import read_json
 from declutr.encoders.loading import load_encoder
 from declutr.trainer.build import build_encoder
 from declutr.trainer.checkpoints import checkpoint
-from declutr.trainer.checkpoints.weights import collect, load_parameters
+from declutr.trainer.checkpoints.weights import load_parameters
 from declutr.trainer.data.batches import SpanBatch
+from declutr.trainer.driver.export import export
 from declutr.trainer.train import train
 
 TEXTS = ["", "a", "ab cd ef.", "one two three four " * 50, "\n\t ", "naïve façade ✓", "<mask> </s> in a text"]
@@ -48,16 +51,15 @@ def embed(encoder, tokenizer, texts):
 
 
 def test_three_libraries_give_the_same_vectors(data, finished):
-    export = finished / "run" / "export"
-    encoder, tokenizer, path = encoder_of(data, finished / "run", **runs.FINISHED)
-    ours = embed(encoder, tokenizer, TEXTS)
-    theirs = SentenceTransformer(str(export), device="cpu").encode(TEXTS)
-    assert ours.shape == theirs.shape == (len(TEXTS), 32)
-    np.testing.assert_allclose(theirs, ours, atol=1e-5, rtol=0)
-    for folder in (export, finished / "run", path):
-        np.testing.assert_allclose(load_encoder(str(folder), device="cpu").encode(TEXTS), ours, atol=1e-5, rtol=0)
-    assert np.linalg.norm(ours[1] - ours[3]) > 1e-2
-    assert SentenceTransformer(str(export), device="cpu").max_seq_length == 22
+    run = finished / "run"
+    encoder, tokenizer, path = encoder_of(data, run, **runs.FINISHED)
+    expected = embed(encoder, tokenizer, TEXTS)
+    assert expected.shape == (len(TEXTS), 32)
+    assert np.linalg.norm(expected[1] - expected[3]) > 1e-2
+    theirs = SentenceTransformer(str(run / "export"), device="cpu")
+    assert theirs.max_seq_length == 22
+    for encoder in (theirs, *(load_encoder(str(folder), device="cpu") for folder in (run / "export", run, path))):
+        np.testing.assert_allclose(encoder.encode(TEXTS), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", [AutoModel, AutoModelForMaskedLM])
@@ -102,9 +104,18 @@ def test_a_run_killed_before_its_export_exports_with_the_same_command(data, fini
     assert again.read_bytes() == before.read_bytes()
 
 
-def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
-    from declutr.trainer.driver.export import export
+def test_a_finished_run_is_left_as_it_is(data, copied, capsys):
+    before = checksums(copied)
+    config = runs.write_config(copied.parent / "train.yaml", train=runs.train_values(data, copied, **runs.FINISHED))
+    assert main(["train", str(config)]) == 0
+    assert not ray.is_initialized()
+    assert "finished already" in capsys.readouterr().err
+    after = checksums(copied)
+    assert {name for name in after if after[name] != before.get(name)} <= {"config.yaml", "summary.json"}
+    assert set(after) == set(before)
 
+
+def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
     shutil.rmtree(copied / "export")
     for path in (copied / "checkpoints").glob("step-*"):
         (path / "state.json").unlink()
@@ -115,18 +126,11 @@ def test_no_whole_checkpoint_is_an_error_not_an_export(data, copied):
 
 def exported(data, run, family, pooling):
     """Random weights, written as a checkpoint of a finished run: its encoder and the folder of its export."""
-    from declutr.trainer.checkpoints.state import RunState
-    from declutr.trainer.driver.export import export
-
     scratch = {**runs.FROM_CONFIG, "model_type": family}
     changes = {"encoder": {"from_config": scratch, "pooling": pooling, "projection": {"kind": "mlp"}}}
     config = runs.train_config(data, run, **changes)
-    encoder = build_encoder(config, AutoTokenizer.from_pretrained(data / "tokenizer"))
-    counts = {"step": 6, "documents": 48, "world_size": 1}
-    state = RunState(**counts, config_hash="c", data_hash="d", scores={}, files={})
-    contents = collect([tiny_train_step(encoder, loss=declutr(config.objective))])
-    checkpoint.save(run / "checkpoints", state, contents)
-    return encoder.eval(), export(runs.resolved(config))
+    save(config, run)
+    return encoder_of(data, run, **changes)[0], export(runs.resolved(config))
 
 
 @pytest.mark.parametrize("family", ["roberta", "bert", "modernbert"])
@@ -161,37 +165,30 @@ def test_inspect_explains_shards(data, capsys):
     assert len(re.findall(r"^- row \d+ \([0-9a-f]{32}, corpus.jsonl\): \d+ tokens\n    \S", shown, re.MULTILINE)) == 2
 
 
-def test_inspect_explains_a_run_a_checkpoint_and_an_export(finished, capsys):
-    run = finished / "run"
-    checkpoint = sorted((run / "checkpoints").glob("step-*"))[-1]
-    for path, words in ((run, "8 steps logged"), (checkpoint, "after step 8"), (run / "export", "after 8 steps")):
+def test_inspect_explains_a_run_a_checkpoint_and_an_export(copied, capsys):
+    last = sorted((copied / "checkpoints").glob("step-*"))[-1]
+    for path, words in ((copied, "8 steps logged"), (last, "after step 8"), (copied / "export", "after 8 steps")):
         assert main(["inspect", str(path)]) == 0
         assert words in capsys.readouterr().out
-    assert main(["inspect", str(finished)]) == 1
-    assert "no manifest" in capsys.readouterr().err
-
-
-def test_inspect_names_a_damaged_checkpoint(copied, capsys):
-    checkpoint = sorted((copied / "checkpoints").glob("step-*"))[-1]
-    weights = checkpoint / "encoder.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-9])
-    assert main(["inspect", str(checkpoint)]) == 1
-    says(capsys.readouterr().err, "encoder.safetensors", "truncated", "altered")
+    truncate(last / "encoder.safetensors")
+    for path, facts in ((last, ("encoder.safetensors", "truncated", "altered")), (copied.parent, ("no manifest",))):
+        assert main(["inspect", str(path)]) == 1
+        says(capsys.readouterr().err, *facts)
 
 
 @pytest.mark.dist
 def test_verify_gradients_of_a_users_configuration_passes(data, tmp_path, capsys):
-    """Dropout and attention dropout on, a queue, 2 processes for 5 documents."""
+    """Dropout and attention dropout on, a queue; of three processes with shards of the parameters one has no document.
+
+    tests/integration/test_task_runs.py has two processes with whole parameters.
+    """
     values = runs.train_values(data, tmp_path / "run", encoder={"dropout": 0.1}, objective={"queue_size": 16})
     config = runs.write_config(tmp_path / "train.yaml", train=values)
-    assert main(["verify-gradients", str(config), "--documents", "5", "--processes", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("float64") == shown.count("float32") == 5
-    assert "APART" not in shown
-    sharded = ["scaling.fsdp=true", "--documents", "2", "--processes", "3"]  # one without a document
+    sharded = ["scaling.fsdp=true", "--documents", "2", "--processes", "3"]
     assert main(["verify-gradients", str(config), *sharded]) == 0
     shown = capsys.readouterr().out
     assert shown.count("        3 ") == 6
+    assert shown.count("float64") == shown.count("float32") == 5
     assert "APART" not in shown
     assert main(["verify-gradients", str(config), "data=nowhere", "batch_documents=0"]) == 1
 

@@ -1,21 +1,25 @@
 """Every variant of the objective and the encoder learns for some steps on real shards, and resumes to the bit."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 import tinyruns as runs
 import torch
+from groups import run_group
+from measures import deviation
 from messages import all_of
 from threads import one_thread
 
 from declutr.common.errors import CheckpointError
-from declutr.trainer.build import build_parts, build_train_steps
+from declutr.trainer.build import build_parts, build_train_steps, build_validator
 from declutr.trainer.checkpoints import checkpoint
 from declutr.trainer.checkpoints.state import RunState
 from declutr.trainer.checkpoints.weights import collect, load
 from declutr.trainer.parallel.communicator import Communicator
 from declutr.trainer.run import RunPlan
+from declutr.trainer.setup.config import TrainConfig
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -130,3 +134,25 @@ def test_a_checkpoint_of_another_encoder_is_refused(data, tmp_path):
         load(path, [other.train_step])
     parts = ("encoder", "objective", "optimizer")
     assert set(json.loads((path / "state.json").read_text())["files"]) == {f"{part}.safetensors" for part in parts}
+
+
+def held_out_embeddings(comm, values, chunk_documents):
+    """Embeddings of the held-out split by untrained weights."""
+    plan = RunPlan.of(TrainConfig.model_validate(values))
+    parts = build_parts(plan, comm, torch.float64)
+    build_train_steps(plan, parts.tasks, 1)
+    assert parts.encoder.sharded == (comm.size > 1)
+    validator = build_validator(plan, parts, torch.device("cpu"))
+    return dataclasses.replace(validator, chunk_documents=chunk_documents).embed(parts.encoder)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("documents", "chunk"), [(40, 64), (40, 13), (2, 64)])
+def test_held_out_scores_with_unequal_shares(data, tmp_path, documents, chunk):
+    """13, 13 and 14 documents in chunks of 64 and 13 (1, 1 and 2 chunks), and 2 documents for 3 ranks."""
+    changes = {"scaling": {"fsdp": True}, "validation": {"max_documents": documents, "every_steps": 1}}
+    values = runs.train_values(data, tmp_path, **changes)
+    expected = held_out_embeddings(Communicator(), values, chunk)
+    assert len(expected[0]) == documents
+    for found in run_group(3, held_out_embeddings, values, chunk):
+        assert deviation(found, expected) < 1e-10

@@ -13,12 +13,14 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from preparing import checksums
 from processes import ROOT, environment
 
-from declutr.pipeline.shards.manifest import load_manifest
+from declutr.pipeline.config import PipelineConfig
+from declutr.pipeline.prepare import prepare
 
 KILLS = int(os.environ.get("DECLUTR_KILLS", "3"))
 DRIVER_KILLS = max(1, KILLS // 4)
@@ -48,10 +50,9 @@ def corpus(tmp_path_factory):
     return folder
 
 
-def start(folder: Path, corpus: Path, num_cpus: int) -> subprocess.Popen:
-    """The command, in a process of its own."""
-    config = {
-        "output": str(folder / "out"),
+def values_of(corpus: Path, output: Path) -> dict:
+    return {
+        "output": str(output),
         "corpus": {"kind": "files", "paths": [str(corpus)]},
         "tokenizer": {"kind": "train", "vocab_size": 2000, "sample_mib": 0.2},
         "geometry": {"num_anchors": 1, "max_tokens": 64},
@@ -59,42 +60,37 @@ def start(folder: Path, corpus: Path, num_cpus: int) -> subprocess.Popen:
         "write_rejected": True,
         "unit_mib": 0.15,
     }
-    folder.mkdir(exist_ok=True)
+
+
+def start(folder: Path, corpus: Path, num_cpus: int) -> subprocess.Popen:
+    """The command, in a process of its own."""
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump({"prepare": config}))
+    path.write_text(yaml.safe_dump({"prepare": values_of(corpus, folder / "out")}))
     arguments = [sys.executable, str(ROOT / "pipeline" / "prepare.py"), str(path), f"session.num_cpus={num_cpus}"]
     return subprocess.Popen(arguments, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(corpus, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    assert start(folder, corpus, 2).wait(timeout=200) == 0
-    manifest = load_manifest(folder / "out")
+def undisturbed(session, corpus, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
+    folder = tmp_path_factory.mktemp("undisturbed") / "out"
+    manifest = prepare(PipelineConfig.model_validate(values_of(corpus, folder)))
     assert len(manifest.ledgers) > 20
     assert {"duplicate", "near_duplicate"} <= manifest.dropped.keys()
-    return checksums(folder / "out")
+    return checksums(folder)
 
 
 def busy_workers(driver: int) -> list[int]:
     """Processes below this one that run one of our tasks."""
-    parents, busy = {}, []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if (entry / "cmdline").read_bytes().startswith(b"ray::Map"):
-                busy.append(int(entry.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    with contextlib.suppress(psutil.NoSuchProcess):  # the driver has ended
+        below = psutil.Process(driver).children(recursive=True)
+        return [process.pid for process in below if title_of(process).startswith("ray::Map")]
+    return []
 
-    def below(process: int) -> bool:
-        while process > 1:
-            if process == driver:
-                return True
-            process = parents.get(process, 0)
-        return False
 
-    return [process for process in busy if below(process)]
+def title_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "".join(process.cmdline()[:1])
+    return ""
 
 
 @pytest.mark.timeout(600)
@@ -104,14 +100,14 @@ def test_kills_change_nothing_whatever_the_number_of_workers(corpus, tmp_path, u
     kills = 0
     for number in range(DRIVER_KILLS + 1):
         driver = start(tmp_path, corpus, num_cpus=(2, 4, 1)[number % 3])
-        wanted = WORKER_KILLS * (number + 1) // (DRIVER_KILLS + 1)
+        enough = WORKER_KILLS * (number + 1) // (DRIVER_KILLS + 1)
         last = number == DRIVER_KILLS
         deadline = time.monotonic() + 300
         while driver.poll() is None:
             assert time.monotonic() < deadline
             if busy := busy_workers(driver.pid):
                 time.sleep(draw.uniform(0, 0.3))
-                if kills < wanted:
+                if kills < enough:
                     with contextlib.suppress(ProcessLookupError):  # it may have ended while we waited
                         os.kill(draw.choice(busy), signal.SIGKILL)
                         kills += 1

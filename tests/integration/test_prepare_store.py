@@ -4,7 +4,6 @@ import json
 
 import preparing
 import pytest
-import ray
 from faultystore import faulty_store
 from messages import all_of, says
 from preparing import checksums
@@ -12,7 +11,6 @@ from s3server import s3_server
 
 from declutr.common.errors import ConfigError, RunLockedError, ShardError
 from declutr.common.lock import LOCK, StoreLock
-from declutr.common.session import start_ray
 from declutr.common.stores.copies import fetch_all
 from declutr.common.stores.folder import Folder
 from declutr.pipeline.prepare import plan_ahead, prepare
@@ -55,15 +53,6 @@ def bucket():
         yield address
 
 
-@pytest.fixture(scope="module")
-def session(bucket):  # noqa: ARG001
-    """A session whose workers have the server's credentials in their environment."""
-    ray.shutdown()
-    start_ray(num_cpus=4)
-    yield
-    ray.shutdown()
-
-
 @pytest.mark.parametrize("duplicates", [{"near": {}}, {"exact": False}])
 def test_the_bytes_are_those_of_a_folder(corpus, bucket, tmp_path, duplicates):
     address = bucket(f"shards-{len(str(duplicates))}")
@@ -75,19 +64,15 @@ def test_the_bytes_are_those_of_a_folder(corpus, bucket, tmp_path, duplicates):
     assert not {"candidates", "sent", LOCK} & set(Folder(address).names())
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
     assert prepare(config) == manifest
-    lost_shards_are_made_again(config, address, tmp_path)
-    there = Folder(address).sizes()
-    with pytest.raises(ConfigError, match=all_of("seed", "here 1", "there 0")):
-        prepare(config.model_copy(update={"seed": 1}))
-    assert Folder(address).sizes() == there
-
-
-def lost_shards_are_made_again(config, address, tmp_path):
     before = Folder(address).modified("train-00001.arrow")
     Folder(address).delete("train-00000.arrow")
     prepare(config)
     assert pulled(address, tmp_path / "mended") == checksums(tmp_path / "out")
-    assert Folder(address).modified("train-00001.arrow") == before
+    assert Folder(address).modified("train-00001.arrow") == before, "only what is lost is made again"
+    there = Folder(address).sizes()
+    with pytest.raises(ConfigError, match=all_of("seed", "here 1", "there 0")):
+        prepare(config.model_copy(update={"seed": 1}))
+    assert Folder(address).sizes() == there
 
 
 def test_a_stopped_command_continues_and_makes_only_what_is_missing(corpus, bucket, tmp_path, local):
@@ -109,20 +94,14 @@ def test_a_stopped_command_continues_and_makes_only_what_is_missing(corpus, buck
     assert Folder(address).modified(kept) == before
 
 
-def test_foreign_files_are_refused(corpus, bucket, tmp_path):
+def test_foreign_files_another_command_and_a_cache_that_cannot_be_written_are_refused(corpus, bucket, tmp_path):
     address = bucket("refused")
     Folder(address).put("mine.txt", b"mine")
     with pytest.raises(ConfigError, match=all_of("`prepare`", "files")):
         prepare(config_of(corpus, address, tmp_path / "cache"))
     assert Folder(address).names() == ["mine.txt"]
-
-
-def test_a_cache_that_cannot_be_written_is_named(corpus, bucket):
     with pytest.raises(ConfigError, match=all_of("cache = /proc/nothing", "No such file", "folder")):
         prepare(config_of(corpus, bucket("uncached"), "/proc/nothing"))
-
-
-def test_a_second_command_is_refused_and_changes_nothing(corpus, bucket, tmp_path):
     address = bucket("twice")
     with StoreLock(Folder(address), lambda: None):
         there = Folder(address).names()
@@ -131,25 +110,14 @@ def test_a_second_command_is_refused_and_changes_nothing(corpus, bucket, tmp_pat
         assert Folder(address).names() == there
 
 
-def test_a_corpus_of_which_nothing_is_kept_leaves_nothing(bucket, tmp_path):
+def test_a_plan_and_a_corpus_of_which_nothing_is_kept_leave_nothing(corpus, bucket, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "too short"}\n')
+    address = bucket("nothing")
     with pytest.raises(ConfigError, match="none of 1 documents"):
-        prepare(config_of(tmp_path / "a.jsonl", bucket("nothing"), tmp_path / "cache"))
-    assert Folder(bucket("nothing")).sizes() == {}
-    assert LOCK not in Folder(bucket("nothing")).names()
-
-
-def test_plan_writes_nothing_there(corpus, bucket, tmp_path):
-    address = bucket("planned")
-    config = config_of(corpus, address, tmp_path / "cache")
-    assert plan_ahead(config).documents > 0
+        prepare(config_of(tmp_path / "a.jsonl", address, tmp_path / "cache"))
+    assert plan_ahead(config_of(corpus, address, tmp_path / "cache")).documents > 0
     assert Folder(address).sizes() == {}
-
-
-def fails(config, words):
-    with pytest.raises((ShardError, ConfigError)) as caught:
-        prepare(config)
-    says(caught.value, *words)
+    assert LOCK not in Folder(address).names()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +135,9 @@ def test_a_store_that_refuses_writes_ends_in_words_and_nothing_is_lost(
     with faulty_store() as (address, faults):
         config = config_of(corpus, address("out"), tmp_path / "cache", storage_retry_seconds=1)
         faults.refuse(status, code, methods=("PUT", "POST"), after=after)
-        fails(config, words)
+        with pytest.raises((ShardError, ConfigError)) as caught:
+            prepare(config)
+        says(caught.value, *words)
         assert not Folder(address("out")).is_whole()
         before = [name for name in Folder(address("out")).names() if name.endswith(".arrow")]
         faults.clear()

@@ -97,13 +97,13 @@ def test_wrong_calls_are_told_with_their_remedy(tmp_path, monkeypatch, capfd, ca
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_level_of_the_logger_silences_bars(tmp_path):
-    (tmp_path / "in.txt").write_text("a text\n")
-    embed = "declutr.embed('hashed-words:8', 'in.txt', '{}.npy')"
-    quiet = "logging.getLogger('declutr').setLevel('WARNING'); sys.stderr.write('--quiet--')"
-    lines = ["import declutr, logging, sys", embed.format("one"), quiet, embed.format("two")]
-    shown = run_python("-c", "\n".join(lines), folder=tmp_path).stderr.split("--quiet--")
-    assert "embed 100%" in shown[0]
-    assert shown[1] == ""
-    assert (tmp_path / "two.npy").exists()
+def test_a_level_of_the_logger_silences_bars(tmp_path, monkeypatch, capfd, caplog):
+    monkeypatch.chdir(tmp_path)
+    Path("in.txt").write_text("a text\n")
+    for level, bar in (("INFO", "embed 100%"), ("WARNING", "")):
+        with caplog.at_level(level, logger="declutr"):
+            declutr.embed("hashed-words:8", "in.txt", f"{level}.npy")
+        shown = capfd.readouterr().err
+        assert bar in shown
+        assert bool(shown) == bool(bar)
+        assert Path(f"{level}.npy").exists()

@@ -6,7 +6,6 @@ import subprocess
 import numpy as np
 import pytest
 import tinyruns as runs
-from processes import run_python
 
 from declutr.cli.main import main
 from declutr.common.config import load_config
@@ -46,27 +45,16 @@ def home(tmp_path_factory):
     return folder
 
 
-def type_in(command, folder):
-    """Runs it in a process of its own."""
-    done = run_python("-m", "declutr.cli.main", *command, folder=folder, check=False)
-    return done.returncode, done.stdout + done.stderr
-
-
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.usefixtures("session")
 def test_the_commands_do_what_they_say(home, monkeypatch, capfd):
     monkeypatch.chdir(home)
     assert {command[0] for command in COMMANDS} >= {"prepare", "train", "embed", "search", "export", "evaluate"}
     for command in COMMANDS:
-        given = [*command, *SIZES.get(command[0], [])]
-        given = [
-            "runs/mine/export" if each in ("models/minilm", "runs/demo/declutr/export") else each for each in given
-        ]
-        if command[0] in ("prepare", "train", "adapt"):  # starts Ray
-            status, shown = type_in(given, home)
-        else:
-            status = main(given)
-            shown = "".join(capfd.readouterr())
+        encoders = dict.fromkeys(("models/minilm", "runs/demo/declutr/export"), "runs/mine/export")
+        status = main([*(encoders.get(word, word) for word in command), *SIZES.get(command[0], [])])
+        shown = "".join(capfd.readouterr())
         assert status == 0, f"{command}: {shown}"
         assert "DeprecationWarning" not in shown, f"{command}: {shown}"
         if command[0] == "train":

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import ray
 import tinyruns as runs
 from broken import flip_a_bit
 from messages import says
@@ -12,13 +11,12 @@ from preparing import checksums
 from tinyruns import problems
 
 from declutr.common.errors import ConfigError
-from declutr.common.storage import hash_file
 from declutr.pipeline.shards.shards import load_manifest
 from declutr.trainer.checkpoints.checkpoint import read_state, steps_in
 from declutr.trainer.checkpoints.ranking import find_best
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.metrics.metrics import read_metrics
-from declutr.trainer.train import main, train
+from declutr.trainer.train import train
 
 pytestmark = pytest.mark.ray
 
@@ -38,17 +36,6 @@ def test_best_and_last_are_kept(finished):
     assert (path.name, state.step) == (f"step-{best:08d}", best)
     assert state.scores[score] == scores[best]
     assert state.documents == best * 8
-
-
-def test_a_finished_run_is_left_as_it_is(data, copied, capsys):
-    before = checksums(copied)
-    config = runs.write_config(copied.parent / "train.yaml", train=runs.train_values(data, copied, **runs.FINISHED))
-    assert main([str(config)]) == 0
-    assert not ray.is_initialized()
-    assert "finished already" in capsys.readouterr().err
-    after = checksums(copied)
-    assert {name for name in after if after[name] != before.get(name)} <= {"config.yaml", "summary.json"}
-    assert set(after) == set(before)
 
 
 def test_another_configuration_in_the_same_folder_is_refused(data, copied):
@@ -93,16 +80,6 @@ def test_a_damaged_run_continues_from_the_step_before_on_another_number_of_worke
     assert not left_behind.exists()
     assert read_state(newest(copied)).world_size == 2
     assert (copied / "export" / "model.safetensors").is_file()
-
-
-def test_local_run_has_the_steps_and_weights_of_a_group(data, finished, tmp_path):
-    summary = run_training(runs.finished_config(data, tmp_path / "run", scaling={"num_workers": 0}))
-    assert summary["steps"] == 8
-    for kind in ("step", "validation"):
-        assert runs.steps_of(tmp_path / "run", kind) == runs.steps_of(finished / "run", kind)
-    for name in ("encoder.safetensors", "optimizer.safetensors"):
-        one, other = (run / "checkpoints" / "step-00000008" / name for run in (tmp_path / "run", finished / "run"))
-        assert hash_file(one) == hash_file(other)
 
 
 @pytest.mark.parametrize("change", [{"address": "auto"}, {"fsdp": True}, {"spot_notices": "aws"}])

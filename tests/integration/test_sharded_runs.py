@@ -1,46 +1,18 @@
 """Runs with sharded parameters or elastic determinism: the numbers, files and export of a run that holds everything."""
 
-import dataclasses
 import json
 
 import pytest
 import tinyruns as runs
-import torch
-from groups import run_group
 from measures import deviation
 from safetensors.torch import load_file
 
 from declutr.common.storage import hash_file
-from declutr.trainer.build import build_parts, build_train_steps, build_validator
 from declutr.trainer.checkpoints.checkpoint import steps_in
-from declutr.trainer.parallel.communicator import Communicator
-from declutr.trainer.run import RunPlan
-from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.train import train
 
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.usefixtures("session")]
 FILES = ("encoder.safetensors", "optimizer.safetensors", "objective.safetensors")
-
-
-def held_out_embeddings(comm, values, chunk_documents):
-    """Embeddings of the held-out split by untrained weights."""
-    plan = RunPlan.of(TrainConfig.model_validate(values))
-    parts = build_parts(plan, comm, torch.float64)
-    build_train_steps(plan, parts.tasks, 1)
-    assert parts.encoder.sharded == (comm.size > 1)
-    validator = build_validator(plan, parts, torch.device("cpu"))
-    return dataclasses.replace(validator, chunk_documents=chunk_documents).embed(parts.encoder)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(("documents", "chunk"), [(40, 64), (40, 13), (2, 64)])
-def test_held_out_scores_with_unequal_shares(data, tmp_path, documents, chunk):
-    """13, 13 and 14 documents in chunks of 64 and 13 (1, 1 and 2 chunks), and 2 documents for 3 ranks."""
-    changes = {"scaling": {"fsdp": True}, "validation": {"max_documents": documents, "every_steps": 1}}
-    values = runs.train_values(data, tmp_path, **changes)
-    expected = held_out_embeddings(Communicator(), values, chunk)
-    assert len(expected[0]) == documents
-    for found in run_group(3, held_out_embeddings, values, chunk):
-        assert deviation(found, expected) < 1e-10
 
 
 def config_of(data, run, workers, sharded, **changes):
@@ -68,17 +40,11 @@ def assert_close(run, other):
         assert deviation([found[key] for key in expected], expected.values()) < 1e-3, name
 
 
-@pytest.mark.nightly
-@pytest.mark.ray
-@pytest.mark.usefixtures("session")
 def test_a_sharded_run_is_the_run_that_is_not(finished, sharded):
     assert_close(sharded, finished / "run")
     assert json.loads((sharded / "checkpoints" / "step-00000008" / "state.json").read_text())["world_size"] == 2
 
 
-@pytest.mark.nightly
-@pytest.mark.ray
-@pytest.mark.usefixtures("session")
 def test_a_sharded_run_continues_to_the_bit(data, sharded, tmp_path):
     run = runs.cut(sharded, tmp_path / "run", last=6)
     train(config_of(data, run, workers=2, sharded=True))
@@ -88,9 +54,6 @@ def test_a_sharded_run_continues_to_the_bit(data, sharded, tmp_path):
         assert hash_file(run / name) == hash_file(sharded / name), name
 
 
-@pytest.mark.nightly
-@pytest.mark.ray
-@pytest.mark.usefixtures("session")
 def test_a_run_continues_with_and_without_sharding(data, finished, sharded, tmp_path):
     alone = runs.cut(sharded, tmp_path / "alone", last=6)
     train(config_of(data, alone, workers=0, sharded=False))
@@ -118,9 +81,6 @@ def results(run):
     return sums, runs.steps_of(run), runs.steps_of(run, "validation")
 
 
-@pytest.mark.nightly
-@pytest.mark.ray
-@pytest.mark.usefixtures("session")
 def test_two_then_three_workers_then_none_are_one_process(data, tmp_path):
     alone = results(trained(data, tmp_path / "alone", 0))
     assert len(alone[0]) == 4 * len(FILES) + 1

@@ -6,28 +6,17 @@ import signal
 
 import pyarrow as pa
 import pytest
-import ray
 import tinyruns as runs
 from messages import says
 from waiting import until
 
-from declutr.common.errors import RunLockedError, TrainingFailedError
-from declutr.common.lock import RunLock
-from declutr.common.storage import hash_file
+from declutr.common.errors import TrainingFailedError
 from declutr.trainer.checkpoints.checkpoint import checkpoint_path, find_latest, steps_in
 from declutr.trainer.driver.continuation import FAILURES, ended_early
 from declutr.trainer.driver.run import run_training
 from declutr.trainer.train import main
 
 pytestmark = pytest.mark.ray
-
-
-def test_a_run_that_another_command_works_on_is_left_alone(data, copied):
-    before = {path: hash_file(path) for path in copied.rglob("*") if path.is_file()}
-    with RunLock(copied, lambda: None), pytest.raises(RunLockedError, match=f"pid {os.getpid()}"):
-        run_training(runs.finished_config(data, copied))
-    assert {path: hash_file(path) for path in copied.rglob("*") if path.is_file()} == before
-    assert not ray.is_initialized()
 
 
 def test_a_run_whose_scores_get_no_better_ends_early_and_stays_ended(data, tmp_path, log):
@@ -109,15 +98,24 @@ def test_a_command_that_is_told_to_stop_before_its_first_step_says_so(data, tmp_
     assert not (tmp_path / "run" / "lock.json").exists()
 
 
-def test_problems_are_said_although_ray_has_begun_to_start(data, tmp_path, capsys):
-    values = runs.train_values(data, tmp_path / "run", batch_documents=10**6, spans={"max_tokens": 17})
+@pytest.mark.slow
+@pytest.mark.usefixtures("session")
+def test_a_loss_that_is_not_finite_ends_the_run_at_once(data, tmp_path, capsys):
+    changes = {
+        "optim": {"lr": 1e12},
+        "scaling": {"num_workers": 2, "max_failures": 5},
+        "checkpoint": {"every_steps": 1},
+    }
+    values = runs.train_values(data, tmp_path / "run", **changes)
     assert main([str(runs.write_config(tmp_path / "train.yaml", train=values))]) == 1
-    out, said = capsys.readouterr()
-    assert out == ""
+    said = capsys.readouterr().err
+    says(said, "step 2", "loss nan")
+    says(said, "optim.lr", "1000000000000.0")
     assert "Traceback" not in said
-    assert "batch_documents = 1000000" in said
-    assert "spans.max_tokens = 17" in said
-    assert not ray.is_initialized()
+    assert list(runs.steps_of(tmp_path / "run")) == [1]
+    assert not (tmp_path / "run" / "export").exists()
+    boards = list((tmp_path / "run" / "tensorboard").iterdir())
+    assert len(boards) == 1, "the workers were started again"
 
 
 @pytest.fixture

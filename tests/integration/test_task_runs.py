@@ -1,15 +1,15 @@
 """Runs over texts and with auxiliary tasks on Ray: prepare, train, kill, continue, other numbers of workers, export."""
 
 import json
+import math
 import re
 import shutil
 
-import numpy as np
 import pytest
 import tinyruns as runs
 import torch
 from mediafiles import png, sound, spread, tone
-from messages import all_of, says
+from messages import all_of
 from sentence_transformers import SentenceTransformer
 from textruns import SCD, SCL, SIMCSE, write_texts
 from tinyruns import problems
@@ -26,7 +26,9 @@ from declutr.trainer.setup.config import TrainConfig
 from declutr.trainer.train import train
 from declutr.trainer.verify import verify
 
-pytestmark = [pytest.mark.ray]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
+SUPERVISED = {"kind": "simcse", "supervised": True, "max_tokens": 16}
+LONGFORMER = runs.FROM_CONFIG | {"model_type": "longformer", "attention_window": [8, 8]}
 IMAGE = {"objective": {"kind": "supcon"}, "batch_documents": 6, "frontend": {"image_size": 16, "patch_size": [8, 8]}}
 AUDIO = {
     "objective": {"kind": "supcon"},
@@ -34,29 +36,27 @@ AUDIO = {
     "frontend": {"patch_size": [8, 8], "mean": -4.0, "std": 4.0},
 }
 BRANCHES = ("image", "audio", "pairs")
+CONTENTS = {
+    "sentences": ("sentences.txt", "sentences"),
+    "pairs": ("pairs.jsonl", {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}),
+    "images": ("pictures", {"kind": "images", "shortest_edge": 18}),
+    "sounds": (
+        "clips",
+        {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": r"^(\d)_"},
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def prepared(session, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
-    """Folder with the shards `sentences`, `pairs`, `images` and `sounds`."""
+    """Folder with the shards of every content."""
     folder = tmp_path_factory.mktemp("tasks")
     write_texts(folder)
     spread(folder / "pictures", {f"{'abc'[n % 3]}/{n}.png": png(n, (20 + n % 5, 18)) for n in range(40)})
     clips = {f"{n % 4}_{n}.wav": sound(tone(0.1 + 0.01 * (n % 7), 8000, n), 8000) for n in range(36)}
     spread(folder / "clips", clips)
-    contents = {
-        "sentences": ("sentences.txt", "sentences"),
-        "pairs": ("pairs.jsonl", {"kind": "pairs", "required_labels": ["entailment", "contradiction"]}),
-        "images": ("pictures", {"kind": "images", "shortest_edge": 18}),
-        "sounds": (
-            "clips",
-            {"kind": "audio", "sample_rate": 8000, "num_mel_bins": 20, "max_seconds": 1, "label": r"^(\d)_"},
-        ),
-    }
-    with_session = runs.prepare_values(folder / "sentences.txt", folder / "sentences")
-    for name, (source, content) in contents.items():
-        values = with_session | {"output": str(folder / name), "content": content, "unit_mib": 32}
-        values["corpus"] = {"kind": "files", "paths": [str(folder / source)]}
+    for name, (source, content) in CONTENTS.items():
+        values = runs.prepare_values(folder / source, folder / name, content=content, unit_mib=32)
         del values["geometry"]
         if name == "pairs":
             values["tokenizer"] = {"kind": "pretrained", "name": str(folder / "sentences" / "tokenizer")}
@@ -66,43 +66,35 @@ def prepared(session, tmp_path_factory):  # noqa: ARG001 - Ray for preparation
     return folder
 
 
-def values_of(prepared, run, objective=SIMCSE, task_schedule="alternating", **changes):
-    auxiliary_tasks = {
-        "image": {"data": str(prepared / "images"), **IMAGE},
-        "audio": {"data": str(prepared / "sounds"), **AUDIO},
-    }
-    changes = {
-        "encoder": {"dropout": 0.1},
-        "scaling": {"num_workers": 0},
-        "steps": 6,
-        "objective": objective,
-        "auxiliary_tasks": auxiliary_tasks,
-        "task_schedule": task_schedule,
-        **changes,
-    }
-    values = runs.train_values(prepared / "sentences", run, **changes)
+def values_of(prepared, run, objective=SIMCSE, **changes):
+    """Settings of a run over the rows that the objective reads, in this process."""
+    pairs = objective["kind"] == "scl" or objective.get("supervised")
+    changes = {"encoder": {"dropout": 0.1}, "scaling": {"num_workers": 0}, "steps": 6, **changes}
+    values = runs.train_values(prepared / ("pairs" if pairs else "sentences"), run, objective=objective, **changes)
     del values["spans"]
     return values
+
+
+def tasks_of(prepared, **changes):
+    """Settings of an image and an audio task, which take turns with the main one."""
+    tasks = {"image": {"data": str(prepared / "images"), **IMAGE}, "audio": {"data": str(prepared / "sounds"), **AUDIO}}
+    for name, change in changes.items():
+        tasks[name] = tasks.get(name, {}) | change
+    return {"auxiliary_tasks": tasks, "task_schedule": "alternating"}
 
 
 def config_of(*arguments, **changes):
     return TrainConfig.model_validate(values_of(*arguments, **changes))
 
 
-def files_of(checkpoint):
-    return {path.name: hash_file(path) for path in sorted(checkpoint.glob("*.safetensors"))}
-
-
 def all_tasks(prepared, run, task_schedule, **settings):
     """The values of a run of SCD, SCL and both media, with a checkpoint every 4 of 12 steps."""
-    settings |= {"steps": 12, "checkpoint": {"every_steps": 4, "keep_last": 3}}
-    found = values_of(prepared, run, SCD, task_schedule, **settings)
-    found["auxiliary_tasks"]["pairs"] = {"data": str(prepared / "pairs"), "objective": SCL, "batch_documents": 5}
-    return found
+    tasks = tasks_of(prepared, pairs={"data": str(prepared / "pairs"), "objective": SCL, "batch_documents": 5})
+    settings |= tasks | {"steps": 12, "checkpoint": {"every_steps": 4, "keep_last": 3}, "task_schedule": task_schedule}
+    return values_of(prepared, run, SCD, **settings)
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("session")
 def test_other_numbers_of_workers_read_the_same_batches(prepared, tmp_path, capsys):
     """This process alone, from step 4 three workers, from step 8 two; compared with this process throughout."""
     run = finished = tmp_path / "whole"
@@ -113,152 +105,60 @@ def test_other_numbers_of_workers_read_the_same_batches(prepared, tmp_path, caps
         train(TrainConfig.model_validate(values))
         _, state = find_latest(run / "checkpoints")
         assert (state.step, state.world_size) == (12, workers)
-    found, expected = runs.steps_of(run), runs.steps_of(finished)
-    assert list(found) == list(range(1, 13))
+    actual, expected = runs.steps_of(run), runs.steps_of(finished)
+    assert list(actual) == list(range(1, 13))
     for step, line in expected.items():
         for name in ("batch_digest", *(f"{task}_batch_digest" for task in BRANCHES)):
-            assert found[step][name] == line[name], (step, name)
-        assert found[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
+            assert actual[step][name] == line[name], (step, name)
+        assert actual[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
         assert main(["why", str(run), "--step", str(step)]) == 0
         assert capsys.readouterr().out.count("as the run logged it") == 4
 
 
-def test_a_killed_run_continues_to_the_same_bits(prepared, tmp_path):
+@pytest.fixture(scope="module")
+def finished(prepared, tmp_path_factory):
+    """A run of all tasks in turns."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(TrainConfig.model_validate(all_tasks(prepared, run, "alternating")))
+    return run
+
+
+def test_a_killed_run_continues_to_the_same_bits(prepared, finished, tmp_path):
     """Frontends, heads, SCD's projector with its statistics, SCL's classifier, four optimizers and streams."""
-    finished, killed = tmp_path / "whole", tmp_path / "killed"
-    train(TrainConfig.model_validate(all_tasks(prepared, finished, "alternating")))
+    killed = tmp_path / "killed"
     values = all_tasks(prepared, killed, "alternating")
     config = runs.write_config(tmp_path / "config.yaml", train=values)
     runs.kill_at_checkpoint(runs.command("declutr.trainer.train", config), killed, 4)
     train(TrainConfig.model_validate(values))
-    found, expected = runs.steps_of(killed), runs.steps_of(finished)
-    assert found == expected
+    expected = runs.steps_of(finished)
+    assert runs.steps_of(killed) == expected
     assert all(f"{task}_batch_digest" in expected[1] for task in BRANCHES)
-    last = [files_of(run / "checkpoints" / "step-00000012") for run in (finished, killed)]
-    assert last[0] == last[1]
+    checkpoints = [run / "checkpoints" / "step-00000012" for run in (finished, killed)]
+    files = [{path.name: hash_file(path) for path in folder.glob("*.safetensors")} for folder in checkpoints]
+    assert files[0] == files[1]
     task_files = {f"{name}.{part}.safetensors" for name in BRANCHES for part in ("objective", "optimizer")}
-    assert task_files | {"image.frontend.safetensors", "audio.frontend.safetensors"} < set(last[0])
+    assert task_files | {"image.frontend.safetensors", "audio.frontend.safetensors"} < set(files[0])
 
 
-def test_the_export_has_the_encoder_alone(prepared, tmp_path):
-    config = config_of(prepared, tmp_path / "run", encoder={"dropout": 0.1, "pooling": "cls"})
-    train(config)
-    export, sentences = tmp_path / "run" / "export", ["aba bab", "a longer text of more words than the others", "x"]
+def check_elsewhere(export, *others):
+    """The embeddings of sentence-transformers are ours, of the export and of other places of the encoder."""
+    sentences = ["aba bab", "a longer text of more words than the others", "x"]
     expected = torch.from_numpy(SentenceTransformer(str(export), device="cpu").encode(sentences))
-    torch.testing.assert_close(
-        torch.from_numpy(load_encoder(str(export)).encode(sentences)), expected, atol=1e-6, rtol=0
-    )
-    card = (export / "README.md").read_text()
+    for place in (export, *others):
+        actual = torch.from_numpy(load_encoder(str(place)).encode(sentences))
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_the_export_has_the_encoder_alone(finished):
+    check_elsewhere(finished / "export")
+    card = (finished / "export" / "README.md").read_text()
     for words in ("SupCon on images (task image", "SupCon on audio (task audio", "embeddings of its patches"):
         assert words in card
-    line = runs.steps_of(tmp_path / "run")[6]
-    assert {"image_supcon", "audio_supcon", "image_lr", "audio_grad_norm", "contrastive"} <= set(line)
-    assert np.isfinite(line["loss"])
-    _, state = find_latest(tmp_path / "run" / "checkpoints")
-    assert set(state.task_hashes) == {"", "image", "audio"}
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("task_schedule", ["joint", "alternating"])
-def test_verify_gradients_of_all_tasks_passes(prepared, tmp_path, task_schedule):
-    config = config_of(prepared, tmp_path / "run", SCD, task_schedule, batch_documents=5)
-    for difference in verify(config, 5, [2]):
-        assert difference.within, difference
-        if difference.case.precision == "float64":
-            assert difference.relative < 1e-10, difference
-
-
-WRONG = [
-    (
-        {"image": {"batch_documents": 500}},
-        r"auxiliary_tasks.image.batch_documents = 500: the shards hold only \d+ training",
-    ),
-    ({"image": {"objective": SIMCSE}}, r"auxiliary_tasks.image.objective.kind = simcse reads sentences"),
-    ({"image": {"objective": {"kind": "declutr"}}}, "auxiliary_tasks.image.objective.kind = declutr reads documents"),
-    ({"image": {"data": "nowhere"}}, "auxiliary_tasks.image.data = nowhere"),
-    (
-        {"image": {"frontend": {"image_size": 20, "patch_size": [8, 8]}}},
-        "auxiliary_tasks.image.frontend.image_size = 20: must be a multiple",
-    ),
-    (
-        {"audio": {"frontend": {"patch_size": [8, 40]}}},
-        r"auxiliary_tasks.audio.frontend.patch_size = \[8, 40\]: the shards have 20 mel",
-    ),
-    (
-        {"audio": {"frontend": {"pretrained": "x"}}},
-        "auxiliary_tasks.audio.frontend.pretrained: a ViT reads images, not sounds",
-    ),
-    ({"image": {"frontend": {"pretrained": "/nowhere/vit"}}}, "auxiliary_tasks.image.*nowhere"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), WRONG)
-def test_problems_are_found_before_ray_starts(prepared, tmp_path, changes, message):
-    values = values_of(prepared, tmp_path / "run")
-    for name, change in changes.items():
-        values["auxiliary_tasks"][name] = values["auxiliary_tasks"][name] | change
-    found = problems(TrainConfig.model_validate(values))
-    assert sum(re.search(message, line) is not None for line in found) == 1, found
-
-
-@pytest.mark.usefixtures("session")  # else the session would end here, and start again for the next test
-def test_places_of_tasks_are_checked_first():
-    auxiliary_tasks = {"image": {"data": "nowhere"}, "more": {"data": "d", "objective": {"kind": "nobodys"}}, "odd": 5}
-    found = place_problems({"data": "missing", "auxiliary_tasks": auxiliary_tasks})
-    assert [line.partition(": ")[0] for line in found] == [
-        "data = missing",
-        "auxiliary_tasks.image.data = nowhere",
-        "auxiliary_tasks.more.data = d",
-        "auxiliary_tasks.more.objective nobodys",
-    ]
-
-
-def test_texts_have_no_frontend_and_images_no_main_task(prepared, tmp_path):
-    auxiliary_tasks = {
-        "more": {"data": str(prepared / "sentences"), "objective": SIMCSE, "frontend": {"image_size": 16}}
-    }
-    found = problems(config_of(prepared, tmp_path / "run", auxiliary_tasks=auxiliary_tasks))
-    says(found, "auxiliary_tasks.more.frontend", "sentences", "patches")
-    images = config_of(prepared, tmp_path / "run").model_copy(update={"data": str(prepared / "images")})
-    says(problems(images), "the main task", "texts")
-
-
-def test_settings_that_have_no_effect_are_refused(prepared, tmp_path):
-    values = values_of(prepared, tmp_path / "run", task_schedule="joint")
-    values["auxiliary_tasks"]["image"]["optim"] = {"lr": 1e-4}
-    with pytest.raises(ValueError, match=all_of("auxiliary_tasks.image.optim", "no effect", "task_schedule = joint")):
-        TrainConfig.model_validate(values)
-    values = values_of(prepared, tmp_path / "run") | {"auxiliary_tasks": {}}
-    with pytest.raises(ValueError, match=all_of("task_schedule = alternating", "no effect", "auxiliary_tasks")):
-        TrainConfig.model_validate(values)
-
-
-def test_the_place_of_a_tasks_data_is_no_part_of_a_runs_identity(prepared, tmp_path):
-    moved = config_of(prepared, tmp_path / "run")
-    shutil.copytree(prepared / "images", tmp_path / "copy")
-    elsewhere = moved.model_copy(
-        update={
-            "auxiliary_tasks": moved.auxiliary_tasks
-            | {"image": moved.auxiliary_tasks["image"].model_copy(update={"data": str(tmp_path / "copy")})}
-        }
-    )
-    assert elsewhere.hash() == moved.hash()
-
-
-LONGFORMER = runs.FROM_CONFIG | {"model_type": "longformer", "attention_window": [8, 8]}
-SUPERVISED = {"kind": "simcse", "supervised": True, "max_tokens": 16}
-
-
-def text_values(prepared, run, objective, **changes):
-    data = prepared / ("pairs" if objective["kind"] == "scl" or objective.get("supervised") else "sentences")
-    changes = {"encoder": {"dropout": 0.1}, "steps": 6, "objective": objective, **changes}
-    values = runs.train_values(data, run, **changes)
-    del values["spans"]
-    return values
-
-
-def text_config(*arguments, **changes):
-    return TrainConfig.model_validate(text_values(*arguments, **changes))
+    line = runs.steps_of(finished)[12]
+    assert {"image_supcon", "audio_supcon", "image_lr", "audio_grad_norm", "pairs_contrastive"} <= set(line)
+    assert math.isfinite(line["loss"])
+    _, state = find_latest(finished / "checkpoints")
+    assert set(state.task_hashes) == {"", *BRANCHES}
 
 
 @pytest.mark.parametrize(
@@ -268,59 +168,104 @@ def text_config(*arguments, **changes):
 )
 def test_exports_load_elsewhere_with_equal_embeddings(prepared, tmp_path, objective, pooling, layers):
     """In sentence-transformers, as the export and as the checkpoint; STS-B chooses the best checkpoint."""
-    config = text_config(
-        prepared,
-        tmp_path / "run",
-        objective,
-        encoder={"dropout": 0.1, "pooling": pooling},
-        validation={"every_steps": 2, "stsb": str(prepared)},
-        checkpoint={"every_steps": 2, "keep_last": 5},
-        scaling={"num_workers": 0},
-        export="best",
-    )
+    changes = {
+        "encoder": {"dropout": 0.1, "pooling": pooling},
+        "validation": {"every_steps": 2, "stsb": str(prepared)},
+        "checkpoint": {"every_steps": 2, "keep_last": 5},
+        "export": "best",
+    }
+    config = config_of(prepared, tmp_path / "run", objective, **changes)
     assert config.validation.score == "stsb_spearman"
     train(config)
     scores = runs.steps_of(tmp_path / "run", "validation")
     assert all("stsb_spearman" in line and "uniformity" in line for line in scores.values())
     assert all(("recall_at_1" in line) == (config.data.endswith("pairs")) for line in scores.values())
-    sentences = ["aba bab", "a longer text of more words than the others", "x"]
     export = tmp_path / "run" / "export"
-    there = SentenceTransformer(str(export), device="cpu")
-    expected = torch.from_numpy(there.encode(sentences))
-    found = torch.from_numpy(load_encoder(str(export)).encode(sentences))
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    step = json.loads((export / "declutr.json").read_text())["step"]
+    assert step == -max((line["stsb_spearman"], -step) for step, line in scores.items() if step)[1]
+    check_elsewhere(export, tmp_path / "run" / "checkpoints" / f"step-{step:08}")
     assert len(list(export.glob("*_Dense"))) == layers
-    settings = json.loads((export / "declutr.json").read_text())
-    path = tmp_path / "run" / "checkpoints" / f"step-{settings['step']:08}"
-    from_checkpoint = torch.from_numpy(load_encoder(str(path)).encode(sentences))
-    torch.testing.assert_close(from_checkpoint, expected, atol=1e-6, rtol=1e-6)
-    best = max((line["stsb_spearman"], -step) for step, line in scores.items() if step)
-    assert settings["step"] == -best[1]
     card = (export / "README.md").read_text()
-    assert config.objective.method in card
-    assert all(part in card for part in config.objective.dropped)
+    assert all(part in card for part in (config.objective.method, *config.objective.dropped))
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("task_schedule", ["joint", "alternating"])
+def test_verify_gradients_of_all_tasks_passes(prepared, tmp_path, task_schedule):
+    settings = tasks_of(prepared) | {"task_schedule": task_schedule, "batch_documents": 5}
+    for difference in verify(config_of(prepared, tmp_path / "run", SCD, **settings), 5, [2]):
+        assert difference.within, difference
+        if difference.case.precision == "float64":
+            assert difference.relative < 1e-10, difference
+
+
+WRONG_TASKS = [
+    ("image", {"batch_documents": 500}, r"batch_documents = 500: the shards hold only \d+ training"),
+    ("image", {"objective": SIMCSE}, r"objective.kind = simcse reads sentences"),
+    ("image", {"objective": {"kind": "declutr"}}, "objective.kind = declutr reads documents"),
+    ("image", {"data": "nowhere"}, "data = nowhere"),
+    ("image", {"frontend": {"image_size": 20, "patch_size": [8, 8]}}, "frontend.image_size = 20: must be a multiple"),
+    ("audio", {"frontend": {"patch_size": [8, 40]}}, r"frontend.patch_size = \[8, 40\]: the shards have 20 mel"),
+    ("audio", {"frontend": {"pretrained": "x"}}, "frontend.pretrained: a ViT reads images, not sounds"),
+    ("image", {"frontend": {"pretrained": "/nowhere/vit"}}, ".*nowhere"),
+    (
+        "more",
+        {"data": "sentences", "objective": SIMCSE, "frontend": {"image_size": 16}},
+        "frontend.*sentences.*patches",
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "change", "message"), WRONG_TASKS)
+def test_problems_of_tasks_are_found_before_ray_starts(prepared, tmp_path, task, change, message):
+    if change.get("data") == "sentences":
+        change = change | {"data": str(prepared / "sentences")}
+    lines = problems(config_of(prepared, tmp_path / "run", **tasks_of(prepared, **{task: change})))
+    assert sum(re.search(rf"auxiliary_tasks\.{task}\.?{message}", line) is not None for line in lines) == 1, lines
+
+
+def test_places_of_tasks_are_checked_first():
+    auxiliary_tasks = {"image": {"data": "nowhere"}, "more": {"data": "d", "objective": {"kind": "nobodys"}}, "odd": 5}
+    lines = place_problems({"data": "missing", "auxiliary_tasks": auxiliary_tasks})
+    assert [line.partition(": ")[0] for line in lines] == [
+        "data = missing",
+        "auxiliary_tasks.image.data = nowhere",
+        "auxiliary_tasks.more.data = d",
+        "auxiliary_tasks.more.objective nobodys",
+    ]
+
+
+def test_settings_that_have_no_effect_are_refused(prepared, tmp_path):
+    joint = tasks_of(prepared, image={"optim": {"lr": 1e-4}}) | {"task_schedule": "joint"}
+    with pytest.raises(ValueError, match=all_of("auxiliary_tasks.image.optim", "no effect", "task_schedule = joint")):
+        config_of(prepared, tmp_path / "run", **joint)
+    with pytest.raises(ValueError, match=all_of("task_schedule = alternating", "no effect", "auxiliary_tasks")):
+        config_of(prepared, tmp_path / "run", task_schedule="alternating")
+
+
+def test_the_place_of_a_tasks_data_is_no_part_of_a_runs_identity(prepared, tmp_path):
+    shutil.copytree(prepared / "images", tmp_path / "copy")
+    here, elsewhere = (
+        config_of(prepared, tmp_path / "run", **tasks_of(prepared, image={"data": str(folder)}))
+        for folder in (prepared / "images", tmp_path / "copy")
+    )
+    assert elsewhere.hash() == here.hash()
+
+
+DROPOUT = {"dropout": 0.1}
 WRONG_TEXTS = [
     ("sentences", {"objective": SCL}, "scl reads pairs; data = .* holds sentences: prepare it with content.kind=pairs"),
     ("pairs", {"objective": SCD}, "scd reads sentences; data = .* holds pairs"),
     ("sentences", {"objective": SUPERVISED}, "objective.supervised = true: the shards hold sentences"),
     ("pairs", {"objective": SIMCSE}, "objective.supervised = false: the shards hold pairs"),
-    (
-        "sentences",
-        {"objective": SIMCSE, "encoder": {"dropout": 0.0}},
-        "the two views of objective simcse would be equal",
-    ),
-    (
-        "sentences",
-        {"objective": SIMCSE, "encoder": {"dropout": 1e-12}},  # below 2^-32 nothing is dropped
-        "the two views of objective simcse would be equal",
-    ),
+    ("sentences", {"encoder": {"dropout": 0.0}}, "the two views of objective simcse would be equal"),
+    # below 2^-32 nothing is dropped
+    ("sentences", {"encoder": {"dropout": 1e-12}}, "the two views of objective simcse would be equal"),
     ("sentences", {"objective": SCD, "batch_documents": 1}, "need at least 2 sentences"),
     ("sentences", {"objective": SCD, "batch_documents": 1000}, "a batch must not contrast one of them with itself"),
     (
         "pairs",
-        {"objective": SUPERVISED, "encoder": {"dropout": 0.1, "projection": {"kind": "mlp", "size": 16}}},
+        {"objective": SUPERVISED, "encoder": DROPOUT | {"projection": {"kind": "mlp", "size": 16}}},
         "encoder.projection.kind = mlp: the layers that objective simcse exports would follow a projection",
     ),
     (
@@ -330,7 +275,7 @@ WRONG_TEXTS = [
     ),
     (
         "sentences",
-        {"objective": SIMCSE, "encoder": {"from_config": LONGFORMER, "dropout": 0.1}},
+        {"encoder": {"from_config": LONGFORMER, "dropout": 0.1}},
         "model type longformer drops some values by torch's generator.*set encoder.attention_dropout=0",
     ),
     (
@@ -345,42 +290,35 @@ WRONG_TEXTS = [
     ),
     (
         "sentences",
-        {"objective": SIMCSE, "validation": {"every_steps": 2}, "checkpoint": {"every_steps": 2}, "export": "best"},
+        {"validation": {"every_steps": 2}, "checkpoint": {"every_steps": 2}, "export": "best"},
         "validation.score = recall_at_1: sentences do not have this score; set validation.stsb",
     ),
     ("sentences", {"objective": {"kind": "declutr"}}, "documents; data = .* sentences: .* with content.kind=documents"),
-    ("documents", {"objective": SIMCSE}, "simcse reads sentences, triples or pairs; data = .* content.kind=sentences"),
-    ("sentences", {"objective": SIMCSE, "validation": {"every_steps": 2, "stsb": "nowhere"}}, "sts-dev.csv"),
+    ("documents", {}, "simcse reads sentences, triples or pairs; data = .* content.kind=sentences"),
+    ("images", {}, "the main task.*texts"),
+    ("sentences", {"validation": {"every_steps": 2, "stsb": "nowhere"}}, "sts-dev.csv"),
+    ("sentences", {"validation": {"every_steps": 2, "data": "sentences"}}, "these are the rows"),
+    ("sentences", {"validation": {"every_steps": 2, "data": "documents"}}, "which objective simcse cannot score"),
 ]
 
 
 @pytest.mark.parametrize(("rows", "changes", "message"), WRONG_TEXTS)
 def test_problems_of_text_runs_are_found_before_ray_starts(prepared, data, tmp_path, rows, changes, message):
-    objective = changes.pop("objective")
-    changes = {"encoder": {"dropout": 0.1}} | changes
-    config = text_config(prepared, tmp_path / "run", objective, **changes).model_copy(
-        update={"data": str(data if rows == "documents" else prepared / rows)}
-    )
-    found = problems(config)
-    assert any(re.search(message, line) for line in found), found
-    changes["objective"] = objective
+    """Documents for an objective over texts, for example, would fail in the first validation."""
+    folders = {name: str(prepared / name) for name in CONTENTS} | {"documents": str(data)}
+    if "data" in (validation := changes.get("validation", {})):
+        changes = changes | {"validation": validation | {"data": folders[validation["data"]]}}
+    config = config_of(prepared, tmp_path / "run", **changes).model_copy(update={"data": folders[rows]})
+    lines = problems(config)
+    assert any(re.search(message, line) for line in lines), lines
 
 
-def test_rows_that_the_run_trains_on_are_no_validation_data(prepared, tmp_path):
+def test_sentences_are_validation_data_of_pairs(prepared, tmp_path):
     validation = {"every_steps": 2, "data": str(prepared / "sentences")}
-    config = text_config(prepared, tmp_path / "run", SIMCSE, validation=validation)
-    assert any("these are the rows" in line for line in problems(config))
-
-
-def test_rows_of_another_schema_are_no_validation_data(prepared, tmp_path, data):
-    """Documents for an objective over texts, which had failed in the first validation; sentences for pairs are fine."""
-    for objective, scored, problem in ((SIMCSE, data, "which objective simcse"), (SCL, prepared / "sentences", None)):
-        config = text_config(prepared, tmp_path / "run", objective, validation={"every_steps": 2, "data": str(scored)})
-        found = [line for line in problems(config) if "cannot score" in line]
-        assert bool(found) == bool(problem), found
-        assert problem is None or problem in found[0]
+    lines = problems(config_of(prepared, tmp_path / "run", SCL, validation=validation))
+    assert [line for line in lines if "cannot score" in line] == []
 
 
 def test_unknown_kinds_are_listed(prepared, tmp_path):
     with pytest.raises((ConfigError, ValueError), match=all_of("declutr", "scd", "scl", "simcse")):
-        text_config(prepared, tmp_path / "run", {"kind": "simsce"})
+        config_of(prepared, tmp_path / "run", {"kind": "simsce"})

@@ -8,16 +8,16 @@ import ray
 import tinyruns as runs
 import torch
 from ray.data import DataContext
-from transformers import AutoTokenizer
 from waiting import until
 
 from declutr.pipeline.shards.shards import ShardSet
-from declutr.trainer.build import build_collator, build_encoder, build_objective
+from declutr.trainer.build import build_parts
 from declutr.trainer.data import stream
 from declutr.trainer.data.chunks import rank_plan
 from declutr.trainer.data.plan import Plan
 from declutr.trainer.data.stream import Prefetcher, batches, documents
-from declutr.trainer.model.language_model import vocabulary_of
+from declutr.trainer.parallel.communicator import Communicator
+from declutr.trainer.run import RunPlan
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("session")]
 STEPS = 40  # more than an epoch of 257 documents
@@ -26,11 +26,8 @@ BATCH = 8
 
 @pytest.fixture(scope="module")
 def collator(data):
-    config = runs.train_config(data, "unused")
-    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
-    encoder = build_encoder(config, tokenizer)
-    objective = build_objective(config.main, encoder, ShardSet(data, "train").manifest.short_documents)
-    return build_collator(objective, encoder, vocabulary_of(tokenizer))
+    plan = RunPlan.of(runs.train_config(data, "unused"))
+    return build_parts(plan, Communicator(), torch.device("cpu")).collators[""]
 
 
 def rank_plans(data, world, first=0, last=STEPS, chunk_steps=None):

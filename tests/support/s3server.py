@@ -2,29 +2,28 @@
 
 import os
 from contextlib import contextmanager
+from unittest.mock import patch
 from urllib.request import Request, urlopen
 
 import pyarrow.fs
 import pytest
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @contextmanager
 def s3_server():
     """Yields a function from a name in a bucket to its address; the next server of this process begins empty."""
     moto = pytest.importorskip("moto.server", reason="moto is not installed")
-    running = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    running.start()
-    changed = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
-    before = {key: os.environ.get(key) for key in changed}
-    os.environ.update(changed)
-    host, port = running.get_host_and_port()
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
     endpoint = f"endpoint_override=http://{host}:{port}"
-    store, _ = pyarrow.fs.FileSystem.from_uri(f"s3://bucket?{endpoint}&allow_bucket_creation=true")
-    store.create_dir("bucket")
-    try:
-        yield lambda name, bucket="bucket": f"s3://{bucket}/{name}?{endpoint}"
-    finally:
-        with urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")):
-            running.stop()
-        for key, value in before.items():
-            os.environ.pop(key) if value is None else os.environ.update({key: value})
+    with patch.dict(os.environ, CREDENTIALS):
+        store, _ = pyarrow.fs.FileSystem.from_uri(f"s3://bucket?{endpoint}&allow_bucket_creation=true")
+        store.create_dir("bucket")
+        try:
+            yield lambda name, bucket="bucket": f"s3://{bucket}/{name}?{endpoint}"
+        finally:
+            with urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")):
+                server.stop()

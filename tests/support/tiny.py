@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from families import PACKED
 
 from declutr.pipeline.shards.windows import window_starts
 from declutr.trainer.data.batches import RankBatch, SpanBatch
@@ -27,7 +28,6 @@ from declutr.trainer.step.task import TrainTask
 
 VOCAB_SIZE = 64
 VOCABULARY = Vocabulary(size=VOCAB_SIZE, bos=0, eos=2, mask=63, special=(0, 1, 2, 3, 63))
-_SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 # What an objective can be, for those who try them all.
 HALF: dict[str, Any] = {"mlm_probability": 0.5}
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -44,16 +44,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "roberta": {"model_type": "roberta", "max_position_embeddings": 40, "type_vocab_size": 1, **_SHAPE},
-    "bert": {"model_type": "bert", "max_position_embeddings": 40, **_SHAPE},
-    # Layer 0 sees the whole span, the others 2 tokens to each side.
-    "modernbert": {
-        "model_type": "modernbert",
-        "max_position_embeddings": 40,
-        "local_attention": 4,
-        "global_attn_every_n_layers": 2,
-        **_SHAPE,
-    },
+    "roberta": {"model_type": "roberta", "type_vocab_size": 1, **PACKED["roberta"]},
+    **{family: {"model_type": family, **PACKED[family]} for family in ("bert", "modernbert")},
 }
 _IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 

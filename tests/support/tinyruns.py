@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import yaml
 from processes import ROOT as ROOT
 from processes import environment
@@ -210,40 +211,33 @@ def kill_at_checkpoint(given, run, step):
     """Starts a training command, given as for Popen, and kills it and its session after that checkpoint."""
     process = subprocess.Popen(**given)
     until((run / "checkpoints" / f"step-{step:08}" / "state.json").is_file, f"checkpoint {step}", 120)
-    (driver,) = [(pid, title) for pid, (parent, title) in processes().items() if parent == process.pid]
+    (driver,) = psutil.Process(process.pid).children()
     process.kill()
     process.communicate()
-    assert wait_gone(dict([driver])) == {}, "the driver outlives the command"
+    assert wait_gone([driver.pid]) == {}, "the driver outlives the command"
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(driver[0], signal.SIGKILL)  # Ray's agents outlive their session by a minute
+        os.killpg(driver.pid, signal.SIGKILL)  # Ray's agents outlive their session by a minute
 
 
-def processes():
-    """pid -> (parent, command line with process title) of everything that runs here."""
-    table = subprocess.run(["ps", "-axww", "-o", "pid=,ppid=,command="], stdout=subprocess.PIPE, text=True, check=True)
-    rows = [line.split(maxsplit=2) for line in table.stdout.splitlines()]
-    return {int(row[0]): (int(row[1]), row[2]) for row in rows if len(row) == 3}
+def title(pid):
+    """Command line or title of a process; None when it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return " ".join(process.cmdline())
+    return None
 
 
 def descendants(pid):
     """pids and titles of all processes below one."""
-    table, found = processes(), {}
-    todo = [pid]
-    while todo:
-        parent = todo.pop()
-        for child, (above, title) in table.items():
-            if above == parent and child not in found:
-                found[child] = title
-                todo.append(child)
-    return found
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return {process.pid: title(process.pid) or "" for process in psutil.Process(pid).children(recursive=True)}
+    return {}
 
 
-def wait_gone(titles, timeout=60):
-    """Waits until none of these processes (pid -> title) is left; returns those that are."""
+def wait_gone(pids, timeout=60):
+    """Waits until none of these processes is left; returns those that are, with their titles."""
     deadline = time.monotonic() + timeout
-    left = dict(titles)
-    while left and time.monotonic() < deadline:
-        alive = {pid for pid, (_, title) in processes().items() if "<defunct>" not in title}
-        left = {pid: title for pid, title in left.items() if pid in alive}
+    while (left := {pid: title(pid) for pid in pids if title(pid) is not None}) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
