@@ -6,5 +6,5 @@
    `duplicates.arrow` (`pairs.py`).
 3. `removed` lists the documents to leave out of a unit.
 
-The result does not depend on the number of workers or on their order: docs/decisions/0010-duplicates.md.
+The result does not depend on the number of workers or on their order: docs/decisions/0008-duplicates.md.
 """
