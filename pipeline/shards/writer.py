@@ -4,7 +4,7 @@ Rows of documents have these columns:
 
 | column     | type                      | meaning                                                              |
 |------------|---------------------------|----------------------------------------------------------------------|
-| id         | fixed_size_binary(16)     | hash of the normalised text (docs/decisions/0002-document-id.md)      |
+| id         | fixed_size_binary(16)     | hash of the normalised text (docs/decisions/0001-data-order.md)       |
 | tokens     | list<uint16> or <uint32>  | token ids without special tokens; uint16 if the vocabulary allows     |
 | windows    | list<int32>               | starts of the windows that may hold an anchor, in tokens              |
 | num_tokens | int64                     | length of `tokens`                                                   |
