@@ -80,7 +80,7 @@ def test_columns_without_a_score_are_left_out_and_named():
     assert "SNLI" not in blocks["downstream"].columns
     assert "probing" not in blocks
     assert "averages" not in blocks
-    (line,) = remarks([evaluated()], ()).missing
+    (line,) = dict(remarks([evaluated()], ()).parts)["Not scored, and in no average"]
     assert "SNLI, SentLen" in line
     assert line.endswith("no data")
 
@@ -93,7 +93,7 @@ def test_doubted_and_unpublished_numbers_are_marked():
     assert marked["mine", ""] == {"MR", "mean"}
     assert marked["SCD-BERT-base", "SCD"] == {"MR", "SUBJ", "mean"}
     assert marked["SCD-RoBERTa-base", "SCD"] == set()
-    told = "\n".join(remarks([evaluated(MR="unpublished")], literature()).marks)
+    told = "\n".join(dict(remarks([evaluated(MR="unpublished")], literature()).parts)["Marked *"])
     says(told, "mine", "MR", "not the published")
     assert "5000 of 5020" in told
 

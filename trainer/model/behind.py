@@ -151,8 +151,9 @@ class ModuleFiles:
         settings = self.settings(f"{folder}/config.json")
         path = self.find(f"{folder}/model.safetensors") or self.find(f"{folder}/pytorch_model.bin")
         if settings is None or path is None:
-            file = "config.json" if settings is None else "model.safetensors"
-            raise DamagedError(f"{folder}/{file} is missing; the folder is incomplete")
+            raise DamagedError(
+                f"{folder}/config.json or {folder}/model.safetensors is missing; the folder is incomplete"
+            )
         activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
         plain = settings.get("module_input_name", "sentence_embedding") == "sentence_embedding"
         plain = plain and settings.get("module_output_name", "sentence_embedding") in (None, "sentence_embedding")

@@ -13,7 +13,6 @@ from declutr.common.errors import DataError, UsageError, missing_extra
 from declutr.common.paths import folder_problem
 from declutr.encoders.protocol import missing
 from declutr.evaluation.retrieval.pairs import RetrievalTest, read_test
-from declutr.pipeline.job.units import plan_units, read_unit
 from declutr.pipeline.readers.corpus import Document, FilesCorpus, ReadFailure, TextField
 from declutr.trainer.metrics.judged_pairs import STSB_TEST, read_pairs
 
@@ -117,6 +116,8 @@ def _texts(config: ExportConfig) -> tuple[list[str], dict[str, Any]]:
     Raises:
         UsageError: nothing can be read.
     """
+    from declutr.pipeline.job.units import plan_units, read_unit  # loads pyarrow, for which no --help waits
+
     settings = {"kind": "files", "paths": config.corpus, "text_field": config.text_field}
     try:
         corpus = FilesCorpus.model_validate(settings)

@@ -17,6 +17,7 @@ import csv
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,11 +130,6 @@ def read_trec(path: Path) -> SplitRows:
     return _single(parse_lines(path, read_lines(path, "latin-1"), parse))
 
 
-def read_sst_binary(path: Path) -> SplitRows:
-    """`sentence<TAB>0|1`, UTF-8."""
-    return _tabbed(path, read_lines(path, "utf-8"), (0,), lambda cells: _among(int(cells[1]), 2))
-
-
 def read_sst_fine(path: Path) -> SplitRows:
     """`0..4 sentence`, UTF-8."""
 
@@ -142,14 +138,6 @@ def read_sst_fine(path: Path) -> SplitRows:
         return cells[1].split(), _among(int(cells[0]), 5)
 
     return _single(parse_lines(path, read_lines(path, "utf-8"), parse))
-
-
-def read_mrpc(path: Path) -> SplitRows:
-    """`0|1<TAB>id<TAB>id<TAB>a<TAB>b` after a header (which has a byte order mark), UTF-8."""
-    lines = read_lines(path, "utf-8")
-    if "Quality" not in lines[0]:
-        raise DataError(f"{path}, line 1: no header (Quality, #1 ID, ...), so the first pair would be lost")
-    return _tabbed(path, lines, (3, 4), lambda cells: _among(int(cells[0]), 2), skipped=1)
 
 
 def read_snli(first: Path, second: Path, labels: Path) -> SplitRows:
@@ -164,23 +152,6 @@ def read_snli(first: Path, second: Path, labels: Path) -> SplitRows:
     numbers = parse_lines(labels, names, lambda name: _place_in(name.strip(), SNLI))
     premises, hypotheses = ([line.split() for line in column] for column in columns)
     return SplitRows(first=premises, second=hypotheses, labels=numbers)
-
-
-def read_sick(path: Path, entailment: bool) -> SplitRows:
-    """`id<TAB>a<TAB>b<TAB>1..5<TAB>judgment` after a header, UTF-8, LF or CRLF."""
-
-    def label(cells: list[str]) -> int | float:
-        return _place_in(cells[4], SICK) if entailment else _between(float(cells[3]), 1, 5)
-
-    lines = read_lines(path, "utf-8")
-    if not lines[0].startswith("pair_ID"):
-        raise DataError(f"{path}, line 1: no header (pair_ID, ...), so the first pair would be lost")
-    return _tabbed(path, lines, (1, 2), label, skipped=1)
-
-
-def read_sts_benchmark(path: Path) -> SplitRows:
-    """Seven columns: ..., score 0..5, a, b; no header, UTF-8."""
-    return _tabbed(path, read_lines(path, "utf-8"), (5, 6), lambda cells: _between(float(cells[4]), 0, 5))
 
 
 def read_translation(path: Path) -> SplitRows:
@@ -271,16 +242,20 @@ def _single(parsed: list[tuple[WordList, int]]) -> SplitRows:
     return SplitRows(first=[words for words, _ in parsed], labels=[label for _, label in parsed])
 
 
-def _tabbed(
-    path: Path, lines: list[str], texts: tuple[int, ...], label: Callable[[list[str]], Any], skipped: int = 0
-) -> SplitRows:
-    """Rows of cells separated by tabs; `texts` are the columns of the sentences."""
+def _tabbed(path: Path, texts: tuple[int, ...], label: Callable[[list[str]], Any], header: str = "") -> SplitRows:
+    """Rows of cells separated by tabs, UTF-8, LF or CRLF; `texts` are the columns of the sentences.
+
+    A file with a header, of which `header` is a word, must have it, or its first pair would be lost.
+    """
+    lines = read_lines(path, "utf-8")
+    if header not in lines[0]:
+        raise DataError(f"{path}, line 1: no header ({header}, ...), so the first pair would be lost")
 
     def parse(line: str) -> tuple[list[WordList], Any]:
         cells = line.strip().split("\t")
         return [cells[column].split() for column in texts], label(cells)
 
-    parsed = parse_lines(path, lines, parse, skipped)
+    parsed = parse_lines(path, lines, parse, skipped=int(bool(header)))
     first, *second = ([words[number] for words, _ in parsed] for number in range(len(texts)))
     return SplitRows(first, second[0] if second else [], [number for _, number in parsed])
 
@@ -312,3 +287,14 @@ def _same_length(lengths: dict[Path, int]) -> None:
     raise DataError(
         f"{where}: unequal numbers of lines ({counts}): a download stopped halfway, or a file belongs to another set"
     )
+
+
+read_sst_binary = partial(_tabbed, texts=(0,), label=lambda cells: _among(int(cells[1]), 2))
+"""`sentence<TAB>0|1`."""
+read_mrpc = partial(_tabbed, texts=(3, 4), label=lambda cells: _among(int(cells[0]), 2), header="Quality")
+"""`0|1<TAB>id<TAB>id<TAB>a<TAB>b` after a header (which has a byte order mark)."""
+read_entailment = partial(_tabbed, texts=(1, 2), label=lambda cells: _place_in(cells[4], SICK), header="pair_ID")
+"""`id<TAB>a<TAB>b<TAB>1..5<TAB>judgment` after a header, by the judgment; `read_relatedness` by the number."""
+read_relatedness = partial(_tabbed, texts=(1, 2), label=lambda cells: _between(float(cells[3]), 1, 5), header="pair_ID")
+read_sts_benchmark = partial(_tabbed, texts=(5, 6), label=lambda cells: _between(float(cells[4]), 0, 5))
+"""Seven columns: ..., score 0..5, a, b; no header."""

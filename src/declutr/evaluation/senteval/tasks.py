@@ -112,8 +112,6 @@ _COCO = {
     split: (f"{name}.npy", f"{name}.captions.txt")
     for split, name in (("train", "train"), ("dev", "valid"), ("test", "test"))
 }
-_judged = partial(formats.read_sick, entailment=True)
-_scored = partial(formats.read_sick, entailment=False)
 
 TASKS: tuple[SentEvalTask, ...] = (
     _binary("CR", files={"all": ("custrev.pos", "custrev.neg")}, classes=_POLAR),
@@ -125,8 +123,8 @@ TASKS: tuple[SentEvalTask, ...] = (
     _downstream("TREC", "kfold", _TREC, formats.read_trec, classes=formats.TREC),
     _pairs("MRPC", "kfold", _MRPC, formats.read_mrpc, classes=("different", "paraphrase")),
     _downstream("SNLI", "split", _SNLI, formats.read_snli, features="pair_product_difference", classes=formats.SNLI),
-    _pairs("SICKEntailment", "split", _SICK, _judged, "SICK-E", "SICK", classes=formats.SICK),
-    _pairs("SICKRelatedness", "relatedness", _SICK, _scored, "SICK-R", "SICK"),
+    _pairs("SICKEntailment", "split", _SICK, formats.read_entailment, "SICK-E", "SICK", classes=formats.SICK),
+    _pairs("SICKRelatedness", "relatedness", _SICK, formats.read_relatedness, "SICK-R", "SICK"),
     _pairs("STSBenchmark", "relatedness", _STSB, formats.read_sts_benchmark, "STS-B", "STS/STSBenchmark"),
     _downstream("ImageCaptionRetrieval", "retrieval", _COCO, formats.read_retrieval, "COCO", "COCO"),
     _similarity(12, "MSRpar", "MSRvid", "SMTeuroparl", "surprise.OnWN", "surprise.SMTnews"),
